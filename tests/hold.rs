@@ -205,7 +205,9 @@ fn work_that_does_not_end_is_not_paused() {
     let error = pause_held(&["busy"], SHORT).unwrap_err();
     assert_eq!((error.kind(), state("busy")), (Kind::Busy, Some(TagState::Active)));
     let uuid = vramctl_driver::uuid(0).unwrap();
-    let why = format!("the work on device 0 ({uuid}) has not ended: a kernel runs on, or waits for another process, as in a collective;");
+    let why = format!(
+        "the work on device 0 ({uuid}) has not ended: a kernel is still running, or waits for another process, as in a collective;"
+    );
     assert!(error.to_string().contains(&why), "{error}");
     assert!(!error.to_string().contains("host function"), "no thread is held at the gate: {error}");
     assert!(!gate::is_held());

@@ -594,7 +594,7 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
     // Enough for its context, but not for its tags.
     let (moved, hog) = move_meanwhile(164);
     moved.expect(4, short);
-    moved.expect(4, ". The job is on GPU 1, paused and held; `vramctl resume --name=engine` continues");
+    moved.expect(4, ". The job is on GPU 1, paused and held; to continue: `vramctl resume --name=engine`");
     assert_eq!((machine.gpus()[0].1, machine.gpus()[1].1), (0, 2));
     drop(hog);
     machine.vramctl("resume --name=engine").expect(0, "resumed");
@@ -776,10 +776,10 @@ fn the_middle_of_a_suspend_is_no_suspend() {
         assert_eq!(machine.vramctl_failing(&format!("cuCheckpointProcess{death}"), "suspend engine").code, None);
         machine.vramctl("ps").expect(0, state);
         machine.vramctl("status engine").expect(0, text);
-        machine.vramctl("pause").expect(5, "suspended, or in the middle of it");
+        machine.vramctl("pause").expect(5, "suspended, or is being suspended or restored");
         // A driver that does not say.
         let silent = machine.vramctl_failing("cuInit:1:999:*", "status engine");
-        silent.expect(0, "Suspended, or in the middle of it.");
+        silent.expect(0, "Suspended, or being suspended or restored.");
         machine.vramctl("resume").expect(0, "resumed");
         engine.is_well();
     }

@@ -78,8 +78,8 @@ class Job:
 
     `ranks`: how many processes there must be; else, as many as when the job was last paused or resumed.
 
-    Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. If a process ends, or is
-    stopped, once this is decided, there is an exception, too, whose `committed` is True: then the others are paused or resumed. Each method
+    Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. If a process ends or is
+    stopped after that has been decided, the exception's `committed` is True: the others are paused or resumed. Each method
     has an asyncio form, whose name ends in ``_async``. Thread-safe.
 
     A program cannot hold its own job (`errors.Invalid`), because a thread that is held may have the interpreter lock.

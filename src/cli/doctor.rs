@@ -181,7 +181,7 @@ fn gpus() -> Vec<Finding> {
     findings
 }
 
-/// NVML says what other programs hold. All else works without it.
+/// NVML says which GPUs there are, and who uses them. Pausing and resuming work without it.
 fn nvml() -> Finding {
     let finding = |verdict, message| Finding::new("NVML", verdict, message);
     match driver::cards() {

@@ -333,7 +333,7 @@ impl Found {
         }
     }
 
-    /// Sends processes that have just been paused NVML's figures for them, because they must not call NVML themselves.
+    /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.
     pub fn tell_what_nvml_counts<'a>(&self, paused: impl Iterator<Item = &'a Process>) {
         let mut holders = BTreeMap::new();
         for process in paused {

@@ -105,7 +105,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     }
     resumed.map_err(|failure| {
         let place = if swapped.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
-        failure.adding(&format!(". {place}, paused and held; `{again}` continues"))
+        failure.adding(&format!(". {place}, paused and held; to continue: `{again}`"))
     })?;
     let line = |member: &Member| {
         let now: Vec<_> = map.iter().filter(|(old, _)| member.process.gpus().any(|gpu| gpu == old)).map(|(_, new)| new).collect();

@@ -93,7 +93,7 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     let host = ledger::host(&chosen);
     let (ledgers, failure) = match ledger::take(&found.processes, &gpus) {
         Ok(ledgers) if ledgers.is_empty() => {
-            (ledgers, Some(format!("NVML does not report {} here; `nvidia-smi -L` lists what it does", gpus.join(", "))))
+            (ledgers, Some(format!("NVML does not report {} here; `nvidia-smi -L` lists the GPUs that it reports", gpus.join(", "))))
         }
         Ok(ledgers) => (ledgers, None),
         Err(none) => (Vec::new(), Some(none.to_string())),
@@ -140,13 +140,13 @@ fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
             Some(ProcessState::Running | ProcessState::Locked) => {
                 writeln!(
                     text,
-                    "In the middle of a suspend or resume: its CUDA context is on the GPU. If that was interrupted, `vramctl resume`."
+                    "In the middle of a suspend or resume: its CUDA context is on the GPU. If the command was interrupted, run `vramctl resume`."
                 )
             }
             Some(ProcessState::Failed) => {
                 writeln!(text, "The driver reports the process as FAILED. It is lost: end it and start it again.")
             }
-            None => writeln!(text, "Suspended, or in the middle of it. {needs}"),
+            None => writeln!(text, "Suspended, or being suspended or restored. {needs}"),
         };
     } else if memory.held {
         let waiting = match memory.waiting_threads {

@@ -24,8 +24,8 @@ code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vra
 continues.
 
 Processes that the driver cannot restore are only paused by tag, with exit code 7: those with NCCL or NVSHMEM communicators, \
-peer access between GPUs, unified memory, or unmanaged memory that processes share or that is registered with a network card; and any \
-process under a driver older than 570. `vramctl status` lists the obstacles.
+peer access between GPUs, multicast objects, unified memory, or unmanaged memory that processes share or that is registered with a \
+network card; and any process under MPS, in MIG mode, or with a driver older than 570. --dry-run lists what is in the way.
 
 Memory that another process has open (CUDA IPC) is not taken unless that process is suspended by the same command (--all, or a name \
 that they have in common). With --shared, it is held instead, as with `vramctl pause`, and stays on its GPU.
@@ -129,7 +129,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
             };
             checkpoint::tell(&members, held, args.json, args.quiet, line)
         }
-        Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays so; `vramctl resume` resumes it")),
+        Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What has been paused stays paused until `vramctl resume`")),
         Err(failure) => {
             let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();
             let given: u64 = members.iter().map(checkpoint::Member::given_back).sum();
@@ -150,7 +150,7 @@ pub fn free_stuck(found: &Found, target: &Target, timeout: Duration) -> Result<b
         return Ok(false);
     }
     checkpoint::restore(&mut stuck, &GpuMap::new(), timeout)
-        .map_err(|failure| failure.adding(". What is not back stays suspended; `vramctl resume` tries again"))?;
+        .map_err(|failure| failure.adding(". Processes that are not back stay suspended; `vramctl resume` tries again"))?;
     for member in &stuck {
         let why = "did not answer because the driver had locked or checkpointed it; it is restored";
         output::complain("note", &format!("{} {why}", member.process));
@@ -185,8 +185,8 @@ pub fn bring_back(
         let lost = members.iter().filter(|member| member.is_lost).count();
         failure.adding(match members.len() - lost {
             0 => "",
-            _ if lost > 0 => ". What else is not back stays suspended; `vramctl resume` tries again",
-            _ => ". What is not back stays suspended, and nothing is lost; `vramctl resume` tries again",
+            _ if lost > 0 => ". Any others that are not back stay suspended; `vramctl resume` tries again",
+            _ => ". Processes that are not back stay suspended, and nothing is lost; `vramctl resume` tries again",
         })
     })?;
     let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());

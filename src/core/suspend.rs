@@ -17,8 +17,8 @@ use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 /// The saved status, while the process is suspended, or about to be.
 static SUSPENDED: PerProcess<RwLock<Option<Aside>>> = PerProcess::new(RwLock::default);
 
-/// Locked for reading while a status is asked of the driver, so that a suspend does not begin in the middle: the rest of the status would
-/// wait until the process is back. A suspend only tries it, with [`SUSPENDED`] unlocked: every request reads that.
+/// A status holds this for reading while it asks the driver. If a suspend began meanwhile, the status would wait until the process is
+/// back. A suspend never blocks on it, but tries it repeatedly, with [`SUSPENDED`] unlocked, which every request reads.
 static ASKING: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 /// Locked during a request to suspend.

@@ -27,7 +27,7 @@ use vramctl_model::{Bytes, Error, left_to_cuda};
 const OFTEN: Duration = Duration::from_millis(50);
 /// How often while far more is free. A question keeps the program's own calls waiting: on an H200, it cost up to 2 ms of launches.
 const SELDOM: Duration = Duration::from_secs(1);
-/// An answer that is later than this is not waited for: the asking process is stopped, suspended, or watches for less.
+/// An answer that is later than this is not waited for: the asking process is stopped, suspended, or has a lower threshold.
 const LATE: Duration = Duration::from_millis(200);
 /// By how much, at least, free memory must recover above the level before the next fall is logged.
 const REARM: u64 = 64 << 20;

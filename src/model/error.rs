@@ -268,7 +268,7 @@ impl fmt::Display for Error {
             }
             Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture has ended"),
             Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing has changed", waited.as_millis()),
-            Self::NotHeld(why) => write!(out, "the program could not be held: {why}; it runs on, and nothing has changed"),
+            Self::NotHeld(why) => write!(out, "the program could not be held: {why}; the program continues, and nothing has changed"),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::PrefixCache(engine) => write!(
                 out,
@@ -294,7 +294,7 @@ impl fmt::Display for Error {
                     lent.join(", ")
                 )
             }
-            Self::Suspended => write!(out, "the process is suspended, or in the middle of it. `vramctl resume` brings it back"),
+            Self::Suspended => write!(out, "the process is suspended, or is being suspended or restored. `vramctl resume` brings it back"),
             Self::NotRestorable(obstacles) => {
                 let obstacles: Vec<_> = obstacles.iter().map(ToString::to_string).collect();
                 write!(out, "the driver could checkpoint the process, but not restore it: {}", obstacles.join("; "))
@@ -302,7 +302,7 @@ impl fmt::Display for Error {
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) | Self::Late(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Aborted(why) => write!(out, "undone: {why}; nothing has changed"),
-            Self::Leased => write!(out, "another client is pausing or resuming this process right now; try again"),
+            Self::Leased => write!(out, "another client is pausing, resuming or suspending this process, or has just done so; try again"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
             Self::NoThread(why) => write!(
                 out,

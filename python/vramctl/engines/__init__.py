@@ -271,8 +271,8 @@ def if_possible(region: contextlib.AbstractContextManager[None]) -> Iterator[Non
 
 
 def leave_to_cuda(original: Function, *arguments: Any, **keywords: Any) -> Any:
-    """For memory that other ranks open by CUDA IPC. Managed, it could only be paused together with them: the engines' own calls pause
-    each rank alone."""
+    """For memory that other ranks open by CUDA IPC. If it were managed, a rank could only be paused together with them, but the
+    engines' own calls pause each rank alone."""
     with if_possible(thread_region(None)):
         return original(*arguments, **keywords)
 

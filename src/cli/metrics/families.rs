@@ -55,7 +55,7 @@ metrics! {
     PROCESS = "vramctl_process_info", ["name", "pid", "engine", "version"], "A process: the inference engine in it, and the version of its library. Always 1.";
     HELD = "vramctl_process_held", ["name", "pid"], "Whether a process is held until everything of it is resumed.";
     WAITING = "vramctl_process_waiting_threads", ["name", "pid"], "Threads of a held process that wait to start GPU work.";
-    SUSPENDED = "vramctl_process_suspended", ["name", "pid"], "Whether a process is suspended, or in the middle of it.";
+    SUSPENDED = "vramctl_process_suspended", ["name", "pid"], "Whether a process is suspended, or is being suspended or restored.";
     MANAGED = "vramctl_managed_bytes", ["name", "pid", "tag", "state"], "Managed memory by tag, on all GPUs. States: active, paused.";
     MANAGED_GPU = "vramctl_gpu_managed_bytes", ["name", "pid", "gpu", "state"], "Managed memory by GPU. States: active, paused.";
     LEFT_ALONE = "vramctl_left_alone_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that asked for it.";

@@ -33,7 +33,7 @@ Examples:
   vramctl pause                           all tags of the only managed process
   vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
   vramctl pause weights --backup disk     keep the contents in a file
-  vramctl pause engine                    all tags of the process with this name
+  vramctl pause engine                    all tags of processes with this name
   vramctl pause --name engine --timeout 2.5
   vramctl pause cache --no-hold           the program keeps using the rest
   vramctl pause --gpu 0 --all             all memory on this GPU, and no other
@@ -88,7 +88,7 @@ A suspended process is brought back to its GPUs first. With tags or --gpu, the r
 
 Examples:
   vramctl resume                all tags of the only managed process
-  vramctl resume engine         all tags of the process with this name
+  vramctl resume engine         all tags of processes with this name
   vramctl resume weights --name engine
   vramctl resume --gpu 0 --all  all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
@@ -99,7 +99,7 @@ pub struct ResumeArgs {
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Tags [default: all]. A word that is no tag, but the name or id of a process, chooses that process, as --name and --pid do
+    /// Tags [default: all]. Without --name, --pid or --all, one of the words may be the name or id of a process instead
     #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags_and_names))]
     pub words: Vec<String>,
     #[command(flatten)]

@@ -159,7 +159,7 @@ pub struct Removal {
 }
 
 /// Removes an obstacle, if there is one, for a call that ends it: before the call, because afterwards another thread may get the address.
-/// Of what is open several times, one opening ends.
+/// If it is open several times, this ends one opening.
 #[inline]
 pub fn ending(key: ObstacleKey) -> Option<Removal> {
     ending_all(key..=key)

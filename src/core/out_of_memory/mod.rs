@@ -46,7 +46,7 @@ pub fn set_same(time: Duration) {
     SAME_MS.store(time.as_millis() as u64, Ordering::Relaxed);
 }
 
-/// How many times as long a failure is held back whose second attempt is certain to come.
+/// A failure that is certain to be tried again is held back this many times as long as others.
 const CERTAIN: u32 = 5;
 
 /// The longest that it is held back because the thread frees memory.
@@ -95,7 +95,7 @@ struct Course {
     scene: Option<Scene>,
     attempts: u32,
     last_failed: Instant,
-    /// Since then, the thread frees memory, or has done so until then.
+    /// Whether the thread has freed memory since the last failure.
     frees: Frees,
     /// A later attempt has succeeded.
     got_it: bool,

@@ -317,7 +317,7 @@ fn cached_on(gpu: &str, has_emptied: bool) -> u64 {
 }
 
 fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own, own_cached: u64) -> Vec<Way> {
-    const CACHED: &str = "it runs on; its allocator has this cached";
+    const CACHED: &str = "it keeps running; its allocator has this much cached";
     let margin = if matches!(scene.asked.cause, Cause::Margin) { scene.margin } else { 0 };
     let short = (scene.asked.bytes + margin).saturating_sub(scene.room.as_ref().map_or(0, |room| room.free));
     let way = |bytes, command, note| Way { bytes, command, is_enough: bytes >= short, note };

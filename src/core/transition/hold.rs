@@ -48,7 +48,7 @@ impl fmt::Display for StillWorking {
             Some(device) => write!(out, "the work on device {device} ({})", driver::uuid(device).as_deref().unwrap_or("UUID unknown"))?,
             None => write!(out, "the device's work")?,
         }
-        write!(out, " has not ended: a kernel runs on, or waits for another process, as in a collective")?;
+        write!(out, " has not ended: a kernel is still running, or waits for another process, as in a collective")?;
         match self.threads_at_gate {
             0 => Ok(()),
             1 => write!(out, "; or a host function waits for the thread that is held at the gate"),
@@ -58,7 +58,7 @@ impl fmt::Display for StillWorking {
 }
 
 fn not_held(limit: Duration, why: &dyn fmt::Display) -> Error {
-    Error::NotHeld(format!("within {} ms, {why}", limit.as_millis()))
+    Error::NotHeld(format!("after {} ms, {why}", limit.as_millis()))
 }
 
 impl Memory {
