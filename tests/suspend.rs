@@ -135,6 +135,20 @@ impl Machine {
         status["devices"].as_array().unwrap().iter().map(gpu).collect()
     }
 
+    /// Resumes the engine, checks that it is as before, and moves it back to the first GPU if it is on the second.
+    #[track_caller]
+    fn comes_back(&self, engine: &mut Engine, before: &[(u64, usize)], about: &str) {
+        self.vramctl("resume").expect(0, "engine");
+        let mut gpus = self.gpus();
+        let has_moved = gpus[1].1 == 1;
+        gpus.rotate_left(has_moved.into());
+        assert_eq!(gpus, before, "{about}");
+        engine.is_well();
+        if has_moved {
+            self.vramctl("move engine --to 0").expect(0, "moved");
+        }
+    }
+
     fn status(&self, name: &str) -> Value {
         let said = self.vramctl(&format!("status {name} --json"));
         serde_json::from_str(&said.text).unwrap_or_else(|error| panic!("{error}: {}", said.text))
@@ -428,15 +442,7 @@ fn two_commands_at_once_lose_nothing() {
             assert!(matches!(code, Some(0 | 1 | 5)), "{about}: {code:?}");
             let status = machine.status("engine");
             assert!(status["processes"][0].get("error").is_none(), "{about}: {status}");
-            machine.vramctl("resume").expect(0, "engine");
-            let mut gpus = machine.gpus();
-            let has_moved = gpus[1].1 == 1;
-            gpus.rotate_left(has_moved.into());
-            assert_eq!(gpus, before, "{about}");
-            engine.is_well();
-            if has_moved {
-                machine.vramctl("move engine --to 0").expect(0, "moved");
-            }
+            machine.comes_back(&mut engine, &before, &about);
         }
     }
 }
@@ -533,15 +539,7 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
                 let next = if refused.text.contains("runs where it was") { "" } else { "`vramctl resume`" };
                 assert!(refused.text.contains(next), "{about}");
             }
-            machine.vramctl("resume").expect(0, "engine");
-            let mut gpus = machine.gpus();
-            let has_moved = gpus[1].1 == 1;
-            gpus.rotate_left(has_moved.into());
-            assert_eq!(gpus, before, "{about}");
-            engine.is_well();
-            if has_moved {
-                machine.vramctl("move engine --to 0").expect(0, "moved");
-            }
+            machine.comes_back(&mut engine, &before, &about);
         }
     }
 }

@@ -63,11 +63,6 @@ pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     read().iter().filter(|(_, device)| devices.contains(device)).map(|(context, _)| *context).collect()
 }
 
-/// The devices of these contexts.
-pub fn devices_of(contexts: &BTreeSet<Context>) -> BTreeSet<CUdevice> {
-    read().iter().filter(|(context, _)| contexts.contains(context)).map(|(_, device)| *device).collect()
-}
-
 /// The devices of known contexts.
 pub fn devices() -> BTreeSet<CUdevice> {
     read().values().copied().collect()

@@ -270,7 +270,7 @@ impl Memory {
         }
         devices.extend(&owners);
         devices.extend(self.peers.of_owners(&owners));
-        devices.extend(contexts::devices_of(&borrow::contexts()));
+        devices.extend(borrow::contexts().into_iter().filter_map(contexts::device_of));
         contexts::of_devices(&devices)
     }
 
