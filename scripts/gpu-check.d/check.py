@@ -737,7 +737,7 @@ class Check:
             "suspend": (lambda: self.script("suspend.py", 150), 160),
             "ledger": (lambda: self.script("ledger.py", 150), 160),
             "report": (lambda: self.script("report.py", 110, self.package()), 120),
-            "watch": (lambda: self.script("watch.py", 90, self.package()), 100),
+            "watch": (lambda: self.script("watch.py", 230, self.package()), 240),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),

@@ -1,5 +1,5 @@
 """What the watch costs: training steps with collectives, plain, with `vramctl watch`, and with Relax's check before each collective
-(`--enable-cuda-memory-check`), alternating in one run. Also checks that watch and trim work on a real GPU. Uses two GPUs if there are.
+(`--enable-cuda-memory-check`), in turns in one run. Also checks that watch and trim work on a real GPU. Uses two GPUs if there are.
 
 Relax wraps the functions of torch.distributed (relax/utils/reloadable_process_group.py, `_wrap_low_level_call`): before each it asks
 torch.cuda.mem_get_info(), memory_allocated() and memory_reserved(), and below 5 GB free it synchronizes, collects garbage and empties
@@ -24,8 +24,13 @@ from two import end, free_port
 
 #: Steps as (what, width, rows, layers): a collective per layer.
 SIZES = [("large layers", 4096, 4096, 32), ("small layers", 1024, 512, 64)]
-ROUNDS = 9
+#: Orders in which each of four follows each other one once: a GPU that was less busy before is faster for a while.
+ORDERS = [(0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1)]
+#: How often they are measured in each order, and for how long each time.
+ROUNDS = 7
 SECONDS = 0.5
+#: How often Relax's check is measured, over a fifth of the steps: it takes several times as long.
+RELAX_ROUNDS = 6
 #: The limit for the cost of the watch.
 LIMIT = 0.005
 GIB = 1 << 30
@@ -83,6 +88,8 @@ def rank(number, world, port):
         if "steps" in request:
             before_each = as_relax_does if request["mode"] == "relax" else lambda: None
             answer(ms=ms_per_step(request["what"], before_each, request["steps"]))
+        elif "free" in request:
+            answer(free=torch.cuda.mem_get_info()[0])
         elif "cache" in request:
             # Freed memory, and a small tensor that keeps its segment.
             kept, gone = torch.empty(2 << 20, dtype=torch.uint8, device="cuda"), torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
@@ -106,26 +113,43 @@ def rank(number, world, port):
 
 def measure(vramctl, ask):
     """The cost of the watch and of Relax's check, as a fraction of a step, by size."""
-    costs, rows = {}, []
+    free = ask(free=True)["free"]
+    # The watch asks every 50 ms while less than twice the level is free, else once a second.
+    watch = {
+        "plain": ["--off"],
+        "plain again": ["--off"],
+        "watch, once a second": ["--below", f"{free // 8}"],
+        "watch, every 50 ms": ["--below", f"{free // 4 * 3}"],
+    }
+    modes = list(watch)
+    print("| step | | ms | more | ± |\n| --- | --- | ---: | ---: | ---: |")
     for what, *_ in SIZES:
-        one = ask(mode="plain", what=what, steps=20)["ms"]
-        steps = max(10, int(SECONDS * 1e3 / one))
-        ms = {"plain": [], "watch": [], "relax": []}
-        for number in range(ROUNDS):
-            # Alternating, in varying order, because the GPU's clock drifts.
-            order = list(ms)
-            for mode in order[number % 3 :] + order[: number % 3]:
-                command(vramctl, "watch", "--name", "watch", *(["--below", "5G"] if mode == "watch" else ["--off"]))
-                ms[mode].append(ask(mode=mode, what=what, steps=steps)["ms"])
-        cost = {mode: statistics.median(one / plain for one, plain in zip(ms[mode], ms["plain"])) - 1 for mode in ("watch", "relax")}
-        costs[what] = cost
-        middle = {mode: statistics.median(each) for mode, each in ms.items()}
-        rows += [(what, mode, f"{middle[mode]:.3f}", f"{cost.get(mode, 0):+.2%}") for mode in ms]
-        check(f"{what}: the watch costs less than {LIMIT:.1%} of a step", cost["watch"] < LIMIT, f"{cost['watch']:+.2%}")
-    print("| step | | ms | |\n| --- | --- | --- | --- |")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-    return costs
+        steps = max(10, int(SECONDS * 1e3 / ask(mode="plain", what=what, steps=20)["ms"]))
+
+        def take(mode, steps, what=what):
+            command(vramctl, "watch", "--name", "watch", *watch.get(mode, ["--off"]))
+            ask(mode=mode, what=what, steps=max(2, steps // 20))
+            return ask(mode=mode, what=what, steps=steps)["ms"]
+
+        ms = {mode: [] for mode in modes}
+        for order in ROUNDS * ORDERS:
+            for number in order:
+                ms[modes[number]].append(take(modes[number], steps))
+        rows = {mode: (statistics.mean(ms[mode]), *compare(ms[mode], ms["plain"])) for mode in modes}
+
+        relax = [(take("plain", steps // 5), take("relax", steps // 5)) for _ in range(RELAX_ROUNDS)]
+        plain, slower = zip(*relax)
+        rows["Relax's check"] = (statistics.mean(slower), *compare(slower, plain))
+        for mode, (one, more, error) in rows.items():
+            print(f"| {what} | {mode} | {one:.3f} | {more:+.2%} | {error:.2%} |", flush=True)
+            if mode.startswith("watch"):
+                check(f"{what}, {mode}: costs less than {LIMIT:.1%} of a step", more < LIMIT, f"{more:+.2%} ± {error:.2%}")
+
+
+def compare(ones, others):
+    """By how much the ones take longer, as a fraction, and the standard error of that."""
+    more = [one / other - 1 for one, other in zip(ones, others)]
+    return statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
 
 
 def command(vramctl, *arguments):

@@ -247,18 +247,18 @@ static void launch(const struct functions *f, double *ns)
 	need(synchronize(), "cuCtxSynchronize");
 	double from = now();
 	/* Fewer than the queue can hold, so that no launch waits for an earlier one. */
-	for (int i = 0; i < 500; i++)
+	for (int i = 0; i < 100; i++)
 		need(f->launch(nothing, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL), "cuLaunchKernel");
-	*ns = (now() - from) / 500;
+	*ns = (now() - from) / 100;
 }
 
 static void launch_refused(const struct functions *f, double *ns)
 {
 	double from = now();
-	for (int i = 0; i < 2000; i++)
+	for (int i = 0; i < 200; i++)
 		if (f->launch(nothing, 0, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) == 0)
 			fail("a launch of no blocks is not refused", -1);
-	*ns = (now() - from) / 2000;
+	*ns = (now() - from) / 200;
 }
 
 /* A kernel that does nothing, where the device runs kernels. */
@@ -362,8 +362,9 @@ int main(int argc, char **argv)
 	compare(alloc_free, both, batches, 1, (const char *const[]){"alloc_free"}, &lookups[2]);
 	const bool launches[] = {SAME(launch)};
 	if (load_nothing()) {
-		compare(launch, both, batches, 1, (const char *const[]){"launch"}, launches);
-		compare(launch_refused, both, batches, 1, (const char *const[]){"launch_refused"}, launches);
+		/* Many short batches: the library's few ns are looked for in microseconds that drift. */
+		compare(launch, both, 20 * batches, 1, (const char *const[]){"launch"}, launches);
+		compare(launch_refused, both, 20 * batches, 1, (const char *const[]){"launch_refused"}, launches);
 	}
 	compare(own_memory, both, batches < 20 ? batches : 20, 5,
 	        (const char *const[]){"create", "map", "access", "unmap", "release"}, memory);
