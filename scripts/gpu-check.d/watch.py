@@ -24,13 +24,15 @@ from two import end, free_port
 
 #: Steps as (what, width, rows, layers): a collective per layer.
 SIZES = [("large layers", 4096, 4096, 32), ("small layers", 1024, 512, 64)]
-#: Orders in which each of four follows each other one once: a GPU that was less busy before is faster for a while.
+#: What is measured in turns. Plain steps twice, to show the noise.
+MODES = ["plain", "watch", "plain again", "watch again"]
+#: Orders in which each mode follows each other one once: a GPU that was less busy before is faster for a while.
 ORDERS = [(0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1)]
-#: How often they are measured in each order, and for how long each time.
-ROUNDS = 7
-SECONDS = 0.5
-#: How often Relax's check is measured, over a fifth of the steps: it takes several times as long.
-RELAX_ROUNDS = 6
+#: How often each order is measured, and for how long each mode.
+ROUNDS = 14
+SECONDS = 0.25
+#: How often Relax's check is measured, over half of the steps: it takes several times as long.
+RELAX_ROUNDS = 8
 #: The limit for the cost of the watch.
 LIMIT = 0.005
 GIB = 1 << 30
@@ -88,8 +90,6 @@ def rank(number, world, port):
         if "steps" in request:
             before_each = as_relax_does if request["mode"] == "relax" else lambda: None
             answer(ms=ms_per_step(request["what"], before_each, request["steps"]))
-        elif "free" in request:
-            answer(free=torch.cuda.mem_get_info()[0])
         elif "cache" in request:
             # Freed memory, and a small tensor that keeps its segment.
             kept, gone = torch.empty(2 << 20, dtype=torch.uint8, device="cuda"), torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
@@ -113,43 +113,40 @@ def rank(number, world, port):
 
 def measure(vramctl, ask):
     """The cost of the watch and of Relax's check, as a fraction of a step, by size."""
-    free = ask(free=True)["free"]
-    # The watch asks every 50 ms while less than twice the level is free, else once a second.
-    watch = {
-        "plain": ["--off"],
-        "plain again": ["--off"],
-        "watch, once a second": ["--below", f"{free // 8}"],
-        "watch, every 50 ms": ["--below", f"{free // 4 * 3}"],
-    }
-    modes = list(watch)
     print("| step | | ms | more | ± |\n| --- | --- | ---: | ---: | ---: |")
     for what, *_ in SIZES:
         steps = max(10, int(SECONDS * 1e3 / ask(mode="plain", what=what, steps=20)["ms"]))
 
         def take(mode, steps, what=what):
-            command(vramctl, "watch", "--name", "watch", *watch.get(mode, ["--off"]))
-            ask(mode=mode, what=what, steps=max(2, steps // 20))
+            command(vramctl, "watch", "--name", "watch", *(["--below", "5G"] if "watch" in mode else ["--off"]))
+            ask(mode=mode, what=what, steps=max(2, steps // 10))
             return ask(mode=mode, what=what, steps=steps)["ms"]
 
-        ms = {mode: [] for mode in modes}
+        ms = {mode: [] for mode in MODES}
         for order in ROUNDS * ORDERS:
             for number in order:
-                ms[modes[number]].append(take(modes[number], steps))
-        rows = {mode: (statistics.mean(ms[mode]), *compare(ms[mode], ms["plain"])) for mode in modes}
+                ms[MODES[number]].append(take(MODES[number], steps))
+        plain, watch, again, _ = ms.values()
+        both = [[(one + other) / 2 for one, other in zip(ms[mode], ms[f"{mode} again"])] for mode in ("plain", "watch")]
+        relax = list(zip(*((take("plain", steps // 2), take("relax", steps // 2)) for _ in range(RELAX_ROUNDS))))
+        more, error = compare(*both)
+        rows = {
+            "plain": (plain, (0, 0)),
+            "plain again": (again, compare(plain, again)),
+            "watch": (watch, (more, error)),
+            "Relax's check": (relax[1], compare(*relax)),
+        }
+        for mode, (one, (extra, scatter)) in rows.items():
+            print(f"| {what} | {mode} | {statistics.median(one):.3f} | {extra:+.2%} | {scatter:.2%} |", flush=True)
+        check(f"{what}: the watch costs less than {LIMIT:.1%} of a step", more < LIMIT, f"{more:+.2%} ± {error:.2%}")
 
-        relax = [(take("plain", steps // 5), take("relax", steps // 5)) for _ in range(RELAX_ROUNDS)]
-        plain, slower = zip(*relax)
-        rows["Relax's check"] = (statistics.mean(slower), *compare(slower, plain))
-        for mode, (one, more, error) in rows.items():
-            print(f"| {what} | {mode} | {one:.3f} | {more:+.2%} | {error:.2%} |", flush=True)
-            if mode.startswith("watch"):
-                check(f"{what}, {mode}: costs less than {LIMIT:.1%} of a step", more < LIMIT, f"{more:+.2%} ± {error:.2%}")
 
-
-def compare(ones, others):
-    """By how much the ones take longer, as a fraction, and the standard error of that."""
-    more = [one / other - 1 for one, other in zip(ones, others)]
-    return statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
+def compare(plain, others):
+    """By how much the others take longer, as a fraction: the median, and its standard error. Some of the times are far off."""
+    more = [other / one - 1 for one, other in zip(plain, others)]
+    middle = statistics.median(more)
+    deviation = 1.4826 * statistics.median(abs(one - middle) for one in more)
+    return middle, 1.2533 * deviation / len(more) ** 0.5
 
 
 def command(vramctl, *arguments):

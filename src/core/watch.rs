@@ -1,8 +1,8 @@
 //! The watch (`VRAMCTL_WATCH`, `vramctl watch`): when little of a device is free, logs once who uses the memory and, if requested, has the
 //! program's own allocator return what it has cached.
 //!
-//! One process per GPU asks the driver and shares the answer (`control/gauge.rs`): every 50 ms, or once a second while far more is free. In
-//! between, each process tracks its own allocations (`free`). It logs only if the driver confirms the shortage.
+//! One process per GPU asks the driver every 50 ms and shares the answer (`control/gauge.rs`). In between, each process tracks its own
+//! allocations (`free`). It logs only if the driver confirms the shortage.
 
 use crate::allowance::Allowance;
 use crate::cache;
@@ -23,12 +23,10 @@ use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Bytes, Error, left_to_cuda};
 
-/// How often the driver is asked for a device that may soon be short of memory.
-const OFTEN: Duration = Duration::from_millis(50);
-/// How often while far more is free. A question keeps the program's own calls waiting: on an H200, it cost up to 2 ms of launches.
-const SELDOM: Duration = Duration::from_secs(1);
-/// An answer that is later than this is not waited for: the asking process is stopped, suspended, or has a lower threshold.
-const LATE: Duration = Duration::from_millis(200);
+/// How often the driver is asked for a device.
+const EVERY: Duration = Duration::from_millis(50);
+/// An answer older than this is not used: the asking process is stopped, or suspended.
+const STALE: Duration = Duration::from_millis(250);
 /// By how much, at least, free memory must recover above the level before the next fall is logged.
 const REARM: u64 = 64 << 20;
 /// How long the program's allocator may take to report what it has cached, and to return it.
@@ -84,7 +82,7 @@ fn watch(level: &'static Watermark) {
             devices.clear();
             thread::park();
         } else {
-            thread::park_timeout(devices.keys().map(|device| period(level, *device)).min().unwrap_or(OFTEN));
+            thread::park_timeout(EVERY);
         }
         if exit::is_ending() {
             return;
@@ -103,12 +101,6 @@ fn watch(level: &'static Watermark) {
     }
 }
 
-/// The time between two looks at a device.
-fn period(level: &Watermark, device: CUdevice) -> Duration {
-    let is_far = |free| free / 2 >= level.below();
-    if level.free(device).is_some_and(is_far) { SELDOM } else { OFTEN }
-}
-
 impl Watched {
     /// `rests`: how often this process had rested when the gauge was opened.
     fn look(&mut self, level: &'static Watermark, device: CUdevice, rests: u32) {
@@ -116,7 +108,7 @@ impl Watched {
         if self.gauge.is_none() {
             self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
         }
-        let told = self.gauge.as_ref().filter(|gauge| !gauge.is_ours()).and_then(|gauge| gauge.told(period(level, device) + LATE));
+        let told = self.gauge.as_ref().filter(|gauge| !gauge.is_ours()).and_then(|gauge| gauge.told(STALE));
         let may_be_low = |free: u64| free < below || level.free(device).is_some_and(|free| free < below);
         // Own allocations may have been counted twice, or freed again.
         let enough = told.filter(|free| self.is_low || !may_be_low(*free));
