@@ -16,8 +16,9 @@ use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, left_to_c
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
 
-/// How many of the largest blocks are listed.
-const LARGEST: usize = 10;
+/// How many groups of the largest blocks the file lists, and how many lines of the page they take.
+const LARGEST: usize = 30;
+const LINES: usize = 10;
 
 /// How far back the events go, and the most of them.
 const LAST: Duration = Duration::from_secs(60);
@@ -292,6 +293,22 @@ fn largest(blocks: &[Placed]) -> Vec<Group> {
     groups.into_iter().take(LARGEST).map(told).collect()
 }
 
+/// The groups for the page, with their bytes and blocks. Those of one line of the program are one, whichever way torch took from there.
+fn by_line(groups: &[Group]) -> Vec<(&Group, u64, u64)> {
+    let mut lines: Vec<(&Group, u64, u64)> = Vec::new();
+    for group in groups {
+        let is_same =
+            |other: &Group| group.at.is_some() && (&other.tag, other.library, &other.at) == (&group.tag, group.library, &group.at);
+        match lines.iter_mut().find(|(other, ..)| is_same(other)) {
+            Some((_, bytes, blocks)) => (*bytes, *blocks) = (*bytes + group.bytes, *blocks + group.blocks),
+            None => lines.push((group, group.bytes, group.blocks)),
+        }
+    }
+    lines.sort_by_key(|(_, bytes, _)| std::cmp::Reverse(*bytes));
+    lines.truncate(LINES);
+    lines
+}
+
 /// The most informative call: the innermost Python call that is neither torch's nor ours, else the innermost native one outside CUDA and
 /// torch's allocator.
 fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
@@ -454,9 +471,9 @@ impl fmt::Display for ReportPage {
         if !self.largest.is_empty() {
             writeln!(out, "  This process's largest blocks:")?;
         }
-        for Group { bytes, blocks, tag, library, at, .. } in &self.largest {
-            let bytes = Bytes(*bytes).to_string();
-            let count = if *blocks == 1 { String::new() } else { format!(" in {blocks} blocks") };
+        for (Group { tag, library, at, .. }, bytes, blocks) in by_line(&self.largest) {
+            let bytes = Bytes(bytes).to_string();
+            let count = if blocks == 1 { String::new() } else { format!(" in {blocks} blocks") };
             let whose = match (tag, library) {
                 (Some(tag), Some(library)) => format!("tag {tag}, {library}"),
                 (Some(tag), None) => format!("tag {tag}"),
@@ -537,6 +554,32 @@ mod tests {
         assert_eq!(told, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
         let many: Vec<_> = (1..100).map(|mib| block(mib, None, None)).collect();
         assert_eq!(largest(&many).len(), LARGEST);
+    }
+
+    #[test]
+    fn the_page_has_one_line_for_each_line_of_the_program() {
+        let group = |bytes, blocks, tag: &str, at: Option<&str>| Group {
+            bytes,
+            blocks,
+            tag: Some(tag.into()),
+            library: Some("libc10_cuda.so"),
+            at: at.map(Into::into),
+            python_stack: Vec::new(),
+            native_stack: Vec::new(),
+        };
+        let (here, there) = (Some("train.py:88 in train"), Some("train.py:61 in __init__"));
+        let groups = [
+            group(5, 1, "trainer", there),
+            group(4, 2, "trainer", here),
+            group(3, 3, "trainer", here),
+            group(2, 1, "default", here),
+            group(2, 4, "default", None),
+            group(1, 1, "default", None),
+        ];
+        let told: Vec<_> = by_line(&groups).into_iter().map(|(group, bytes, blocks)| (group.at.as_deref(), bytes, blocks)).collect();
+        assert_eq!(told, [(here, 7, 5), (there, 5, 1), (here, 2, 1), (None, 2, 4), (None, 1, 1)]);
+        let many: Vec<_> = (0..LARGEST).map(|_| group(1, 1, "default", None)).collect();
+        assert_eq!(by_line(&many).len(), LINES);
     }
 
     /// The page of a request on a device with nothing of this process, of which so much is known.
