@@ -465,6 +465,35 @@ fn a_stopped_command_is_named() {
     engine.is_well();
 }
 
+/// Others may resume a job while a suspend waits: before its pause, as if it had been suspended already, or after it.
+#[test]
+fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let pid = engine.child.id();
+    let runs =
+        format!("engine (pid {pid}) has been resumed meanwhile, and runs; try again. What is paused stays paused until `vramctl resume`");
+    machine.vramctl("suspend engine").expect(0, "suspended engine");
+    let refused = machine.vramctl_meanwhile("cuInit:1:stop-before", "suspend engine", || {
+        machine.vramctl("resume").expect(0, "resumed default of engine");
+    });
+    refused.unwrap().expect(5, &runs);
+    engine.is_well();
+
+    let lock = fs::File::create(machine.0.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
+    lock.lock().unwrap();
+    let mut command = machine.command(common::command_line(), &["suspend", "engine"]);
+    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    common::eventually("it is paused", || machine.status("engine")["processes"][0]["tags"][0]["state"] == "paused");
+    machine.vramctl("resume").expect(0, "resumed default of engine");
+    drop(lock);
+    Said::of(&waits.wait_with_output().unwrap()).expect(5, &runs);
+    engine.is_well();
+    machine.vramctl("suspend engine").expect(0, "suspended engine");
+    machine.vramctl("resume").expect(0, "resumed default of engine");
+    engine.is_well();
+}
+
 /// Somebody else has had the driver checkpoint the process, so its library does not know it, and waits in the driver.
 #[test]
 fn a_process_that_was_checkpointed_without_its_library_comes_back() {

@@ -333,7 +333,7 @@ pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError>
 
 fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
     first(all(members, "aside", |member| {
-        member.gpus = member.client.suspend().map_err(|error| member.failed(error))?;
+        member.gpus = member.client.suspend().map_err(|error| member.not_aside(error))?;
         Ok(())
     }))
 }
@@ -439,6 +439,11 @@ fn room(needs: &BTreeMap<String, u64>, timeout: Duration) -> Result<Option<FileL
     cards.iter().find(is_short).map_or(Ok(turn), |card| Err(short(card, needs[&card.uuid])))
 }
 
+/// Somebody else pauses, resumes or suspends the process, or has just done so.
+fn leased(message: String) -> CommandError {
+    CommandError::Refused(Box::new(Refusal { message, ..Refusal::from(&Error::Leased) }))
+}
+
 /// Too little memory on a GPU.
 pub fn short(card: &Card, needed: u64) -> CommandError {
     let (uuid, holders) = (Some(card.uuid.clone()), holders_of(&card.uuid));
@@ -507,6 +512,14 @@ impl Member {
         self.named(CommandError::from(error))
     }
 
+    fn not_aside(&self, error: ClientError) -> CommandError {
+        match self.failed(error) {
+            // There is no other reason to refuse this.
+            failure if failure.is(Kind::Leased) => leased(format!("{} has been resumed meanwhile, and runs; try again", self.process)),
+            failure => failure,
+        }
+    }
+
     /// With the process that it is about.
     fn named(&self, failure: CommandError) -> CommandError {
         failure.adding(&format!(" ({})", self.process))
@@ -542,7 +555,7 @@ impl Member {
             self.process,
             within.as_secs()
         );
-        CommandError::Refused(Box::new(Refusal { message, ..Refusal::from(&Error::Leased) }))
+        leased(message)
     }
 
     /// The driver's refusal, with the state that it has left the process in.

@@ -129,7 +129,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
             };
             checkpoint::tell(&members, held, args.json, args.quiet, line)
         }
-        Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What has been paused stays paused until `vramctl resume`")),
+        Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays paused until `vramctl resume`")),
         Err(failure) => {
             let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();
             let given: u64 = members.iter().map(checkpoint::Member::given_back).sum();
