@@ -565,8 +565,8 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
             } else if refused.code != Some(0) {
                 assert!(matches!(refused.code, Some(1 | 5)), "{about}");
                 assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{about}");
-                let next = if refused.text.contains("runs where it was") { "" } else { "`vramctl resume`" };
-                assert!(refused.text.contains(next), "{about}");
+                let next = ["runs where it was", "brings it back. No other has moved, and all run", "`vramctl resume`"];
+                assert!(next.iter().any(|next| refused.text.contains(next)), "{about}");
             }
             machine.comes_back(&mut engine, &before, &about);
         }
@@ -702,6 +702,35 @@ fn an_impossible_move_is_refused_before_anything_changes() {
     assert_eq!(machine.gpus(), before);
     engine.is_well();
     other.is_well();
+}
+
+/// The driver refuses one of two that change places. The message says where the other is, and its commands bring both back.
+#[test]
+fn a_swap_of_which_half_fails_says_what_has_moved() {
+    let machine = Machine::new();
+    let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
+    machine.vramctl("move other --to 1").expect(0, "moved");
+    let before = machine.gpus();
+    // The second fault refuses its way home, too: it stays suspended.
+    for (faults, resumes) in [("2:999", false), ("2:999:2", true)] {
+        let refused = machine.vramctl_failing(&format!("cuCheckpointProcessRestore:{faults}"), "move engine --to 1 --swap other");
+        // They are restored at once, and the second to arrive is refused.
+        let is_other_refused = refused.text.contains("did not restore other");
+        let (moved, pid, now) = if is_other_refused { ("engine", engine.child.id(), 1) } else { ("other", other.child.id(), 0) };
+        let back = format!("move --pid={pid} --to {}", 1 - now);
+        refused.expect(1, &format!(". {moved} (pid {pid}) is on GPU {now} now: `vramctl {back}` brings it back. "));
+        assert_eq!(refused.text.contains("No other has moved, and all run"), !resumes, "{}", refused.text);
+        assert_eq!(machine.gpus()[now].1, if resumes { 1 } else { 2 }, "{}", refused.text);
+        machine.vramctl(&back).expect(0, "moved");
+        let again = "resume --name=engine`, then `vramctl resume --name=other";
+        assert_eq!(refused.text.contains(again), resumes, "{}", refused.text);
+        if resumes {
+            again.split("`, then `vramctl ").for_each(|again| machine.vramctl(again).expect(0, "resumed"));
+        }
+        assert_eq!(machine.gpus(), before);
+        engine.is_well();
+        other.is_well();
+    }
 }
 
 #[test]

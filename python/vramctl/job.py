@@ -178,7 +178,8 @@ class Job:
         """Moves the job to other GPUs of the same model, where its work continues. Returns reports by process id.
 
         `to`: index in ``nvidia-smi``, UUID or bus id; one for each GPU of the job. `swap`: the name of a job to exchange GPUs with. If
-        the job cannot be moved, it continues where it was, and the exception says why.
+        the job cannot be moved, it continues where it was, and the exception says why. If the driver refuses to restore some of the
+        processes, the exception names those that have moved.
         """
         gpus = [to] if isinstance(to, (int, str)) else list(to)
         options = [f"--to={','.join(map(str, gpus))}", *_hold(hold)]

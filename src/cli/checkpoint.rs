@@ -41,6 +41,8 @@ pub struct Member {
     pub done: Done,
     /// The driver will never restore it.
     pub is_lost: bool,
+    /// It has been restored on other GPUs.
+    pub has_moved: bool,
     /// Keeps other commands from suspending and restoring it.
     alone: Option<FileLock>,
 }
@@ -485,7 +487,17 @@ impl Member {
         let gpus = process.suspended().unwrap_or_default().to_vec();
         let is_active = |state| state != TagState::Paused || !gpus.is_empty();
         let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
-        Ok(Self { pid: client.seen_as(), client, gpus, active, process, done: Done::default(), is_lost: false, alone: None })
+        Ok(Self {
+            pid: client.seen_as(),
+            client,
+            gpus,
+            active,
+            process,
+            done: Done::default(),
+            is_lost: false,
+            has_moved: false,
+            alone: None,
+        })
     }
 
     fn time<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> R) -> R {
@@ -625,6 +637,7 @@ impl Member {
             answer => answer,
         };
         restored.map_err(|failure| self.refused("restore", failure))?;
+        self.has_moved = !map.is_empty();
         self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
         Ok(())
     }

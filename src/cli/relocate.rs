@@ -16,8 +16,8 @@ use vramctl_driver::{Card, cards, holders_of};
 #[command(after_help = "\
 Holds and suspends the job, restores it on other GPUs of the same model, and resumes it with the same addresses and contents; its \
 work continues. A job on several GPUs needs as many others; they are assigned in the order of their indices. If the job cannot be \
-moved, nothing changes, and the message says why. If the command is interrupted, the job stays suspended: `vramctl resume` brings it \
-back where it was.
+moved, nothing changes, and the message says why. If the driver refuses to restore some of the processes, the message names those \
+that have moved. If the command is interrupted, the job stays suspended: `vramctl resume` brings it back where it was.
 
 A job that the driver cannot restore is refused with exit code 7, see `vramctl help suspend`. Programs that have memory of each other \
 open (CUDA IPC) move together, with --all or a name that they have in common: what one has open must be on its own GPU. Programs keep what they have \
@@ -92,14 +92,17 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     });
     let resumed = checkpoint::resume(&found, &mut members);
     let again: Vec<_> = [Some(&target), swapped.as_ref()].into_iter().flatten().map(|target| target.command("resume")).collect();
-    let again = again.join("; ");
+    let again = again.join("`, then `");
     if let Err(failure) = moved {
+        let away = away(&members, &map, &cards);
         let left = match resumed {
-            Ok(()) => match &checkpoint::stay_held(&members)[..] {
-                [] => ". The job runs where it was".into(),
-                held => format!(". The job is where it was; {}", held.join("; ")),
+            Ok(()) => match (&checkpoint::stay_held(&members)[..], away.is_empty()) {
+                ([], true) => ". The job runs where it was".into(),
+                ([], false) => format!("{away}. No other has moved, and all run"),
+                (held, true) => format!(". The job is where it was; {}", held.join("; ")),
+                (held, false) => format!("{away}. No other has moved; {}", held.join("; ")),
             },
-            Err(second) => format!("; and {second}. `{again}` tries again"),
+            Err(second) => format!("; and {second}{away}. To continue: `{again}`"),
         };
         return Err(failure.adding(&left));
     }
@@ -108,11 +111,31 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         failure.adding(&format!(". {place}, paused and held; to continue: `{again}`"))
     })?;
     let line = |member: &Member| {
-        let now: Vec<_> = map.iter().filter(|(old, _)| member.process.gpus().any(|gpu| gpu == old)).map(|(_, new)| new).collect();
-        let now: Vec<_> = cards.iter().filter(|card| now.contains(&&card.uuid)).collect();
+        let now: Vec<_> = moves(member, &map, &cards).into_iter().map(|(_, new)| new).collect();
         format!("moved {} to {}: {} {}", member.process, list(&now), member.bytes(), member.done.took())
     };
     checkpoint::tell(&members, Vec::new(), args.json, args.quiet, line)
+}
+
+/// The GPUs of a process that `map` moves, each with its new one, in the new order.
+fn moves<'a>(member: &Member, map: &GpuMap, cards: &'a [Card]) -> Vec<(&'a Card, &'a Card)> {
+    let card = |uuid: &str| cards.iter().find(|card| card.uuid == uuid);
+    let is_its_own = |old: &str| member.process.gpus().any(|gpu| gpu == old);
+    let mut moves: Vec<_> = map.iter().filter(|(old, _)| is_its_own(old)).filter_map(|(old, new)| Some((card(old)?, card(new)?))).collect();
+    moves.sort_by_key(|(_, new)| new.index);
+    moves
+}
+
+/// After a failed move: which processes are on other GPUs all the same, and how to bring them back. That is not done here: they are well,
+/// and another checkpoint by a driver that has just refused a restore could lose them.
+fn away(members: &[Member], map: &GpuMap, cards: &[Card]) -> String {
+    let text = |member: &Member| {
+        let (old, new): (Vec<_>, Vec<_>) = moves(member, map, cards).into_iter().unzip();
+        let back = old.iter().map(|card| card.index.to_string()).collect::<Vec<_>>().join(",");
+        let command = Target::Pid(member.process.pid).command("move");
+        format!(". {} is on {} now: `{command} --to {back}` brings it back", member.process, list(&new))
+    };
+    members.iter().filter(|member| member.has_moved).map(text).collect()
 }
 
 fn usage(why: impl Into<String>) -> CommandError {
