@@ -1008,6 +1008,7 @@ fn obstacles_to_a_restore_are_known_in_advance() {
     unsafe {
         assert_eq!(entries::cuMemAllocManaged(&raw mut unified, 4096, 1), 0);
         refused(ObstacleKind::Unified);
+        assert_eq!(Memory::get().status().obstacles[0].what, "1 allocations of unified memory (cuMemAllocManaged)");
         // A free that fails ends nothing.
         gpu.fail("cuMemFree_v2", 1, 1, 1);
         assert_eq!(entries::cuMemFree_v2(unified), 1);

@@ -42,7 +42,8 @@ pub unsafe fn bind_multicast_address(
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
     let until = RegisteredUntil::Unbound(Binding { multicast, offset, bytes, device: None });
-    noting_multicast(multicast, || register(Span { address: pointer, bytes }, "cuMulticastBindAddr", until, real))
+    let call = "cuMulticastBindAddr";
+    noting_multicast(multicast, call, || register(Span { address: pointer, bytes }, call, until, real))
 }
 
 pub unsafe fn bind_multicast_address_v2(
@@ -56,7 +57,8 @@ pub unsafe fn bind_multicast_address_v2(
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
     let until = RegisteredUntil::Unbound(Binding { multicast, offset, bytes, device: Some(device) });
-    noting_multicast(multicast, || register(Span { address: pointer, bytes }, "cuMulticastBindAddr", until, real))
+    let call = "cuMulticastBindAddr";
+    noting_multicast(multicast, call, || register(Span { address: pointer, bytes }, call, until, real))
 }
 
 fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {

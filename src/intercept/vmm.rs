@@ -205,12 +205,12 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
     })
 }
 
-/// Makes a call that uses a multicast object, and records that.
-pub fn noting_multicast(multicast: Handle, call: impl FnOnce() -> StatusCode) -> StatusCode {
+/// Makes a call that uses a multicast object, and records that. `call`: its name.
+pub fn noting_multicast(multicast: Handle, call: &'static str, make: impl FnOnce() -> StatusCode) -> StatusCode {
     sightings::making(ObstacleKind::Multicast, || {
-        let answer = call();
+        let answer = make();
         if answer == code::SUCCESS {
-            sightings::note(ObstacleKind::Multicast, "cuMulticastBind", ObstacleKey::Handle(multicast));
+            sightings::note(ObstacleKind::Multicast, call, ObstacleKey::Handle(multicast));
         }
         answer
     })
@@ -229,9 +229,8 @@ pub unsafe fn bind_multicast(
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
     };
     let until = RegisteredUntil::Unbound(Binding { multicast, offset: multicast_offset, bytes, device: None });
-    noting_multicast(multicast, || {
-        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", until, real)).unwrap_or_else(|| real(handle))
-    })
+    let call = "cuMulticastBindMem";
+    noting_multicast(multicast, call, || existing(|memory| memory.share_handle(handle, call, until, real)).unwrap_or_else(|| real(handle)))
 }
 
 pub unsafe fn bind_multicast_v2(
@@ -248,9 +247,8 @@ pub unsafe fn bind_multicast_v2(
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
     };
     let until = RegisteredUntil::Unbound(Binding { multicast, offset: multicast_offset, bytes, device: Some(device) });
-    noting_multicast(multicast, || {
-        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", until, real)).unwrap_or_else(|| real(handle))
-    })
+    let call = "cuMulticastBindMem";
+    noting_multicast(multicast, call, || existing(|memory| memory.share_handle(handle, call, until, real)).unwrap_or_else(|| real(handle)))
 }
 
 pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usize, bytes: usize) -> StatusCode {
