@@ -91,12 +91,12 @@ fn main() -> ExitCode {
 }
 
 /// The commands and their options. A negative number after an option is its value, so that the option can say what is wrong with it; clap
-/// would take it for another option. A negative size such as `-5G` is no number to clap, so all that follows such an option is its value.
+/// would take it for another option. One with a unit, such as `-5G`, is no number to clap, so all that follows such an option is its value.
 fn syntax() -> clap::Command {
     let takes_value = |option: &clap::Arg| !option.is_positional() && option.get_action().takes_values();
-    let takes_size = |option: &clap::Arg| option.get_value_names().is_some_and(|names| names == ["SIZE"]);
+    let takes_unit = |option: &clap::Arg| option.get_value_names().is_some_and(|names| names == ["SIZE"] || names == ["SECONDS"]);
     let option = |option: clap::Arg| match &option {
-        size if takes_size(size) => option.allow_hyphen_values(true),
+        measured if takes_unit(measured) => option.allow_hyphen_values(true),
         other if takes_value(other) => option.allow_negative_numbers(true),
         _ => option,
     };
@@ -191,19 +191,21 @@ mod tests {
     }
 
     #[test]
-    fn a_negative_number_is_refused_by_its_option() {
-        for line in ["pause --timeout -1", "suspend --hold-timeout -0.5", "trim --timeout -1", "trace -o a.json --seconds -1e3"] {
+    fn a_negative_value_is_refused_by_its_option() {
+        for (line, why) in [
+            ("pause --timeout -1", "seconds must not be negative"),
+            ("pause --timeout -5s", "seconds must not be negative"),
+            ("suspend --hold-timeout -0.5", "seconds must not be negative"),
+            ("trace -o a.json --seconds -1e3", "seconds must not be negative"),
+            ("trace -o a.json --seconds -1m", "seconds must not be negative"),
+            ("trim --timeout --json", "not a number of seconds"),
+            ("watch engine --below -5G", "a size must not be negative"),
+            ("watch engine --below -5", "a size must not be negative"),
+            ("run --min-bytes -1.5M -- true", "a size must not be negative"),
+            ("watch engine --below --trim", "not a size: give bytes"),
+        ] {
             let text = refusal(&format!("vramctl {line}"));
-            assert!(text.contains("seconds must be 0 or more") && !text.contains("'-- -"), "{text}");
-        }
-    }
-
-    #[test]
-    fn a_negative_size_is_refused_by_its_option() {
-        for line in ["watch engine --below -5G", "watch engine --below -5", "run --min-bytes -1.5M -- true", "watch engine --below --trim"]
-        {
-            let text = refusal(&format!("vramctl {line}"));
-            assert!(text.contains("not a size: give bytes") && !text.contains("'-- -"), "{text}");
+            assert!(text.contains(why) && !text.contains("'-- -"), "{text}");
         }
     }
 

@@ -100,15 +100,24 @@ pub fn checked_gpu(text: &str) -> Result<String, String> {
 pub fn seconds(text: &str) -> Result<Duration, String> {
     const LONGEST: f64 = (1u64 << 32) as f64;
     match text.parse::<f64>() {
-        Ok(number) if number < 0.0 => Err("seconds must be 0 or more".into()),
-        Ok(number) if !number.is_nan() => Ok(Duration::from_secs_f64(number.min(LONGEST))),
+        Ok(number) if number >= 0.0 => Ok(Duration::from_secs_f64(number.min(LONGEST))),
+        _ if is_negative(text) => Err("seconds must not be negative".into()),
         _ => Err("not a number of seconds".into()),
     }
 }
 
 /// A number of bytes as an argument.
 pub fn size(text: &str) -> Result<usize, String> {
-    parse_bytes(text).ok_or_else(|| "not a size: give bytes, or a whole number with K, M or G, such as 64K or 5G".into())
+    match parse_bytes(text) {
+        Some(bytes) => Ok(bytes),
+        None if is_negative(text) => Err("a size must not be negative".into()),
+        None => Err("not a size: give bytes, or a whole number with K, M or G, such as 64K or 5G".into()),
+    }
+}
+
+/// Whether a value begins as a negative number, whatever unit follows.
+fn is_negative(text: &str) -> bool {
+    text.strip_prefix('-').is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit() || first == '.'))
 }
 
 /// A number of processes as an argument.

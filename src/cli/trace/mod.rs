@@ -44,8 +44,8 @@ pub struct Args {
     /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
     #[arg(short, long, value_name = "FILE", value_parser = output_file)]
     output: PathBuf,
-    /// Keep recording for N seconds, or until ^C
-    #[arg(long, value_name = "N", value_parser = seconds)]
+    /// Keep recording for so many seconds, or until ^C
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     seconds: Option<Duration>,
     /// Keep recording until ^C
     #[arg(long, conflicts_with = "seconds")]
