@@ -115,14 +115,75 @@ fn clear_failure(machine: &Machine) {
 fn the_log_says_how_much_was_free_when_nccl_failed() {
     let mut machine = Machine::new();
     machine.memory = "64M";
-    let log = machine.folder.path().join("log");
-    let mut ranks = start_with(&machine, "train", &[0], 1, &[], |command| _ = command.stderr(fs::File::create(&log).unwrap()));
-    let answers = (0..8).map(|_| ranks[0].ask("config")).collect::<Vec<_>>();
+    let (mut rank, log) = alone(&machine, &[]);
+    let answers = (0..8).map(|_| rank.ask("config")).collect::<Vec<_>>();
     assert!(answers.iter().any(|answer| answer.trim() == "config 1"), "{answers:?}");
     let said = fs::read_to_string(&log).unwrap();
     let line = said.lines().find(|line| line.contains("ncclCommInitRankConfig failed (code 1); free now: "));
     let line = line.unwrap_or_else(|| panic!("{said}"));
     assert!(line.contains(" of 64.00 MiB on device 0. "), "{line}");
+}
+
+/// A rank that is alone, and the file with its log.
+fn alone(machine: &Machine, more: &[&str]) -> (Rank, PathBuf) {
+    let log = machine.folder.path().join("log");
+    let mut ranks = start_with(machine, "train", &[0], 1, more, |command| _ = command.stderr(fs::File::create(&log).unwrap()));
+    (ranks.remove(0), log)
+}
+
+fn failures(log: &Path) -> Vec<String> {
+    fs::read_to_string(log).unwrap().lines().filter(|line| line.contains("failed (code ")).map(str::to_owned).collect()
+}
+
+/// Collectives are not hooked, but programs ask NCCL what their errors mean.
+#[test]
+fn the_log_says_how_much_was_free_when_a_collective_failed() {
+    for more in [vec![], vec![old()]] {
+        let mut machine = Machine::new();
+        machine.memory = "64M";
+        let (mut rank, log) = alone(&machine, &more.iter().map(String::as_str).collect::<Vec<_>>());
+        set_failure(&machine, "sum 0 1");
+        let (sum, explained) = (rank.ask("sum"), rank.ask("explain 1"));
+        assert!(sum.ends_with(", answer 1") && explained == "unhandled cuda error", "{sum}; {explained}");
+        let said = failures(&log);
+        assert!(
+            said[0].contains("a call of NCCL failed (code 1); free now: ") && said[0].contains(" of 64.00 MiB on device 0. "),
+            "{said:?}"
+        );
+        // Not for want of memory.
+        for code in [0, 4, 5, 6, 7, 99] {
+            rank.ask(&format!("explain {code}"));
+        }
+        assert_eq!(failures(&log), said);
+        for _ in 0..10 {
+            rank.ask("explain 3");
+        }
+        assert_eq!(failures(&log).len(), 3, "the rate is limited");
+    }
+}
+
+#[test]
+fn a_failure_is_logged_once_if_the_call_is_known() {
+    let mut machine = Machine::new();
+    machine.memory = "64M";
+    let (mut rank, log) = alone(&machine, &[]);
+    while rank.ask("config").trim() != "config 1" {}
+    rank.ask("explain 1");
+    assert!(matches!(&failures(&log)[..], [one] if one.contains("ncclCommInitRankConfig failed (code 1)")), "{:?}", failures(&log));
+    rank.ask("explain 1");
+    assert!(matches!(&failures(&log)[..], [_, other] if other.contains("a call of NCCL failed (code 1)")), "{:?}", failures(&log));
+}
+
+/// The driver may be waiting for the collective that the program is about to abort.
+#[test]
+fn a_program_that_asks_about_an_error_does_not_wait_for_the_driver() {
+    let machine = Machine::new();
+    let (mut rank, log) = alone(&machine, &[]);
+    assert_eq!(rank.ask("slow 30000").trim(), "slow 0");
+    assert_eq!(rank.ask("explain 1").trim(), "unhandled cuda error");
+    assert!(failures(&log).is_empty());
+    rank.ask("slow 0");
+    eventually("the warning", || failures(&log).len() == 1);
 }
 
 #[test]

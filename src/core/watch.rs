@@ -9,16 +9,17 @@ use crate::cache;
 use crate::contexts;
 use crate::free::{Watermark, level};
 use crate::memory::{Memory, left};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
 use vramctl_driver::nccl::NcclResult;
-use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE};
+use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Bytes, Error, left_to_cuda};
@@ -29,7 +30,8 @@ const EVERY: Duration = Duration::from_millis(50);
 const STALE: Duration = Duration::from_millis(250);
 /// By how much, at least, free memory must recover above the level before the next fall is logged.
 const REARM: u64 = 64 << 20;
-/// How long the program's allocator may take to report what it has cached, and to return it.
+/// How long the program's allocator may take to report what it has cached, and to return it. A thread whose NCCL call has failed also waits
+/// at most this long for the warning.
 const ASK_WITHIN: Duration = Duration::from_millis(200);
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 
@@ -195,28 +197,60 @@ fn has_fallen(level: &Watermark, device: CUdevice) {
     }
 }
 
-/// Warns of a call of NCCL's that has failed, with what is free on each device: NCCL itself rarely says that it ran out of memory.
-/// Arguments that NCCL rejects have nothing to do with memory.
-pub fn nccl_failed(function: &CStr, answer: NcclResult) {
+thread_local! {
+    /// The last failure of an NCCL call on this thread that is logged under the call's name.
+    static NAMED: Cell<NcclResult> = const { Cell::new(SUCCESS) };
+}
+
+/// Warns of a call of NCCL's that has failed. Arguments that NCCL rejects have nothing to do with memory.
+pub fn nccl_failed(function: &'static CStr, answer: NcclResult) {
+    if !matches!(answer, INVALID_ARGUMENT | INVALID_USAGE) {
+        NAMED.set(answer);
+        warn_of_nccl(function.to_str().unwrap_or_default(), answer);
+    }
+}
+
+/// Warns of an error that the program asks NCCL to explain, unless [`nccl_failed`] has just done so.
+pub fn nccl_explains(error: NcclResult) {
+    // Without CUDA, nothing can have failed for lack of memory.
+    if NAMED.replace(SUCCESS) != error && !contexts::devices().is_empty() {
+        warn_of_nccl("a call of NCCL", error);
+    }
+}
+
+/// Warns with what is free on each device: NCCL itself rarely says that it ran out of memory.
+fn warn_of_nccl(what: &'static str, error: NcclResult) {
     static TOLD: PerProcess<Mutex<Option<Allowance>>> = PerProcess::new(Mutex::default);
     let now = Instant::now();
     let may_tell = || {
         let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);
         told.get_or_insert_with(|| Allowance::full(now)).take(now)
     };
-    if matches!(answer, INVALID_ARGUMENT | INVALID_USAGE) || exit::is_ending() || !may_tell() {
+    if exit::is_ending() || !may_tell() {
         return;
     }
+    let (asked, told) = mpsc::channel::<()>();
+    let warn = move || {
+        let _asked = asked;
+        log::warn!(
+            "{what} failed (code {error}); free now: {}. `vramctl status --ledger` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why",
+            free_by_device()
+        );
+    };
+    // In its own thread: the driver may be waiting for the very collective that the calling thread is about to abort.
+    match worker::spawn("vramctl-nccl", warn) {
+        Ok(()) => _ = told.recv_timeout(ASK_WITHIN),
+        Err(error) => log::debug!("could not start a thread: {error}"),
+    }
+}
+
+fn free_by_device() -> String {
     let free = |device| {
         let (free, total) = contexts::memory_info(device)?;
         Some(format!("{} of {} on device {device}", Bytes(free), Bytes(total)))
     };
     let free: Vec<_> = contexts::devices().into_iter().filter_map(free).collect();
-    let free = if free.is_empty() { "unknown".into() } else { free.join(", ") };
-    let function = function.to_string_lossy();
-    log::warn!(
-        "{function} failed (code {answer}); free now: {free}. `vramctl status --ledger` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why"
-    );
+    if free.is_empty() { "unknown".into() } else { free.join(", ") }
 }
 
 #[cfg(test)]

@@ -16,6 +16,8 @@ pub mod answer {
 
     /// Done.
     pub const SUCCESS: NcclResult = 0;
+    /// A call of CUDA has failed.
+    pub const CUDA_ERROR: NcclResult = 1;
     /// A system call has failed.
     pub const SYSTEM_ERROR: NcclResult = 2;
     /// A bug.

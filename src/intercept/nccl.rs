@@ -1,6 +1,7 @@
-//! NCCL's functions that register memory, and those that create and destroy communicators, generated from the table `nccl_functions!`.
-//! Memory that NCCL has registered must keep its physical pages ([`vramctl_core::memory`]); NCCL can be asked to give back the memory of
-//! its communicators ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged results.
+//! NCCL's functions that register memory, those that create and destroy communicators, and the one that explains errors, generated from the
+//! table `nccl_functions!`. Memory that NCCL has registered must keep its physical pages ([`vramctl_core::memory`]); NCCL can be asked to
+//! give back the memory of its communicators ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged
+//! results. Collectives and groups are not hooked: their failures show when the program asks what an error means.
 //!
 //! A process may contain several NCCLs, each with its own communicators: a separate library, the one bundled with torch, or one linked into
 //! torch. So a call must reach exactly the one that it would have reached without this library.
@@ -18,13 +19,13 @@ use crate::entry::{jump, pass_caller, symbol};
 use crate::nccl_functions;
 use std::arch::naked_asm;
 use std::cell::Cell;
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::{env, mem, ptr, slice};
 use vramctl_core::memory::Memory;
 use vramctl_core::memory::communicators::{self, CommunicatorOrigin, NewCommunicator, Sharing};
 use vramctl_core::watch;
-use vramctl_driver::nccl::answer::{IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
+use vramctl_driver::nccl::answer::{CUDA_ERROR, IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
 use vramctl_driver::nccl::{Nccl, NcclResult};
 use vramctl_host::guarded;
 use vramctl_host::symbols::{self, Loaded};
@@ -290,6 +291,14 @@ fn shrink(
     answer
 }
 
+/// Programs ask this of every error, no matter which function has returned it.
+fn explain(_: *mut c_void, code: NcclResult, real: impl FnOnce() -> *const c_char) -> *const c_char {
+    if matches!(code, CUDA_ERROR | SYSTEM_ERROR | INTERNAL_ERROR) {
+        watch::nccl_explains(code);
+    }
+    real()
+}
+
 thread_local! {
     /// The NCCL function that this thread is in, or null.
     static INSIDE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
@@ -367,6 +376,13 @@ trait OfCommunicator {
     fn in_its_nccl(self, name: &CStr) -> Option<*mut c_void>;
 }
 
+/// An error.
+impl OfCommunicator for NcclResult {
+    fn in_its_nccl(self, _: &CStr) -> Option<*mut c_void> {
+        None
+    }
+}
+
 /// A communicator.
 impl OfCommunicator for usize {
     fn in_its_nccl(self, name: &CStr) -> Option<*mut c_void> {
@@ -381,6 +397,35 @@ impl OfCommunicator for *mut usize {
     }
 }
 
+/// What NCCL's functions answer.
+trait NcclAnswer: Sized {
+    /// The answer if NCCL gives none, for this reason.
+    fn instead(error: NcclResult) -> Self;
+    /// The error, if it is one.
+    fn error(&self) -> Option<NcclResult>;
+}
+
+impl NcclAnswer for NcclResult {
+    fn instead(error: NcclResult) -> Self {
+        error
+    }
+
+    fn error(&self) -> Option<NcclResult> {
+        (!is_done(*self)).then_some(*self)
+    }
+}
+
+/// A text.
+impl NcclAnswer for *const c_char {
+    fn instead(_: NcclResult) -> Self {
+        c"unknown error".as_ptr()
+    }
+
+    fn error(&self) -> Option<NcclResult> {
+        None
+    }
+}
+
 macro_rules! first {
     ($first:ident $($rest:ident)*) => {
         $first
@@ -388,7 +433,7 @@ macro_rules! first {
 }
 
 /// The file of the library around an address, or null.
-fn library_of(address: *const c_void) -> *const std::ffi::c_char {
+fn library_of(address: *const c_void) -> *const c_char {
     // SAFETY: `info` is plain data and writable; the name it gets belongs to a loaded library.
     unsafe {
         let mut info: libc::Dl_info = mem::zeroed();
@@ -397,7 +442,7 @@ fn library_of(address: *const c_void) -> *const std::ffi::c_char {
 }
 
 /// A function of a loaded library, or of its dependencies.
-fn in_loaded(library: *const std::ffi::c_char, name: &CStr) -> *mut c_void {
+fn in_loaded(library: *const c_char, name: &CStr) -> *mut c_void {
     if library.is_null() {
         return ptr::null_mut();
     }
@@ -415,7 +460,7 @@ fn in_loaded(library: *const std::ffi::c_char, name: &CStr) -> *mut c_void {
 }
 
 macro_rules! functions {
-    ($($symbol:ident ($($argument:ident: $type:ty),*) => $handler:ident;)*) => {
+    ($($symbol:ident ($($argument:ident: $type:ty),*) -> $answer:ty => $handler:ident;)*) => {
         $(
             /// NCCL's function of this name, for a linked call.
             ///
@@ -423,7 +468,7 @@ macro_rules! functions {
             /// As NCCL's.
             #[allow(non_snake_case, clippy::too_many_arguments)]
             #[unsafe(naked)]
-            pub unsafe extern "C" fn $symbol($($argument: $type),*) -> NcclResult {
+            pub unsafe extern "C" fn $symbol($($argument: $type),*) -> $answer {
                 naked_asm!(".cfi_startproc", pass_caller!($($argument)*), jump!(), ".cfi_endproc", to = sym linked::$symbol)
             }
         )*
@@ -432,7 +477,7 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod linked {
             use super::*;
-            $( pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> NcclResult {
+            $( pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> $answer {
                 if let Some(same) = of_the_same(names::$symbol) {
                     // SAFETY: NCCL's function of this name, and its own arguments.
                     return unsafe { types::$symbol(same)($($argument),*) };
@@ -448,7 +493,7 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod told {
             use super::*;
-            $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> NcclResult {
+            $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> $answer {
                 // SAFETY: as above.
                 unsafe { behind::$symbol(originals::$symbol[LIBRARY].load(Ordering::Relaxed), $($argument),*) }
             } )*
@@ -458,9 +503,9 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod behind {
             use super::*;
-            $( pub unsafe fn $symbol(found: *mut c_void, $($argument: $type),*) -> NcclResult {
+            $( pub unsafe fn $symbol(found: *mut c_void, $($argument: $type),*) -> $answer {
                 if found.is_null() {
-                    return SYSTEM_ERROR;
+                    return NcclAnswer::instead(SYSTEM_ERROR);
                 }
                 let real = || {
                     let _inside = InNccl::enter(found);
@@ -472,12 +517,12 @@ macro_rules! functions {
                         return real();
                     }
                     let answer = $handler(found, $($argument,)* real);
-                    if !is_done(answer) {
-                        watch::nccl_failed(names::$symbol, answer);
+                    if let Some(error) = answer.error() {
+                        watch::nccl_failed(names::$symbol, error);
                     }
                     answer
                 };
-                guarded(body).unwrap_or(INTERNAL_ERROR)
+                guarded(body).unwrap_or_else(|| NcclAnswer::instead(INTERNAL_ERROR))
             } )*
         }
 
@@ -485,7 +530,7 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod types {
             use super::*;
-            $( pub unsafe fn $symbol(found: *mut c_void) -> unsafe extern "C" fn($($type),*) -> NcclResult {
+            $( pub unsafe fn $symbol(found: *mut c_void) -> unsafe extern "C" fn($($type),*) -> $answer {
                 // SAFETY: the caller's promise that it is NCCL's function of this name, which has this type.
                 unsafe { mem::transmute(found) }
             } )*

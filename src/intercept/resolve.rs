@@ -221,7 +221,7 @@ unsafe fn judge(
         // SAFETY: the caller's promises.
         return unsafe { judge_driver(function, handle, caller, onward, real) };
     }
-    if begins_with(b"ncclComm")
+    if begins_with(b"nccl")
         && let Some(function) = nccl::of_symbol(whole())
     {
         return judge_nccl(function, handle, caller, onward, &real);

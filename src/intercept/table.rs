@@ -89,23 +89,25 @@ macro_rules! hooked_functions {
     } };
 }
 
-/// The table of NCCL's functions that register memory, and make and end communicators. Each line: arguments and handler. Expands to `$with! { … }`.
+/// The table of NCCL's functions that register memory, that make and end communicators, and the one that explains errors. Each line:
+/// arguments, answer and handler. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! nccl_functions {
     ($with:ident) => { $with! {
-        ncclCommRegister(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize) => register;
-        ncclCommDeregister(communicator: usize, handle: usize) => deregister;
-        ncclCommWindowRegister(communicator: usize, address: *mut c_void, bytes: usize, window: *mut usize, flags: c_int) => register_window;
-        ncclCommWindowDeregister(communicator: usize, window: usize) => deregister;
-        ncclCommDestroy(communicator: usize) => destroy;
-        ncclCommAbort(communicator: usize) => abort;
-        ncclCommFinalize(communicator: usize) => finalize;
-        ncclCommInitRank(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int) => init;
-        ncclCommInitRankConfig(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int, config: *const c_void) => init_with;
-        ncclCommInitRankScalable(communicator: *mut usize, ranks: c_int, rank: c_int, ids: c_int, uniques: *const UniqueId, config: *const c_void) => init_of_many;
-        ncclCommInitAll(communicators: *mut usize, ranks: c_int, devices: *const c_int) => init_all;
-        ncclCommSplit(communicator: usize, color: c_int, key: c_int, made: *mut usize, config: *const c_void) => split;
-        ncclCommShrink(communicator: usize, excluded: *const c_int, count: c_int, made: *mut usize, config: *const c_void, flags: c_int) => shrink;
+        ncclCommRegister(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize) -> NcclResult => register;
+        ncclCommDeregister(communicator: usize, handle: usize) -> NcclResult => deregister;
+        ncclCommWindowRegister(communicator: usize, address: *mut c_void, bytes: usize, window: *mut usize, flags: c_int) -> NcclResult => register_window;
+        ncclCommWindowDeregister(communicator: usize, window: usize) -> NcclResult => deregister;
+        ncclCommDestroy(communicator: usize) -> NcclResult => destroy;
+        ncclCommAbort(communicator: usize) -> NcclResult => abort;
+        ncclCommFinalize(communicator: usize) -> NcclResult => finalize;
+        ncclCommInitRank(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int) -> NcclResult => init;
+        ncclCommInitRankConfig(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int, config: *const c_void) -> NcclResult => init_with;
+        ncclCommInitRankScalable(communicator: *mut usize, ranks: c_int, rank: c_int, ids: c_int, uniques: *const UniqueId, config: *const c_void) -> NcclResult => init_of_many;
+        ncclCommInitAll(communicators: *mut usize, ranks: c_int, devices: *const c_int) -> NcclResult => init_all;
+        ncclCommSplit(communicator: usize, color: c_int, key: c_int, made: *mut usize, config: *const c_void) -> NcclResult => split;
+        ncclCommShrink(communicator: usize, excluded: *const c_int, count: c_int, made: *mut usize, config: *const c_void, flags: c_int) -> NcclResult => shrink;
+        ncclGetErrorString(code: NcclResult) -> *const c_char => explain;
     } };
 }
 

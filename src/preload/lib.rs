@@ -48,7 +48,7 @@ macro_rules! gated {
 vramctl_intercept::gated_functions!(gated);
 
 macro_rules! of_nccl {
-    ($($symbol:ident $arguments:tt => $handler:ident;)*) => { $( export!($symbol, nccl::$symbol); )* };
+    ($($symbol:ident $arguments:tt -> $answer:ty => $handler:ident;)*) => { $( export!($symbol, nccl::$symbol); )* };
 }
 vramctl_intercept::nccl_functions!(of_nccl);
 

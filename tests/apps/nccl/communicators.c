@@ -5,7 +5,7 @@
  * is a remote error. A collective reads the memory, so it fails on a suspended communicator. It finds the driver as NCCL does.
  *
  * With -DVERSION=22703, it cannot suspend. $SIMGPU_DIR/nccl-fail makes a rank's call fail: "suspend RANK CODE" before anything is done,
- * "half RANK CODE" after half of the memory is released, "resume RANK CODE" when the memory is back. */
+ * "half RANK CODE" after half of the memory is released, "resume RANK CODE" when the memory is back; "sum RANK CODE". */
 #define _GNU_SOURCE
 #include "../cudadriver.h"
 #include <dlfcn.h>
@@ -213,25 +213,6 @@ int ncclCommDestroy(struct communicator *c)
 int ncclCommAbort(struct communicator *c) { return ncclCommDestroy(c); }
 int ncclCommFinalize(struct communicator *c) { return check(c) ? SUCCESS : INVALID_ARGUMENT; }
 
-/* A collective of one number. */
-int sum_over_ranks(struct communicator *c, long value, long *sum)
-{
-	char memory[OFFLOAD];
-	if (!check(c))
-		return INVALID_ARGUMENT;
-	if (CU(cuMemcpyDtoH_v2)(memory, c->offload.at, OFFLOAD) || CU(cuMemsetD8_v2)(c->scratch.at, 1, SCRATCH))
-		return CUDA_ERROR;
-	for (size_t at = 0; at < OFFLOAD; at++)
-		if (memory[at] != 0x5a)
-			return INTERNAL_ERROR;
-	c->world->values[c->rank] = value;
-	int answer = barrier(c);
-	for (int rank = *sum = 0; rank < c->ranks; rank++)
-		*sum += c->world->values[rank];
-	return answer ? answer : barrier(c);
-}
-
-#if VERSION >= 22907
 static int fails(const char *verb, int rank)
 {
 	char path[PATH_MAX], what[20];
@@ -248,6 +229,26 @@ static int fails(const char *verb, int rank)
 	return code;
 }
 
+/* A collective of one number. */
+int sum_over_ranks(struct communicator *c, long value, long *sum)
+{
+	char memory[OFFLOAD];
+	int answer = check(c) ? fails("sum", c->rank) : INVALID_ARGUMENT;
+	if (answer)
+		return answer;
+	if (CU(cuMemcpyDtoH_v2)(memory, c->offload.at, OFFLOAD) || CU(cuMemsetD8_v2)(c->scratch.at, 1, SCRATCH))
+		return CUDA_ERROR;
+	for (size_t at = 0; at < OFFLOAD; at++)
+		if (memory[at] != 0x5a)
+			return INTERNAL_ERROR;
+	c->world->values[c->rank] = value;
+	answer = barrier(c);
+	for (int rank = *sum = 0; rank < c->ranks; rank++)
+		*sum += c->world->values[rank];
+	return answer ? answer : barrier(c);
+}
+
+#if VERSION >= 22907
 int ncclCommSuspend(struct communicator *c, int flags)
 {
 	int answer;

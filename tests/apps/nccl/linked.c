@@ -12,6 +12,7 @@ extern int ncclCommWindowRegister(void *communicator, void *address, size_t byte
 extern int ncclCommWindowDeregister(void *communicator, void *window);
 extern int ncclCommDestroy(void *communicator);
 extern int ncclCommAbort(void *communicator);
+extern const char *ncclGetErrorString(int code), *ncclGetLastError(void *communicator);
 
 /* Uses calls instead of the functions' addresses: a caller is identified by the return address. */
 static int add(void *c, void *address, size_t bytes, void **handle) { volatile int code = ncclCommRegister(c, address, bytes, handle); return code; }
@@ -20,10 +21,11 @@ static int add_window(void *c, void *address, size_t bytes, void **window, int f
 static int take_window(void *c, void *window) { volatile int code = ncclCommWindowDeregister(c, window); return code; }
 static int destroy(void *c) { volatile int code = ncclCommDestroy(c); return code; }
 static int end(void *c) { volatile int code = ncclCommAbort(c); return code; }
+static const char *explain(int code) { const char *volatile text = ncclGetErrorString(code); return text; }
 
 void try_linked(const char *name)
 {
-	try_nccl(name, (struct nccl){nccl_make, add, take, add_window, take_window, destroy, end});
+	try_nccl(name, (struct nccl){nccl_make, add, take, add_window, take_window, destroy, end, explain, ncclGetLastError});
 }
 
 /* The same by jumps: the calls return to whoever has called these functions. */
@@ -43,7 +45,7 @@ static void *make(void)
 
 struct nccl by_jumps(void)
 {
-	return (struct nccl){make, jump_to_add, jump_to_take, jump_to_add_window, jump_to_take_window, jump_to_destroy, jump_to_end};
+	return (struct nccl){make, jump_to_add, jump_to_take, jump_to_add_window, jump_to_take_window, jump_to_destroy, jump_to_end, explain, ncclGetLastError};
 }
 
 #ifdef PROGRAM

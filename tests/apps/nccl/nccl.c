@@ -1,7 +1,11 @@
 /* Stands in for NCCL and its registrations: as in NCCL, each range that no known one contains gets a handle, and handles are counted. A
- * communicator of another NCCL is an invalid argument. */
+ * communicator of another NCCL is an invalid argument. Each NCCL explains errors with its own NAME. */
 #include <stdint.h>
 #include <stdlib.h>
+
+#ifndef NAME
+#define NAME "NCCL"
+#endif
 
 struct registration {
 	uintptr_t begin, end;
@@ -42,6 +46,10 @@ void nccl_fail(int answer) { failure = answer; }
 void nccl_give_none(int whether) { gives_none = whether; }
 int nccl_called(void) { return called; }
 
+const char *ncclGetErrorString(int code) { return code ? NAME : "no error"; }
+static const char *last_error = "";
+const char *ncclGetLastError(void *communicator) { (void)communicator; return last_error; }
+
 static int check(const struct communicator *communicator)
 {
 	int answer = communicator->owner == &own ? failure : 4;
@@ -50,7 +58,6 @@ static int check(const struct communicator *communicator)
 	return answer;
 }
 
-/* One of NCCL's functions calls another through its exported name, with a jump, as a compiler may do. */
 int ncclCommRegister(struct communicator *communicator, void *address, size_t bytes, void **handle)
 {
 	int answer = check(communicator);
@@ -82,8 +89,10 @@ int ncclCommDeregister(struct communicator *communicator, void *handle)
 		return answer;
 	while (*place && *place != handle)
 		place = &(*place)->next;
-	if (!*place)
+	if (!*place) {
+		last_error = ncclGetErrorString(5);
 		return 5;
+	}
 	struct registration *known = *place;
 	if (--known->times == 0) {
 		*place = known->next;
@@ -92,6 +101,7 @@ int ncclCommDeregister(struct communicator *communicator, void *handle)
 	return 0;
 }
 
+/* One of NCCL's functions calls another through its exported name, with a jump, as a compiler may do. */
 int ncclCommWindowRegister(struct communicator *communicator, void *address, size_t bytes, void **window, int flags)
 {
 	(void)flags;

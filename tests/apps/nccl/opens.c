@@ -38,6 +38,8 @@ int main(int count, char **paths)
 			(int (*)(void *, void *))dlsym(library, "ncclCommWindowDeregister"),
 			(int (*)(void *))dlsym(library, "ncclCommDestroy"),
 			(int (*)(void *))dlsym(library, "ncclCommAbort"),
+			(const char *(*)(int))dlsym(library, "ncclGetErrorString"),
+			(const char *(*)(void *))dlsym(library, "ncclGetLastError"),
 		};
 		try_nccl(name, nccl);
 	}

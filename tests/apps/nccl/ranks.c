@@ -5,6 +5,8 @@
  *   split COLOR      splits, and prints whether this rank got a communicator; color 2 is for all ranks, other colors for one
  *   share, late, shrink   splits with splitShare; creates one that does not block; shrinks by the last rank
  *   other PATH       creates one of another NCCL
+ *   explain CODE     asks NCCL what an error means
+ *   slow MS          makes the driver this slow to say how much is free
  *   suspend, resume  the program itself suspends or resumes the communicator
  *   destroy, fork */
 #define _GNU_SOURCE
@@ -26,6 +28,7 @@ extern int ncclCommInitRankScalable(void **made, int ranks, int rank, int ids, u
 extern int ncclCommSplit(void *c, int color, int key, void **made, config *with);
 extern int ncclCommShrink(void *c, int *excluded, int count, void **made, config *with, int flags);
 extern int ncclCommDestroy(void *c);
+extern const char *ncclGetErrorString(int code);
 extern int sum_over_ranks(void *c, long value, long *sum);
 
 static const config settings = {sizeof settings, 0xcafebeef, 22907, INT_MIN, {INT_MIN, INT_MIN, INT_MIN}, NULL, INT_MIN};
@@ -45,6 +48,7 @@ int main(int count, char **arguments)
 	long sum;
 	__typeof__(&ncclCommInitRank) init = ncclCommInitRank;
 	__typeof__(&sum_over_ranks) add = sum_over_ranks;
+	__typeof__(&ncclGetErrorString) explain = ncclGetErrorString;
 	config with = settings;
 
 	setvbuf(stdout, NULL, _IONBF, 0);
@@ -52,6 +56,7 @@ int main(int count, char **arguments)
 		void *library = dlopen(arguments[4], RTLD_NOW | RTLD_LOCAL);
 		init = (__typeof__(init))dlsym(library, "ncclCommInitRank");
 		add = (__typeof__(add))dlsym(library, "sum_over_ranks");
+		explain = (__typeof__(explain))dlsym(library, "ncclGetErrorString");
 	}
 	if (cudaMalloc(&memory, 4 << 20))
 		return 1;
@@ -96,6 +101,11 @@ int main(int count, char **arguments)
 			init = (__typeof__(init))dlsym(dlopen(text, RTLD_NOW | RTLD_LOCAL), "ncclCommInitRank");
 			snprintf(line, sizeof line, "-other-%d", others++);
 			printf("other %d\n", init(&made, ranks, id_of(arguments[3], line), rank));
+		} else if (!strcmp(line, "explain")) {
+			printf("%s\n", explain(atoi(text)));
+		} else if (!strcmp(line, "slow")) {
+			int (*slow_down)(const char *, unsigned long) = (int (*)(const char *, unsigned long))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "simgpu_slow_down");
+			printf("slow %d\n", slow_down("cuMemGetInfo_v2", atoi(text)));
 		} else if (!strcmp(line, "suspend") || !strcmp(line, "resume")) {
 			int (*call)(void *, int) = (int (*)(void *, int))dlsym(RTLD_DEFAULT, !strcmp(line, "suspend") ? "ncclCommSuspend" : "ncclCommResume");
 			printf("%s %d\n", line, call(c, 1));

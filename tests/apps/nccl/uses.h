@@ -11,6 +11,7 @@ struct nccl {
 	int (*take_window)(void *communicator, void *window);
 	int (*destroy)(void *communicator);
 	int (*abort)(void *communicator);
+	const char *(*explain)(int code), *(*last_error)(void *communicator);
 };
 
 extern int cudaMalloc(void **pointer, size_t bytes);
@@ -42,7 +43,9 @@ static inline void try_nccl(const char *name, struct nccl nccl)
 	nccl.add(other, memory, 4 << 20, &handle);
 	printf(", destroy %d", nccl.destroy(one));
 	printf(" %d", pause_answers());
+	nccl.take(other, NULL);
 	printf(", abort %d", nccl.abort(other));
-	printf(" %d\n", pause_answers());
+	printf(" %d", pause_answers());
+	printf(", %s, %s, %s\n", nccl.explain(0), nccl.explain(1), nccl.last_error(NULL));
 	cudaFree(memory);
 }
