@@ -508,7 +508,9 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
         machine.vramctl("status engine").expect(5, "no answer");
         // Too little for whatever it may need.
         if let Some(hog) = hog.map(|mib| machine.hog(mib)) {
-            machine.vramctl("resume --name engine").expect(4, "needed");
+            let short = machine.vramctl("resume --name engine");
+            short.expect(4, "needed");
+            short.expect(4, "may need as much as it has in host memory, on any GPU");
             drop(hog);
         }
         machine.vramctl("resume --name engine").expect(0, "the driver had locked or checkpointed it; it is restored");

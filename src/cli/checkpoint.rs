@@ -187,8 +187,10 @@ pub fn stuck(found: &Found, processes: &[Process]) -> Vec<Member> {
         let mut member = Member::connect(found, process.clone()).ok().filter(|member| member.pid != 0)?;
         match member.state().ok()? {
             ProcessState::Locked => (),
-            // Its library cannot tell what it needs, or where. It is at most what the process has in host memory. Without NVML,
-            // the room cannot be checked, so it is left alone.
+            // Its library cannot tell what it needs, or where. It is at most what the process has in host memory, on any of the GPUs: the
+            // driver tells nobody what it has saved, and a program may choose its GPUs after its start, so its environment does not tell
+            // them either. Too little room would lose the process, so this asks for too much. Without NVML, the room cannot be checked,
+            // so it is left alone.
             ProcessState::Checkpointed => {
                 let bytes = resident(member.pid)?;
                 member.gpus = cards.as_ref().ok()?.iter().map(|card| GpuUse { uuid: card.uuid.clone(), bytes }).collect();

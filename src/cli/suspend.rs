@@ -149,8 +149,11 @@ pub fn free_stuck(found: &Found, target: &Target, timeout: Duration) -> Result<b
     if stuck.is_empty() {
         return Ok(false);
     }
-    checkpoint::restore(&mut stuck, &GpuMap::new(), timeout)
-        .map_err(|failure| failure.adding(". Processes that are not back stay suspended; `vramctl resume` tries again"))?;
+    checkpoint::restore(&mut stuck, &GpuMap::new(), timeout).map_err(|failure| {
+        let is_short = failure.exit() == Exit::NoMemory;
+        let why = if is_short { ". A process that does not answer may need as much as it has in host memory, on any GPU" } else { "" };
+        failure.adding(&format!("{why}. Processes that are not back stay suspended; `vramctl resume` tries again"))
+    })?;
     for member in &stuck {
         let why = "did not answer because the driver had locked or checkpointed it; it is restored";
         output::complain("note", &format!("{} {why}", member.process));
