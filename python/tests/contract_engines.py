@@ -236,13 +236,11 @@ class Contract(test_engines.Engine):
     def sglang(self) -> None:
         found = self.found
         self.assertIn('GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"', found.text("sglang.srt.plugins"))
-        (images,) = (place for place in sglang.IMAGES.places if found.defines(place))
         context = "sglang.srt.runtime_context"
         files = {
             **found.whole(
                 "sglang.srt.plugins", "sglang.srt.plugins.hook_registry", "sglang.srt.utils.torch_memory_saver_adapter"
             ),
-            found.path(images.module): found.stub(images.module, "MmItemMemoryPool"),
             found.path(context): "from __future__ import annotations\nclass RuntimeContext:\n    _server_args = None\n"
             + textwrap.indent(found.source(context, "RuntimeContext.server_args"), "    ")
             + "\n_CONTEXT = RuntimeContext()\n"
@@ -270,10 +268,10 @@ class Contract(test_engines.Engine):
             self.assertEqual(
                 {len(hooks) for hooks in registry._hooks.values()}, {1}, "as a plugin and at the import: once each"
             )
-            self.assertEqual(len(registry._patched), 2)
-            self.sglang_runs(regions, importlib.import_module(images.module).MmItemMemoryPool)
+            self.assertEqual(len(registry._patched), 1)
+            self.sglang_runs(regions)
 
-    def sglang_runs(self, regions: list[str], images: Any) -> None:
+    def sglang_runs(self, regions: list[str]) -> None:
         create = importlib.import_module("sglang.srt.utils.torch_memory_saver_adapter").TorchMemorySaverAdapter.create
         context = importlib.import_module("sglang.srt.runtime_context")
         with self.assertNoLogs("vramctl", "WARNING"):
@@ -288,7 +286,6 @@ class Contract(test_engines.Engine):
             with off.region(tag="kv_cache"):
                 self.gpu.allocate("KV cache")
             self.assertFalse(off.enabled)
-            images(*[1 for _ in list(inspect.signature(images.__init__).parameters)[1:]])
             with self.gpu.torch.cuda.graph(self.gpu.torch.cuda.CUDAGraph(), pool="graphs"):
                 pass
             context._CONTEXT._server_args.enable_memory_saver = True
@@ -298,7 +295,6 @@ class Contract(test_engines.Engine):
             "no engine yet": "default",
             "weights": "weights",
             "KV cache": "kv_cache",
-            "MmItemMemoryPool.__init__": None,
             "graph": "cuda_graph",
         }
         self.assertEqual({what: tags[what] for what in wanted}, wanted)

@@ -310,14 +310,6 @@ SGLANG_ADAPTER = """
             yield
     """
 
-#: The image transport, the same in all versions here.
-SGLANG_IMAGES = """
-    import torch
-    class MmItemMemoryPool:
-        def __init__(self, memory_size, recycle_interval, base_gpu_id):
-            self.memory_pool = torch.zeros("images")
-    """
-
 #: SGLang 0.5.16.
 SGLANG = {
     **SGLANG_PLUGINS,
@@ -343,7 +335,6 @@ SGLANG = {
             return published
         """,
     "sglang/srt/utils/torch_memory_saver_adapter.py": SGLANG_ADAPTER,
-    "sglang/srt/utils/cuda_ipc_transport_utils.py": SGLANG_IMAGES,
 }
 
 #: What differs in 0.5.23: immutable settings that are not a dataclass, and a function that only raises.
@@ -364,8 +355,6 @@ SGLANG_23 = {
         def get_global_server_args():
             raise RuntimeError("get_global_server_args() is retired")
         """,
-    "sglang/srt/utils/cuda_ipc_transport_utils.py": "from sglang.srt.multimodal.transport.cuda_ipc import MmItemMemoryPool",
-    "sglang/srt/multimodal/transport/cuda_ipc.py": SGLANG_IMAGES,
 }
 
 #: A version without plugins.
@@ -586,13 +575,14 @@ class VllmFromOutside(Engine):
             run_vllm(vllm_config(tp=2, disable=disable))
             self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
 
-    def test_expert_buffers_are_left_to_cuda(self):
-        """DeepEP gets an IPC handle for its buffer on creation."""
+    def test_expert_buffers_have_the_process_s_tag_wherever_they_are_made(self):
+        """Ranks have DeepEP's buffers of each other open (CUDA IPC), and a rank that sleeps alone cannot pause what others have open."""
         self.engine({**VLLM, **DEEP_EP}, "vllm")
-        with self.silent():
-            buffer = importlib.import_module("deep_ep").Buffer("group", 1 << 30, low_latency_mode=False)
-        self.assertEqual(buffer.runtime, "expert buffer")
-        self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": None}, []))
+        for tag in ("default", "mine", None):
+            with self.silent(), mock.patch.dict(os.environ, VRAMCTL_TAG=tag or ""), vramctl.engines.thread_region("weights"):
+                buffer = importlib.import_module("deep_ep").Buffer("group", 1 << 30, low_latency_mode=False)
+            self.assertEqual(buffer.runtime, "expert buffer")
+            self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": tag}, []))
 
     def test_with_sleep_mode_on_nothing_is_tagged_here(self):
         self.engine(VLLM, "vllm")
@@ -984,12 +974,11 @@ class Sglang(Engine):
         self.engine(self.files, "sglang")
         self.assertFalse(self.saver(self.start()).enabled)
 
-    def test_what_it_hands_over_is_left_to_cuda(self):
+    def test_expert_buffers_have_the_process_s_tag(self):
         self.engine({**self.files, **DEEP_EP}, "sglang")
-        with self.silent():
+        with self.silent(), mock.patch.dict(os.environ, VRAMCTL_TAG="mine"):
             importlib.import_module("deep_ep").Buffer("group", 1 << 30)
-            importlib.import_module("sglang.srt.utils.cuda_ipc_transport_utils").MmItemMemoryPool(1 << 30, 0.1, 0)
-        self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": None, "images": None}, []))
+        self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": "mine"}, []))
 
     def test_a_cache_that_mooncake_moves_by_nvlink_is_left_to_it(self):
         """Torch uses the pool entered first, so one of ours would displace SGLang's inside it."""

@@ -110,7 +110,6 @@ SGLANG_FILES = {
             if published is None: raise ValueError("Global server args is not set yet!")
             return published
         """,
-    "sglang/srt/multimodal/transport/cuda_ipc.py": "class MmItemMemoryPool:\n    def __init__(self): ...",
     "sglang/srt/utils/torch_memory_saver_adapter.py": """
         import contextlib
         import torch_memory_saver

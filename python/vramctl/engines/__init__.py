@@ -270,21 +270,21 @@ def if_possible(region: contextlib.AbstractContextManager[None]) -> Iterator[Non
             say_once("memory may get the wrong tag, because leaving a region failed: %s", error)
 
 
-def leave_to_cuda(original: Function, *arguments: Any, **keywords: Any) -> Any:
-    """For memory that other ranks open by CUDA IPC. If it were managed, a rank could only be paused together with them, but the
-    engines' own calls pause each rank alone."""
-    with if_possible(thread_region(None)):
+def with_the_process_s_tag(original: Function, *arguments: Any, **keywords: Any) -> Any:
+    """For memory that other ranks open by CUDA IPC, whichever region it is made in. The engines' own calls pause each rank alone, by
+    the tags of their regions, and one rank alone cannot pause such memory; from outside, all are paused together."""
+    with if_possible(thread_region(os.environ.get("VRAMCTL_TAG") or None)):
         return original(*arguments, **keywords)
 
 
 # ---- what engines share ----
 
 EXPERT_BUFFERS = Hook(
-    what="leaves DeepEP's buffers to CUDA, for CUDA IPC",
+    what="keeps DeepEP's buffers, which ranks share, out of `weights` and `cuda_graph`",
     through=BY_NAME,
     places=(Place("deep_ep:Buffer.__init__", "1.0"),),
-    without="if DeepEP fails to share its memory, start with `vramctl run --no-tag`",
-    around=leave_to_cuda,
+    without="if they are made while the model loads, the engine cannot release `weights`: start with `vramctl run --no-tag`",
+    around=with_the_process_s_tag,
 )
 
 GRAPHS = Hook(
@@ -295,8 +295,8 @@ GRAPHS = Hook(
 )
 
 
-def share_expert_buffers() -> None:
-    """DeepEP gets an IPC handle for each buffer on creation. Its newer `ElasticBuffer` uses NCCL's memory and needs no hook."""
+def tag_expert_buffers() -> None:
+    """DeepEP's newer `ElasticBuffer` uses NCCL's memory and needs no hook."""
     wrap_when_imported(EXPERT_BUFFERS, EXPERT_BUFFERS.places[0])
 
 

@@ -49,17 +49,7 @@ SETTINGS = Hook(
     ),
     without="all memory keeps the process's tag",
 )
-IMAGES = Hook(
-    what="leaves the buffer of `--mm-feature-transport cuda_ipc` to CUDA",
-    through=_HOOK,
-    places=(
-        Place("sglang.srt.multimodal.transport.cuda_ipc:MmItemMemoryPool.__init__", "0.5.18"),
-        Place("sglang.srt.utils.cuda_ipc_transport_utils:MmItemMemoryPool.__init__", "0.5.16", "0.5.17"),
-    ),
-    without="with that option, start with `vramctl run --no-tag`",
-    around=engines.leave_to_cuda,
-)
-HOOKS = (PLUGIN, REGIONS, SETTINGS, IMAGES)
+HOOKS = (PLUGIN, REGIONS, SETTINGS)
 
 
 def install() -> None:
@@ -75,7 +65,7 @@ def install() -> None:
     else:
         for hook, place in engines.present(package, HOOKS):
             engines.wrap_when_imported(hook, place)
-    engines.share_expert_buffers()
+    engines.tag_expert_buffers()
 
 
 def _register(registry: Any) -> None:

@@ -82,7 +82,7 @@ def install() -> None:
     when_imported(CUMEM, _replace_allocator)
     for hook, place in engines.present(importlib.import_module("vllm"), HOOKS):
         engines.wrap_when_imported(hook, place)
-    engines.share_expert_buffers()
+    engines.tag_expert_buffers()
 
 
 # ---- tags when sleep mode is off ----
