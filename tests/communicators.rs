@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 /// How much of a communicator the stand-in gives back, and how much it keeps.
@@ -192,6 +192,13 @@ fn a_program_that_asks_about_an_error_does_not_wait_for_the_driver() {
     assert!(failures(&log, 0).is_empty());
     rank.ask("slow 0");
     assert_eq!(failures(&log, 1).len(), 1);
+    // Nor does its exit, at most briefly. The simulated driver then complains of the call in progress.
+    rank.ask("slow 30000");
+    rank.ask("explain 1");
+    let begun = Instant::now();
+    rank.tell("exit");
+    rank.child.wait().unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
 }
 
 #[test]

@@ -234,7 +234,8 @@ fn warn_of_nccl(what: &'static str, error: NcclResult) {
         let _asked = asked;
         log::warn!(
             "{what} failed (code {error}); free now: {}. `vramctl status --ledger` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why",
-            free_by_device()
+            // The collective may never end, and the program's exit must not wait for it.
+            exit::while_waiting(free_by_device)
         );
     };
     // In its own thread: the driver may be waiting for the very collective that the calling thread is about to abort.

@@ -8,7 +8,7 @@
  *   explain CODE     asks NCCL what an error means
  *   slow MS          makes the driver this slow to say how much is free
  *   suspend, resume  the program itself suspends or resumes the communicator
- *   destroy, fork */
+ *   destroy, fork, exit */
 #define _GNU_SOURCE
 #include "../cudart.h"
 #include <dlfcn.h>
@@ -117,6 +117,8 @@ int main(int count, char **arguments)
 				_exit(ncclCommDestroy(NULL) == 4 ? 0 : 1);
 			waitpid(child, &state, 0);
 			printf("fork %d\n", state);
+		} else if (!strcmp(line, "exit")) {
+			exit(0);
 		} else {
 			printf("unknown\n");
 		}
