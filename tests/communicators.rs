@@ -201,6 +201,19 @@ fn a_program_that_asks_about_an_error_does_not_wait_for_the_driver() {
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
 }
 
+/// Then the library has no business in the driver, and nothing to say.
+#[test]
+fn a_failure_before_the_first_use_of_cuda_is_not_logged() {
+    let machine = Machine::new();
+    let (mut rank, log) = alone(&machine, &[]);
+    // It cannot be opened as a file.
+    fs::create_dir(machine.folder.path().join("gpu/nccl-world-config")).unwrap();
+    assert_eq!(rank.ask("child"), "child 2");
+    assert!(failures(&log, 0).is_empty(), "{:?}", failures(&log, 0));
+    assert_eq!(rank.ask("config"), "config 2");
+    assert_eq!(failures(&log, 1).len(), 1);
+}
+
 #[test]
 fn nccl_gives_its_memory_back_and_takes_it_back() {
     let machine = Machine::new();

@@ -212,8 +212,7 @@ pub fn nccl_failed(function: &'static CStr, answer: NcclResult) {
 
 /// Warns of an error that the program asks NCCL to explain, unless [`nccl_failed`] has just done so.
 pub fn nccl_explains(error: NcclResult) {
-    // Without CUDA, nothing can have failed for lack of memory.
-    if NAMED.replace(SUCCESS) != error && !contexts::devices().is_empty() {
+    if NAMED.replace(SUCCESS) != error {
         warn_of_nccl("a call of NCCL", error);
     }
 }
@@ -226,7 +225,8 @@ fn warn_of_nccl(what: &'static str, error: NcclResult) {
         let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);
         told.get_or_insert_with(|| Allowance::full(now)).take(now)
     };
-    if exit::is_ending() || !may_tell() {
+    // Without CUDA, nothing can have failed for lack of memory, and no worker may start: its exit handler must run before the driver's.
+    if exit::is_ending() || contexts::devices().is_empty() || !may_tell() {
         return;
     }
     let (asked, told) = mpsc::channel::<()>();

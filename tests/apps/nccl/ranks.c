@@ -8,6 +8,7 @@
  *   explain CODE     asks NCCL what an error means
  *   slow MS          makes the driver this slow to say how much is free
  *   suspend, resume  the program itself suspends or resumes the communicator
+ *   child            creates one in a child process, which does not use CUDA before
  *   destroy, fork, exit */
 #define _GNU_SOURCE
 #include "../cudart.h"
@@ -117,6 +118,12 @@ int main(int count, char **arguments)
 				_exit(ncclCommDestroy(NULL) == 4 ? 0 : 1);
 			waitpid(child, &state, 0);
 			printf("fork %d\n", state);
+		} else if (!strcmp(line, "child")) {
+			pid_t child = fork();
+			if (child == 0)
+				_exit(ncclCommInitRankConfig(&made, ranks, id_of(arguments[3], "-config"), rank, &with));
+			waitpid(child, &state, 0);
+			printf("child %d\n", WEXITSTATUS(state));
 		} else if (!strcmp(line, "exit")) {
 			exit(0);
 		} else {
