@@ -735,6 +735,28 @@ fn a_swap_of_which_half_fails_says_what_has_moved() {
     }
 }
 
+/// The driver restores all, and then refuses to unlock one.
+#[test]
+fn a_process_that_stays_on_its_gpu_is_not_said_to_have_moved() {
+    let machine = Machine::new();
+    let with_three = |command: &mut Command| _ = command.env("SIMGPU_DEVICES", "3");
+    let (mut stays, mut goes) = (machine.start_with("job", with_three), machine.start_with("job", with_three));
+    let vramctl = |faults: &str, arguments: &str| {
+        let mut command = machine.command(common::command_line(), &arguments.split(' ').collect::<Vec<_>>());
+        with_three(&mut command);
+        Said::of(&command.env("SIMGPU_FAIL", faults).output().unwrap())
+    };
+    let pid = goes.child.id();
+    let (there, back) = (format!("move --pid={pid} --to 1"), format!("job (pid {pid}) is on GPU 2 now"));
+    vramctl("", &there).expect(0, "moved");
+    let refused = vramctl("cuCheckpointProcessUnlock:1:999", "move job --to 0,2");
+    refused.expect(1, &format!(". {back}: `vramctl {there}` brings it back. No other has moved, and all run"));
+    assert!(!refused.text.contains("is on GPU 0 now"), "{}", refused.text);
+    vramctl("", &there).expect(0, "moved");
+    stays.is_well();
+    goes.is_well();
+}
+
 #[test]
 fn a_process_may_be_killed_while_it_is_suspended() {
     let machine = Machine::new();

@@ -41,7 +41,7 @@ pub struct Member {
     pub done: Done,
     /// The driver will never restore it.
     pub is_lost: bool,
-    /// It has been restored on other GPUs.
+    /// Its memory has been restored on other GPUs.
     pub has_moved: bool,
     /// Keeps other commands from suspending and restoring it.
     alone: Option<FileLock>,
@@ -639,7 +639,7 @@ impl Member {
             answer => answer,
         };
         restored.map_err(|failure| self.refused("restore", failure))?;
-        self.has_moved = !map.is_empty();
+        self.has_moved = map.iter().any(|(old, new)| old != new && self.process.gpus().any(|gpu| gpu == old));
         self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
         Ok(())
     }
