@@ -44,7 +44,7 @@ pub struct Args {
     /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
     #[arg(short, long, value_name = "FILE", value_parser = output_file)]
     output: PathBuf,
-    /// Keep recording for so many seconds, or until ^C
+    /// Keep recording for this many seconds, or until ^C
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     seconds: Option<Duration>,
     /// Keep recording until ^C
