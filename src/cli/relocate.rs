@@ -95,13 +95,9 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let again = again.join("`, then `");
     if let Err(failure) = moved {
         let away = away(&members, &map, &cards);
+        let place = if away.is_empty() { ". The job is where it was".into() } else { format!("{away}. No other has moved") };
         let left = match resumed {
-            Ok(()) => match (&checkpoint::stay_held(&members)[..], away.is_empty()) {
-                ([], true) => ". The job runs where it was".into(),
-                ([], false) => format!("{away}. No other has moved, and all run"),
-                (held, true) => format!(". The job is where it was; {}", held.join("; ")),
-                (held, false) => format!("{away}. No other has moved; {}", held.join("; ")),
-            },
+            Ok(()) => [vec![place], checkpoint::stay_held(&members)].concat().join("; "),
             Err(second) => format!("; and {second}{away}. To continue: `{again}`"),
         };
         return Err(failure.adding(&left));
