@@ -566,11 +566,11 @@ class VllmFromOutside(Engine):
         self.assertEqual(self.gpu.regions, [])
         graph.capture_end()
 
-    def test_graphs_that_workers_share_are_left_to_cuda_in_sleep_mode(self):
+    def test_graphs_that_workers_share_keep_the_process_s_tag_in_sleep_mode(self):
         """Each worker falls asleep by itself, and cannot pause what another has open (custom all-reduce)."""
         self.engine(VLLM, "vllm")
         run_vllm(vllm_config(sleep=True, tp=2))
-        self.assertIsNone(self.gpu.tags()["output"])
+        self.assertEqual(self.gpu.tags()["output"], "default")
         for disable in (False, True):
             run_vllm(vllm_config(tp=2, disable=disable))
             self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
@@ -866,7 +866,7 @@ class VllmSleepBackend(Engine):
 
     def test_graphs_that_workers_share_stay(self):
         backend = self.started(tp=2)
-        self.assertIsNone(self.gpu.tags()["output"])
+        self.assertEqual(self.gpu.tags()["output"], "default")
         backend.suspend(1)
         self.assertEqual(self.gpu.contents()["output"], ("active", "here"))
 
@@ -1003,22 +1003,13 @@ class Sglang(Engine):
         self.assertEqual((self.gpu.tags()["not to be paused"], self.gpu.tags()["output"]), ("default", "default"))
         self.assertEqual(self.gpu.engine, "sglang")
 
-    def test_graphs_that_workers_share_are_left_to_cuda_with_the_saver(self):
-        """Each worker releases its memory by itself, and cannot pause what another has open (custom all-reduce)."""
+    def test_with_its_own_memory_saver_graphs_keep_the_process_s_tag(self):
+        """Each worker releases its memory by itself, and cannot pause graph memory that another has open (custom all-reduce)."""
         self.engine(self.files, "sglang")
-        cases = [
-            ({"tp_size": 2}, None, "cuda_graph"),
-            ({"tp_size": 2, "enable_memory_saver": True}, None, None),
-            ({"tp_size": 2, "disable_custom_all_reduce": True}, None, "cuda_graph"),
-            ({"tp_size": 2}, "1", "cuda_graph"),
-        ]
-        for settings, variable, tag in cases:
-            with self.subTest(settings=settings, variable=variable), mock.patch.dict(os.environ):
-                if variable:
-                    os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = variable
-                self.saver(self.start(**settings))
-                self.capture()
-                self.assertEqual(self.gpu.tags()["output"], tag)
+        for saver, tag in ((True, "default"), (False, "cuda_graph")):
+            self.saver(self.start(tp_size=2, enable_memory_saver=saver))
+            self.capture()
+            self.assertEqual(self.gpu.tags()["output"], tag)
 
     def test_a_process_that_has_no_engine_is_left_alone(self):
         """SGLang's first process creates a memory saver, too, and in some versions never publishes the settings."""

@@ -303,8 +303,8 @@ def tag_expert_buffers() -> None:
 _graph_tag: str | None = None
 
 
-def tag_graphs(tag: str | None) -> None:
-    """Tags the memory of CUDA graphs that torch captures from now on; None leaves it to CUDA."""
+def tag_graphs(tag: str) -> None:
+    """Tags the memory of CUDA graphs that torch captures from now on."""
     global _graph_tag
     _graph_tag = tag
     torch = vramctl._torch.required()

@@ -41,11 +41,7 @@ SETTINGS = Hook(
         Place("sglang.srt.runtime_context:get_server_args", "0.5.16"),
         Place("sglang.srt.server_args:get_global_server_args", "0.5.16"),  # since 0.5.20 it only raises
         Place("sglang.srt.arg_groups.fields.exec_:ExecFeatures.enable_memory_saver", "0.5.20"),
-        Place("sglang.srt.arg_groups.fields.exec_:ExecComm.disable_custom_all_reduce", "0.5.20"),
-        Place("sglang.srt.arg_groups.fields.parallel:Parallel.tp_size", "0.5.20"),
         Place("sglang.srt.server_args:ServerArgs.enable_memory_saver", "0.5.16", "0.5.19"),
-        Place("sglang.srt.server_args:ServerArgs.disable_custom_all_reduce", "0.5.16", "0.5.19"),
-        Place("sglang.srt.server_args:ServerArgs.tp_size", "0.5.16", "0.5.19"),
     ),
     without="all memory keeps the process's tag",
 )
@@ -87,13 +83,9 @@ def _create(original: engines.Function, *arguments: Any, **keywords: Any) -> Any
     if settings is None:
         return saver
     engines.announce("sglang")
-    theirs = bool(settings.enable_memory_saver)
-    if not theirs:
+    # With the saver on, memory outside it keeps the process's tag: graphs, unless SGLANG_MEMORY_SAVER_CUDA_GRAPH is set.
+    if not settings.enable_memory_saver:
         engines.tag_graphs("cuda_graph")
-    elif _hands_over_graphs(settings):
-        engines.tag_graphs(None)
-    # With the saver on, leave memory outside it alone: graphs, unless SGLANG_MEMORY_SAVER_CUDA_GRAPH is set.
-    if not theirs:
         saver.region = _region
     return saver
 
@@ -115,17 +107,6 @@ def _settings() -> Any | None:
         return get()
     except ValueError:
         return None
-
-
-def _hands_over_graphs(settings: Any) -> bool:
-    """Whether workers have each other's CUDA graph memory open (custom all-reduce). Each releases its memory by itself, and one
-    alone cannot pause such memory; from outside, all are paused together."""
-    return (
-        settings.tp_size > 1
-        and not settings.disable_custom_all_reduce
-        # With this variable set, SGLang itself does not share graph memory.
-        and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() not in ("1", "true")
-    )
 
 
 def _hands_over_cache() -> bool:

@@ -100,9 +100,7 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
     _own_mode = bool(getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False))
     if not _own_mode:
         engines.tag_graphs("cuda_graph")
-    elif _shares_graphs(config):
-        engines.tag_graphs(None)
-    elif getattr(model, "sleep_mode_backend", None) == _OURS:
+    elif getattr(model, "sleep_mode_backend", None) == _OURS and not _shares_graphs(config):
         engines.tag_graphs("cuda_graph")
         Allocator.get_instance().add_graphs()
     if _own_mode:
