@@ -181,3 +181,18 @@ impl<'a> Meter<'a> {
         (self.tell)(self.now);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_meter_tells_what_has_been_copied_so_far() {
+        let mut told = Vec::new();
+        let mut tell = |progress: Progress| told.push((progress.done, progress.total));
+        let mut meter = Meter::new(Stage::Save, 10, &mut tell);
+        meter.add(3);
+        meter.add(7);
+        assert_eq!(told, [(3, 10), (10, 10)]);
+    }
+}
