@@ -47,6 +47,9 @@ pub struct Member {
     alone: Option<FileLock>,
 }
 
+/// For messages.
+const FAILED: &str = "the driver reports the process as FAILED. It is lost: end it and start it again";
+
 /// The result for one process.
 #[derive(Debug, Default)]
 pub struct Done {
@@ -578,12 +581,12 @@ impl Member {
             return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
         }
         let lost = match checkpoint::state(self.pid) {
-            Ok(ProcessState::Failed) => "; the driver reports the process as FAILED. It is lost: end it and start it again",
+            Ok(ProcessState::Failed) => format!("; {FAILED}"),
             // Driver 580 answers this from then on.
             Ok(ProcessState::Checkpointed) if step == "restore" && failure.code == code::OPERATING_SYSTEM => {
-                "; an earlier restore has failed for lack of memory. It is lost: end it and start it again"
+                "; an earlier restore has failed for lack of memory. It is lost: end it and start it again".into()
             }
-            _ => "",
+            _ => String::new(),
         };
         self.is_lost = !lost.is_empty();
         CommandError::new(Exit::Failed, format!("the driver did not {step} {}: {failure}{lost}", self.process))
@@ -619,8 +622,7 @@ impl Member {
         match self.state()? {
             ProcessState::Failed => {
                 self.is_lost = true;
-                let text = format!("{}: the driver reports the process as FAILED. It is lost: end it and start it again", self.process);
-                Err(CommandError::new(Exit::Failed, text))
+                Err(CommandError::new(Exit::Failed, format!("{}: {FAILED}", self.process)))
             }
             state => self.unlock_from(state),
         }

@@ -111,6 +111,14 @@ pub struct MemoryOwner {
     pub in_use: u64,
 }
 
+impl MemoryOwner {
+    /// What an owner has, from the sum of its changes. That is negative if memory was freed in the middle of its move to another GPU: one of
+    /// its two owners then has the free, and the other the memory.
+    pub fn in_use_of(sum: u64) -> u64 {
+        u64::try_from(sum.cast_signed()).unwrap_or(0)
+    }
+}
+
 /// A page of recorded events.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {

@@ -89,12 +89,6 @@ fn change(what: &Happening) -> Option<(OwnersBytes, i64)> {
     }
 }
 
-/// What an owner has, from the sum of its changes. That is negative if memory was freed in the middle of its move to another GPU: the new
-/// owner then has the free before it has the memory.
-fn in_use(sum: u64) -> u64 {
-    u64::try_from(sum.cast_signed()).unwrap_or(0)
-}
-
 /// Sums up changes instead of using the totals in the events: two threads may have recorded their events out of order, but the sum is right
 /// in the end. Only the total in each owner's first event, and in the first after a gap, is used.
 fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u64) -> BTreeMap<u16, History> {
@@ -112,7 +106,7 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
         let Some(History { steps, .. }) = all.get_mut(&of.owner) else { continue };
         if steps.is_empty() {
             let before = if is_whole { 0 } else { of.in_use.wrapping_add_signed(-added) };
-            steps.push((from, in_use(before)));
+            steps.push((from, MemoryOwner::in_use_of(before)));
             known.entry(of.owner).or_insert(before);
         }
         let there = match known.get(&of.owner) {
@@ -120,7 +114,7 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
             None => of.in_use,
         };
         known.insert(of.owner, there);
-        steps.push((now, in_use(there)));
+        steps.push((now, MemoryOwner::in_use_of(there)));
     }
     for History { owner, steps } in all.values_mut() {
         if steps.is_empty() {

@@ -69,14 +69,8 @@ struct Owner {
     hash: AtomicU64,
     /// Its name for display, set by the thread that claimed the entry.
     told: OnceLock<(Name, Option<CUdevice>, Option<String>)>,
-    /// The sum of its changes: see [`in_use`].
+    /// The sum of its changes: see [`MemoryOwner::in_use_of`].
     in_use: AtomicU64,
-}
-
-/// What an owner has, from the sum of its changes. That is negative if memory that moved to another GPU was freed in the middle of it: then
-/// one of its two owners has the free, and the other the memory.
-fn in_use(sum: u64) -> u64 {
-    u64::try_from(sum.cast_signed()).unwrap_or(0)
 }
 
 /// The most owners. Owners beyond that share the first entry.
@@ -281,7 +275,7 @@ impl Recorder {
                     continue;
                 }
                 // The program may be freeing memory meanwhile, so the bytes that move are exactly those that this takes.
-                let bytes = in_use(entry.in_use.swap(0, Ordering::Relaxed));
+                let bytes = MemoryOwner::in_use_of(entry.in_use.swap(0, Ordering::Relaxed));
                 if bytes > 0 {
                     self.record(&Happening::Freed(OwnersBytes { owner: owner as u16, bytes, in_use: 0 }));
                     self.change(Change::Allocated, who, *at, bytes);
@@ -300,7 +294,7 @@ impl Recorder {
             Change::Freed | Change::Paused => entry.in_use.fetch_sub(bytes, Ordering::Relaxed).wrapping_sub(bytes),
             Change::FreedPaused => entry.in_use.load(Ordering::Relaxed),
         };
-        let bytes = OwnersBytes { owner, bytes, in_use: in_use(sum) };
+        let bytes = OwnersBytes { owner, bytes, in_use: MemoryOwner::in_use_of(sum) };
         self.record(&match change {
             Change::Allocated => Happening::Allocated(bytes),
             Change::Freed => Happening::Freed(bytes),
@@ -340,7 +334,7 @@ impl Recorder {
 
     fn told_owners(&self) -> Vec<MemoryOwner> {
         let told = |(owner, entry): (usize, &Owner)| {
-            let in_use = in_use(entry.in_use.load(Ordering::Relaxed));
+            let in_use = MemoryOwner::in_use_of(entry.in_use.load(Ordering::Relaxed));
             let (tag, library, device, gpu) = match entry.told.get() {
                 Some((Name::Tag(tag), device, gpu)) => (Some(tag.to_string()), None, *device, gpu.clone()),
                 Some((Name::Library(name), device, gpu)) => (None, Some((*name).to_owned()), *device, gpu.clone()),
