@@ -277,9 +277,7 @@ class Contract(test_engines.Engine):
         with self.assertNoLogs("vramctl", "WARNING"):
             with create(enable=False).region("weights"):
                 self.gpu.allocate("no engine yet")
-            context._CONTEXT._server_args = types.SimpleNamespace(
-                enable_memory_saver=False, tp_size=1, disable_custom_all_reduce=False
-            )
+            context._CONTEXT._server_args = types.SimpleNamespace(enable_memory_saver=False)
             off = create(enable=False)
             with off.region("weights", enable_cpu_backup=True):
                 self.gpu.allocate("weights")

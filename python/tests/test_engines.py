@@ -320,7 +320,6 @@ SGLANG = {
         @dataclasses.dataclass
         class ServerArgs:
             tp_size: int = 1
-            disable_custom_all_reduce: bool = False
             enable_memory_saver: bool = False
             enable_weights_cpu_backup: bool = False
         def set_global_server_args_for_scheduler(settings):
@@ -344,7 +343,7 @@ SGLANG_23 = {
     "sglang/srt/server_args.py": """
         from . import runtime_context
         class ServerArgs:
-            def __init__(self, tp_size=1, disable_custom_all_reduce=False, enable_memory_saver=False):
+            def __init__(self, tp_size=1, enable_memory_saver=False):
                 vars(self).update({name: value for name, value in locals().items() if name != "self"})
                 self.__post_init__()
             def __post_init__(self): ...
@@ -366,7 +365,6 @@ SGLANG_OLD = {
         @dataclasses.dataclass
         class ServerArgs:
             tp_size: int = 1
-            disable_custom_all_reduce: bool = False
             enable_memory_saver: bool = False
         published = None
         def set_global_server_args_for_scheduler(settings):

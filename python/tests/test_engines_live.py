@@ -100,8 +100,6 @@ SGLANG_FILES = {
     "sglang/__init__.py": "__version__ = '0.5.23'",
     "sglang/srt/server_args.py": """
         class ServerArgs:
-            tp_size = 1
-            disable_custom_all_reduce = False
             def __init__(self, saver): self.enable_memory_saver = saver
         """,
     "sglang/srt/runtime_context.py": """
