@@ -110,18 +110,26 @@ loop.serve(Memory, version="stand-in 1")
 
 
 class Sections(unittest.TestCase):
-    def test_what_a_section_wrote_before_it_failed_is_shown(self):
-        """The log has it, too, but nobody looks there."""
+    def told(self, seconds, limit):
+        """What a section prints whose command hangs and may take that long, in a check with that limit."""
         hangs = "echo stuck in line 7 >&2; echo $((6 * 7)) times; exec sleep 60"
         printed = io.StringIO()
         with tempfile.TemporaryDirectory() as folder:
-            options = argparse.Namespace(work=folder, out=folder, bin=folder, libcudart="", only="nccl", kinds="", limit=100)
+            options = argparse.Namespace(work=folder, out=folder, bin=folder, libcudart="", only="nccl", kinds="", limit=limit)
             run = check.Check(options)
-            script = mock.patch.object(run, "script", lambda *_: run.command("sh", "-c", hangs, seconds=1))
+            script = mock.patch.object(run, "script", lambda *_: run.command("sh", "-c", hangs, seconds=seconds))
             with script, mock.patch.object(run, "report"), contextlib.redirect_stdout(printed):
                 run.run()
             run.log_file.close()
-        told = printed.getvalue()
+        return printed.getvalue()
+
+    def test_a_limit_that_was_too_small_is_not_blamed_on_the_command(self):
+        told = self.told(seconds=30, limit=16)
+        self.assertIn("sh -c: no end before the section's time was used up: a larger --limit may help", told)
+
+    def test_what_a_section_wrote_before_it_failed_is_shown(self):
+        """The log has it, too, but nobody looks there."""
+        told = self.told(seconds=1, limit=100)
         self.assertIn("FAILED nccl: runs to its end: Failed: sh -c: no end within 1 s", told)
         for line in ("stuck in line 7", "42 times"):
             self.assertRegex(told, rf"(?m)^    (\[nccl\] )?{line}$")

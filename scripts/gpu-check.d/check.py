@@ -47,6 +47,12 @@ class Deadline:
             raise Failed("the section's time is used up")
         return left
 
+    def late(self, what, seconds):
+        """The failure of what got all the time that there was, and at most `seconds`."""
+        if self.rest() <= 0:
+            return Failed(f"{what} before the section's time was used up: a larger --limit may help")
+        return Failed(f"{what} within {seconds:.0f} s")
+
 
 #: Signals that end a measurement.
 ENDING = {signal.SIGINT, signal.SIGTERM}
@@ -110,7 +116,7 @@ class Child:
         try:
             line = self.lines.get(timeout=self.check.deadline.left(seconds))
         except queue.Empty:
-            raise Failed(f"{self.name} gave no answer within {seconds} s") from None
+            raise self.check.deadline.late(f"{self.name} gave no answer", seconds) from None
         if line is None:
             self.process.wait(10)
             raise Failed(f"{self.name} has ended, with {self.process.returncode}")
@@ -285,9 +291,8 @@ class Check:
                 self.log(kill(process))
             if not isinstance(error, (subprocess.TimeoutExpired, Failed)):
                 raise
-            raise Failed(
-                f"{pathlib.Path(command[0]).name} {command[1]}: no end within {seconds} s"
-            ) from None
+            name = f"{pathlib.Path(command[0]).name} {command[1]}"
+            raise self.deadline.late(f"{name}: no end", seconds) from None
         taken = time.perf_counter() - start
         self.log(f"{text.rstrip()}\n-> {process.returncode} after {taken:.3f} s")
         return process.returncode, text, taken
