@@ -5,10 +5,13 @@ mod common;
 
 use common::machine::{Machine, Ran, Rank};
 use common::{artifacts, own_folder, programs};
+use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 impl Rank {
     /// Waits until it has ended well. Returns what it has written to its standard error.
@@ -113,4 +116,98 @@ fn a_program_that_must_not_start_threads_is_told_so_by_a_pause() {
     let warned = "no control socket: could not start a thread: Resource temporarily unavailable";
     let ran = Ran::new(&command.output().unwrap()).expect(0, "pause: 4 vramctl could not start a thread in the process: ", warned);
     assert!(ran.out.ends_with("ok\n"), "{}", ran.out);
+}
+
+/// A program whose signal handlers make calls, and pauses of it that hold it.
+struct Interrupted {
+    machine: Machine,
+    program: Rank,
+}
+
+impl Interrupted {
+    fn start() -> Self {
+        let machine = Machine::new();
+        let program = machine.start("handlers", "handlers", |command| _ = command.env("LD_PRELOAD", library("counts.c")));
+        Self { machine, program }
+    }
+
+    #[track_caller]
+    fn pause(&self) {
+        let answer = self.machine.connect(&self.program).ask(&json!({"request": "pause", "tags": [], "hold_ms": 20_000}));
+        assert_eq!(answer["reply"], "done", "{answer}");
+    }
+
+    #[track_caller]
+    fn resume(&self) {
+        let answer = self.machine.connect(&self.program).ask(&json!({"request": "resume"}));
+        assert_eq!(answer["reply"], "done", "{answer}");
+    }
+
+    /// How many threads wait at the gate; `None` if the program is not held.
+    fn waiting(&self) -> Option<u64> {
+        let status = self.machine.connect(&self.program).ask(&json!({"request": "status"}));
+        (status["held"] == true).then(|| status["waiting_threads"].as_u64().unwrap_or(0))
+    }
+
+    #[track_caller]
+    fn waits(&self) {
+        common::eventually("it waits at the gate", || self.waiting().unwrap() > 0);
+    }
+
+    fn ask(&mut self, command: &str) -> String {
+        self.program.ask(command)
+    }
+
+    #[track_caller]
+    fn gets_to(&mut self, progress: &str) {
+        common::eventually("its calls return", || self.ask("progress") == progress);
+        assert_eq!((self.ask("verify").as_str(), self.waiting()), ("ok", None));
+    }
+}
+
+/// The handler's launch waits as any other: on its own, in a thread that waits itself, and in a handler that waits. Queries pass.
+#[test]
+fn calls_of_signal_handlers_wait_while_held() {
+    let mut held = Interrupted::start();
+    held.pause();
+    assert_eq!(held.ask("interrupt"), "ok");
+    held.waits();
+    assert_eq!(held.ask("progress"), "0 0");
+    held.resume();
+    held.gets_to("0 1");
+
+    held.pause();
+    assert_eq!(held.ask("call"), "ok");
+    held.waits();
+    assert_eq!((held.ask("interrupt"), held.ask("interrupt")), ("ok".to_owned(), "ok".to_owned()));
+    thread::sleep(Duration::from_millis(20));
+    assert_eq!((held.ask("progress").as_str(), held.waiting()), ("0 1", Some(1)));
+    held.resume();
+    held.gets_to("1 3");
+    // Nobody is counted as inside or as waiting any more.
+    held.pause();
+    assert_eq!(held.waiting(), Some(0));
+    held.resume();
+}
+
+/// Handlers interrupt a thread in the gate itself, on its way in and out, and each other.
+#[test]
+fn signal_handlers_interrupt_the_gate_at_any_moment() {
+    let mut busy = Interrupted::start();
+    assert_eq!(busy.ask("bombard"), "ok");
+    for round in 0..40 {
+        busy.pause();
+        let before = busy.ask("counts");
+        let (begun, ended) = before.split_once(' ').unwrap();
+        assert_eq!(begun, ended, "round {round}: somebody is inside");
+        thread::sleep(Duration::from_millis(2));
+        assert_eq!(busy.ask("counts"), before, "round {round}: somebody has got inside");
+        busy.resume();
+        common::eventually("it runs on", || busy.ask("counts") != before);
+    }
+    assert_eq!(busy.ask("cease"), "ok");
+    busy.pause();
+    assert_eq!(busy.waiting(), Some(0));
+    busy.resume();
+    assert_eq!(busy.ask("verify"), "ok");
 }

@@ -5,7 +5,8 @@ set -euo pipefail
 usage() {
 	cat <<'HELP'
 Builds the sample programs of tests/apps: churn, engine, engine_regions,
-guest, hog, overhead, overhead_driver, odd, torture, and copies engine.py beside them.
+guest, handlers, hog, overhead, overhead_driver, odd, torture, and copies
+engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
 
@@ -94,6 +95,7 @@ compile engine engine.c engine_core.c pattern.c
 compile engine_regions engine_regions.c engine_core.c pattern.c
 compile churn churn.c
 compile guest guest.c
+compile handlers handlers.c
 compile hog hog.c pattern.c
 compile overhead overhead.c
 compile overhead_driver overhead_driver.c

@@ -29,7 +29,9 @@ pub struct ThreadMark {
     /// [`NOTHING`], or the call that the thread wants to make, and [`ADMITTED`] once it has found the latch open.
     pub inside: AtomicUsize,
     /// The depth of nested calls.
-    pub nested: AtomicUsize,
+    nested: AtomicUsize,
+    /// How many calls wait: more than one if a signal handler has interrupted a wait. Only for messages, so the model need not see it.
+    waits: std::sync::atomic::AtomicUsize,
 }
 
 /// Not inside.
@@ -38,6 +40,11 @@ pub const NOTHING: usize = 0;
 pub const ADMITTED: usize = 1;
 
 impl ThreadMark {
+    /// Of a thread that is not inside.
+    pub fn new() -> Self {
+        Self { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0), waits: std::sync::atomic::AtomicUsize::new(0) }
+    }
+
     /// Fast path: goes inside if the latch is open. The caller must then [`leave`](Self::leave).
     #[inline]
     pub fn enter(&self, latch: &Latch, call: usize) -> bool {
@@ -133,7 +140,9 @@ impl ThreadMark {
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
             self.leave();
+            self.waits.fetch_add(1, Ordering::Relaxed);
             sync::wait(&latch.0, seen);
+            self.waits.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
@@ -145,8 +154,14 @@ impl ThreadMark {
         (inside != NOTHING || self.nested.load(Ordering::Acquire) != 0).then_some(inside)
     }
 
+    /// Whether the thread waits for the latch to open.
+    pub fn is_waiting(&self) -> bool {
+        self.waits.load(Ordering::Relaxed) > 0
+    }
+
     /// Clears the mark of a thread that has ended, even inside a call.
     pub fn clear(&self) {
+        self.waits.store(0, Ordering::Relaxed);
         self.nested.store(0, Ordering::Relaxed);
         self.leave();
     }

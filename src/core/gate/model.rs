@@ -57,7 +57,7 @@ mod closer;
 mod latch;
 
 use closer::Closer;
-use latch::{ADMITTED, FENCED, Latch, NOTHING, OPEN, ThreadMark};
+use latch::{ADMITTED, FENCED, Latch, OPEN, ThreadMark};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -80,9 +80,8 @@ const OTHER_CALL: usize = 4;
 
 impl Program {
     fn new(word: u32) -> Arc<Self> {
-        let mark = || ThreadMark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
-        let (latch, closer) = (Latch(AtomicU32::new(word)), Closer::new());
-        Arc::new(Self { latch, closer, marks: [mark(), mark()], memory: UnsafeCell::new(()), paused: AtomicUsize::new(0) })
+        let (latch, closer, marks) = (Latch(AtomicU32::new(word)), Closer::new(), [ThreadMark::new(), ThreadMark::new()]);
+        Arc::new(Self { latch, closer, marks, memory: UnsafeCell::new(()), paused: AtomicUsize::new(0) })
     }
 
     fn work(&self) {

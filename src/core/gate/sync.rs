@@ -27,17 +27,13 @@ pub fn rest() {
     thread::sleep(Duration::from_millis(10));
 }
 
-static WAITING: AtomicUsize = AtomicUsize::new(0);
-
 /// Waits while the word has this value, until woken. May return spuriously.
 pub fn wait(word: &AtomicU32, value: u32) {
-    WAITING.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the word lives as long as the process.
     unsafe {
         let nothing = ptr::null::<libc::timespec>();
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, value, nothing);
     }
-    WAITING.fetch_sub(1, Ordering::Relaxed);
 }
 
 /// Wakes all that wait.
@@ -46,14 +42,4 @@ pub fn wake(word: &AtomicU32) {
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
     }
-}
-
-/// How many threads wait.
-pub fn waiting() -> usize {
-    WAITING.load(Ordering::Relaxed)
-}
-
-/// For a forked child, which has no waiting threads.
-pub fn forget_waiting() {
-    WAITING.store(0, Ordering::Relaxed);
 }

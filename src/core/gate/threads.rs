@@ -3,13 +3,13 @@
 //! The mark is found through a thread-local variable of the initial-exec model, at a fixed offset from the thread register; this works
 //! because the library is loaded at program start. Rust cannot express that, hence the assembly.
 
-use super::latch::{NOTHING, ThreadMark};
-use super::{LATCH, THE_END, number, sync};
+use super::latch::ThreadMark;
+use super::{LATCH, THE_END, number};
 use std::arch::{asm, global_asm};
 use std::cell::Cell;
 use std::iter;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use vramctl_host::stack;
 
 /// A mark in its own cache line. Never freed; reused by later threads.
@@ -158,8 +158,12 @@ impl Berth {
 
 /// A new berth, taken.
 fn add() -> &'static Berth {
-    let mark = ThreadMark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
-    let berth = Box::into_raw(Box::new(Berth { mark, thread: AtomicU32::new(0), taken: AtomicBool::new(true), next: ptr::null() }));
+    let berth = Box::into_raw(Box::new(Berth {
+        mark: ThreadMark::new(),
+        thread: AtomicU32::new(0),
+        taken: AtomicBool::new(true),
+        next: ptr::null(),
+    }));
     let publish = |before: *mut Berth| {
         // SAFETY: nobody else knows it yet.
         unsafe { (*berth).next = before };
@@ -192,7 +196,6 @@ pub fn start_clean_in_children() {
                 berth.give_back();
             }
         }
-        sync::forget_waiting();
         LATCH.open();
     }
     static DONE: AtomicBool = AtomicBool::new(false);
