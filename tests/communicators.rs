@@ -466,7 +466,7 @@ fn a_rank_that_is_resumed_first_waits_for_the_others() {
     machine.vramctl("pause --nccl").expect(0, "", "");
     let [first, second] = [ranks[0].pid(), ranks[1].pid()];
     let waited = machine.vramctl(&format!("resume --pid {first}"));
-    waited.expect(5, "resumed", "because it waits for the other ranks. `vramctl resume` them, too, and this one goes on by itself");
+    waited.expect(5, "resumed", "because it waits for the other ranks. `vramctl resume` them, too, and this one continues by itself");
     assert_eq!(states(&machine, &ranks[0]), ["resuming"]);
     machine.vramctl(&format!("resume --pid {second}")).expect(0, "resumed", "");
     eventually("both go on", || ranks.iter().all(|rank| status(&machine, rank)["held"] != true));

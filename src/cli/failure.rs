@@ -52,7 +52,10 @@ impl Exit {
                  of another process still paused, or no answer"
             }
             Self::UnknownTag => "no allocation has this tag",
-            Self::Unsuspendable => "suspend, move: paused by tag only: the driver could not restore the rest",
+            Self::Unsuspendable => {
+                "the driver could not restore the program: `suspend` has only paused tags,\n\
+             `move` has changed nothing"
+            }
             Self::NotExecutable => "run: the command cannot be executed",
             Self::NotFound => "run: the command was not found; else `run` returns the command's code",
         }

@@ -57,7 +57,7 @@ enum Command {
     Pause(transition::PauseArgs),
     /// Give processes their GPU memory back, with its contents
     Resume(transition::ResumeArgs),
-    /// Take processes off their GPUs entirely: pause, then have the driver checkpoint the rest. `resume` brings them back
+    /// Take processes off their GPUs entirely, context included; `resume` brings them back
     Suspend(suspend::Args),
     /// Move processes to other GPUs: suspend, restore there, resume
     Move(relocate::Args),
@@ -145,19 +145,19 @@ impl Command {
 fn after_help() -> String {
     let mut text = String::from(
         "Examples:
-  vramctl run --name engine -- python serve.py  start a program
-  vramctl status engine                         show its memory, by tag
-  vramctl status --ledger                       who uses the memory of each GPU
-  vramctl top                                   all of it, live
-  vramctl pause kv_cache --discard              free a tag and drop its contents
-  vramctl pause && vramctl resume               all of the only managed process
-  vramctl suspend engine && vramctl resume      leave the GPU, and come back
-  vramctl trim engine                           return what torch has cached
-  vramctl watch engine --below 5G               log who uses it if it runs low
-  vramctl move engine --to 1                    go on with another GPU
-  vramctl trace engine -o page.html             a timeline of its memory
-  vramctl metrics --listen 9977                 serve metrics for Prometheus
-  vramctl doctor                                check this machine
+  vramctl run --name engine -- python serve.py # start a program
+  vramctl status engine                        # show its memory, by tag
+  vramctl status --ledger                      # who uses the memory of each GPU
+  vramctl top                                  # all of it, live
+  vramctl pause kv_cache --discard             # free a tag, drop its contents
+  vramctl pause && vramctl resume              # all of the only managed process
+  vramctl suspend engine && vramctl resume     # leave the GPU, and come back
+  vramctl trim engine                          # return what torch has cached
+  vramctl watch engine --below 5G              # log who uses it if it runs low
+  vramctl move engine --to 1                   # continue on another GPU
+  vramctl trace engine -o page.html            # a timeline of its memory
+  vramctl metrics --listen 9977                # serve metrics for Prometheus
+  vramctl doctor                               # check this machine
 
 Environment:
   VRAMCTL_DIR     directory of the control sockets [$XDG_RUNTIME_DIR/vramctl,

@@ -142,7 +142,7 @@ pub fn failures(process: &Process, communicators: &[Communicator]) -> Vec<String
             )),
             (CommunicatorState::Resuming, _) => Some(format!(
                 "{process} stays held: NCCL has not taken back the memory of {whose} yet, because it waits for the other ranks. `vramctl resume` \
-                 them, too, and this one goes on by itself; if one has ended, end this one (kill {pid}) and start the job again"
+                 them, too, and this one continues by itself; if one has ended, end this one (kill {pid}) and start the job again"
             )),
             (CommunicatorState::Suspended, Some(error)) => Some(format!(
                 "{process} stays held: NCCL could not take back the memory of {whose}: {error}. If GPU memory was short, free some and \

@@ -122,7 +122,7 @@ impl Process {
     pub fn stays_held(&self, Borrowed { owner, paused_bytes, .. }: &Borrowed) -> String {
         format!(
             "{self} stays held: {} that it has open of process {owner} are still paused. `vramctl resume --pid {owner}` brings them back \
-             (if that is stopped: kill -CONT {owner}), and this one goes on by itself",
+             (if that is stopped: kill -CONT {owner}), and this one continues by itself",
             Bytes(*paused_bytes)
         )
     }

@@ -13,7 +13,7 @@ Installed packages are not changed.
 
 Examples:
   PYTHONPATH=\"$(vramctl python-path):$PYTHONPATH\" LD_PRELOAD=/path/to/libvramctl.so python serve.py
-  vramctl python-path | tr : '\\n'  one per line")]
+  vramctl python-path | tr : '\\n' # one per line")]
 pub struct Args {}
 
 pub fn python_path(_: &Args) -> Result<Exit, CommandError> {

@@ -20,13 +20,13 @@ moved, nothing changes, and the message says why. If the driver refuses to resto
 that have moved. If the command is interrupted, the job stays suspended: `vramctl resume` brings it back where it was.
 
 A job that the driver cannot restore is refused with exit code 7, see `vramctl help suspend`. Programs that have memory of each other \
-open (CUDA IPC) move together, with --all or a name that they have in common: what one has open must be on its own GPU. Programs keep what they have \
-stored about the old GPU, such as its bus id; even the driver still reports the old bus id.
+open (CUDA IPC) move together, with --all or a common name; what each has open must be on its own GPU. Programs keep what they have \
+stored about the old GPU; even the driver still reports its bus id.
 
 Examples:
   vramctl move engine --to 1
   vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
-  vramctl move engine --to 1 --swap other  exchange places with `other`")]
+  vramctl move engine --to 1 --swap other # exchange places with `other`")]
 pub struct Args {
     /// The processes with this name, or the one with this id [default: the only managed process]
     #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
@@ -122,8 +122,8 @@ fn moves<'a>(member: &Member, map: &GpuMap, cards: &'a [Card]) -> Vec<(&'a Card,
     moves
 }
 
-/// After a failed move: which processes are on other GPUs all the same, and how to bring them back. That is not done here: they are well,
-/// and another checkpoint by a driver that has just refused a restore could lose them.
+/// After a failed move: which processes are on other GPUs nevertheless, and how to bring them back. This does not bring them back: they
+/// work, and another checkpoint by a driver that has just refused a restore could lose them.
 fn away(members: &[Member], map: &GpuMap, cards: &[Card]) -> String {
     let text = |member: &Member| {
         let (old, new): (Vec<_>, Vec<_>) = moves(member, map, cards).into_iter().unzip();

@@ -23,7 +23,7 @@ that is unset.
 Examples:
   vramctl run -- python serve.py
   vramctl run --name engine --tag weights --backup kv_cache=discard -- ./engine --port 8000
-  vramctl run --no-tag -- ./engine  manage only its own regions")]
+  vramctl run --no-tag -- ./engine # manage only its own regions")]
 pub struct Args {
     /// The name by which other commands find it [default: the program's name]
     #[arg(long, value_parser = checked_name)]

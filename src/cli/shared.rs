@@ -112,7 +112,7 @@ pub fn text(process: &Process, report: &Report) -> String {
         report.missing.iter().map(|missing| format!("{} that it has open of process {}", Bytes(missing.paused_bytes), missing.owner));
     match &open.collect::<Vec<_>>()[..] {
         [] => format!("nothing to do: {process} has none of it open any more"),
-        aside => format!("held {process}: {} are paused; it goes on by itself when they are resumed", aside.join(", ")),
+        aside => format!("held {process}: {} are paused; it continues by itself when they are resumed", aside.join(", ")),
     }
 }
 

@@ -21,9 +21,9 @@ Without a target, shows all managed processes.
 Examples:
   vramctl status
   vramctl status engine
-  vramctl status --gpu 0   processes with memory on this GPU
+  vramctl status --gpu 0  # processes with memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'
-  vramctl status --ledger  who uses the memory of each GPU
+  vramctl status --ledger # who uses the memory of each GPU
   vramctl status --ledger --json | jq '.gpus[0].shares'
 
 With --ledger and a target, shows the GPUs on which the target has memory, and everybody's memory there. docs/out-of-memory.md \
@@ -156,7 +156,7 @@ fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
         };
         let _ = writeln!(text, "Held until everything is resumed: {waiting} to start GPU work.");
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {
-            let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it goes on by itself.");
+            let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it continues by itself.");
         }
     }
     let _ = match &memory.process_tag {

@@ -27,16 +27,16 @@ Processes that the driver cannot restore are only paused by tag, with exit code 
 peer access between GPUs, multicast objects, unified memory, or unmanaged memory that processes share or that is registered with a \
 network card; and any process under MPS, in MIG mode, or with a driver older than 570. --dry-run lists what is in the way.
 
-Memory that another process has open (CUDA IPC) is not taken unless that process is suspended by the same command (--all, or a name \
-that they have in common). With --shared, it is held instead, as with `vramctl pause`, and stays on its GPU.
+If another process has some of the memory open (CUDA IPC), it must be suspended by the same command (--all, or a common name). With \
+--shared, it is held instead, as with `vramctl pause --shared`, and stays on its GPU. Otherwise the suspend fails.
 
 If the command is interrupted or fails, run it again, or `vramctl resume`: both continue from the driver's current state.
 
 Examples:
   vramctl suspend engine
-  vramctl suspend --dry-run                  show what would prevent it
-  vramctl suspend trainer --shared           even if an engine has it open
-  vramctl resume --name engine --timeout 60  wait for others to free the memory")]
+  vramctl suspend --dry-run                 # show what would prevent it
+  vramctl suspend trainer --shared          # even if an engine has it open
+  vramctl resume --name engine --timeout 60 # wait for others to free memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
     /// The processes with this name, or the one with this id [default: the only managed process]
@@ -60,7 +60,7 @@ pub struct Args {
     /// Also hold other processes that have the memory open (CUDA IPC); they keep their own, and continue by themselves when it is resumed
     #[arg(long)]
     shared: bool,
-    /// As with `vramctl pause --nccl`, for a job that can only be paused by tag because of NCCL
+    /// As `vramctl pause --nccl`, for a job that can only be paused by tag because of NCCL
     #[arg(long)]
     nccl: bool,
     /// Discard a KV cache although the prefix cache of an engine still describes it

@@ -14,9 +14,9 @@ Sets the tag for future allocations outside regions; existing allocations keep t
 first managed allocation, so set the initial tag with `vramctl run --tag`.
 
 Examples:
-  vramctl run --name engine --tag weights -- ./engine  the initial tag
-  vramctl set-tag kv_cache --name engine               after the weights
-  vramctl set-tag --none --name engine                 leave the rest to CUDA")]
+  vramctl run --name engine --tag weights -- ./engine # the initial tag
+  vramctl set-tag kv_cache --name engine              # after the weights
+  vramctl set-tag --none --name engine                # leave the rest to CUDA")]
 pub struct Args {
     /// The tag
     #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags), required_unless_present = "none")]

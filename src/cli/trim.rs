@@ -26,7 +26,7 @@ trims before it holds.
 Examples:
   vramctl trim engine
   vramctl trim --timeout 60
-  vramctl pause --trim --name engine  trim, then pause")]
+  vramctl pause --trim --name engine # trim, then pause")]
 pub struct Args {
     /// The processes with this name, or the one with this id [default: all that support it]
     #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]

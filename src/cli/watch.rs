@@ -18,7 +18,7 @@ current setting.
 
 Examples:
   vramctl watch trainer --below 5G
-  vramctl watch trainer --below 5G --trim  then return what torch has cached
+  vramctl watch trainer --below 5G --trim # then return what torch has cached
   vramctl watch trainer --off")]
 pub struct Args {
     /// The processes with this name, or the one with this id [default: the only managed process]

@@ -26,8 +26,8 @@ docs/monitoring.md lists the metrics; grafana/vramctl.json is a Grafana dashboar
 
 Examples:
   vramctl metrics | grep paused
-  vramctl metrics --listen 9977          for a Prometheus on this machine
-  vramctl metrics --listen 0.0.0.0:9977  for all who can reach this machine
+  vramctl metrics --listen 9977         # for a Prometheus on this machine
+  vramctl metrics --listen 0.0.0.0:9977 # for all who can reach this machine
   vramctl metrics --textfile /var/lib/prometheus/node-exporter/vramctl.prom")]
 pub struct Args {
     /// Serve the metrics over HTTP, at this port of 127.0.0.1 or at ADDRESS:PORT; port 0 takes any free one

@@ -28,7 +28,7 @@ pub const KEYS: [(&str, &str); 11] = [
     ("+, -", "refresh more or less often"),
     ("?, h", "this help"),
     ("esc", "close this help, or a question"),
-    ("q", "quit; a command that is running goes on"),
+    ("q", "quit; a running command continues"),
 ];
 
 const SHORTEST: Duration = Duration::from_millis(100);

@@ -42,7 +42,7 @@ It needs a terminal of at least 80 columns, respects NO_COLOR, and draws in ASCI
 Examples:
   vramctl top
   vramctl top --interval 0.5
-  vramctl top --once  one frame, as text; CLICOLOR_FORCE=1 adds colours")]
+  vramctl top --once # one frame, as text; CLICOLOR_FORCE=1 adds colours")]
 pub struct Args {
     /// Seconds between refreshes; fractions are allowed
     #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = interval)]

@@ -33,8 +33,8 @@ trace is of all managed processes, on one axis of time.
 Examples:
   vramctl run --trace --name engine -- python serve.py
   vramctl trace engine -o trace.json
-  vramctl trace engine -o page.html --seconds 60  and the next minute
-  vramctl trace -o page.html --follow             until ^C")]
+  vramctl trace engine -o page.html --seconds 60 # and the next minute
+  vramctl trace -o page.html --follow            # until ^C")]
 pub struct Args {
     /// A process id or name
     #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]

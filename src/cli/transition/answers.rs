@@ -85,7 +85,7 @@ impl Answer {
             Ok(report) => Self::Report(report),
             Err(error) => {
                 let is_stopped = matches!(&error, ClientError::Io { error, .. } if error.kind() == ErrorKind::TimedOut);
-                let later = format!("; the {} of its job is complete, and this process completes it when it goes on", direction.name());
+                let later = format!("; the {} of its job is complete, and this process completes it when it continues", direction.name());
                 Self::Error(CommandError::from(error).adding(if committed && is_stopped { &later } else { "" }))
             }
         }

@@ -17,29 +17,29 @@ start GPU work wait; all other code keeps running. A pause first waits for GPU w
 keeps contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
 changes nothing in any process of the job, and the program continues. ^C undoes a pause that is not complete.
 
-Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
-that long until it is closed; the program keeps running meanwhile. With --shared, the processes that have it open are held as well \
-and give it up, all or nothing. Their own memory stays. When the memory is resumed, they get it back at the same addresses and \
-continue by themselves.
+If another process has some of the memory open (CUDA IPC), the pause fails and names it. With --timeout, it first waits that long \
+for the memory to be closed, while the program keeps running. With --shared, the other process is held as well, and gives the \
+memory up, all or nothing. Its own memory stays. Once the memory is resumed, the other process gets it back at the same addresses \
+and continues by itself.
 
-With --no-hold, the program keeps running while it is paused. It must not use its paused memory: GPU work that does fails, and \
+With --no-hold, the program keeps running while it is paused. It must not use its paused memory: GPU work that does so fails and \
 destroys its CUDA context. With --guard as well, such work hits a small block of memory instead, and the resume reports writes to it.
 
-An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
-refuses to pause while it has any (with --timeout, if they have not finished by then), and has it reset its prefix cache before \
+An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first, \
+refuses to pause while it has any (with --timeout, waits for them to finish), and has it reset its prefix cache before \
 the KV cache is discarded. If it requires an API key, set VRAMCTL_ENGINE_KEY.
 
 Examples:
-  vramctl pause                           all tags of the only managed process
-  vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
-  vramctl pause weights --backup disk     keep the contents in a file
-  vramctl pause engine                    all tags of processes with this name
+  vramctl pause                          # all tags of the only managed process
+  vramctl pause kv_cache --discard --all # drop this tag's contents, everywhere
+  vramctl pause weights --backup disk    # keep the contents in a file
+  vramctl pause engine                   # all tags of processes with this name
   vramctl pause --name engine --timeout 2.5
-  vramctl pause cache --no-hold           the program keeps using the rest
-  vramctl pause --gpu 0 --all             all memory on this GPU, and no other
-  vramctl pause --trim                    first return what torch has cached
-  vramctl pause --name trainer --shared   even if an engine has it open
-  vramctl pause --dry-run                 show what it would do
+  vramctl pause cache --no-hold          # the program keeps using the rest
+  vramctl pause --gpu 0 --all            # all memory on this GPU, and no other
+  vramctl pause --trim                   # first return what torch has cached
+  vramctl pause --name trainer --shared  # even if an engine has it open
+  vramctl pause --dry-run                # show what it would do
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct PauseArgs {
@@ -87,10 +87,10 @@ If several jobs wait for memory, they queue, and the first to ask gets it first.
 A suspended process is brought back to its GPUs first. With tags or --gpu, the rest of its memory stays paused.
 
 Examples:
-  vramctl resume                all tags of the only managed process
-  vramctl resume engine         all tags of processes with this name
+  vramctl resume               # all tags of the only managed process
+  vramctl resume engine        # all tags of processes with this name
   vramctl resume weights --name engine
-  vramctl resume --gpu 0 --all  all memory on this GPU, and on no other
+  vramctl resume --gpu 0 --all # all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -106,7 +106,7 @@ pub struct Args {
     pub target: TargetArgs,
     #[command(flatten)]
     pub gpu: GpuArgs,
-    /// How many processes there must be. Without it, as many as the job had when it was last paused or resumed
+    /// How many processes there must be [default: as many as when the job was last paused or resumed]
     #[arg(long, value_name = "N", value_parser = count)]
     pub ranks: Option<usize>,
     /// Wait at most this many seconds for what is in the way; fractions are allowed
