@@ -30,7 +30,7 @@ enum VramctlResult
   VRAMCTL_RESULT_UNKNOWN_TAG = 2,
   // Too little device memory.
   VRAMCTL_RESULT_DEVICE_MEMORY = 3,
-  // Too little host memory, or no thread to be had.
+  // Too little host memory, or no thread could be started.
   VRAMCTL_RESULT_HOST_MEMORY = 4,
   // The driver refused a call.
   VRAMCTL_RESULT_DRIVER = 5,

@@ -135,7 +135,7 @@ pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
     members.iter().try_for_each(|member| member.can_be_seen().map_err(|failure| member.named(failure)))
 }
 
-/// The GPUs. None if NVML reports none; then what they are asked for goes unchecked.
+/// The GPUs, for checks. None without NVML; the checks are then skipped, with a warning.
 fn cards_to_check() -> Vec<Card> {
     static TOLD: Once = Once::new();
     cards().unwrap_or_else(|none| {
@@ -414,7 +414,7 @@ fn known(members: &[Member]) -> Result<(), CommandError> {
 fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
     let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
     let mut needs = BTreeMap::<_, u64>::new();
-    // If the driver does not tell the state now, it may all the same restore the process.
+    // If the driver does not report the state now, it may still restore the process.
     let comes_back = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
     for member in members.iter().filter(comes_back) {
         for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
@@ -537,7 +537,7 @@ impl Member {
         }
     }
 
-    /// With the process that it is about.
+    /// Adds the process to the message.
     fn named(&self, failure: CommandError) -> CommandError {
         failure.adding(&format!(" ({})", self.process))
     }
@@ -617,7 +617,7 @@ impl Member {
         Ok(())
     }
 
-    /// What needs no restore: lets the process go on if it has not left its GPUs.
+    /// Lets the process continue if it has not left its GPUs: then there is nothing to restore.
     fn loosen(&mut self) -> Result<(), CommandError> {
         match self.state()? {
             ProcessState::Failed => {
@@ -631,7 +631,7 @@ impl Member {
     fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {
         match self.state()? {
             ProcessState::Checkpointed => (),
-            // The latter has been reported.
+            // Nothing to restore. `Failed` has been reported.
             ProcessState::Running | ProcessState::Locked | ProcessState::Failed => return Ok(()),
         }
         let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
@@ -656,7 +656,7 @@ impl Member {
         match state {
             ProcessState::Running => (),
             ProcessState::Locked => checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
-            // This has been reported.
+            // Nothing to unlock. A failure has been reported.
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
         self.client.awake().map_err(|error| self.failed(error))

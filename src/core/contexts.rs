@@ -75,8 +75,8 @@ pub struct Entered {
     _alive: RwLockReadGuard<'static, ()>,
 }
 
-/// Makes a context of the device current on this thread. `None` if it has none, as far as known. For what needs no transition lock: with
-/// that, no context ends either.
+/// Makes a context of the device current on this thread. `None` if none is known. For callers without the transition lock; under it, no
+/// context ends anyway.
 pub fn enter_any(device: CUdevice) -> Option<Entered> {
     let alive = ALIVE.get().read().unwrap_or_else(PoisonError::into_inner);
     let known = || -> Vec<_> { read().iter().filter(|(_, of)| **of == device).map(|(context, _)| *context).collect() };

@@ -2,7 +2,7 @@
 //!
 //! In steps, the connection is a lease: if the client disconnects or stays silent too long, everything that it has begun is undone, unless
 //! it is committed by then. So a client that dies at any step leaves nothing behind. A client that coordinates several processes passes the
-//! same [`Decision`] to all of them. The decision counts, even if the client cannot tell each process any more.
+//! same [`Decision`] to all of them. The decision holds even if the client dies before it has told every process.
 
 use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;

@@ -29,7 +29,7 @@ pub enum VramctlResult {
     UnknownTag = 2,
     /// Too little device memory.
     DeviceMemory = 3,
-    /// Too little host memory, or no thread to be had.
+    /// Too little host memory, or no thread could be started.
     HostMemory = 4,
     /// The driver refused a call.
     Driver = 5,

@@ -23,8 +23,8 @@ use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 /// The functions through which a request came.
 pub trait Door {
-    /// The context in which a call without a stream allocates on this thread; `None` if there is none; the real function then returns that
-    /// error.
+    /// The context in which a call without a stream allocates on this thread. `None` if there is none: then the real function is called,
+    /// and returns the error.
     fn current_context(&self) -> Result<Option<Current>, StatusCode>;
 
     /// The side effects of an out-of-memory error, besides the result code.
@@ -222,19 +222,19 @@ fn asker(caller: *const c_void) -> &'static str {
     if caller.is_null() { "a pool of torch's" } else { exclude::library_at(caller).name() }
 }
 
-/// Whether nothing but the real function matters to a request: because of its size, and nothing else waits for one.
+/// Whether a request can go straight to the real function: it is too small to be managed, and nobody is waiting for the next request.
 #[inline]
 pub fn is_of_no_concern(bytes: usize) -> bool {
     is_small(bytes) && !out_of_memory::is_open() && Memory::existing().is_none_or(|memory| !memory.has_freed())
 }
 
-/// Whether nothing is known of memory at this address, and nothing else waits for a free.
+/// Whether a free can go straight to the real function: the address is not known here, and no stream-ordered free is pending.
 #[inline]
 pub fn is_unknown(address: CUdeviceptr) -> bool {
     Memory::existing().is_none_or(|memory| !memory.has_freed() && !memory.knows(address)) && !left::knows(address)
 }
 
-/// Whether a request is left to CUDA, and not counted, because of its size.
+/// Whether a request is so small that it is left to CUDA and not even counted.
 #[inline]
 fn is_small(bytes: usize) -> bool {
     bytes < Config::get().min_bytes.max(1)

@@ -1,7 +1,8 @@
-//! The table of hooked CUDA runtime functions, and their argument types.
+//! The tables of hooked functions: of the CUDA runtime, of NCCL, and of the driver, those that wait at the gate in a table of their own.
+//! Also the argument types.
 //!
-//! One macro generates everything from it: the functions in [`hooks`](crate::hooks), the exported symbols, the lookups of the real
-//! functions and the list of names.
+//! Macros generate everything else from them: the exported symbols and the functions behind them, the lookups of the real functions, and
+//! the lists of names.
 
 use std::ffi::c_void;
 
@@ -44,9 +45,9 @@ pub struct IpcHandle {
     pub reserved: [u8; 64],
 }
 
-/// The table: what each hooked function does, its arguments and its handler, which takes them and, if the function allocates, the
-/// address to which the call returns. Its handler is not called if the condition after `unless` is true, which must not panic. Expands to
-/// `$with! { … }`.
+/// The runtime's functions. Each line: what the function does, its arguments and its handler. The handler takes the arguments and, if the
+/// function allocates, the return address. If the condition after `unless` is true, the handler is not called; the condition must not
+/// panic. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
@@ -89,8 +90,8 @@ macro_rules! hooked_functions {
     } };
 }
 
-/// The table of NCCL's functions that register memory, that make and end communicators, and the one that explains errors. Each line:
-/// arguments, answer and handler. Expands to `$with! { … }`.
+/// NCCL's functions that register memory, that make and end communicators, and the one that explains errors. Each line: arguments, answer
+/// and handler. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! nccl_functions {
     ($with:ident) => { $with! {
@@ -157,7 +158,7 @@ pub enum Flavour {
     PerThread,
 }
 
-/// The table of driver functions. Each line: what the function does, its exported symbol, the name and CUDA version under which
+/// The driver's functions. Each line: what the function does, its exported symbol, the name and CUDA version under which
 /// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`, perhaps with a condition, as above. Expands to
 /// `$with! { … }`.
 ///

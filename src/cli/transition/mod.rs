@@ -414,7 +414,7 @@ impl Asking {
         let own = self.pids(places).into_iter().map(|pid| rank(pid, false));
         let ranks = own.chain(along.iter().map(|along| rank(along.process.pid, true))).collect();
         let processes = || places.iter().map(|place| &self.tasks[*place].process);
-        // Who has all of its memory needs no turn.
+        // A process that has all of its memory need not queue.
         let lacks = |task: &&Task| !task.due.is_empty() || task.process.is_held();
         let lacking = places.iter().map(|place| &self.tasks[*place]).filter(lacks).map(|task| &task.process);
         let gpus: BTreeSet<_> = lacking.flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();

@@ -40,7 +40,7 @@ struct Sighting {
     openings: usize,
 }
 
-/// Sighting at the program's calls and left to CUDA.
+/// What the program's calls have made an obstacle, and still is one.
 static SEEN: PerProcess<Mutex<BTreeMap<ObstacleKey, Sighting>>> = PerProcess::new(Mutex::default);
 
 fn lock(seen: &Mutex<BTreeMap<ObstacleKey, Sighting>>) -> MutexGuard<'_, BTreeMap<ObstacleKey, Sighting>> {

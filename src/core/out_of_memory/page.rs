@@ -266,7 +266,7 @@ fn largest(blocks: &[Placed]) -> Vec<Group> {
             (&group.first.tag, library(group.first), group.stack) == (&block.tag, library(block), stack)
                 && (stack.is_some() || group.first.bytes == block.bytes)
         };
-        // With stacks there may be one between; without, it is the last or none.
+        // Without stacks, only the last group can be like this block; with stacks, others may lie between.
         let found =
             if stack.is_some() { groups.iter_mut().find(|group| is_like(group)) } else { groups.last_mut().filter(|group| is_like(group)) };
         match found {
@@ -321,9 +321,10 @@ fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
     python.or(native).map(String::as_str)
 }
 
-/// What this program's own allocator, such as torch's, could return. If it cannot tell soon, nothing. `has_emptied`: it has just done so.
+/// What this program's own allocator, such as torch's, could return. 0 if it does not answer soon. `has_emptied`: it has just returned all.
 fn cached_on(gpu: &str, has_emptied: bool) -> u64 {
-    /// With the others' answers, no longer than the failed call waits. That call may keep the allocator from answering.
+    /// Short: together with the other processes' answers, it must end before the failed call stops waiting. That call may hold a lock that
+    /// the allocator needs in order to answer.
     const WITHIN: Duration = Duration::from_millis(75);
     // A held program refuses to trim.
     if has_emptied || gate::is_held() {

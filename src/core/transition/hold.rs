@@ -29,7 +29,8 @@ impl Drop for Holding<'_> {
     }
 }
 
-/// Work that has not ended, although every call of the program has returned or waits at the gate: what is known about it, and what it can be.
+/// Work that has not ended, although every call of the program has returned or waits at the gate: what is known of it, and its likely
+/// causes.
 struct StillWorking {
     device: Option<CUdevice>,
     threads_at_gate: usize,
