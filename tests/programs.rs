@@ -684,23 +684,26 @@ fn a_held_program_can_end() {
     assert_eq!(machine.used(), 0);
 }
 
-/// The arena only reserves addresses: `mlockall` must not fill them, and they must not count against the program's data limit.
+/// The arena only reserves addresses: `mlockall` must neither fill nor count them, and they must not count against the program's
+/// data limit.
 #[test]
 fn the_programs_limits_are_left_to_the_program() {
     let machine = Machine::new("256M");
     let mut program = machine.start("locked", "odd", &["locked"]);
-    let resident = |program: &Program| {
+    let bytes = |program: &Program, which: &str| {
         let status = fs::read_to_string(format!("/proc/{}/status", program.pid())).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap().trim();
+        let line = status.lines().find_map(|line| line.strip_prefix(which)).unwrap().trim();
         line.trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     };
     for _ in 0..2 {
         // Only a privileged user may lock this much.
         if program.line() == "ready" {
-            let before = resident(&program);
+            let [resident, locked] = ["VmRSS:", "VmLck:"].map(|which| bytes(&program, which));
             machine.done(&["pause"]);
-            let paused = resident(&program);
-            assert!(paused < before + (200 << 20), "{before} bytes before the pause, {paused} after it");
+            let paused = ["VmRSS:", "VmLck:"].map(|which| bytes(&program, which));
+            assert!(paused[0] < resident + (200 << 20), "{resident} bytes before the pause, {} after it", paused[0]);
+            // The workers' stacks are locked, too.
+            assert!(paused[1] < locked + (3 << 29), "{locked} bytes locked before the pause, {} after it", paused[1]);
             machine.done(&["resume"]);
         } else {
             eprintln!("memory cannot be locked here: that part was not tested");

@@ -73,8 +73,45 @@ pub unsafe fn depopulate(base: NonNull<u8>, bytes: usize) {
 }
 
 /// Unlocks addresses. In a program that locks all its memory (`mlockall`), they would otherwise be populated as soon as they
-/// are writable, and stay so.
+/// are writable, the system would refuse to take their memory back, and all of the arena would count as locked memory
+/// (`ulimit -l`).
 fn unlock(base: NonNull<u8>, bytes: usize) {
     // SAFETY: the arena's own addresses; their contents do not change.
     unsafe { libc::munlock(base.as_ptr().cast(), bytes) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program may lock all its memory at any time (`mlockall`).
+    #[test]
+    fn locked_addresses_have_memory_only_from_populating_to_depopulating() {
+        const BYTES: usize = 2 << 20;
+        // SAFETY: new addresses.
+        let base = unsafe { close(None, BYTES) }.unwrap();
+        // SAFETY: their contents do not change.
+        let lock = || unsafe { libc::mlock(base.as_ptr().cast(), BYTES) == 0 };
+        let is_resident = || {
+            let mut pages = [0_u8; BYTES / 4096];
+            // SAFETY: a byte for each page.
+            assert_eq!(unsafe { libc::mincore(base.as_ptr().cast(), BYTES, pages.as_mut_ptr()) }, 0);
+            pages.iter().any(|page| page & 1 != 0)
+        };
+        assert!(!lock(), "closed addresses cannot be filled, but count as locked");
+        // SAFETY: nobody else uses them.
+        unsafe { open(base, BYTES) }.unwrap();
+        assert!(!is_resident(), "opened");
+        // SAFETY: as above.
+        unsafe { populate(base, BYTES, |_| ()) };
+        assert!(is_resident(), "populated");
+        if !lock() {
+            eprintln!("memory cannot be locked here: that part was not tested");
+        }
+        // SAFETY: as above.
+        unsafe { depopulate(base, BYTES) };
+        assert!(!is_resident(), "depopulated");
+        // SAFETY: as above.
+        unsafe { libc::munmap(base.as_ptr().cast(), BYTES) };
+    }
 }
