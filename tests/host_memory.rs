@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, set_host_keep};
 use vramctl_core::memory::Memory;
 use vramctl_model::{Backup, Error, HostStatus};
@@ -219,5 +219,24 @@ fn a_pause_gets_host_memory_that_another_process_keeps() {
     assert!(!Lock::is_taken(NEEDS));
     resume(&[]).unwrap();
     assert!(read(address, 40 * MIB).unwrap() == pattern(5, 40 * MIB));
+    assert_eq!(free(address), 0);
+}
+
+/// There is nothing left to wait for.
+#[test]
+fn a_pause_is_refused_as_soon_as_the_other_process_has_given_back_too_little() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    expect_directory();
+    set_host_keep(None, Some(0));
+    let keeps = Lock::take(KEEPS);
+    let other = std::thread::spawn(move || {
+        eventually("it asks for it", || Lock::is_taken(NEEDS));
+        drop(keeps);
+        Instant::now()
+    });
+    assert!(matches!(pause(&[]), Err(Error::HostMemory { capped: false, .. })));
+    assert!(other.join().unwrap().elapsed() < Duration::from_secs(5));
+    set_host_keep(None, None);
     assert_eq!(free(address), 0);
 }

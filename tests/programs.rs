@@ -684,8 +684,8 @@ fn a_held_program_can_end() {
     assert_eq!(machine.used(), 0);
 }
 
-/// The arena only reserves addresses: `mlockall` must neither fill nor count them, and they must not count against the program's
-/// data limit.
+/// The arena only reserves addresses: `mlockall` must neither fill nor count them, they must not count against the program's data
+/// limit, and half of the addresses are left under `ulimit -v`.
 #[test]
 fn the_programs_limits_are_left_to_the_program() {
     let machine = Machine::new("256M");
@@ -695,6 +695,14 @@ fn the_programs_limits_are_left_to_the_program() {
         let line = status.lines().find_map(|line| line.strip_prefix(which)).unwrap().trim();
         line.trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     };
+    let largest_mapping = |program: &Program| {
+        let maps = fs::read_to_string(format!("/proc/{}/maps", program.pid())).unwrap();
+        let address = |text: &str| u64::from_str_radix(text, 16).unwrap();
+        let bytes = |line: &str| line.split(' ').next().unwrap().split_once('-').map(|(start, end)| address(end) - address(start));
+        maps.lines().filter_map(bytes).max().unwrap()
+    };
+    // The program's limit.
+    let left = (6 << 30) - bytes(&program, "VmSize:");
     for _ in 0..2 {
         // Only a privileged user may lock this much.
         if program.line() == "ready" {
@@ -702,6 +710,7 @@ fn the_programs_limits_are_left_to_the_program() {
             machine.done(&["pause"]);
             let paused = ["VmRSS:", "VmLck:"].map(|which| bytes(&program, which));
             assert!(paused[0] < resident + (200 << 20), "{resident} bytes before the pause, {} after it", paused[0]);
+            assert!(largest_mapping(&program) <= left / 2, "{left} bytes of addresses were left");
             // The workers' stacks are locked, too.
             assert!(paused[1] < locked + (3 << 29), "{locked} bytes locked before the pause, {} after it", paused[1]);
             machine.done(&["resume"]);

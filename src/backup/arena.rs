@@ -564,7 +564,47 @@ mod tests {
         assert_eq!(for_pieces(3), Some(vec![0, 1]));
         assert_eq!(for_pieces(4), Some(vec![0, 1, 2, 3]));
         assert_eq!(for_pieces(5), None);
+
+        // Another process may take the memory after the ranges were taken.
+        let populate = |available| {
+            settings::set_host_keep(Some(Duration::ZERO), Some(available));
+            arena.populate(0)
+        };
+        for _ in 0..2 {
+            assert!(matches!(populate(HOST_PIECE as u64 - 1), Err(Error::HostMemory { capped: false, .. })));
+            assert!(populate(HOST_PIECE as u64).is_ok(), "all that is there");
+        }
         drop(ranges);
         settings::set_host_keep(None, None);
+    }
+
+    /// What follows is the program's.
+    #[test]
+    fn no_addresses_behind_the_arena_are_opened_or_closed() {
+        const BYTES: usize = 8 * HOST_PIECE;
+        // SAFETY: new addresses.
+        let base = unsafe { addresses::close(None, 2 * BYTES) }.unwrap();
+        // SAFETY: the second half is not the arena's: first memory, then a hole.
+        let behind = unsafe {
+            let behind = base.add(BYTES);
+            addresses::open(behind, HOST_PIECE).unwrap();
+            behind.write_volatile(1);
+            libc::munmap(behind.add(BYTES / 2).as_ptr().cast(), BYTES / 2);
+            behind
+        };
+        let (changed, due, made, coming) = (Condvar::new(), Condvar::new(), Made::default(), AtomicU64::new(0));
+        let arena = Arena { base, bytes: BYTES, state: Mutex::default(), changed, due, made, coming };
+        let mut state = Stock { kept: 5, ..Stock::default() };
+        for pieces in [4, 6] {
+            assert!(arena.open(&mut state, pieces), "a hole cannot be opened");
+        }
+        arena.close(&mut state);
+        assert_eq!(state.open, 5);
+        let mut resident = 0;
+        // SAFETY: a byte for the page.
+        assert_eq!(unsafe { libc::mincore(behind.as_ptr().cast(), 1, &raw mut resident) }, 0);
+        assert_eq!(resident & 1, 1, "the memory is still there");
+        // SAFETY: nobody uses it any more.
+        unsafe { libc::munmap(base.as_ptr().cast(), BYTES + BYTES / 2) };
     }
 }
