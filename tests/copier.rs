@@ -5,6 +5,8 @@
 mod common;
 
 use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use vramctl_backup::set_copy_by;
 use vramctl_config::CopyBy;
 use vramctl_model::Backup;
@@ -218,4 +220,35 @@ fn a_large_pause_loads_it_in_the_background() {
     vramctl_backup::settle();
     assert_eq!(gpu.calls("cuModuleLoadData"), 0);
     small.end();
+}
+
+/// Nothing may be loading into a context while the driver destroys it.
+#[test]
+fn a_reset_waits_for_a_kernel_that_is_being_loaded() {
+    let gpu = Gpu::take();
+    let load_a_copier = || {
+        drop(Program::start(&[LARGE; 3]));
+        set_copy_by(None, Some(0));
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+    };
+    let load_a_hasher = || assert!(malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).is_ok());
+    for load in [&load_a_copier as &dyn Fn(), &load_a_hasher] {
+        assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
+        gpu.reset_counts();
+        gpu.slow_down("cuModuleLoadData", common::LONG_MS);
+        load();
+        common::eventually("it is being loaded", || gpu.calls("cuModuleLoadData") == 1);
+        let loaded = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(300));
+                loaded.store(true, Ordering::Relaxed);
+                gpu.slow_down("cuModuleLoadData", 0);
+            });
+            assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
+            assert!(loaded.load(Ordering::Relaxed));
+        });
+    }
+    set_copy_by(None, None);
 }
