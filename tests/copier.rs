@@ -141,7 +141,6 @@ fn without_the_kernel_the_engines_copy() {
 }
 
 /// A reset destroys the kernel with its context, and it is loaded again in the next. If loading fails, the engines copy and
-/// nothing is leaked.
 /// nothing of the attempt is left.
 #[test]
 fn a_reset_drops_the_kernel() {

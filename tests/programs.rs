@@ -1033,6 +1033,25 @@ print(cuda.cudaIpcGetMemHandle(handle, pointer), cuda.cudaIpcGetMemHandle(handle
 }
 
 #[test]
+fn no_more_host_memory_is_prepared_in_advance_than_the_cap_allows() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start_with("capped", "odd", &["plain"], |command| {
+        command.env("VRAMCTL_PREWARM", "128M").env("VRAMCTL_HOST_CAP", "64M").env("VRAMCTL_LOG", "info").stderr(Stdio::piped());
+    });
+    program.expect("ready");
+    let mut log = BufReader::new(program.child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let told = log.find(|line| line.contains("of host memory is ready")).unwrap();
+    assert!(told.contains("only 64.00 MiB"), "{told}");
+    for transition in ["pause", "resume"] {
+        machine.done(&[transition]);
+        assert_eq!(machine.status("capped")["processes"][0]["host"]["ready_bytes"], 64 * MIB, "after the {transition}");
+    }
+    program.tell("go on");
+    program.expect("ok");
+    program.ends_well();
+}
+
+#[test]
 fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
     let machine = Machine::new("256M");
     let mut program = machine.start_with("warm", "odd", &["plain"], |command| {
