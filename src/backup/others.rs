@@ -7,6 +7,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
 use vramctl_config as config;
 use vramctl_host::Held;
 
@@ -29,7 +30,7 @@ pub struct Sign {
 impl Sign {
     /// Gives a signal. `None`, and no signal, if the directory does not exist or does not support locks.
     pub fn put_up(says: Says) -> Option<Self> {
-        let directory = Held::new(directory()?).ok()?;
+        let directory = Held::new(own_directory(config::socket_directory())?).ok()?;
         let mut lock = lock(libc::F_RDLCK, says);
         fcntl(&*directory.as_type::<File>().ok()?, libc::F_OFD_SETLK, &mut lock).ok()?;
         Some(Self { _directory: directory })
@@ -38,16 +39,16 @@ impl Sign {
 
 /// Whether any process, including this one, gives this signal.
 pub fn any(says: Says) -> bool {
-    let Some(directory) = directory() else { return false };
+    let Some(directory) = own_directory(config::socket_directory()) else { return false };
     let mut found = lock(libc::F_WRLCK, says);
     fcntl(&directory, libc::F_OFD_GETLK, &mut found).is_ok() && found.l_type != libc::F_UNLCK as libc::c_short
 }
 
-/// The directory of the sockets, if it is one and the user's. In a shared `/tmp`, somebody else may have put anything under its
-/// name: opening a FIFO would block, and locks in a foreign directory are foreign.
-fn directory() -> Option<File> {
+/// Opens the directory of the sockets, if it is one and the user's. In a shared `/tmp`, somebody else may have put anything under
+/// its name: opening a FIFO would block, and locks in a foreign directory are foreign.
+fn own_directory(path: &Path) -> Option<File> {
     let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
-    let directory = OpenOptions::new().read(true).custom_flags(flags).open(config::socket_directory()).ok()?;
+    let directory = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     // SAFETY: cannot fail and touches no memory.
     let user = unsafe { libc::geteuid() };
     (directory.metadata().ok()?.uid() == user).then_some(directory)
@@ -62,4 +63,29 @@ fn fcntl(file: &File, command: libc::c_int, lock: &mut libc::flock64) -> io::Res
     // SAFETY: the structure is readable and writable.
     let answer = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::CString;
+    use std::fs;
+    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::fs::symlink;
+
+    /// Somebody else may have put these where the directory should be.
+    #[test]
+    fn only_a_directory_of_the_users_own_is_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let [directory, link, pipe] = ["directory", "link", "pipe"].map(|name| folder.path().join(name));
+        fs::create_dir(&directory).unwrap();
+        symlink(&directory, &link).unwrap();
+        let name = CString::new(pipe.as_os_str().as_bytes()).unwrap();
+        // SAFETY: the name ends with NUL.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        // Otherwise, to open it would wait for a writer.
+        let _writer = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
+        assert!(own_directory(&directory).is_some());
+        assert!(own_directory(&link).is_none() && own_directory(&pipe).is_none());
+    }
 }
