@@ -87,11 +87,6 @@ impl StagingPiece<'_> {
         Self { address, bytes, lent: PhantomData }
     }
 
-    /// Its size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     fn slice(&mut self, bytes: usize) -> &mut [u8] {
         // SAFETY: as promised to `new`; no request on this memory is in flight when this is called.
         unsafe { slice::from_raw_parts_mut(self.address.as_ptr(), bytes.min(self.bytes)) }
@@ -124,11 +119,6 @@ impl Spill {
             #[cfg(test)]
             faults: faults::Faults::default(),
         })
-    }
-
-    /// Its size in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Writes `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`]. Calls `fill` on the calling thread for each piece,
