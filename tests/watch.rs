@@ -80,16 +80,16 @@ impl Watched {
         eventually("asked, or not", || self.is_asked_for() == wanted);
     }
 
-    /// Waits until the process that asks has seen that enough is free again.
+    /// Waits until the process that asks has seen that this much is free again.
     #[track_caller]
-    fn recovers(&self) {
+    fn recovers(&self, enough: u64) {
         let path = self.machine.folder.path().join(format!("sockets/free-{GPU}"));
         let mut seen = BTreeSet::new();
         // With the second sample it is done with the first one.
         eventually("two samples with enough", || {
             let words: Vec<_> = fs::read(&path).unwrap().chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect();
             if let [free, time, _] = words[..]
-                && free > 512 << 20
+                && free > enough
             {
                 seen.insert(time);
             }
@@ -120,12 +120,31 @@ fn each_fall_is_logged_once_with_the_owners() {
             assert!(line.contains(part), "{part} is not in {line}");
         }
         drop(hog);
-        watched.recovers();
+        watched.recovers(512 << 20);
     }
     engine.verify();
     assert_eq!(engine.ask("quit"), "bye");
     assert!(engine.child.wait().unwrap().success());
     assert!(!watched.is_asked_for());
+}
+
+/// A fall is often a resume's own: what is on its way back must not look like somebody else's.
+#[test]
+fn a_fall_in_the_middle_of_a_resume_names_what_is_resumed() {
+    let watched = Watched::new();
+    let log = File::create(watched.log("engine")).unwrap();
+    let mut engine = watched.machine.start("engine", "engine", |command| {
+        // The copy back takes a second.
+        command.args(["--weights-mib", "200", "--kv-mib", "8"]).env("SIMGPU_LINK", "200M");
+        command.env("VRAMCTL_WATCH", "850M").stderr(log.try_clone().unwrap());
+    });
+    watched.expect("engine", 1);
+    watched.machine.vramctl("pause --name engine").expect(0, "paused", "");
+    watched.recovers(940 << 20);
+    watched.machine.vramctl("resume --name engine").expect(0, "resumed", "");
+    let line = watched.expect("engine", 2).pop().unwrap();
+    assert!(line.contains("default: 222.00 MiB; the driver and other processes: 266.00 KiB."), "{line}");
+    engine.verify();
 }
 
 #[test]

@@ -150,10 +150,14 @@ impl Watched {
 
 /// Handles a device with little free memory.
 fn has_fallen(level: &Watermark, device: CUdevice) {
+    // Until then it cannot be told whose the memory is that moves.
+    while Memory::get().under_way().is_some() && !exit::is_resting() {
+        thread::sleep(EVERY);
+    }
     if exit::is_resting() {
         return;
     }
-    let Some((free, total)) = contexts::memory_info(device) else { return };
+    let Some((free, total)) = contexts::memory_info(device).filter(|(free, _)| *free < level.below()) else { return };
     let uuid = driver::uuid(device);
     let (mut own, mut whose) = (0, Vec::new());
     let mut tags = BTreeMap::<_, u64>::new();
