@@ -1743,10 +1743,11 @@ fn an_engine_with_requests_is_not_paused() {
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
     let loaded = Http::sglang(2, (400, "pending"));
+    let would_lose = |requests: u32| format!("it has requests that would lose their memory ({requests})");
     for how in ["--no-hold", "--discard"] {
-        place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", "it has 3 requests");
-        place.vramctl(&format!("pause {how} --engine {} --timeout 0.3", busy.address)).expect(5, "", "it has 3 requests");
-        place.vramctl(&format!("pause {how} --engine {}", loaded.address)).expect(5, "", "it has 2 requests");
+        place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", &would_lose(3));
+        place.vramctl(&format!("pause {how} --engine {} --timeout 0.3", busy.address)).expect(5, "", &would_lose(3));
+        place.vramctl(&format!("pause {how} --engine {}", loaded.address)).expect(5, "", &would_lose(2));
     }
     assert!(engine.asked().is_empty());
     let soon = Http::vllm(&[2, 2, 1, 0], (200, "{}"));

@@ -307,7 +307,7 @@ fn a_rank_of_another_job_is_not_waited_for() {
         let second = scope.spawn(|| start(&machine, "serve", &[1], 2, &[]));
         (first.join().unwrap(), second.join().unwrap())
     });
-    machine.vramctl("pause --name train --nccl").expect(0, "paused", "1 of its ranks are in this job, and NCCL would wait for the others");
+    machine.vramctl("pause --name train --nccl").expect(0, "paused", "this job has 1 of its ranks, and NCCL would wait for the others");
     assert_eq!(states(&machine, &first[0]), ["active"]);
     machine.vramctl("resume --name train").expect(0, "", "");
     let said = thread::scope(|scope| {

@@ -971,14 +971,14 @@ fn an_obstacle_that_appears_in_the_middle_is_found() {
             engine.tell("unified");
             engine.line("unified 0");
         });
-        refused.unwrap().expect(7, "1 allocations of unified memory, new or in progress");
+        refused.unwrap().expect(7, "1 allocation of unified memory, new or in progress");
         assert_eq!(machine.gpus()[0].1, 1, "{command}: it is there");
         if command.starts_with("suspend") {
             assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused", "as if it had been there before");
             machine.vramctl("resume").expect(0, "resumed");
         }
         engine.is_well();
-        let unified = "1 allocations of unified memory (cudaMallocManaged)";
+        let unified = "1 allocation of unified memory (cudaMallocManaged)";
         // Which is said before anything changes, too.
         machine.vramctl("suspend engine --dry-run").expect(7, unified);
         let told = machine.vramctl("suspend engine --dry-run --json");
@@ -1040,7 +1040,7 @@ fn obstacles_to_a_restore_are_known_in_advance() {
     unsafe {
         assert_eq!(entries::cuMemAllocManaged(&raw mut unified, 4096, 1), 0);
         refused(ObstacleKind::Unified);
-        assert_eq!(Memory::get().status().obstacles[0].what, "1 allocations of unified memory (cuMemAllocManaged)");
+        assert_eq!(Memory::get().status().obstacles[0].what, "1 allocation of unified memory (cuMemAllocManaged)");
         // A free that fails ends nothing.
         gpu.fail("cuMemFree_v2", 1, 1, 1);
         assert_eq!(entries::cuMemFree_v2(unified), 1);

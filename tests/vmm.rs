@@ -430,7 +430,7 @@ fn memory_is_registered_while_it_is_bound_to_a_multicast_object() {
     assert!(is_registered());
     let obstacles = Memory::get().status().obstacles.into_iter().map(|obstacle| obstacle.what);
     let bound: Vec<_> = obstacles.filter(|what| what.contains("multicast")).collect();
-    assert_eq!(bound, ["cuMulticastBindAddr", "cuMulticastBindMem"].map(|call| format!("1 multicast objects ({call})")));
+    assert_eq!(bound, ["cuMulticastBindAddr", "cuMulticastBindMem"].map(|call| format!("1 multicast object ({call})")));
     assert_eq!(unbind(0, PAGE), 0);
     assert!(is_registered(), "the other one is still bound");
     answer.store(999, Ordering::SeqCst);

@@ -197,7 +197,7 @@ fn host_memory() -> Finding {
         Ok(measured) => measured,
         Err(error) => return Finding::new("host memory", Verdict::Failed, format!("cannot allocate: {error}")),
     };
-    let text = format!("{} for backups; the kernel provides fresh memory at {speed:.1} GB/s ({threads} threads)", Bytes(available));
+    let text = format!("{} for backups; the kernel provides fresh memory at {speed:.1} GB/s (threads: {threads})", Bytes(available));
     let data = json!({ "available_bytes": available, "bytes_per_second": (speed * 1e9) as u64, "threads": threads });
     if available < largest {
         let more = "less than a GPU has: a full GPU does not fit (discard contents, or keep them on disk)";

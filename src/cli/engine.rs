@@ -125,7 +125,7 @@ impl<'a> Engine<'a> {
             };
             if Instant::now() >= deadline {
                 let text = format!(
-                    "it has {running} requests, which would lose their memory; stop them, wait for them with --timeout, or use --force"
+                    "it has requests that would lose their memory ({running}); stop them, wait for them with --timeout, or use --force"
                 );
                 return Err(self.failure(Exit::Busy, &text));
             }

@@ -53,7 +53,7 @@ impl ChosenCommunicators {
                     _ if one.state == CommunicatorState::Suspended => continue,
                     (_, Some(unfit)) => unfit.clone(),
                     (here, None) if *here != one.ranks => {
-                        format!("{here} of its ranks are in this job, and NCCL would wait for the others")
+                        format!("this job has {here} of its ranks, and NCCL would wait for the others")
                     }
                     _ => {
                         meant.push(one);
@@ -195,7 +195,7 @@ mod tests {
             left,
             [
                 "NCCL keeps the memory of a communicator of 2 ranks: too old",
-                "NCCL keeps the memory of a communicator of 3 ranks: 2 of its ranks are in this job, and NCCL would wait for the others"
+                "NCCL keeps the memory of a communicator of 3 ranks: this job has 2 of its ranks, and NCCL would wait for the others"
             ]
         );
         // All of its ranks in one process.

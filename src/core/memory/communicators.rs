@@ -303,7 +303,7 @@ fn carry_out(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
     };
     if let Err(code) = done {
         told.error = Some(nccl.text(code));
-        log::warn!("NCCL's communicator {id:016x} ({} ranks): {}", told.ranks, nccl.text(code));
+        log::warn!("NCCL's communicator {id:016x} (ranks: {}): {}", told.ranks, nccl.text(code));
     }
     drop(all);
     TABLE.get().changed.notify_all();

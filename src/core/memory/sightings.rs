@@ -93,7 +93,7 @@ impl Moment {
     pub fn since(&self) -> Vec<Obstacle> {
         let calls = CALLS.get().each_ref().map(|calls| calls.begun.load(Ordering::SeqCst));
         let new = ObstacleKind::ALL.into_iter().map(|kind| (kind, calls[kind as usize] - self.0[kind as usize]));
-        let found = |(kind, count)| Obstacle { kind, what: format!("{count} {}, new or in progress", plural(kind)), bytes: 0 };
+        let found = |(kind, count)| Obstacle { kind, what: format!("{}, new or in progress", several(count, kind)), bytes: 0 };
         new.filter(|(_, count)| *count > 0).map(found).collect()
     }
 }
@@ -213,25 +213,40 @@ pub(crate) fn counted() -> Vec<(ObstacleKind, String)> {
             }
         }
     }
-    times.into_iter().map(|((kind, call), times)| (kind, format!("{times} {} ({call})", plural(kind)))).collect()
+    times.into_iter().map(|((kind, call), times)| (kind, format!("{} ({call})", several(times, kind)))).collect()
 }
 
-fn plural(kind: ObstacleKind) -> &'static str {
-    match kind {
-        ObstacleKind::Communicator => "allocations of NCCL or NVSHMEM",
-        ObstacleKind::Shared => "pieces of memory shared with other processes",
-        ObstacleKind::Registered => "registrations of memory",
-        ObstacleKind::Peers => "grants of access to another GPU's memory",
-        ObstacleKind::Multicast => "multicast objects",
-        ObstacleKind::Unified => "allocations of unified memory",
-        ObstacleKind::Mps => "GPUs behind MPS",
-        ObstacleKind::Mig => "GPUs in MIG mode",
-    }
+/// A number of them, in words.
+fn several(count: usize, kind: ObstacleKind) -> String {
+    let (what, which) = match kind {
+        ObstacleKind::Communicator => ("allocation", " of NCCL or NVSHMEM"),
+        ObstacleKind::Shared => ("piece", " of memory shared with other processes"),
+        ObstacleKind::Registered => ("registration", " of memory"),
+        ObstacleKind::Peers => ("grant", " of access to another GPU's memory"),
+        ObstacleKind::Multicast => ("multicast object", ""),
+        ObstacleKind::Unified => ("allocation", " of unified memory"),
+        ObstacleKind::Mps => ("GPU", " behind MPS"),
+        ObstacleKind::Mig => ("GPU", " in MIG mode"),
+    };
+    let end = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{end}{which}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_of_a_kind_is_not_in_the_plural() {
+        for (count, kind, text) in [
+            (1, ObstacleKind::Multicast, "1 multicast object"),
+            (2, ObstacleKind::Multicast, "2 multicast objects"),
+            (1, ObstacleKind::Shared, "1 piece of memory shared with other processes"),
+            (3, ObstacleKind::Peers, "3 grants of access to another GPU's memory"),
+        ] {
+            assert_eq!(several(count, kind), text);
+        }
+    }
 
     #[test]
     fn each_opening_ends_once_unless_the_call_fails() {

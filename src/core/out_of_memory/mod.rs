@@ -399,7 +399,7 @@ fn tell_what_is_held_back() {
     }
     let untold = reports.try_books().map_or(0, |books| books.untold);
     if untold > 0 {
-        log::warn!("out of memory: {untold} more requests have failed since the last report");
+        log::warn!("out of memory: more requests that have failed since the last report: {untold}");
     }
 }
 

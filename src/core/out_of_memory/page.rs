@@ -453,7 +453,7 @@ impl fmt::Display for ReportPage {
             (_, None) => writeln!(out, ", in {attempts} attempts")?,
         }
         if self.untold > 0 {
-            writeln!(out, "  {} other requests have failed since the last report", self.untold)?;
+            writeln!(out, "  Other requests that have failed since the last report: {}", self.untold)?;
         }
         for (what, stack) in [("Python", &self.python_stack), ("Native", &self.native_stack)] {
             if !stack.is_empty() {

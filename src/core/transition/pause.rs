@@ -198,7 +198,7 @@ impl Memory {
         if stranded == 0 {
             return error;
         }
-        Error::Internal(format!("{error}, and {stranded} allocations could not be mapped again and stay paused; resume them"))
+        Error::Internal(format!("{error}, and allocations could not be mapped again and stay paused ({stranded}); resume them"))
     }
 
     /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause
