@@ -16,7 +16,7 @@ use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, left_to_c
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
 
-/// How many groups of the largest blocks the file lists, and how many lines of the page they take.
+/// How many groups of the largest blocks the file lists, and how many lines of the page have one of their own.
 const LARGEST: usize = 30;
 const LINES: usize = 10;
 
@@ -44,6 +44,9 @@ pub struct ReportPage {
     in_use: Vec<Row>,
     /// This process's largest blocks, by where they were asked for.
     largest: Vec<Group>,
+    /// All its blocks, by line of the program.
+    #[serde(skip)]
+    lines: Vec<ProgramLine>,
     /// This process's paused memory, which uses no device memory now.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     paused: BTreeMap<String, u64>,
@@ -147,6 +150,16 @@ struct Group {
     native_stack: Vec<String>,
 }
 
+/// The blocks of one line of the program, whichever way torch took from there.
+#[derive(Debug)]
+struct ProgramLine {
+    bytes: u64,
+    blocks: u64,
+    tag: Option<String>,
+    library: Option<&'static str>,
+    at: Option<String>,
+}
+
 /// Something that would free memory on the device.
 #[derive(Debug, Serialize)]
 struct Way {
@@ -166,6 +179,9 @@ impl ReportPage {
         let own = Own::now();
         let request = Failed::of(&scene, attempts);
         let (events, covered) = events::last(LAST, MOST_EVENTS).unzip();
+        let mut largest = groups(&scene.blocks);
+        let lines = by_line(&largest);
+        largest.truncate(LARGEST);
         Self {
             version: VERSION,
             time: scene.when.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
@@ -175,7 +191,8 @@ impl ReportPage {
             python_stack: scene.stack.python().to_vec(),
             native_stack: scene.stack.native().into_iter().skip_while(|frame| frame.starts_with("libvramctl")).collect(),
             in_use: rows(&scene, &neighbours),
-            largest: largest(&scene.blocks),
+            largest,
+            lines,
             paused: scene.tags.iter().filter(|(_, share)| share.paused > 0).map(|(tag, share)| (tag.to_string(), share.paused)).collect(),
             host: backup::status(),
             events,
@@ -248,7 +265,8 @@ fn rows(scene: &Scene, neighbours: &[Neighbour]) -> Vec<Row> {
     rows
 }
 
-fn largest(blocks: &[Placed]) -> Vec<Group> {
+/// All blocks, the largest groups first. Only the first have native calls, whose names take long to find.
+fn groups(blocks: &[Placed]) -> Vec<Group> {
     struct Together<'a> {
         first: &'a Placed,
         stack: Option<&'a Arc<Stack>>,
@@ -278,8 +296,9 @@ fn largest(blocks: &[Placed]) -> Vec<Group> {
         }
     }
     groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
-    let told = |group: Together<'_>| {
-        let (python, native) = group.stack.map_or_else(Default::default, |stack| (stack.python().to_vec(), stack.native()));
+    let told = |(place_in_list, group): (usize, Together<'_>)| {
+        let python = group.stack.map_or_else(Vec::new, |stack| stack.python().to_vec());
+        let native = group.stack.filter(|_| place_in_list < LARGEST).map_or_else(Vec::new, |stack| stack.native());
         Group {
             bytes: group.bytes,
             blocks: group.blocks,
@@ -290,22 +309,19 @@ fn largest(blocks: &[Placed]) -> Vec<Group> {
             native_stack: native,
         }
     };
-    groups.into_iter().take(LARGEST).map(told).collect()
+    groups.into_iter().enumerate().map(told).collect()
 }
 
-/// The groups for the page, with their bytes and blocks. Those of one line of the program are one, whichever way torch took from there.
-fn by_line(groups: &[Group]) -> Vec<(&Group, u64, u64)> {
-    let mut lines: Vec<(&Group, u64, u64)> = Vec::new();
-    for group in groups {
-        let is_same =
-            |other: &Group| group.at.is_some() && (&other.tag, other.library, &other.at) == (&group.tag, group.library, &group.at);
-        match lines.iter_mut().find(|(other, ..)| is_same(other)) {
-            Some((_, bytes, blocks)) => (*bytes, *blocks) = (*bytes + group.bytes, *blocks + group.blocks),
-            None => lines.push((group, group.bytes, group.blocks)),
+fn by_line(groups: &[Group]) -> Vec<ProgramLine> {
+    let mut lines: Vec<ProgramLine> = Vec::new();
+    for Group { bytes, blocks, tag, library, at, .. } in groups {
+        let is_same = |line: &&mut ProgramLine| (&line.tag, line.library, &line.at) == (tag, *library, at);
+        match at.as_ref().and_then(|_| lines.iter_mut().find(is_same)) {
+            Some(line) => (line.bytes, line.blocks) = (line.bytes + bytes, line.blocks + blocks),
+            None => lines.push(ProgramLine { bytes: *bytes, blocks: *blocks, tag: tag.clone(), library: *library, at: at.clone() }),
         }
     }
-    lines.sort_by_key(|(_, bytes, _)| std::cmp::Reverse(*bytes));
-    lines.truncate(LINES);
+    lines.sort_by_key(|line| std::cmp::Reverse(line.bytes));
     lines
 }
 
@@ -431,6 +447,28 @@ impl ReportPage {
         }
         Ok(())
     }
+
+    fn write_largest(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, rest) = self.lines.split_at(self.lines.len().min(LINES));
+        let count = |blocks| if blocks == 1 { String::new() } else { format!(" in {blocks} blocks") };
+        if !first.is_empty() {
+            writeln!(out, "  This process's largest blocks:")?;
+        }
+        for ProgramLine { bytes, blocks, tag, library, at } in first {
+            let whose = match (tag, library) {
+                (Some(tag), Some(library)) => format!("tag {tag}, {library}"),
+                (Some(tag), None) => format!("tag {tag}"),
+                (None, library) => left_to_cuda(library.unwrap_or("unknown")),
+            };
+            let at = at.as_ref().map_or_else(String::new, |at| format!(", {at}"));
+            writeln!(out, "    {:>11}{}  {whose}{at}", Bytes(*bytes).to_string(), count(*blocks))?;
+        }
+        if !rest.is_empty() {
+            let (bytes, blocks) = rest.iter().fold((0, 0), |(bytes, blocks), line| (bytes + line.bytes, blocks + line.blocks));
+            writeln!(out, "    {:>11}{}  all others", Bytes(bytes).to_string(), count(blocks))?;
+        }
+        Ok(())
+    }
 }
 
 impl fmt::Display for ReportPage {
@@ -469,20 +507,7 @@ impl fmt::Display for ReportPage {
             let paused: Vec<_> = self.paused.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
             writeln!(out, "  Paused, so not in use: {}", paused.join(", "))?;
         }
-        if !self.largest.is_empty() {
-            writeln!(out, "  This process's largest blocks:")?;
-        }
-        for (Group { tag, library, at, .. }, bytes, blocks) in by_line(&self.largest) {
-            let bytes = Bytes(bytes).to_string();
-            let count = if blocks == 1 { String::new() } else { format!(" in {blocks} blocks") };
-            let whose = match (tag, library) {
-                (Some(tag), Some(library)) => format!("tag {tag}, {library}"),
-                (Some(tag), None) => format!("tag {tag}"),
-                (None, library) => left_to_cuda(library.unwrap_or("unknown")),
-            };
-            let at = at.as_ref().map_or_else(String::new, |at| format!(", {at}"));
-            writeln!(out, "    {bytes:>11}{count}  {whose}{at}")?;
-        }
+        self.write_largest(out)?;
         let changes = self.events.as_ref().map(changes).unwrap_or_default();
         if !changes.is_empty() {
             let within = match self.events_seconds {
@@ -550,11 +575,9 @@ mod tests {
             block(70, None, Some(Origin::of("libnccl.so.2"))),
         ];
         blocks.extend((0..40).map(|_| block(20, Some("default"), Some(Origin::of("libc10_cuda.so")))));
-        let told: Vec<_> = largest(&blocks).into_iter().map(|group| (group.bytes / MIB, group.blocks, group.tag)).collect();
+        let told: Vec<_> = groups(&blocks).into_iter().map(|group| (group.bytes / MIB, group.blocks, group.tag)).collect();
         let tag = Some("default".to_owned());
         assert_eq!(told, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
-        let many: Vec<_> = (1..100).map(|mib| block(mib, None, None)).collect();
-        assert_eq!(largest(&many).len(), LARGEST);
     }
 
     #[test]
@@ -577,14 +600,13 @@ mod tests {
             group(2, 4, "default", None),
             group(1, 1, "default", None),
         ];
-        let told: Vec<_> = by_line(&groups).into_iter().map(|(group, bytes, blocks)| (group.at.as_deref(), bytes, blocks)).collect();
+        let lines = by_line(&groups);
+        let told: Vec<_> = lines.iter().map(|line| (line.at.as_deref(), line.bytes, line.blocks)).collect();
         assert_eq!(told, [(here, 7, 5), (there, 5, 1), (here, 2, 1), (None, 2, 4), (None, 1, 1)]);
-        let many: Vec<_> = (0..LARGEST).map(|_| group(1, 1, "default", None)).collect();
-        assert_eq!(by_line(&many).len(), LINES);
     }
 
-    /// The page of a request on a device with nothing of this process, of which so much is known.
-    fn page_on(room: Option<DeviceRoom>) -> String {
+    /// The page of a request on a device of which so much is known, where this process has these blocks.
+    fn page_on(room: Option<DeviceRoom>, blocks: Vec<Placed>) -> ReportPage {
         let cause = Cause::Refused(Some("cuMemCreate"));
         let scene = Scene {
             asked: Asked { bytes: 1 << 30, device: None, tag: None, library: "libffi.so.8", caller: 0, cause },
@@ -596,10 +618,23 @@ mod tests {
             margin: 0,
             tags: BTreeMap::new(),
             left: BTreeMap::new(),
-            blocks: Vec::new(),
+            blocks,
             freed_since: None,
         };
-        ReportPage::of(scene, 1, 0).to_string()
+        ReportPage::of(scene, 1, 0)
+    }
+
+    #[test]
+    fn what_is_not_listed_by_line_is_added_up() {
+        const MIB: u64 = 1 << 20;
+        let block = |mib| Placed { bytes: mib * MIB, tag: Some("default".into()), origin: None };
+        let page = page_on(None, (1..=100).map(block).collect());
+        let sizes: Vec<_> = page.largest.iter().map(|group| group.bytes / MIB).collect();
+        assert_eq!(sizes, (71..=100).rev().collect::<Vec<_>>(), "in the file");
+        let page = page.to_string();
+        assert!(page.contains("      91.00 MiB  tag default\n       4.00 GiB in 90 blocks  all others\n"), "{page}");
+        let few = page_on(None, (1..=10).map(block).collect()).to_string();
+        assert!(few.contains("1.00 MiB  tag default\n") && !few.contains("all others"), "{few}");
     }
 
     /// A heading alone would look as if the list had been lost.
@@ -611,7 +646,7 @@ mod tests {
             (room(100 << 20), "Nothing is in use on the device"),
             (room(60 << 20), "In use on the device:\n      40.00 MiB  all else"),
         ] {
-            let page = page_on(room);
+            let page = page_on(room, Vec::new()).to_string();
             assert!(page.contains(what_is_told), "{page}");
             let headings = page.lines().zip(page.lines().skip(1).chain([""])).filter(|(line, _)| line.ends_with(':'));
             headings.for_each(|(heading, below)| assert!(below.starts_with("    "), "{heading}\n{page}"));
