@@ -23,8 +23,11 @@ const MIB: u64 = 1 << 20;
 /// A process's memory apart from its allocations.
 const CONTEXT: u64 = 32 * MIB;
 
-/// A simulated machine with two GPUs of 256 MiB.
-struct Machine(tempfile::TempDir);
+/// A simulated machine with GPUs of 256 MiB.
+struct Machine {
+    folder: tempfile::TempDir,
+    gpus: u32,
+}
 
 /// A command's output and exit code.
 struct Said {
@@ -46,9 +49,13 @@ impl Said {
 
 impl Machine {
     fn new() -> Self {
+        Self::with_gpus(2)
+    }
+
+    fn with_gpus(gpus: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self(folder)
+        Self { folder, gpus }
     }
 
     fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
@@ -57,11 +64,11 @@ impl Machine {
             .args(arguments)
             .env_remove("LD_PRELOAD")
             .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("SIMGPU_DIR", self.0.path().join("gpu"))
+            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
             .env("SIMGPU_MEMORY", "256M")
-            .env("SIMGPU_DEVICES", "2")
+            .env("SIMGPU_DEVICES", self.gpus.to_string())
             .env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string())
-            .env("VRAMCTL_DIR", self.0.path().join("sockets"))
+            .env("VRAMCTL_DIR", self.folder.path().join("sockets"))
             .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
         command
     }
@@ -146,6 +153,18 @@ impl Machine {
         engine.is_well();
         if has_moved {
             self.vramctl("move engine --to 0").expect(0, "moved");
+        }
+    }
+
+    /// Runs the commands that a message tells after these words, in this order.
+    #[track_caller]
+    fn follow(&self, words: &str, said: &Said) {
+        let (_, advice) = said.text.split_once(words).unwrap_or_else(|| panic!("{words:?} is not in {}", said.text));
+        let commands: Vec<_> = advice.split('`').filter_map(|word| word.strip_prefix("vramctl ")).collect();
+        assert!(!commands.is_empty(), "{}", said.text);
+        for command in commands {
+            let done = self.vramctl(command);
+            assert_eq!(done.code, Some(0), "{command}: {} after {}", done.text, said.text);
         }
     }
 
@@ -346,12 +365,26 @@ const MOVE: Calls = &[
 const COMMANDS: &[(&str, Option<&str>, Calls)] =
     &[("suspend engine", None, SUSPEND), ("resume", Some("suspend engine"), RESUME), ("move engine --to 1", None, MOVE)];
 
+type Step = (&'static str, Option<&'static str>, String);
+
+/// All steps of a command.
+fn steps_of((command, first, steps): &'static (&'static str, Option<&'static str>, Calls)) -> impl Iterator<Item = Step> {
+    steps.iter().map(move |(call, nth)| (*command, *first, format!("cuCheckpointProcess{call}:{nth}")))
+}
+
 /// All steps of all commands.
-fn steps() -> impl Iterator<Item = (&'static str, Option<&'static str>, String)> {
-    let each = |(command, first, steps): &'static (&'static str, Option<&'static str>, Calls)| {
-        steps.iter().map(move |(call, nth)| (*command, *first, format!("cuCheckpointProcess{call}:{nth}")))
-    };
-    COMMANDS.iter().flat_map(each)
+fn steps() -> impl Iterator<Item = Step> {
+    COMMANDS.iter().flat_map(steps_of)
+}
+
+/// Runs cases that mostly wait at the same time, each on a machine of its own.
+fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, case: impl Fn(T) + Sync) {
+    thread::scope(|scope| {
+        for one in cases {
+            let case = &case;
+            scope.spawn(move || case(one));
+        }
+    });
 }
 
 /// The list above contains exactly the calls that the commands make.
@@ -415,11 +448,11 @@ fn a_caller_may_be_killed_at_any_step() {
 #[test]
 fn two_commands_at_once_lose_nothing() {
     const MEANWHILE: Duration = Duration::from_millis(700);
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    let before = machine.gpus();
-    for (command, first, step) in steps() {
-        for other in ["suspend engine", "resume"] {
+    at_once(["suspend engine", "resume"].into_iter().flat_map(|other| COMMANDS.iter().map(move |one| (one, other))), |(one, other)| {
+        let machine = Machine::new();
+        let mut engine = machine.start("engine");
+        let before = machine.gpus();
+        for (command, first, step) in steps_of(one) {
             if let Some(first) = first {
                 machine.vramctl(first).expect(0, "suspended");
             }
@@ -444,7 +477,7 @@ fn two_commands_at_once_lose_nothing() {
             assert!(status["processes"][0].get("error").is_none(), "{about}: {status}");
             machine.comes_back(&mut engine, &before, &about);
         }
-    }
+    });
 }
 
 /// A command that has been stopped in the middle keeps others out, and they say who it is.
@@ -453,7 +486,7 @@ fn a_stopped_command_is_named() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     machine.vramctl("suspend engine").expect(0, "suspended");
-    let lock = machine.0.path().join("sockets").join(format!("{}.lock", engine.child.id()));
+    let lock = machine.folder.path().join("sockets").join(format!("{}.lock", engine.child.id()));
     let resumed = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume", || {
         let refused = machine.vramctl("suspend engine --hold-timeout 0.2");
         refused.expect(5, "has been suspending or restoring engine");
@@ -480,7 +513,7 @@ fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
     refused.unwrap().expect(5, &runs);
     engine.is_well();
 
-    let lock = fs::File::create(machine.0.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
+    let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
     let mut command = machine.command(common::command_line(), &["suspend", "engine"]);
     let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -497,11 +530,11 @@ fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
 /// Somebody else has had the driver checkpoint the process, so its library does not know it, and waits in the driver.
 #[test]
 fn a_process_that_was_checkpointed_without_its_library_comes_back() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    let before = machine.gpus();
-    let pid = engine.child.id();
-    for (calls, hog) in [("Lock", None), ("Lock Checkpoint", None), ("Lock Checkpoint", Some(150))] {
+    at_once([("Lock", None), ("Lock Checkpoint", None), ("Lock Checkpoint", Some(150))], |(calls, hog)| {
+        let machine = Machine::new();
+        let mut engine = machine.start("engine");
+        let before = machine.gpus();
+        let pid = engine.child.id();
         let calls: Vec<_> = calls.split(' ').map(|call| format!("assert cuda.cuCheckpointProcess{call}({pid}, None) == 0")).collect();
         let program = format!("import ctypes\ncuda = ctypes.CDLL('libcuda.so.1')\nassert cuda.cuInit(0) == 0\n{}", calls.join("\n"));
         assert!(machine.command("python3", &["-c", &program]).status().unwrap().success());
@@ -516,15 +549,15 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
         machine.vramctl("resume --name engine").expect(0, "the driver had locked or checkpointed it; it is restored");
         assert_eq!(machine.gpus(), before);
         engine.is_well();
-    }
+    });
 }
 
 /// The process may be killed at any step: the command reports that it is gone, and nothing of it is left.
 #[test]
 fn a_process_may_be_killed_at_any_step() {
-    let machine = Machine::new();
-    for (command, first, step) in steps() {
-        for when in ["before", "after"] {
+    at_once(COMMANDS, |one| {
+        let machine = Machine::new();
+        for ((command, first, step), when) in steps_of(one).flat_map(|step| ["before", "after"].map(|when| (step.clone(), when))) {
             let mut engine = machine.start("engine");
             if let Some(first) = first {
                 machine.vramctl(first).expect(0, "suspended");
@@ -545,17 +578,17 @@ fn a_process_may_be_killed_at_any_step() {
             assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command} {step} {when}: {}", said.text);
             machine.vramctl("resume --name engine").expect(3, "no process is managed");
         }
-    }
+    });
 }
 
 /// A driver that refuses a call: the message names it and what to do next, and that brings everything back.
 #[test]
 fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    let before = machine.gpus();
-    for (command, first, step) in steps() {
-        for code in [999, 600, 1, 2] {
+    at_once(COMMANDS, |one| {
+        let machine = Machine::new();
+        let mut engine = machine.start("engine");
+        let before = machine.gpus();
+        for ((command, first, step), code) in steps_of(one).flat_map(|step| [999, 600, 1, 2].map(|code| (step.clone(), code))) {
             if let Some(first) = first {
                 machine.vramctl(first).expect(0, "suspended");
             }
@@ -567,12 +600,12 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
             } else if refused.code != Some(0) {
                 assert!(matches!(refused.code, Some(1 | 5)), "{about}");
                 assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{about}");
-                let next = ["is where it was", "brings it back. No other has moved", "`vramctl resume`"];
+                let next = ["is where it was", "The job is on GPU 1", "`vramctl resume`"];
                 assert!(next.iter().any(|next| refused.text.contains(next)), "{about}");
             }
             machine.comes_back(&mut engine, &before, &about);
         }
-    }
+    });
 }
 
 #[test]
@@ -636,7 +669,7 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
 fn the_trace_of_a_job_that_has_moved_tells_the_gpu_of_each_time() {
     let machine = Machine::new();
     let mut engine = machine.start_with("engine", |command| _ = command.env("VRAMCTL_TRACE", "1M"));
-    let file = machine.0.path().join("trace.json");
+    let file = machine.folder.path().join("trace.json");
     for gpu in [1, 0, 1] {
         machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine");
         engine.is_well();
@@ -727,15 +760,15 @@ fn a_swap_of_which_half_fails_says_what_has_moved() {
         // They are restored at once, and the second to arrive is refused.
         let is_other_refused = refused.text.contains("did not restore other");
         let (moved, pid, now) = if is_other_refused { ("engine", engine.child.id(), 1) } else { ("other", other.child.id(), 0) };
-        let back = format!("move --pid={pid} --to {}", 1 - now);
-        refused.expect(1, &format!(". {moved} (pid {pid}) is on GPU {now} now: `vramctl {back}` brings it back. "));
-        assert_eq!(refused.text.contains("No other has moved"), !resumes, "{}", refused.text);
+        refused.expect(1, &format!(". {moved} (pid {pid}) is on GPU {now} now. No other has moved. "));
         assert_eq!(machine.gpus()[now].1, if resumes { 1 } else { 2 }, "{}", refused.text);
-        machine.vramctl(&back).expect(0, "moved");
-        let again = "resume --name=engine`, then `vramctl resume --name=other";
-        assert_eq!(refused.text.contains(again), resumes, "{}", refused.text);
+        let back = format!("`vramctl move --pid={pid} --to {}`", 1 - now);
         if resumes {
-            again.split("`, then `vramctl ").for_each(|again| machine.vramctl(again).expect(0, "resumed"));
+            refused.expect(1, &format!("To continue: {back}, then `vramctl resume --name=engine`, then `vramctl resume --name=other`"));
+            machine.follow("To continue: ", &refused);
+        } else {
+            refused.expect(1, &format!("The way back: {back}"));
+            machine.follow("The way back: ", &refused);
         }
         assert_eq!(machine.gpus(), before);
         engine.is_well();
@@ -743,26 +776,73 @@ fn a_swap_of_which_half_fails_says_what_has_moved() {
     }
 }
 
-/// The driver restores all, and then refuses to unlock one.
+/// The same with jobs of two processes, of which two do not fit on one GPU: those that have changed places are in each other's way.
 #[test]
-fn a_process_that_stays_on_its_gpu_is_not_said_to_have_moved() {
-    let machine = Machine::new();
-    let with_three = |command: &mut Command| _ = command.env("SIMGPU_DEVICES", "3");
-    let (mut stays, mut goes) = (machine.start_with("job", with_three), machine.start_with("job", with_three));
-    let vramctl = |faults: &str, arguments: &str| {
-        let mut command = machine.command(common::command_line(), &arguments.split(' ').collect::<Vec<_>>());
-        with_three(&mut command);
-        Said::of(&command.env("SIMGPU_FAIL", faults).output().unwrap())
-    };
-    let pid = goes.child.id();
-    let (there, back) = (format!("move --pid={pid} --to 1"), format!("job (pid {pid}) is on GPU 2 now"));
-    vramctl("", &there).expect(0, "moved");
-    let refused = vramctl("cuCheckpointProcessUnlock:1:999", "move job --to 0,2");
-    refused.expect(1, &format!(". {back}: `vramctl {there}` brings it back. No other has moved"));
-    assert!(!refused.text.contains("is on GPU 0 now"), "{}", refused.text);
-    vramctl("", &there).expect(0, "moved");
+fn the_way_back_of_half_a_swap_is_told_in_an_order_that_works() {
+    let machine = Machine::with_gpus(4);
+    let large = |name| machine.start_with(name, |command| _ = command.args(["--weights-mib", "120"]));
+    let mut engines: Vec<_> = [("engine", 3), ("engine", 2), ("other", 1)]
+        .into_iter()
+        .map(|(name, gpu)| {
+            let engine = large(name);
+            machine.vramctl(&format!("move --pid={} --to {gpu}", engine.child.id())).expect(0, "moved");
+            engine
+        })
+        .collect();
+    engines.push(large("other"));
+    let before = machine.gpus();
+    let refused = machine.vramctl_failing("cuCheckpointProcessRestore:4:999", "move engine --to 0,1 --swap other");
+    refused.expect(1, ". No other has moved. To continue: ");
+    machine.follow("To continue: ", &refused);
+    assert_eq!(machine.gpus(), before, "{}", refused.text);
+    engines.iter_mut().for_each(Engine::is_well);
+    machine.vramctl("move engine --to 0,1 --swap other").expect(0, "moved");
+}
+
+/// The driver restores all, refuses to unlock one, and then does.
+#[test]
+fn a_move_that_was_complete_after_all_says_where_the_job_is() {
+    let machine = Machine::with_gpus(3);
+    let (mut stays, mut goes) = (machine.start("job"), machine.start("job"));
+    machine.vramctl(&format!("move --pid={} --to 1", goes.child.id())).expect(0, "moved");
+    let refused = machine.vramctl_failing("cuCheckpointProcessUnlock:1:999", "move job --to 0,2");
+    refused.expect(1, ". The job is on GPU 0, GPU 2\n");
     stays.is_well();
     goes.is_well();
+
+    let other = machine.start("other");
+    machine.vramctl("move other --to 1").expect(0, "moved");
+    let swap = format!("move --pid={} --to 1 --swap other", goes.child.id());
+    machine.vramctl_failing("cuCheckpointProcessUnlock:1:999", &swap).expect(1, ". The jobs have changed places\n");
+    assert_eq!(machine.gpus().iter().map(|gpu| gpu.1).collect::<Vec<_>>(), [1, 1, 1]);
+    [stays, goes, other].iter_mut().for_each(Engine::is_well);
+}
+
+/// Of two processes, the driver does not restore the one that moves.
+#[test]
+fn a_process_that_stays_on_its_gpu_is_not_said_to_have_moved() {
+    let machine = Machine::with_gpus(4);
+    let mut engines = [0, 1, 2].map(|gpu| {
+        let engine = machine.start("job");
+        if gpu > 0 {
+            machine.vramctl(&format!("move --pid={} --to {gpu}", engine.child.id())).expect(0, "moved");
+        }
+        engine
+    });
+    let before = machine.gpus();
+    // They are restored at once, and the last to arrive is refused, which may be the one that stays.
+    let refused = loop {
+        let refused = machine.vramctl_failing("cuCheckpointProcessRestore:3:999", "move job --to 0,2,3");
+        if !refused.text.contains("The job is on GPU 0, GPU 2, GPU 3") {
+            break refused;
+        }
+        machine.vramctl("move job --to 0,1,2").expect(0, "moved");
+    };
+    refused.expect(1, " now. No other has moved");
+    assert!(!refused.text.contains("is on GPU 0 now"), "{}", refused.text);
+    machine.follow("The way back: ", &refused);
+    assert_eq!(machine.gpus(), before, "{}", refused.text);
+    engines.iter_mut().for_each(Engine::is_well);
 }
 
 #[test]
@@ -849,6 +929,29 @@ fn several_processes_are_suspended_as_one() {
     survivor.is_well();
     machine.vramctl("suspend pair --ranks 2").expect(3, "1 of 2 processes are there");
     survivor.is_well();
+}
+
+/// While a suspend waits for its turn, one process is resumed, and another is killed.
+#[test]
+fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
+    let machine = Machine::new();
+    let mut engines = [machine.start("pair"), machine.start("pair")];
+    engines.sort_by_key(|engine| engine.child.id());
+    let [dies, runs] = &mut engines;
+    let pid = runs.child.id();
+    let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
+    lock.lock().unwrap();
+    let mut command = machine.command(common::command_line(), &["suspend", "pair"]);
+    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let is_paused = |process: &Value| process["tags"][0]["state"] == "paused";
+    common::eventually("both are paused", || machine.status("pair")["processes"].as_array().unwrap().iter().all(is_paused));
+    machine.vramctl(&format!("resume --pid {pid}")).expect(0, "resumed default of pair");
+    dies.child.kill().unwrap();
+    dies.child.wait().unwrap();
+    drop(lock);
+    let refused = Said::of(&waits.wait_with_output().unwrap());
+    refused.expect(1, &format!(". Resumed meanwhile: pair (pid {pid}). All other tags are paused; the CUDA context"));
+    runs.is_well();
 }
 
 /// The caller has been killed, or is on its way: what the process still has on the GPU is not denied.

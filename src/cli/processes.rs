@@ -185,6 +185,7 @@ impl Serialize for Process {
 }
 
 /// The user's managed processes.
+#[derive(Clone)]
 pub struct Found {
     directory: Option<Arc<Directory>>,
     /// Those that listen, by id.

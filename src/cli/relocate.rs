@@ -92,20 +92,23 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     });
     let resumed = checkpoint::resume(&found, &mut members);
     let again: Vec<_> = [Some(&target), swapped.as_ref()].into_iter().flatten().map(|target| target.command("resume")).collect();
-    let again = again.join("`, then `");
+    let arrived = if swapped.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
     if let Err(failure) = moved {
-        let away = away(&members, &map, &cards);
-        let place = if away.is_empty() { ". The job is where it was".into() } else { format!("{away}. No other has moved") };
+        let (place, back) = whereabouts(&members, &map, &cards, &arrived);
         let left = match resumed {
-            Ok(()) => [vec![place], checkpoint::stay_held(&members)].concat().join("; "),
-            Err(second) => format!("; and {second}{away}. To continue: `{again}`"),
+            Ok(()) => {
+                let place = place.unwrap_or_else(|| "The job is where it was".into());
+                let back = if back.is_empty() { String::new() } else { format!(". The way back: {}", steps(&back)) };
+                [vec![format!(". {place}{back}")], checkpoint::stay_held(&members)].concat().join("; ")
+            }
+            Err(second) => {
+                let place = place.map_or_else(String::new, |place| format!(". {place}"));
+                format!("; and {second}{place}. To continue: {}", steps(&[back, again].concat()))
+            }
         };
         return Err(failure.adding(&left));
     }
-    resumed.map_err(|failure| {
-        let place = if swapped.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
-        failure.adding(&format!(". {place}, paused and held; to continue: `{again}`"))
-    })?;
+    resumed.map_err(|failure| failure.adding(&format!(". {arrived}, paused and held; to continue: {}", steps(&again))))?;
     let line = |member: &Member| {
         let now: Vec<_> = moves(member, &map, &cards).into_iter().map(|(_, new)| new).collect();
         format!("moved {} to {}: {} {}", member.process, list(&now), member.bytes(), member.done.took())
@@ -122,16 +125,59 @@ fn moves<'a>(member: &Member, map: &GpuMap, cards: &'a [Card]) -> Vec<(&'a Card,
     moves
 }
 
-/// After a failed move: which processes are on other GPUs nevertheless, and how to bring them back. This does not bring them back: they
-/// work, and another checkpoint by a driver that has just refused a restore could lose them.
-fn away(members: &[Member], map: &GpuMap, cards: &[Card]) -> String {
-    let text = |member: &Member| {
-        let (old, new): (Vec<_>, Vec<_>) = moves(member, map, cards).into_iter().unzip();
-        let back = old.iter().map(|card| card.index.to_string()).collect::<Vec<_>>().join(",");
-        let command = Target::Pid(member.process.pid).command("move");
-        format!(". {} is on {} now: `{command} --to {back}` brings it back", member.process, list(&new))
-    };
-    members.iter().filter(|member| member.has_moved).map(text).collect()
+/// After a failed move: where the processes are, if any has moved, and, if only some have, the commands that bring them back. This does not
+/// bring them back: they work, and another checkpoint by a driver that has just refused a restore could lose them. `arrived`: the text if
+/// all have moved.
+fn whereabouts(members: &[Member], map: &GpuMap, cards: &[Card], arrived: &str) -> (Option<String>, Vec<String>) {
+    let moving = members
+        .iter()
+        .map(|member| (member, moves(member, map, cards)))
+        .filter(|(_, moves)| moves.iter().any(|(old, new)| old.index != new.index));
+    let (away, stayed): (Vec<_>, Vec<_>) = moving.partition(|(member, _)| member.has_moved);
+    if away.is_empty() {
+        return (None, Vec::new());
+    }
+    if stayed.is_empty() {
+        return (Some(arrived.into()), Vec::new());
+    }
+    let (mut texts, mut to_bring_back) = (Vec::new(), Vec::new());
+    for (member, moves) in away {
+        let (home, on): (Vec<_>, Vec<_>) = moves.into_iter().unzip();
+        texts.push(format!("{} is on {} now", member.process, list(&on)));
+        let indices = |cards: Vec<&Card>| cards.into_iter().map(|card| card.index).collect();
+        to_bring_back.push(Away { pid: member.process.pid, on: indices(on), home: indices(home) });
+    }
+    (Some(format!("{}. No other has moved", texts.join(", "))), way_back(to_bring_back))
+}
+
+/// A process on other GPUs than its own, by their indices.
+struct Away {
+    pid: u32,
+    on: Vec<u32>,
+    home: Vec<u32>,
+}
+
+/// The commands that bring these back, in an order in which none is in another's way. Where each is in the way of the next in a circle, one
+/// is suspended first.
+fn way_back(mut away: Vec<Away>) -> Vec<String> {
+    let mut commands = Vec::new();
+    while !away.is_empty() {
+        let is_in_the_way = |other: &Away, one: &Away| other.pid != one.pid && other.on.iter().any(|gpu| one.home.contains(gpu));
+        if let Some(place) = away.iter().position(|one| !away.iter().any(|other| is_in_the_way(other, one))) {
+            let Away { pid, home, .. } = away.remove(place);
+            let home: Vec<_> = home.iter().map(ToString::to_string).collect();
+            commands.push(format!("{} --to {}", Target::Pid(pid).command("move"), home.join(",")));
+        } else {
+            let one = away.remove(0);
+            commands.push(Target::Pid(one.pid).command("suspend"));
+            away.push(Away { on: Vec::new(), ..one });
+        }
+    }
+    commands
+}
+
+fn steps(commands: &[String]) -> String {
+    format!("`{}`", commands.join("`, then `"))
 }
 
 fn usage(why: impl Into<String>) -> CommandError {
@@ -271,6 +317,23 @@ mod tests {
         }
         let text = map(&cards(&["H200", "L4"]), &[0], &[1]).unwrap_err();
         assert!(text.contains("GPU 0 is a H200, GPU 1 a L4"), "{text}");
+    }
+
+    #[test]
+    fn each_finds_its_gpu_empty_on_the_way_back() {
+        let back = |away: &[(u32, &[u32], &[u32])]| {
+            way_back(away.iter().map(|(pid, on, home)| Away { pid: *pid, on: on.to_vec(), home: home.to_vec() }).collect())
+                .iter()
+                .map(|command| command.replace("vramctl ", "").replace("--pid=", ""))
+                .collect::<Vec<_>>()
+                .join("; ")
+        };
+        assert_eq!(back(&[(1, &[1], &[0])]), "move 1 --to 0");
+        assert_eq!(back(&[(1, &[2], &[1]), (2, &[1], &[0])]), "move 2 --to 0; move 1 --to 1", "a row");
+        assert_eq!(back(&[(1, &[1], &[0]), (2, &[0], &[1])]), "suspend 1; move 2 --to 1; move 1 --to 0", "a circle");
+        assert_eq!(back(&[(1, &[0, 1], &[1, 0])]), "move 1 --to 1,0", "in its own way");
+        let two_circles = back(&[(1, &[1], &[0]), (2, &[0], &[1]), (3, &[3], &[2]), (4, &[2], &[3])]);
+        assert_eq!(two_circles, "suspend 1; move 2 --to 1; move 1 --to 0; suspend 3; move 4 --to 3; move 3 --to 2");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::dry_run::{self, Foretold};
 use crate::failure::{CommandError, Exit};
 use crate::nccl;
 use crate::output;
-use crate::processes::{Found, Target, check_whole};
+use crate::processes::{Found, Process, Target, check_whole};
 use crate::shared;
 use crate::target::{BackupArgs, TargetArgs, WaitingArgs, count, milliseconds, registered, seconds};
 use clap_complete::ArgValueCandidates;
@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
 use vramctl_driver::checkpoint::GpuMap;
-use vramctl_model::{Bytes, Kind, Registered};
+use vramctl_model::{Bytes, Kind, Registered, TagState};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -135,11 +135,20 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
             let given: u64 = members.iter().map(checkpoint::Member::given_back).sum();
             let given = if given > 0 { format!("; NCCL has given back {}", Bytes(given)) } else { String::new() };
             let libraries = if left > 0 { format!(" and {} of libraries", Bytes(left)) } else { String::new() };
+            let resumed = resumed_meanwhile(&found, &members);
+            let paused = if resumed.is_empty() { "All".into() } else { format!("Resumed meanwhile: {}. All other", resumed.join(", ")) };
             Err(failure.adding(&format!(
-                ". All tags are paused{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
+                ". {paused} tags are paused{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
             )))
         }
     }
+}
+
+/// Those whose memory another command has brought back since it was paused.
+fn resumed_meanwhile(found: &Found, members: &[checkpoint::Member]) -> Vec<String> {
+    let now = found.look_again(&members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
+    let runs = |process: &&Process| process.tags().iter().any(|tag| tag.state != TagState::Paused);
+    now.iter().filter(runs).map(ToString::to_string).collect()
 }
 
 /// Restores those of these processes that do not answer because the driver has locked or checkpointed them without their libraries' knowledge.

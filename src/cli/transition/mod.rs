@@ -51,7 +51,8 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
     } else {
         BTreeMap::new()
     };
-    let mut asking = Asking::prepare(Verb::Pause, &args.transition)?;
+    let found = Found::look(&Target::from(target.clone()))?;
+    let mut asking = Asking::prepare(Verb::Pause, found, &args.transition)?;
     asking.trimmed = trimmed;
     asking.request.backup = args.backup.policy();
     asking.request.registered = args.registered;
@@ -80,23 +81,24 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
 
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     checkpoint::see_all_gpus();
-    let Args { timeout, json, quiet, .. } = &args.transition;
-    // Before anything is brought back, so that a wrong argument changes nothing.
+    let Args { target, words, timeout, json, quiet, .. } = &args.transition;
     let patience = timeout.unwrap_or_default();
-    let prepare = || Asking::prepare(Verb::Resume, &args.transition);
-    let mut asking = prepare().or_else(|failure| {
+    let look = || Found::look(&Target::from(target.clone()));
+    let prepare = |found| Asking::prepare(Verb::Resume, found, &args.transition);
+    let found = look()?;
+    // Before anything is brought back, so that a wrong argument changes nothing.
+    let mut asking = prepare(found.clone()).or_else(|failure| {
         if failure.exit() != Exit::Busy {
             return Err(failure);
         }
         // One that does not answer may be locked.
-        let found = Found::look(&Target::from(args.transition.target.clone()))?;
-        let (target, _) = found.tell_apart(Target::from(args.transition.target.clone()), args.transition.words.clone());
-        if suspend::free_stuck(&found, &target, patience)? { prepare() } else { Err(failure) }
+        let (target, _) = found.tell_apart(Target::from(target.clone()), words.clone());
+        if suspend::free_stuck(&found, &target, patience)? { prepare(look()?) } else { Err(failure) }
     })?;
     let Asking { found, target, request, .. } = &asking;
     let restored = suspend::bring_back(found, target, request, patience, *json || *quiet)?;
     if !restored.is_empty() {
-        asking = prepare()?;
+        asking = prepare(look()?)?;
         asking.restored = restored;
     }
     asking.groups = asking.jobs();
@@ -134,11 +136,9 @@ struct Asking {
 }
 
 impl Asking {
-    /// Finds the processes and plans their requests. Changes nothing.
-    fn prepare(direction: Verb, args: &Args) -> Result<Self, CommandError> {
-        let target = Target::from(args.target.clone());
-        let mut found = Found::look(&target)?;
-        let (target, tags) = found.tell_apart(target, args.words.clone());
+    /// Chooses among the processes and plans their requests. Changes nothing.
+    fn prepare(direction: Verb, mut found: Found, args: &Args) -> Result<Self, CommandError> {
+        let (target, tags) = found.tell_apart(Target::from(args.target.clone()), args.words.clone());
         let gpus = found.keep_on(&args.gpu.gpu)?;
         let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &tags)).map_err(|failure| {
             let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
