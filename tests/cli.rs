@@ -762,7 +762,7 @@ fn refusals_have_exit_codes_of_their_own() {
         let fake = Fake::reacting(&place, "engine", &["weights"], move |request| {
             is_transition(request).then(|| Reaction::Answer(Reply::Error(refusal.clone())))
         });
-        place.vramctl(&format!("pause --pid {}", fake.pid())).expect(code, "", text);
+        place.vramctl(&format!("pause --hold-timeout 0.2 --pid {}", fake.pid())).expect(code, "", text);
     }
 }
 
@@ -1477,9 +1477,9 @@ fn run_script(place: &Place, path: &Path, name: &str, arguments: &[&str]) -> Ran
 
 #[test]
 fn scripts_pause_and_resume_through_every_transport() {
-    let place = Place::new();
-    for (transport, path) in transports(&place) {
+    let try_with = |transport: &'static str, path: &Path| {
         eprintln!("{transport}");
+        let place = Place::new();
         let slow = |request: &Request| {
             if is_transition(request) {
                 // Longer than any transport waits by default.
@@ -1488,7 +1488,7 @@ fn scripts_pause_and_resume_through_every_transport() {
             None
         };
         let engine = Fake::reacting(&place, "engine", &["kv_cache", "it's \"odd\" \\ ü"], slow);
-        let run = |name: &str, arguments: &[&str]| run_script(&place, &path, name, arguments);
+        let run = |name: &str, arguments: &[&str]| run_script(&place, path, name, arguments);
 
         let pause = run("pause.sh", &["it's \"odd\" \\ ü", "--discard", "--timeout", "2.5"]);
         pause.expect(0, "\"reply\":\"done\"", "");
@@ -1508,8 +1508,14 @@ fn scripts_pause_and_resume_through_every_transport() {
         let limits = Transition { hold_ms: Some(500), timeout_ms: Some(3000), ..Transition::default() };
         assert_eq!(engine.asked()[4], Request::Pause(limits));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
-        drop(engine);
-    }
+    };
+    let place = Place::new();
+    thread::scope(|scope| {
+        for (transport, path) in transports(&place) {
+            let try_with = &try_with;
+            scope.spawn(move || try_with(transport, &path));
+        }
+    });
 }
 
 /// Installed into a directory in `PATH`, as administrators do.

@@ -523,6 +523,15 @@ Link   out none yet, in none yet
     }
 
     #[test]
+    fn a_message_goes_after_a_while() {
+        let now = Instant::now();
+        let mut model = busy(now);
+        model.say("resumed weights of engine".into(), now);
+        let after = |seconds| picture(&model, now + Duration::from_secs(seconds), 80, 24);
+        assert!(after(19).contains("resumed weights") && !after(21).contains("resumed weights"), "{}", after(19));
+    }
+
+    #[test]
     fn a_silent_process_keeps_its_last_values() {
         let now = Instant::now();
         let mut model = busy(now);
