@@ -1432,14 +1432,14 @@ fn a_pause_and_a_resume_in_progress_show_in_the_status() {
     for tag in [TagState::Pausing, TagState::Resuming] {
         let mut looking = Looking { tag, seen: Vec::new() };
         let request = request(&["weights"]);
-        let done = if tag == TagState::Pausing {
-            Memory::get().pause(&request, &mut looking)
+        let (done, stage) = if tag == TagState::Pausing {
+            (Memory::get().pause(&request, &mut looking), Stage::Save)
         } else {
-            Memory::get().resume(&request, &mut looking)
+            (Memory::get().resume(&request, &mut looking), Stage::Restore)
         };
         assert_eq!(done.unwrap().kept_bytes, bytes);
         assert!(looking.seen.len() > 1, "{:?}", looking.seen);
-        assert_eq!(looking.seen.last().map(|last| (last.done, last.total)), Some((bytes, bytes)));
+        assert_eq!(looking.seen.last().map(|last| (last.stage, last.done, last.total)), Some((stage, bytes, bytes)));
         let after = if tag == TagState::Pausing { TagState::Paused } else { TagState::Active };
         let now = Memory::get().status().tags.into_iter().find(|tag| tag.tag == "weights").unwrap();
         assert_eq!((now.state, now.progress), (after, None));
