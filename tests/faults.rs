@@ -1,5 +1,6 @@
 //! Fails every driver call on the paths of allocate, free, pause and resume: each use once, each call permanently, and pairs
-//! of uses. Whatever fails, no byte is lost, no address moves, nothing leaks, and the next attempt works.
+//! of uses; and lets too few threads start. Whatever fails, no byte is lost, no address moves, nothing leaks, and the next
+//! attempt works.
 #![allow(missing_docs)]
 
 mod common;
@@ -15,7 +16,7 @@ use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::Driver;
 use vramctl_intercept::hooks as interpose;
-use vramctl_model::{Backup, Report, TransitionRequest};
+use vramctl_model::{Backup, Error, Report, TransitionRequest};
 
 /// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = Driver::NAMES;
@@ -348,5 +349,74 @@ proptest! {
         ];
         run(&gpu, PATHS[path], &faults, None);
         check_nothing_left(&gpu, &before, &format!("{:?} with {faults:?}", PATHS[path]));
+    }
+}
+
+/// How many threads may still be started, and how many were not.
+static THREADS: Mutex<(usize, usize)> = Mutex::new((usize::MAX, 0));
+
+type CreateThread = unsafe extern "C" fn(*mut libc::pthread_t, *const libc::c_void, *const libc::c_void, *mut libc::c_void) -> i32;
+
+/// Takes the place of the system's function in this program, and refuses as where a limit is reached (`ulimit -u`).
+///
+/// # Safety
+/// As for the system's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pthread_create(
+    thread: *mut libc::pthread_t,
+    attributes: *const libc::c_void,
+    start: *const libc::c_void,
+    argument: *mut libc::c_void,
+) -> i32 {
+    let module_of = |address: *const libc::c_void| {
+        // SAFETY: plain data, and writable.
+        unsafe {
+            let mut found: libc::Dl_info = std::mem::zeroed();
+            libc::dladdr(address, &raw mut found);
+            found.dli_fbase
+        }
+    };
+    // The simulated driver's do not count.
+    if module_of(start) == module_of((&raw const THREADS).cast()) {
+        let mut threads = THREADS.lock().unwrap();
+        if threads.0 == 0 {
+            threads.1 += 1;
+            return libc::EAGAIN;
+        }
+        threads.0 -= 1;
+    }
+    // SAFETY: the system's function has this type; the rest is the caller's promise.
+    unsafe {
+        let create = libc::dlsym(libc::RTLD_NEXT, c"pthread_create".as_ptr());
+        std::mem::transmute::<*mut libc::c_void, CreateThread>(create)(thread, attributes, start, argument)
+    }
+}
+
+#[test]
+fn with_too_few_threads_a_transition_is_slower_or_refused() {
+    let gpu = Gpu::take();
+    warm_up(&gpu);
+    // With fewer threads than one each, the next in line is refused; with one, it does what others would have helped with.
+    let transition = |work: &dyn Fn() -> Result<Report, Error>| {
+        (0..).find_map(|most| {
+            *THREADS.lock().unwrap() = (most, 0);
+            let done = work();
+            let (_, missing) = std::mem::replace(&mut *THREADS.lock().unwrap(), (usize::MAX, 0));
+            match done {
+                Ok(_) => Some((most, missing)),
+                Err(Error::NoThread(_) | Error::Disk(_)) => None,
+                Err(other) => panic!("with {most} threads: {other}"),
+            }
+        })
+    };
+    for policy in [Backup::Host, Backup::Disk] {
+        let address = malloc_tagged("t", Some(policy), 40 * MIB).unwrap();
+        let contents = contents(8, 40 * MIB);
+        assert_eq!(write(address, contents), 0);
+        let (most, missing) = transition(&|| pause(&[])).unwrap();
+        assert!(most > 0 && missing > 0, "{policy:?} with {most} threads, without {missing}");
+        assert!(transition(&|| resume(&[])).unwrap().0 > 0, "{policy:?}");
+        assert!(read(address, 40 * MIB).unwrap() == contents, "{policy:?}");
+        assert_eq!(free(address), 0);
     }
 }
