@@ -138,7 +138,7 @@ const BUFFER: usize = 2 << 20;
 const BATCH: usize = BUFFER / (mem::size_of::<CUdeviceptr>() + mem::size_of::<Digest>());
 /// Offset of the digests in the buffer; the addresses come first.
 const DIGESTS: usize = (BATCH * mem::size_of::<CUdeviceptr>()).next_multiple_of(mem::size_of::<Digest>());
-const _: () = assert!(DIGESTS + BATCH * mem::size_of::<Digest>() <= BUFFER);
+const _: () = assert!(BATCH * mem::size_of::<CUdeviceptr>() <= DIGESTS && DIGESTS + BATCH * mem::size_of::<Digest>() <= BUFFER);
 
 /// Computes digests in one context.
 ///

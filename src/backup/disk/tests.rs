@@ -511,3 +511,15 @@ fn the_limit_of_file_sizes_is_an_error_and_no_signal() {
     unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const before) };
     assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
 }
+
+/// `/proc` has no unnamed files, reports no space, and reserves none. A backup's directory may be of any such kind.
+#[test]
+fn what_a_file_system_lacks_is_done_without() {
+    let proc = Path::new("/proc");
+    let error = Spill::create(proc, PAGE as u64).unwrap_err();
+    assert_ne!(error.kind(), io::ErrorKind::Unsupported, "a named file was not tried: {error}");
+    let file = File::open("/proc/self/status").unwrap();
+    assert_ne!(file::reserve(&file, proc, PAGE as u64).unwrap_err().kind(), io::ErrorKind::StorageFull);
+    // The answer of one that cannot write a part back.
+    assert!(file::leave_no_cache(&file, u64::MAX, 1).is_ok());
+}
