@@ -415,7 +415,7 @@ fn a_program_continues_when_a_client_gives_up_after_everything_is_resumed() {
     assert_eq!((gate::is_held(), common::free(address)), (false, 0));
 }
 
-/// Memory that a failed pause cannot map again stays paused. The program must not continue without it.
+/// Memory that a failed pause cannot map again, at the second attempt either, stays paused. The program must not continue without it.
 #[test]
 fn memory_that_cannot_be_mapped_again_keeps_the_program_held() {
     let gpu = Gpu::take();
@@ -423,11 +423,14 @@ fn memory_that_cannot_be_mapped_again_keeps_the_program_held() {
     let bytes = pattern(10, MIB);
     assert_eq!(write(address, &bytes), 0);
     for call in ["cuMemMap", "cuMemSetAccess"] {
-        gpu.fail(call, 1, 999, 1);
-        let refused = Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Refuses(&gpu, None));
-        assert!(refused.is_err(), "{call}");
-        gpu.clear_faults();
-        assert_eq!((state("job"), gate::is_held()), (Some(TagState::Paused), true), "{call}");
+        let refused = |times| {
+            gpu.fail(call, 1, 999, times);
+            assert!(Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Refuses(&gpu, None)).is_err(), "{call}");
+            gpu.clear_faults();
+            (state("job"), gate::is_held())
+        };
+        assert_eq!(refused(1), (Some(TagState::Active), false), "{call}");
+        assert_eq!(refused(2), (Some(TagState::Paused), true), "{call}");
         resume(&["job"]).unwrap();
         assert_eq!((read(address, MIB).as_ref(), gate::is_held()), (Ok(&bytes), false), "{call}");
     }
@@ -459,7 +462,7 @@ fn memory_that_is_freed_meanwhile_does_not_hide_what_is_missing() {
     assert_eq!(write(job, &bytes), 0);
     common::pause(&["old"]).unwrap();
     assert!(!gate::is_held());
-    gpu.fail("cuMemMap", 1, 999, 1);
+    gpu.fail("cuMemMap", 1, 999, 2);
     assert!(Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Frees(Some(old))).is_err());
     gpu.clear_faults();
     assert_eq!((state("old"), state("job"), gate::is_held()), (None, Some(TagState::Paused), true));

@@ -1493,7 +1493,7 @@ fn memory_that_could_not_be_opened_again_is_opened_by_the_next_resume_or_pause()
         assert_eq!(write(first, &contents), 0);
         // Only the first of the two is unmapped, and it cannot be opened again.
         gpu.fail("cuMemUnmap", 2, 999, 2);
-        gpu.fail("cuMemSetAccess", 1, 999, 1);
+        gpu.fail("cuMemSetAccess", 1, 999, 2);
         pause(&["t"]).unwrap_err();
         gpu.clear_faults();
         if strand_in_resume {

@@ -26,6 +26,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
+use vramctl_driver::Driver;
 
 /// Longer than anything may take, on any machine.
 const NEVER: Duration = Duration::from_secs(200);
@@ -255,40 +256,50 @@ fn results(ranks: &mut [Rank]) -> Vec<String> {
 }
 
 /// Ranks in collectives stand at different places at any moment. Either all are paused, in the end at the same place, or none is,
-/// also if the coordinator is killed; and the results are those of an undisturbed run.
-#[test]
-fn a_job_in_collectives_is_paused_as_one_at_any_moment() {
-    let mut random = Random::new(3);
+/// also if the coordinator is killed or a driver fails; and the results are those of an undisturbed run.
+fn a_job_in_collectives(random: &mut Random, with_faults: bool) {
     let machine = Machine::new();
     let mut ranks = in_collectives(&machine, 0);
     let watchdog = Watchdog::of(&ranks);
-    let (mut paused, mut tried, mut attempts) = (0, 0, 0);
+    let (mut paused, mut tried, mut attempts, mut failed) = (0, 0, 0, [0; 2]);
     let wanted = rounds(8);
     while paused < wanted {
         tried += 1;
         assert!(tried < 20 * wanted, "{paused} of {tried} pauses succeeded");
         random.sleep(20);
+        let case = if with_faults { fail_some(&mut ranks, &OF_PAUSE, random) } else { String::new() };
         let mut command = start(&machine, "pause --name ring --hold-timeout 5 --json");
         if random.one_in(3) {
             random.sleep(100);
             let _ = command.kill();
             end_of(command);
             let state = machine.settled(&ranks.each_ref());
-            assert!(["active", "paused, held"].contains(&state.as_str()), "{state}");
+            assert!(["active", "paused, held"].contains(&state.as_str()), "{case}: {state}");
             paused += u64::from(state != "active");
         } else {
             let ran = end_of(command);
             let is_done = ran.code == Some(0);
-            assert_eq!(machine.settled(&ranks.each_ref()), if is_done { "paused, held" } else { "active" }, "{}{}", ran.out, ran.err);
+            let state = machine.settled(&ranks.each_ref());
+            assert_eq!(state, if is_done { "paused, held" } else { "active" }, "{case}: {}{}", ran.out, ran.err);
             attempts += ran.json()["jobs"][0]["attempts"].as_u64().unwrap_or(0);
             paused += u64::from(is_done);
+            failed[0] += u64::from(!is_done);
         }
         random.sleep(10);
+        if with_faults {
+            let before = machine.settled(&ranks.each_ref());
+            let case = fail_some(&mut ranks, &OF_RESUME, random);
+            let ran = run(&machine, "resume --name ring");
+            let state = machine.settled(&ranks.each_ref());
+            assert_eq!(state, if ran.code == Some(0) { "active" } else { before.as_str() }, "{case}: {}{}", ran.out, ran.err);
+            failed[1] += u64::from(ran.code != Some(0));
+            clear_faults(&mut ranks);
+        }
         run(&machine, "resume --name ring").expect(0, "", "");
         assert_eq!(machine.settled(&ranks.each_ref()), "active");
     }
     all_get_on(&mut ranks);
-    println!("{paused} of {tried} pauses succeeded, in {attempts} attempts");
+    println!("{paused} of {tried} pauses succeeded, in {attempts} attempts; pauses and resumes that failed: {failed:?}");
     assert_eq!(ranks[0].ask("stop"), "ok");
     let found = results(&mut ranks);
     for rank in &mut ranks {
@@ -299,6 +310,41 @@ fn a_job_in_collectives_is_paused_as_one_at_any_moment() {
     let watchdog = Watchdog::of(&undisturbed);
     assert_eq!(results(&mut undisturbed), found);
     drop(watchdog);
+}
+
+#[test]
+fn a_job_in_collectives_is_paused_as_one_at_any_moment() {
+    a_job_in_collectives(&mut Random::new(3), false);
+}
+
+#[test]
+fn a_job_in_collectives_is_paused_as_one_while_a_driver_fails() {
+    a_job_in_collectives(&mut Random::new(5), true);
+}
+
+/// The calls of a pause and of undoing it, and those of a resume, that it cannot do without.
+const OF_PAUSE: [&str; 4] = ["cuMemcpyDtoHAsync_v2", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"];
+const OF_RESUME: [&str; 4] = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyHtoDAsync_v2"];
+
+/// Makes the drivers of one or two ranks fail at one of these calls, or at any other. Returns what will happen.
+fn fail_some(ranks: &mut [Rank], usual: &[&str], random: &mut Random) -> String {
+    clear_faults(ranks);
+    let (count, first) = (ranks.len() as u64, random.below(ranks.len() as u64));
+    let both = random.one_in(2);
+    let mut fail = |rank: u64| {
+        let calls = if random.one_in(4) { Driver::NAMES } else { usual };
+        let (call, nth) = (calls[random.below(calls.len() as u64) as usize], 1 + random.below(2));
+        assert_eq!(ranks[rank as usize].ask(&format!("fail {call} {nth}")), "ok", "{call}");
+        format!("rank {rank} fails in call {nth} of {call}")
+    };
+    let will = fail(first);
+    if both { format!("{will}, {}", fail((first + 1) % count)) } else { will }
+}
+
+fn clear_faults(ranks: &mut [Rank]) {
+    for rank in ranks {
+        assert_eq!(rank.ask("clear"), "ok");
+    }
 }
 
 /// A rank that is killed in the middle leaves the others in a collective that never ends. Either they are not paused, or all of them can be

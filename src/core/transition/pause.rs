@@ -187,8 +187,8 @@ impl Memory {
             if !allocation.is_paused() {
                 continue;
             }
-            if let Err(second) = self.map_again(allocation) {
-                // Two failures in a row: it stays paused, and its memory still has the contents.
+            // At the second failure it stays paused, alone of its job, and its memory still has the contents.
+            if let Err(second) = self.map_again(allocation).or_else(|_| self.map_again(allocation)) {
                 if !exit::is_ending() {
                     log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
                 }
