@@ -11,12 +11,13 @@ use std::ffi::CString;
 use std::path::Path;
 use std::process::Command;
 use std::ptr;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
-use vramctl_intercept::entries;
+use vramctl_intercept::{entries, launch};
 use vramctl_model::{Backup, Error, Kind, ObstacleKind, Registered, TagState, TransitionRequest};
 
 const PAGE: usize = 2 * MIB;
@@ -679,6 +680,8 @@ enum Step {
     Release(usize),
     Retain(u64),
     Write(u64, u64),
+    /// Frees the reservation and makes a new one.
+    Reserve,
     Pause,
     Resume,
 }
@@ -693,22 +696,144 @@ fn step() -> impl Strategy<Value = Step> {
         2 => any::<usize>().prop_map(Step::Release),
         1 => page().prop_map(Step::Retain),
         4 => (page(), any::<u64>()).prop_map(|(at, seed)| Step::Write(at, seed)),
+        1 => Just(Step::Reserve),
         2 => Just(Step::Pause),
         2 => Just(Step::Resume),
     ]
 }
 
 const PAGES: u64 = 8;
+const WHOLE: usize = PAGES as usize * PAGE;
 
-/// The program's view: the driver's rules, without any pause.
-#[derive(Default)]
+fn reserve() -> u64 {
+    let place = Reserved::new(WHOLE);
+    let base = place.0;
+    std::mem::forget(place);
+    base
+}
+
+/// The seed of a handle's contents, or 0. Several threads may have it mapped.
+type Seed = Arc<Mutex<u64>>;
+
+/// The view of a program or of one of its threads: the driver's rules, without any pause.
 struct Model {
-    /// References and contents' seed.
-    handles: BTreeMap<u64, (usize, u64)>,
+    tag: &'static str,
+    /// The addresses that it has reserved.
+    place: u64,
+    /// How often it has to release each.
+    handles: BTreeMap<u64, usize>,
     /// Page to handle and flags.
     mapped: BTreeMap<u64, (u64, u32)>,
-    /// Released, or never there.
-    contents: BTreeMap<u64, u64>,
+    /// Also of those that it has released.
+    contents: BTreeMap<u64, Seed>,
+}
+
+impl Model {
+    fn new(tag: &'static str) -> Self {
+        Self { tag, place: reserve(), handles: BTreeMap::new(), mapped: BTreeMap::new(), contents: BTreeMap::new() }
+    }
+
+    fn at(&self, page: u64) -> u64 {
+        self.place + page * PAGE as u64
+    }
+
+    fn one(&self, which: usize) -> Option<u64> {
+        self.handles.keys().nth(which % self.handles.len().max(1)).copied()
+    }
+
+    /// What a handle's memory holds. Others write to it only once this is dropped.
+    fn seed(&self, handle: u64) -> MutexGuard<'_, u64> {
+        self.contents[&handle].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn apply(&mut self, step: &Step) -> Result<(), TestCaseError> {
+        match *step {
+            Step::Create if self.handles.len() < 6 => {
+                let handle = create(self.tag, None, PAGE).unwrap();
+                prop_assert!(self.handles.insert(handle, 1).is_none());
+                self.contents.insert(handle, Seed::default());
+            }
+            Step::Map(which, page) => {
+                let Some(handle) = self.one(which) else { return Ok(()) };
+                let expected = u32::from(self.mapped.contains_key(&page));
+                prop_assert_eq!(map(self.at(page), PAGE, handle), expected);
+                if expected == 0 {
+                    self.mapped.insert(page, (handle, 0));
+                }
+            }
+            Step::Unmap(page, pages) => {
+                let pages = pages.min(PAGES - page);
+                prop_assert_eq!(unmap(self.at(page), pages as usize * PAGE), 0);
+                (page..page + pages).for_each(|page| _ = self.mapped.remove(&page));
+            }
+            Step::Allow(page, pages, flags) => {
+                let pages = pages.min(PAGES - page);
+                let whole = (page..page + pages).all(|page| self.mapped.contains_key(&page));
+                // Ranges with holes are tested above: the driver stops at a hole of the program's.
+                if whole {
+                    prop_assert_eq!(allow(self.at(page), pages as usize * PAGE, 0, flags), 0);
+                    (page..page + pages).for_each(|page| self.mapped.get_mut(&page).unwrap().1 = flags);
+                }
+            }
+            Step::Release(which) => {
+                let Some(handle) = self.one(which) else { return Ok(()) };
+                prop_assert_eq!(release(handle), 0);
+                let references = self.handles.get_mut(&handle).unwrap();
+                *references -= 1;
+                if *references == 0 {
+                    self.handles.remove(&handle);
+                }
+            }
+            Step::Retain(page) => {
+                let expected = self.mapped.get(&page).map(|(handle, _)| *handle).ok_or(1);
+                prop_assert_eq!(retain(self.at(page)), expected);
+                if let Ok(handle) = expected {
+                    *self.handles.entry(handle).or_default() += 1;
+                }
+            }
+            Step::Write(page, new) => {
+                let (place, contents) = (self.at(page) as usize, pattern(new, PAGE));
+                let mapped = self.mapped.get(&page).map(|(handle, flags)| (self.seed(*handle), *flags == 3));
+                let written = unsafe { launch::cuMemcpyHtoD_v2(place, contents.as_ptr() as usize, PAGE) } == 0;
+                prop_assert_eq!(written, mapped.as_ref().is_some_and(|(_, is_writable)| *is_writable));
+                if let Some((mut seed, true)) = mapped {
+                    *seed = new;
+                }
+            }
+            Step::Reserve => {
+                let expected = u32::from(!self.mapped.is_empty());
+                prop_assert_eq!(unsafe { entries::cuMemAddressFree(self.place, WHOLE) }, expected);
+                if expected == 0 {
+                    self.place = reserve();
+                }
+            }
+            Step::Create | Step::Pause | Step::Resume => {}
+        }
+        Ok(())
+    }
+
+    /// Checks access and contents at every address.
+    fn check(&self) -> Result<(), TestCaseError> {
+        let mut found = vec![0_u8; PAGE];
+        for (page, (handle, flags)) in &self.mapped {
+            prop_assert_eq!(access(self.at(*page), 0), Ok(u64::from(*flags)));
+            let seed = self.seed(*handle);
+            let code = unsafe { launch::cuMemcpyDtoH_v2(found.as_mut_ptr() as usize, self.at(*page) as usize, PAGE) };
+            prop_assert_eq!(code == 0, *flags != 0);
+            let expected = if *seed == 0 { vec![0; PAGE] } else { pattern(*seed, PAGE) };
+            prop_assert!(code != 0 || found == expected, "page {page}");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        let unmapped = unmap(self.place, WHOLE);
+        let released = self.handles.iter().map(|(handle, references)| (0..*references).map(|_| release(*handle)).sum::<u32>()).sum::<u32>();
+        let freed = unsafe { entries::cuMemAddressFree(self.place, WHOLE) };
+        assert!([unmapped, released, freed] == [0; 3] || std::thread::panicking());
+    }
 }
 
 proptest! {
@@ -718,62 +843,10 @@ proptest! {
     #[test]
     fn random_programs_notice_nothing(steps in prop::collection::vec(step(), 1..60)) {
         let gpu = Gpu::take();
-        let place = Reserved::new(PAGES as usize * PAGE);
-        let at = |page: u64| place.0 + page * PAGE as u64;
-        let mut model = Model::default();
+        let mut model = Model::new("own");
         let mut paused = false;
         for step in &steps {
             match *step {
-                Step::Create if model.handles.len() < 6 => {
-                    let handle = create("own", None, PAGE).unwrap();
-                    prop_assert!(model.handles.insert(handle, (1, 0)).is_none());
-                    model.contents.insert(handle, 0);
-                }
-                Step::Map(which, page) => {
-                    let Some((&handle, _)) = model.handles.iter().nth(which % model.handles.len().max(1)) else { continue };
-                    let expected = u32::from(model.mapped.contains_key(&page));
-                    prop_assert_eq!(map(at(page), PAGE, handle), expected);
-                    if expected == 0 {
-                        model.mapped.insert(page, (handle, 0));
-                    }
-                }
-                Step::Unmap(page, pages) => {
-                    let pages = pages.min(PAGES - page);
-                    prop_assert_eq!(unmap(at(page), pages as usize * PAGE), 0);
-                    (page..page + pages).for_each(|page| _ = model.mapped.remove(&page));
-                }
-                Step::Allow(page, pages, flags) => {
-                    let pages = pages.min(PAGES - page);
-                    let whole = (page..page + pages).all(|page| model.mapped.contains_key(&page));
-                    // Ranges with holes are tested above: the driver stops at a hole of the program's.
-                    if whole {
-                        prop_assert_eq!(allow(at(page), pages as usize * PAGE, 0, flags), 0);
-                        (page..page + pages).for_each(|page| model.mapped.get_mut(&page).unwrap().1 = flags);
-                    }
-                }
-                Step::Release(which) => {
-                    let Some((&handle, _)) = model.handles.iter().nth(which % model.handles.len().max(1)) else { continue };
-                    prop_assert_eq!(release(handle), 0);
-                    let references = &mut model.handles.get_mut(&handle).unwrap().0;
-                    *references -= 1;
-                    if *references == 0 {
-                        model.handles.remove(&handle);
-                    }
-                }
-                Step::Retain(page) => {
-                    let expected = model.mapped.get(&page).map(|(handle, _)| *handle).ok_or(1);
-                    prop_assert_eq!(retain(at(page)), expected);
-                    if let Ok(handle) = expected {
-                        model.handles.entry(handle).or_insert((0, 0)).0 += 1;
-                    }
-                }
-                Step::Write(page, seed) if !paused => {
-                    let writable = model.mapped.get(&page).filter(|(_, flags)| *flags == 3).map(|(handle, _)| *handle);
-                    prop_assert_eq!(write(at(page), &pattern(seed, PAGE)) == 0, writable.is_some());
-                    if let Some(handle) = writable {
-                        model.contents.insert(handle, seed);
-                    }
-                }
                 Step::Pause => {
                     let any = !Memory::get().status().tags.is_empty();
                     prop_assert_eq!(pause(&[]).is_ok(), true);
@@ -783,21 +856,110 @@ proptest! {
                 Step::Resume => {
                     resume(&[]).unwrap();
                     paused = false;
-                    for (page, (handle, flags)) in &model.mapped {
-                        prop_assert_eq!(access(at(*page), 0), Ok(u64::from(*flags)));
-                        let seed = model.contents[handle];
-                        let expected = if seed == 0 { vec![0; PAGE] } else { pattern(seed, PAGE) };
-                        let readable = *flags != 0;
-                        prop_assert!(read(at(*page), PAGE).ok() == readable.then_some(expected), "page {page}");
-                    }
+                    model.check()?;
                 }
-                _ => {}
+                Step::Write(..) if paused => {}
+                _ => model.apply(step)?,
             }
         }
-        prop_assert_eq!(unmap(place.0, place.1), 0);
-        for (handle, (references, _)) in &model.handles {
-            (0..*references).for_each(|_| assert_eq!(release(*handle), 0));
+        drop(model);
+        prop_assert_eq!(pages_in_use(&gpu), 0);
+        prop_assert_eq!(Memory::get().status().tags.len(), 0);
+    }
+}
+
+const THREADS: usize = 3;
+
+/// A pause from outside: the tags, whether with a guard, how long the program runs before it, and what is resumed first.
+type Outside = (&'static [&'static str], bool, u64, &'static [&'static str]);
+
+fn outside() -> impl Strategy<Value = Outside> {
+    let tags = || prop::sample::select(vec![&[][..], &["even"], &["odd"], &["shared"], &["even", "shared"]]);
+    (tags(), any::<bool>(), 0..3000_u64, tags())
+}
+
+/// Pauses and resumes while the threads go on, and has all of them check everything after each resume.
+fn pause_from_outside(pauses: &[Outside], [resumed, checked]: [&AtomicUsize; 2], ended: &dyn Fn() -> bool) -> Result<(), TestCaseError> {
+    for (round, (tags, guard, after, first)) in pauses.iter().enumerate() {
+        std::thread::sleep(Duration::from_micros(*after));
+        let hold = Some(Duration::from_secs(100));
+        let wanted = |tags| TransitionRequest { lenient: true, ..common::request(tags) };
+        let report = Memory::get().pause(&TransitionRequest { hold, guard: *guard, ..wanted(tags) }, &mut ());
+        prop_assert!(report.is_ok(), "{report:?}");
+        std::thread::sleep(Duration::from_micros(*after / 2));
+        for tags in [*first, &[]] {
+            let report = Memory::get().resume(&wanted(tags), &mut ());
+            prop_assert!(report.is_ok(), "{report:?}");
         }
+        prop_assert!(!gate::is_held());
+        resumed.fetch_add(1, Ordering::SeqCst);
+        while checked.load(Ordering::SeqCst) < (round + 1) * THREADS && !ended() {
+            std::thread::yield_now();
+        }
+    }
+    Ok(())
+}
+
+/// What a thread does until it is told to end.
+fn go_on(model: &mut Model, steps: &[Step], [resumed, checked]: [&AtomicUsize; 2], over: &AtomicBool) -> Result<(), TestCaseError> {
+    let mut seen = 0;
+    for step in steps.iter().cycle() {
+        model.apply(step)?;
+        if resumed.load(Ordering::SeqCst) > seen {
+            model.check()?;
+            seen += 1;
+            checked.fetch_add(1, Ordering::SeqCst);
+        }
+        if over.load(Ordering::SeqCst) {
+            break;
+        }
+    }
+    model.check()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: common::cases(12), failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The same with several threads, some of whose handles all of them may map, and with pauses at any moment.
+    #[test]
+    fn random_threads_notice_nothing(
+        steps in prop::collection::vec(prop::collection::vec(step(), 1..60), THREADS),
+        pauses in prop::collection::vec(outside(), 1..8),
+    ) {
+        let gpu = Gpu::take();
+        let mut models = ["even", "odd", "even"].map(Model::new);
+        let mut first = Model::new("shared");
+        for page in 0..2 {
+            first.apply(&Step::Create)?;
+            first.apply(&Step::Map(page as usize, page))?;
+            let handle = first.mapped[&page].0;
+            for model in &mut models {
+                prop_assert_eq!(retain(first.at(page)), Ok(handle));
+                model.handles.insert(handle, 1);
+                model.contents.insert(handle, Arc::clone(&first.contents[&handle]));
+            }
+        }
+        // From now on, they are the threads'.
+        drop(first);
+        let (resumed, checked, over) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = models.iter_mut().zip(&steps).map(|(model, steps)| {
+                let (resumed, checked, over) = (&resumed, &checked, &over);
+                scope.spawn(move || {
+                    common::set_device(0);
+                    go_on(model, steps, [resumed, checked], over)
+                })
+            }).collect();
+            let paused = pause_from_outside(&pauses, [&resumed, &checked], &|| threads.iter().any(ScopedJoinHandle::is_finished));
+            if paused.is_err() {
+                // Nobody will resume what they wait for.
+                gate::let_go(|| false);
+            }
+            over.store(true, Ordering::SeqCst);
+            let ended: Result<Vec<_>, _> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+            ended.and(paused)
+        })?;
+        drop(models);
         prop_assert_eq!(pages_in_use(&gpu), 0);
         prop_assert_eq!(Memory::get().status().tags.len(), 0);
     }
