@@ -178,9 +178,11 @@ fn a_device_without_memory_to_spare_gets_no_kernel() {
     let gpu = Gpu::take();
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let program = Program::start(&[MIB; 2]);
-    gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
     set_copy_by(Some(CopyBy::Kernel), None);
-    for _ in 0..2 {
+    let free = common::DEVICE_BYTES - gpu.used(0) as usize;
+    // Enough for the kernel, and then nothing.
+    for left in [8 * MIB, 0] {
+        gpu.occupy(0, free - left);
         gpu.reset_counts();
         pause(&[]).unwrap();
         assert_eq!(gpu.calls("cuModuleLoadData"), 0);
