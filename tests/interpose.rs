@@ -1481,6 +1481,25 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(free(address), 0);
 }
 
+/// Digests only save time.
+#[test]
+fn a_pause_whose_digests_fail_copies_everything() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged(common::RETAINED_TAG, None, 4 * MIB).unwrap();
+    let contents = pattern(1, 4 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    for fails in [false, true] {
+        if fails {
+            gpu.fail("cuLaunchKernel", 1, 4242, 1);
+        }
+        assert_eq!(pause(&[]).unwrap().unchanged_bytes, 0);
+        resume(&[]).unwrap();
+        gpu.clear_faults();
+    }
+    assert!(read(address, 4 * MIB).unwrap() == contents);
+    assert_eq!(free(address), 0);
+}
+
 /// If a failed pause maps memory again but cannot open it, that memory must not count as active: no resume would open it.
 #[test]
 fn memory_that_could_not_be_opened_again_is_opened_by_the_next_resume_or_pause() {
