@@ -22,7 +22,8 @@ enum Step {
     Allocate(usize),
     Free(usize),
     Write(usize, u64),
-    /// An optional unused range in an allocation: index, offset and length. And whether with a guard.
+    /// An optional unused range, which may reach into the next allocations: index of the one that it is counted from, offset and
+    /// length. And whether with a guard.
     Pause(Option<usize>, Option<Backup>, Option<(usize, usize, usize)>, bool),
     Resume(Option<usize>),
 }
@@ -137,7 +138,8 @@ impl World {
             }
             Step::Pause(tag, backup, unused, guard) => {
                 let unused = unused.and_then(|(which, from, bytes)| Some((self.pick(which)?, from, bytes)));
-                let spans = unused.iter().map(|(address, from, bytes)| Span { address: address + *from as u64, bytes: *bytes }).collect();
+                let unused = unused.map(|(address, from, bytes)| Span { address: address + from as u64, bytes });
+                let spans = unused.into_iter().collect();
                 let wanted = TransitionRequest { backup, guard, unused: spans, ..request(&tags(tag)) };
                 let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
@@ -150,8 +152,9 @@ impl World {
                     let (tag, policy) = model.tag.unwrap();
                     match (backup.unwrap_or(policy), unused) {
                         (Backup::Discard, _) => model.contents = None,
-                        (Backup::Host, Some((of, from, bytes))) if of == *address && TAGS[tag] != common::RETAINED_TAG => {
-                            model.forget(from, bytes);
+                        (Backup::Host, Some(span)) if TAGS[tag] != common::RETAINED_TAG => {
+                            let from = span.address.max(*address);
+                            model.forget((from - address) as usize, (span.address + span.bytes as u64).saturating_sub(from) as usize);
                         }
                         _ => (),
                     }
