@@ -388,6 +388,12 @@ fn is_transition(request: &Request) -> bool {
     matches!(request, Request::Pause(_) | Request::Resume(_))
 }
 
+/// A copy to execute. Another process writes it: a program that another thread is just starting would still have our descriptor, and what
+/// is open for writing cannot be executed.
+fn copy_command(to: &Path) {
+    assert!(Command::new("cp").arg(command_line()).arg(to).status().unwrap().success());
+}
+
 // ---- looking ----
 
 #[test]
@@ -1089,7 +1095,7 @@ fn an_unsafe_directory_is_refused() {
         fs::set_permissions(place.folder.path(), Permissions::from_mode(0o711)).unwrap();
         // Where the other user can execute it.
         let copy = place.folder.path().join("vramctl");
-        fs::copy(command_line(), &copy).unwrap();
+        copy_command(&copy);
         let ran = Ran::new(&place.command(&copy, &["ps"]).uid(65534).output().unwrap());
         ran.expect(1, "", "owned by user 0, not by you; set VRAMCTL_DIR to a directory of yours");
     }
@@ -1348,7 +1354,7 @@ fn a_missing_library_is_explained() {
     // A copy of the binary finds the library in ../lib.
     let (bin, lib) = (place.folder.path().join("bin"), place.folder.path().join("lib"));
     fs::create_dir(&bin).unwrap();
-    fs::copy(command_line(), bin.join("vramctl")).unwrap();
+    copy_command(&bin.join("vramctl"));
     let run = || Ran::new(&place.command(bin.join("vramctl"), &["run", "--", "env"]).output().unwrap());
     run().expect(1, "", "set VRAMCTL_LIB");
     fs::create_dir(&lib).unwrap();
@@ -1399,7 +1405,7 @@ fn a_pip_installation_is_found() {
         let site = place.folder.path().join(site);
         let prefix = place.folder.path().join(site.strip_prefix(place.folder.path()).unwrap().iter().next().unwrap());
         fs::create_dir_all(prefix.join("bin")).unwrap();
-        fs::copy(command_line(), prefix.join("bin/vramctl")).unwrap();
+        copy_command(&prefix.join("bin/vramctl"));
         fs::create_dir_all(site.join("vramctl/site")).unwrap();
         fs::write(site.join("vramctl/__init__.py"), "").unwrap();
         symlink(harmless_library(), site.join("vramctl/libvramctl.so")).unwrap();

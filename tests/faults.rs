@@ -398,7 +398,7 @@ fn with_too_few_threads_a_transition_is_slower_or_refused() {
     warm_up(&gpu);
     // With fewer threads than one each, the next in line is refused; with one, it does what others would have helped with.
     let transition = |work: &dyn Fn() -> Result<Report, Error>| {
-        (0..).find_map(|most| {
+        (0..64).find_map(|most| {
             *THREADS.lock().unwrap() = (most, 0);
             let done = work();
             let (_, missing) = std::mem::replace(&mut *THREADS.lock().unwrap(), (usize::MAX, 0));

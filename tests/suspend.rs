@@ -941,7 +941,7 @@ fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
     let pid = runs.child.id();
     let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
-    let mut command = machine.command(common::command_line(), &["suspend", "pair"]);
+    let mut command = machine.command(common::command_line(), &["suspend", "pair", "--hold-timeout", "100"]);
     let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let is_paused = |process: &Value| process["tags"][0]["state"] == "paused";
     common::eventually("both are paused", || machine.status("pair")["processes"].as_array().unwrap().iter().all(is_paused));

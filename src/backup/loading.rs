@@ -1,6 +1,6 @@
 //! Loads a kernel once into each context that needs it, on a background thread.
 //!
-//! The driver takes 80 ms to compile one, needs a large stack for it, and may wait for the program's work, so this must not
+//! The driver takes 80 to 90 ms to compile one, needs a large stack for it, and may wait for the program's work, so this must not
 //! happen inside one of the program's calls. A failed load is not retried.
 
 use std::collections::BTreeMap;

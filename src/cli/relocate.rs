@@ -162,7 +162,10 @@ struct Away {
 fn way_back(mut away: Vec<Away>) -> Vec<String> {
     let mut commands = Vec::new();
     while !away.is_empty() {
-        let is_in_the_way = |other: &Away, one: &Away| other.pid != one.pid && other.on.iter().any(|gpu| one.home.contains(gpu));
+        // GPUs that it has not left are no reason to move it.
+        let is_in_the_way = |other: &Away, one: &Away| {
+            other.pid != one.pid && other.on.iter().zip(&other.home).any(|(on, home)| on != home && one.home.contains(on))
+        };
         if let Some(place) = away.iter().position(|one| !away.iter().any(|other| is_in_the_way(other, one))) {
             let Away { pid, home, .. } = away.remove(place);
             let home: Vec<_> = home.iter().map(ToString::to_string).collect();
@@ -332,6 +335,7 @@ mod tests {
         assert_eq!(back(&[(1, &[2], &[1]), (2, &[1], &[0])]), "move 2 --to 0; move 1 --to 1", "a row");
         assert_eq!(back(&[(1, &[1], &[0]), (2, &[0], &[1])]), "suspend 1; move 2 --to 1; move 1 --to 0", "a circle");
         assert_eq!(back(&[(1, &[0, 1], &[1, 0])]), "move 1 --to 1,0", "in its own way");
+        assert_eq!(back(&[(1, &[0, 2], &[0, 1]), (2, &[0, 4], &[0, 3])]), "move 1 --to 0,1; move 2 --to 0,3", "GPU 0 stays shared");
         let two_circles = back(&[(1, &[1], &[0]), (2, &[0], &[1]), (3, &[3], &[2]), (4, &[2], &[3])]);
         assert_eq!(two_circles, "suspend 1; move 2 --to 1; move 1 --to 0; suspend 3; move 4 --to 3; move 3 --to 2");
     }

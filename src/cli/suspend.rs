@@ -136,9 +136,13 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
             let given = if given > 0 { format!("; NCCL has given back {}", Bytes(given)) } else { String::new() };
             let libraries = if left > 0 { format!(" and {} of libraries", Bytes(left)) } else { String::new() };
             let resumed = resumed_meanwhile(&found, &members);
-            let paused = if resumed.is_empty() { "All".into() } else { format!("Resumed meanwhile: {}. All other", resumed.join(", ")) };
+            let paused = match resumed.len() {
+                0 => "All tags are paused".into(),
+                all if all == members.len() => format!("Resumed meanwhile: {}", resumed.join(", ")),
+                _ => format!("Resumed meanwhile: {}. All other tags are paused", resumed.join(", ")),
+            };
             Err(failure.adding(&format!(
-                ". {paused} tags are paused{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
+                ". {paused}{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
             )))
         }
     }
@@ -147,7 +151,8 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
 /// Those whose memory another command has brought back since it was paused.
 fn resumed_meanwhile(found: &Found, members: &[checkpoint::Member]) -> Vec<String> {
     let now = found.look_again(&members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
-    let runs = |process: &&Process| process.tags().iter().any(|tag| tag.state != TagState::Paused);
+    // A held program may allocate, so a tag that is not paused is not enough.
+    let runs = |process: &&Process| !process.is_held() && process.tags().iter().any(|tag| tag.state != TagState::Paused);
     now.iter().filter(runs).map(ToString::to_string).collect()
 }
 

@@ -129,7 +129,8 @@ impl Watched {
             self.gauge = None;
         }
         level.is(device, free);
-        if self.is_news(free, below, Instant::now()) {
+        // In the middle of a pause or resume it cannot be told whose the memory is that moves. The next sample will do.
+        if Memory::get().under_way().is_none() && self.is_news(free, below, Instant::now()) {
             // In its own thread: the program's allocator may take longer than until the next sample.
             if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device)) {
                 log::debug!("could not start a thread: {error}");
@@ -150,10 +151,6 @@ impl Watched {
 
 /// Handles a device with little free memory.
 fn has_fallen(level: &Watermark, device: CUdevice) {
-    // Until then it cannot be told whose the memory is that moves.
-    while Memory::get().under_way().is_some() && !exit::is_resting() {
-        thread::sleep(EVERY);
-    }
     if exit::is_resting() {
         return;
     }
