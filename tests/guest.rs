@@ -10,6 +10,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
@@ -26,9 +27,14 @@ impl Rank {
     }
 }
 
-/// Builds a library of `tests/apps`.
+/// A library of `tests/apps`, built once: another test's program may be loading it.
 fn library(source: &str) -> PathBuf {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap();
     let built = own_folder().join(source).with_extension("so");
+    if built.exists() {
+        return built;
+    }
     let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
     compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&built);
     compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps").join(source));
