@@ -739,9 +739,16 @@ fn a_rank_that_gives_up_because_of_another_names_it() {
         .map(|mib| machine.start_with("hog", |command| _ = command.args(["--weights-mib", &mib.to_string()])))
         .collect();
     let arguments = ["resume", "--name", "engine", "--timeout", "60"];
-    let waiting = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let start = || machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let mut waiting = start();
     let is_resuming = |rank: &Rank| machine.connect(rank).ask(&json!({"request": "prepare", "of": "resume"}))["code"] == "leased";
-    eventually("both wait", || ranks.iter().all(is_resuming));
+    eventually("both wait", || {
+        // Asked too early, a rank is ours for a moment, and the command gives up.
+        if waiting.try_wait().unwrap().is_some() {
+            waiting = start();
+        }
+        ranks.iter().all(is_resuming)
+    });
     ranks[1].signal(libc::SIGKILL);
     ranks[1].child.wait().unwrap();
     let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
