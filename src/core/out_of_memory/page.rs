@@ -6,11 +6,9 @@ use crate::{cache, engine, events, gate};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_host::stack::Stack;
 use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, left_to_cuda};
 
 /// Changes if readers would misunderstand a new page.
@@ -267,49 +265,32 @@ fn rows(scene: &Scene, neighbours: &[Neighbour]) -> Vec<Row> {
 
 /// All blocks, the largest groups first. Only the first have native calls, whose names take long to find.
 fn groups(blocks: &[Placed]) -> Vec<Group> {
-    struct Together<'a> {
-        first: &'a Placed,
-        stack: Option<&'a Arc<Stack>>,
-        bytes: u64,
-        blocks: u64,
+    let mut groups: BTreeMap<_, (u64, u64)> = BTreeMap::new();
+    for Placed { bytes, tag, origin } in blocks {
+        let library = origin.as_ref().map(|origin| origin.library);
+        let stack = origin.as_ref().and_then(|origin| origin.stack.as_ref());
+        // Without a stack, only blocks of one size are assumed to come from one place.
+        let size = if stack.is_none() { *bytes } else { 0 };
+        let (all_bytes, number) = groups.entry((tag, library, stack, size)).or_default();
+        *all_bytes += bytes;
+        *number += 1;
     }
-    let mut groups: Vec<Together<'_>> = Vec::new();
-    // Sorted, so that blocks of one size and owner are adjacent, however many there are.
-    let mut sorted: Vec<_> = blocks.iter().collect();
-    sorted.sort_by_key(|block| (std::cmp::Reverse(block.bytes), block.tag.clone(), block.origin.as_ref().map(|origin| origin.library)));
-    for block in sorted {
-        let library = |block: &Placed| block.origin.as_ref().map(|origin| origin.library);
-        let stack = block.origin.as_ref().and_then(|origin| origin.stack.as_ref());
-        let is_like = |group: &Together<'_>| {
-            (&group.first.tag, library(group.first), group.stack) == (&block.tag, library(block), stack)
-                && (stack.is_some() || group.first.bytes == block.bytes)
-        };
-        // Without stacks, only the last group can be like this block; with stacks, others may lie between.
-        let found =
-            if stack.is_some() { groups.iter_mut().find(|group| is_like(group)) } else { groups.last_mut().filter(|group| is_like(group)) };
-        match found {
-            Some(group) => {
-                group.bytes += block.bytes;
-                group.blocks += 1;
-            }
-            None => groups.push(Together { first: block, stack, bytes: block.bytes, blocks: 1 }),
-        }
-    }
-    groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
-    let told = |(place_in_list, group): (usize, Together<'_>)| {
-        let python = group.stack.map_or_else(Vec::new, |stack| stack.python().to_vec());
-        let native = group.stack.filter(|_| place_in_list < LARGEST).map_or_else(Vec::new, |stack| stack.native());
+    let mut groups: Vec<_> = groups.into_iter().collect();
+    groups.sort_by_key(|(_, (bytes, _))| std::cmp::Reverse(*bytes));
+    let told = groups.into_iter().enumerate().map(|(place_in_list, ((tag, library, stack, _), (bytes, blocks)))| {
+        let python = stack.map_or_else(Vec::new, |stack| stack.python().to_vec());
+        let native = stack.filter(|_| place_in_list < LARGEST).map_or_else(Vec::new, |stack| stack.native());
         Group {
-            bytes: group.bytes,
-            blocks: group.blocks,
-            tag: group.first.tag.as_ref().map(ToString::to_string),
-            library: group.first.origin.as_ref().map(|origin| origin.library),
+            bytes,
+            blocks,
+            tag: tag.as_ref().map(ToString::to_string),
+            library,
             at: place(&python, &native).map(str::to_owned),
             python_stack: python,
             native_stack: native,
         }
-    };
-    groups.into_iter().enumerate().map(told).collect()
+    });
+    told.collect()
 }
 
 fn by_line(groups: &[Group]) -> Vec<ProgramLine> {
@@ -540,6 +521,8 @@ mod tests {
     use super::*;
     use crate::memory::Origin;
     use crate::out_of_memory::scene::Asked;
+    use std::sync::Arc;
+    use vramctl_host::stack::Stack;
 
     fn frames(list: &[&str]) -> Vec<String> {
         list.iter().map(|frame| (*frame).to_owned()).collect()
