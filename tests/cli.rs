@@ -689,7 +689,7 @@ fn a_transition_is_reported_as_json() {
 fn an_unknown_tag_error_lists_the_known_tags() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    place.vramctl("pause wieghts").expect(6, "", "no allocation has the tag wieghts; the tags are kv_cache, weights");
+    place.vramctl("pause wieghts").expect(6, "", "no allocation has the tag wieghts; the tags are kv_cache, weights; processes: engine");
     let answer = place.vramctl("pause wieghts --json");
     assert_eq!(answer.code, Some(6));
     assert_eq!(answer.json()["error"]["known_tags"], json!(["kv_cache", "weights"]));
@@ -1039,7 +1039,7 @@ fn the_process_tag_is_set() {
     let answer = place.vramctl("set-tag --none --json").json();
     assert_eq!(answer, json!({"processes": [{"pid": engine.pid(), "name": "engine", "tag": null}]}));
     assert_eq!(engine.state.lock().unwrap().process_tag, None);
-    place.vramctl("set-tag").expect(2, "", "required");
+    place.vramctl("set-tag").expect(2, "", "vramctl set-tag --none");
     place.vramctl("set-tag a=b").expect(2, "", "equals");
 }
 

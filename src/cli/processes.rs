@@ -284,6 +284,12 @@ impl Found {
         })
     }
 
+    /// The names to choose from, for a user whose word is neither a tag nor a process.
+    pub fn names(&self) -> String {
+        let names: BTreeSet<_> = self.processes.iter().filter_map(Process::name).collect();
+        names.into_iter().map(output::one_line).collect::<Vec<_>>().join(", ")
+    }
+
     /// The process or processes that the word means, if it is no tag.
     fn process_not_tag(&self, word: &str) -> Option<Target> {
         let is_tag = self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == word));

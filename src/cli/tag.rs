@@ -9,14 +9,17 @@ use clap_complete::ArgValueCandidates;
 use serde_json::json;
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(
+    override_usage = "vramctl set-tag <TAG> [OPTIONS]\n       vramctl set-tag --none [OPTIONS]",
+    after_help = "\
 Sets the tag for future allocations outside regions; existing allocations keep theirs. A process listens once it has made its \
 first managed allocation, so set the initial tag with `vramctl run --tag`.
 
 Examples:
   vramctl run --name engine --tag weights -- ./engine # the initial tag
   vramctl set-tag kv_cache --name engine              # after the weights
-  vramctl set-tag --none --name engine                # leave the rest to CUDA")]
+  vramctl set-tag --none --name engine                # leave the rest to CUDA"
+)]
 pub struct Args {
     /// The tag
     #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags), required_unless_present = "none")]

@@ -141,9 +141,12 @@ impl Asking {
         let (target, tags) = found.tell_apart(Target::from(args.target.clone()), args.words.clone());
         let gpus = found.keep_on(&args.gpu.gpu)?;
         let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &tags)).map_err(|failure| {
-            let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
-            let meant = found.taken_for_tag(direction.name(), &tags).filter(|_| is_choice);
-            failure.adding(&meant.unwrap_or_default())
+            let meant = found.taken_for_tag(direction.name(), &tags);
+            match failure.exit() {
+                Exit::UnknownTag => failure.adding(&meant.unwrap_or_else(|| format!("; processes: {}", found.names()))),
+                Exit::Usage => failure.adding(&meant.unwrap_or_default()),
+                _ => failure,
+            }
         })?;
         if let Some(task) = tasks.iter().find(|task| !task.meant.is_empty() && !task.process.prepares()) {
             let text =
