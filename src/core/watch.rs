@@ -132,7 +132,7 @@ impl Watched {
         // In the middle of a pause or resume it cannot be told whose the memory is that moves. The next sample will do.
         if Memory::get().under_way().is_none() && self.is_news(free, below, Instant::now()) {
             // In its own thread: the program's allocator may take longer than until the next sample.
-            if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device)) {
+            if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, free)) {
                 log::debug!("could not start a thread: {error}");
             }
         }
@@ -143,18 +143,19 @@ impl Watched {
         if free >= below.saturating_add((below / 10).max(REARM)) {
             self.is_low = false;
         }
-        let falls = free < below && !self.is_low;
-        self.is_low |= falls;
-        falls && self.allowance.take(now)
+        let is_news = free < below && !self.is_low && self.allowance.take(now);
+        // A fall that may not be logged yet is news as long as it lasts.
+        self.is_low |= is_news;
+        is_news
     }
 }
 
-/// Handles a device with little free memory.
-fn has_fallen(level: &Watermark, device: CUdevice) {
+/// Handles a device with so little free memory.
+fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
     if exit::is_resting() {
         return;
     }
-    let Some((free, total)) = contexts::memory_info(device).filter(|(free, _)| *free < level.below()) else { return };
+    let Some((_, total)) = contexts::memory_info(device) else { return };
     let uuid = driver::uuid(device);
     let (mut own, mut whose) = (0, Vec::new());
     let mut tags = BTreeMap::<_, u64>::new();
@@ -271,5 +272,6 @@ mod tests {
         assert_eq!(told(&[high, low, low, BELOW, low, high - 1, low], 0), 1);
         assert_eq!(told(&[high, low].repeat(100), 1), 2);
         assert_eq!(told(&[high, low].repeat(100), 30), 3);
+        assert_eq!((told(&[high, low, low], 39), told(&[low, low], 40)), (0, 1), "one that lasts is logged as soon as it may be");
     }
 }

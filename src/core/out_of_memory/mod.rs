@@ -11,7 +11,9 @@
 //! Before torch frees anything, it waits for the GPU's work, which can take seconds; and so can the frees. So its first failure is held back
 //! for five seconds, and as long as its thread goes on freeing memory: for half a minute at most.
 //!
-//! **Rate limit.** Each requesting library gets three episodes at once and then one every ten seconds. The rest is only counted.
+//! **Rate limit.** Each requesting library gets three pages at once and then one every ten seconds. The rest is only counted. The lines
+//! about successful retries have a limit of their own: near the limit of memory torch may retry all day, and the page of the failure that
+//! ends the program must not be the one that is left out.
 
 mod files;
 mod others;
@@ -70,10 +72,18 @@ struct Reports {
 #[derive(Default)]
 struct Books {
     open: Vec<Arc<Episode>>,
-    /// The rate limit of each library.
-    allowances: BTreeMap<&'static str, Allowance>,
+    /// The rate limits of each library, for pages and for lines.
+    allowances: BTreeMap<(&'static str, Told), Allowance>,
     /// Failures since the last page that got no page.
     untold: u64,
+}
+
+/// What the log gets of an episode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Told {
+    Page,
+    /// That a retry has succeeded.
+    Line,
 }
 
 /// A request that has failed.
@@ -125,11 +135,8 @@ fn take_up(asked: Asked) {
         let Some(mut books) = reports.try_books() else { return };
         match books.same(stack::thread_id(), &asked) {
             Some(episode) => Some(episode),
-            None if books.may_report(asked.library) => None,
-            None => {
-                books.untold += 1;
-                return log::debug!("out of memory: {} asked for {}", asked.library, Bytes(asked.bytes));
-            }
+            None if books.may_open(&asked) => None,
+            None => return books.leave_untold(asked.library, asked.bytes),
         }
     };
     match episode {
@@ -250,9 +257,19 @@ impl Books {
         self.open.iter().find(is_same).cloned()
     }
 
-    fn may_report(&mut self, library: &'static str) -> bool {
+    /// Whether to follow a failure. One that is tried again may not become a page, so it does not use up the limit yet.
+    fn may_open(&mut self, asked: &Asked) -> bool {
+        self.open.len() < MOST_OPEN && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
+    }
+
+    fn may_tell(&mut self, library: &'static str, told: Told) -> bool {
         let now = Instant::now();
-        self.open.len() < MOST_OPEN && self.allowances.entry(library).or_insert_with(|| Allowance::full(now)).take(now)
+        self.allowances.entry((library, told)).or_insert_with(|| Allowance::full(now)).take(now)
+    }
+
+    fn leave_untold(&mut self, library: &str, bytes: u64) {
+        self.untold += 1;
+        log::debug!("out of memory: {library} asked for {}", Bytes(bytes));
     }
 }
 
@@ -321,22 +338,27 @@ impl Episode {
         let mut course = self.wait(|| self.is_due.load(Ordering::Relaxed));
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
         drop(course);
-        if let Some(scene) = scene {
-            if got_it {
-                log::warn!("{}; a later attempt got it, after others were given back", scene.headline());
-            } else {
-                tell(scene, attempts);
+        match scene {
+            Some(scene) if got_it && self.may_tell(Told::Line) => {
+                log::warn!("{}; a later attempt succeeded, after other memory was freed", scene.headline());
             }
+            Some(scene) if !got_it && (!self.is_tried_again || self.may_tell(Told::Page)) => tell(scene, attempts),
+            Some(_) if !got_it => REPORTS.get().books().leave_untold(self.library, self.bytes),
+            _ => (),
         }
         {
             let _course = self.course();
             self.is_told.store(true, Ordering::Relaxed);
         }
         self.changed.notify_all();
-        let course = self.wait(|| false);
-        if course.got_it && !got_it {
-            log::warn!("out of memory: a later attempt of thread {} got {} after all", self.thread, Bytes(self.bytes));
+        let got_it_late = !got_it && self.wait(|| false).got_it;
+        if got_it_late && self.may_tell(Told::Line) {
+            log::warn!("out of memory: thread {} got {} at a later attempt", self.thread, Bytes(self.bytes));
         }
+    }
+
+    fn may_tell(&self, told: Told) -> bool {
+        REPORTS.get().books().may_tell(self.library, told)
     }
 
     /// Waits until that is so, or nothing has happened for a while.

@@ -423,7 +423,12 @@ impl ReportPage {
                     let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
                     writeln!(out, "    {bytes:>11}  process {} ({of}){tags}", pid.unwrap_or_default())?;
                 }
-                _ => writeln!(out, "    {bytes:>11}  all else: contexts, loaded code, small allocations, processes without the library")?,
+                // Asking NVML who they are is not for a program's own process.
+                _ => writeln!(
+                    out,
+                    "    {bytes:>11}  everything else: contexts, loaded code, small allocations, processes without the library \
+                     (`vramctl status --ledger`)"
+                )?,
             }
         }
         Ok(())
@@ -504,7 +509,8 @@ impl fmt::Display for ReportPage {
         if self.could_be_freed.is_empty() {
             // Only if the device is known have the other programs there been asked.
             let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
-            let nothing = "Nothing can be paused to make room: no other program with the library has memory here";
+            let nothing = "Nothing can be paused to make room: no other program with the library has memory here. \
+                           `vramctl status --ledger` shows who uses the rest";
             return if is_known { writeln!(out, "  {nothing}") } else { Ok(()) };
         }
         writeln!(out, "  Could be freed:")?;
@@ -627,7 +633,7 @@ mod tests {
         for (room, what_is_told) in [
             (None, "What is in use on the device is unknown"),
             (room(100 << 20), "Nothing is in use on the device"),
-            (room(60 << 20), "In use on the device:\n      40.00 MiB  all else"),
+            (room(60 << 20), "In use on the device:\n      40.00 MiB  everything else"),
         ] {
             let page = page_on(room, Vec::new()).to_string();
             assert!(page.contains(what_is_told), "{page}");
