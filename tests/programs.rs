@@ -227,6 +227,30 @@ fn the_ledger_adds_up() {
     assert!(alone.contains("hog") && !alone.contains("engine"), "without any managed process: {alone}");
 }
 
+/// Who watches memory wants to see programs that pause nothing, too.
+#[test]
+fn a_program_that_leaves_its_memory_to_cuda_is_listed_with_it() {
+    let machine = Machine::new("512M");
+    // The rest of a job is looked for on the whole machine, by the job's name.
+    let name = format!("trainer-{}", std::process::id());
+    let start = || {
+        let mut engine = machine.start_with(&name, "engine", &["--weights-mib", "64", "--kv-mib", "32"], |command| {
+            command.env("VRAMCTL_TAG", "");
+        });
+        engine.expect("ready");
+        engine
+    };
+    let (engine, _other_rank) = (start(), start());
+    let pid = engine.pid().to_string();
+    let ledger: Value = serde_json::from_str(&machine.done(&["status", "--ledger", "--json", "--pid", &pid])).unwrap();
+    let process = &ledger["processes"][0];
+    assert_eq!((&process["pid"], &process["tags"]), (&engine.pid().into(), &Value::Array(Vec::new())), "{ledger:#}");
+    let left: u64 = process["left_alone"].as_array().unwrap().iter().map(|left| left["bytes"].as_u64().unwrap()).sum();
+    assert!(left >= 96 * MIB, "{ledger:#}");
+    let host = ledger["host"]["shares"].as_array().unwrap();
+    assert!(host.iter().all(|share| share["what"] != "rest_of_job"), "the other rank has the library: {host:#?}");
+}
+
 #[test]
 fn an_unmodified_engine_is_paused_and_answers_the_same() {
     let machine = Machine::new("512M");
@@ -557,8 +581,10 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
             command.env("ODD_STOP", &stop);
         });
         program.expect("ready");
-        let socket = machine.socket(&program);
-        let first = fs::metadata(&socket).unwrap().ino();
+        // A new socket may get the old one's inode number.
+        let path = machine.socket(&program);
+        let socket = || fs::metadata(&path).map(|socket| (socket.ino(), socket.ctime(), socket.ctime_nsec())).unwrap();
+        let first = socket();
         program.tell("go on");
         // It has closed its end of the pipe.
         let mut rest = String::new();
@@ -571,7 +597,7 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         });
         machine.done(&["pause", "--backup", "disk"]);
         machine.done(&["resume"]);
-        assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
+        assert_ne!(socket(), first);
         fs::remove_file(&stop).unwrap();
         let ended = program.child.wait().unwrap();
         assert!(ended.success(), "{mode}: {ended}");

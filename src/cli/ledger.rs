@@ -6,7 +6,7 @@
 use crate::output;
 use crate::processes::Process;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::fs;
 use vramctl_control::protocol::ProcessStatus;
@@ -268,20 +268,18 @@ pub struct Host {
     pub shares: Vec<Share>,
 }
 
-/// The host memory of these processes and of the rest of their jobs.
-pub fn host(processes: &[Process]) -> Host {
+/// The host memory of these processes, and of those of their jobs that are not `managed`.
+pub fn host(processes: &[Process], managed: &[Process]) -> Host {
     let answering: Vec<_> = processes.iter().filter_map(|process| process.status.as_ref().ok()).collect();
     let limit = answering.iter().filter_map(|status| limits::limit_of(status.process.pid)).min_by_key(|room| room.free);
     let mut shares = Vec::new();
-    let mut jobs = BTreeMap::<_, BTreeSet<u32>>::new();
+    let mut jobs = BTreeSet::new();
     for status in answering {
         shares.extend(host_of(status, resident(status.process.pid)));
-        if let Some(job) = &status.process.job {
-            jobs.entry(job.as_str()).or_default().insert(status.process.pid);
-        }
+        jobs.extend(status.process.job.as_deref());
     }
-    for (job, managed) in jobs {
-        let rest = of_job(job).into_iter().filter(|pid| !managed.contains(pid));
+    for job in jobs {
+        let rest = of_job(job).into_iter().filter(|pid| managed.iter().all(|process| process.pid != *pid));
         let bytes: u64 = rest.map(|pid| resident(pid).0).sum();
         shares.push(Share {
             pid: None,

@@ -12,8 +12,9 @@ use vramctl_model::{Bytes, short_uuid};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-A process appears with its first managed allocation. One that does not answer is listed with the reason. A job is all processes of \
-one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are paused and resumed as one.
+A process appears with its first allocation of GPU memory (1 MiB or more). One that does not answer is listed with the \
+reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
+paused and resumed as one.
 
 Examples:
   vramctl ps

@@ -90,7 +90,7 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     if gpus.is_empty() && *target != Target::All {
         gpus = chosen.iter().flat_map(Process::gpus).map(str::to_owned).collect();
     }
-    let host = ledger::host(&chosen);
+    let host = ledger::host(&chosen, &found.processes);
     let (ledgers, failure) = match ledger::take(&found.processes, &gpus) {
         Ok(ledgers) if ledgers.is_empty() => {
             (ledgers, Some(format!("NVML does not report {} here; `nvidia-smi -L` lists the GPUs that it reports", gpus.join(", "))))

@@ -13,7 +13,7 @@ use serde_json::json;
     override_usage = "vramctl set-tag <TAG> [OPTIONS]\n       vramctl set-tag --none [OPTIONS]",
     after_help = "\
 Sets the tag for future allocations outside regions; existing allocations keep theirs. A process listens once it has made its \
-first managed allocation, so set the initial tag with `vramctl run --tag`.
+first allocation, so set the initial tag with `vramctl run --tag`.
 
 Examples:
   vramctl run --name engine --tag weights -- ./engine # the initial tag

@@ -183,8 +183,14 @@ pub fn leave(
     let noted = || {
         let answer = reported(caller, bytes, device, real);
         match answer {
-            code::SUCCESS => note(Origin::of_request(owner, bytes, caller)),
-            code::OUT_OF_MEMORY => events::failed(Who::Library(owner), None, bytes, answer),
+            code::SUCCESS => {
+                note(Origin::of_request(owner, bytes, caller));
+                has_memory();
+            }
+            code::OUT_OF_MEMORY => {
+                let device = device.or_else(|| Some(Current::of_thread().ok()??.device()));
+                events::failed(Who::Library(owner), device, bytes, answer);
+            }
             _ => (),
         }
         answer
@@ -359,8 +365,7 @@ pub fn managed(
         Ok(made) => {
             Memory::get().note_origin(made, Origin::of_request(asker(caller), bytes, caller));
             out_of_memory::went_on(bytes);
-            server::ensure_running();
-            watch::ensure_running();
+            has_memory();
             backup::get_ready(current, tag);
             Some(Ok(made))
         }
@@ -381,6 +386,12 @@ pub fn managed(
             Some(Err(error.cuda_code()))
         }
     }
+}
+
+/// The process has GPU memory now, managed or not: from now on it can be asked about it.
+fn has_memory() {
+    server::ensure_running();
+    watch::ensure_running();
 }
 
 /// The pitch and the total size, as the real function computes them: rows begin at multiples of 512 bytes. `None` on overflow,

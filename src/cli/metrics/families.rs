@@ -87,7 +87,7 @@ const REST: &str = "(rest)";
 
 /// The page about these GPUs and processes, including the figures of the kernel.
 pub fn page(ledgers: &[Ledger], processes: &[Process], begun: Instant) -> String {
-    let host = ledger::host(processes);
+    let host = ledger::host(processes, processes);
     let mut page = Exposition::default();
     page.put(&BUILD, &[env!("CARGO_PKG_VERSION")], 1);
     for ledger in ledgers {
