@@ -496,7 +496,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
         assert!(all_well || of_culprit, "{told}");
         if !done {
             // Aborted by the command, or by itself when its lease has ended, which may be faster.
-            let taken_back = [&*format!("process {} failed", culprit.pid()), "another process of the job has not prepared it"];
+            let taken_back = [&*format!("process {} failed", culprit.pid()), "another process of the job could not prepare"];
             let of_first = |why: &&str| ran.err.contains(&format!("engine (pid {}): undone: {why}", ranks[0].pid()));
             assert!(taken_back.iter().any(of_first), "{told}");
         }

@@ -349,7 +349,7 @@ fn a_failed_retry_of_torch_is_one_episode() {
     assert_eq!(report["request"]["attempts"], 2, "{report:#}");
     assert_eq!(report["request"]["freed_since_bytes"], 40 * MIB);
     assert_eq!(rows(&report, "tag"), [], "as it was at the second attempt");
-    assert_eq!(warned_about("in 2 attempts; 40.00 MiB were given back in between").len(), 1);
+    assert_eq!(warned_about("in 2 attempts; 40.00 MiB was freed in between").len(), 1);
     assert_eq!(
         warned_about(&torch.name).len(),
         1 + report["native_stack"].as_array().unwrap().iter().filter(|frame| frame.as_str().unwrap().contains(&torch.name)).count()
@@ -569,7 +569,7 @@ fn a_forked_child_writes_reports_of_its_own() {
 
 /// Waits until the watch has told one more fall, and returns how many it has told.
 fn falls(gpu: &Gpu, before: usize) -> usize {
-    let told = || warned_about("are free on device 0").len();
+    let told = || warned_about("is free on device 0").len();
     gpu.occupy(0, DEVICE_BYTES - 32 * MIB);
     eventually(&format!("fall {}", before + 1), || told() > before);
     gpu.occupy(0, 0);

@@ -53,7 +53,7 @@ impl Watched {
 
     fn falls(&self, name: &str) -> Vec<String> {
         let log = fs::read_to_string(self.log(name)).unwrap();
-        log.lines().filter(|line| line.contains("are free on device")).map(str::to_owned).collect()
+        log.lines().filter(|line| line.contains("is free on device")).map(str::to_owned).collect()
     }
 
     #[track_caller]

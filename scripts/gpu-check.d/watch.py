@@ -194,7 +194,7 @@ def main():
 
         def falls():
             with open(log.name) as lines:
-                return [line.strip() for line in lines if "are free on device" in line]
+                return [line.strip() for line in lines if "is free on device" in line]
 
         try:
             check(f"{world} ranks have started", all(hear(child).get("ready") for child in ranks))

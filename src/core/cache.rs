@@ -121,7 +121,7 @@ pub fn report(segments: &[Segment]) -> Result<(), Error> {
     match (&state.deal, first) {
         (Deal::Working, None) => state.reports = Some((parts.clone(), parts)),
         (Deal::Working | Deal::Unwanted, Some(first)) => state.reports = Some((first, parts)),
-        (Deal::Unwanted, None) => return Err(Error::Aborted("nobody waits for it any more".into())),
+        (Deal::Unwanted, None) => return Err(Error::Aborted("the caller has given up".into())),
         _ => return Err(Error::Invalid("nobody has asked for it: first comes vramctl_cache_wait".into())),
     }
     Ok(())
@@ -154,8 +154,8 @@ pub fn ask(limit: Duration) -> Result<Vec<Cached>, Error> {
 /// Has the allocator return what it can. Waits at most `limit`; an errand that has begun continues after that.
 pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
     if gate::is_held() {
-        let why = "the program is held, so that its allocator could wait for ever in the middle of it. Resume it first, or pause it \
-                   with --trim";
+        let why = "the program is held, so its allocator might wait forever. Resume it first, or trim before the pause \
+                   (`vramctl pause --trim`)";
         return Err(Error::Invalid(why.into()));
     }
     let begun = Instant::now();
@@ -210,7 +210,7 @@ fn carry_out(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Error> {
     drop(state);
     wicket.changed.notify_all();
     Err(late(if has_begun {
-        "it goes on, and takes longer"
+        "it has begun and will finish later"
     } else {
         "it has not begun, and will not: the program's Python does not run other threads now, because one of them keeps the \
          interpreter lock, in a long call or while the program is held. Try again"

@@ -52,7 +52,8 @@ fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
             Request::SetAside(wanted) => return grant.set_aside(wanted, holding),
             Request::Abort => return Err(aborted_by_client()),
             _ => {
-                let why = "after hold comes drain, the prepare of a pause, set-aside, renew or abort; the program runs on";
+                let why =
+                    "after `hold`, only `drain`, `prepare` of a pause, `set-aside`, `renew` and `abort` are valid; the program continues";
                 return Err(Error::Invalid(why.into()));
             }
         }
@@ -141,7 +142,7 @@ impl<'a, 'b> Grant<'a, 'b> {
             Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
             Ok(Request::Commit) => aborted_by_others(),
             Ok(Request::Abort) => aborted_by_client(),
-            Ok(_) => Error::Invalid("after prepare comes commit, renew or abort; nothing has changed".into()),
+            Ok(_) => Error::Invalid("after `prepare`, only `commit`, `renew` and `abort` are valid; nothing has changed".into()),
             Err(error) => error,
         };
         if self.abort() { Err(why_not) } else { Ok(()) }
@@ -175,7 +176,7 @@ impl<'a, 'b> Grant<'a, 'b> {
                 Line::Late if exit::is_ending() => return Err(Error::Ending),
                 Line::Late if self.is_aborted() => return Err(aborted_by_others()),
                 Line::Late if left.is_zero() => {
-                    return Err(Error::Aborted(format!("the client has said nothing for {} ms", self.patience.as_millis())));
+                    return Err(Error::Aborted(format!("the client has been silent for {} ms", self.patience.as_millis())));
                 }
                 Line::Late => (),
             }
@@ -188,7 +189,7 @@ fn hung_up() -> Error {
 }
 
 fn aborted_by_others() -> Error {
-    Error::Aborted("another process of the job has not prepared it".into())
+    Error::Aborted("another process of the job could not prepare".into())
 }
 
 /// The client that requested a pause or resume.

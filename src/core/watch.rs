@@ -167,7 +167,7 @@ fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
     whose.extend(left.filter_map(|left| Some((left_to_cuda(&left.owner), *left.gpus.get(uuid.as_ref()?)?))));
     whose.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
     let mut text = format!(
-        "{} of {} are free on device {device} ({}), less than {}.",
+        "{} of {} is free on device {device} ({}), less than {}.",
         Bytes(free),
         Bytes(total),
         uuid.as_deref().unwrap_or("UUID unknown"),

@@ -1,9 +1,7 @@
-//! What a library needs to live in somebody else's process.
-//!
-//! What any preloaded library has to get right: nothing unwinds through it into or out of the program ([`guarded`]), its state does not survive a `fork` ([`PerProcess`]), its threads do not take
-//! the program's signals ([`worker`]), none of its work is in the driver while the program exits ([`exit`]), its descriptors
-//! are not confused with the program's ([`Held`]), all output goes through one [`logger`], and it finds other
-//! libraries' functions past its own ([`symbols`]). This crate knows no CUDA.
+//! What a library needs to live in somebody else's process: nothing unwinds through it into or out of the program ([`guarded`]), its state
+//! does not survive a `fork` ([`PerProcess`]), its threads do not take the program's signals ([`worker`]), none of its work is in the
+//! driver while the program exits ([`exit`]), its descriptors are not confused with the program's ([`Held`]), all output goes through one
+//! [`logger`], and it finds other libraries' functions past its own ([`symbols`]). This crate knows no CUDA.
 
 mod boundary;
 mod descriptor;

@@ -54,9 +54,9 @@ impl Write for ShortLine {
     }
 }
 
-/// Writes a line, best effort: a full pipe must not block the program. A closed one must not kill it (SIGPIPE), nor a file that has the
-/// largest size which the program is allowed (SIGXFSZ), and a terminal must not stop it in the background (SIGTTOU). Not `eprintln!`, which
-/// takes a lock that a forked child could find held.
+/// Writes a line, best effort: a full pipe must not block the program. A closed pipe must not kill it (SIGPIPE), nor may a file that
+/// has reached the size limit (SIGXFSZ), and a terminal must not stop it in the background (SIGTTOU). Not `eprintln!`, which takes a lock
+/// that a forked child could find held.
 fn write_to_stderr(line: &[u8]) {
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: writable plain data, and a line that is readable for its length. The signal mask is this thread's own and is

@@ -225,7 +225,7 @@ fn guard_warnings(report: &Report) -> Vec<String> {
     }
     if report.guard_written_bytes > 0 {
         warnings.push(format!(
-            "something wrote to paused memory: {} of its guard have changed. What is resumed is as it was; what was written is lost, \
+            "something wrote to paused memory: {} of its guard has changed. What is resumed is as it was; what was written is lost, \
              and what was read there was garbage. Pause without --no-hold, or when the program is idle",
             Bytes(report.guard_written_bytes)
         ));

@@ -1,8 +1,8 @@
 //! Decides who may close the latch, and whether it stays closed afterwards. `model` explores this, too.
 //!
 //! 1. Only one thread closes it at a time, and nobody opens it meanwhile.
-//! 2. The program is held for as long as there is a reason, which [`Closer::let_go`] is told: if everybody who takes a reason away
-//!    calls it afterwards, and so does every closer, the latch is open when there is none.
+//! 2. The program stays held as long as there is a reason. Whoever removes a reason, and every closer when it is done, must then call
+//!    [`Closer::let_go`]; this guarantees that the latch opens once no reason is left.
 
 use super::latch::Latch;
 use super::sync::{self, Condvar, Mutex, MutexGuard, Ordering};

@@ -33,7 +33,7 @@ impl Memory {
                 Err(failure) => {
                     let without: Vec<_> = on_device.iter().map(|allocation| allocation.contents().guard.take()).collect();
                     drop(without);
-                    log::warn!("{} of paused memory have no guard: {failure}", Bytes(bytes));
+                    log::warn!("{} of paused memory has no guard: {failure}", Bytes(bytes));
                 }
             }
         }
@@ -81,7 +81,7 @@ impl Memory {
         let looked = written(context, block).and_then(|bytes| {
             if bytes > 0 {
                 self.written.fetch_add(bytes, Ordering::Relaxed);
-                log::warn!("something wrote to paused memory: {} of its guard have changed", Bytes(bytes));
+                log::warn!("something wrote to paused memory: {} of its guard has changed", Bytes(bytes));
             }
             if bytes > 0 && Arc::strong_count(block) > 1 { fill(context, block) } else { Ok(()) }
         });

@@ -358,7 +358,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own, own_cached: u64) -> 
     }
     for (who, (active, cached)) in others {
         if active > 0 {
-            ways.push(way(active, format!("vramctl pause {who}"), "it stands still until it is resumed"));
+            ways.push(way(active, format!("vramctl pause {who}"), "it is held until it is resumed"));
         }
         if cached > 0 {
             ways.push(way(cached, format!("vramctl trim {who}"), CACHED));
@@ -473,7 +473,7 @@ impl fmt::Display for ReportPage {
         }
         match (attempts, freed_since_bytes) {
             (1, _) => writeln!(out)?,
-            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} were given back in between", Bytes(*freed))?,
+            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} was freed in between", Bytes(*freed))?,
             (_, None) => writeln!(out, ", in {attempts} attempts")?,
         }
         if self.untold > 0 {

@@ -145,7 +145,7 @@ impl Scene {
             0 => String::new(),
             short => format!(", {} short", Bytes(short)),
         };
-        format!("out of memory: {who} {}{tag} on device {device}; {} of {} are free{short}", Bytes(*bytes), Bytes(*free), Bytes(*total))
+        format!("out of memory: {who} {}{tag} on device {device}; {} of {} is free{short}", Bytes(*bytes), Bytes(*free), Bytes(*total))
     }
 }
 
