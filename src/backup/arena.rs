@@ -19,12 +19,12 @@ use super::stock::{self, HOST_PIECE, Piece, Readiness, Stock};
 use super::{addresses, settings};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{slice, thread};
 use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
-use vramctl_host::{PerProcess, exit, limits, log_once, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
 
 /// Minimum bytes of addresses for an arena.
@@ -90,7 +90,7 @@ impl Arena {
     }
 
     fn lock(&self) -> MutexGuard<'_, Stock> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unpoisoned()
     }
 
     /// Takes ranges of these sizes in bytes, all or none. Fails if there is too little host memory for the pieces not ready
@@ -129,7 +129,7 @@ impl Arena {
         state.expire();
         self.due.notify_all();
         let busy = |state: &mut Stock| state.releasing && state.has_spare();
-        drop(self.changed.wait_timeout_while(state, PATIENCE, busy).unwrap_or_else(PoisonError::into_inner));
+        drop(self.changed.wait_timeout_while(state, PATIENCE, busy).unpoisoned());
         found
     }
 
@@ -234,7 +234,7 @@ impl Arena {
                 // Not registered; it may work now.
                 Readiness::Ready(None) => break true,
                 Readiness::Absent => break false,
-                Readiness::Changing => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Readiness::Changing => state = self.changed.wait(state).unpoisoned(),
             }
         };
         state.piece(piece).readiness = Readiness::Changing;
@@ -313,7 +313,7 @@ impl Arena {
         const LONGEST: Duration = Duration::from_secs(5);
         let Some(arena) = Self::existing() else { return };
         let is_changing = |stock: &mut Stock| stock.pieces.iter().any(|piece| matches!(piece.readiness, Readiness::Changing));
-        let (mut stock, _) = arena.changed.wait_timeout_while(arena.lock(), LONGEST, is_changing).unwrap_or_else(PoisonError::into_inner);
+        let (mut stock, _) = arena.changed.wait_timeout_while(arena.lock(), LONGEST, is_changing).unpoisoned();
         for piece in &mut stock.pieces {
             if let Readiness::Ready(pinned) = &mut piece.readiness
                 && pinned.as_ref().is_some_and(|pinned| pinned.context() == context)
@@ -402,7 +402,7 @@ impl Arena {
     pub fn settle() {
         if let Some(arena) = Self::existing() {
             let busy = |state: &mut Stock| state.releasing && state.is_releasing(Instant::now());
-            drop(arena.changed.wait_while(arena.lock(), busy).unwrap_or_else(PoisonError::into_inner));
+            drop(arena.changed.wait_while(arena.lock(), busy).unpoisoned());
         }
     }
 
@@ -448,7 +448,7 @@ impl Arena {
                 return;
             };
             let left = due.saturating_duration_since(Instant::now());
-            drop(self.due.wait_timeout(state, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner));
+            drop(self.due.wait_timeout(state, left.min(LOOK)).unpoisoned());
         }
     }
 
@@ -487,7 +487,7 @@ impl Arena {
             let mut pieces = Self::pieces_of(range).filter_map(|piece| state.pieces.get(piece));
             pieces.any(|piece| piece.users == 0 && matches!(piece.readiness, Readiness::Changing))
         };
-        drop(self.changed.wait_while(self.lock(), changing).unwrap_or_else(PoisonError::into_inner));
+        drop(self.changed.wait_while(self.lock(), changing).unpoisoned());
     }
 }
 

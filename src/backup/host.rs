@@ -12,11 +12,11 @@ use super::{Item, Kept, Saved, Wanted};
 use std::collections::BTreeMap;
 use std::ops;
 use std::slice;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, Once, mpsc};
 use std::thread;
 use vramctl_config::{Config, Unchanged};
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
-use vramctl_host::{PerProcess, log_once, worker};
+use vramctl_host::{PerProcess, Unpoison, log_once, worker};
 use vramctl_model::{Backup, Error, Progress};
 
 /// An allocation's contents in the arena.
@@ -69,7 +69,7 @@ impl InMemory {
     }
 
     fn digests(&self) -> MutexGuard<'_, Option<Vec<Digest>>> {
-        self.digests.lock().unwrap_or_else(PoisonError::into_inner)
+        self.digests.lock().unpoisoned()
     }
 
     /// The bytes that do not match `now`. Forgets the old digests, because the contents are about to be replaced: if that

@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use vramctl_driver::{Context, Current, RelaxedCapture};
-use vramctl_host::worker;
+use vramctl_host::{Unpoison, worker};
 use vramctl_model::Failure;
 
 /// State of a context's kernel.
@@ -43,7 +43,7 @@ impl<K> Default for Kernels<K> {
 impl<K: Send> Kernels<K> {
     /// The kernels by context.
     pub fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
-        self.by_context.lock().unwrap_or_else(PoisonError::into_inner)
+        self.by_context.lock().unpoisoned()
     }
 
     /// Whether loading was ever started for a context.
@@ -79,7 +79,7 @@ impl<K: Send> Kernels<K> {
         let is_coming = |kernels: &mut BTreeMap<Context, Availability<K>>| {
             kernels.iter().any(|(place, kernel)| matches!(kernel, Availability::Coming) && context.is_none_or(|context| context == *place))
         };
-        self.changed.wait_timeout_while(self.lock(), LONGEST, is_coming).unwrap_or_else(PoisonError::into_inner).0
+        self.changed.wait_timeout_while(self.lock(), LONGEST, is_coming).unpoisoned().0
     }
 
     /// Drops the kernel of a context that is being destroyed or already is.

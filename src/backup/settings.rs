@@ -2,10 +2,10 @@
 
 use super::disk;
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, RwLock, RwLockWriteGuard};
 use std::time::Duration;
 use vramctl_config::{self as config, Config, CopyBy, DiskDirectory};
-use vramctl_host::{PerProcess, limits};
+use vramctl_host::{PerProcess, Unpoison, limits};
 
 /// Settings made since the process started.
 #[derive(Debug, Default)]
@@ -22,11 +22,11 @@ struct Settings {
 static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
 
 fn read<R>(look: impl FnOnce(&Settings) -> R) -> R {
-    look(&SETTINGS.get().read().unwrap_or_else(PoisonError::into_inner))
+    look(&SETTINGS.get().read().unpoisoned())
 }
 
 fn change() -> RwLockWriteGuard<'static, Settings> {
-    SETTINGS.get().write().unwrap_or_else(PoisonError::into_inner)
+    SETTINGS.get().write().unpoisoned()
 }
 
 /// Whether a tag's backups stay in host memory after a resume: the tag's setting, else the setting for all tags, else

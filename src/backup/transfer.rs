@@ -10,10 +10,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use vramctl_driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, PinnedBuffer, RelaxedCapture};
-use vramctl_host::worker;
+use vramctl_host::{Unpoison, worker};
 use vramctl_model::{Error, Progress, Stage};
 
 /// Most threads that prepare host memory. More gain nothing, because the driver registers one piece at a time (16 cores: 12
@@ -245,7 +245,7 @@ impl Copier<'_> {
         if self.stop.load(Ordering::Relaxed) {
             return None;
         }
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+        self.jobs.lock().unpoisoned().recv().ok()
     }
 
     fn tell(&self, copied: Vec<Part>) {

@@ -16,9 +16,10 @@ use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{io, thread};
+use vramctl_host::Unpoison;
 use vramctl_model::{Error, Kind, Progress, Report, Verb};
 
 /// What a job is to do.
@@ -375,7 +376,7 @@ impl<'a> Attempt<'a> {
             if gathering.failed.is_some() {
                 return Err(Stop::Others);
             }
-            gathering = self.changed.wait_timeout(gathering, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            gathering = self.changed.wait_timeout(gathering, LOOK_EVERY).unpoisoned().0;
             let Some(client) = &mut client else { continue };
             drop(gathering);
             if let Some(error) = client.unasked() {
@@ -395,6 +396,6 @@ impl<'a> Attempt<'a> {
     }
 
     fn gathering(&self) -> MutexGuard<'_, Gathering> {
-        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
+        self.gathering.lock().unpoisoned()
     }
 }

@@ -8,10 +8,10 @@ use crate::memory::Memory;
 use crate::{events, gate};
 use std::collections::BTreeMap;
 use std::mem;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Bytes, Cached, Error, Trimmed};
 
 /// What the serving thread is to do.
@@ -68,7 +68,7 @@ enum Deal {
 
 impl Wicket {
     fn lock(&self) -> MutexGuard<'_, Meeting> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unpoisoned()
     }
 
     /// Waits until `is_so`. `None` at the deadline, or when the program ends.
@@ -81,7 +81,7 @@ impl Wicket {
             if left.is_zero() || exit::is_ending() {
                 return None;
             }
-            state = self.changed.wait_timeout(state, left.min(LOOK_EVERY)).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left.min(LOOK_EVERY)).unpoisoned().0;
         }
         Some(state)
     }
@@ -109,7 +109,7 @@ pub fn wait() -> Errand {
             mem::forget(RelaxedCapture::enter());
             return errand;
         }
-        state = wicket.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state = wicket.changed.wait(state).unpoisoned();
     }
 }
 

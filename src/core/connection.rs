@@ -6,12 +6,12 @@ use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_control::descriptors;
 use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
-use vramctl_host::{Held, PerProcess};
+use vramctl_host::{Held, PerProcess, Unpoison};
 use vramctl_model::Error;
 
 /// Connection limit: each connection costs the program a thread.
@@ -73,7 +73,7 @@ impl Connection {
         if !self.borrows.load(Ordering::Relaxed) {
             let too_many = || Error::Invalid("too many processes have memory of this one open".into());
             let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;
-            *self.seat.lock().unwrap_or_else(PoisonError::into_inner) = seat;
+            *self.seat.lock().unpoisoned() = seat;
             self.borrows.store(true, Ordering::Relaxed);
         }
         Memory::get().lend(token, &self.borrower)

@@ -6,9 +6,9 @@
 //! API's reference).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{self as driver, CUdevice, Context, ContextHandle, Current};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 
 type Contexts = BTreeMap<Context, CUdevice>;
 
@@ -18,11 +18,11 @@ static SEEN: PerProcess<RwLock<Contexts>> = PerProcess::new(RwLock::default);
 static ALIVE: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 fn read() -> RwLockReadGuard<'static, Contexts> {
-    SEEN.get().read().unwrap_or_else(PoisonError::into_inner)
+    SEEN.get().read().unpoisoned()
 }
 
 fn write() -> RwLockWriteGuard<'static, Contexts> {
-    SEEN.get().write().unwrap_or_else(PoisonError::into_inner)
+    SEEN.get().write().unpoisoned()
 }
 
 /// Records a context.
@@ -78,7 +78,7 @@ pub struct Entered {
 /// Makes a context of the device current on this thread. `None` if none is known. For callers without the transition lock; under it, no
 /// context ends anyway.
 pub fn enter_any(device: CUdevice) -> Option<Entered> {
-    let alive = ALIVE.get().read().unwrap_or_else(PoisonError::into_inner);
+    let alive = ALIVE.get().read().unpoisoned();
     let known = || -> Vec<_> { read().iter().filter(|(_, of)| **of == device).map(|(context, _)| *context).collect() };
     // Some may have been destroyed, by calls that were not seen.
     let enter = |contexts: &[Context]| contexts.iter().find_map(|context| Current::push(*context).ok());
@@ -99,7 +99,7 @@ pub fn memory_info(device: CUdevice) -> Option<(u64, u64)> {
 
 /// Runs a call of the program's that may destroy a context, while no thread has [entered](enter_any) one.
 pub fn ending<R>(end: impl FnOnce() -> R) -> R {
-    let _alone = ALIVE.get().write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = ALIVE.get().write().unpoisoned();
     end()
 }
 

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::mem;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use vramctl_driver::{Context, Current};
-use vramctl_host::{PerProcess, exit, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Error, Failure};
 
 /// Waits for all work in these contexts. A destroyed context has no work left.
@@ -97,7 +97,7 @@ enum Turn {
 
 impl Waiter {
     fn lock(&self) -> MutexGuard<'_, Desk> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unpoisoned()
     }
 
     /// Waits until `is_so` holds. `None` at the deadline, or if the wait is no longer wanted.
@@ -106,7 +106,7 @@ impl Waiter {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let round = left.min(ASK_EVERY);
-            state = self.changed.wait_timeout_while(state, round, |state| !is_so(&state.turn)).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout_while(state, round, |state| !is_so(&state.turn)).unpoisoned().0;
             if is_so(&state.turn) {
                 return Some(state);
             }
@@ -127,7 +127,7 @@ impl Waiter {
         let mut state = self.lock();
         loop {
             let idle = |state: &mut Desk| !matches!(state.turn, Turn::Asked(_));
-            state = self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait_while(state, idle).unpoisoned();
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
             let answer = contexts

@@ -1,20 +1,20 @@
 //! The identity of this process: its name, its program, and the inference engine that it has announced.
 
 use std::fs;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use vramctl_config::Config;
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 
 static ENGINE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
 
 /// Announces the inference engine in this process; `None` withdraws it.
 pub fn set(name: Option<&str>) {
-    *ENGINE.get().lock().unwrap_or_else(PoisonError::into_inner) = name.map(str::to_owned);
+    *ENGINE.get().lock().unpoisoned() = name.map(str::to_owned);
 }
 
 /// The announced inference engine.
 pub fn name() -> Option<String> {
-    ENGINE.existing()?.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    ENGINE.existing()?.lock().unpoisoned().clone()
 }
 
 /// The process's name: `VRAMCTL_NAME`, else the program's.

@@ -10,11 +10,11 @@ use crate::totals::tallied;
 use crate::transition::Holding;
 use crate::{engine, events};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest, Verb};
 
 /// How long a client may be silent, unless it says how long.
@@ -80,7 +80,7 @@ fn carry_out(of: Verb, wanted: Transition, held: Option<Holding<'_>>, observer: 
 /// The processes that the job had when it was last paused or resumed as a whole.
 pub fn ranks() -> MutexGuard<'static, Vec<u32>> {
     static RANKS: PerProcess<Mutex<Vec<u32>>> = PerProcess::new(Mutex::default);
-    RANKS.get().lock().unwrap_or_else(PoisonError::into_inner)
+    RANKS.get().lock().unpoisoned()
 }
 
 fn aborted_by_client() -> Error {

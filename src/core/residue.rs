@@ -3,9 +3,9 @@
 
 use crate::memory::{Memory, guard, left};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use vramctl_driver as driver;
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Cycle, Growth};
 
 /// How many cycles are kept.
@@ -23,7 +23,7 @@ struct Residue {
 }
 
 fn residue() -> MutexGuard<'static, Residue> {
-    RESIDUE.get().lock().unwrap_or_else(PoisonError::into_inner)
+    RESIDUE.get().lock().unpoisoned()
 }
 
 /// The last cycles, the oldest first.

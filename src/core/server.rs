@@ -10,13 +10,13 @@ use crate::{cache, engine, events, lease, residue, watch};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::{Mutex, Once};
 use std::time::Duration;
 use std::{io, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
-use vramctl_host::{Held, PerProcess, exit, worker};
+use vramctl_host::{Held, PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
 /// How long the program's allocator may take to report what it holds.
@@ -49,7 +49,7 @@ fn listen() -> io::Result<Held> {
     socket.set_nonblocking(true)?;
     let socket = Held::new(socket)?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
-    *BOUND.get().lock().unwrap_or_else(PoisonError::into_inner) = Some(bound);
+    *BOUND.get().lock().unpoisoned() = Some(bound);
     Ok(socket)
 }
 

@@ -7,11 +7,11 @@
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
 use crate::{events, gate};
-use std::sync::{Mutex, PoisonError, RwLock, TryLockError};
+use std::sync::{Mutex, RwLock, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver as driver;
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 
 /// The saved status, while the process is suspended, or about to be.
@@ -37,7 +37,7 @@ impl Memory {
         /// Longer than any driver call of the library takes, unless it waits for the program's work.
         const CALLS: Duration = Duration::from_secs(5);
         // A second request waits for the first.
-        let _one = SUSPENDING.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = SUSPENDING.get().lock().unpoisoned();
         if let Some(gpus) = suspended() {
             return Ok(gpus);
         }
@@ -79,19 +79,19 @@ impl Memory {
 
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.
     pub fn status(&self) -> Status {
-        let suspended = SUSPENDED.get().read().unwrap_or_else(PoisonError::into_inner);
+        let suspended = SUSPENDED.get().read().unpoisoned();
         if let Some(Aside { status, without_obstacles }) = &*suspended {
             let obstacles = without_obstacles.since();
             return Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles, ..status.clone() };
         }
-        let _asking = ASKING.get().read().unwrap_or_else(PoisonError::into_inner);
+        let _asking = ASKING.get().read().unpoisoned();
         drop(suspended);
         self.status_now()
     }
 }
 
 fn set_aside(aside: Option<Aside>) {
-    *SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner) = aside;
+    *SUSPENDED.get().write().unpoisoned() = aside;
 }
 
 /// Waits until no status is being asked of the driver. Another begins only if the process is not suspended.
@@ -109,6 +109,6 @@ fn nobody_asks(limit: Duration) -> bool {
 
 /// The memory that a suspended process needs to be restored; `None` if it is not suspended.
 pub fn suspended() -> Option<Vec<GpuUse>> {
-    let suspended = SUSPENDED.existing()?.read().unwrap_or_else(PoisonError::into_inner);
+    let suspended = SUSPENDED.existing()?.read().unpoisoned();
     suspended.as_ref().and_then(|before| before.status.suspended.clone())
 }

@@ -2,14 +2,14 @@
 //! (`Memory::pause`, `Memory::resume`), and in pauses in steps (`lease::hold`).
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use vramctl_host::PerProcess;
+use std::sync::{Mutex, MutexGuard};
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Error, Report, Totals, Verb};
 
 static TOTALS: PerProcess<Mutex<BTreeMap<Verb, Totals>>> = PerProcess::new(Mutex::default);
 
 fn totals() -> MutexGuard<'static, BTreeMap<Verb, Totals>> {
-    TOTALS.get().lock().unwrap_or_else(PoisonError::into_inner)
+    TOTALS.get().lock().unpoisoned()
 }
 
 /// Counts one, and returns its outcome.

@@ -14,14 +14,14 @@ use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
 use vramctl_driver::nccl::NcclResult;
 use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_host::{PerProcess, exit, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Bytes, Error, left_to_cuda};
 
 /// How often the driver is asked for a device.
@@ -224,7 +224,7 @@ fn warn_of_nccl(what: &'static str, error: NcclResult) {
     static TOLD: PerProcess<Mutex<Option<Allowance>>> = PerProcess::new(Mutex::default);
     let now = Instant::now();
     let may_tell = || {
-        let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = TOLD.get().lock().unpoisoned();
         told.get_or_insert_with(|| Allowance::full(now)).take(now)
     };
     // Without CUDA, nothing can have failed for lack of memory, and no worker may start: its exit handler must run before the driver's.

@@ -12,8 +12,8 @@ use std::ffi::{c_int, c_void};
 use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use vramctl_host::PerProcess;
+use std::sync::{Arc, Mutex};
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Failure, Span, code};
 
 /// Whether the device supports virtual memory management.
@@ -487,7 +487,7 @@ static LEFTOVERS: PerProcess<Mutex<Vec<Leftover>>> = PerProcess::new(Mutex::defa
 fn undo(mut leftover: Leftover) {
     if let Err(failure) = leftover.undo() {
         log::debug!("{failure}; will retry");
-        LEFTOVERS.get().lock().unwrap_or_else(PoisonError::into_inner).push(leftover);
+        LEFTOVERS.get().lock().unpoisoned().push(leftover);
     }
 }
 
@@ -507,7 +507,7 @@ fn number_of(address: CUdeviceptr) -> Result<u64, Failure> {
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
     let (mut undone, mut free, mut blocks) = (false, Vec::new(), Vec::new());
-    leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| {
+    leftovers.lock().unpoisoned().retain_mut(|leftover| {
         let before = (leftover.mappings.len(), leftover.handles.len());
         let gone = leftover.undo().is_ok();
         undone |= gone || before != (leftover.mappings.len(), leftover.handles.len());
@@ -526,7 +526,7 @@ pub fn sweep() -> bool {
 /// Bytes of device memory that the driver has refused to take back so far.
 pub fn leftover_bytes() -> u64 {
     LEFTOVERS.existing().map_or(0, |leftovers| {
-        let leftovers = leftovers.lock().unwrap_or_else(PoisonError::into_inner);
+        let leftovers = leftovers.lock().unpoisoned();
         let bytes = |leftover: &Leftover| {
             let physical: usize = leftover.handles.iter().map(|(_, bytes)| bytes).sum();
             (physical + leftover.of.as_ref().map_or(0, |of| of.bytes()) + leftover.block.map_or(0, |(_, bytes, _)| bytes)) as u64

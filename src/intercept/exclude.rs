@@ -8,10 +8,10 @@ use std::ffi::{CStr, c_void};
 use std::mem;
 use std::path::Path;
 use std::ptr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use vramctl_config::Config;
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 
 /// Libraries, by the beginning of their file names.
 const ALWAYS: &[&str] = &["libnccl", "libnvshmem", "nvshmem_", "libcufile"];
@@ -85,7 +85,7 @@ fn look_up(site: usize) -> &'static Library {
 /// The entry of the library with this name. There are few, and they are never freed.
 fn known_as(name: String) -> &'static Library {
     static KNOWN: PerProcess<Mutex<Vec<&'static Library>>> = PerProcess::new(Mutex::default);
-    let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = KNOWN.get().lock().unpoisoned();
     if let Some(library) = known.iter().find(|library| library.name == name) {
         return library;
     }

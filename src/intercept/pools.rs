@@ -4,10 +4,10 @@ use crate::driver_originals;
 use crate::unmanaged;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Location};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{ObstacleKind, StatusCode, code};
 
 /// A pool of the program's.
@@ -25,7 +25,7 @@ enum Pool {
 static POOLS: PerProcess<Mutex<BTreeMap<usize, Pool>>> = PerProcess::new(Mutex::default);
 
 fn pools() -> MutexGuard<'static, BTreeMap<usize, Pool>> {
-    POOLS.get().lock().unwrap_or_else(PoisonError::into_inner)
+    POOLS.get().lock().unpoisoned()
 }
 
 /// The beginning of `CUmemPoolProps`.

@@ -7,10 +7,10 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread::{self, Scope};
 use std::time::Duration;
-use vramctl_host::worker;
+use vramctl_host::{Unpoison, worker};
 
 /// Most worker threads, with one request each; that already saturates drives.
 const THREADS: usize = 16;
@@ -116,7 +116,7 @@ impl<'a> Queue<'a> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock().unpoisoned()
     }
 
     fn put(&self, job: FileRequest) {
@@ -127,7 +127,7 @@ impl<'a> Queue<'a> {
     /// Waits for a job. `None` if there are no more.
     fn next(&self) -> Option<FileRequest> {
         let idle = |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed;
-        self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner).jobs.pop_front()
+        self.changed.wait_while(self.lock(), idle).unpoisoned().jobs.pop_front()
     }
 
     /// Drops waiting jobs and tells every thread to stop.

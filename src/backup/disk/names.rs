@@ -9,10 +9,10 @@ use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 use std::{io, process, thread};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 
 /// A unique name: `vramctl-<pid>-<process start time>-<number>`.
 pub fn of(number: u64) -> String {
@@ -67,7 +67,7 @@ pub fn remove(path: &Path) {
 /// Removes stale files from a directory; once per process and directory.
 pub fn remove_stale(directory: &Path) {
     static SEEN: PerProcess<Mutex<BTreeSet<PathBuf>>> = PerProcess::new(Mutex::default);
-    if !SEEN.get().lock().unwrap_or_else(PoisonError::into_inner).insert(directory.to_owned()) {
+    if !SEEN.get().lock().unpoisoned().insert(directory.to_owned()) {
         return;
     }
     // An unreadable directory is reported when a file is created in it.

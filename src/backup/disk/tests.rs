@@ -4,16 +4,17 @@ use proptest::prelude::*;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{fs, iter, panic, ptr};
+use vramctl_host::Unpoison;
 
 const PAGE: usize = ALIGNMENT;
 
 /// The tests count the whole process's threads and change its limits, so only one runs at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    ALONE.lock().unpoisoned()
 }
 
 /// Staging memory as callers provide it: page-aligned and not inherited by forked children.

@@ -4,10 +4,11 @@ use crate::failure::{CommandError, Exit};
 use crate::output;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_host::Unpoison;
 
 /// The longest request that is read.
 const LONGEST_REQUEST: usize = 8 << 10;
@@ -26,7 +27,7 @@ pub fn serve(address: SocketAddr, page: &(dyn Fn() -> Result<String, String> + S
     let (clients, turn) = (AtomicUsize::new(0), Mutex::new(()));
     // Query the processes for one client at a time.
     let page = &|| {
-        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = turn.lock().unpoisoned();
         page()
     };
     thread::scope(|scope| {

@@ -6,13 +6,13 @@ use crate::ledger;
 use crate::processes::{Process, silent};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
 use vramctl_driver::{cards, holders_of, keep_nvml};
-use vramctl_host::limits;
+use vramctl_host::{Unpoison, limits};
 
 /// What they answer.
 pub enum News {
@@ -98,11 +98,11 @@ fn find<L: Listener>(listener: &L, interval: &Interval) {
         let news = match found {
             Ok(pids) => {
                 for &pid in &pids {
-                    if watched.lock().unwrap_or_else(PoisonError::into_inner).insert(pid) {
+                    if watched.lock().unpoisoned().insert(pid) {
                         let (listener, interval, watched) = (listener.clone(), interval.clone(), Arc::clone(&watched));
                         spawn("watch", move || {
                             watch(pid, &listener, &interval);
-                            watched.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
+                            watched.lock().unpoisoned().remove(&pid);
                         });
                     }
                 }

@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use std::mem;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use vramctl_control::job::Follower;
 use vramctl_control::queue::Claim;
+use vramctl_host::Unpoison;
 use vramctl_model::Progress;
 
 /// The connections of a command.
@@ -26,7 +27,7 @@ struct OpenConnections {
 
 impl Connections {
     fn lock(&self) -> MutexGuard<'_, OpenConnections> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unpoisoned()
     }
 
     /// After ^C, parks the thread forever: the interrupting thread prints the outcome and ends the process.
@@ -75,7 +76,7 @@ impl Follower for Following<'_> {
     fn progress(&self, member: usize, now: Progress) {
         // Borrowers copy nothing.
         if let Some(bar) = self.bars.get(member) {
-            bar.lock().unwrap_or_else(PoisonError::into_inner).show(now);
+            bar.lock().unpoisoned().show(now);
         }
     }
 }

@@ -6,8 +6,8 @@
 
 use super::latch::Latch;
 use super::sync::{self, Condvar, Mutex, MutexGuard, Ordering};
-use std::sync::PoisonError;
 use std::time::Instant;
+use vramctl_host::Unpoison;
 
 /// Whose tenure it is.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl Closer {
     }
 
     fn lock(&self) -> MutexGuard<'_, Tenure> {
-        self.tenure.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tenure.lock().unpoisoned()
     }
 
     /// Closes the latch. `None` if somebody else has it closed until the deadline.
@@ -49,7 +49,7 @@ impl Closer {
             if left.is_zero() {
                 return None;
             }
-            tenure = self.changed.wait_timeout(tenure, left).unwrap_or_else(PoisonError::into_inner).0;
+            tenure = self.changed.wait_timeout(tenure, left).unpoisoned().0;
         }
         tenure.taken = true;
         drop(tenure);

@@ -175,7 +175,8 @@ pub fn waiting() -> usize {
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
-    use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+    use std::sync::{Arc, Mutex, MutexGuard};
+    use vramctl_host::Unpoison;
 
     static CALL: Gated = Gated("call");
 
@@ -192,7 +193,7 @@ mod tests {
     /// One test at a time: a process has one gate.
     fn turn() -> MutexGuard<'static, ()> {
         static TURN: Mutex<()> = Mutex::new(());
-        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+        TURN.lock().unpoisoned()
     }
 
     /// The invariant: while the gate is closed, nobody is inside.

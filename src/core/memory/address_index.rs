@@ -3,8 +3,9 @@
 
 use super::Allocation;
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, RwLock, RwLockWriteGuard};
 use vramctl_driver::CUdeviceptr;
+use vramctl_host::Unpoison;
 use vramctl_model::Span;
 
 /// Allocations by the first address of each place where the program has them. No lock is held during calls of the driver's.
@@ -13,11 +14,11 @@ pub(super) struct AddressIndex(RwLock<BTreeMap<CUdeviceptr, Arc<Allocation>>>);
 
 impl AddressIndex {
     fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<CUdeviceptr, Arc<Allocation>>> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+        self.0.write().unpoisoned()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+        self.0.read().unpoisoned().is_empty()
     }
 
     pub fn insert(&self, base: CUdeviceptr, allocation: Arc<Allocation>) {
@@ -34,7 +35,7 @@ impl AddressIndex {
 
     /// What a range touches, in address order.
     pub fn touched_by(&self, span: Span) -> Vec<(CUdeviceptr, Arc<Allocation>)> {
-        let index = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let index = self.0.read().unpoisoned();
         let end = span.address.saturating_add(span.bytes as u64);
         let touches = |(base, allocation): &(&CUdeviceptr, &Arc<Allocation>)| **base + allocation.bytes() as u64 > span.address;
         let mut found: Vec<_> = index.range(..end).rev().take_while(touches).map(|(base, one)| (*base, Arc::clone(one))).collect();

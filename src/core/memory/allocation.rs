@@ -8,10 +8,11 @@ use super::registrant::{Registrant, RegistrantMark};
 use super::{Origin, Placement};
 use crate::events::{self, Change, Who};
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
+use vramctl_host::Unpoison;
 use vramctl_model::{Backup, Failure, Span, TransitionRequest};
 
 /// What the program got, and the physical memory that currently backs it.
@@ -249,7 +250,7 @@ impl Allocation {
 
     /// Where the contents are now. The lock is held briefly, but also while the driver maps or unmaps; a concurrent status waits for that.
     pub fn contents(&self) -> MutexGuard<'_, Contents> {
-        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+        self.contents.lock().unpoisoned()
     }
 
     /// The same, unless somebody has the lock.

@@ -2,16 +2,16 @@
 //!
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
-use super::borrow::{BORROWED, Behind, Borrowings, LeaseState, Meant, Opened, Rounds, WhatIsLent, borrowed, listed, lock};
+use super::borrow::{BORROWED, Behind, Borrowings, LeaseState, Meant, Opened, Rounds, WhatIsLent, borrowed, listed};
 use super::lender::{Refused, patiently};
 use super::lending::Token;
 use super::{Memory, sightings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, Access, Physical, RelaxedCapture};
-use vramctl_host::{PerProcess, exit, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{self as model, ObstacleKind, TransitionRequest, code};
 
 /// The first and the longest delay before an owner whose memory is still paused is asked again.
@@ -29,7 +29,7 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
     let Some(existing) = BORROWED.existing() else { return };
     let meant = Meant::by(request);
     let memories: Vec<_> = {
-        let mut borrowed = lock(existing);
+        let mut borrowed = existing.lock().unpoisoned();
         borrowed.pauses += 1;
         let due = || Behind::Paused { is_due: request.is_borrower };
         let there = borrowed.open.values_mut().filter(|opened| !matches!(opened.behind, Behind::Gone) && opened.is_paused_by(&meant));
@@ -41,7 +41,7 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
 
 /// Whether anything is set aside.
 pub(crate) fn any() -> bool {
-    BORROWED.existing().is_some_and(|existing| lock(existing).open.values().any(Opened::is_paused))
+    BORROWED.existing().is_some_and(|existing| existing.lock().unpoisoned().open.values().any(Opened::is_paused))
 }
 
 /// Memory that the request selects and that is set aside.
@@ -55,7 +55,7 @@ pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
 pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
     let Some(existing) = BORROWED.existing() else { return };
     let deadline = Instant::now() + RETURNS_WITHIN;
-    let mut borrowed = lock(existing);
+    let mut borrowed = existing.lock().unpoisoned();
     borrowed.open.values_mut().filter(|opened| opened.is_paused()).for_each(|opened| opened.behind = Behind::Paused { is_due: true });
     let rounds = borrowed.ask(|rounds| rounds.wanted += 1);
     ASKED.get().notify_all();
@@ -63,14 +63,14 @@ pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
         if Instant::now() >= deadline || !wanted() {
             break;
         }
-        borrowed = ASKED.get().wait_timeout(borrowed, NOTICES_WITHIN).unwrap_or_else(PoisonError::into_inner).0;
+        borrowed = ASKED.get().wait_timeout(borrowed, NOTICES_WITHIN).unpoisoned().0;
     }
 }
 
 /// Starts asking for memory that is set aside, so that it comes back once its owners have resumed it, unless the program stays held anyway.
 pub(crate) fn keep_asking() {
     if let Some(existing) = BORROWED.existing() {
-        let mut borrowed = lock(existing);
+        let mut borrowed = existing.lock().unpoisoned();
         if is_worth_asking() {
             borrowed.ask(|_| ());
         }
@@ -131,7 +131,7 @@ fn ask_owner(owner: u32) {
         rounds.done = wanted;
         ASKED.get().notify_all();
         let is_rest = |borrowed: &mut Borrowings| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
-        borrowed = ASKED.get().wait_timeout_while(borrowed, pause, is_rest).unwrap_or_else(PoisonError::into_inner).0;
+        borrowed = ASKED.get().wait_timeout_while(borrowed, pause, is_rest).unpoisoned().0;
         pause = (2 * pause).min(LOOK_AGAIN.1);
     }
     borrowed.asked.remove(&owner);
@@ -154,7 +154,7 @@ fn bring_one_back(token: &Token, owner: u32) {
 
 fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     let lease = borrowed().lease(owner).map_err(|error| Refused::because(owner, &error))?;
-    let mut state = lock(&lease.state);
+    let mut state = lease.state.lock().unpoisoned();
     if *state == LeaseState::Retired {
         return Err(Refused::ForNow);
     }

@@ -14,11 +14,11 @@ use super::share::Ticket;
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::{io, process};
 use vramctl_control::protocol::Reply;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
-use vramctl_host::{PerProcess, worker};
+use vramctl_host::{PerProcess, Unpoison, worker};
 use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRequest, code};
 
 /// The open memory, and the connections to its owners.
@@ -133,12 +133,8 @@ pub(super) enum LeaseState {
     Retired,
 }
 
-pub(super) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 pub(super) fn borrowed() -> MutexGuard<'static, Borrowings> {
-    lock(BORROWED.get())
+    BORROWED.get().lock().unpoisoned()
 }
 
 /// `cuIpcOpenMemHandle`, for a handle of the library's: the address of the allocation's first byte. Memory that is open already has
@@ -163,7 +159,7 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
         }
         borrowed.lease(handle.owner).map_err(|error| Refused::because(handle.owner, &error))?
     };
-    let mut state = lock(&lease.state);
+    let mut state = lease.state.lock().unpoisoned();
     // Another thread may have opened it meanwhile, or have lost the connection.
     if let Some(address) = borrowed().open_again(&handle.token, current)? {
         return Ok(address);
@@ -206,7 +202,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
     let mut waited = None;
     loop {
         let (token, lease, contexts, changed) = {
-            let mut borrowed = lock(existing);
+            let mut borrowed = existing.lock().unpoisoned();
             let now = borrowed.changes + 1;
             let (token, opened) = borrowed.open.iter_mut().find(|(_, opened)| opened.address == address)?;
             if opened.count > 1 {
@@ -258,7 +254,7 @@ pub(crate) fn status() -> Vec<model::Borrowed> {
 pub(super) fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
     let Some(existing) = BORROWED.existing() else { return Vec::new() };
     let mut sums = BTreeMap::<_, (u64, u64)>::new();
-    for opened in lock(existing).open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
+    for opened in existing.lock().unpoisoned().open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
         let bytes = opened.place.span().bytes as u64;
         let (all, paused) = sums.entry((opened.lease.lender.pid, opened.device)).or_default();
         *all += bytes;
@@ -275,7 +271,7 @@ pub(super) fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
 pub(crate) fn contexts() -> BTreeSet<Context> {
     BORROWED
         .existing()
-        .map(|existing| lock(existing).open.values().flat_map(|opened| opened.contexts.clone()).collect())
+        .map(|existing| existing.lock().unpoisoned().open.values().flat_map(|opened| opened.contexts.clone()).collect())
         .unwrap_or_default()
 }
 
@@ -293,7 +289,7 @@ pub struct OpenMemory {
 
 /// The open memory that contains an address. `None` if there is none, or if the driver does not report its device.
 pub fn at(address: CUdeviceptr) -> Option<OpenMemory> {
-    let borrowed = lock(BORROWED.existing()?);
+    let borrowed = BORROWED.existing()?.lock().unpoisoned();
     let contains = |span: Span| address.checked_sub(span.address).is_some_and(|offset| offset < span.bytes as u64);
     let opened = borrowed.open.values().find(|opened| contains(opened.place.span()))?;
     Some(OpenMemory {
@@ -308,7 +304,7 @@ pub fn at(address: CUdeviceptr) -> Option<OpenMemory> {
 pub fn count_after(pause: &TransitionRequest) -> usize {
     let meant = Meant::by(pause);
     let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_)) && !opened.is_paused_by(&meant);
-    BORROWED.existing().map_or(0, |borrowed| lock(borrowed).open.values().filter(is_there).count())
+    BORROWED.existing().map_or(0, |borrowed| borrowed.lock().unpoisoned().open.values().filter(is_there).count())
 }
 
 impl Opened {
@@ -443,9 +439,9 @@ impl Lease {
         }
         // The thread that uses the connection may be waiting for the owner, which may be paused or stopped for long.
         let (lease, its) = (Arc::clone(self), *token);
-        if let Err(error) = worker::spawn("vramctl-borrow", move || lease.tell_closed(&mut lock(&lease.state), &its)) {
+        if let Err(error) = worker::spawn("vramctl-borrow", move || lease.tell_closed(&mut lease.state.lock().unpoisoned(), &its)) {
             log::debug!("no thread to tell process {} that its memory is closed: {error}", self.lender.pid);
-            self.tell_closed(&mut lock(&self.state), token);
+            self.tell_closed(&mut self.state.lock().unpoisoned(), token);
         }
         true
     }

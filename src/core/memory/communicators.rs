@@ -11,11 +11,11 @@
 use crate::gate;
 use crate::memory::Memory;
 use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use vramctl_driver::nccl::{Nccl, answer};
 use vramctl_driver::{CUdevice, Current};
-use vramctl_host::{PerProcess, exit, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Communicator, CommunicatorState as State, Error, Verb};
 
 /// How long a pause or resume waits for NCCL, which waits for the other ranks. After that, NCCL continues in the background and the program
@@ -83,7 +83,7 @@ pub struct NewCommunicator<'a> {
 }
 
 fn known(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Known>> {
-    table.known.lock().unwrap_or_else(PoisonError::into_inner)
+    table.known.lock().unpoisoned()
 }
 
 /// FNV-1a: the same in every process.
@@ -159,7 +159,7 @@ pub fn ending(handle: usize, waits: bool, real: impl FnOnce() -> bool) {
     let mut all = known(table);
     let in_progress = |all: &BTreeMap<usize, Known>| all.get(&handle).is_some_and(|one| one.told.state.is_in_progress());
     while waits && in_progress(&all) && !exit::is_ending() && Instant::now() < deadline {
-        all = table.changed.wait_timeout(all, WITHIN / 100).unwrap_or_else(PoisonError::into_inner).0;
+        all = table.changed.wait_timeout(all, WITHIN / 100).unpoisoned().0;
     }
     // Remove it before the call: a new communicator may get its address.
     let taken = all.remove(&handle);
@@ -241,7 +241,7 @@ fn change(verb: Verb, is_meant: impl Fn(&Communicator) -> bool) -> Vec<Communica
             if left.is_zero() {
                 break;
             }
-            all = table.changed.wait_timeout(all, left.min(WITHIN / 100)).unwrap_or_else(PoisonError::into_inner).0;
+            all = table.changed.wait_timeout(all, left.min(WITHIN / 100)).unpoisoned().0;
         }
         all
     };

@@ -5,8 +5,9 @@
 
 use super::{Allocation, Memory};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle};
+use vramctl_host::Unpoison;
 use vramctl_model::Failure;
 
 /// One such allocation.
@@ -32,7 +33,7 @@ impl Unreleased {
     }
 
     fn list(&self) -> MutexGuard<'_, Vec<Arc<Freed>>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock().unpoisoned()
     }
 
     fn all(&self) -> Vec<Arc<Freed>> {

@@ -10,9 +10,9 @@ use crate::events::{self, Change, Who};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{LeftAlone, Span, StatusCode, code};
 
 static LEFT: PerProcess<LeftToCuda> = PerProcess::new(LeftToCuda::default);
@@ -79,7 +79,7 @@ impl Drop for Created {
 
 impl LeftToCuda {
     fn handles(&self) -> MutexGuard<'_, Handles> {
-        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+        self.handles.lock().unpoisoned()
     }
 }
 

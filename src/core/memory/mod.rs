@@ -40,11 +40,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
 /// Everything this process has under management.
@@ -104,13 +104,13 @@ impl Memory {
 
     /// Tag of allocations outside regions; `None` if they are left to CUDA.
     pub fn process_tag(&self) -> Option<Arc<str>> {
-        self.process_tag.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.process_tag.read().unpoisoned().clone()
     }
 
     /// Sets the tag of future allocations outside regions; `None` leaves them to CUDA. Existing allocations keep their tags.
     pub fn set_process_tag(&self, tag: Option<&str>) -> Result<(), Error> {
         let tag = tag.map(checked_tag).transpose()?;
-        *self.process_tag.write().unwrap_or_else(PoisonError::into_inner) = tag;
+        *self.process_tag.write().unpoisoned() = tag;
         Ok(())
     }
 
@@ -421,11 +421,11 @@ impl Memory {
     }
 
     pub(crate) fn share(&self) -> RwLockReadGuard<'_, ()> {
-        self.transition.read().unwrap_or_else(PoisonError::into_inner)
+        self.transition.read().unpoisoned()
     }
 
     pub(crate) fn exclude(&self) -> RwLockWriteGuard<'_, ()> {
-        self.transition.write().unwrap_or_else(PoisonError::into_inner)
+        self.transition.write().unpoisoned()
     }
 
     /// Like [`exclude`](Self::exclude), for work that calls the driver: fails in a suspended process, where such calls would block with the

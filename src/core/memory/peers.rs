@@ -7,8 +7,9 @@
 use super::{Allocation, Memory};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{self as driver, Access, CUdevice, Context, Current};
+use vramctl_host::Unpoison;
 use vramctl_model::{Error, Failure};
 
 /// A device, and another whose memory it may use.
@@ -39,11 +40,11 @@ impl Enabled {
 
 impl Peers {
     fn read(&self) -> RwLockReadGuard<'_, Enabled> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+        self.0.read().unpoisoned()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Enabled> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+        self.0.write().unpoisoned()
     }
 
     /// All pairs.

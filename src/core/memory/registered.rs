@@ -11,8 +11,9 @@ use super::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::mem;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use vramctl_driver::CUdevice;
+use vramctl_host::Unpoison;
 use vramctl_model::{Span, StatusCode, code};
 
 /// Until when memory stays registered.
@@ -50,7 +51,7 @@ pub(super) struct NcclRegistration {
 
 impl Memory {
     fn registrations(&self) -> MutexGuard<'_, BTreeMap<(usize, usize), NcclRegistration>> {
-        self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registrations.lock().unpoisoned()
     }
 
     /// Runs `real`, which registers a range and returns the handle if it succeeded. The memory counts as registered from before the call
@@ -115,7 +116,7 @@ impl Memory {
     }
 
     fn bindings(&self) -> MutexGuard<'_, BTreeMap<Binding, RegistrantMark>> {
-        self.bindings.lock().unwrap_or_else(PoisonError::into_inner)
+        self.bindings.lock().unpoisoned()
     }
 
     /// Runs a call that registers the memory in a range by its physical pages, and records that. No pause comes in between.

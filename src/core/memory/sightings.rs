@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramctl_driver::{CUdevice, CUdeviceptr};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Obstacle, ObstacleKind, Span};
 
 /// What an obstacle is recorded under: it ends with that.
@@ -42,10 +42,6 @@ struct Sighting {
 
 /// What the program's calls have made an obstacle, and still is one.
 static SEEN: PerProcess<Mutex<BTreeMap<ObstacleKey, Sighting>>> = PerProcess::new(Mutex::default);
-
-fn lock(seen: &Mutex<BTreeMap<ObstacleKey, Sighting>>) -> MutexGuard<'_, BTreeMap<ObstacleKey, Sighting>> {
-    seen.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The program's calls that may leave an obstacle behind, by kind.
 static CALLS: PerProcess<[Calls; ObstacleKind::ALL.len()]> = PerProcess::new(Default::default);
@@ -100,12 +96,12 @@ impl Moment {
 
 /// Records that `call` has made something an obstacle.
 pub fn note(kind: ObstacleKind, call: &'static str, key: ObstacleKey) {
-    lock(SEEN.get()).entry(key).or_default().reasons.insert(Reason { kind, call, peer: None });
+    SEEN.get().lock().unpoisoned().entry(key).or_default().reasons.insert(Reason { kind, call, peer: None });
 }
 
 /// Records that `call` has opened memory of another process.
 pub fn note_opened(call: &'static str, key: ObstacleKey) {
-    let mut seen = lock(SEEN.get());
+    let mut seen = SEEN.get().lock().unpoisoned();
     let seen = seen.entry(key).or_default();
     seen.reasons.insert(Reason { kind: ObstacleKind::Shared, call, peer: None });
     seen.openings += 1;
@@ -113,7 +109,7 @@ pub fn note_opened(call: &'static str, key: ObstacleKey) {
 
 /// Records that `call` has given another device access.
 pub fn note_access(call: &'static str, key: ObstacleKey, peer: CUdevice) {
-    lock(SEEN.get()).entry(key).or_default().reasons.insert(Reason { kind: ObstacleKind::Peers, call, peer: Some(peer) });
+    SEEN.get().lock().unpoisoned().entry(key).or_default().reasons.insert(Reason { kind: ObstacleKind::Peers, call, peer: Some(peer) });
 }
 
 /// Records that a device's access to something has been withdrawn.
@@ -128,7 +124,7 @@ pub fn note_no_access_in(span: Span, peer: CUdevice) {
 
 fn withdraw(keys: RangeInclusive<ObstacleKey>, peer: CUdevice) {
     let Some(seen) = SEEN.existing() else { return };
-    let mut seen = lock(seen);
+    let mut seen = seen.lock().unpoisoned();
     seen.range_mut(keys.clone()).for_each(|(_, one)| one.reasons.retain(|reason| reason.peer != Some(peer)));
     seen.retain(|key, one| !keys.contains(key) || !one.reasons.is_empty());
 }
@@ -142,13 +138,13 @@ fn mapped_in(span: Span) -> RangeInclusive<ObstacleKey> {
 /// Whether something is an obstacle.
 #[inline]
 pub fn knows(key: ObstacleKey) -> bool {
-    SEEN.existing().is_some_and(|seen| lock(seen).contains_key(&key))
+    SEEN.existing().is_some_and(|seen| seen.lock().unpoisoned().contains_key(&key))
 }
 
 /// Records that something has ended.
 pub fn forget(key: ObstacleKey) {
     if let Some(seen) = SEEN.existing() {
-        lock(seen).remove(&key);
+        seen.lock().unpoisoned().remove(&key);
     }
 }
 
@@ -171,7 +167,7 @@ pub fn ending_mapped_in(span: Span) -> Option<Removal> {
 }
 
 fn ending_all(keys: RangeInclusive<ObstacleKey>) -> Option<Removal> {
-    let mut seen = lock(SEEN.existing()?);
+    let mut seen = SEEN.existing()?.lock().unpoisoned();
     let kind = seen.range(keys.clone()).find_map(|(_, one)| one.reasons.first()).map(|reason| reason.kind)?;
     let in_progress = InProgress::begin(kind);
     let known: Vec<_> = seen.range(keys).map(|(key, _)| *key).collect();
@@ -188,7 +184,7 @@ fn ending_all(keys: RangeInclusive<ObstacleKey>) -> Option<Removal> {
 impl Removal {
     /// The call has failed: the obstacles are still there.
     pub fn failed(self) {
-        let mut seen = lock(SEEN.get());
+        let mut seen = SEEN.get().lock().unpoisoned();
         for (key, one) in self.taken {
             let now = seen.entry(key).or_default();
             now.reasons.extend(one.reasons);
@@ -206,7 +202,7 @@ pub fn is_communicator(library: &str) -> bool {
 pub(crate) fn counted() -> Vec<(ObstacleKind, String)> {
     let mut times = BTreeMap::<_, usize>::new();
     if let Some(seen) = SEEN.existing() {
-        for one in lock(seen).values() {
+        for one in seen.lock().unpoisoned().values() {
             let calls: BTreeSet<_> = one.reasons.iter().map(|reason| (reason.kind, reason.call)).collect();
             for call in calls {
                 *times.entry(call).or_default() += 1;

@@ -2,7 +2,8 @@
 
 use super::{Allocation, Memory};
 use std::collections::BTreeSet;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
+use vramctl_host::Unpoison;
 use vramctl_model::{Progress, TagState};
 
 /// The pause or resume in progress.
@@ -40,7 +41,7 @@ impl Drop for Shown<'_> {
 impl Memory {
     /// The pause or resume in progress, if any.
     pub(crate) fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+        self.under_way.lock().unpoisoned()
     }
 
     /// Shows these allocations' tags as in transition. One at a time: the caller holds the transition lock.

@@ -6,9 +6,9 @@ use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use vramctl_config as config;
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, Unpoison};
 
 const KEPT: usize = 10;
 
@@ -19,7 +19,7 @@ static WRITTEN: PerProcess<Mutex<VecDeque<PathBuf>>> = PerProcess::new(Mutex::de
 pub fn write(page: &ReportPage) -> Option<io::Result<PathBuf>> {
     config::report_directory().map(|directory| {
         // One thread at a time, so that exactly the last ten are kept.
-        let mut written = WRITTEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut written = WRITTEN.get().lock().unpoisoned();
         let path = put(directory, page)?;
         written.push_back(path.clone());
         while written.len() > KEPT {

@@ -29,11 +29,11 @@ use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_config as config;
-use vramctl_host::{PerProcess, exit, stack, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, stack, worker};
 use vramctl_model::Bytes;
 
 /// How long after a failure the same request counts as the same episode, in milliseconds.
@@ -221,7 +221,7 @@ impl Reports {
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+        self.books.lock().unpoisoned()
     }
 
     fn begin(&'static self, episode: Episode) {
@@ -305,7 +305,7 @@ impl Episode {
     }
 
     fn course(&self) -> MutexGuard<'_, Course> {
-        self.course.lock().unwrap_or_else(PoisonError::into_inner)
+        self.course.lock().unpoisoned()
     }
 
     /// The thread has tried again, in vain.
@@ -369,7 +369,7 @@ impl Episode {
             if until() || left.is_zero() || exit::is_ending() {
                 return course;
             }
-            course = self.changed.wait_timeout(course, left).unwrap_or_else(PoisonError::into_inner).0;
+            course = self.changed.wait_timeout(course, left).unpoisoned().0;
         }
     }
 }

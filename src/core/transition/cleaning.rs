@@ -8,10 +8,10 @@
 use super::bytes_of_devices;
 use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice, RelaxedCapture};
-use vramctl_host::{PerProcess, worker};
+use vramctl_host::{PerProcess, Unpoison, worker};
 
 /// When to make the driver check.
 #[derive(Debug, Clone, Copy)]
@@ -64,7 +64,7 @@ pub fn settle() {
     let mut state = cleaning.lock();
     state.due = state.due.map(|_| Instant::now());
     cleaning.changed.notify_all();
-    drop(cleaning.changed.wait_while(state, |state| state.due.is_some()).unwrap_or_else(PoisonError::into_inner));
+    drop(cleaning.changed.wait_while(state, |state| state.due.is_some()).unpoisoned());
 }
 
 /// Sets when to check. For tests.
@@ -74,7 +74,7 @@ pub fn set_when(when: When) {
 
 impl Cleaning {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unpoisoned()
     }
 
     fn look_when_due(&self) {
@@ -82,7 +82,7 @@ impl Cleaning {
         while let Some(left) = state.due.map(|due| due.saturating_duration_since(Instant::now())) {
             if !left.is_zero() {
                 // The deadline may move meanwhile.
-                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                state = self.changed.wait_timeout(state, left).unpoisoned().0;
                 continue;
             }
             let (due, when) = (state.due, state.when);
