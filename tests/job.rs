@@ -638,6 +638,38 @@ fn a_rank_that_stops_in_the_middle_is_named() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// Each attempt finds the devices as busy as the one before, because the loops queue again what was done.
+#[test]
+fn a_job_that_runs_far_ahead_is_held() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 2] = std::array::from_fn(|_| {
+        machine.start("loop", "torture", |command| _ = command.args(["ahead", "25"]).env("SIMGPU_OP_DELAY_MS", "100"))
+    });
+    let paused = machine.vramctl("pause --hold-timeout 20 --json").expect(0, "", "").json();
+    assert!(paused["jobs"][0]["attempts"].as_u64().unwrap() > 1, "{paused}");
+    assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
+    machine.vramctl("resume").expect(0, "", "");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// The devices wait for a third rank that is not there.
+#[test]
+fn a_job_whose_work_does_not_end_is_told_how_long_that_took() {
+    let machine = Machine::new();
+    let ranks: [Rank; 2] =
+        std::array::from_fn(|rank| machine.start("ring", "torture", |command| _ = command.args(["rank", "1", &rank.to_string(), "3"])));
+    for seconds in ["0.3", "0.5", "1"] {
+        let begun = Instant::now();
+        let ran = machine.vramctl(&format!("pause --hold-timeout {seconds}")).expect(5, "", "has not ended");
+        assert!(begun.elapsed().as_secs_f64() >= seconds.parse::<f64>().unwrap() - 0.2, "{}", ran.err);
+        assert!(ran.err.contains(" attempts in ") && ran.err.contains("raise --hold-timeout"), "{}", ran.err);
+        let (_, after) = ran.err.split_once("after ").unwrap();
+        let ms: u32 = after.split_once(" ms, the work").unwrap().0.parse().unwrap();
+        assert!(ms >= 100, "{}", ran.err);
+        assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    }
+}
+
 /// Too little memory for one of them: all stay paused. With --timeout they wait, and the others take no memory meanwhile.
 #[test]
 fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {

@@ -89,9 +89,8 @@ const LEASE: Duration = Duration::from_secs(5);
 const RENEW_EVERY: Duration = Duration::from_secs(1);
 /// How long to wait while another client uses a process.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
-/// How long the first attempt waits for the work of several processes to drain. Aligned ranks drain sooner, others never.
+/// How long the first attempt waits for the work of several processes to drain; no attempt waits less.
 const FIRST_DRAIN: Duration = Duration::from_millis(100);
-const LONGEST_DRAIN: Duration = Duration::from_secs(2);
 
 /// The points at which the processes wait for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,7 +108,7 @@ enum Step {
 impl Job {
     /// Pauses or resumes all of them, or none.
     pub fn carry_out(&self, directory: &Directory, follower: &dyn Follower) -> JobReport {
-        let (begun, mut attempts, mut drain, mut early) = (Instant::now(), 0, FIRST_DRAIN, BTreeSet::new());
+        let (begun, mut attempts, mut next_drain, mut early) = (Instant::now(), 0, FIRST_DRAIN, BTreeSet::new());
         let mut place = match self.queue(directory, begun, follower) {
             Ok(place) => place,
             Err(refusal) => {
@@ -119,7 +118,7 @@ impl Job {
         };
         loop {
             attempts += 1;
-            let drain_within = if self.ranks.len() > 1 { drain } else { Duration::MAX };
+            let drain_within = self.drain_within(next_drain, begun);
             let (mut results, committed) = match Attempt::new(self, begun, drain_within, &early) {
                 Ok(attempt) => (attempt.run(directory, follower), !attempt.decision.abort()),
                 Err(error) => (self.ranks.iter().map(|member| Err(failed(member.pid, error.kind().into()))).collect(), false),
@@ -127,7 +126,8 @@ impl Job {
             // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
             let is_short = |member: &usize| results[*member].as_ref().is_err_and(|error| kind(error) == Some(Kind::DeviceMemory));
             early.extend((0..results.len()).filter(is_short));
-            if committed || !self.is_worth_another(&results, begun) {
+            let rest = a_little();
+            if committed || !self.is_worth_another(&results, begun.elapsed() + rest) {
                 let ms = begun.elapsed().as_secs_f64() * 1e3;
                 if attempts > 1 {
                     for error in results.iter_mut().filter_map(|result| result.as_mut().err()) {
@@ -139,9 +139,20 @@ impl Job {
             if let Some(place) = place.as_mut().filter(|_| !early.is_empty()) {
                 place.waits_for_memory();
             }
-            thread::sleep(a_little());
-            drain = (drain * 2).min(LONGEST_DRAIN);
+            if results.iter().any(|result| result.as_ref().is_err_and(|error| kind(error) == Some(Kind::Busy))) {
+                next_drain = drain_within * 2;
+            }
+            thread::sleep(rest);
         }
+    }
+
+    /// How long an attempt may wait for the work to drain. Aligned ranks need as long as their work takes, others wait in vain: so of
+    /// several processes' time, half is left for further attempts.
+    fn drain_within(&self, next: Duration, begun: Instant) -> Duration {
+        let hold = Duration::from_millis(self.wanted.hold_ms.unwrap_or_default());
+        let left = hold.saturating_sub(begun.elapsed());
+        let limit = if self.ranks.len() > 1 { next.min(left / 2) } else { left };
+        limit.max(FIRST_DRAIN.min(hold))
     }
 
     /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. `None` if it
@@ -167,19 +178,19 @@ impl Job {
         Ok(Some(place))
     }
 
-    /// Whether a retry may succeed, and there is time left.
-    fn is_worth_another(&self, results: &[Result<Report, ClientError>], begun: Instant) -> bool {
+    /// Whether a retry may succeed, and there is time left for it.
+    fn is_worth_another(&self, results: &[Result<Report, ClientError>], elapsed: Duration) -> bool {
         let hold = self.wanted.hold_ms.filter(|_| self.verb == Verb::Pause).map(Duration::from_millis);
         let patience = self.wanted.timeout_ms.map(Duration::from_millis);
         let limit = |error: &ClientError| match (kind(error), self.verb) {
             (Some(Kind::Aborted), _) => None,
             (Some(Kind::Leased), _) => Some(hold.or(patience).unwrap_or_default().max(TURN_WITHIN)),
-            (Some(Kind::Busy | Kind::Capturing), Verb::Pause) if hold.is_some() => hold,
+            (Some(Kind::Busy | Kind::Capturing), Verb::Pause) if hold.is_some() => hold.map(|hold| hold.saturating_sub(FIRST_DRAIN)),
             (Some(Kind::DeviceMemory), Verb::Resume) if patience.is_some() => patience,
             _ => Some(Duration::ZERO),
         };
         let limit = results.iter().filter_map(|result| limit(result.as_ref().err()?)).min();
-        limit.is_some_and(|limit| begun.elapsed() < limit)
+        limit.is_some_and(|limit| elapsed < limit)
     }
 }
 
@@ -330,9 +341,8 @@ impl<'a> Attempt<'a> {
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
         let (tags, communicators) = (tags.clone(), communicators.clone());
         let mut transition = Transition { tags, lenient: *lenient, partners, borrowers, communicators, ..self.job.wanted.clone() };
-        if let Some(hold_ms) = transition.hold_ms.take().filter(|_| self.job.verb == Verb::Pause) {
-            let left = Duration::from_millis(hold_ms).saturating_sub(self.begun.elapsed()).min(self.drain_within);
-            let limit_ms = left.as_millis() as u64;
+        if transition.hold_ms.take().is_some() && self.job.verb == Verb::Pause {
+            let limit_ms = self.drain_within.as_millis() as u64;
             expect(client, Request::Hold { lease_ms }, &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
             expect(client, Request::Drain { limit_ms }, &Reply::Drained)?;

@@ -268,7 +268,11 @@ impl fmt::Display for Error {
             }
             Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture has ended"),
             Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing has changed", waited.as_millis()),
-            Self::NotHeld(why) => write!(out, "the program could not be held: {why}; the program continues, and nothing has changed"),
+            Self::NotHeld(why) => write!(
+                out,
+                "the program could not be held: {why}; the program continues, and nothing has changed. If it only needs more time, \
+                 raise --hold-timeout"
+            ),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::PrefixCache(engine) => write!(
                 out,

@@ -6,6 +6,7 @@
  *   torture rank ID RANK RANKS [ROUNDS]
  *                                   a process in collectives with others. The numbers that they
  *                                   add up depend on all earlier rounds
+ *   torture ahead WRITES            a loop that keeps this many writes queued
  *
  * It needs kernels of the simulated GPU (tests/simgpu/src/waiting.rs). Knows nothing of vramctl but the
  * names of its regions. Commands on stdin: progress, verify, stop, quit, fail FUNCTION NTH, clear.
@@ -353,6 +354,28 @@ static void *collect(void *argument)
 	return NULL;
 }
 
+static unsigned long most_queued;
+
+/* As a training loop whose results nobody reads for a while. */
+static void *run_ahead(void *argument)
+{
+	struct worker *w = argument;
+	TRY(cudaSetDevice(0));
+	TRY(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+	TRY(cudaMalloc(&w->blocks[0].at, ROOM));
+	while (!atomic_load(&stopping)) {
+		if (w->calls - atomic_load(&w->called) < most_queued) {
+			fill(w, &w->blocks[0], 1);
+			TRY(cudaLaunchHostFunc(w->stream, called, w));
+			w->calls++;
+		} else {
+			atomic_fetch_add(&w->rounds, 1);
+			usleep(1000);
+		}
+	}
+	return NULL;
+}
+
 /* Answers one command. */
 static void answer(char *line)
 {
@@ -403,9 +426,13 @@ int main(int argc, char **argv)
 		rank.last = argc > 5 ? strtoul(argv[5], NULL, 10) : 0;
 		threads = 1;
 		begin = collect;
+	} else if (argc == 3 && strcmp(argv[1], "ahead") == 0) {
+		most_queued = strtoul(argv[2], NULL, 10);
+		threads = 1;
+		begin = run_ahead;
 	}
 	if (threads < 1 || threads > MOST_THREADS) {
-		fprintf(stderr, "usage: torture threads SEED THREADS | torture rank ID RANK RANKS [ROUNDS]\n");
+		fprintf(stderr, "usage: torture threads SEED THREADS | torture rank ID RANK RANKS [ROUNDS] | torture ahead WRITES\n");
 		return 2;
 	}
 	if (rank.ranks > 0) {
