@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use vramctl_config as config;
-use vramctl_host::Held;
+use vramctl_host::{Held, system};
 
 /// What a process signals, and the byte it locks.
 #[derive(Debug, Clone, Copy)]
@@ -49,9 +49,7 @@ pub fn any(says: Says) -> bool {
 fn own_directory(path: &Path) -> Option<File> {
     let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
     let directory = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
-    // SAFETY: cannot fail and touches no memory.
-    let user = unsafe { libc::geteuid() };
-    (directory.metadata().ok()?.uid() == user).then_some(directory)
+    (directory.metadata().ok()?.uid() == system::user()).then_some(directory)
 }
 
 fn lock(kind: libc::c_int, says: Says) -> libc::flock64 {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_config::DiskDirectory;
 use vramctl_driver::{Context, Direction, Extent, Lane};
-use vramctl_host::worker;
+use vramctl_host::{system, worker};
 use vramctl_model::{Error, Progress, Stage};
 
 /// An allocation's contents in a file, which others paused with it may share.
@@ -77,10 +77,7 @@ fn in_files<'a>(extents: &'a [Extent], directory: &DiskDirectory) -> Vec<&'a [Ex
 
 /// One file each, as far as that leaves most descriptors to the program; the last file takes the rest.
 fn apart(extents: &[Extent]) -> Vec<&[Extent]> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writable. On failure there is one file.
-    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-    let files = usize::try_from(limit.rlim_cur / 4).unwrap_or(usize::MAX).max(1);
+    let files = system::resource_limit(libc::RLIMIT_NOFILE).map_or(usize::MAX, |limit| (limit as usize / 4).max(1));
     let (single, rest) = extents.split_at(if extents.len() <= files { extents.len() } else { files - 1 });
     single.chunks(1).chain(Some(rest).filter(|rest| !rest.is_empty())).collect()
 }

@@ -16,6 +16,7 @@ use std::{env, fs, io, mem, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
+use vramctl_host::system::resource_limit;
 use vramctl_host::{limits, symbols};
 use vramctl_model::Bytes;
 
@@ -242,13 +243,8 @@ fn touch(bytes: usize) -> io::Result<()> {
 }
 
 fn limits() -> Finding {
-    let limit = |what| {
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: writable.
-        let answer = unsafe { libc::getrlimit(what, &raw mut limit) };
-        (answer == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
-    };
-    let (locked, addresses, data) = (limit(libc::RLIMIT_MEMLOCK), limit(libc::RLIMIT_AS), limit(libc::RLIMIT_DATA));
+    let (locked, addresses, data) =
+        (resource_limit(libc::RLIMIT_MEMLOCK), resource_limit(libc::RLIMIT_AS), resource_limit(libc::RLIMIT_DATA));
     let numbers = json!({ "locked_bytes": locked, "address_bytes": addresses, "data_bytes": data });
     let text = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |bytes| Bytes(bytes).to_string());
     let locked = format!("locked memory {} (the driver's pinned memory does not count)", text(locked));

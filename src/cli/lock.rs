@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{process, thread};
 use vramctl_config::socket_directory;
-use vramctl_control::discovery::{Directory, user};
+use vramctl_control::discovery::Directory;
+use vramctl_host::system::user;
 
 /// A lock, until it is dropped.
 pub struct FileLock {

@@ -42,7 +42,7 @@ use std::ffi::{CStr, CString, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use vramctl_host::{PerProcess, logger};
+use vramctl_host::{PerProcess, logger, system};
 use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
 
 /// How a pause treats retained contents.
@@ -151,8 +151,7 @@ pub struct Directories {
 impl Directories {
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        // SAFETY: `geteuid` cannot fail and touches no memory.
-        let of_user = || PathBuf::from(format!("/tmp/vramctl-{}", unsafe { libc::geteuid() }));
+        let of_user = || PathBuf::from(format!("/tmp/vramctl-{}", system::user()));
         let sockets = set("VRAMCTL_DIR").or_else(|| set("XDG_RUNTIME_DIR").map(|base| base.join("vramctl"))).unwrap_or_else(of_user);
         let (ours, of_memory_saver) = (set("VRAMCTL_DISK_DIR"), set("TMS_DISK_BACKUP_DIR"));
         let makes_disk = ours.is_none() && of_memory_saver.is_some();

@@ -5,10 +5,11 @@ use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Reque
 use crate::descriptors;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
+use vramctl_host::system;
 use vramctl_model::{Cached, Communicator, Events, GpuUse, Plan, Progress, Report, Trimmed};
 
 /// A connection to one process.
@@ -237,10 +238,8 @@ impl Client {
 
     /// What the process sends without a request: its lease has ended, or it has exited.
     pub(crate) fn unasked(&mut self) -> Option<ClientError> {
-        let mut socket = libc::pollfd { fd: self.stream.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one writable entry; does not block.
-        let silent = self.stream.buffer().is_empty() && unsafe { libc::poll(&raw mut socket, 1, 0) } == 0;
-        if silent {
+        let has_nothing = || matches!(system::poll(self.stream.get_ref().as_fd(), libc::POLLIN, 0), Ok(0));
+        if self.stream.buffer().is_empty() && has_nothing() {
             return None;
         }
         Some(match self.read() {

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{io, mem, process, thread};
 use vramctl_config as config;
+use vramctl_host::system::user;
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug)]
@@ -20,12 +21,6 @@ pub struct Directory {
     path: PathBuf,
     owner: u32,
     open: File,
-}
-
-/// The effective user, who owns this process's directories and sockets.
-pub fn user() -> u32 {
-    // SAFETY: cannot fail and touches no memory.
-    unsafe { libc::geteuid() }
 }
 
 impl Directory {

@@ -10,6 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::Duration;
 use vramctl_host::Held;
+use vramctl_host::system::now;
 
 /// The file of one GPU.
 #[derive(Debug)]
@@ -61,14 +62,6 @@ impl Gauge {
     }
 }
 
-/// A clock that all processes of the machine share.
-fn now() -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writable, and the clock exists everywhere.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,17 +101,5 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, folder.path().join("free-GPU-1")).unwrap();
         assert!(Gauge::within(&directory, "GPU-1").is_err());
         assert_eq!(fs::read(&elsewhere).unwrap(), b"contents");
-    }
-
-    #[test]
-    fn the_clock_counts_nanoseconds_since_the_start_of_the_machine() {
-        let seconds = || {
-            let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-            // SAFETY: writable.
-            unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-            Duration::from_secs(now.tv_sec as u64)
-        };
-        let (earliest, now, latest) = (seconds(), Duration::from_nanos(now()), seconds() + Duration::from_secs(1));
-        assert!(earliest <= now && now <= latest, "{earliest:?} {now:?} {latest:?}");
     }
 }

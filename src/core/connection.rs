@@ -4,14 +4,14 @@ use crate::memory::Memory;
 use crate::memory::share::{Borrower, Loan};
 use std::io;
 use std::mem::{self, ManuallyDrop};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use vramctl_control::descriptors;
 use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
-use vramctl_host::{Held, PerProcess, Unpoison};
+use vramctl_host::{Held, PerProcess, Unpoison, system};
 use vramctl_model::Error;
 
 /// Connection limit: each connection costs the program a thread.
@@ -84,9 +84,8 @@ impl Connection {
         if self.borrows.load(Ordering::Relaxed)
             && let Ok(stream) = self.stream()
         {
-            let mut waiting = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: one writable entry. The result does not matter: the following read detects errors.
-            unsafe { libc::poll(&raw mut waiting, 1, -1) };
+            // The result does not matter: the following read detects errors.
+            let _ = system::poll(stream.as_fd(), libc::POLLIN, -1);
         }
     }
 

@@ -9,12 +9,12 @@ use crate::memory::Memory;
 use crate::totals::tallied;
 use crate::transition::Holding;
 use crate::{engine, events};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
-use vramctl_host::{PerProcess, Unpoison, exit};
+use vramctl_host::{PerProcess, Unpoison, exit, system};
 use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest, Verb};
 
 /// How long a client may be silent, unless it says how long.
@@ -222,9 +222,7 @@ impl Observer for Asker<'_, '_> {
             return Some(true);
         }
         let Ok(stream) = self.connection.stream() else { return Some(true) };
-        let mut socket = libc::pollfd { fd: stream.as_raw_fd(), events: 0, revents: 0 };
-        // SAFETY: one writable entry; does not block.
-        Some(unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 })
+        Some(system::poll(stream.as_fd(), 0, 0).is_ok_and(|found| found & (libc::POLLHUP | libc::POLLERR) != 0))
     }
 
     fn consent(&mut self) -> Result<(), Error> {

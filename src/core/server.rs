@@ -7,7 +7,7 @@ use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
 use crate::{cache, engine, events, lease, residue, watch};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, Once};
@@ -16,7 +16,7 @@ use std::{io, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
-use vramctl_host::{Held, PerProcess, Unpoison, exit, worker};
+use vramctl_host::{Held, PerProcess, Unpoison, exit, system, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
 /// How long the program's allocator may take to report what it holds.
@@ -98,9 +98,8 @@ fn remove_at_exit() -> Mutex<Option<Bound>> {
 fn accept(socket: &Held) {
     loop {
         let Ok(waiting) = socket.get() else { return };
-        let mut waiting = libc::pollfd { fd: waiting.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one writable entry. The result does not matter: `accept` below checks again.
-        unsafe { libc::poll(&raw mut waiting, 1, -1) };
+        // The result does not matter: `accept` below checks again.
+        let _ = system::poll(waiting, libc::POLLIN, -1);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return };
         match listener.accept() {
             Ok((stream, _)) => welcome(stream),
@@ -123,7 +122,7 @@ fn welcome(stream: UnixStream) {
         let _ = send(stream, &Reply::Error(refusal), &[], libc::MSG_DONTWAIT);
     };
     let pid = match discovery::peer(&stream) {
-        Ok(peer) if peer.uid == discovery::user() || peer.uid == 0 => peer.pid as u32,
+        Ok(peer) if peer.uid == system::user() || peer.uid == 0 => peer.pid as u32,
         Ok(_) => return refuse(&stream, Kind::Invalid, "this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     };

@@ -3,8 +3,9 @@
 
 use super::{CUdevice, Driver, NoCards, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
-use std::{fs, mem, process, ptr};
+use std::{mem, process, ptr};
 use vramctl_host::symbols;
+use vramctl_host::system::program_of;
 use vramctl_model::{GpuUse, Holder};
 
 /// The other processes that hold memory of `device`, largest first. Empty if NVML is missing or does not report them.
@@ -274,7 +275,7 @@ impl Nvml {
                     holders.push(Holder {
                         pid: info.pid,
                         bytes: Some(info.used_gpu_memory).filter(|bytes| *bytes != NOT_AVAILABLE),
-                        program: fs::read_to_string(format!("/proc/{}/comm", info.pid)).ok().map(|name| name.trim().to_owned()),
+                        program: program_of(info.pid),
                     });
                 }
             }

@@ -12,6 +12,7 @@ mod lock;
 pub mod logger;
 pub mod stack;
 pub mod symbols;
+pub mod system;
 pub mod worker;
 
 pub use boundary::guarded;

@@ -1,5 +1,6 @@
 //! How much host memory is available.
 
+use crate::system::resource_limit;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,10 +29,7 @@ pub fn available_bytes() -> u64 {
 
 /// Whether memory is too short to be kept for later. Always true under `ulimit -d`: the program may need all it is allowed.
 pub fn is_short() -> bool {
-    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: writable. Without an answer there is no limit.
-    unsafe { libc::getrlimit(libc::RLIMIT_DATA, &raw mut limit) };
-    limit.rlim_cur != libc::RLIM_INFINITY || rooms().any(|room| room.is_short())
+    resource_limit(libc::RLIMIT_DATA).is_some() || rooms().any(|room| room.is_short())
 }
 
 impl Room {

@@ -54,6 +54,16 @@ pub fn is_ours(address: *const c_void) -> bool {
     !own.is_null() && map_of(address) == own.cast()
 }
 
+/// The path of the library that contains an address, or null. Valid as long as the library is loaded.
+#[allow(clippy::not_unsafe_ptr_arg_deref)] // an address, which is not read
+pub fn path_around(address: *const c_void) -> *const c_char {
+    // SAFETY: `info` is plain data and writable.
+    unsafe {
+        let mut info: libc::Dl_info = mem::zeroed();
+        if libc::dladdr(address, &raw mut info) == 0 { ptr::null() } else { info.dli_fname }
+    }
+}
+
 /// Whether the object that contains `address` was loaded before this library, like the program itself and libraries that are preloaded
 /// before this one.
 pub fn is_before_us(address: *const c_void) -> bool {

@@ -5,13 +5,12 @@
 //! The library is found by the return address, once per call site.
 
 use std::ffi::{CStr, c_void};
-use std::mem;
 use std::path::Path;
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use vramctl_config::Config;
-use vramctl_host::{PerProcess, Unpoison};
+use vramctl_host::{PerProcess, Unpoison, symbols};
 
 /// Libraries, by the beginning of their file names.
 const ALWAYS: &[&str] = &["libnccl", "libnvshmem", "nvshmem_", "libcufile"];
@@ -102,15 +101,10 @@ fn is_named(file: &str) -> bool {
 
 /// The file name of the library that contains an address.
 fn library_of(address: *const c_void) -> Option<String> {
-    // SAFETY: `info` is plain data and writable; the name it gets belongs to a loaded library.
-    unsafe {
-        let mut info: libc::Dl_info = mem::zeroed();
-        if libc::dladdr(address, &raw mut info) == 0 || info.dli_fname.is_null() {
-            return None;
-        }
-        let path = CStr::from_ptr(info.dli_fname).to_string_lossy();
-        Path::new(&*path).file_name().map(|name| name.to_string_lossy().into_owned())
-    }
+    let path = NonNull::new(symbols::path_around(address).cast_mut())?;
+    // SAFETY: the name of a loaded library.
+    let path = unsafe { CStr::from_ptr(path.as_ptr()) }.to_string_lossy();
+    Path::new(&*path).file_name().map(|name| name.to_string_lossy().into_owned())
 }
 
 #[cfg(test)]

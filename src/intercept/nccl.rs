@@ -366,7 +366,7 @@ pub(crate) fn linked_for(caller: *const c_void, name: &CStr) -> *mut c_void {
         return next;
     }
     // The last one is for callers that are not identified correctly because they made the call by a jump.
-    let around = [library_of(caller), c"libnccl.so.2".as_ptr()].into_iter().map(|library| in_loaded(library, name));
+    let around = [symbols::path_around(caller), c"libnccl.so.2".as_ptr()].into_iter().map(|library| in_loaded(library, name));
     around.into_iter().find(|found| !found.is_null() && !copies::contain(*found)).unwrap_or(next)
 }
 
@@ -430,15 +430,6 @@ macro_rules! first {
     ($first:ident $($rest:ident)*) => {
         $first
     };
-}
-
-/// The file of the library around an address, or null.
-fn library_of(address: *const c_void) -> *const c_char {
-    // SAFETY: `info` is plain data and writable; the name it gets belongs to a loaded library.
-    unsafe {
-        let mut info: libc::Dl_info = mem::zeroed();
-        if libc::dladdr(address, &raw mut info) == 0 { ptr::null() } else { info.dli_fname }
-    }
 }
 
 /// A function of a loaded library, or of its dependencies.

@@ -126,13 +126,10 @@ impl Symbol {
 
 /// Pins the library that contains `address`, because the cached address must stay valid.
 fn keep_loaded(address: NonNull<c_void>) {
-    // SAFETY: `info` is plain data and writable; the returned name is null or NUL-terminated. The library is loaded already, so
-    // no initialiser runs.
-    unsafe {
-        let mut info: libc::Dl_info = mem::zeroed();
-        if libc::dladdr(address.as_ptr(), &raw mut info) != 0 && !info.dli_fname.is_null() {
-            libc::dlopen(info.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
-        }
+    let path = symbols::path_around(address.as_ptr());
+    if !path.is_null() {
+        // SAFETY: NUL-terminated. The library is loaded already, so no initialiser runs.
+        unsafe { libc::dlopen(path, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
     }
 }
 

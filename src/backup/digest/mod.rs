@@ -9,6 +9,7 @@ use std::ffi::{CStr, c_void};
 use std::mem;
 use vramctl_driver::{CUdeviceptr, Current, Parts, Resident};
 use vramctl_host::PerProcess;
+use vramctl_host::system::fill_with_random;
 use vramctl_model::{Failure, code};
 
 /// Bytes covered by one digest: the granularity of device memory.
@@ -60,7 +61,7 @@ impl Key {
         static KEY: PerProcess<OnceCell<Key>> = PerProcess::new(OnceCell::new);
         KEY.get().get_or_try_init(|| {
             let mut bytes = [0; mem::size_of::<Self>()];
-            fill_with_random(&mut bytes)?;
+            fill_with_random(&mut bytes).map_err(|_| Failure { call: "getrandom", code: code::OPERATING_SYSTEM })?;
             Ok(Self::from_bytes(&bytes))
         })
     }
@@ -111,19 +112,6 @@ fn sum<'a>(key: &[u32; 4 * VECTORS], vectors: impl Iterator<Item = &'a [u8]>) ->
 /// Four bytes as the device reads them.
 fn word(bytes: &[u8]) -> u32 {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
-}
-
-fn fill_with_random(mut bytes: &mut [u8]) -> Result<(), Failure> {
-    while !bytes.is_empty() {
-        // SAFETY: writable for its length.
-        let filled = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-        match usize::try_from(filled) {
-            Ok(filled) => bytes = &mut bytes[filled..],
-            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => (),
-            Err(_) => return Err(Failure { call: "getrandom", code: code::OPERATING_SYSTEM }),
-        }
-    }
-    Ok(())
 }
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {

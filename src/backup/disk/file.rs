@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::{io, mem, process};
-use vramctl_host::log_once;
+use vramctl_host::{log_once, system};
 use vramctl_model::Bytes;
 
 /// Creates a file of `bytes` bytes in `directory`, and returns whether it uses direct I/O. Leaves no file on error.
@@ -65,7 +65,7 @@ pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<(
     /// Small enough that frequent signals, each of which restarts the call, cannot stall it forever.
     const STEP: u64 = 256 << 20;
     // Beyond this limit the kernel does not only refuse but sends a fatal signal.
-    if bytes > file_size_limit() {
+    if system::resource_limit(libc::RLIMIT_FSIZE).is_some_and(|limit| bytes > limit) {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
     let full = || {
@@ -93,13 +93,6 @@ pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<(
         }
     }
     Ok(())
-}
-
-fn file_size_limit() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is writable. On failure there is no limit.
-    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
-    limit.rlim_cur
 }
 
 /// Bytes this user can still allocate, if the file system reports that.

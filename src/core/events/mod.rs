@@ -13,6 +13,7 @@ use vramctl_config::Config;
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::PerProcess;
 use vramctl_host::stack::thread_id;
+use vramctl_host::system::{nanoseconds, now};
 use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, StatusCode, TraceEvent, Verb};
 
 /// The most events in one answer.
@@ -114,17 +115,6 @@ fn find_recorder() -> Option<&'static Recorder> {
         return recorder();
     }
     RECORDER.get().as_ref()
-}
-
-fn nanoseconds(clock: libc::clockid_t) -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writable. Both clocks exist on every system.
-    unsafe { libc::clock_gettime(clock, &raw mut now) };
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
-fn now() -> u64 {
-    nanoseconds(libc::CLOCK_MONOTONIC)
 }
 
 /// What can happen to an owner's memory.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
+use vramctl_host::system;
 use vramctl_model::TransitionRequest;
 
 /// The size of a [`Token`].
@@ -17,9 +18,7 @@ impl Token {
     /// A new one.
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; TOKEN_BYTES];
-        // SAFETY: writable for the length. Requests this small are not interrupted.
-        let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), TOKEN_BYTES, 0) };
-        if got == TOKEN_BYTES as isize { Ok(Self(bytes)) } else { Err(io::Error::last_os_error()) }
+        system::fill_with_random(&mut bytes).map(|()| Self(bytes))
     }
 
     /// As [`text`](Self::text) has it.

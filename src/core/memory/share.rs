@@ -10,11 +10,11 @@ pub use super::lending::Borrower;
 use super::lending::{TOKEN_BYTES, Token};
 use super::{Allocation, Memory, check_awake};
 use std::collections::BTreeMap;
-use std::fs;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vramctl_control::descriptors;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
+use vramctl_host::system::program_of;
 use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest, code};
 
 /// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
@@ -130,10 +130,9 @@ pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], request: &TransitionRe
     if bytes.is_empty() {
         return Ok(());
     }
-    let lent = bytes.into_iter().map(|((tag, pid), bytes)| {
-        let program = fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim().to_owned());
-        Lent { tag: tag.to_string(), by: Holder { pid, bytes: Some(bytes), program } }
-    });
+    let lent = bytes
+        .into_iter()
+        .map(|((tag, pid), bytes)| Lent { tag: tag.to_string(), by: Holder { pid, bytes: Some(bytes), program: program_of(pid) } });
     Err(Error::Shared(lent.collect()))
 }
 

@@ -1,0 +1,79 @@
+//! System calls that several parts of the library make.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::{fs, io};
+
+/// A clock that all processes of the machine share, in nanoseconds.
+#[inline]
+pub fn now() -> u64 {
+    nanoseconds(libc::CLOCK_MONOTONIC)
+}
+
+/// What a clock says that every system has.
+#[inline]
+pub fn nanoseconds(clock: libc::clockid_t) -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writable.
+    unsafe { libc::clock_gettime(clock, &raw mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Waits for one of these `events` on a descriptor: at most so many milliseconds, or without limit if they are negative. Returns what
+/// has happened; 0 at the end of the time.
+pub fn poll(descriptor: BorrowedFd<'_>, events: libc::c_short, milliseconds: libc::c_int) -> io::Result<libc::c_short> {
+    let mut waiting = libc::pollfd { fd: descriptor.as_raw_fd(), events, revents: 0 };
+    // SAFETY: one writable entry.
+    let found = unsafe { libc::poll(&raw mut waiting, 1, milliseconds) };
+    if found < 0 { Err(io::Error::last_os_error()) } else { Ok(waiting.revents) }
+}
+
+/// A limit of this process (`RLIMIT_…`). `None` if there is none.
+pub fn resource_limit(of: libc::__rlimit_resource_t) -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: writable. Without an answer there is no limit.
+    unsafe { libc::getrlimit(of, &raw mut limit) };
+    Some(limit.rlim_cur).filter(|limit| *limit != libc::RLIM_INFINITY)
+}
+
+/// The effective user, who owns this process's directories and sockets.
+pub fn user() -> u32 {
+    // SAFETY: cannot fail and touches no memory.
+    unsafe { libc::geteuid() }
+}
+
+/// Fills memory with random bytes that nobody can guess.
+pub fn fill_with_random(mut bytes: &mut [u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        // SAFETY: writable for its length.
+        let filled = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+        match usize::try_from(filled).map_err(|_| io::Error::last_os_error()) {
+            Ok(filled) => bytes = &mut bytes[filled..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// The name of a process's program; `None` if it has ended.
+pub fn program_of(pid: u32) -> Option<String> {
+    fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn the_clock_counts_nanoseconds_since_the_start_of_the_machine() {
+        let seconds = || {
+            let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            // SAFETY: writable.
+            unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+            Duration::from_secs(now.tv_sec as u64)
+        };
+        let (earliest, now, latest) = (seconds(), Duration::from_nanos(now()), seconds() + Duration::from_secs(1));
+        assert!(earliest <= now && now <= latest, "{earliest:?} {now:?} {latest:?}");
+    }
+}
