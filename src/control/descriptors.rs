@@ -18,7 +18,7 @@ const _: () = {
 };
 
 /// Sends bytes and, with the first of them, descriptors. Returns how many bytes were sent.
-pub fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<usize> {
+fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<usize> {
     if files.len() > MOST {
         return Err(io::ErrorKind::InvalidInput.into());
     }

@@ -45,7 +45,7 @@ impl Lender {
     pub(super) fn close_unconfirmed(&self, token: &Token) {
         let said = self.connection.as_type::<UnixStream>().and_then(|stream| {
             stream.set_write_timeout(Some(NOTED_WITHIN))?;
-            send(&stream, &line_of(Request::Close { token: token.text() }))
+            send(&stream, Request::Close { token: token.text() })
         });
         if let Err(error) = said {
             log::debug!("process {}: {error}", self.pid);
@@ -58,7 +58,7 @@ impl Lender {
         stream.set_read_timeout(Some(within))?;
         stream.set_write_timeout(Some(within))?;
         let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
-        match send(&stream, &line_of(request)) {
+        match send(&stream, request) {
             // An owner that is busy says so without reading the request, and disconnects.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => receive(&stream).map_err(|_| error),
             Err(error) => Err(in_time(error)),
@@ -67,37 +67,22 @@ impl Lender {
     }
 }
 
-fn line_of(request: Request) -> Vec<u8> {
-    protocol::line(&Message { version: VERSION, request })
-}
-
-fn send(stream: &UnixStream, line: &[u8]) -> io::Result<()> {
-    let mut sent = 0;
-    while sent < line.len() {
-        sent += retry(|| descriptors::send(stream, &line[sent..], &[]))?;
-    }
-    Ok(())
+fn send(stream: &UnixStream, request: Request) -> io::Result<()> {
+    descriptors::send_line(stream, &protocol::line(&Message { version: VERSION, request }), &[], 0)
 }
 
 fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<OwnedFd>)> {
     let (mut answer, mut files) = (Vec::new(), Vec::new());
     while answer.last() != Some(&b'\n') {
         let mut part = [0; 4096];
-        match retry(|| descriptors::receive(stream, &mut part, &mut files))? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => answer.extend_from_slice(&part[..count]),
+        match descriptors::receive(stream, &mut part, &mut files) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+            Err(error) => return Err(error),
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => answer.extend_from_slice(&part[..count]),
         }
     }
     Ok((serde_json::from_slice(&answer)?, files))
-}
-
-fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
-            answer => return answer,
-        }
-    }
 }
 
 /// Why memory could not be opened.
