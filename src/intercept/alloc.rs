@@ -52,16 +52,18 @@ pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const 
 pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, caller: *const c_void) -> StatusCode {
     // The runtime's function has decided if the program has called that.
     let call = if decided::is_decided() { "cudaMallocManaged" } else { "cuMemAllocManaged" };
-    sightings::making(ObstacleKind::Unified, || {
-        // SAFETY: the arguments are passed on unchanged.
-        let real = || unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
-        let answer = reported(caller, bytes, None, real);
-        if answer == code::SUCCESS && !pointer.is_null() {
-            // SAFETY: not null, and written by the real function.
-            sightings::note(ObstacleKind::Unified, call, ObstacleKey::Address(unsafe { pointer.read() }));
-        }
-        answer
-    })
+    // SAFETY: the arguments are passed on unchanged.
+    let real = || unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
+    sightings::noting(
+        ObstacleKind::Unified,
+        || reported(caller, bytes, None, real),
+        || {
+            if !pointer.is_null() {
+                // SAFETY: not null, and written by the real function.
+                sightings::note(ObstacleKind::Unified, call, ObstacleKey::Address(unsafe { pointer.read() }));
+            }
+        },
+    )
 }
 
 pub unsafe fn mem_alloc_pitch(

@@ -55,18 +55,17 @@ pub unsafe fn destroy(pool: *mut c_void) -> StatusCode {
         // SAFETY: the program has shared it, so it is one.
         matches!(kept, Some(Pool::Imported)) || unsafe { driver::is_pool_in_use(pool) }.is_ok_and(|is_used| !is_used)
     };
-    let obstacle = if sightings::knows(key) && ends() { sightings::ending(key) } else { None };
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMemPoolDestroy(pool) };
-    if answer != code::SUCCESS {
-        if let Some(kept) = kept {
+    let real = || {
+        // SAFETY: as above.
+        let answer = unsafe { driver_originals::cuMemPoolDestroy(pool) };
+        if answer != code::SUCCESS
+            && let Some(kept) = kept
+        {
             pools().insert(pool as usize, kept);
         }
-        if let Some(obstacle) = obstacle {
-            obstacle.failed();
-        }
-    }
-    answer
+        answer
+    };
+    if sightings::knows(key) && ends() { sightings::ending(key, real) } else { real() }
 }
 
 /// Records what other devices may do with memory of a pool that is no default pool.
@@ -88,13 +87,7 @@ pub fn note_access(pool: *mut c_void, access: &[Access]) {
 
 /// Makes a call that shares memory, and records that with `note` if it has succeeded.
 fn sharing(real: impl FnOnce() -> StatusCode, note: impl FnOnce()) -> StatusCode {
-    sightings::making(ObstacleKind::Shared, || {
-        let answer = real();
-        if answer == code::SUCCESS {
-            note();
-        }
-        answer
-    })
+    sightings::noting(ObstacleKind::Shared, real, note)
 }
 
 pub unsafe fn export(shared: *mut c_void, pool: *mut c_void, kind: c_uint, flags: c_ulonglong) -> StatusCode {

@@ -39,12 +39,8 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         }
         Some(Err(error)) => error,
         None => {
-            let answer = sightings::making(ObstacleKind::Shared, || {
-                let answer = real();
-                if answer == code::SUCCESS {
-                    sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(unmanaged::start_of(pointer)));
-                }
-                answer
+            let answer = sightings::noting(ObstacleKind::Shared, real, || {
+                sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(unmanaged::start_of(pointer)));
             });
             if answer != code::SUCCESS
                 // CUDA itself shares no memory of `cuMemCreate` this way.
@@ -73,14 +69,13 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
         if decided::is_decided() {
             return real();
         }
-        return sightings::making(ObstacleKind::Shared, || {
-            let answer = decided::pass_by(real);
-            if answer == code::SUCCESS && !pointer.is_null() {
+        let note = || {
+            if !pointer.is_null() {
                 // SAFETY: not null, and written by the real function.
                 sightings::note_opened("cuIpcOpenMemHandle", ObstacleKey::Address(unsafe { pointer.read() }));
             }
-            answer
-        });
+        };
+        return sightings::noting(ObstacleKind::Shared, || decided::pass_by(real), note);
     };
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
@@ -109,26 +104,18 @@ pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusC
         Memory::get().let_go();
         return closed.err().unwrap_or(code::SUCCESS);
     }
-    let obstacle = sightings::ending(ObstacleKey::Address(pointer));
-    let answer = decided::pass_by(real);
-    if answer != code::SUCCESS
-        && let Some(obstacle) = obstacle
-    {
-        obstacle.failed();
-    }
-    answer
+    sightings::ending(ObstacleKey::Address(pointer), || decided::pass_by(real))
 }
 
 /// `cuMemImportFromShareableHandle`.
 pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) -> StatusCode {
-    sightings::making(ObstacleKind::Shared, || {
-        // SAFETY: the arguments are passed on unchanged.
-        let answer = unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
-        if answer == code::SUCCESS && !handle.is_null() {
+    // SAFETY: the arguments are passed on unchanged.
+    let real = || unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
+    sightings::noting(ObstacleKind::Shared, real, || {
+        if !handle.is_null() {
             // SAFETY: not null, and written by the real function.
             sightings::note(ObstacleKind::Shared, "cuMemImportFromShareableHandle", ObstacleKey::Handle(unsafe { handle.read() }));
         }
-        answer
     })
 }
 

@@ -207,13 +207,7 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
 
 /// Makes a call that uses a multicast object, and records that. `call`: its name.
 pub fn noting_multicast(multicast: Handle, call: &'static str, make: impl FnOnce() -> StatusCode) -> StatusCode {
-    sightings::making(ObstacleKind::Multicast, || {
-        let answer = make();
-        if answer == code::SUCCESS {
-            sightings::note(ObstacleKind::Multicast, call, ObstacleKey::Handle(multicast));
-        }
-        answer
-    })
+    sightings::noting(ObstacleKind::Multicast, make, || sightings::note(ObstacleKind::Multicast, call, ObstacleKey::Handle(multicast)))
 }
 
 pub unsafe fn bind_multicast(

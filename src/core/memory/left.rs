@@ -123,17 +123,15 @@ pub fn knows(address: CUdeviceptr) -> bool {
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let block = LEFT.existing().and_then(|left| left.blocks.remove(&address));
-    let obstacle = sightings::ending(ObstacleKey::Address(address));
-    let answer = real();
-    if answer != code::SUCCESS {
-        if let Some((_, block)) = block {
+    sightings::ending(ObstacleKey::Address(address), || {
+        let answer = real();
+        if answer != code::SUCCESS
+            && let Some((_, block)) = block
+        {
             LEFT.get().blocks.insert(address, block);
         }
-        if let Some(obstacle) = obstacle {
-            obstacle.failed();
-        }
-    }
-    answer
+        answer
+    })
 }
 
 /// Records memory that `cuMemCreate` has created on a device.
@@ -190,17 +188,13 @@ pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
             taken.extend(mapped.remove_entry(&base));
         }
     }
-    let obstacle = sightings::ending_mapped_in(span);
-    let answer = real();
-    if answer != code::SUCCESS {
-        if !taken.is_empty() {
+    sightings::ending_mapped_in(span, || {
+        let answer = real();
+        if answer != code::SUCCESS && !taken.is_empty() {
             LEFT.get().handles().mapped.extend(taken);
         }
-        if let Some(obstacle) = obstacle {
-            obstacle.failed();
-        }
-    }
-    answer
+        answer
+    })
 }
 
 /// A block of it.

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use vramctl_driver::{CUdevice, CUdeviceptr};
 use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{Obstacle, ObstacleKind, Span};
+use vramctl_model::{Obstacle, ObstacleKind, Span, StatusCode, code};
 
 /// What an obstacle is recorded under: it ends with that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -74,6 +74,17 @@ impl Drop for InProgress {
 pub fn making<R>(kind: ObstacleKind, call: impl FnOnce() -> R) -> R {
     let _in_progress = InProgress::begin(kind);
     call()
+}
+
+/// The same for a call that creates one whenever it succeeds, which `note` records.
+pub fn noting(kind: ObstacleKind, call: impl FnOnce() -> StatusCode, note: impl FnOnce()) -> StatusCode {
+    making(kind, || {
+        let answer = call();
+        if answer == code::SUCCESS {
+            note();
+        }
+        answer
+    })
 }
 
 /// A moment: the calls that had ended then.
@@ -148,25 +159,36 @@ pub fn forget(key: ObstacleKey) {
     }
 }
 
-/// A call in progress that ends obstacles, unless it fails.
-pub struct Removal {
-    taken: Vec<(ObstacleKey, Sighting)>,
-    _in_progress: InProgress,
-}
-
-/// Removes an obstacle, if there is one, for a call that ends it: before the call, because afterwards another thread may get the address.
-/// If it is open several times, this ends one opening.
+/// Makes a call that ends an obstacle, if there is one, unless it fails. If it is open several times, this ends one opening.
 #[inline]
-pub fn ending(key: ObstacleKey) -> Option<Removal> {
-    ending_all(key..=key)
+pub fn ending(key: ObstacleKey, call: impl FnOnce() -> StatusCode) -> StatusCode {
+    ending_all(key..=key, call)
 }
 
 /// The same for the mappings in a range.
-pub fn ending_mapped_in(span: Span) -> Option<Removal> {
-    ending_all(mapped_in(span))
+pub fn ending_mapped_in(span: Span, call: impl FnOnce() -> StatusCode) -> StatusCode {
+    ending_all(mapped_in(span), call)
 }
 
-fn ending_all(keys: RangeInclusive<ObstacleKey>) -> Option<Removal> {
+fn ending_all(keys: RangeInclusive<ObstacleKey>, call: impl FnOnce() -> StatusCode) -> StatusCode {
+    // Before the call: afterwards another thread may get the address.
+    let taken = take(keys);
+    let answer = call();
+    if let Some((_in_progress, taken)) = taken
+        && answer != code::SUCCESS
+    {
+        let mut seen = SEEN.get().lock().unpoisoned();
+        for (key, one) in taken {
+            let now = seen.entry(key).or_default();
+            now.reasons.extend(one.reasons);
+            now.openings += one.openings;
+        }
+    }
+    answer
+}
+
+/// Removes obstacles, for a call that ends them.
+fn take(keys: RangeInclusive<ObstacleKey>) -> Option<(InProgress, Vec<(ObstacleKey, Sighting)>)> {
     let mut seen = SEEN.existing()?.lock().unpoisoned();
     let kind = seen.range(keys.clone()).find_map(|(_, one)| one.reasons.first()).map(|reason| reason.kind)?;
     let in_progress = InProgress::begin(kind);
@@ -178,19 +200,7 @@ fn ending_all(keys: RangeInclusive<ObstacleKey>) -> Option<Removal> {
         }
         _ => seen.remove_entry(&key),
     });
-    Some(Removal { taken: taken.collect(), _in_progress: in_progress })
-}
-
-impl Removal {
-    /// The call has failed: the obstacles are still there.
-    pub fn failed(self) {
-        let mut seen = SEEN.get().lock().unpoisoned();
-        for (key, one) in self.taken {
-            let now = seen.entry(key).or_default();
-            now.reasons.extend(one.reasons);
-            now.openings += one.openings;
-        }
-    }
+    Some((in_progress, taken.collect()))
 }
 
 /// Whether memory of this library belongs to communicators.
@@ -247,19 +257,18 @@ mod tests {
     #[test]
     fn each_opening_ends_once_unless_the_call_fails() {
         let key = ObstacleKey::Address(0x7000_0000_0000);
-        assert!(ending(key).is_none());
         (0..3).for_each(|_| note_opened("open", key));
-        ending(key).unwrap().failed();
-        drop(ending(key));
-        drop(ending(key));
-        ending(key).unwrap().failed();
+        assert_eq!(ending(key, || code::UNKNOWN), code::UNKNOWN);
+        ending(key, || code::SUCCESS);
+        ending(key, || code::SUCCESS);
+        ending(key, || code::UNKNOWN);
         assert!(knows(key));
-        drop(ending(key));
+        ending(key, || code::SUCCESS);
         assert!(!knows(key));
 
         // What this process shares is not opened, but freed.
         (0..2).for_each(|_| note(ObstacleKind::Shared, "share", key));
-        drop(ending(key));
+        ending(key, || code::SUCCESS);
         assert!(!knows(key));
     }
 
@@ -267,12 +276,13 @@ mod tests {
     fn a_failed_call_leaves_what_another_thread_has_noted_meanwhile() {
         let key = ObstacleKey::Address(0x7100_0000_0000);
         note_opened("open", key);
-        let removal = ending(key).unwrap();
-        note_opened("open", key);
-        removal.failed();
-        drop(ending(key));
+        ending(key, || {
+            note_opened("open", key);
+            code::UNKNOWN
+        });
+        ending(key, || code::SUCCESS);
         assert!(knows(key));
-        drop(ending(key));
+        ending(key, || code::SUCCESS);
         assert!(!knows(key));
     }
 
@@ -288,8 +298,9 @@ mod tests {
         note_no_access(first, 2);
         assert!(!knows(first));
         note_access("access", second, 1);
-        assert!(ending_mapped_in(Span { bytes: 0x20_0000, ..span }).is_none());
-        drop(ending_mapped_in(span));
+        ending_mapped_in(Span { bytes: 0x20_0000, ..span }, || code::SUCCESS);
+        assert!(knows(second));
+        ending_mapped_in(span, || code::SUCCESS);
         assert!(!knows(second));
     }
 }
