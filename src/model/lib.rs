@@ -33,6 +33,6 @@ pub use registration::{Registered, Registration};
 pub use report::{Observer, Progress, Report, Stage, TransitionRequest, Verb};
 pub use residue::{Cycle, Growth};
 pub use span::Span;
-pub use status::{Borrowed, DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus, left_to_cuda, short_uuid};
+pub use status::{Borrowed, DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus, is_zero, left_to_cuda, short_uuid};
 pub use totals::Totals;
 pub use units::{Bytes, parse_bytes};

@@ -1,6 +1,7 @@
 //! What prevents a process from being suspended, and the memory of a suspended one.
 
 use crate::Bytes;
+use crate::status::is_zero;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -58,9 +59,4 @@ pub struct GpuUse {
     pub uuid: String,
     /// Bytes of its memory, which a restore needs.
     pub bytes: u64,
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-fn is_zero(number: &u64) -> bool {
-    *number == 0
 }

@@ -203,6 +203,11 @@ pub trait Observer {
         None
     }
 
+    /// Whether the caller has not disconnected, as far as it is known.
+    fn is_wanted(&mut self) -> bool {
+        self.is_gone() != Some(true)
+    }
+
     /// Called when every step that can fail is done and can still be undone. May wait. Without consent, everything is undone; the error
     /// says why.
     fn consent(&mut self) -> Result<(), Error> {

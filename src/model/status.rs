@@ -182,7 +182,8 @@ pub struct HostStatus {
     pub pinned_bytes: u64,
 }
 
+/// For numbers that are left out if they are 0.
 #[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-pub(crate) fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
+pub fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
     *number == N::default()
 }

@@ -9,7 +9,7 @@ use std::fmt;
 use std::time::{Duration, UNIX_EPOCH};
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, left_to_cuda};
+use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, is_zero, left_to_cuda};
 
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
@@ -57,13 +57,8 @@ pub struct ReportPage {
     #[serde(skip_serializing_if = "Option::is_none")]
     events_seconds: Option<f64>,
     /// Failures since the previous page that got no page.
-    #[serde(skip_serializing_if = "is_none")]
+    #[serde(skip_serializing_if = "is_zero")]
     untold: u64,
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-fn is_none(count: &u64) -> bool {
-    *count == 0
 }
 
 /// This process.
@@ -90,7 +85,7 @@ struct Failed {
     /// The driver's function, if the library has called it.
     #[serde(skip_serializing_if = "Option::is_none")]
     call: Option<&'static str>,
-    #[serde(skip_serializing_if = "is_none")]
+    #[serde(skip_serializing_if = "is_zero")]
     margin_bytes: u64,
     attempts: u32,
     /// Bytes that the program has freed since the first attempt.

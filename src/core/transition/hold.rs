@@ -100,7 +100,7 @@ impl Memory {
 impl Holding<'_> {
     /// Stop if the client is gone or the program exits.
     fn wait_for_calls(&self, limit: Duration, deadline: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
-        let wanted = &mut || !exit::is_ending() && observer.is_gone() != Some(true);
+        let wanted = &mut || !exit::is_ending() && observer.is_wanted();
         let empty = self.closed.as_ref().map_or(Ok(()), |closed| closed.wait_until_empty(deadline, wanted));
         empty.map_err(|stuck| not_held(limit, &stuck))
     }
@@ -112,7 +112,7 @@ impl Holding<'_> {
         check_awake()?;
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
-        let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true)));
+        let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_wanted()));
         events::stage(Stage::Wait, begun.elapsed());
         drained.map_err(|error| match error {
             Error::Busy(_) => not_held(limit, &StillWorking::now()),

@@ -59,6 +59,11 @@ fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error>
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 
+/// What was busy has been so for all this time, not only during the last attempt.
+fn busy_since(started: Instant) -> impl FnOnce(Error) -> Error {
+    move |error| if let Error::Busy(_) = error { Error::Busy(started.elapsed()) } else { error }
+}
+
 /// Adds NCCL's results to a report.
 fn with_communicators(report: Report, ask_nccl: impl FnOnce() -> Vec<Communicator>) -> Report {
     let started = Instant::now();

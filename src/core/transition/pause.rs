@@ -2,7 +2,7 @@
 
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
-use super::{Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
+use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
 use crate::totals::tallied;
@@ -44,12 +44,9 @@ impl Memory {
         let mut clock = Clock::default();
         let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
         loop {
-            self.wait_unlocked(request, left(), &mut clock, observer).map_err(|error| match error {
-                Error::Busy(_) => Error::Busy(started.elapsed()),
-                other => other,
-            })?;
+            self.wait_unlocked(request, left(), &mut clock, observer).map_err(busy_since(started))?;
             match self.try_pause(request, started, &mut clock, observer) {
-                Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
+                Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_wanted() => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
                 Err(Error::HostMemory { .. }) if self.make_room(request) => (),
                 answer => {
@@ -92,7 +89,7 @@ impl Memory {
         clock.time(Stage::Wait, || match (left, observer.is_gone()) {
             // On the calling thread: only the work itself can end this wait.
             (None, None) => Ok(drain::wait(contexts)?),
-            (left, _) => drain::wait_at_most(contexts, left.unwrap_or(Duration::MAX), &mut || observer.is_gone() != Some(true)),
+            (left, _) => drain::wait_at_most(contexts, left.unwrap_or(Duration::MAX), &mut || observer.is_wanted()),
         })
     }
 

@@ -2,7 +2,7 @@
 
 use super::choose::Chosen;
 use super::pause::WAIT_LOCKED;
-use super::{Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
+use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
 use crate::out_of_memory::{self, Asked, Cause};
 use crate::totals::tallied;
@@ -32,7 +32,7 @@ impl Memory {
                 // With memory of its own paused, the program stays held anyway.
                 if !self.has_paused() {
                     // Without the lock: the owner may be waiting for memory of this process.
-                    aside::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
+                    aside::bring_back(&mut || !exit::is_ending() && observer.is_wanted());
                     report.missing = aside::missing(request);
                     report = with_communicators(report, communicators::resume);
                 }
@@ -67,7 +67,7 @@ impl Memory {
                 }
             };
             let left = limit.saturating_sub(started.elapsed());
-            if left.is_zero() || observer.is_gone() == Some(true) {
+            if left.is_zero() || !observer.is_wanted() {
                 return attempt.map_err(with_holders).inspect_err(|error| {
                     if !request.tries_again {
                         report(request, error);
@@ -89,10 +89,7 @@ impl Memory {
         }
         let contexts = self.contexts_that_use(guarded.iter().map(|allocation| &**allocation));
         let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
-        drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true)).map_err(|error| match error {
-            Error::Busy(_) => Error::Busy(started.elapsed()),
-            other => other,
-        })
+        drain::wait_at_most(contexts, left, &mut || observer.is_wanted()).map_err(busy_since(started))
     }
 
     fn try_resume(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
@@ -185,7 +182,7 @@ fn close_gate(within: Duration, observer: &mut dyn Observer) -> Option<gate::Clo
     observer.is_gone()?;
     let deadline = Instant::now() + within;
     let closed = gate::close(deadline)?;
-    closed.wait_until_empty(deadline, &mut || !exit::is_ending() && observer.is_gone() != Some(true)).is_ok().then_some(closed)
+    closed.wait_until_empty(deadline, &mut || !exit::is_ending() && observer.is_wanted()).is_ok().then_some(closed)
 }
 
 /// The contexts whose managed memory is nearly all paused, so that the program has next to nothing to run on. What an engine
