@@ -113,7 +113,7 @@ pub fn wait() -> Errand {
     }
 }
 
-/// For the serving thread: reports the allocator's memory. The first report of an errand fails if nobody waits for it any more.
+/// For the serving thread: reports the allocator's memory. The first report of an errand fails if its caller has given up.
 pub fn report(segments: &[Segment]) -> Result<(), Error> {
     let parts = parts_of(segments);
     let mut state = WICKET.get().lock();
@@ -122,7 +122,7 @@ pub fn report(segments: &[Segment]) -> Result<(), Error> {
         (Deal::Working, None) => state.reports = Some((parts.clone(), parts)),
         (Deal::Working | Deal::Unwanted, Some(first)) => state.reports = Some((first, parts)),
         (Deal::Unwanted, None) => return Err(Error::Aborted("the caller has given up".into())),
-        _ => return Err(Error::Invalid("nobody has asked for it: first comes vramctl_cache_wait".into())),
+        _ => return Err(Error::Invalid("nobody has asked for it: call vramctl_cache_wait first".into())),
     }
     Ok(())
 }

@@ -17,9 +17,9 @@ use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
 use vramctl_host::{PerProcess, Unpoison, exit, system};
 use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest, Verb};
 
-/// How long a client may be silent, unless it says how long.
+/// How long a client may be silent if it sets no limit of its own.
 const USUAL: Duration = Duration::from_secs(5);
-/// The upper limit for that: the program is held meanwhile.
+/// The highest limit that it may set: the program is held meanwhile.
 const LONGEST: Duration = Duration::from_secs(30);
 /// How often to check whether the program is exiting, or another process of the job has aborted.
 const LOOK_EVERY: Duration = Duration::from_millis(100);

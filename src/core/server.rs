@@ -78,7 +78,7 @@ static BOUND: PerProcess<Mutex<Option<Bound>>> = PerProcess::new(remove_at_exit)
 
 fn remove_at_exit() -> Mutex<Option<Bound>> {
     fn remove() {
-        // The exit waits for no lock. The one who has it replaces the socket right now.
+        // The exit waits for no lock. Whoever has this one is replacing the socket.
         if let Some(Ok(bound)) = BOUND.existing().map(Mutex::try_lock)
             && let Some(bound) = &*bound
         {

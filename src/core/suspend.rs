@@ -17,8 +17,8 @@ use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 /// The saved status, while the process is suspended, or about to be.
 static SUSPENDED: PerProcess<RwLock<Option<Aside>>> = PerProcess::new(RwLock::default);
 
-/// A status holds this for reading while it asks the driver. If a suspend began meanwhile, the status would wait until the process is
-/// back. A suspend never blocks on it, but tries it repeatedly, with [`SUSPENDED`] unlocked, which every request reads.
+/// A status holds this for reading while it asks the driver: if a suspend began meanwhile, the status would block until the process is
+/// back. A suspend does not block on this lock but tries it repeatedly, with [`SUSPENDED`] unlocked, because every request reads that.
 static ASKING: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 /// Locked during a request to suspend.
@@ -59,7 +59,7 @@ impl Memory {
             // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             let status = Status { suspended: Some(gpus.clone()), devices, ..status };
-            // First this: from here on, a status needs no driver.
+            // First, so that from here on a status needs no driver.
             set_aside(Some(Aside { status, without_obstacles }));
             if !nobody_asks(CALLS) || !exit::rest(CALLS) {
                 set_aside(None);

@@ -129,7 +129,7 @@ impl Watched {
             self.gauge = None;
         }
         level.is(device, free);
-        // In the middle of a pause or resume it cannot be told whose the memory is that moves. The next sample will do.
+        // During a pause or resume, it is not clear whose memory is moving. A later sample will do.
         if Memory::get().under_way().is_none() && self.is_news(free, below, Instant::now()) {
             // In its own thread: the program's allocator may take longer than until the next sample.
             if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, free)) {

@@ -13,7 +13,7 @@ use std::{io, mem, ptr};
 /// A descriptor of the library: above the standard streams, closed in forked children, and verified before each use and
 /// before closing. If its number belongs to another file by now, that file is left alone.
 ///
-/// The file must have an identity of its own, such as a file or socket has. All eventfds share one.
+/// The file must have an identity of its own, as regular files and sockets do. All eventfds share one.
 #[derive(Debug)]
 pub struct Held {
     number: RawFd,

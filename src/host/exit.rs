@@ -189,11 +189,11 @@ pub(crate) fn expect_workers() {
     }
 }
 
-/// Runs `handler` at the program's exit, unless there is no memory for that now. Not in a child that has, or even shares, its parent's state
-/// because it was made past the fork handlers.
+/// Runs `handler` at the program's exit, if there is memory to register it. It does not run in a child that was made past the fork
+/// handlers, because that has, or even shares, its parent's state.
 ///
-/// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So a handler needs no memory, and
-/// waits for everything only so long.
+/// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So a handler must not allocate,
+/// and every wait in it must have a time limit.
 pub fn at_exit(handler: fn()) {
     unsafe extern "C" {
         /// The C library's `atexit` with an argument.

@@ -14,7 +14,7 @@ impl log::Log for Stderr {
     }
 
     fn log(&self, record: &Record) {
-        // While the program exits, work fails because of the exit, which need not be reported.
+        // Work that fails because the program exits need not be reported.
         if !self.enabled(record.metadata()) || exit::is_ending() {
             return;
         }
@@ -36,7 +36,7 @@ impl log::Log for Stderr {
     fn flush(&self) {}
 }
 
-/// The longest line that needs no memory of the program's, for messages at its exit: the exit may have interrupted `malloc`.
+/// Longer lines need memory. At the program's exit, messages must be shorter: the exit may have interrupted `malloc`.
 const SHORT: usize = 512;
 
 /// A line on the stack. Writing to it fails once it is full.

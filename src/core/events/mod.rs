@@ -186,7 +186,7 @@ pub fn trimmed(took: Duration, bytes: u64) {
     }
 }
 
-/// The process may have moved to other GPUs. What it has there then belongs to new owners, so that the past stays that of the old GPU.
+/// The process may have moved to other GPUs. What it has there then belongs to new owners, so that earlier events stay with the old GPU.
 /// Tags are paused during a move; memory that the driver has moved is recorded as freed on one GPU, and allocated on the other.
 pub(crate) fn gpus_may_have_changed() {
     if let Some(recorder) = recorder() {

@@ -65,7 +65,7 @@ impl Closer {
         if !latch.is_closed() {
             return;
         }
-        // A thread that removes another reason waits for this answer, and then asks again.
+        // A thread that removes another reason meanwhile waits for this lock and then checks again.
         let mut tenure = self.lock();
         if tenure.held && !tenure.taken && !is_reason() {
             tenure.held = false;

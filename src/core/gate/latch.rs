@@ -119,7 +119,7 @@ impl ThreadMark {
         }
     }
 
-    /// Goes inside for good: what the thread calls from now on passes. For one that ends the process.
+    /// Goes inside for good: all later calls of the thread pass. For the thread that ends the process.
     pub fn stay_inside(&self, call: usize) {
         self.inside.store(call | ADMITTED, Ordering::Release);
     }

@@ -3,7 +3,7 @@
 //! An open gate costs two stores to the thread's own cache line, one load of a word that nobody writes, and one store after the call
 //! (`latch.rs`). No fence is needed there, because the closing side makes every thread of the process execute one (`membarrier`).
 //!
-//! Closing: new calls wait; calls inside finish; then the device's work is waited for, as at every pause. The library's own calls are not
+//! Closing: new calls wait; calls inside finish; then, as at every pause, the device's work does. The library's own calls are not
 //! gated. A thread waits before it takes any lock of the driver or the library. Nested calls pass: a call that is inside must be able to
 //! finish.
 //!
@@ -96,7 +96,7 @@ impl fmt::Display for Stuck {
             who.extend((threads.len() > SHOWN).then(|| "…".to_owned()));
             format!("{} in {call} ({})", threads.len(), who.join(", "))
         });
-        write!(out, "threads have not come out of the driver: {}", inside.collect::<Vec<_>>().join(", "))
+        write!(out, "threads have not returned from the driver: {}", inside.collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -271,7 +271,7 @@ mod tests {
         }
         let id = super::inside()["call"][0];
         let stuck = close(soon()).unwrap().wait_until_empty(Instant::now() + Duration::from_millis(20), &mut || true).unwrap_err();
-        assert_eq!(stuck.to_string(), format!("threads have not come out of the driver: 1 in call ({id} a-thread)"));
+        assert_eq!(stuck.to_string(), format!("threads have not returned from the driver: 1 in call ({id} a-thread)"));
         assert!(!is_held());
         release.store(true, Ordering::Relaxed);
         inside.join().unwrap();

@@ -130,8 +130,8 @@ fn take() -> Option<&'static ThreadMark> {
 /// The thread that ends the process, if it had no mark then.
 static ENDING: AtomicU32 = AtomicU32::new(0);
 
-/// From now on, all calls of this thread pass. For the one that ends the process: it may do so in a signal handler that has interrupted
-/// `malloc`, so a mark is not made here, but at its next call.
+/// From now on, all calls of this thread pass. For the thread that ends the process. It may be in a signal handler that has interrupted
+/// `malloc`, so if it has no mark, its next call makes one.
 pub fn stay_inside() {
     match known_mark() {
         Some(mark) => mark.stay_inside(number(&THE_END)),

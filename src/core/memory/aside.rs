@@ -24,7 +24,7 @@ const NOTICES_WITHIN: Duration = Duration::from_millis(50);
 /// [`Borrowings::asked`] has changed.
 static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 
-/// Gives up the memory that the request's partners pause, and keeps the addresses. No work uses it any more.
+/// Gives up the memory that the request's partners pause, and keeps the addresses. The work that uses it must have finished.
 pub(crate) fn set_aside(request: &TransitionRequest) {
     let Some(existing) = BORROWED.existing() else { return };
     let meant = Meant::by(request);

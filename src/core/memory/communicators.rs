@@ -54,7 +54,7 @@ pub struct Sharing {
 pub enum CommunicatorOrigin<'a> {
     /// From these unique ids, which all of its ranks have been given.
     Unique(&'a [u8]),
-    /// All of its ranks in this process, by one call.
+    /// By one call, which has made all of its ranks in this process.
     Here(u64),
     /// From another communicator, by the ranks that pass the same arguments.
     Child {
@@ -114,7 +114,7 @@ pub fn made(made: &NewCommunicator) {
         _ if !nccl.can_suspend() => Some(format!("NCCL {} cannot give memory back; 2.29.7 and later can", nccl.version())),
         _ if !blocks => Some("its calls do not wait for their work (blocking = 0)".into()),
         (None, _) => Some("it was not ready when it was made, as within ncclGroupStart".into()),
-        (_, None) => Some("it was made from one that is not known".into()),
+        (_, None) => Some("it was made from a communicator that is not known".into()),
         _ if shares => Some(SHARES.into()),
         _ => None,
     };

@@ -86,7 +86,7 @@ impl Memory {
             if bytes > 0 && Arc::strong_count(block) > 1 { fill(context, block) } else { Ok(()) }
         });
         if let Err(failure) = looked {
-            log::warn!("whether something wrote to paused memory is not known: {failure}");
+            log::warn!("could not check whether something wrote to paused memory: {failure}");
         }
     }
 

@@ -229,7 +229,7 @@ pub(crate) fn blocks() -> Vec<LeftBlock> {
 /// Memory left to CUDA now, by owner in alphabetical order. Forgets memory that was destroyed with its context.
 pub fn status() -> Vec<LeftAlone> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
-    // No driver call under a guard of the map.
+    // The driver is not called while the map is locked.
     let mut contexts: BTreeSet<_> = left.blocks.iter().filter_map(|block| block.context).collect();
     contexts.retain(|(context, _)| context.is_gone());
     left.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));

@@ -22,7 +22,7 @@ impl Origin {
 
     /// The origin of a request that the calling thread makes now. `caller`: the return address of its call.
     pub fn of_request(library: &'static str, bytes: usize, caller: *const c_void) -> Self {
-        /// Smaller requests rarely explain a shortage, and are so many that recording their stacks would cost time.
+        /// Smaller requests rarely explain a shortage, and there are too many of them to record each stack.
         const LARGE: usize = 64 << 20;
         const FRAMES: usize = 24;
         let is_told = bytes >= LARGE && config::report_directory().is_some();

@@ -1,8 +1,8 @@
 //! Access of one device to another's memory.
 //!
-//! CUDA opens all plain memory of a context to another one, and all memory of a pool to a device; neither concerns the other. Managed memory
-//! is virtual memory, where access is set for each mapping. So the library remembers what the program has enabled. It sets access to active
-//! memory at once; later memory, and memory that is resumed, gets it when it is mapped.
+//! In CUDA, a context opens all of its plain memory to another context, and a pool all of its memory to a device, independently of each
+//! other. Managed memory is virtual memory, where access is set for each mapping. So the library remembers what the program has enabled. It
+//! sets access to active memory at once; later memory, and memory that is resumed, gets it when it is mapped.
 
 use super::{Allocation, Memory};
 use crate::{contexts, drain};

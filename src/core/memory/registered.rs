@@ -1,5 +1,5 @@
-//! Memory that somebody refers to by its physical pages, and until when. Of most calls that make it so, the end cannot be seen, so it
-//! lasts as long as the physical memory.
+//! Memory that somebody refers to by its physical pages, and until when. For most calls that refer to it, the end cannot be seen; then it
+//! counts as registered until its physical memory is released.
 //!
 //! What NCCL has registered stays registered until it has been deregistered as often, or the communicator is destroyed. NCCL registers late
 //! (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything registered until the last
@@ -156,13 +156,13 @@ impl Memory {
         answer
     }
 
-    /// Before a handle of the driver's is released. If it is of a multicast object, nobody can unbind what is bound to it by that handle any
-    /// more, but another object may get it.
+    /// Called before a handle of the driver's is released. If it belongs to a multicast object, nobody can unbind anything by that handle
+    /// any more, and another object may get the same handle.
     pub fn releasing_multicast(&self, multicast: u64) {
         self.bindings().retain(|binding, mark| {
             let is_other = binding.multicast != multicast;
             if !is_other {
-                // It then lasts as long as the pages.
+                // From now on, the memory counts as registered until its pages are released.
                 mem::forget(Arc::clone(mark));
             }
             is_other

@@ -8,8 +8,8 @@
 //! torch's allocator always does this: it empties its cache and tries once more. So its first failure is held back. If the second attempt
 //! fails, the page describes the state then; if it succeeds, one line says so. All other failures are reported at once.
 //!
-//! Before torch frees anything, it waits for the GPU's work, which can take seconds; and so can the frees. So its first failure is held back
-//! for five seconds, and as long as its thread goes on freeing memory: for half a minute at most.
+//! Before torch frees anything, it waits for the GPU's work. That can take seconds, and so can the frees. So its first failure is held back
+//! for five seconds, and longer while its thread keeps freeing memory, up to half a minute.
 //!
 //! **Rate limit.** Each requesting library gets three pages at once and then one every ten seconds. The rest is only counted. The lines
 //! about successful retries have a limit of their own: near the limit of memory torch may retry all day, and the page of the failure that
@@ -414,7 +414,7 @@ fn tell_what_is_held_back() {
     for episode in open.into_iter().flatten() {
         episode.is_due.store(true, Ordering::Relaxed);
         wait_until(deadline, || {
-            // Again and again: without its lock, its worker may miss one.
+            // Repeatedly: without the lock, the worker may miss a notification.
             episode.changed.notify_all();
             episode.is_told.load(Ordering::Relaxed)
         });

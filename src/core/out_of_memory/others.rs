@@ -57,7 +57,7 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     answers.filter(|one| one.active() + one.left > 0).collect()
 }
 
-/// Held, for other threads may fork meanwhile: a child that kept the connection would keep the other process waiting.
+/// Returns a [`Held`] because another thread may fork meanwhile: a child that kept the connection would keep the other process waiting.
 fn ask(directory: &Directory, pid: u32) -> Option<Held> {
     let held = Held::new(directory.connect(pid).ok()?).ok()?;
     let mut stream = held.as_type::<UnixStream>().ok()?;

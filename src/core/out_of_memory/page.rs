@@ -406,7 +406,7 @@ impl ReportPage {
         match (rows.peek(), &self.device) {
             (Some(_), _) => writeln!(out, "  In use on the device:")?,
             (None, Some(_)) => writeln!(out, "  Nothing is in use on the device")?,
-            (None, None) => writeln!(out, "  What is in use on the device is unknown: the driver does not tell this thread")?,
+            (None, None) => writeln!(out, "  What is in use on the device is unknown: this thread cannot ask the driver")?,
         }
         for Row { what, of, tags, pid, bytes } in rows {
             let bytes = Bytes(*bytes).to_string();
@@ -502,7 +502,7 @@ impl fmt::Display for ReportPage {
             writeln!(out, "  Backups take {} of host memory", Bytes(self.host.used_bytes))?;
         }
         if self.could_be_freed.is_empty() {
-            // Only if the device is known have the other programs there been asked.
+            // The other programs were asked only if the device is known.
             let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
             let nothing = "Nothing can be paused to make room: no other program with the library has memory here. \
                            `vramctl status --ledger` shows who uses the rest";

@@ -53,7 +53,7 @@ impl Memory {
                     return answer.inspect(|report| {
                         if request.is_borrower {
                             let bytes = Bytes(report.missing.iter().map(|aside| aside.paused_bytes).sum());
-                            log::info!("set aside {bytes} of process {:?}, which are paused, and wait for them", request.partners);
+                            log::info!("set aside {bytes} of paused memory of processes {:?}", request.partners);
                         } else {
                             log::info!("paused {}: {report}", tags_text(request));
                         }
