@@ -61,6 +61,11 @@ impl Exit {
         }
     }
 
+    /// The first failure of several.
+    pub fn or(self, next: Self) -> Self {
+        if self == Self::Done { next } else { self }
+    }
+
     fn of(kind: Kind) -> Self {
         match kind {
             Kind::DeviceMemory | Kind::HostMemory => Self::NoMemory,

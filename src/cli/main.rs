@@ -4,6 +4,7 @@ mod checkpoint;
 mod completions;
 mod doctor;
 mod dry_run;
+mod each;
 mod engine;
 mod failure;
 mod interrupt;

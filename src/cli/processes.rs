@@ -35,6 +35,11 @@ impl Target {
         text.parse().map_or_else(|_| Self::Name(text), Self::Pid)
     }
 
+    /// All, if none were chosen.
+    pub fn or_all(self) -> Self {
+        if self == Self::Only { Self::All } else { self }
+    }
+
     /// A command for these processes, to suggest in a message.
     pub fn command(&self, command: &str) -> String {
         match self {

@@ -47,12 +47,8 @@ pub struct Args {
 
 pub fn status(args: Args) -> Result<Exit, CommandError> {
     checkpoint::see_all_gpus();
-    let target = match (args.process, Target::from(args.target)) {
-        (Some(text), _) => Target::parse(text),
-        // Reading is harmless, so show all processes.
-        (None, Target::Only) => Target::All,
-        (None, target) => target,
-    };
+    // Reading is harmless, so show all processes.
+    let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
     if args.ledger {
         return show_ledger(&target, &args.gpu.gpu, args.json);
     }
@@ -73,9 +69,7 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
         if !args.json {
             output::complain("error", &format!("{process}: {failure}"));
         }
-        if exit == Exit::Done {
-            exit = failure.exit();
-        }
+        exit = exit.or(failure.exit());
     }
     Ok(exit)
 }

@@ -1,12 +1,11 @@
 //! `vramctl set-tag`.
 
 use crate::completions;
+use crate::each;
 use crate::failure::{CommandError, Exit};
-use crate::output;
 use crate::processes::{Found, Target};
 use crate::target::{TargetArgs, checked_tag};
 use clap_complete::ArgValueCandidates;
-use serde_json::json;
 
 #[derive(clap::Args)]
 #[command(
@@ -37,23 +36,9 @@ pub struct Args {
 pub fn set_tag(args: Args) -> Result<Exit, CommandError> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
-    let mut exit = Exit::Done;
-    let mut answers = Vec::new();
-    for process in found.choose_answering(&target)? {
-        let done = found.connect(process.pid).and_then(|mut client| client.set_tag(args.tag.clone())).map_err(CommandError::from);
-        if let (Err(failure), Exit::Done) = (&done, exit) {
-            exit = failure.exit();
-        }
-        match done {
-            Ok(tag) if args.json => answers.push(json!({ "pid": process.pid, "name": process.name(), "tag": tag })),
-            Err(failure) if args.json => answers.push(json!({ "pid": process.pid, "name": process.name(), "error": failure })),
-            Ok(Some(tag)) => output::say(&format!("{process}: allocations outside regions get the tag {tag} from now on"))?,
-            Ok(None) => output::say(&format!("{process}: allocations outside regions are left to CUDA from now on"))?,
-            Err(failure) => output::complain("error", &format!("{process}: {failure}")),
-        }
-    }
-    if args.json {
-        output::json(&answers)?;
-    }
-    Ok(exit)
+    let answers = each::ask(&found, found.choose_answering(&target)?, |client| client.set_tag(args.tag.clone()));
+    each::tell(answers, args.json, "tag", |process, tag| match tag {
+        Some(tag) => format!("{process}: allocations outside regions get the tag {tag} from now on"),
+        None => format!("{process}: allocations outside regions are left to CUDA from now on"),
+    })
 }

@@ -1,12 +1,12 @@
 //! `vramctl trim`, and the trim before a pause.
 
 use crate::completions;
+use crate::each;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Process, Target};
 use crate::target::{TargetArgs, seconds};
 use clap_complete::ArgValueCandidates;
-use serde_json::json;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::thread;
@@ -42,38 +42,14 @@ pub struct Args {
 }
 
 pub fn trim(args: &Args) -> Result<Exit, CommandError> {
-    let named = args.process.clone().map(Target::parse);
-    let target = named.unwrap_or_else(|| match Target::from(args.target.clone()) {
-        Target::Only => Target::All,
-        target => target,
-    });
+    let target = args.process.clone().map_or_else(|| Target::from(args.target.clone()).or_all(), Target::parse);
     let found = Found::look(&target)?;
     let mut chosen = found.choose_answering(&target)?;
     if target == Target::All && chosen.iter().any(trims) {
         chosen.retain(trims);
     }
     let done = all(&found, &chosen, args.timeout);
-    if args.json {
-        let answer = |(process, done): (&Process, &Result<Trimmed, CommandError>)| match done {
-            Ok(trimmed) => json!({ "pid": process.pid, "name": process.name(), "trimmed": trimmed }),
-            Err(failure) => json!({ "pid": process.pid, "name": process.name(), "error": failure }),
-        };
-        output::json(&chosen.iter().zip(&done).map(answer).collect::<Vec<_>>())?;
-    }
-    let mut exit = Exit::Done;
-    for (process, done) in chosen.iter().zip(&done) {
-        match done {
-            Ok(_) if args.json => (),
-            Ok(trimmed) => output::say(&describe(process, trimmed))?,
-            Err(failure) => {
-                if !args.json {
-                    output::complain("error", &format!("{process}: {failure}"));
-                }
-                exit = if exit == Exit::Done { failure.exit() } else { exit };
-            }
-        }
-    }
-    Ok(exit)
+    each::tell(chosen.into_iter().zip(done), args.json, "trimmed", describe)
 }
 
 fn trims(process: &Process) -> bool {

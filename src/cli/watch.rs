@@ -1,12 +1,12 @@
 //! `vramctl watch`.
 
 use crate::completions;
+use crate::each;
 use crate::failure::{CommandError, Exit};
-use crate::output;
 use crate::processes::{Found, Target};
 use crate::target::{self, TargetArgs};
 use clap_complete::ArgValueCandidates;
-use serde_json::json;
+use serde::Serialize;
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
@@ -47,32 +47,25 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
+/// The setting of a process, as a `watch` reply has it.
+#[derive(Serialize)]
+struct Watching {
+    below_bytes: u64,
+    trim: bool,
+}
+
 pub fn watch(args: &Args) -> Result<Exit, CommandError> {
     let target = args.process.clone().map_or_else(|| Target::from(args.target.clone()), Target::parse);
     let found = Found::look(&target)?;
     let below = if args.off { Some(0) } else { args.below };
-    let (mut exit, mut answers) = (Exit::Done, Vec::new());
-    for process in found.choose_answering(&target)? {
-        let done = found.connect(process.pid).and_then(|mut client| client.watch(below, args.trim)).map_err(CommandError::from);
-        let (pid, name) = (process.pid, process.name());
-        match &done {
-            Ok((below, trim)) if args.json => {
-                answers.push(json!({ "pid": pid, "name": name, "watch": { "below_bytes": below, "trim": trim } }));
-            }
-            Err(failure) if args.json => answers.push(json!({ "pid": pid, "name": name, "error": failure })),
-            Ok((0, _)) => output::say(&format!("{process}: does not watch"))?,
-            Ok((below, trim)) => {
-                let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };
-                output::say(&format!("{process}: logs when less than {} are free{trims}", Bytes(*below)))?;
-            }
-            Err(failure) => output::complain("error", &format!("{process}: {failure}")),
+    let answers = each::ask(&found, found.choose_answering(&target)?, |client| {
+        client.watch(below, args.trim).map(|(below_bytes, trim)| Watching { below_bytes, trim })
+    });
+    each::tell(answers, args.json, "watch", |process, watching| match watching {
+        Watching { below_bytes: 0, .. } => format!("{process}: does not watch"),
+        Watching { below_bytes, trim } => {
+            let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };
+            format!("{process}: logs when less than {} are free{trims}", Bytes(*below_bytes))
         }
-        if let (Err(failure), Exit::Done) = (&done, exit) {
-            exit = failure.exit();
-        }
-    }
-    if args.json {
-        output::json(&answers)?;
-    }
-    Ok(exit)
+    })
 }

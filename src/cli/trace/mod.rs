@@ -60,12 +60,8 @@ fn output_file(text: &str) -> Result<PathBuf, String> {
 }
 
 pub fn trace(args: Args) -> Result<Exit, CommandError> {
-    let target = match (args.process, Target::from(args.target)) {
-        (Some(text), _) => Target::parse(text),
-        // Looking is harmless, so there is no need to choose.
-        (None, Target::Only) => Target::All,
-        (None, target) => target,
-    };
+    // Looking is harmless, so there is no need to choose.
+    let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
     let found = Found::look(&target)?;
     let chosen = found.choose(&target)?;
     // Check this before the recording, which may take long.
