@@ -378,15 +378,12 @@ impl Found {
 /// Asks all in parallel for their names and status. Leaves out those that have ended meanwhile.
 fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     let connecting = Arc::clone(directory);
-    let greet = move |pid| {
-        let mut client = Client::connect(&connecting, pid)?;
-        client.hello().map(|hello| (client, hello.name))
-    };
+    let greet = move |pid| Client::greet(&connecting, pid);
     let (mut names, mut clients, mut answers) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
     for (pid, answer) in at_once(pids.iter().map(|&pid| (pid, pid)).collect(), HELLO_WITHIN, greet) {
         match answer {
-            Ok((client, name)) => {
-                names.insert(pid, name);
+            Ok((client, hello)) => {
+                names.insert(pid, hello.name);
                 clients.push((pid, client));
             }
             Err(failure) => _ = answers.insert(pid, Err(failure)),

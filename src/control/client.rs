@@ -1,7 +1,7 @@
 //! The client side of the socket, for the command line.
 
 use super::discovery::{self, Directory};
-use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
+use super::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
 use crate::descriptors;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
@@ -52,7 +52,7 @@ impl std::error::Error for ClientError {}
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// How long a process may take to answer `hello`, whatever else it is doing. A stopped process never answers.
-const HELLO_WITHIN: Duration = Duration::from_secs(3);
+const ALIVE_WITHIN: Duration = Duration::from_secs(3);
 
 /// How long a process may take to replace a closed socket.
 const NEW_SOCKET: Duration = Duration::from_millis(500);
@@ -63,13 +63,28 @@ fn is_closed(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
 }
 
+/// Sends a request. Returns what the answer has, which must match the pattern.
+macro_rules! answer {
+    ($client:ident, $request:expr, $wanted:pat => $value:expr) => {
+        match $client.ask($request, None, &mut |_| ())? {
+            $wanted => Ok($value),
+            other => Err($client.unexpected(&other)),
+        }
+    };
+}
+
 impl Client {
-    /// Connects to a process and waits for its hello. Retries for a moment: a process whose socket was closed notices this when somebody
-    /// connects, disconnects, and opens another.
+    /// Connects to a process and waits for its hello.
     pub fn connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
+        Self::greet(directory, pid).map(|(client, _)| client)
+    }
+
+    /// The same, and returns the hello, too. Retries for a moment: a process whose socket was closed notices this when somebody connects,
+    /// disconnects, and opens another.
+    pub fn greet(directory: &Directory, pid: u32) -> Result<(Self, Hello), ClientError> {
         let deadline = Instant::now() + NEW_SOCKET;
         loop {
-            let greeted = Self::try_connect(directory, pid).and_then(|mut client| client.hello().map(|_| client));
+            let greeted = Self::try_connect(directory, pid).and_then(|mut client| client.hello().map(|hello| (client, hello)));
             match greeted {
                 Err(ClientError::Io { error, .. }) if is_closed(&error) && Instant::now() < deadline => thread::sleep(NEW_SOCKET / 50),
                 answer => return answer,
@@ -92,44 +107,28 @@ impl Client {
         self.stream.get_ref().try_clone()
     }
 
-    /// Asks who it is.
-    pub fn hello(&mut self) -> Result<Hello, ClientError> {
-        match self.ask(Request::Hello, None, &mut |_| ())? {
-            Reply::Hello(hello) => Ok(hello),
-            other => Err(self.unexpected(&other)),
-        }
+    fn hello(&mut self) -> Result<Hello, ClientError> {
+        answer!(self, Request::Hello, Reply::Hello(hello) => hello)
     }
 
     /// Asks for its status.
     pub fn status(&mut self) -> Result<ProcessStatus, ClientError> {
-        match self.ask(Request::Status, None, &mut |_| ())? {
-            Reply::Status(status) => Ok(status),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Status, Reply::Status(status) => status)
     }
 
     /// Asks for the events of its memory, from this number on.
     pub fn events(&mut self, since: u64) -> Result<Events, ClientError> {
-        match self.ask(Request::Events { since, most: None }, None, &mut |_| ())? {
-            Reply::Events(events) => Ok(events),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Events { since, most: None }, Reply::Events(events) => events)
     }
 
     /// Asks what a pause would do.
     pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
-        match self.ask(Request::Plan(transition), None, &mut |_| ())? {
-            Reply::Plan(plan) => Ok(plan),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)
     }
 
     /// Asks for its NCCL communicators and their memory.
     pub fn communicators(&mut self) -> Result<Vec<Communicator>, ClientError> {
-        match self.ask(Request::Communicators, None, &mut |_| ())? {
-            Reply::Communicators { communicators } => Ok(communicators),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Communicators, Reply::Communicators { communicators } => communicators)
     }
 
     /// Pauses this one process.
@@ -149,59 +148,38 @@ impl Client {
 
     /// Prepares the process for the driver's checkpoint. Returns the memory that a restore needs.
     pub fn suspend(&mut self) -> Result<Vec<GpuUse>, ClientError> {
-        match self.ask(Request::Suspend, None, &mut |_| ())? {
-            Reply::Suspended { gpus } => Ok(gpus),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Suspend, Reply::Suspended { gpus } => gpus)
     }
 
     /// Tells it that it may use its driver again.
     pub fn awake(&mut self) -> Result<(), ClientError> {
-        match self.ask(Request::Awake, None, &mut |_| ())? {
-            Reply::Awake => Ok(()),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Awake, Reply::Awake => ())
     }
 
     /// Sets the tag of allocations outside regions.
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
-        match self.ask(Request::SetTag { tag }, None, &mut |_| ())? {
-            Reply::Tag { tag } => Ok(tag),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::SetTag { tag }, Reply::Tag { tag } => tag)
     }
 
     /// Asks what its own allocator holds.
     pub fn cache(&mut self) -> Result<Vec<Cached>, ClientError> {
-        match self.ask(Request::Cache, None, &mut |_| ())? {
-            Reply::Cache { cache } => Ok(cache),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Cache, Reply::Cache { cache } => cache)
     }
 
     /// Has its own allocator return what it has cached.
     pub fn trim(&mut self, timeout: Option<Duration>) -> Result<Trimmed, ClientError> {
         let timeout_ms = timeout.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
-        match self.ask(Request::Trim { timeout_ms }, None, &mut |_| ())? {
-            Reply::Trimmed(done) => Ok(done),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Trim { timeout_ms }, Reply::Trimmed(done) => done)
     }
 
     /// Has it watch for less than `below` bytes free. Returns the setting.
     pub fn watch(&mut self, below: Option<u64>, trim: bool) -> Result<(u64, bool), ClientError> {
-        match self.ask(Request::Watch { below_bytes: below, trim }, None, &mut |_| ())? {
-            Reply::Watch { below_bytes, trim } => Ok((below_bytes, trim)),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Watch { below_bytes: below, trim }, Reply::Watch { below_bytes, trim } => (below_bytes, trim))
     }
 
     /// Tells it what NVML counts for it, by the UUID of the GPU.
     pub fn counted(&mut self, gpus: BTreeMap<String, u64>) -> Result<(), ClientError> {
-        match self.ask(Request::Counted { gpus }, None, &mut |_| ())? {
-            Reply::Counted => Ok(()),
-            other => Err(self.unexpected(&other)),
-        }
+        answer!(self, Request::Counted { gpus }, Reply::Counted => ())
     }
 
     fn transition(&mut self, request: Request, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
@@ -253,16 +231,15 @@ impl Client {
     fn is_alive(&self) -> bool {
         let ask = || {
             let stream = self.directory.connect(self.pid)?;
-            stream.set_read_timeout(Some(HELLO_WITHIN))?;
-            descriptors::send_line(&stream, &protocol::line(&Message { version: VERSION, request: Request::Hello }), &[], 0)?;
+            stream.set_read_timeout(Some(ALIVE_WITHIN))?;
+            descriptors::send_line(&stream, &protocol::request_line(Request::Hello), &[], 0)?;
             io::Read::read(&mut &stream, &mut [0])
         };
         ask().is_ok_and(|count| count > 0)
     }
 
     fn send(&mut self, request: Request, file: Option<BorrowedFd<'_>>, flags: libc::c_int) -> io::Result<()> {
-        let line = protocol::line(&Message { version: VERSION, request });
-        descriptors::send_line(self.stream.get_ref(), &line, file.as_slice(), flags)
+        descriptors::send_line(self.stream.get_ref(), &protocol::request_line(request), file.as_slice(), flags)
     }
 
     fn read(&mut self) -> io::Result<Reply> {
@@ -277,7 +254,7 @@ impl Client {
                         return Err(ended());
                     }
                     if !self.is_alive() {
-                        let why = format!("no answer within {} s; is it stopped?", (LOOK_AFTER + HELLO_WITHIN).as_secs());
+                        let why = format!("no answer within {} s; is it stopped?", (LOOK_AFTER + ALIVE_WITHIN).as_secs());
                         return Err(io::Error::new(io::ErrorKind::TimedOut, why));
                     }
                 }

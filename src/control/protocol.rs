@@ -418,6 +418,11 @@ pub fn parse(line: &[u8]) -> Result<Request, Error> {
     serde_json::from_slice(line).map(|message: Message| message.request).map_err(wrong)
 }
 
+/// A request of this version's client as a line.
+pub fn request_line(request: Request) -> Vec<u8> {
+    line(&Message { version: VERSION, request })
+}
+
 /// Serialises a message to a line.
 pub fn line(message: &impl Serialize) -> Vec<u8> {
     let mut line = serde_json::to_vec(message).unwrap_or_else(|error| {
@@ -508,8 +513,7 @@ mod tests {
             force: bool,
         ) {
             let request = Request::Pause(Transition { tags, timeout_ms: timeout, progress, force, ..Transition::default() });
-            let line = line(&Message { version: VERSION, request: request.clone() });
-            prop_assert_eq!(parse(&line).unwrap(), request);
+            prop_assert_eq!(parse(&request_line(request.clone())).unwrap(), request);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use std::{io, thread};
 use vramctl_control::descriptors;
 use vramctl_control::discovery::Directory;
-use vramctl_control::protocol::{self, Message, Reply, Request, VERSION};
+use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_host::Held;
 use vramctl_model::{Failure, StatusCode, code};
 
@@ -68,7 +68,7 @@ impl Lender {
 }
 
 fn send(stream: &UnixStream, request: Request) -> io::Result<()> {
-    descriptors::send_line(stream, &protocol::line(&Message { version: VERSION, request }), &[], 0)
+    descriptors::send_line(stream, &protocol::request_line(request), &[], 0)
 }
 
 fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<OwnedFd>)> {

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
-use vramctl_control::protocol::{self, Message, ProcessStatus, Reply, Request, VERSION};
+use vramctl_control::protocol::{self, ProcessStatus, Reply, Request};
 use vramctl_host::Held;
 
 /// The time limit for all of them together.
@@ -63,7 +63,7 @@ fn ask(directory: &Directory, pid: u32) -> Option<Held> {
     let mut stream = held.as_type::<UnixStream>().ok()?;
     stream.set_write_timeout(Some(Duration::from_millis(10))).ok()?;
     for request in [Request::Status, Request::Cache] {
-        stream.write_all(&protocol::line(&Message { version: VERSION, request })).ok()?;
+        stream.write_all(&protocol::request_line(request)).ok()?;
     }
     Some(held)
 }
