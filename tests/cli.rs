@@ -329,7 +329,6 @@ impl State {
             engine: self.engine.clone(),
             job: self.job.clone(),
             ranks: Vec::new(),
-            prepares: true,
             trims: false,
         }
     }
@@ -997,7 +996,7 @@ listener = socket.socket(socket.AF_UNIX)
 listener.bind(os.environ["VRAMCTL_DIR"] + "/%d.sock" % os.getpid())
 listener.listen()
 print("ready", flush=True)
-hello = dict(protocol=1, library="9.9.9", pid=os.getpid(), name="engine", program="engine", prepares=True)
+hello = dict(protocol=1, library="9.9.9", pid=os.getpid(), name="engine", program="engine")
 tag = dict(tag="weights", state="active", allocations=1, bytes=1, paused_bytes=0, host_bytes=0, disk_bytes=0, backup={})
 host = dict(used_bytes=0, ready_bytes=0, pinned_bytes=0)
 status = dict(hello, reply="status", process_tag=None, tags=[tag], devices=[], host=host, late_bytes=0)
@@ -1710,17 +1709,6 @@ fn an_engines_kv_cache_is_not_discarded_without_asking() {
     place.vramctl("resume").expect(0, "resumed", "");
     place.vramctl("pause --discard --force").expect(0, "discarded", "");
     assert!(matches!(engine.asked().last(), Some(Request::Pause(Transition { force: true, .. }))), "the process is told so");
-}
-
-/// A new `vramctl` must still be able to pause a program started with the previous version.
-#[test]
-fn a_process_without_plan_support_is_paused_anyway() {
-    let place = Place::new();
-    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
-        let unknown = Error::Invalid("not a request: unknown variant `plan`".into());
-        matches!(request, Request::Plan(_)).then(|| Reaction::Answer(Reply::Error(Refusal::from(&unknown))))
-    });
-    place.vramctl("pause").expect(0, "paused weights", "");
 }
 
 #[test]

@@ -1,11 +1,10 @@
 //! `--nccl`: selects the communicators that NCCL is to suspend, and reports the results.
 
-use crate::failure::{CommandError, Exit};
+use crate::failure::CommandError;
 use crate::output;
 use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, BTreeSet};
-use vramctl_control::client::ClientError;
-use vramctl_model::{Bytes, Communicator, CommunicatorState, Kind, Verb};
+use vramctl_model::{Bytes, Communicator, CommunicatorState, Verb};
 
 /// The communicators that NCCL is to suspend.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -19,13 +18,7 @@ pub struct ChosenCommunicators {
 impl ChosenCommunicators {
     /// Asks the processes of one job.
     pub fn ask(found: &Found, processes: &[&Process]) -> Result<Self, CommandError> {
-        let ask = |process: &&Process| match found.connect(process.pid)?.communicators() {
-            Ok(communicators) => Ok((process.pid, communicators)),
-            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => {
-                Err(CommandError::new(Exit::Failed, format!("{process}: its library is too old for --nccl; restart the program")))
-            }
-            Err(error) => Err(error.into()),
-        };
+        let ask = |process: &&Process| Ok((process.pid, found.connect(process.pid)?.communicators()?));
         let all: Vec<_> = processes.iter().map(ask).collect::<Result<_, CommandError>>()?;
         let has_none = all.iter().all(|(_, communicators)| communicators.is_empty());
         let mut chosen = Self::among(all);

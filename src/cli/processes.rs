@@ -80,11 +80,6 @@ impl Process {
         self.status.as_ref().map_or(&[], |status| &status.process.ranks)
     }
 
-    /// Whether its library can pause and resume in steps.
-    pub fn prepares(&self) -> bool {
-        self.status.as_ref().is_ok_and(|status| status.process.prepares)
-    }
-
     /// Whether it is held until everything is resumed.
     pub fn is_held(&self) -> bool {
         self.status.as_ref().is_ok_and(|status| status.memory.held)
@@ -358,7 +353,7 @@ impl Found {
             if gpus.is_empty() {
                 continue;
             }
-            // Errors do not matter: the process has ended, or its library is too old.
+            // Errors do not matter: the process has ended.
             let _ = self.connect(process.pid).and_then(|mut client| client.counted(gpus));
         }
     }
@@ -548,7 +543,6 @@ pub mod tests {
             engine: None,
             job: None,
             ranks: Vec::new(),
-            prepares: true,
             trims: false,
         };
         let tag = |&(tag, state): &(&str, TagState)| {

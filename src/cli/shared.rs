@@ -138,7 +138,6 @@ pub fn find(found: &Found, lent: impl IntoIterator<Item = (u32, u64)>) -> Result
         let bytes = lent[&process.pid];
         let why = match &process.status {
             Err(failure) => failure.to_string(),
-            Ok(_) if !process.prepares() => "its library is too old; restart the program".into(),
             Ok(_) if process.suspended().is_some() => "it is suspended; resume it first".into(),
             Ok(_) => return Ok(Along { process, bytes }),
         };

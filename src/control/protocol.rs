@@ -308,9 +308,6 @@ pub struct Hello {
     /// The processes that its job had when it was last paused or resumed as a whole.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<u32>,
-    /// Whether it understands `hold` and `prepare`.
-    #[serde(default)]
-    pub prepares: bool,
     /// Whether its own allocator, such as torch's, serves requests: it understands `cache` and `trim`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trims: bool,

@@ -259,7 +259,6 @@ fn hello() -> Hello {
         engine: engine::name(),
         job: Config::get().job.clone(),
         ranks: lease::ranks().clone(),
-        prepares: true,
         trims: cache::is_served(),
     }
 }

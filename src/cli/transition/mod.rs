@@ -32,7 +32,6 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use task::{Left, Task, plan};
-use vramctl_control::client::ClientError;
 use vramctl_control::job::{Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
@@ -148,11 +147,6 @@ impl Asking {
                 _ => failure,
             }
         })?;
-        if let Some(task) = tasks.iter().find(|task| !task.meant.is_empty() && !task.process.prepares()) {
-            let text =
-                "nothing was done: its library is too old for this command; restart the program, or use the vramctl it was started with";
-            return Err(CommandError::new(Exit::Failed, format!("{}: {text}", task.process)));
-        }
         let is_whole = gpus.is_empty() && !matches!(target, Target::Pid(_));
         if is_whole || args.ranks.is_some() {
             // Without `--ranks`, a resume continues without processes that have ended.
@@ -187,7 +181,7 @@ impl Asking {
     /// The indices of the tasks that send requests, by job.
     fn jobs(&self) -> Vec<AsOne<Along>> {
         let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
-        for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| task.process.prepares()) {
+        for (place, task) in self.tasks.iter().enumerate() {
             jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
         }
         let is_asked = |place: &usize| {
@@ -243,8 +237,7 @@ impl Asking {
     fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
         let foretell = |task| {
             let Task { process, .. }: &Task = task;
-            let old = || CommandError::new(Exit::Failed, "its library is too old for --dry-run; restart the program");
-            match self.ask_plan(task).and_then(|plan| plan.ok_or_else(old)) {
+            match self.ask_plan(task) {
                 Ok(plan) => Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators),
                 Err(failure) => Foretold::refused(process, failure),
             }
@@ -283,7 +276,7 @@ impl Asking {
         }
         let mut losing = Vec::new();
         for task in self.due() {
-            if let Some(name) = self.ask_plan(task)?.and_then(|plan| plan.prefix_cache) {
+            if let Some(name) = self.ask_plan(task)?.prefix_cache {
                 if !engine.asks() {
                     let refusal = Refusal::from(&Error::PrefixCache(name));
                     let message = format!("{}: {}", task.process, refusal.message);
@@ -299,18 +292,15 @@ impl Asking {
         Ok(!losing.is_empty())
     }
 
-    /// What a pause of the process would do. `None` if its library is too old to say.
-    fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
+    /// What a pause of the process would do.
+    fn ask_plan(&self, task: &Task) -> Result<Plan, CommandError> {
         let of_task = |group: &&AsOne<_>| group.places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
         // Processes that are not held keep their open memory.
         let group = self.groups.iter().find(of_task).filter(|_| self.request.hold_ms.is_some());
         let partners = group.map_or_else(Vec::new, |group| self.pids(&group.places));
         let borrowers = group.map_or_else(Vec::new, |group| group.along.iter().map(|along| along.process.pid).collect());
         let request = protocol::Transition { partners, borrowers, ..self.request.clone() };
-        match self.found.connect(task.process.pid)?.plan(request) {
-            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
-            answer => Ok(Some(answer?)),
-        }
+        Ok(self.found.connect(task.process.pid)?.plan(request)?)
     }
 
     /// Sends the requests and prints the results.
