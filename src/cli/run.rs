@@ -3,7 +3,6 @@
 use crate::failure::{CommandError, Exit};
 use crate::places::{self, LIBRARY};
 use crate::target::{checked_tag, size};
-use clap::ValueEnum;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -47,34 +46,15 @@ pub struct Args {
     #[arg(long)]
     trace: bool,
     /// The library's log level; it logs to stderr [default: warn]
-    #[arg(long, value_name = "LEVEL")]
-    log: Option<Level>,
+    #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
+    log: Option<String>,
     /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<OsString>,
 }
 
 /// The levels of `VRAMCTL_LOG`.
-#[derive(Clone, Copy, ValueEnum)]
-enum Level {
-    Off,
-    Error,
-    Warn,
-    Info,
-    Debug,
-}
-
-impl Level {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Error => "error",
-            Self::Warn => "warn",
-            Self::Info => "info",
-            Self::Debug => "debug",
-        }
-    }
-}
+const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
 
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let python = if args.no_python { Vec::new() } else { places::python_path()? };
@@ -132,7 +112,7 @@ fn environment(
         ("VRAMCTL_NAME", args.name.as_deref()),
         ("VRAMCTL_MIN_BYTES", args.min_bytes.as_deref()),
         ("VRAMCTL_TRACE", args.trace.then_some("1")),
-        ("VRAMCTL_LOG", args.log.map(Level::name)),
+        ("VRAMCTL_LOG", args.log.as_deref()),
     ];
     variables.extend(given.into_iter().filter_map(|(name, value)| Some((name, Some(value?.into())))));
     Ok(variables)
