@@ -38,7 +38,7 @@
 //! The `vramctl` command also reads `VRAMCTL_LIB`, the path of the library to preload; `VRAMCTL_PYTHON`, the path of the Python
 //! package; and `VRAMCTL_ENGINE` and `VRAMCTL_ENGINE_KEY`, the URL and API key of an engine to ask before a pause.
 
-use std::ffi::{CStr, CString, OsString};
+use std::ffi::{CStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -185,97 +185,32 @@ impl Config {
     /// Reads the variables through `variable`. An invalid value is replaced by its default and added to the complaints.
     pub fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let directories = Directories::from_variables(&variable);
-        let variable = |name: &str| variable(name).map(|value| value.to_string_lossy().into_owned());
-        let set = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let mut complaints = Vec::new();
-        let mut is_on = |name: &str| {
-            let text = set(name)?;
-            let known = switch(&text);
-            if known.is_none() {
-                complaints.push(format!("{name}={text} is not 1 or 0; ignored"));
-            }
-            known
-        };
-        let manages_all = is_on("TMS_INIT_ENABLE") == Some(true);
-        let (in_memory, on_disk) = (is_on("TMS_INIT_ENABLE_CPU_BACKUP"), is_on("TMS_INIT_ENABLE_DISK_BACKUP"));
-        let retains_all = is_on("TMS_RETAIN_CPU_BACKUP") == Some(true);
-        let guard = is_on("VRAMCTL_GUARD") == Some(true);
-        let watch_trims = is_on("VRAMCTL_WATCH_TRIM") == Some(true);
-        let ground_backup = match (in_memory, on_disk) {
-            (_, Some(true)) => Some(Backup::Disk),
-            (Some(true), _) => Some(Backup::Host),
-            _ => manages_all.then_some(Backup::Discard),
-        };
-        if (in_memory, on_disk) == (Some(true), Some(true)) {
-            complaints.push("TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both 1; keeping contents on disk".into());
-        }
-        let named = |text: &str| CpuBackupBackend::of_name(&CString::new(text).ok()?);
-        let cpu_backup_backend = set("TMS_INIT_CPU_BACKUP_BACKEND").map_or(CpuBackupBackend::Pinned, |text| {
-            named(&text).unwrap_or_else(|| {
-                complaints.push(format!("TMS_INIT_CPU_BACKUP_BACKEND={text} is not pinned or mmap; using pinned"));
-                CpuBackupBackend::Pinned
-            })
-        });
-        let backup = set("VRAMCTL_BACKUP").map_or_else(Vec::new, |list| parse_backup(&list, &mut complaints));
-        let retain = set("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { "*".into() } else { String::new() });
-        let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
-        let name = "VRAMCTL_UNCHANGED";
-        let words = [("hash", Unchanged::Hash), ("off", Unchanged::Off)];
-        let unchanged = one_of(words, name, set(name), &mut complaints);
-        let name = "VRAMCTL_COPY";
-        let words = [("auto", CopyBy::Auto), ("engines", CopyBy::Engines), ("kernel", CopyBy::Kernel)];
-        let copy_by = one_of(words, name, set(name), &mut complaints);
-        let mut bytes = |name: &str, default: usize| {
-            let Some(text) = set(name) else { return default };
-            parse_bytes(&text).unwrap_or_else(|| {
-                complaints.push(format!("{name}={text} is not a size such as 1048576 or 1M; ignored"));
-                default
-            })
-        };
-        let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
-        let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
-        let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
-        let watch = bytes("VRAMCTL_WATCH", 0) as u64;
-        let trace = set("VRAMCTL_TRACE").map_or(0, |text| {
-            let size = || parse_bytes(&text).filter(|bytes| (LEAST_TRACE..=MOST_TRACE).contains(bytes));
-            switch(&text).map(|on| if on { MOST_TRACE } else { 0 }).or_else(size).unwrap_or_else(|| {
-                complaints.push(format!("VRAMCTL_TRACE={text} is not 1, 0 or a size from 64K to 16M; using 16M"));
-                MOST_TRACE
-            })
-        });
-        let host_keep = set("VRAMCTL_HOST_KEEP").and_then(|text| {
-            let seconds = text.parse::<u32>();
-            seconds.map_err(|_| complaints.push(format!("VRAMCTL_HOST_KEEP={text} is not a number of seconds; ignored"))).ok()
-        });
-        let host_keep = Duration::from_secs(host_keep.unwrap_or(DEFAULT_HOST_KEEP).into());
-        let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
-        let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
-        let tag = tag.or_else(|| manages_all.then(|| DEFAULT_TAG.into()));
-        let name = set("VRAMCTL_NAME");
-        let job = name.clone().or_else(|| set("VRAMCTL_JOB"));
-        let exclude = set("VRAMCTL_EXCLUDE").unwrap_or_default();
-        let exclude = exclude.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        let mut variables = Variables { get: variable, complaints: Vec::new() };
+        let manages_all = variables.switch("TMS_INIT_ENABLE") == Some(true);
+        let retains_all = variables.switch("TMS_RETAIN_CPU_BACKUP") == Some(true);
+        let name = variables.set("VRAMCTL_NAME");
         Self {
-            tag,
-            ground_backup,
-            cpu_backup_backend,
-            backup,
-            retain,
-            unchanged,
-            copy_by,
-            host_cap,
-            host_keep,
-            prewarm,
-            min_bytes,
-            exclude,
-            guard,
-            trace,
-            watch,
-            watch_trims,
+            tag: variables.tag().or_else(|| manages_all.then(|| DEFAULT_TAG.into())),
+            ground_backup: variables.ground_backup().or_else(|| manages_all.then_some(Backup::Discard)),
+            cpu_backup_backend: variables
+                .one_of("TMS_INIT_CPU_BACKUP_BACKEND", [("pinned", CpuBackupBackend::Pinned), ("mmap", CpuBackupBackend::Mmap)]),
+            backup: variables.backup(),
+            retain: variables.list("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { vec!["*".into()] } else { Vec::new() }),
+            unchanged: variables.one_of("VRAMCTL_UNCHANGED", [("hash", Unchanged::Hash), ("off", Unchanged::Off)]),
+            copy_by: variables.one_of("VRAMCTL_COPY", [("auto", CopyBy::Auto), ("engines", CopyBy::Engines), ("kernel", CopyBy::Kernel)]),
+            host_cap: variables.size("VRAMCTL_HOST_CAP", usize::MAX) as u64,
+            host_keep: variables.host_keep(),
+            prewarm: variables.size("VRAMCTL_PREWARM", 0) as u64,
+            min_bytes: variables.size("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES),
+            exclude: variables.list("VRAMCTL_EXCLUDE").unwrap_or_default(),
+            guard: variables.switch("VRAMCTL_GUARD") == Some(true),
+            trace: variables.trace(),
+            watch: variables.size("VRAMCTL_WATCH", 0) as u64,
+            watch_trims: variables.switch("VRAMCTL_WATCH_TRIM") == Some(true),
+            job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),
             name,
-            job,
             directories,
-            complaints,
+            complaints: variables.complaints,
         }
     }
 
@@ -295,16 +230,98 @@ impl Config {
     }
 }
 
-/// Parses a variable that is one of `words`; the first is the default.
-fn one_of<T: Copy, const N: usize>(words: [(&str, T); N], name: &str, text: Option<String>, complaints: &mut Vec<String>) -> T {
-    let default = words[0];
-    let Some(text) = text else { return default.1 };
-    let chosen = words.iter().find(|(word, _)| *word == text).map(|(_, meaning)| *meaning);
-    chosen.unwrap_or_else(|| {
-        let known = words.map(|(word, _)| word).join(", ");
-        complaints.push(format!("{name}={text} is none of {known}; using {}", default.0));
-        default.1
-    })
+/// Reads the variables, and keeps the complaints about them.
+struct Variables<G> {
+    get: G,
+    complaints: Vec<String>,
+}
+
+impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
+    /// A variable that is not empty.
+    fn set(&self, name: &str) -> Option<String> {
+        (self.get)(name).map(|value| value.to_string_lossy().into_owned()).filter(|value| !value.is_empty())
+    }
+
+    /// Parses a variable. One that `parse` refuses counts as unset. `problem`: what is wrong then, and what happens instead.
+    fn parsed<T>(&mut self, name: &str, parse: impl Fn(&str) -> Option<T>, problem: &str) -> Option<T> {
+        let text = self.set(name)?;
+        let value = parse(&text);
+        if value.is_none() {
+            self.complaints.push(format!("{name}={text} is {problem}"));
+        }
+        value
+    }
+
+    fn switch(&mut self, name: &str) -> Option<bool> {
+        self.parsed(name, switch, "not 1 or 0; ignored")
+    }
+
+    /// A number of bytes.
+    fn size(&mut self, name: &str, default: usize) -> usize {
+        self.parsed(name, parse_bytes, "not a size such as 1048576 or 1M; ignored").unwrap_or(default)
+    }
+
+    /// One of `words`; the first is the default.
+    fn one_of<T: Copy, const N: usize>(&mut self, name: &str, words: [(&str, T); N]) -> T {
+        let chosen = |text: &str| words.iter().find(|(word, _)| *word == text).map(|(_, meaning)| *meaning);
+        let known = words.map(|(word, _)| word);
+        self.parsed(name, chosen, &format!("none of {}; using {}", known.join(", "), known[0])).unwrap_or(words[0].1)
+    }
+
+    /// A list with commas.
+    fn list(&self, name: &str) -> Option<Vec<String>> {
+        Some(self.set(name)?.split(',').map(str::trim).filter(|item| !item.is_empty()).map(str::to_owned).collect())
+    }
+
+    fn tag(&mut self) -> Option<Arc<str>> {
+        let tag = checked_tag(&self.set("VRAMCTL_TAG")?);
+        tag.map_err(|error| self.complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok()
+    }
+
+    fn backup(&mut self) -> Vec<(Arc<str>, Backup)> {
+        let list = self.set("VRAMCTL_BACKUP").unwrap_or_default();
+        let entry = |item: &str| {
+            let (tag, policy) = item.trim().split_once('=')?;
+            Some((checked_tag(tag.trim()).ok()?, policy.trim().parse().ok()?))
+        };
+        let mut policies = Vec::new();
+        for item in list.split(',').filter(|item| !item.trim().is_empty()) {
+            match entry(item) {
+                Some(policy) => policies.push(policy),
+                None => self.complaints.push(format!("VRAMCTL_BACKUP: '{item}' is not TAG=host, TAG=disk or TAG=discard; ignored")),
+            }
+        }
+        policies
+    }
+
+    /// As the `TMS_INIT_` variables say.
+    fn ground_backup(&mut self) -> Option<Backup> {
+        match (self.switch("TMS_INIT_ENABLE_CPU_BACKUP"), self.switch("TMS_INIT_ENABLE_DISK_BACKUP")) {
+            (Some(true), Some(true)) => {
+                let both = "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both 1; keeping contents on disk";
+                self.complaints.push(both.into());
+                Some(Backup::Disk)
+            }
+            (_, Some(true)) => Some(Backup::Disk),
+            (Some(true), _) => Some(Backup::Host),
+            _ => None,
+        }
+    }
+
+    /// How many bytes of events to keep.
+    fn trace(&mut self) -> usize {
+        let Some(text) = self.set("VRAMCTL_TRACE") else { return 0 };
+        let size = || parse_bytes(&text).filter(|bytes| (LEAST_TRACE..=MOST_TRACE).contains(bytes));
+        switch(&text).map(|on| if on { MOST_TRACE } else { 0 }).or_else(size).unwrap_or_else(|| {
+            self.complaints.push(format!("VRAMCTL_TRACE={text} is not 1, 0 or a size from 64K to 16M; using 16M"));
+            MOST_TRACE
+        })
+    }
+
+    fn host_keep(&mut self) -> Duration {
+        let seconds = self.parsed("VRAMCTL_HOST_KEEP", |text| text.parse::<u32>().ok(), "not a number of seconds; ignored");
+        Duration::from_secs(seconds.unwrap_or(DEFAULT_HOST_KEEP).into())
+    }
 }
 
 /// Parses a switch, with the spellings that `torch_memory_saver` accepts.
@@ -314,23 +331,6 @@ fn switch(text: &str) -> Option<bool> {
         "0" | "false" | "no" => Some(false),
         _ => None,
     }
-}
-
-fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Backup)> {
-    let entry = |item: &str| {
-        let (tag, policy) = item.trim().split_once('=')?;
-        Some((checked_tag(tag.trim()).ok()?, policy.trim().parse().ok()?))
-    };
-    list.split(',')
-        .filter(|item| !item.trim().is_empty())
-        .filter_map(|item| {
-            let parsed = entry(item);
-            if parsed.is_none() {
-                complaints.push(format!("VRAMCTL_BACKUP: '{item}' is not TAG=host, TAG=disk or TAG=discard; ignored"));
-            }
-            parsed
-        })
-        .collect()
 }
 
 /// The directory of the control sockets.
