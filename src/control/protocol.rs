@@ -365,37 +365,28 @@ pub struct Refusal {
 
 impl From<&Error> for Refusal {
     fn from(error: &Error) -> Self {
-        Self {
+        let refusal = Self {
             code: error.kind(),
             message: error.to_string(),
-            known_tags: match error {
-                Error::UnknownTag { known, .. } => Some(known.clone()),
-                _ => None,
-            },
-            shortage: match error {
-                Error::DeviceMemory(shortage) => Some(shortage.clone()),
-                _ => None,
-            },
-            host_shortage: match error {
-                Error::HostMemory { needed, available, .. } => Some(HostShortage { needed: *needed, available: *available }),
-                _ => None,
-            },
-            lent: match error {
-                Error::Shared(lent) => Some(lent.clone()),
-                _ => None,
-            },
-            cuda_code: match error {
-                Error::Driver(failure) | Error::Work(failure) => Some(failure.code),
-                _ => None,
-            },
-            obstacles: match error {
-                Error::NotRestorable(list) => Some(list.clone()),
-                _ => None,
-            },
-            registered: match error {
-                Error::Registered(list) => Some(list.clone()),
-                _ => None,
-            },
+            known_tags: None,
+            shortage: None,
+            host_shortage: None,
+            lent: None,
+            cuda_code: None,
+            obstacles: None,
+            registered: None,
+        };
+        match error {
+            Error::UnknownTag { known, .. } => Self { known_tags: Some(known.clone()), ..refusal },
+            Error::DeviceMemory(shortage) => Self { shortage: Some(shortage.clone()), ..refusal },
+            Error::HostMemory { needed, available, .. } => {
+                Self { host_shortage: Some(HostShortage { needed: *needed, available: *available }), ..refusal }
+            }
+            Error::Shared(lent) => Self { lent: Some(lent.clone()), ..refusal },
+            Error::Driver(failure) | Error::Work(failure) => Self { cuda_code: Some(failure.code), ..refusal },
+            Error::NotRestorable(list) => Self { obstacles: Some(list.clone()), ..refusal },
+            Error::Registered(list) => Self { registered: Some(list.clone()), ..refusal },
+            _ => refusal,
         }
     }
 }
