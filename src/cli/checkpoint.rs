@@ -9,15 +9,15 @@ use crate::failure::{CommandError, Exit};
 use crate::lock::{FileLock, Others};
 use crate::nccl;
 use crate::output;
+use crate::proc;
 use crate::processes::{Found, Process, Target};
 use crate::shared::{self, Along};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::Once;
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{fs, thread};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
@@ -195,7 +195,8 @@ pub fn stuck(found: &Found, processes: &[Process]) -> Vec<Member> {
             // them either. Too little room would lose the process, so this asks for too much. Without NVML, the room cannot be checked,
             // so it is left alone.
             ProcessState::Checkpointed => {
-                let bytes = resident(member.pid)?;
+                let [resident, swapped] = proc::bytes(member.pid, ["VmRSS", "VmSwap"]);
+                let bytes = resident? + swapped.unwrap_or(0);
                 member.gpus = cards.as_ref().ok()?.iter().map(|card| GpuUse { uuid: card.uuid.clone(), bytes }).collect();
             }
             ProcessState::Running | ProcessState::Failed => return None,
@@ -207,13 +208,6 @@ pub fn stuck(found: &Found, processes: &[Process]) -> Vec<Member> {
         let threads: Vec<_> = silent.into_iter().map(|process| scope.spawn(move || find(process))).collect();
         threads.into_iter().filter_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     })
-}
-
-/// A process's bytes in host memory.
-fn resident(pid: i32) -> Option<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let kib = |name| status.lines().find_map(|line| line.strip_prefix(name))?.trim().strip_suffix(" kB")?.parse::<u64>().ok();
-    Some((kib("VmRSS:")? + kib("VmSwap:").unwrap_or(0)) << 10)
 }
 
 /// Runs a step for all members at once. `stage`: the name for its time.
@@ -320,9 +314,7 @@ fn transition(
             Err(error) => failures.push(CommandError::from(error).adding(&format!(" ({process})"))),
         }
     }
-    // Report the original failure rather than one that was only undone because of it.
-    let cause = failures.iter().position(|failure| !failure.is(Kind::Aborted)).unwrap_or(0);
-    if failures.is_empty() { Ok(held) } else { Err(failures.swap_remove(cause)) }
+    CommandError::original(failures).map_or(Ok(held), Err)
 }
 
 /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other command
@@ -577,7 +569,7 @@ impl Member {
 
     /// The driver's refusal, with the state that it has left the process in.
     fn refused(&mut self, step: &str, failure: Failure) -> CommandError {
-        if !Path::new(&format!("/proc/{}", self.pid)).exists() {
+        if !proc::exists(self.pid) {
             return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
         }
         let lost = match checkpoint::state(self.pid) {

@@ -1,6 +1,7 @@
 //! Why a command failed, and the exit code for scripts.
 
 use serde::Serialize;
+use std::borrow::Borrow;
 use std::fmt;
 use std::io::ErrorKind;
 use std::process::ExitCode;
@@ -103,6 +104,11 @@ pub enum CommandError {
 impl CommandError {
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self::Here { exit, message: message.into(), table: None }
+    }
+
+    /// The first of several failures that is not only an undoing because of another one.
+    pub fn original<E: Borrow<Self>>(failures: impl IntoIterator<Item = E>) -> Option<E> {
+        failures.into_iter().min_by_key(|failure| failure.borrow().is(Kind::Aborted))
     }
 
     /// Adds a table below the message, which must make sense without it.

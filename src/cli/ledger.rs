@@ -4,6 +4,7 @@
 //! difference is the driver's: the context, loaded code, small allocations.
 
 use crate::output;
+use crate::proc;
 use crate::processes::Process;
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -135,6 +136,11 @@ impl From<What> for &'static str {
 }
 
 impl Share {
+    /// Nobody's yet.
+    pub fn new(what: What, bytes: i64) -> Self {
+        Self { pid: None, name: None, what, of: None, bytes, least_bytes: None, cache: None }
+    }
+
     /// As people read it.
     fn text(&self) -> String {
         let of = self.of.as_deref().unwrap_or_default();
@@ -185,9 +191,7 @@ pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Sh
             Some(Some(bytes)) => {
                 let rest = signed(bytes) - sum;
                 let least_bytes = status.memory.cycles.iter().filter_map(|cycle| cycle.driver.get(&card.uuid)).min().copied();
-                let name = || process.name.clone();
-                let share =
-                    |what, bytes| Share { pid: Some(process.pid), name: name(), what, of: None, bytes, least_bytes: None, cache: None };
+                let share = |what, bytes| Share { pid: Some(process.pid), name: process.name.clone(), ..Share::new(what, bytes) };
                 known.push(Share { least_bytes, ..share(What::Driver, rest) });
                 tables.push(share(What::PageTables, signed(status.memory.host.pinned_bytes / PAGE_TABLES)));
             }
@@ -201,13 +205,12 @@ pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Sh
     let other = |holder: &&Holder| {
         let silent = processes.iter().find(|process| process.pid == holder.pid).and_then(|process| process.name.clone());
         let (name, bytes) = (silent.or_else(|| holder.program.clone()), signed(holder.bytes?));
-        Some(Share { pid: Some(holder.pid), name, what: What::Process, of: None, bytes, least_bytes: None, cache: None })
+        Some(Share { pid: Some(holder.pid), name, ..Share::new(What::Process, bytes) })
     };
     shares.extend(in_sight.iter().filter_map(other));
-    let whole = |what, bytes| Share { pid: None, name: None, what, of: None, bytes, least_bytes: None, cache: None };
     if !out_of_sight.is_empty() {
         let bytes: i64 = out_of_sight.iter().map(|holder| signed(holder.bytes.unwrap_or(0))).sum();
-        shares.push(whole(What::OutOfSight, bytes - known_of_unlisted));
+        shares.push(Share::new(What::OutOfSight, bytes - known_of_unlisted));
     }
     let explained: i64 = shares.iter().map(|share| share.bytes).sum();
     let mut rest = signed(card.used) - explained;
@@ -217,7 +220,7 @@ pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Sh
         rest -= share.bytes;
         shares.extend((share.bytes > 0).then_some(share));
     }
-    shares.push(whole(What::Unexplained, rest));
+    shares.push(Share::new(What::Unexplained, rest));
     shares
 }
 
@@ -230,7 +233,7 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     let share = |what, of: Option<&str>, bytes| {
         let process = &status.process;
         let (pid, name, of) = (Some(process.pid), Some(process.name.clone()), of.map(str::to_owned));
-        Share { pid, name, what, of, bytes: signed(bytes), least_bytes: None, cache: None }
+        Share { pid, name, of, ..Share::new(what, signed(bytes)) }
     };
     let cache_of = |tag: &str| {
         let parts = status.memory.cache.iter().filter(|part| part.gpu.as_deref() == Some(uuid) && part.tag.as_deref() == Some(tag));
@@ -281,15 +284,7 @@ pub fn host(processes: &[Process], managed: &[Process]) -> Host {
     for job in jobs {
         let rest = of_job(job).into_iter().filter(|pid| managed.iter().all(|process| process.pid != *pid));
         let bytes: u64 = rest.map(|pid| resident(pid).0).sum();
-        shares.push(Share {
-            pid: None,
-            name: Some(job.into()),
-            what: What::RestOfJob,
-            of: None,
-            bytes: signed(bytes),
-            least_bytes: None,
-            cache: None,
-        });
+        shares.push(Share { name: Some(job.into()), ..Share::new(What::RestOfJob, signed(bytes)) });
     }
     shares.retain(|share| share.bytes > 0);
     let free = limit.map_or_else(limits::available_bytes, |room| room.free);
@@ -301,7 +296,7 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
     let (process, memory) = (&status.process, &status.memory);
     let part = |what, of: Option<&String>, bytes| {
         let (pid, name) = (Some(process.pid), Some(process.name.clone()));
-        Share { pid, name, what, of: of.cloned(), bytes: signed(bytes), least_bytes: None, cache: None }
+        Share { pid, name, of: of.cloned(), ..Share::new(what, signed(bytes)) }
     };
     let backups = memory.tags.iter().map(|tag| {
         let what = if tag.paused_bytes == 0 { What::Retained } else { What::Backup };
@@ -319,23 +314,15 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
 
 /// A process's private host memory, and memory that may be shared, without files. Zero if `/proc` does not have the process.
 pub fn resident(pid: u32) -> (u64, u64) {
-    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let bytes = |name: &str| -> u64 {
-        let line = text.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0) << 10
-    };
-    (bytes("RssAnon:"), bytes("RssShmem:"))
+    let [own, common] = proc::bytes(pid, ["RssAnon", "RssShmem"]);
+    (own.unwrap_or(0), common.unwrap_or(0))
 }
 
 /// The processes of a job, by their environment.
 fn of_job(job: &str) -> Vec<u32> {
     let is_of_job = |pid: &u32| {
-        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let variable = |name: &str| {
-            let found = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(name.as_bytes()));
-            found.filter(|value| !value.is_empty()).map(<[u8]>::to_vec)
-        };
-        variable("VRAMCTL_NAME=").or_else(|| variable("VRAMCTL_JOB=")).is_some_and(|its| its == job.as_bytes())
+        let [name, id] = proc::variables(pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
+        name.or(id).is_some_and(|its| its == job)
     };
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_of_job).collect()

@@ -89,13 +89,12 @@ pub fn bytes(communicators: &[Communicator], state: CommunicatorState) -> u64 {
 fn ranks(ranks: u32) -> String {
     match ranks {
         0 => "unknown size".to_owned(),
-        1 => "1 rank".to_owned(),
-        ranks => format!("{ranks} ranks"),
+        ranks => output::count(ranks as usize, "rank", "ranks"),
     }
 }
 
 fn several(count: usize) -> String {
-    if count == 1 { "1 communicator".to_owned() } else { format!("{count} communicators") }
+    output::count(count, "communicator", "communicators")
 }
 
 /// NCCL's successes in one line. `None` if there are none.

@@ -49,6 +49,11 @@ pub fn one_line(text: &str) -> String {
     plain(&text.replace('\n', " "))
 }
 
+/// `1 process`, `2 processes`.
+pub fn count(count: usize, one: &str, several: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { several })
+}
+
 /// A word as a shell takes it, for commands that the user may copy.
 pub fn quoted(word: &str) -> String {
     let is_safe = |c: char| c.is_alphanumeric() || "-_./:@%+".contains(c);

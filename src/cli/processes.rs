@@ -1,15 +1,16 @@
 //! Finding the managed processes and choosing among them.
 
 use crate::failure::{CommandError, Exit};
+use crate::gpus;
 use crate::interrupt;
 use crate::output;
+use crate::proc;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
-use std::{fmt, fs, io, thread};
+use std::{fmt, io, thread};
 use vramctl_config as config;
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
@@ -426,17 +427,12 @@ pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, Com
     // A socket from a container is named by the pid in there. Here the process has another pid, or cannot be seen.
     let seen_as = stream.and_then(|stream| discovery::peer(&stream).ok()).map(|peer| peer.pid).filter(|pid| *pid != 0);
     // A dead process's child may hold its socket open.
-    if seen_as.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+    if seen_as.is_some_and(|pid| !proc::exists(pid)) {
         return None;
     }
-    Some(Process { pid, name: seen_as.and_then(name_in_environment), status })
-}
-
-/// A process's name from its environment. Best effort: some programs overwrite theirs.
-fn name_in_environment(pid: i32) -> Option<String> {
-    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="))?;
-    (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned())
+    // Best effort: some programs overwrite their environment.
+    let name = seen_as.and_then(|pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take());
+    Some(Process { pid, name, status })
 }
 
 fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, CommandError> {
@@ -475,8 +471,7 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
         let text = format!("NVML reports no GPU {index}; give its UUID (`nvidia-smi -L`)");
         return uuid_of_index(index).map_err(unknown)?.ok_or_else(|| CommandError::new(Exit::Usage, text));
     }
-    let short = |uuid: &str| uuid.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
-    let meant: Vec<_> = known.iter().filter(|uuid| short(uuid).starts_with(&short(gpu))).collect();
+    let meant: Vec<_> = known.iter().filter(|uuid| gpus::begins_as(uuid, gpu)).collect();
     match meant[..] {
         [uuid] => Ok(uuid.clone()),
         [] => Ok(gpu.to_owned()),
@@ -505,7 +500,7 @@ pub fn check_whole<'a>(
 }
 
 fn not_managed(pid: u32) -> String {
-    if Path::new(&format!("/proc/{pid}")).exists() {
+    if proc::exists(pid) {
         format!(
             "process {pid} is not managed: it was not started under `vramctl run`, has not allocated GPU memory yet, or runs with a \
              different VRAMCTL_DIR (looked in {})",

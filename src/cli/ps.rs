@@ -2,12 +2,12 @@
 
 use crate::checkpoint;
 use crate::failure::{CommandError, Exit};
+use crate::gpus;
 use crate::output;
 use crate::processes::{Found, Process, Target};
 use crate::target::GpuArgs;
 use std::collections::BTreeMap;
 use vramctl_driver::checkpoint::ProcessState;
-use vramctl_driver::uuid_of_index;
 use vramctl_model::{Bytes, short_uuid};
 
 #[derive(clap::Args)]
@@ -38,7 +38,7 @@ pub fn ps(args: &Args) -> Result<Exit, CommandError> {
     } else if found.processes.is_empty() {
         output::complain("note", &found.nothing());
     } else {
-        let (indices, states) = (indices(), checkpoint::states(&found, &found.processes));
+        let (indices, states) = (gpus::indices(), checkpoint::states(&found, &found.processes));
         let rows = found.processes.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
         output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"], rows))?;
     }
@@ -63,11 +63,6 @@ impl Jobs {
         let rank = 1 + pids.iter().position(|pid| *pid == process.pid).unwrap_or_default();
         format!("{job} {rank}/{}", pids.len())
     }
-}
-
-/// The GPUs' indices in `nvidia-smi`, by UUID. None without NVML.
-fn indices() -> BTreeMap<String, u32> {
-    (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect()
 }
 
 /// `state`: what the driver says of a suspended process, if it can be asked.

@@ -3,6 +3,7 @@
 use crate::checkpoint::{self, Member};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
+use crate::gpus;
 use crate::processes::{Found, Target, check_whole};
 use crate::target::{TargetArgs, WaitingArgs, checked_gpu, count, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
@@ -205,12 +206,11 @@ fn places<'a>(members: &[Member], cards: &'a [Card]) -> Result<Vec<&'a Card>, Co
 
 /// The GPU that the user has named.
 fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
-    let short = |text: &str| text.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
     let bus = |text: &str| text.to_ascii_lowercase().trim_start_matches(['0', ':']).to_owned();
     let is_it = |card: &&Card| match gpu.parse::<u32>() {
         Ok(index) => card.index == index,
         Err(_) if gpu.contains(':') => bus(&card.bus) == bus(gpu),
-        Err(_) => short(&card.uuid).starts_with(&short(gpu)),
+        Err(_) => gpus::begins_as(&card.uuid, gpu),
     };
     let mut meant = cards.iter().filter(is_it);
     match (meant.next(), meant.next()) {

@@ -145,8 +145,7 @@ fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
     } else if memory.held {
         let waiting = match memory.waiting_threads {
             0 => "no thread waits".to_owned(),
-            1 => "1 thread waits".to_owned(),
-            several => format!("{several} threads wait"),
+            several => output::count(several, "thread waits", "threads wait"),
         };
         let _ = writeln!(text, "Held until everything is resumed: {waiting} to start GPU work.");
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {

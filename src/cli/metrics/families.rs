@@ -345,8 +345,7 @@ mod tests {
 
     #[test]
     fn a_ledger_adds_up_to_what_is_in_use() {
-        let share =
-            |pid, what, of: &str, bytes| Share { pid, name: None, what, of: Some(of.into()), bytes, least_bytes: None, cache: None };
+        let share = |pid, what, of: &str, bytes| Share { pid, of: Some(of.into()), ..Share::new(what, bytes) };
         let mut shares: Vec<_> = (0..100).map(|number| share(Some(1), What::Tag, &format!("tag-{number}"), 10 + number)).collect();
         shares.extend([share(Some(2), What::Process, "", 500), share(None, What::Unexplained, "", -50)]);
         let used_bytes = shares.iter().map(|share| share.bytes).sum::<i64>() as u64;

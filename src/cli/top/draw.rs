@@ -71,8 +71,7 @@ fn put(buffer: &mut Buffer, area: Rect, y: &mut u16, line: &Line<'_>) {
 /// The part above the table, in at most this many lines.
 fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'a>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    let processes = model.processes();
-    let count = if processes == 1 { "1 process".to_owned() } else { format!("{processes} processes") };
+    let count = output::count(model.processes(), "process", "processes");
     let title = format!("vramctl top: {count}, every {} s", model.interval.as_secs_f64());
     let mut lines = vec![Line::styled(title, bold)];
     // Room for the part below the bars, and the header.
@@ -81,7 +80,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     let shown = if bars.len() > room { room.saturating_sub(1).max(1) } else { bars.len() };
     lines.extend(bars[..shown].iter().map(|one| bar(one, width)));
     if shown < bars.len() {
-        let gpus = if bars.len() - shown == 1 { "1 more GPU".to_owned() } else { format!("{} more GPUs", bars.len() - shown) };
+        let gpus = output::count(bars.len() - shown, "more GPU", "more GPUs");
         lines.push(Line::raw(format!("and {gpus}, not shown for lack of room")));
     }
     match (bars.is_empty(), model.gpus_silent(now)) {

@@ -7,6 +7,7 @@ mod timeline;
 
 use crate::completions;
 use crate::failure::{CommandError, Exit};
+use crate::gpus;
 use crate::output;
 use crate::processes::{Found, Target};
 use crate::target::{TargetArgs, seconds};
@@ -19,7 +20,6 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use timeline::Timeline;
-use vramctl_driver::uuid_of_index;
 use vramctl_model::{MemoryOwner, left_to_cuda, short_uuid};
 
 #[derive(clap::Args)]
@@ -146,7 +146,7 @@ fn owner_name(owner: &MemoryOwner) -> String {
 
 impl Recording {
     fn of(followed: &[Followed]) -> Self {
-        let indices: BTreeMap<_, _> = (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect();
+        let indices = gpus::indices();
         let gpu = |owner: &MemoryOwner| match (&owner.gpu, owner.device) {
             (Some(uuid), _) => {
                 let short = short_uuid(uuid);
@@ -205,9 +205,8 @@ impl Recording {
     }
 
     fn summary(&self, file: &Path) -> String {
-        let count = self.processes.len();
         let time = Duration::from_nanos(self.to() - self.from()).as_secs_f64();
-        let processes = if count == 1 { "1 process".to_owned() } else { format!("{count} processes") };
+        let processes = output::count(self.processes.len(), "process", "processes");
         let missed: u64 = self.processes.iter().map(|process| process.timeline.missed).sum();
         let older = if missed == 0 { String::new() } else { format!("; {missed} older events were overwritten") };
         format!("{}: {time:.1} s of {processes}{older}", file.display())

@@ -343,9 +343,7 @@ impl Asking {
             let paused = asking.tasks.iter().zip(&outcomes).filter(|(_, outcome)| is_paused(outcome));
             asking.found.tell_what_nvml_counts(paused.map(|(task, _)| &task.process));
         }
-        // Report the original failure rather than one that was only undone because of it.
-        let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
-        let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
+        let cause = CommandError::original(outcomes.iter().filter_map(|outcome| outcome.result.failure()));
         let is_amiss = |one: &Communicator| one.error.is_some() || one.state.is_in_progress();
         let stays_held = |outcome: &Outcome| {
             outcome.result.report().is_some_and(|report| {
@@ -353,7 +351,7 @@ impl Asking {
             })
         };
         let otherwise = if outcomes.iter().any(stays_held) { Exit::Busy } else { Exit::Done };
-        Ok(cause.map_or(otherwise, |failure| failure.exit()))
+        Ok(cause.map_or(otherwise, CommandError::exit))
     }
 
     /// Runs all groups in parallel. Returns the results for the tasks, and for the borrowers.

@@ -1,0 +1,15 @@
+//! GPUs as users name them.
+
+use std::collections::BTreeMap;
+use vramctl_driver::uuid_of_index;
+
+/// The GPUs' indices in `nvidia-smi`, by UUID. None without NVML.
+pub fn indices() -> BTreeMap<String, u32> {
+    (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect()
+}
+
+/// Whether the UUID begins as the user has written, perhaps without `GPU-`.
+pub fn begins_as(uuid: &str, written: &str) -> bool {
+    let short = |text: &str| text.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
+    short(uuid).starts_with(&short(written))
+}

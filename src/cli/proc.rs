@@ -1,0 +1,25 @@
+//! What the kernel tells of other processes, in `/proc`.
+
+use std::fmt::Display;
+use std::fs;
+use std::path::Path;
+
+/// Whether there is such a process.
+pub fn exists(pid: impl Display) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+/// These figures of its status, in bytes.
+pub fn bytes<const N: usize>(pid: impl Display, names: [&str; N]) -> [Option<u64>; N] {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let figure = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    names.map(|name| Some(figure(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10))
+}
+
+/// These variables of its environment, unless they are empty. Some programs overwrite theirs.
+pub fn variables<const N: usize>(pid: impl Display, names: [&str; N]) -> [Option<String>; N] {
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let value =
+        |name: &str| environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
+    names.map(|name| Some(String::from_utf8_lossy(value(name).filter(|value| !value.is_empty())?).into_owned()))
+}
