@@ -197,6 +197,15 @@ def check_many(parts, engine):
 
 
 def many_table(parts):
+    header = [
+        "way",
+        "freed",
+        "stays on the GPU, of each",
+        "until another is out of the way",
+        "until the first token, GPU empty",
+        "until the first token, another active",
+        "same tokens",
+    ]
     lines = []
     for engine in ("sglang", "vllm"):
         rows = ways(parts, engine)
@@ -204,22 +213,25 @@ def many_table(parts):
             continue
         part = parts.get(f"{engine}/many") or parts[f"{engine}/alternatives"]
         lines += [
-            f"{part['engine']} {part['version']}, an 8B model in each engine, KV cache of {part['kv_gib']} GiB; engines under vramctl "
-            f"started with {how(part)}.",
+            f"{version(part)}, an 8B model in each engine, KV cache of {part['kv_gib']} GiB; engines under vramctl started with {how(part)}.",
             "",
-            "| way | freed | stays on the GPU, of each | until another is out of the way | until the first token, GPU empty | until the first token, another active | same tokens |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+            *table(header, "lrrrrrl", [way_row(one) for one in rows]),
         ]
-        for one in rows:
-            switch = sorted(one["switch_s"])
-            shown = f"{statistics.median(switch):.2f} s" + (f" (longest of {len(switch)}: {switch[-1]:.2f})" if len(switch) > 1 else "")
-            alone = "–" if one["alone_s"] is None else f"{one['alone_s']:.2f} s"
-            lines.append(
-                f"| {one['way']} | {one['freed_mib'] / 1024:.1f} GiB | {one['left_mib']} MiB | {one['away_s']:.2f} s | {alone} "
-                f"| {shown} | {'yes' if one['same'] else 'NO'} |"
-            )
-        lines.append("")
     return lines
+
+
+def way_row(one):
+    switch = sorted(one["switch_s"])
+    longest = f" (longest of {len(switch)}: {switch[-1]:.2f})" if len(switch) > 1 else ""
+    return [
+        one["way"],
+        f"{one['freed_mib'] / 1024:.1f} GiB",
+        f"{one['left_mib']} MiB",
+        f"{one['away_s']:.2f} s",
+        "–" if one["alone_s"] is None else f"{one['alone_s']:.2f} s",
+        f"{statistics.median(switch):.2f} s{longest}",
+        yes(one["same"]),
+    ]
 
 
 def join(results):
@@ -236,142 +248,187 @@ def seconds(ms):
     return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.0f} ms"
 
 
+def table(header, align, rows):
+    """The lines of a table, and an empty one; none if there are no rows. `align`: `l` or `r` for each column."""
+    if not rows:
+        return []
+    rules = [{"l": "---", "r": "---:"}[side] for side in align]
+    return [*("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (header, rules, *rows)), ""]
+
+
+def version(part):
+    return f"{part['engine']} {part['version']}"
+
+
+def yes(same):
+    return "yes" if same else "NO"
+
+
+def of_kind(parts, kind):
+    """The parts whose names end like this."""
+    return [part for name, part in parts.items() if name.endswith(f"/{kind}")]
+
+
 def markdown(parts):
     """The tables, for docs/performance-data.md."""
-    lines = []
-    for facts in unique(part["machine"] for part in parts.values()):
-        lines += [machine(facts), ""]
+    sections = (
+        machines,
+        step_table,
+        left_table,
+        outside_tables,
+        hold_table,
+        job_table,
+        suspend_table,
+        many_table,
+        move_table,
+        tpot_table,
+        limit_table,
+        failures,
+    )
+    return "\n".join(line for section in sections for line in section(parts))
+
+
+def machines(parts):
+    return [line for facts in unique(part["machine"] for part in parts.values()) for line in (machine(facts), "")]
+
+
+def step_table(parts):
     rows = []
     for engine, part, name, _, _ in LIMITS:
         measured = parts.get(f"{engine}/{part}")
         if measured is None:
             continue
-        took = first_and_later(measured["found"]["steps"], name)
         baseline = parts.get(f"{engine}/baseline")
-        before = first_and_later(baseline["found"]["steps"], name) if baseline else {"first": None, "later": None}
         what = f"{name}, unchanged since the last backup (retained)" if part == "retained" else name
-        shown = [f"{seconds(times['first'])} / {seconds(times['later'])}" for times in (before, took)]
-        version, without = f"{measured['engine']} {measured['version']}", shown[0] if baseline else "–"
-        rows.append(f"| {version} | {what} | {without} | {shown[1]} |")
-    if rows:
-        lines += [
-            "| engine | step | without the library, first / later | with it, first / later |",
-            "| --- | --- | --- | --- |",
-            *rows,
-            "",
-            "Start commands:",
-            "",
-            *[f"- {name}: {how(measured)}" for name, measured in parts.items() if "found" in measured],
-            "",
+        rows.append([version(measured), what, step_times(baseline, name) if baseline else "–", step_times(measured, name)])
+    lines = table(["engine", "step", "without the library, first / later", "with it, first / later"], "llll", rows)
+    if lines:
+        started = [f"- {name}: {how(measured)}" for name, measured in parts.items() if "found" in measured]
+        lines += ["Start commands:", "", *started, ""]
+    return lines
+
+
+def step_times(part, name):
+    times = first_and_later(part["found"]["steps"], name)
+    return f"{seconds(times['first'])} / {seconds(times['later'])}"
+
+
+def left_table(parts):
+    rows = []
+    for name, measured in parts.items():
+        found = measured.get("found")
+        if found and found["steps"]:
+            left = min(step["used_gib"] for step in found["steps"])
+            equal = sum(one["tokens"] and one["logprobs"] for one in found["same"])
+            rows.append([name, f"{found['start_used_gib']} GiB", f"{left} GiB", f"{equal} of {len(found['same'])}"])
+    header = ["run", "in use at the start", "while paused", "cycles with the same tokens and log-probabilities"]
+    return table(header, "lrrr", rows)
+
+
+def outside_tables(parts):
+    header = ["cycle", "pause", "resume", "in use while paused", "other process", "same tokens and log-probabilities"]
+    lines = []
+    for measured in of_kind(parts, "outside"):
+        tags = ", ".join(f"{tag} {size / 2**30:.2f} GiB" for tag, size in measured["tags"].items())
+        about = f"{version(measured)} from outside, started with {how(measured)}, KV cache {measured['kv']}; by tag: {tags}."
+        rows = [
+            [
+                str(number),
+                seconds(cycle["pause_ms"]),
+                seconds(cycle["resume_ms"]),
+                f"{cycle['used_mib'] / 1024:.2f} GiB",
+                f"{cycle['other_gib']} GiB",
+                yes(cycle["same"]),
+            ]
+            for number, cycle in enumerate(measured["cycles"], 1)
         ]
+        lines += [about, "", *table(header, "rrrrrl", rows)]
+    return lines
+
+
+def loads(parts):
+    """The loads of the engines that were held, each with its part."""
+    return [(measured, load) for measured in of_kind(parts, "hold") for load in measured.get("loads", [])]
+
+
+def hold_table(parts):
     rows = []
-    for name, measured in parts.items():
-        if "found" in measured and measured["found"]["steps"]:
-            left = min(step["used_gib"] for step in measured["found"]["steps"])
-            equal = sum(one["tokens"] and one["logprobs"] for one in measured["found"]["same"])
-            of = len(measured["found"]["same"])
-            rows.append(f"| {name} | {measured['found']['start_used_gib']} GiB | {left} GiB | {equal} of {of} |")
-    if rows:
-        header = "| run | in use at the start | while paused | cycles with the same tokens and log-probabilities |"
-        lines += [header, "| --- | ---: | ---: | ---: |", *rows, ""]
-    for name, measured in parts.items():
-        if not name.endswith("/outside"):
-            continue
-        lines += [
-            f"{measured['engine']} {measured['version']} from outside, started with {how(measured)}, KV cache "
-            f"{measured['kv']}; by tag: "
-            + ", ".join(f"{tag} {size / 2**30:.2f} GiB" for tag, size in measured["tags"].items())
-            + ".",
-            "",
-            "| cycle | pause | resume | in use while paused | other process | same tokens and log-probabilities |",
-            "| ---: | ---: | ---: | ---: | ---: | --- |",
-        ]
-        for number, cycle in enumerate(measured["cycles"], 1):
-            lines.append(
-                f"| {number} | {seconds(cycle['pause_ms'])} | {seconds(cycle['resume_ms'])} | {cycle['used_mib'] / 1024:.2f} GiB "
-                f"| {cycle['other_gib']} GiB | {'yes' if cycle['same'] else 'NO'} |"
-            )
-        lines.append("")
+    for measured, load in loads(parts):
+        pauses = load["pauses"]
+        if pauses:
+            middle = [seconds(statistics.median(one[what] for one in pauses)) for what in ("pause_ms", "resume_ms")]
+            used = max(one["used_mib"] for one in pauses)
+            rows.append([version(measured), str(load["requests"]), str(len(pauses)), *middle, f"{used / 1024:.2f} GiB", yes(load["same"])])
+    header = ["held in the middle of requests", "in flight", "pauses", "pause", "resume", "in use while paused", "same tokens"]
+    return table(header, "lrrrrrl", rows)
+
+
+def job_table(parts):
     rows = []
-    for name, measured in parts.items():
-        for load in measured.get("loads", []) if name.endswith("/hold") else []:
-            if load["pauses"]:
-                middle = [statistics.median(one[what] for one in load["pauses"]) for what in ("pause_ms", "resume_ms")]
-                used = max(one["used_mib"] for one in load["pauses"])
-                rows.append(
-                    f"| {measured['engine']} {measured['version']} | {load['requests']} | {len(load['pauses'])} | "
-                    f"{seconds(middle[0])} | {seconds(middle[1])} | {used / 1024:.2f} GiB | {'yes' if load['same'] else 'NO'} |"
-                )
-    if rows:
-        header = "| held in the middle of requests | in flight | pauses | pause | resume | in use while paused | same tokens |"
-        lines += [header, "| --- | ---: | ---: | ---: | ---: | ---: | --- |", *rows, ""]
-    rows = []
-    for name, measured in parts.items():
-        for load in measured.get("loads", []) if name.endswith("/hold") else []:
-            # Runs from before these were recorded can be joined, too.
-            pauses = [one for one in load["pauses"] if "attempts" in one]
-            if pauses:
-                tried, freed = [one["attempts"] for one in pauses], [one["freed_ms"] for one in pauses]
-                rows.append(
-                    f"| {measured['engine']} {measured['version']} | {load['requests']} | {len(pauses)} | "
-                    f"{tried.count(1)} / {tried.count(2)} / {sum(attempts > 2 for attempts in tried)} | "
-                    f"{statistics.median(freed):.0f} ms | {max(freed):.0f} ms |"
-                )
-    if rows:
-        header = "| paused as a job | in flight | pauses | in 1 / 2 / more attempts | from the request to memory freed | at most |"
-        lines += [header, "| --- | ---: | ---: | ---: | ---: | ---: |", *rows, ""]
+    for measured, load in loads(parts):
+        # Runs from before these were recorded can be joined, too.
+        pauses = [one for one in load["pauses"] if "attempts" in one]
+        if pauses:
+            tried, freed = [one["attempts"] for one in pauses], [one["freed_ms"] for one in pauses]
+            attempts = f"{tried.count(1)} / {tried.count(2)} / {sum(attempts > 2 for attempts in tried)}"
+            times = [f"{ms:.0f} ms" for ms in (statistics.median(freed), max(freed))]
+            rows.append([version(measured), str(load["requests"]), str(len(pauses)), attempts, *times])
+    header = ["paused as a job", "in flight", "pauses", "in 1 / 2 / more attempts", "from the request to memory freed", "at most"]
+    return table(header, "lrrrrr", rows)
+
+
+def suspend_table(parts):
     rows = []
     for name, measured in parts.items():
         if name.endswith("/suspend") and measured["rounds"]:
             rounds = measured["rounds"]
             down, up = (statistics.median(one[what] for one in rounds) for what in ("suspend_ms", "resume_ms"))
-            used = max(one["used_mib"] for one in rounds)
-            version = f"{measured['engine']} {measured['version']}"
-            rows.append(
-                f"| {version} | {len(rounds)} | {seconds(down)} ({stages(rounds, 'down')}) | {seconds(up)} ({stages(rounds, 'up')}) | {used} MiB |"
-            )
+            times = [f"{seconds(down)} ({stages(rounds, 'down')})", f"{seconds(up)} ({stages(rounds, 'up')})"]
+            rows.append([version(measured), str(len(rounds)), *times, f"{max(one['used_mib'] for one in rounds)} MiB"])
         if name.endswith("/driver") and measured["calls"]:
             calls = [{name.removeprefix("cuCheckpointProcess"): ms for name, ms in one.items()} for one in measured["calls"]]
             if all({"Lock", "Checkpoint", "Restore", "Unlock"} <= set(one) for one in calls):
-                down, up = (statistics.median(one[a] + one[b] for one in calls) for a, b in (("Lock", "Checkpoint"), ("Restore", "Unlock")))
-                version = f"{measured['engine']} {measured['version']}, the driver alone"
-                rows.append(f"| {version} | {len(calls)} | {seconds(down)} | {seconds(up)} | |")
-    if rows:
-        header = "| suspended in the middle of requests | times | suspend | resume | in use meanwhile |"
-        lines += [header, "| --- | ---: | ---: | ---: | ---: |", *rows, ""]
-    lines += many_table(parts)
+                steps = (("Lock", "Checkpoint"), ("Restore", "Unlock"))
+                times = [seconds(statistics.median(one[a] + one[b] for one in calls)) for a, b in steps]
+                rows.append([f"{version(measured)}, the driver alone", str(len(calls)), *times, ""])
+    return table(["suspended in the middle of requests", "times", "suspend", "resume", "in use meanwhile"], "lrrrr", rows)
+
+
+def move_table(parts):
     rows = []
-    for name, measured in parts.items():
-        if name.endswith("/move") and measured["moves"]:
+    for measured in of_kind(parts, "move"):
+        took = [one["ms"] for one in measured["moves"]]
+        if took:
             moves = [{"all": one["stages"]} for one in measured["moves"]]
-            took = [one["ms"] for one in measured["moves"]]
-            version = f"{measured['engine']} {measured['version']}"
-            rows.append(f"| {version} | {len(took)} | {seconds(statistics.median(took))} ({stages(moves, 'all')}) |")
-    if rows:
-        lines += ["| moved to another GPU in the middle of requests | times | took |", "| --- | ---: | ---: |", *rows, ""]
+            rows.append([version(measured), str(len(took)), f"{seconds(statistics.median(took))} ({stages(moves, 'all')})"])
+    return table(["moved to another GPU in the middle of requests", "times", "took"], "lrr", rows)
+
+
+def tpot_table(parts):
     rows = []
-    for name, measured in parts.items():
-        if name.endswith("/tpot") and all(measured["ms"].values()):
-            without, library = measured["ms"]["without"], measured["ms"]["with"]
+    for measured in of_kind(parts, "tpot"):
+        without, library = measured["ms"]["without"], measured["ms"]["with"]
+        if without and library:
             more = statistics.median(library) / statistics.median(without) - 1
-            version = f"{measured['engine']} {measured['version']}"
-            rows.append(f"| {version} | {median_of(without)} | {median_of(library)} | {more:+.2%} |")
-    if rows:
-        lines += ["| time per output token | without the library | with it | |", "| --- | ---: | ---: | ---: |", *rows, ""]
+            rows.append([version(measured), median_of(without), median_of(library), f"{more:+.2%}"])
+    return table(["time per output token", "without the library", "with it", ""], "lrrr", rows)
+
+
+def limit_table(parts):
     rows = []
     for name, part in parts.items():
         limits = [check for check in part["checks"] if check.get("limit") is not None]
         for check, following in zip(limits, [*limits[1:], None]):
-            rows.append(f"| {name} | {check['check']} | {shown_value(check)} | {'holds' if check['ok'] else '**missed**'} |")
+            rows.append([name, check["check"], shown_value(check), "holds" if check["ok"] else "**missed**"])
             step = step_of(check)
             if following is None or step_of(following) != step:
                 rows += beside(parts, name, step)
-    if rows:
-        lines += ["| run | limit | measured | |", "| --- | --- | --- | --- |", *rows, ""]
-    failed = [(name, check) for name, part in parts.items() for check in part["checks"] if not check["ok"]]
-    if failed:
-        lines += ["Failed:", "", *[f"- {name}: {check['check']}: {check['detail']}" for name, check in failed], ""]
-    return "\n".join(lines)
+    return table(["run", "limit", "measured", ""], "llll", rows)
+
+
+def failures(parts):
+    failed = [f"- {name}: {check['check']}: {check['detail']}" for name, part in parts.items() for check in part["checks"] if not check["ok"]]
+    return ["Failed:", "", *failed, ""] if failed else []
 
 
 def stages(rounds, direction):
@@ -398,7 +455,7 @@ def beside(parts, name, step):
     shown = f"first {took['first']} ms"
     if took["later"] is not None:
         shown += f", later {took['later']:.1f} ms (median), {took['longest']} ms (longest)"
-    return [f"| {engine}/baseline | {step}, without the library | {shown} | |"]
+    return [[f"{engine}/baseline", f"{step}, without the library", shown, ""]]
 
 
 def how(part):
