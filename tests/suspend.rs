@@ -22,6 +22,8 @@ use vramctl_model::{Error, Kind, ObstacleKind, Report, TransitionRequest};
 const MIB: u64 = 1 << 20;
 /// A process's memory apart from its allocations.
 const CONTEXT: u64 = 32 * MIB;
+/// How long a process waits for a request.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A simulated machine with GPUs of 256 MiB.
 struct Machine {
@@ -266,6 +268,44 @@ fn a_resume_without_room_changes_nothing_and_waits_if_told() {
     drop(hog);
     assert!(waiting.unwrap().wait().unwrap().success());
     engine.is_well();
+}
+
+/// A process closes a connection that is not used for a while, and a step of a command may take longer.
+#[test]
+fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
+    let long = PATIENCE + Duration::from_secs(1);
+    let calls = [
+        ("the pause", "cuInit:1:stop-before", "suspend engine", None),
+        ("the checkpoint", "cuCheckpointProcessCheckpoint:1:stop-after", "move engine --to 1", None),
+        ("the restore", "cuCheckpointProcessRestore:1:stop-after", "resume", Some("suspend engine")),
+    ];
+    thread::scope(|scope| {
+        for (about, stop, command, first) in calls {
+            scope.spawn(move || {
+                let machine = Machine::new();
+                let mut engine = machine.start("engine");
+                let before = machine.gpus();
+                if let Some(first) = first {
+                    machine.vramctl(first).expect(0, "suspended");
+                }
+                let said = machine.vramctl_meanwhile(stop, command, || thread::sleep(long)).unwrap();
+                assert_eq!(said.code, Some(0), "{about}: {}", said.text);
+                machine.comes_back(&mut engine, &before, about);
+            });
+        }
+        scope.spawn(|| {
+            let machine = Machine::new();
+            let mut engine = machine.start("engine");
+            machine.vramctl("suspend engine").expect(0, "suspended");
+            let hog = machine.hog(180);
+            let mut command = machine.command(common::command_line(), &["resume", "--timeout", "120"]);
+            let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            thread::sleep(long);
+            drop(hog);
+            Said::of(&waits.wait_with_output().unwrap()).expect(0, "resumed");
+            engine.is_well();
+        });
+    });
 }
 
 /// What is suspended and has no memory on the GPU is not brought back, and memory on other GPUs needs no room.

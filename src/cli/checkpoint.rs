@@ -15,10 +15,11 @@ use crate::shared::{self, Along};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Once;
+use std::sync::{Arc, Once};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
+use vramctl_control::discovery::Directory;
 use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
@@ -31,7 +32,8 @@ use vramctl_model::{
 /// A process of the job.
 pub struct Member {
     pub process: Process,
-    client: Client,
+    /// Where its socket is. Each request has its own connection: the process closes one that is not used for a while.
+    directory: Arc<Directory>,
     /// The process id for the driver; 0 if the process is not visible from here.
     pid: i32,
     /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.
@@ -111,7 +113,7 @@ pub fn see_all_gpus() {
 
 /// Connects to the processes that match.
 pub fn join(found: &Found, target: &Target) -> Result<Vec<Member>, CommandError> {
-    found.choose_answering(target)?.into_iter().map(|process| Member::connect(found, process)).collect()
+    found.choose_answering(target)?.into_iter().map(|process| Member::new(found, process)).collect()
 }
 
 /// Loads the driver, to checkpoint or restore.
@@ -158,7 +160,7 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
             return Ok(Foretold::new(&member.process, Plan::default(), true));
         }
         let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
-        let mut plan = member.client.plan(Transition { partners, ..wanted.clone() }).map_err(|error| member.failed(error))?;
+        let mut plan = member.ask(|client| client.plan(Transition { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
         plan.obstacles.extend(member.mig(&cards));
         let able = member.can_be_seen().and(loaded.clone()).and_then(|()| unless_in_the_way(plan.obstacles.clone()));
         let paused = Foretold::new(&member.process, plan, wanted.force);
@@ -187,7 +189,7 @@ pub fn stuck(found: &Found, processes: &[Process]) -> Vec<Member> {
     let cards = cards();
     let find = |process: &Process| {
         // A stopped one does not even greet. It is left alone: only its library knows what a restore needs.
-        let mut member = Member::connect(found, process.clone()).ok().filter(|member| member.pid != 0)?;
+        let mut member = Member::new(found, process.clone()).ok().filter(|member| member.pid != 0)?;
         match member.state().ok()? {
             ProcessState::Locked => (),
             // Its library cannot tell what it needs, or where. It is at most what the process has in host memory, on any of the GPUs: the
@@ -332,7 +334,7 @@ pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError>
 
 fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
     first(all(members, "aside", |member| {
-        member.gpus = member.client.suspend().map_err(|error| member.not_aside(error))?;
+        member.gpus = member.ask(Client::suspend).map_err(|error| member.not_aside(error))?;
         Ok(())
     }))
 }
@@ -479,22 +481,17 @@ pub fn stay_held(members: &[Member]) -> Vec<String> {
 }
 
 impl Member {
-    fn connect(found: &Found, process: Process) -> Result<Self, CommandError> {
-        let client = found.connect(process.pid)?;
+    fn new(found: &Found, process: Process) -> Result<Self, CommandError> {
+        let directory = found.directory(process.pid)?;
+        let pid = Client::connect(&directory, process.pid)?.seen_as();
         let gpus = process.suspended().unwrap_or_default().to_vec();
         let is_active = |state| state != TagState::Paused || !gpus.is_empty();
         let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
-        Ok(Self {
-            pid: client.seen_as(),
-            client,
-            gpus,
-            active,
-            process,
-            done: Done::default(),
-            is_lost: false,
-            has_moved: false,
-            alone: None,
-        })
+        Ok(Self { directory, pid, gpus, active, process, done: Done::default(), is_lost: false, has_moved: false, alone: None })
+    }
+
+    fn ask<R>(&self, request: impl FnOnce(&mut Client) -> Result<R, ClientError>) -> Result<R, ClientError> {
+        request(&mut Client::connect(&self.directory, self.process.pid)?)
     }
 
     fn time<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> R) -> R {
@@ -596,7 +593,7 @@ impl Member {
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
         // The program kept running until now, and may have created new obstacles.
-        let obstacles = self.client.status().map_err(|error| self.failed(error))?.memory.obstacles;
+        let obstacles = self.ask(Client::status).map_err(|error| self.failed(error))?.memory.obstacles;
         unless_in_the_way(obstacles).map_err(|failure| self.named(failure))
     }
 
@@ -651,7 +648,7 @@ impl Member {
             // Nothing to unlock. A failure has been reported.
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
-        self.client.awake().map_err(|error| self.failed(error))
+        self.ask(Client::awake).map_err(|error| self.failed(error))
     }
 
     /// Device memory that is left to CUDA, which a pause by tag does not release.

@@ -329,8 +329,12 @@ impl Found {
 
     /// Connects to one of them.
     pub fn connect(&self, pid: u32) -> Result<Client, ClientError> {
-        let nowhere = || ClientError::Io { pid, error: io::ErrorKind::NotFound.into() };
-        Client::connect(self.directory.as_deref().ok_or_else(nowhere)?, pid)
+        Client::connect(&*self.directory(pid)?, pid)
+    }
+
+    /// Where its socket is.
+    pub fn directory(&self, pid: u32) -> Result<Arc<Directory>, ClientError> {
+        self.directory.clone().ok_or_else(|| ClientError::Io { pid, error: io::ErrorKind::NotFound.into() })
     }
 
     /// Pauses or resumes a job of them.
