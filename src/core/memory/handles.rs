@@ -13,7 +13,7 @@ use super::{Allocation, Memory, Placement, borrow};
 use crate::contexts;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vramctl_driver::{Access, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
+use vramctl_driver::{self as driver, Access, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
 use vramctl_model::{Error, Failure, Span, StatusCode, code};
 
 /// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
@@ -133,27 +133,51 @@ impl Memory {
             return None;
         }
         let _shared = self.share();
-        let found = self.mapped.touched_by(span);
-        if found.iter().all(|(_, one)| !one.is_paused()) {
+        if !self.mapped.touched_by(span).iter().any(|(_, one)| one.is_paused()) {
             let answer = real(span);
             if answer == code::SUCCESS {
-                for (base, one) in &found {
-                    note_access(one, *base, access);
-                }
+                note_access(&self.leading_mappings(span), access);
             }
             return Some(answer);
         }
-        // The driver would stop at the hole that paused memory leaves, so it gets the ranges between; they may belong to somebody else.
-        for between in without_paused(span, &found) {
-            let answer = real(between);
-            if answer != code::SUCCESS {
-                return Some(answer);
+        Some(self.set_access_around_paused(span, access, real).err().unwrap_or(code::SUCCESS))
+    }
+
+    /// The same for a range with paused memory in it: the driver gets the ranges between, which may belong to somebody else.
+    fn set_access_around_paused(&self, span: Span, access: &[Access], mut real: impl FnMut(Span) -> StatusCode) -> Result<(), StatusCode> {
+        let leading = self.leading_mappings(span);
+        let is_whole = self.mapping_at(end_of(span) - 1).is_some_and(|last| end_of(last.span) == end_of(span));
+        if leading.is_empty() || !is_whole {
+            return Err(code::INVALID_VALUE);
+        }
+        for mappings in leading.chunk_by(|one, next| one.paused().is_some() == next.paused().is_some()) {
+            if mappings.iter().all(|mapping| mapping.paused().is_none()) {
+                let active = Span::contiguous(mappings.iter().map(|mapping| mapping.span));
+                active.map(&mut real).find(|answer| *answer != code::SUCCESS).map_or(Ok(()), Err)?;
             }
+            note_access(mappings, access);
         }
-        for (base, allocation) in &found {
-            note_access(allocation, *base, access);
+        Ok(())
+    }
+
+    /// The mapping at an address, active or paused.
+    fn mapping_at(&self, address: CUdeviceptr) -> Option<MappedPiece> {
+        if let Some((base, allocation)) = self.mapped.at(address) {
+            return Some(MappedPiece { span: Span { address: base, bytes: allocation.bytes() }, allocation: Some(allocation) });
         }
-        Some(code::SUCCESS)
+        let known = driver::memory_at(address).ok()??;
+        Some(MappedPiece { span: known.mapping, allocation: None })
+    }
+
+    /// The mappings from the start of a range to its first hole: there, `cuMemSetAccess` stops, and succeeds (driver 580).
+    fn leading_mappings(&self, span: Span) -> Vec<MappedPiece> {
+        let mut at = span.address;
+        let next = || {
+            let found = self.mapping_at(at).filter(|found| found.span.address == at && at < end_of(found.span))?;
+            at = end_of(found.span);
+            (at <= end_of(span)).then_some(found)
+        };
+        std::iter::from_fn(next).collect()
     }
 
     /// `cuMemGetAccess`, of paused memory: the driver has no mapping to ask.
@@ -266,22 +290,34 @@ impl Memory {
     }
 }
 
-/// A range without the paused mappings in it.
-fn without_paused(span: Span, found: &[(CUdeviceptr, Arc<Allocation>)]) -> Vec<Span> {
-    let end = span.address.saturating_add(span.bytes as u64);
-    let paused = found.iter().filter(|(_, one)| one.is_paused()).map(|(base, one)| (*base, base + one.bytes() as u64));
-    let (mut from, mut rest) = (span.address, Vec::new());
-    for (base, upto) in paused.chain([(end, end)]) {
-        if base > from {
-            rest.push(Span { address: from, bytes: (base - from) as usize });
-        }
-        from = upto;
+/// A mapping of the program's, and its allocation if it is managed.
+struct MappedPiece {
+    span: Span,
+    allocation: Option<Arc<Allocation>>,
+}
+
+impl MappedPiece {
+    /// Its allocation, if it is paused.
+    fn paused(&self) -> Option<&Allocation> {
+        self.allocation.as_deref().filter(|allocation| allocation.is_paused())
     }
-    rest
+}
+
+fn end_of(span: Span) -> CUdeviceptr {
+    span.address.saturating_add(span.bytes as u64)
+}
+
+/// Records access to managed mappings.
+fn note_access(mappings: &[MappedPiece], access: &[Access]) {
+    for MappedPiece { span, allocation } in mappings {
+        if let Some(allocation) = allocation {
+            note_access_at(span.address, allocation, access);
+        }
+    }
 }
 
 /// Records access, by location.
-fn note_access(allocation: &Allocation, base: CUdeviceptr, access: &[Access]) {
+fn note_access_at(base: CUdeviceptr, allocation: &Allocation, access: &[Access]) {
     let mut contents = allocation.contents();
     let Some(mapping) = contents.mappings.iter_mut().find(|mapping| mapping.address() == base) else { return };
     let mut all: Vec<_> = mapping.access.iter().flat_map(|access| access.iter().copied()).collect();
