@@ -209,6 +209,43 @@ fn access_ends_at_a_hole_of_the_range() {
     assert_eq!((unmap(place.0, place.1), release(first), release(second), release(between)), (0, 0, 0, 0));
 }
 
+/// Else no resume could repeat it.
+#[test]
+fn what_the_driver_refuses_is_refused_while_paused() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(8 * PAGE);
+    let at = |page: u64| place.0 + page * PAGE as u64;
+    let handle = create("own", None, PAGE).unwrap();
+    assert_eq!((map(at(0), PAGE, handle), map(at(1), PAGE, handle), open(at(0), 2 * PAGE)), (0, 0, 0));
+    let bytes = pattern(1, PAGE);
+    assert_eq!(write(at(0), &bytes), 0);
+    let allow_host = || {
+        let access = [2, 0, 3];
+        unsafe { entries::cuMemSetAccess(at(0), PAGE, access.as_ptr().cast(), 1) }
+    };
+    let answers = || {
+        let half = PAGE as u64 / 2;
+        let parts = [open(at(0), PAGE / 2), open(at(0) + half, PAGE / 2), open(at(0), PAGE + PAGE / 2), open(at(0) + half, PAGE)];
+        let accesses =
+            [allow(at(0), PAGE, 99, 3), allow(at(0), PAGE, 99, 0), allow(at(0), PAGE, 0, 2), allow(at(0), PAGE, 0, 8), allow_host()];
+        let map_at = |address, flags| unsafe { entries::cuMemMap(address, PAGE, 0, handle, flags) };
+        let maps = [map_at(at(4) + 4096, 0), map_at(at(4), 1), map_at(at(4) + 4096, 1)];
+        (parts, accesses, maps)
+    };
+    let active = answers();
+    assert_eq!(active, ([1; 4], [1, 1, 1, 1, 801], [801, 1, 1]));
+    for guard in [false, true] {
+        Memory::get().pause(&TransitionRequest { guard, ..common::request(&[]) }, &mut ()).unwrap();
+        assert_eq!(answers(), active, "guard: {guard}");
+        gpu.fail("cuDeviceCanAccessPeer", 1, 101, 1);
+        assert_eq!((allow(at(0), PAGE, 1, 3), allow(at(0), PAGE, 1, 3)), (1, 0), "the driver is asked whether that device can");
+        resume(&[]).unwrap();
+        assert_eq!((read(at(0), PAGE), access(at(0), 1)), (Ok(bytes.clone()), Ok(3)));
+        assert_eq!(allow(at(0), PAGE, 1, 0), 0);
+    }
+    assert_eq!((unmap(at(0), 2 * PAGE), release(handle)), (0, 0));
+}
+
 /// A handle that is mapped nowhere, or only for reading, has contents too.
 #[test]
 fn contents_without_addresses_are_kept() {

@@ -68,6 +68,7 @@ driver_functions! {
     cuDeviceGetName(name: *mut c_char, room: c_int, device: CUdevice);
     cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: CUdevice);
     cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
+    cuDeviceCanAccessPeer(answer: *mut c_int, device: CUdevice, owner: CUdevice);
     cuDeviceGetMemPool(pool: *mut *mut c_void, device: CUdevice);
     cuDeviceGetDefaultMemPool(pool: *mut *mut c_void, device: CUdevice);
     cuMemPoolGetAttribute(pool: *mut c_void, attribute: c_uint, value: *mut c_void);

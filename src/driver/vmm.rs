@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{Failure, Span, code};
+use vramctl_model::{Failure, Span, StatusCode, code};
 
 /// Whether the device supports virtual memory management.
 pub fn supports_vmm(device: CUdevice) -> bool {
@@ -132,6 +132,27 @@ impl Access {
     /// Whether the location may do anything.
     pub fn is_any(self) -> bool {
         self.flags != CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE as u32
+    }
+
+    /// The driver's answer to this access to memory of a device: it cannot be asked while the memory is not mapped.
+    pub fn check(self, owner: CUdevice) -> Result<(), StatusCode> {
+        const KNOWN: [CUmemAccess_flags; 3] = [
+            CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
+            CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
+            CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        ];
+        if KNOWN.iter().all(|flags| *flags as u32 != self.flags) {
+            return Err(code::INVALID_VALUE);
+        }
+        let Some(device) = self.location.device() else { return Err(code::NOT_SUPPORTED) };
+        let mut can = i32::from(device == owner);
+        if can == 0 {
+            // SAFETY: `can` is writable; an unknown device is an error.
+            let asked = Driver::get().and_then(|driver| unsafe { driver.cuDeviceCanAccessPeer(&raw mut can, device, owner) });
+            asked.map_err(|_| code::INVALID_VALUE)?;
+        }
+        // Programs report this answer where the devices have no path to each other.
+        if can == 0 { Err(code::INVALID_DEVICE) } else { Ok(()) }
     }
 
     /// The bits, as `cuMemGetAccess` reports them.

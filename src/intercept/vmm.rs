@@ -69,7 +69,7 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemMap(address, bytes, offset, handle, flags) }
     };
-    existing(|memory| memory.map(Span { address, bytes }, offset, handle, real)).unwrap_or_else(|| {
+    existing(|memory| memory.map(Span { address, bytes }, offset, handle, flags, real)).unwrap_or_else(|| {
         let answer = real(handle);
         if answer == code::SUCCESS {
             left::note_mapped(address, handle);

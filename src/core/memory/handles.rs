@@ -13,7 +13,7 @@ use super::{Allocation, Memory, Placement, borrow};
 use crate::contexts;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vramctl_driver::{self as driver, Access, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
+use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
 use vramctl_model::{Error, Failure, Span, StatusCode, code};
 
 /// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
@@ -49,7 +49,7 @@ impl Memory {
     }
 
     /// `cuMemMap`. `real` maps the driver's handle.
-    pub fn map(&self, span: Span, offset: usize, handle: u64, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
+    pub fn map(&self, span: Span, offset: usize, handle: u64, flags: u64, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
         if !is_ours(handle) {
             // The driver would map it into the hole that paused memory leaves.
             return self.is_reserved_by_paused(span).then_some(code::INVALID_VALUE);
@@ -70,7 +70,9 @@ impl Memory {
                 return Some(answer);
             }
             memory.is_mapped_at(place.clone());
-        } else if offset != 0 || span.bytes != allocation.bytes() {
+        } else if flags != 0 {
+            return Some(code::INVALID_VALUE);
+        } else if offset != 0 || span.bytes != allocation.bytes() || !is_aligned(span.address, allocation.device) {
             // As driver 580 answers for a part of a handle.
             return Some(code::NOT_SUPPORTED);
         } else if !self.mapped.touched_by(span).is_empty() {
@@ -150,6 +152,8 @@ impl Memory {
         if leading.is_empty() || !is_whole {
             return Err(code::INVALID_VALUE);
         }
+        let owners = leading.iter().filter_map(|mapping| Some(mapping.paused()?.device));
+        owners.flat_map(|owner| access.iter().map(move |access| access.check(owner))).collect::<Result<(), _>>()?;
         for mappings in leading.chunk_by(|one, next| one.paused().is_some() == next.paused().is_some()) {
             if mappings.iter().all(|mapping| mapping.paused().is_none()) {
                 let active = Span::contiguous(mappings.iter().map(|mapping| mapping.span));
@@ -301,6 +305,11 @@ impl MappedPiece {
     fn paused(&self) -> Option<&Allocation> {
         self.allocation.as_deref().filter(|allocation| allocation.is_paused())
     }
+}
+
+/// Whether memory of a device can be mapped at an address.
+fn is_aligned(address: CUdeviceptr, device: CUdevice) -> bool {
+    driver::granularity(device).is_ok_and(|granularity| address.is_multiple_of(granularity as u64))
 }
 
 fn end_of(span: Span) -> CUdeviceptr {
