@@ -90,6 +90,23 @@ fn tags_share_a_block_until_the_last_is_resumed_or_freed() {
     assert_eq!((free(one), free(bare)), (0, 0));
 }
 
+/// Else a network card or another device would get the guard's memory.
+#[test]
+fn paused_memory_cannot_be_registered() {
+    let _gpu = Gpu::take();
+    let (address, _) = filled("one", 1, 4 * MIB);
+    for pause in [common::pause, pause] {
+        pause(&[]).unwrap();
+        let (on, mut shared) = (1_u32, -1_i32);
+        let set = unsafe { entries::cuPointerSetAttribute((&raw const on).cast(), 6, address) };
+        let range = unsafe { entries::cuMemGetHandleForAddressRange((&raw mut shared).cast(), address, 2 * MIB, 1, 0) };
+        assert_eq!((set, range, shared), (1, 1, -1));
+        resume(&[]).unwrap();
+    }
+    pause(&[]).and_then(|_| resume(&[])).expect("nothing is registered");
+    assert_eq!(free(address), 0);
+}
+
 #[test]
 fn without_memory_for_it_a_pause_succeeds_and_says_so() {
     let gpu = Gpu::take();

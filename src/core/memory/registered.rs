@@ -119,12 +119,18 @@ impl Memory {
         self.bindings.lock().unpoisoned()
     }
 
-    /// Runs a call that registers the memory in a range by its physical pages, and records that. No pause comes in between.
+    /// Runs a call that registers the memory in a range by its physical pages, and records that. No pause comes in between. For
+    /// paused memory, the answer is an invalid value, with a guard or without.
     pub fn register(&self, span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
         let _shared = self.share();
+        let touched = self.touched_by(span);
+        // The driver would register what guards it.
+        if touched.iter().any(|allocation| allocation.is_paused()) {
+            return code::INVALID_VALUE;
+        }
         let answer = real();
         if answer == code::SUCCESS {
-            for allocation in self.touched_by(span) {
+            for allocation in touched {
                 self.is_registered(&allocation, &mut allocation.contents(), call, until);
             }
         }
