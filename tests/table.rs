@@ -67,6 +67,16 @@ fn no_newer_variant_is_missing() {
     }
 }
 
+/// Of most functions, the oldest variants are left out: their addresses have 32 bits. What ends a context or opens memory takes none.
+#[test]
+fn every_variant_that_ends_a_context_or_opens_memory_is_listed() {
+    let meant = ["cuCtxDestroy", "cuCtxDetach", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset", "cuIpcOpenMemHandle"];
+    let variants = variants();
+    let meant: Vec<_> = variants.iter().filter(|variant| meant.contains(&variant.name)).map(|variant| variant.symbol).collect();
+    let missing: Vec<_> = meant.iter().filter(|symbol| entries::all().all(|known| known.symbol.to_str() != Ok(symbol))).collect();
+    assert!(meant.len() == 9 && missing.is_empty(), "{meant:?} without {missing:?}");
+}
+
 /// Functions about memory that are not in the table, and why. A name that ends with `*` stands for all that begin so.
 const LEFT_OUT: &[(&str, &[&str])] = &[
     ("host memory, which stays where it is", &["cuMemAllocHost", "cuMemFreeHost", "cuMemHost*"]),

@@ -560,6 +560,12 @@ fn an_attribute_that_is_unset_registers_nothing() {
 #[test]
 fn plain_memory_ends_with_its_context_and_virtual_memory_does_not() {
     let gpu = Gpu::take();
+    for end in [entries::cuCtxDestroy_v2 as unsafe extern "C-unwind" fn(_) -> u32, entries::cuCtxDestroy, entries::cuCtxDetach] {
+        what_is_in_a_context_ends_with_it(&gpu, end);
+    }
+}
+
+fn what_is_in_a_context_ends_with_it(gpu: &Gpu, end: unsafe extern "C-unwind" fn(vramctl_driver::ContextHandle) -> u32) {
     let place = Reserved::new(PAGE);
     let mut context = ptr::null_mut();
     let primary = common::malloc_tagged("primary", None, PAGE).unwrap();
@@ -572,12 +578,9 @@ fn plain_memory_ends_with_its_context_and_virtual_memory_does_not() {
     assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE)), (0, 0));
     let bytes = pattern(9, PAGE);
     assert_eq!(write(place.0, &bytes), 0);
-    assert_eq!(pages_in_use(&gpu), 3);
-    assert_eq!(
-        unsafe { entries::cuCtxDestroy_v2(std::mem::transmute::<*mut std::ffi::c_void, vramctl_driver::ContextHandle>(context)) },
-        0
-    );
-    assert_eq!(pages_in_use(&gpu), 2, "at once");
+    assert_eq!(pages_in_use(gpu), 3);
+    assert_eq!(unsafe { end(std::mem::transmute::<*mut std::ffi::c_void, vramctl_driver::ContextHandle>(context)) }, 0);
+    assert_eq!(pages_in_use(gpu), 2, "at once");
     assert_eq!(state("plain"), None);
     pause(&[]).unwrap();
     resume(&[]).unwrap();

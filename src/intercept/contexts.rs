@@ -6,14 +6,35 @@ use vramctl_driver::{CUdevice, ContextHandle};
 use vramctl_host::exit;
 use vramctl_model::StatusCode;
 
-pub unsafe fn destroy(context: ContextHandle) -> StatusCode {
+pub unsafe fn destroy_v1(context: ContextHandle) -> StatusCode {
     // SAFETY: here and below, the real function gets the arguments unchanged.
+    ending(|| unsafe { driver_originals::cuCtxDestroy(context) })
+}
+
+pub unsafe fn destroy(context: ContextHandle) -> StatusCode {
+    // SAFETY: as above.
     ending(|| unsafe { driver_originals::cuCtxDestroy_v2(context) })
+}
+
+/// Ends it if nobody else has attached to it.
+pub unsafe fn detach(context: ContextHandle) -> StatusCode {
+    // SAFETY: as above.
+    ending(|| unsafe { driver_originals::cuCtxDetach(context) })
+}
+
+pub unsafe fn reset_primary_v1(device: CUdevice) -> StatusCode {
+    // SAFETY: as above.
+    ending(|| unsafe { driver_originals::cuDevicePrimaryCtxReset(device) })
 }
 
 pub unsafe fn reset_primary(device: CUdevice) -> StatusCode {
     // SAFETY: as above.
     ending(|| unsafe { driver_originals::cuDevicePrimaryCtxReset_v2(device) })
+}
+
+pub unsafe fn release_primary_v1(device: CUdevice) -> StatusCode {
+    // SAFETY: as above.
+    ending(|| unsafe { driver_originals::cuDevicePrimaryCtxRelease(device) })
 }
 
 pub unsafe fn release_primary(device: CUdevice) -> StatusCode {

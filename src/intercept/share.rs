@@ -125,6 +125,11 @@ pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCod
     unsafe { get(handle, pointer, || driver_originals::cuIpcGetMemHandle(handle, pointer)) }
 }
 
+pub unsafe fn driver_open_v1(pointer: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint) -> StatusCode {
+    // SAFETY: as above.
+    unsafe { open(pointer, &handle, flags, || driver_originals::cuIpcOpenMemHandle(pointer, handle, flags)) }
+}
+
 pub unsafe fn driver_open(pointer: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint) -> StatusCode {
     // SAFETY: as above.
     unsafe { open(pointer, &handle, flags, || driver_originals::cuIpcOpenMemHandle_v2(pointer, handle, flags)) }

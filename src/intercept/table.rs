@@ -198,6 +198,7 @@ macro_rules! driver_functions {
         Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => share::import;
         Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => register::handle_for_range;
         Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => share::driver_get;
+        Shares cuIpcOpenMemHandle "cuIpcOpenMemHandle" 4010 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open_v1;
         Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
         Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) => share::driver_close;
         Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => register::pointer_set_attribute;
@@ -223,8 +224,12 @@ macro_rules! driver_functions {
         Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) => forward;
+        Ends cuCtxDestroy "cuCtxDestroy" 2000 Plain (context: ContextHandle) => contexts::destroy_v1;
         Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => contexts::destroy;
+        Ends cuCtxDetach "cuCtxDetach" 2000 Plain (context: ContextHandle) => contexts::detach;
+        Ends cuDevicePrimaryCtxReset "cuDevicePrimaryCtxReset" 7000 Plain (device: CUdevice) => contexts::reset_primary_v1;
         Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => contexts::reset_primary;
+        Ends cuDevicePrimaryCtxRelease "cuDevicePrimaryCtxRelease" 7000 Plain (device: CUdevice) => contexts::release_primary_v1;
         Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => contexts::release_primary;
 
         Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => resolve::get_proc_address;

@@ -101,12 +101,16 @@ functions! {
     cuDeviceGetAttribute(value: Out<i32>, attribute: i32, device: i32) Init Safe => device::attribute(value, attribute, device);
     cuDeviceCanAccessPeer(answer: Out<i32>, device: i32, peer: i32) Init Safe => context::can_access_peer(answer, device, peer);
     cuDevicePrimaryCtxRetain(context: Out<Handle>, device: i32) Init Safe => context::retain_primary(context, device);
+    cuDevicePrimaryCtxRelease(device: i32) Init Safe => context::release_primary(device);
     cuDevicePrimaryCtxRelease_v2(device: i32) Init Safe => context::release_primary(device);
+    cuDevicePrimaryCtxReset(device: i32) Init Safe => context::reset_primary(device);
     cuDevicePrimaryCtxReset_v2(device: i32) Init Safe => context::reset_primary(device);
     cuDevicePrimaryCtxGetState(device: i32, flags: Out<u32>, active: Out<i32>) Init Safe => context::primary_state(device, flags, active);
     cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) Init Safe => context::primary_set_flags(device, flags);
     cuCtxCreate_v2(context: Out<Handle>, flags: u32, device: i32) Init Safe => context::create(context, flags, device);
     cuCtxCreate_v4(context: Out<Handle>, _params: *const c_void, flags: u32, device: i32) Init Safe => context::create(context, flags, device);
+    cuCtxDestroy(context: Handle) Init Safe => context::destroy(context);
+    cuCtxDetach(context: Handle) Init Safe => context::destroy(context);
     cuCtxDestroy_v2(context: Handle) Init Safe => context::destroy(context);
     cuCtxGetCurrent(context: Out<Handle>) Init Safe => context::get_current(context);
     cuCtxSetCurrent(context: Handle) Init Safe => context::set_current(context);
@@ -167,6 +171,7 @@ functions! {
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
     cuMemGetHandleForAddressRange(shared: Out<c_int>, pointer: Address, bytes: usize, kind: u32, flags: u64) Init Safe => sharing::range_handle(shared, pointer, bytes, kind, flags);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
+    cuIpcOpenMemHandle(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
     cuIpcOpenMemHandle_v2(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
     cuIpcCloseMemHandle(pointer: Address) Context Safe => sharing::close(pointer);
 
