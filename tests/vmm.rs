@@ -588,6 +588,30 @@ fn what_is_in_a_context_ends_with_it(gpu: &Gpu, end: unsafe extern "C-unwind" fn
     assert_eq!((unmap(place.0, PAGE), release(handle), common::free(primary)), (0, 0, 0));
 }
 
+/// It belongs to the primary context of the device.
+#[test]
+fn memory_outlives_the_green_context_in_which_it_was_made() {
+    let gpu = Gpu::take();
+    let green = common::Green::create(0);
+    green.enter();
+    let (mut plain, mut streamed, stream) = (0, 0, Stream::create());
+    region::begin(Some("green"), None).unwrap();
+    assert_eq!(unsafe { entries::cuMemAlloc_v2(&raw mut plain, PAGE) }, 0);
+    common::set_device(0);
+    assert_eq!(unsafe { entries::cuMemAllocAsync(&raw mut streamed, PAGE, stream.handle()) }, 0);
+    region::end().unwrap();
+    let (one, two) = (pattern(1, PAGE), pattern(2, PAGE));
+    assert_eq!((write(plain, &one), write(streamed, &two)), (0, 0));
+    drop(stream);
+    drop(green);
+    for _ in 0..2 {
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        assert_eq!((read(plain, PAGE), read(streamed, PAGE), pages_in_use(&gpu)), (Ok(one.clone()), Ok(two.clone()), 2));
+    }
+    assert_eq!((common::free(plain), common::free(streamed)), (0, 0));
+}
+
 /// The last context of the device ends while memory is paused: a later context must be able to bring it back.
 #[test]
 fn paused_memory_survives_the_last_context() {

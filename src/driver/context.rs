@@ -2,8 +2,11 @@
 
 use super::{CUcontext, CUdevice, CUstream, Driver, vmm};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
+use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::RwLock;
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Failure, code};
 
 /// The driver's opaque handle of a context.
@@ -63,6 +66,11 @@ impl Context {
         self.handle
     }
 
+    /// Records that it stands for a green context, which has no memory of its own.
+    pub fn is_of_green(self) {
+        GREEN.get().write().unpoisoned().insert(self);
+    }
+
     /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
     pub fn is_gone(self) -> bool {
         match self.handle.context() {
@@ -73,6 +81,9 @@ impl Context {
         }
     }
 }
+
+/// The contexts that stand for green ones.
+static GREEN: PerProcess<RwLock<BTreeSet<Context>>> = PerProcess::new(RwLock::default);
 
 /// The opaque handle of a stream of the program. It has the handle's layout, so that hooked functions can take it as an argument.
 #[repr(transparent)]
@@ -157,11 +168,17 @@ impl Current {
         Self::with_device(context, true).inspect_err(|_| pop())
     }
 
-    /// Makes a stream's context current until the value is dropped. Default streams belong to the thread's current context.
+    /// Makes a stream's context current until the value is dropped; of a green context's stream, the primary one of the device. Default
+    /// streams belong to the thread's current context.
     pub fn push_of_stream(stream: StreamHandle) -> Result<Self, Failure> {
-        let mut context = ptr::null_mut();
-        // SAFETY: a handle that the program passed to CUDA as a stream; `context` is writable.
-        unsafe { Driver::get()?.cuStreamGetCtx(stream.0, &raw mut context)? };
+        let (driver, mut context, mut green) = (Driver::get()?, ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a handle that the program passed to CUDA as a stream; the others are writable.
+        match unsafe { driver.cuStreamGetCtx_v2(stream.0, &raw mut context, &raw mut green) } {
+            // Before CUDA 12.5.
+            // SAFETY: as above.
+            Err(Failure { code: code::NOT_FOUND, .. }) => unsafe { driver.cuStreamGetCtx(stream.0, &raw mut context)? },
+            answer => answer?,
+        }
         Self::push(ContextHandle(context).context()?)
     }
 
@@ -175,6 +192,13 @@ impl Current {
     /// The context.
     pub fn context(&self) -> Context {
         self.context
+    }
+
+    /// The context with which memory that is allocated here ends: in place of a green context, the primary one of its device.
+    pub fn owner(&self) -> Context {
+        let is_green = GREEN.existing().is_some_and(|green| green.read().unpoisoned().contains(&self.context));
+        let primary = if is_green { Self::primary_of(self.device).ok().flatten() } else { None };
+        primary.unwrap_or(self.context)
     }
 
     /// The context's device.

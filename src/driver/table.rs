@@ -96,6 +96,7 @@ driver_functions! {
     cuStreamSynchronize(stream: CUstream);
     cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
     cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    cuStreamGetCtx_v2(stream: CUstream, context: *mut CUcontext, green: *mut *mut c_void);
     cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
 
     // Virtual memory management.

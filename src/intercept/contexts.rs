@@ -1,10 +1,11 @@
 //! Contexts that end, and the memory that is destroyed with them.
 
 use crate::driver_originals;
+use std::ffi::c_void;
 use vramctl_core::memory::Memory;
 use vramctl_driver::{CUdevice, ContextHandle};
 use vramctl_host::exit;
-use vramctl_model::StatusCode;
+use vramctl_model::{StatusCode, code};
 
 pub unsafe fn destroy_v1(context: ContextHandle) -> StatusCode {
     // SAFETY: here and below, the real function gets the arguments unchanged.
@@ -40,6 +41,19 @@ pub unsafe fn release_primary_v1(device: CUdevice) -> StatusCode {
 pub unsafe fn release_primary(device: CUdevice) -> StatusCode {
     // SAFETY: as above.
     ending(|| unsafe { driver_originals::cuDevicePrimaryCtxRelease_v2(device) })
+}
+
+pub unsafe fn from_green(context: *mut ContextHandle, green: *mut c_void) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuCtxFromGreenCtx(context, green) };
+    if answer == code::SUCCESS
+        // SAFETY: the program promises that a non-null pointer is writable, and the real function has succeeded.
+        && let Some(handle) = unsafe { context.as_ref() }
+        && let Ok(context) = handle.context()
+    {
+        context.is_of_green();
+    }
+    answer
 }
 
 /// Destroys a context and, at once, the managed memory that belongs to it, as CUDA does with its own memory.

@@ -224,6 +224,7 @@ macro_rules! driver_functions {
         Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) => forward;
+        Begins cuCtxFromGreenCtx "cuCtxFromGreenCtx" 12040 Plain (context: *mut ContextHandle, green: *mut c_void) => contexts::from_green;
         Ends cuCtxDestroy "cuCtxDestroy" 2000 Plain (context: ContextHandle) => contexts::destroy_v1;
         Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => contexts::destroy;
         Ends cuCtxDetach "cuCtxDetach" 2000 Plain (context: ContextHandle) => contexts::detach;

@@ -164,7 +164,7 @@ impl Allocation {
             known_to: None,
             marks: Vec::new(),
             lending: Lending::default(),
-            context: current.context(),
+            context: current.owner(),
         };
         let made = Self {
             tag: policy.tag,

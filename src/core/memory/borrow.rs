@@ -337,7 +337,7 @@ impl Opened {
 
     fn open_to(&mut self, current: &Current) -> Result<(), Failure> {
         self.give_access(current.device())?;
-        self.contexts.insert(current.context());
+        self.contexts.insert(current.owner());
         Ok(())
     }
 

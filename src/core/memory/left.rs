@@ -107,7 +107,7 @@ impl Handles {
 
 /// Records memory in the thread's current context.
 pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
-    let context = Current::of_thread().ok().flatten().map(|current| (current.context(), current.device()));
+    let context = Current::of_thread().ok().flatten().map(|current| (current.owner(), current.device()));
     let given = Given { bytes, origin, context };
     given.record(Change::Allocated);
     LEFT.get().blocks.insert(address, given);

@@ -25,6 +25,8 @@ pub struct Context {
     pub device: usize,
     /// Whether it is the device's primary context.
     pub primary: bool,
+    /// If it stands for a green context: that one, and the primary context, which has the memory.
+    pub green: Option<(Handle, Handle)>,
     /// The sticky error; 0 if none.
     ///
     /// "The context cannot be used, so it must be destroyed. All existing device memory
@@ -35,6 +37,11 @@ pub struct Context {
 }
 
 impl Context {
+    /// The context with which memory ends that is allocated in this one.
+    pub fn owner(&self) -> Handle {
+        self.green.map_or(self.handle, |(_, primary)| primary)
+    }
+
     /// Sets the sticky error. The first one stays.
     pub fn poison(&self, code: Code) {
         let _ = self.sticky.compare_exchange(0, code, Ordering::AcqRel, Ordering::Relaxed);
@@ -196,15 +203,50 @@ fn new_id() -> u64 {
 }
 
 fn new(handle: Handle, device: usize, primary: bool, flags: u32) -> Arc<Context> {
-    Arc::new(Context {
+    Arc::new(made(handle, device, primary, flags, None))
+}
+
+fn made(handle: Handle, device: usize, primary: bool, flags: u32, green: Option<(Handle, Handle)>) -> Context {
+    Context {
         handle,
+        green,
         id: AtomicU64::new(new_id()),
         device,
         primary,
         sticky: AtomicU32::new(0),
         active: AtomicBool::new(true),
         flags: AtomicU32::new(flags),
-    })
+    }
+}
+
+/// `cuGreenCtxCreate`: retains the primary context.
+pub fn create_green(green: Out<Handle>, device: i32) -> Outcome {
+    green.required()?;
+    let primary = retain(device)?;
+    let device = driver::device(device)?;
+    let mut state = state();
+    let handle = state.contexts.destroyed.pop().unwrap_or_else(driver::new_handle);
+    let name = driver::new_handle();
+    state.contexts.known.insert(handle, Arc::new(made(handle, device, false, 0, Some((name, primary)))));
+    green.put(name)
+}
+
+fn of_green(green: Handle) -> Outcome<Arc<Context>> {
+    let state = state();
+    let found = state.contexts.known.values().find(|context| context.green.is_some_and(|(name, _)| name == green));
+    found.cloned().ok_or(INVALID_CONTEXT)
+}
+
+/// `cuCtxFromGreenCtx`.
+pub fn from_green(context: Out<Handle>, green: Handle) -> Outcome {
+    context.put(of_green(green)?.handle)
+}
+
+/// `cuGreenCtxDestroy`: releases the primary context.
+pub fn destroy_green(green: Handle) -> Outcome {
+    let context = of_green(green)?;
+    destroy(context.handle)?;
+    release_primary(context.device as i32)
 }
 
 /// `cuCtxCreate`: makes the new context current.
@@ -246,6 +288,10 @@ pub fn destroy(handle: Handle) -> Outcome {
 /// `cuDevicePrimaryCtxRetain`.
 pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
     handle.required()?;
+    handle.put(retain(device)?)
+}
+
+fn retain(device: i32) -> Outcome<Handle> {
     let device = driver::device(device)?;
     let mut state = state();
     let contexts = &mut state.contexts;
@@ -262,7 +308,7 @@ pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
         contexts.known.insert(context.handle, Arc::clone(context));
     }
     *retained += 1;
-    handle.put(context.handle)
+    Ok(context.handle)
 }
 
 /// `cuDevicePrimaryCtxRelease`: the last release destroys the context's contents.

@@ -112,6 +112,9 @@ functions! {
     cuCtxDestroy(context: Handle) Init Safe => context::destroy(context);
     cuCtxDetach(context: Handle) Init Safe => context::destroy(context);
     cuCtxDestroy_v2(context: Handle) Init Safe => context::destroy(context);
+    cuGreenCtxCreate(green: Out<Handle>, _resources: *const c_void, device: i32, _flags: u32) Init Safe => context::create_green(green, device);
+    cuGreenCtxDestroy(green: Handle) Init Safe => context::destroy_green(green);
+    cuCtxFromGreenCtx(context: Out<Handle>, green: Handle) Init Safe => context::from_green(context, green);
     cuCtxGetCurrent(context: Out<Handle>) Init Safe => context::get_current(context);
     cuCtxSetCurrent(context: Handle) Init Safe => context::set_current(context);
     cuCtxPushCurrent_v2(context: Handle) Init Safe => context::push(context);
@@ -225,6 +228,7 @@ functions! {
     cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) Context Safe => stream::wait_event(stream, event, flags);
     cuStreamWaitEvent_ptsz(stream: Handle, event: Handle, flags: u32) Context Safe => stream::wait_event(per_thread(stream), event, flags);
     cuStreamGetCtx(stream: Handle, context: Out<Handle>) Healthy Safe => stream::get_context(stream, context);
+    cuStreamGetCtx_v2(stream: Handle, context: Out<Handle>, green: Out<Handle>) Healthy Safe => stream::get_contexts(stream, context, green);
     cuStreamGetCtx_ptsz(stream: Handle, context: Out<Handle>) Healthy Safe => stream::get_context(per_thread(stream), context);
     cuStreamGetDevice(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(stream, device);
     cuStreamGetDevice_ptsz(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(per_thread(stream), device);

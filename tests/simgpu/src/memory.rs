@@ -19,7 +19,7 @@ pub fn allocate(pointer: Out<Address>, bytes: usize) -> Outcome {
         return Err(INVALID_VALUE);
     }
     let context = context::current()?;
-    let purpose = Purpose::Plain { context: context.handle, pool: None };
+    let purpose = Purpose::Plain { context: context.owner(), pool: None };
     let address = state().space.allocate(bytes, context.device, purpose, OF_ALL)?;
     pointer.put(address)
 }
@@ -42,7 +42,7 @@ pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outc
         return Err(INVALID_VALUE);
     }
     let context = context::current()?;
-    let purpose = Purpose::Managed { context: context.handle };
+    let purpose = Purpose::Managed { context: context.owner() };
     let address = state().space.allocate(bytes, context.device, purpose, OF_ALL)?;
     pointer.put(address)
 }
@@ -87,7 +87,7 @@ fn allocate_in_order(pointer: Out<Address>, bytes: usize, pool: Option<Handle>, 
     let pool = pool.unwrap_or_else(|| state.pools.default_of(stream.context.device));
     state.pools.check_own(pool)?;
     let (device, access) = (state.pools.device(pool)?, state.pools.access(pool)?);
-    let purpose = Purpose::Plain { context: stream.context.handle, pool: Some(pool) };
+    let purpose = Purpose::Plain { context: stream.context.owner(), pool: Some(pool) };
     let address = state.space.allocate(bytes, device, purpose, access)?;
     pointer.put(address)
 }

@@ -130,7 +130,7 @@ fn opened((key, pid, descriptor): (Key, u32, u32)) -> Outcome<Arc<Physical>> {
 pub fn import_pooled(data: IpcHandle, pool: Handle) -> Outcome<Address> {
     let context = context::current()?;
     let physical = opened(parse(data)?)?;
-    state().space.open(physical, Purpose::Plain { context: context.handle, pool: Some(pool) })
+    state().space.open(physical, Purpose::Plain { context: context.owner(), pool: Some(pool) })
 }
 
 /// The descriptor of a new file that says which device a pool is on.
@@ -189,7 +189,7 @@ pub fn open(pointer: Out<Address>, handle: IpcHandle, flags: u32) -> Outcome {
         *count += 1;
         return pointer.put(*address);
     }
-    let address = state.space.open(opened(named)?, Purpose::Opened { context: context.handle })?;
+    let address = state.space.open(opened(named)?, Purpose::Opened { context: context.owner() })?;
     state.opened.insert(address, (key, 1));
     pointer.put(address)
 }

@@ -432,6 +432,14 @@ pub fn get_context(handle: Handle, context: Out<Handle>) -> Outcome {
     context.put(stream.context.handle)
 }
 
+/// `cuStreamGetCtx_v2`: the primary context of a green context's stream, and that one.
+pub fn get_contexts(handle: Handle, context: Out<Handle>, green: Out<Handle>) -> Outcome {
+    let of_stream = find(&mut state(), handle)?.context.clone();
+    get_context(handle, context)?;
+    green.put(of_stream.green.map_or(0, |(green, _)| green))?;
+    context.put(of_stream.owner())
+}
+
 /// `cuStreamGetFlags`.
 pub fn get_flags(handle: Handle, flags: Out<u32>) -> Outcome {
     flags.put(find(&mut state(), handle)?.flags)
