@@ -9,10 +9,10 @@ use crate::{ledger, nccl, output};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
-use vramctl_control::protocol::ProcessStatus;
+use vramctl_control::protocol::{Hello, ProcessStatus};
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, TagState, TagStatus, left_to_cuda};
+use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, Status, TagState, TagStatus, left_to_cuda};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -120,12 +120,22 @@ fn described(found: &Found, processes: &[Process]) -> Vec<String> {
 
 /// `state`: what the driver says of a suspended process, if it can be asked.
 fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
-    let (process, memory) = (&status.process, &status.memory);
+    let ProcessStatus { process, memory } = status;
+    [head(process), standing(memory, state), tables(memory), notes(memory)].concat()
+}
+
+fn head(process: &Hello) -> String {
     let [name, program] = [&process.name, &process.program].map(|text| output::one_line(text));
     let mut text = format!("{name} (pid {}): {program}\n", process.pid);
     if let Some(engine) = &process.engine {
         let _ = writeln!(text, "Inference engine: {engine}.");
     }
+    text
+}
+
+/// Whether it is suspended or held, and where new allocations go.
+fn standing(memory: &Status, state: Option<&ProcessState>) -> String {
+    let mut text = String::new();
     if let Some(gpus) = &memory.suspended {
         let bytes = Bytes(gpus.iter().map(|gpu| gpu.bytes).sum());
         let needs = format!("A resume needs {bytes} besides what is paused.");
@@ -156,16 +166,23 @@ fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
         Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),
         None => writeln!(text, "New allocations outside regions are left to CUDA."),
     };
+    text
+}
+
+fn tables(memory: &Status) -> String {
     if memory.tags.is_empty() {
-        text += "No managed memory.";
-    } else {
-        text += &output::table(
-            &["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"],
-            memory.tags.iter().map(tag_row),
-        );
-        text += "\n\n";
-        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL", "GPU"], memory.devices.iter().map(device_row));
+        return "No managed memory.".into();
     }
+    let tags = ["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"];
+    let devices = ["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL", "GPU"];
+    let (tags, devices) =
+        (output::table(&tags, memory.tags.iter().map(tag_row)), output::table(&devices, memory.devices.iter().map(device_row)));
+    format!("{tags}\n\n{devices}")
+}
+
+/// What else there is to say, each on a line below the tables.
+fn notes(memory: &Status) -> String {
+    let mut text = String::new();
     if memory.host.ready_bytes > 0 {
         let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
         let _ = write!(text, "\nHost memory for backups: {used} used of {ready}.");
