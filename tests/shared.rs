@@ -81,7 +81,7 @@ fn borrowers_are_held_and_continue_by_themselves() {
     for round in 0..3 {
         scene.refuses(&[], 5, &format!("pid {}", scene.engine.pid()));
         let said = scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
-        let aside = format!("held engine (pid {}): 4.00 MiB that it has open of process {}", scene.engine.pid(), scene.trainer.pid());
+        let aside = format!("held engine (pid {}): 4.00 MiB that it has opened from process {}", scene.engine.pid(), scene.trainer.pid());
         assert!(said.contains(&aside) && said.contains("paused default of trainer"), "{said}");
         assert_eq!(scene.machine.used(), OWN, "its own memory stays");
         assert_eq!(scene.held(), [true; 2]);
@@ -149,7 +149,7 @@ fn a_dry_run_lists_the_borrowers() {
     let mut scene = Scene::new();
     scene.refuses(&["--dry-run"], 5, "--shared");
     let said = scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run"]);
-    let engine = format!("engine (pid {}): would be held, too, until 4.00 MiB that it has open are resumed", scene.engine.pid());
+    let engine = format!("engine (pid {}): would be held, too, until 4.00 MiB that it has open is resumed", scene.engine.pid());
     assert!(said.contains(&engine) && said.contains("a pause would free 4.00 MiB"), "{said}");
     let told: Value =
         serde_json::from_str(&scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run", "--json"])).unwrap();
@@ -167,7 +167,7 @@ fn a_borrower_resumed_alone_stays_held() {
     scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
     let output = scene.machine.ask(&["resume", "--name", "engine"]);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    let said = format!("stays held: 4.00 MiB that it has open of process {} are still paused", scene.trainer.pid());
+    let said = format!("stays held: 4.00 MiB that it has opened from process {} is still paused", scene.trainer.pid());
     assert!(output.status.code() == Some(5) && text.contains(&said), "{text}");
     assert_eq!(scene.held(), [true; 2]);
     scene.machine.done(&["resume", "--name", "trainer"]);
@@ -590,7 +590,7 @@ fn an_owner_is_suspended_while_its_borrowers_are_held() {
     assert_eq!(scene.held(), [false; 2]);
     for engine_too in [false, true] {
         let said = scene.machine.done(&["suspend", "trainer", "--shared"]);
-        let held = format!("held engine (pid {engine}): 4.00 MiB that it has open of process {trainer} are paused");
+        let held = format!("held engine (pid {engine}): 4.00 MiB that it has opened from process {trainer} is paused");
         assert!(said.contains(&held) && said.contains(&format!("suspended trainer (pid {trainer})")), "{said}");
         assert_eq!(scene.machine.used(), OWN);
         assert_eq!(scene.held(), [true; 2]);

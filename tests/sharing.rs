@@ -407,13 +407,13 @@ fn a_resume_says_whose_memory_is_missing() {
     let theirs = other.number(&format!("open_('{handle}')"));
     other.number(&format!("malloc({})", 2 * MIB));
     machine.both("pause", &owner, &other);
-    assert!(machine.done(&["status", "other"]).contains(&format!("Open of process {}: 4.00 MiB, 4.00 MiB of it paused.", owner.pid())));
+    assert!(machine.done(&["status", "other"]).contains(&format!("Opened from process {}: 4.00 MiB, 4.00 MiB of it paused.", owner.pid())));
     for arguments in [&["resume", "--name", "other"][..], &["resume", "--pid", &other.pid()]] {
         let output = machine.ask(arguments);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(5), "{text}");
         let said =
-            format!("other (pid {}) stays held: 4.00 MiB that it has open of process {1} are still paused", other.pid(), owner.pid());
+            format!("other (pid {}) stays held: 4.00 MiB that it has opened from process {1} is still paused", other.pid(), owner.pid());
         assert!(text.contains(&said) && text.contains(&format!("vramctl resume --pid {}", owner.pid())), "{text}");
     }
     let output = machine.ask(&["resume", "--name", "other", "--json"]);
@@ -422,7 +422,7 @@ fn a_resume_says_whose_memory_is_missing() {
     assert_eq!((&missing[0]["owner"], &missing[0]["paused_bytes"]), (&owner.child.id().into(), &(4 * MIB).into()), "{missing}");
     assert!(machine.is_held(&other));
     // So does that of a move, and of one that has come to nothing.
-    let stays_held = format!("other (pid {}) stays held: 4.00 MiB that it has open of process {}", other.pid(), owner.pid());
+    let stays_held = format!("other (pid {}) stays held: 4.00 MiB that it has opened from process {}", other.pid(), owner.pid());
     for (fault, to, code, said) in [("", "1", 5, "moved other"), ("cuCheckpointProcessRestore:1:801", "0", 1, "The job is where it was")] {
         let mut command = machine.command(common::command_line());
         let output = command.args(["move", "other", "--to", to]).env("SIMGPU_FAIL", fault).output().unwrap();

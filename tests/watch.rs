@@ -185,7 +185,7 @@ fn the_watch_is_set_from_outside_and_ended() {
     let watch = |arguments: &str| watched.machine.vramctl(&format!("watch engine {arguments}")).expect(0, "", "").out;
     assert!(watch("").contains("does not watch"));
     watched.expect("engine", 0);
-    assert!(watch("--below 256M --trim").contains("logs when less than 256.00 MiB are free, and has its allocator return"));
+    assert!(watch("--below 256M --trim").contains("logs when less than 256.00 MiB is free, and has its allocator return"));
     watched.expect("engine", 1);
     assert!(watch("--off").contains("does not watch"));
     watched.until(false);

@@ -47,7 +47,7 @@ impl<'a> Foretold<'a> {
 
     /// Nothing for a process that would refuse.
     fn text(&self) -> Option<String> {
-        let aside = |bytes| format!("{}: would be held, too, until {} that it has open are resumed", self.process, Bytes(bytes));
+        let aside = |bytes| format!("{}: would be held, too, until {} that it has open is resumed", self.process, Bytes(bytes));
         let Some(plan) = &self.plan else { return self.aside_bytes.map(aside) };
         let nccl = nccl::foretold(&plan.communicators).map_or_else(String::new, |text| format!("\n{text}"));
         Some(self.tags_text(plan) + &nccl)

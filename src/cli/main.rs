@@ -206,6 +206,7 @@ mod tests {
             ("watch engine --below -5", "a size must not be negative"),
             ("run --min-bytes -1.5M -- true", "a size must not be negative"),
             ("watch engine --below --trim", "not a size: give bytes"),
+            ("watch engine --below 0", "the size must be more than 0"),
         ] {
             let text = refusal(&format!("vramctl {line}"));
             assert!(text.contains(why) && !text.contains("'-- -"), "{text}");

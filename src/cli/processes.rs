@@ -122,7 +122,7 @@ impl Process {
     /// Why it stays held after its resume, and what to do about it.
     pub fn stays_held(&self, Borrowed { owner, paused_bytes, .. }: &Borrowed) -> String {
         format!(
-            "{self} stays held: {} that it has open of process {owner} are still paused. `vramctl resume --pid {owner}` brings them back \
+            "{self} stays held: {} that it has opened from process {owner} is still paused. `vramctl resume --pid {owner}` brings it back \
              (if that is stopped: kill -CONT {owner}), and this one continues by itself",
             Bytes(*paused_bytes)
         )
@@ -264,8 +264,8 @@ impl Found {
         Err(CommandError::new(first.exit(), text))
     }
 
-    /// Tells processes from tags among the words of a command: unless a target is given, one word that is no tag, but the name or id of a
-    /// process, is the target. The rest are tags.
+    /// Separates a command's words into a target and tags. If no target is given and exactly one word names a process and not a tag, that
+    /// word is the target.
     pub fn tell_apart(&self, target: Target, mut words: Vec<String>) -> (Target, Vec<String>) {
         let mut named = words.iter().enumerate().filter_map(|(place, word)| Some((place, self.process_not_tag(word)?)));
         match (target, named.next(), named.next()) {

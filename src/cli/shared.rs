@@ -109,10 +109,10 @@ pub fn carry_out(
 /// The result of a borrower, as text.
 pub fn text(process: &Process, report: &Report) -> String {
     let open =
-        report.missing.iter().map(|missing| format!("{} that it has open of process {}", Bytes(missing.paused_bytes), missing.owner));
+        report.missing.iter().map(|missing| format!("{} that it has opened from process {}", Bytes(missing.paused_bytes), missing.owner));
     match &open.collect::<Vec<_>>()[..] {
         [] => format!("nothing to do: {process} has none of it open any more"),
-        aside => format!("held {process}: {} are paused; it continues by itself when they are resumed", aside.join(", ")),
+        aside => format!("held {process}: {} is paused; it continues by itself when it is resumed", aside.join(", ")),
     }
 }
 

@@ -201,7 +201,7 @@ fn notes(memory: &Status) -> String {
     }
     for Borrowed { owner, bytes, paused_bytes, .. } in &memory.borrowed {
         let paused = if *paused_bytes > 0 { format!(", {} of it paused", Bytes(*paused_bytes)) } else { String::new() };
-        let _ = write!(text, "\nOpen of process {owner}: {}{paused}.", Bytes(*bytes));
+        let _ = write!(text, "\nOpened from process {owner}: {}{paused}.", Bytes(*bytes));
     }
     for line in nccl::described(&memory.communicators) {
         let _ = write!(text, "\n{line}");

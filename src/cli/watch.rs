@@ -42,7 +42,7 @@ pub struct Args {
 
 fn size(text: &str) -> Result<u64, String> {
     match target::size(text)? {
-        0 => Err("less than nothing is never free; to stop watching, use --off".into()),
+        0 => Err("the size must be more than 0; to stop watching, use --off".into()),
         bytes => Ok(bytes as u64),
     }
 }
@@ -65,7 +65,7 @@ pub fn watch(args: &Args) -> Result<Exit, CommandError> {
         Watching { below_bytes: 0, .. } => format!("{process}: does not watch"),
         Watching { below_bytes, trim } => {
             let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };
-            format!("{process}: logs when less than {} are free{trims}", Bytes(*below_bytes))
+            format!("{process}: logs when less than {} is free{trims}", Bytes(*below_bytes))
         }
     })
 }

@@ -66,9 +66,9 @@ impl InQueue {
         Ok(others.filter(|other| other.gpus.iter().any(|gpu| self.ticket.gpus.contains(gpu))).collect())
     }
 
-    /// Waits for its turn, at most until `deadline`; behind a ticket that itself waits for memory, only if `patient`. `told` is called with
-    /// the tickets ahead; on an error, the caller gets them. A job of the same command that is only being resumed counts for neither: that
-    /// is progress of the command.
+    /// Waits until it is first in the queue. Gives up at `deadline`, or, unless `patient`, as soon as a ticket ahead waits for memory; the
+    /// error has the tickets ahead. While all tickets ahead are jobs that this same command is resuming, it never gives up: the command is
+    /// making progress. `told` is called with the tickets ahead.
     pub fn wait(&self, deadline: Instant, patient: bool, told: &mut dyn FnMut(&[Claim])) -> Result<(), Vec<Claim>> {
         let mut known = 0;
         loop {
