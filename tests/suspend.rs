@@ -704,6 +704,42 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
     engine.is_well();
 }
 
+/// What is suspended needs as much room as what is active.
+#[test]
+fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    // Room for its context, with what a restore wants beyond that, but not for its tags as well.
+    let hog = machine.hog_on(1, 144);
+    for prepared in [None, Some("pause"), Some("suspend")] {
+        if let Some(verb) = prepared {
+            machine.vramctl(&format!("{verb} engine")).expect(0, "");
+        }
+        let there = machine.gpus();
+        machine.vramctl("move engine --to 1").expect(4, "too little memory on GPU-73696d75: ");
+        assert_eq!(machine.gpus(), there, "{prepared:?}");
+        machine.vramctl("resume").expect(0, "");
+        assert_eq!(machine.gpus()[0], before[0]);
+    }
+    drop(hog);
+    machine.vramctl("suspend engine").expect(0, "suspended");
+    machine.vramctl("move engine --to 1").expect(0, "moved");
+    assert_eq!(machine.gpus()[1], before[0]);
+    engine.is_well();
+}
+
+/// There would be room for what it has now, but a restore wants more.
+#[test]
+fn a_move_is_refused_before_a_restore_would_be() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let free = machine.gpus()[0].0 + CONTEXT / 8;
+    let _hog = machine.hog_on(1, ((256 * MIB - CONTEXT - free) / MIB) as u32);
+    machine.vramctl_failing("cuCheckpointProcessLock:1:999", "move engine --to 1").expect(4, ". Nothing has changed");
+    engine.is_well();
+}
+
 /// The past stays where it was, and what follows is on the new GPU.
 #[test]
 fn the_trace_of_a_job_that_has_moved_tells_the_gpu_of_each_time() {

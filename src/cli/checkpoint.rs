@@ -37,7 +37,7 @@ pub struct Member {
     /// The process id for the driver; 0 if the process is not visible from here.
     pid: i32,
     /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.
-    gpus: Vec<GpuUse>,
+    pub gpus: Vec<GpuUse>,
     /// The tags that were active and are to be resumed.
     active: Vec<String>,
     pub done: Done,
@@ -404,6 +404,11 @@ fn known(members: &[Member]) -> Result<(), CommandError> {
     Err(CommandError::new(Exit::Busy, format!("{} has just been checkpointed by somebody else; try again", member.process)))
 }
 
+/// Bytes that must be free to restore this much. A restore that runs out of memory cannot be retried, so this is more.
+pub fn room_for(bytes: u64) -> u64 {
+    bytes + bytes / 4
+}
+
 /// Bytes that a restore needs, by GPU. `with_tags`: including paused memory.
 fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
     let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
@@ -412,8 +417,7 @@ fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, 
     let comes_back = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
     for member in members.iter().filter(comes_back) {
         for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
-            // A restore that runs out of memory cannot be retried. So require more than was checkpointed.
-            *needs.entry(onto(&gpu.uuid)).or_default() += gpu.bytes + gpu.bytes / 4;
+            *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
         }
         let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
         for device in devices.iter().filter(|_| with_tags) {

@@ -262,15 +262,18 @@ fn check_able(members: &mut [Member], request: &Transition) -> Result<(), Comman
 /// Checks that everything fits once all moving jobs have left.
 fn check_room(members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
     let (mut arriving, mut leaving) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
-    for member in members {
-        let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
-        for device in devices {
-            let Some((old, new)) = map.iter().find(|(old, _)| device.uuid.as_ref() == Some(old)) else { continue };
-            let holders = holders_of(old);
+    for (old, new) in map {
+        let holders = holders_of(old);
+        for member in members {
+            let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+            let device = devices.iter().find(|device| device.uuid.as_ref() == Some(old));
+            let (active, paused) = device.map_or((0, 0), |device| (device.active_bytes, device.paused_bytes));
             let all = holders.iter().find(|holder| holder.pid == member.process.pid).and_then(|holder| holder.bytes);
-            let now = all.unwrap_or(device.active_bytes);
+            let now = all.unwrap_or(active);
+            let suspended = member.gpus.iter().find(|gpu| gpu.uuid == *old).map(|gpu| gpu.bytes);
+            let rest = suspended.unwrap_or(now.saturating_sub(active));
             *leaving.entry(old).or_default() += now;
-            *arriving.entry(new).or_default() += now + device.paused_bytes;
+            *arriving.entry(new).or_default() += active + paused + checkpoint::room_for(rest);
         }
     }
     for card in cards {
