@@ -740,6 +740,18 @@ fn a_move_is_refused_before_a_restore_would_be() {
     engine.is_well();
 }
 
+/// Containers may share the directory of the sockets, where a process has the id that it has in its own container.
+#[test]
+fn a_process_with_another_id_here_moves_only_where_it_fits() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let sockets = machine.folder.path().join("sockets");
+    fs::rename(sockets.join(format!("{}.sock", engine.child.id())), sockets.join("999999999.sock")).unwrap();
+    let _hog = machine.hog_on(1, 144);
+    machine.vramctl("move engine --to 1").expect(4, ". Nothing has changed");
+    engine.is_well();
+}
+
 /// The past stays where it was, and what follows is on the new GPU.
 #[test]
 fn the_trace_of_a_job_that_has_moved_tells_the_gpu_of_each_time() {

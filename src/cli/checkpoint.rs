@@ -35,7 +35,7 @@ pub struct Member {
     /// Where its socket is. Each request has its own connection: the process closes one that is not used for a while.
     directory: Arc<Directory>,
     /// The process id for the driver; 0 if the process is not visible from here.
-    pid: i32,
+    pub pid: i32,
     /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.
     pub gpus: Vec<GpuUse>,
     /// The tags that were active and are to be resumed.
