@@ -835,6 +835,25 @@ fn an_impossible_move_is_refused_before_anything_changes() {
     other.is_well();
 }
 
+#[test]
+fn a_job_changes_places_with_a_whole_job_only() {
+    let machine = Machine::new();
+    let start = |name| machine.start_with(name, |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]));
+    let (mut engines, mut ends) = ([start("engine"), start("other")], start("other"));
+    machine.vramctl("move other --to 1").expect(0, "moved");
+    ends.child.kill().unwrap();
+    ends.child.wait().unwrap();
+    let before = machine.gpus();
+    let refused = machine.vramctl("move engine --to 1 --swap other");
+    refused.expect(3, "1 of 2 processes are there: process ");
+    refused.expect(3, "To do without the rest, add --ranks 1 to a pause or resume of the other job first");
+    assert_eq!(machine.gpus(), before);
+    machine.vramctl("pause other --ranks 1").expect(0, "paused");
+    machine.vramctl("resume other").expect(0, "resumed");
+    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved");
+    engines.iter_mut().for_each(Engine::is_well);
+}
+
 /// The driver refuses one of two that change places. The message says where the other is, and its commands bring both back.
 #[test]
 fn a_swap_of_which_half_fails_says_what_has_moved() {

@@ -68,6 +68,8 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let swapped = args.swap.map(Target::parse);
     if let Some(other) = &swapped {
         let others = checkpoint::join(&found, other)?;
+        check_whole(others.iter().map(|other| &other.process), !matches!(other, Target::Pid(_)), None)
+            .map_err(|failure| failure.adding(" to a pause or resume of the other job first"))?;
         if others.iter().any(|other| members.iter().any(|member| member.process.pid == other.process.pid)) {
             return Err(usage("a job cannot change places with itself"));
         }
