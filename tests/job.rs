@@ -618,6 +618,46 @@ fn the_command_waits_for_another_coordinator() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// The command is stopped until the process has given it up: the message says why the process did.
+#[test]
+fn a_lease_that_ends_at_the_commit_is_the_cause() {
+    let machine = Machine::new();
+    let [mut engine] = machine.job("engine");
+    let between = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
+    let name = format!("{}.sock", engine.pid());
+    let listener = UnixListener::bind(between.path().join(&name)).unwrap();
+    let own = machine.folder.path().join("sockets").join(name);
+    let ((tell, prepared), (go_on, asked)) = (sync_channel(1), sync_channel(1));
+    let asked = Arc::new(Mutex::new(asked));
+    thread::spawn(move || {
+        for coordinator in listener.incoming() {
+            let sides = [coordinator.unwrap(), UnixStream::connect(&own).unwrap()];
+            let (tell, asked) = (tell.clone(), Arc::clone(&asked));
+            pass_on(sides, move |request, _, is_answer| {
+                if request == "prepare" && is_answer {
+                    let _ = tell.try_send(());
+                    let _ = asked.lock().unwrap().recv();
+                }
+                true
+            });
+        }
+    });
+    let mut command = machine.command(common::command_line(), &["pause", "--name", "engine"]);
+    let coordinator = command.env("VRAMCTL_DIR", between.path()).stderr(Stdio::piped()).spawn().unwrap();
+    prepared.recv_timeout(Duration::from_secs(100)).unwrap();
+    let pid = coordinator.id() as i32;
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+    // Its threads run until each has noticed.
+    assert!(unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
+    go_on.send(()).unwrap();
+    drop(go_on);
+    assert_eq!(machine.settled(&[&engine]), "active");
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+    let ran = Ran::new(&coordinator.wait_with_output().unwrap());
+    assert!(ran.code != Some(0) && ran.err.contains("undone: the client has been silent for 5000 ms"), "{}", ran.err);
+    engine.verify();
+}
+
 /// A process stops while the command waits for it: the others continue, and the message names it.
 #[test]
 fn a_rank_that_stops_in_the_middle_is_named() {

@@ -324,7 +324,6 @@ impl<'a> Attempt<'a> {
         match client.ask(Request::Commit, None, &mut |_| ()) {
             Ok(Reply::Done(report)) => Ok(report),
             Ok(other) => Err(client.unexpected(&other).into()),
-            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Aborted => Err(Stop::Others),
             Err(error) => Err(error.into()),
         }
     }
