@@ -10,7 +10,7 @@ use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::{entries, launch};
-use vramctl_model::{Backup, Error, Observer, Report, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, Observer, Report, TransitionRequest};
 
 /// Device memory that a guard uses in debug builds: pieces of 8, 4 and 2 MiB.
 const BLOCK: u64 = 14 * MIB as u64;
@@ -212,6 +212,64 @@ fn a_program_that_is_never_idle_is_resumed() {
     gpu.set_op_delay_ms(0);
     assert!(read(address, contents.len()).unwrap() == contents);
     assert_eq!((free(address), free(other)), (0, 0));
+}
+
+/// The client of a resume, which has closed the gate because of work on the guard when it finds too little memory. Then the program frees
+/// what is paused, and the client gives up.
+struct GivesUp<'a> {
+    gpu: &'a Gpu,
+    blocked: &'a Gate,
+    paused: [u64; 2],
+    attempts: u64,
+    is_short: bool,
+}
+
+impl Observer for GivesUp<'_> {
+    fn is_gone(&mut self) -> Option<bool> {
+        let attempts = self.gpu.calls("cuMemGetInfo_v2");
+        if attempts == self.attempts {
+            return Some(false);
+        }
+        self.attempts = attempts;
+        if !self.is_short {
+            self.is_short = true;
+            self.gpu.occupy(0, DEVICE_BYTES - self.gpu.used(0) as usize);
+            self.blocked.open();
+            return Some(false);
+        }
+        let free_all = || self.paused.map(free);
+        assert_eq!(thread::scope(|scope| scope.spawn(free_all).join().unwrap()), [0, 0]);
+        Some(true)
+    }
+}
+
+/// Otherwise it would wait for a resume of memory that is no more.
+#[test]
+fn a_program_that_frees_what_is_paused_during_a_resume_that_fails_is_let_go() {
+    let gpu = Gpu::take();
+    let (guarded, _) = filled("guarded", 1, 2 * BLOCK as usize);
+    let held = malloc_tagged("held", None, 4 * MIB).unwrap();
+    pause(&["guarded"]).unwrap();
+    Memory::get().hold().unwrap().pause(&request(&["held"]), &mut ()).unwrap();
+    assert!(gate::is_held());
+    let (blocked, before) = (Gate::new(), gpu.calls("cuMemGetInfo_v2"));
+    let mut client = GivesUp { gpu: &gpu, blocked: &blocked, paused: [guarded, held], attempts: before, is_short: false };
+    gpu.slow_down("cuMemGetInfo_v2", 500);
+    let failed = thread::scope(|scope| {
+        scope.spawn(|| {
+            // Once the resume has found the device idle.
+            common::eventually("it looks for room", || gpu.calls("cuMemGetInfo_v2") > before);
+            let stream = Stream::create();
+            stream.wait_for(&blocked);
+            gpu.slow_down("cuMemGetInfo_v2", 0);
+            assert_eq!(stream.synchronize(), 0);
+        });
+        let wanted = TransitionRequest { timeout: Some(Duration::from_secs(100)), ..request(&["guarded"]) };
+        Memory::get().resume(&wanted, &mut client).unwrap_err()
+    });
+    assert_eq!(failed.kind(), Kind::DeviceMemory, "{failed}");
+    assert!(!gate::is_held());
+    gpu.occupy(0, 0);
 }
 
 #[test]

@@ -39,11 +39,9 @@ impl Memory {
                 Ok(report)
             })
         });
-        let resumed = tallied(Verb::Resume, resumed);
-        if resumed.is_ok() {
-            self.let_go();
-        }
-        resumed
+        // After a failure as well: it may have closed the gate, and the program may have freed what was paused meanwhile.
+        self.let_go();
+        tallied(Verb::Resume, resumed)
     }
 
     fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
