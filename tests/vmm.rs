@@ -357,6 +357,23 @@ fn a_pause_waits_for_the_work_of_devices_with_access() {
     assert_eq!((read(place.0, PAGE), unmap(place.0, PAGE), release(handle)), (Ok(vec![9; PAGE]), 0, 0));
 }
 
+/// Any context of the device will do for copies.
+#[test]
+fn memory_is_managed_on_a_device_without_a_primary_context() {
+    let _gpu = Gpu::take();
+    common::reset_unseen(1);
+    let other = common::OwnContext::create(1);
+    common::set_device(0);
+    let handle = create_on(1, "own", None, PAGE).unwrap();
+    assert!(is_ours(handle));
+    pause(&["own"]).unwrap();
+    resume(&["own"]).unwrap();
+    assert_eq!(release(handle), 0);
+    drop(other);
+    common::use_again(1);
+    common::use_again(0);
+}
+
 type Call<'a> = &'a dyn Fn(*mut u64) -> u32;
 
 /// The driver's counterparts of `cudaMalloc` and related functions.

@@ -3,8 +3,10 @@
 
 use crate::alloc::{leave, managed, placement};
 use crate::{driver_originals, unmanaged};
+use std::collections::BTreeSet;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
+use vramctl_core::contexts;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left};
@@ -46,11 +48,12 @@ pub unsafe fn create(
     }
 }
 
-/// A context of a device, for copies: the thread's current one, or the primary one. Creating memory needs no context, so there may be none
-/// yet.
+/// A context of a device, for copies: the thread's current one, the primary one, or another. Creating memory needs no context, so there may
+/// be none yet.
 fn context_on(device: CUdevice) -> Option<Current> {
     let current = Current::of_thread().ok().flatten().filter(|current| current.device() == device);
-    current.or_else(|| Current::push(Current::primary_of(device).ok()??).ok())
+    let known = || contexts::of_devices(&BTreeSet::from([device])).into_iter().find_map(|context| Current::push(context).ok());
+    current.or_else(|| Current::push(Current::primary_of(device).ok()??).ok()).or_else(known)
 }
 
 pub unsafe fn release(handle: Handle) -> StatusCode {
