@@ -91,11 +91,23 @@ const LEFT_OUT: &[(&str, &[&str])] = &[
     ),
     ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
     ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice"]),
+    (
+        "nor has the logical endpoint",
+        &[
+            "cuLogicalEndpointAddDevice",
+            "cuLogicalEndpointCreate",
+            "cuLogicalEndpointExport",
+            "cuLogicalEndpointGetLimits",
+            "cuLogicalEndpointI*",
+            "cuLogicalEndpointQuery",
+        ],
+    ),
 ];
 
 #[test]
 fn every_other_function_about_memory_is_left_out_for_a_reason() {
-    let about_memory = |name: &str| ["cuMem", "cuIpc", "cuMulticast", "cuPointer"].iter().any(|family| name.starts_with(family));
+    let about_memory =
+        |name: &str| ["cuMem", "cuIpc", "cuMulticast", "cuLogicalEndpoint", "cuPointer"].iter().any(|family| name.starts_with(family));
     let variants = variants();
     let names: BTreeSet<_> = variants.iter().map(|variant| variant.name).filter(|name| about_memory(name)).collect();
     let matches = |pattern: &str, name: &str| pattern.strip_suffix('*').map_or(pattern == name, |beginning| name.starts_with(beginning));

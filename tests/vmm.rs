@@ -503,6 +503,15 @@ fn multicast() -> &'static AtomicI32 {
     unsafe { &*ptr::with_exposed_provenance(*answer) }
 }
 
+/// Whether a pause is refused because of it.
+fn is_registered() -> bool {
+    match pause(&[]) {
+        Ok(_) => resume(&[]).map(|_| false).unwrap(),
+        Err(Error::Registered(_)) => true,
+        Err(error) => panic!("{error}"),
+    }
+}
+
 /// Bound memory is registered until exactly that part of the object has been unbound from it.
 #[test]
 fn memory_is_registered_while_it_is_bound_to_a_multicast_object() {
@@ -513,11 +522,6 @@ fn memory_is_registered_while_it_is_bound_to_a_multicast_object() {
     let bind_plain = || unsafe { entries::cuMulticastBindAddr_v2(OBJECT, 0, PAGE, plain, PAGE, 0) };
     let bind_handle = |at| unsafe { entries::cuMulticastBindMem(OBJECT, at, handle, 0, PAGE, 0) };
     let unbind = |at, bytes| unsafe { entries::cuMulticastUnbind(OBJECT, 0, at, bytes) };
-    let is_registered = || match pause(&[]) {
-        Ok(_) => resume(&[]).map(|_| false).unwrap(),
-        Err(Error::Registered(_)) => true,
-        Err(error) => panic!("{error}"),
-    };
     assert!(!is_registered());
     assert_eq!((bind_plain(), bind_handle(0)), (0, 0));
     assert!(is_registered());
@@ -554,6 +558,24 @@ fn memory_is_registered_while_it_is_bound_to_a_multicast_object() {
     assert_ne!(release(OBJECT), 0, "the simulated driver does not know it");
     assert_eq!((bind_plain(), unbind(PAGE, PAGE), unbind(0, PAGE)), (0, 0, 0));
     assert!(is_registered());
+    assert_eq!((common::free(plain), release(handle)), (0, 0));
+}
+
+#[test]
+fn memory_is_registered_while_it_is_bound_to_a_logical_endpoint() {
+    const ENDPOINT: u32 = 7;
+    let _gpu = Gpu::take();
+    multicast().store(0, Ordering::SeqCst);
+    let (plain, handle) = (malloc_tagged("bound", None, PAGE).unwrap(), create("bound", None, PAGE).unwrap());
+    let (page, pointer) = (PAGE as u64, ptr::without_provenance_mut(plain as usize));
+    let unbind = |at| unsafe { entries::cuLogicalEndpointUnbind(ENDPOINT, 0, at, page) };
+    assert_eq!(unsafe { entries::cuLogicalEndpointBindMem(ENDPOINT, 0, 0, handle, 0, page, 0) }, 0);
+    assert!(is_registered());
+    assert_eq!(unsafe { entries::cuLogicalEndpointBindAddr(ENDPOINT, 0, page, pointer, page, 0) }, 0);
+    assert_eq!(unbind(0), 0);
+    assert!(is_registered(), "the other one is still bound");
+    assert_eq!(unbind(page), 0);
+    assert!(!is_registered());
     assert_eq!((common::free(plain), release(handle)), (0, 0));
 }
 

@@ -2,7 +2,7 @@
 
 use crate::driver_originals;
 use crate::unmanaged;
-use crate::vmm::noting_multicast;
+use crate::vmm::{noting_multicast, part_of_endpoint};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Binding, Memory, RegisteredUntil, left};
@@ -41,7 +41,7 @@ pub unsafe fn bind_multicast_address(
 ) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
-    let until = RegisteredUntil::Unbound(Binding { multicast, offset, bytes, device: None });
+    let until = RegisteredUntil::Unbound(Binding { object: multicast, offset, bytes, device: None });
     let call = "cuMulticastBindAddr";
     noting_multicast(multicast, call, || register(Span { address: pointer, bytes }, call, until, real))
 }
@@ -56,9 +56,23 @@ pub unsafe fn bind_multicast_address_v2(
 ) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
-    let until = RegisteredUntil::Unbound(Binding { multicast, offset, bytes, device: Some(device) });
+    let until = RegisteredUntil::Unbound(Binding { object: multicast, offset, bytes, device: Some(device) });
     let call = "cuMulticastBindAddr";
     noting_multicast(multicast, call, || register(Span { address: pointer, bytes }, call, until, real))
+}
+
+pub unsafe fn bind_endpoint_address(
+    endpoint: c_uint,
+    device: CUdevice,
+    offset: c_ulonglong,
+    pointer: *mut c_void,
+    bytes: c_ulonglong,
+    flags: c_ulonglong,
+) -> StatusCode {
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuLogicalEndpointBindAddr(endpoint, device, offset, pointer, bytes, flags) };
+    let until = RegisteredUntil::Unbound(part_of_endpoint(endpoint, device, offset, bytes));
+    register(Span { address: pointer as CUdeviceptr, bytes: bytes as usize }, "cuLogicalEndpointBindAddr", until, real)
 }
 
 fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
@@ -67,7 +81,7 @@ fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl F
             Some(memory) => memory.register(span, call, until, real),
             None => real(),
         };
-        // What is bound to a multicast object is an obstacle for that.
+        // What is bound to a multicast object is an obstacle for that; what is bound to a logical endpoint is registered if managed.
         if answer == code::SUCCESS && matches!(until, RegisteredUntil::ItsEnd) {
             note_unmanaged(span, call);
         }

@@ -192,6 +192,10 @@ macro_rules! driver_functions {
         Maps cuMulticastBindMem_v2 "cuMulticastBindMem" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast_v2;
         Maps cuMulticastBindAddr "cuMulticastBindAddr" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address;
         Maps cuMulticastBindAddr_v2 "cuMulticastBindAddr" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address_v2;
+        Maps cuLogicalEndpointBindMem "cuLogicalEndpointBindMem" 13030 Plain (endpoint: c_uint, device: CUdevice, endpoint_offset: c_ulonglong, handle: CUmemGenericAllocationHandle, offset: c_ulonglong, bytes: c_ulonglong, flags: c_ulonglong) => vmm::bind_endpoint;
+        Maps cuLogicalEndpointBindAddr "cuLogicalEndpointBindAddr" 13030 Plain (endpoint: c_uint, device: CUdevice, offset: c_ulonglong, pointer: *mut c_void, bytes: c_ulonglong, flags: c_ulonglong) => register::bind_endpoint_address;
+        Maps cuLogicalEndpointUnbind "cuLogicalEndpointUnbind" 13030 Plain (endpoint: c_uint, device: CUdevice, offset: c_ulonglong, bytes: c_ulonglong) => vmm::unbind_endpoint;
+        Maps cuLogicalEndpointDestroy "cuLogicalEndpointDestroy" 13030 Plain (endpoint: c_uint) => vmm::destroy_endpoint;
         Maps cuMulticastUnbind "cuMulticastUnbind" 12010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, bytes: usize) => vmm::unbind_multicast;
 
         Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;

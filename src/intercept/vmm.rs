@@ -61,7 +61,7 @@ pub unsafe fn release(handle: Handle) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMemRelease(handle) };
     existing(|memory| {
-        memory.releasing_multicast(handle);
+        memory.releasing_object(handle);
         memory.release_handle(handle)
     })
     .unwrap_or_else(|| left::release(handle, real))
@@ -225,7 +225,7 @@ pub unsafe fn bind_multicast(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
     };
-    let until = RegisteredUntil::Unbound(Binding { multicast, offset: multicast_offset, bytes, device: None });
+    let until = RegisteredUntil::Unbound(Binding { object: multicast, offset: multicast_offset, bytes, device: None });
     let call = "cuMulticastBindMem";
     noting_multicast(multicast, call, || existing(|memory| memory.share_handle(handle, call, until, real)).unwrap_or_else(|| real(handle)))
 }
@@ -243,7 +243,7 @@ pub unsafe fn bind_multicast_v2(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
     };
-    let until = RegisteredUntil::Unbound(Binding { multicast, offset: multicast_offset, bytes, device: Some(device) });
+    let until = RegisteredUntil::Unbound(Binding { object: multicast, offset: multicast_offset, bytes, device: Some(device) });
     let call = "cuMulticastBindMem";
     noting_multicast(multicast, call, || existing(|memory| memory.share_handle(handle, call, until, real)).unwrap_or_else(|| real(handle)))
 }
@@ -252,9 +252,48 @@ pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usiz
     // SAFETY: as in `create`.
     let real = || unsafe { driver_originals::cuMulticastUnbind(multicast, device, offset, bytes) };
     match Memory::existing() {
-        Some(memory) => memory.unbinding(Binding { multicast, offset, bytes, device: Some(device) }, real),
+        Some(memory) => memory.unbinding(Binding { object: multicast, offset, bytes, device: Some(device) }, real),
         None => real(),
     }
+}
+
+pub unsafe fn bind_endpoint(
+    endpoint: c_uint,
+    device: CUdevice,
+    endpoint_offset: c_ulonglong,
+    handle: Handle,
+    offset: c_ulonglong,
+    bytes: c_ulonglong,
+    flags: c_ulonglong,
+) -> StatusCode {
+    let real = |handle| {
+        // SAFETY: as in `export`.
+        unsafe { driver_originals::cuLogicalEndpointBindMem(endpoint, device, endpoint_offset, handle, offset, bytes, flags) }
+    };
+    let until = RegisteredUntil::Unbound(part_of_endpoint(endpoint, device, endpoint_offset, bytes));
+    existing(|memory| memory.share_handle(handle, "cuLogicalEndpointBindMem", until, real)).unwrap_or_else(|| real(handle))
+}
+
+/// The part of a logical endpoint to which memory is bound. Its id has 32 bits, so it is no multicast object's handle.
+pub fn part_of_endpoint(endpoint: c_uint, device: CUdevice, offset: c_ulonglong, bytes: c_ulonglong) -> Binding {
+    Binding { object: endpoint.into(), offset: offset as usize, bytes: bytes as usize, device: Some(device) }
+}
+
+pub unsafe fn unbind_endpoint(endpoint: c_uint, device: CUdevice, offset: c_ulonglong, bytes: c_ulonglong) -> StatusCode {
+    // SAFETY: as in `create`.
+    let real = || unsafe { driver_originals::cuLogicalEndpointUnbind(endpoint, device, offset, bytes) };
+    match Memory::existing() {
+        Some(memory) => memory.unbinding(part_of_endpoint(endpoint, device, offset, bytes), real),
+        None => real(),
+    }
+}
+
+pub unsafe fn destroy_endpoint(endpoint: c_uint) -> StatusCode {
+    if let Some(memory) = Memory::existing() {
+        memory.releasing_object(endpoint.into());
+    }
+    // SAFETY: as in `create`.
+    unsafe { driver_originals::cuLogicalEndpointDestroy(endpoint) }
 }
 
 pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {

@@ -21,15 +21,15 @@ use vramctl_model::{Span, StatusCode, code};
 pub enum RegisteredUntil {
     /// The end of its physical pages.
     ItsEnd,
-    /// It is unbound from a multicast object.
+    /// It is unbound from a multicast object or a logical endpoint.
     Unbound(Binding),
 }
 
-/// A part of a multicast object to which memory was bound. To unbind it, the program must name the same part.
+/// A part of a multicast object, or of a logical endpoint, to which memory was bound. To unbind it, the program must name the same part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Binding {
-    /// The object's handle.
-    pub multicast: u64,
+    /// The object's handle, or the endpoint's id.
+    pub object: u64,
     /// Where it begins in the object.
     pub offset: usize,
     /// Its length.
@@ -149,7 +149,7 @@ impl Memory {
         }
     }
 
-    /// Runs `cuMulticastUnbind`. The memory counts as registered until after the call.
+    /// Runs a call that unbinds memory. The memory counts as registered until after the call.
     pub fn unbinding(&self, binding: Binding, real: impl FnOnce() -> StatusCode) -> StatusCode {
         // Remove it before the call: another thread may bind memory there as soon as it is free.
         let taken = self.bindings().remove(&binding);
@@ -162,11 +162,11 @@ impl Memory {
         answer
     }
 
-    /// Called before a handle of the driver's is released. If it belongs to a multicast object, nobody can unbind anything by that handle
-    /// any more, and another object may get the same handle.
-    pub fn releasing_multicast(&self, multicast: u64) {
+    /// Called before a handle of the driver's is released, or a logical endpoint destroyed. If memory is bound to that object, nobody can
+    /// unbind it any more, and another object may get the same handle.
+    pub fn releasing_object(&self, object: u64) {
         self.bindings().retain(|binding, mark| {
-            let is_other = binding.multicast != multicast;
+            let is_other = binding.object != object;
             if !is_other {
                 // From now on, the memory counts as registered until its pages are released.
                 mem::forget(Arc::clone(mark));
