@@ -651,6 +651,18 @@ fn memory_outlives_the_green_context_in_which_it_was_made() {
     assert_eq!((common::free(plain), common::free(streamed)), (0, 0));
 }
 
+/// The driver would crash in one that is destroyed between the check that it exists and its use.
+#[test]
+fn a_pause_enters_no_context_while_one_is_destroyed() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("own", None, PAGE).unwrap();
+    let soon = TransitionRequest { timeout: Some(Duration::from_millis(100)), ..common::request(&["own"]) };
+    let pause = || Memory::get().pause(&soon, &mut ()).map_err(|error| error.kind());
+    assert_eq!(vramctl_core::contexts::ending(pause).map(|_| ()), Err(Kind::Busy));
+    common::pause(&["own"]).unwrap();
+    assert_eq!(common::free(address), 0);
+}
+
 /// The last context of the device ends while memory is paused: a later context must be able to bring it back.
 #[test]
 fn paused_memory_survives_the_last_context() {

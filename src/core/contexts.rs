@@ -9,12 +9,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{self as driver, CUdevice, Context, ContextHandle, Current};
 use vramctl_host::{PerProcess, Unpoison};
+use vramctl_model::Failure;
 
 type Contexts = BTreeMap<Context, CUdevice>;
 
 /// Contexts seen and not known to be destroyed, with their devices.
 static SEEN: PerProcess<RwLock<Contexts>> = PerProcess::new(RwLock::default);
-/// Held for reading while a context that somebody may destroy is current on a thread of the library's.
+/// Held for reading while a context that somebody may destroy is current, or is being made current, on a thread of the library's.
 static ALIVE: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 fn read() -> RwLockReadGuard<'static, Contexts> {
@@ -88,6 +89,13 @@ pub fn enter_any(device: CUdevice) -> Option<Entered> {
         enter(&known())
     })?;
     Some(Entered { _current: current, _alive: alive })
+}
+
+/// Makes a context current on this thread, while no call that the library sees destroys it: the driver crashes if one is destroyed between
+/// the check that it exists and its use. Not for threads of the program: such a call waits for work, which may wait for them.
+pub fn enter(context: Context) -> Result<Current, Failure> {
+    let _alive = ALIVE.get().read().unpoisoned();
+    Current::push(context)
 }
 
 /// Free and total bytes of a device, as the driver says. Neither this nor entering a context disturbs a stream capture, whatever the thread's

@@ -1,5 +1,6 @@
 //! Waiting for device work.
 
+use crate::contexts;
 use std::collections::BTreeSet;
 use std::mem;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -10,12 +11,14 @@ use vramctl_model::{Error, Failure};
 
 /// Waits for all work in these contexts. A destroyed context has no work left.
 pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
-    exit::while_waiting(|| {
-        contexts.into_iter().try_for_each(|context| match Current::push(context) {
-            Ok(current) => current.wait_for_work(),
-            Err(failure) if failure.is_of_gone_context() => Ok(()),
-            Err(failure) => Err(failure),
-        })
+    contexts.into_iter().try_for_each(|context| wait_in(context, Current::push))
+}
+
+fn wait_in(context: Context, enter: fn(Context) -> Result<Current, Failure>) -> Result<(), Failure> {
+    exit::while_waiting(|| match enter(context) {
+        Ok(current) => current.wait_for_work(),
+        Err(failure) if failure.is_of_gone_context() => Ok(()),
+        Err(failure) => Err(failure),
     })
 }
 
@@ -133,7 +136,7 @@ impl Waiter {
             let answer = contexts
                 .into_iter()
                 .take_while(|context| self.goes_on_to(*context))
-                .try_for_each(|context| wait(BTreeSet::from([context])));
+                .try_for_each(|context| wait_in(context, contexts::enter));
             state = self.lock();
             state.at = None;
             state.turn = if matches!(state.turn, Turn::Unwanted) { Turn::Free } else { Turn::Answered(answer) };
