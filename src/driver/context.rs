@@ -173,11 +173,10 @@ impl Current {
     pub fn push_of_stream(stream: StreamHandle) -> Result<Self, Failure> {
         let (driver, mut context, mut green) = (Driver::get()?, ptr::null_mut(), ptr::null_mut());
         // SAFETY: a handle that the program passed to CUDA as a stream; the others are writable.
-        match unsafe { driver.cuStreamGetCtx_v2(stream.0, &raw mut context, &raw mut green) } {
-            // Before CUDA 12.5.
+        if unsafe { driver.cuStreamGetCtx_v2(stream.0, &raw mut context, &raw mut green) }.is_err() {
+            // Drivers before CUDA 12.5 have only this one.
             // SAFETY: as above.
-            Err(Failure { code: code::NOT_FOUND, .. }) => unsafe { driver.cuStreamGetCtx(stream.0, &raw mut context)? },
-            answer => answer?,
+            unsafe { driver.cuStreamGetCtx(stream.0, &raw mut context)? };
         }
         Self::push(ContextHandle(context).context()?)
     }
