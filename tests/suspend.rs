@@ -1057,7 +1057,7 @@ fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
     dies.child.wait().unwrap();
     drop(lock);
     let refused = Said::of(&waits.wait_with_output().unwrap());
-    refused.expect(1, &format!(". Resumed meanwhile: pair (pid {pid}). All other tags are paused; the CUDA context"));
+    refused.expect(3, &format!(". Resumed meanwhile: pair (pid {pid}). All other tags are paused; the CUDA context"));
     runs.is_well();
 }
 
