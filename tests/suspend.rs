@@ -308,6 +308,59 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
     });
 }
 
+/// A smaller job would fit before the first has room.
+#[test]
+fn suspended_jobs_queue_for_memory() {
+    let machine = Machine::new();
+    let mut first = machine.start("first");
+    let mut second = machine.start_with("second", |command| _ = command.args(["--weights-mib", "4", "--kv-mib", "4"]));
+    machine.vramctl("suspend --all").expect(0, "suspended second");
+    let hog = machine.hog(160);
+    let resume = |name: &str| {
+        let mut command = machine.command(common::command_line(), &["resume", "--name", name, "--timeout", "60"]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let waits = resume("first");
+    common::eventually("it waits for memory", || {
+        let files = fs::read_dir(machine.folder.path().join("sockets")).unwrap();
+        let mut tickets = files.map(|file| file.unwrap().path()).filter(|path| path.extension().is_some_and(|end| end == "ticket"));
+        tickets.any(|ticket| fs::read_to_string(ticket).is_ok_and(|text| text.contains("\"waits\":true")))
+    });
+    machine.vramctl("resume --name second").expect(5, "goes to first");
+    let behind = resume("second");
+    thread::sleep(Duration::from_millis(500));
+    assert_eq!(machine.gpus()[0].1, 1, "the hog");
+    drop(hog);
+    Said::of(&waits.wait_with_output().unwrap()).expect(0, "resumed default of first");
+    let said = Said::of(&behind.wait_with_output().unwrap());
+    said.expect(0, "number 2 in the queue for GPU memory, behind first");
+    first.is_well();
+    second.is_well();
+}
+
+/// Its turn ends only when its memory is resumed, too.
+#[test]
+fn a_suspended_job_is_not_overtaken_between_its_context_and_its_memory() {
+    let machine = Machine::new();
+    let (mut first, mut second) = (machine.start("first"), machine.start("second"));
+    machine.vramctl("suspend --all").expect(0, "suspended second");
+    let _hog = machine.hog(70);
+    let mut second_resume = None;
+    let said = machine.vramctl_meanwhile("cuCheckpointProcessUnlock:1:stop-after", "resume --name first --timeout 60", || {
+        let mut command = machine.command(common::command_line(), &["resume", "--name", "second", "--timeout", "3"]);
+        second_resume = Some(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+        thread::sleep(Duration::from_millis(500));
+    });
+    said.unwrap().expect(0, "resumed default of first");
+    let said = Said::of(&second_resume.unwrap().wait_with_output().unwrap());
+    said.expect(4, "needed");
+    assert!(said.text.contains("number 2 in the queue"), "{}", said.text);
+    first.is_well();
+    drop(first);
+    machine.vramctl("resume --name second").expect(0, "resumed default of second");
+    second.is_well();
+}
+
 /// What is suspended and has no memory on the GPU is not brought back, and memory on other GPUs needs no room.
 #[test]
 fn a_resume_on_one_gpu_leaves_the_others_alone() {

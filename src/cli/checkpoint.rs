@@ -22,6 +22,7 @@ use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::Directory;
 use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
+use vramctl_control::queue::InQueue;
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
 use vramctl_model::{
@@ -360,11 +361,18 @@ fn keep_others_out(members: &mut [Member], within: Duration) -> Result<(), Comma
 
 /// Brings processes back to running, from whatever state each is in.
 pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
-    restore_with_room(members, map, false, timeout)
+    restore_with_room(members, map, false, timeout, None)
 }
 
 /// `with_tags`: starts only if there is room for the paused memory, too, so that the job either comes back completely or stays as it is.
-pub fn restore_with_room(members: &mut [Member], map: &GpuMap, with_tags: bool, timeout: Duration) -> Result<(), CommandError> {
+/// `place`: the command's, in the queue for memory.
+pub fn restore_with_room(
+    members: &mut [Member],
+    map: &GpuMap,
+    with_tags: bool,
+    timeout: Duration,
+    mut place: Option<&mut InQueue>,
+) -> Result<(), CommandError> {
     const LOOK_AGAIN: Duration = Duration::from_millis(50);
     /// The minimum time to wait for a command that is about to finish.
     const OTHERS_WITHIN: Duration = Duration::from_secs(10);
@@ -379,6 +387,9 @@ pub fn restore_with_room(members: &mut [Member], map: &GpuMap, with_tags: bool, 
             Ok(room) => break (loosened, room),
             Err(short) if loosened.is_ok() && begun.elapsed() < timeout && short.exit() == Exit::NoMemory => (),
             Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
+        }
+        if let Some(place) = &mut place {
+            place.waits_for_memory();
         }
         if !is_alone {
             for member in members.iter_mut() {

@@ -16,6 +16,7 @@ use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::job::{Follower, Job, JobReport};
 use vramctl_control::protocol::ProcessStatus;
+use vramctl_control::queue::{Claim, InQueue};
 use vramctl_driver::{self as driver, uuid_of_index};
 use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
 
@@ -343,6 +344,18 @@ impl Found {
             Some(directory) => job.carry_out(directory, follower),
             None => JobReport { results: Vec::new(), committed: false, attempts: 0, ms: 0.0 },
         }
+    }
+
+    /// Waits for a turn in the queue, if there is one. `told` is called with the tickets ahead.
+    pub fn queue(
+        &self,
+        ticket: Claim,
+        begun: Instant,
+        timeout: Option<Duration>,
+        told: &mut dyn FnMut(&[Claim]),
+    ) -> Result<Option<InQueue>, CommandError> {
+        let Some(directory) = &self.directory else { return Ok(None) };
+        ticket.queue(directory, begun, timeout, told).map_err(CommandError::Refused)
     }
 
     /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.

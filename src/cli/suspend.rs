@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
+use vramctl_control::queue::InQueue;
 use vramctl_driver::checkpoint::GpuMap;
 use vramctl_model::{Bytes, Kind, Registered, TagState};
 
@@ -176,12 +177,13 @@ pub fn free_stuck(found: &Found, target: &Target, timeout: Duration) -> Result<b
 }
 
 /// Before a resume: brings the suspended ones among these processes back to the GPU. Returns what was done, by process. `wanted`: what is to be
-/// resumed then.
+/// resumed then. `place`: this command's, in the queue for memory.
 pub fn bring_back(
     found: &Found,
     target: &Target,
     wanted: &Transition,
     timeout: Duration,
+    place: Option<&mut InQueue>,
     quiet: bool,
 ) -> Result<BTreeMap<u32, Done>, CommandError> {
     if found.choose(target)?.iter().all(|process| process.suspended().is_none()) {
@@ -198,7 +200,7 @@ pub fn bring_back(
         }
     }
     let all_tags = wanted.tags.is_empty();
-    checkpoint::restore_with_room(&mut members, &GpuMap::new(), all_tags, timeout).map_err(|failure| {
+    checkpoint::restore_with_room(&mut members, &GpuMap::new(), all_tags, timeout, place).map_err(|failure| {
         let lost = members.iter().filter(|member| member.is_lost).count();
         failure.adding(match members.len() - lost {
             0 => "",

@@ -155,27 +155,11 @@ impl Job {
         limit.max(FIRST_DRAIN.min(hold))
     }
 
-    /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. `None` if it
-    /// needs none.
+    /// Waits for its turn in the queue, if it needs one.
     fn queue(&self, directory: &Directory, begun: Instant, follower: &dyn Follower) -> Result<Option<InQueue>, Box<Refusal>> {
-        let Some(ticket) = self.ticket.as_ref().filter(|ticket| self.verb == Verb::Resume && !ticket.gpus.is_empty()) else {
-            return Ok(None);
-        };
-        let patience = self.wanted.timeout_ms.map(Duration::from_millis);
-        // Continue without the queue if the directory is not writable.
-        let Ok(place) = InQueue::take(directory, ticket.clone()) else { return Ok(None) };
-        let deadline = begun + patience.unwrap_or(TURN_WITHIN);
-        place.wait(deadline, patience.is_some(), &mut |before| follower.queued(before)).map_err(|before| {
-            let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
-            let why = format!(
-                "memory of {} goes to {} first; this is number {} in the queue. Wait with --timeout, or try again",
-                ticket.gpus.join(", "),
-                first.join(", "),
-                before.len() + 1
-            );
-            Box::new(Refusal { message: why, ..Refusal::from(&Error::Busy(begun.elapsed())) })
-        })?;
-        Ok(Some(place))
+        let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume) else { return Ok(None) };
+        let timeout = self.wanted.timeout_ms.map(Duration::from_millis);
+        ticket.queue(directory, begun, timeout, &mut |before| follower.queued(before))
     }
 
     /// Whether a retry may succeed, and there is time left for it.

@@ -5,6 +5,7 @@
 //! waits for a dead process.
 
 use crate::discovery::Directory;
+use crate::protocol::Refusal;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
@@ -13,6 +14,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_model::Error;
 
 /// How often to check whether it is this job's turn.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -30,6 +32,41 @@ pub struct Claim {
     /// Whether it waits for memory that others hold, which may take long.
     #[serde(default)]
     pub waits: bool,
+    /// It queues only among the jobs of this command, whose own place in the queue is for all of them.
+    #[serde(default)]
+    pub within: Option<u64>,
+}
+
+/// How long to wait for a turn without a timeout.
+const TURN_WITHIN: Duration = Duration::from_secs(10);
+
+impl Claim {
+    /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. `None` if it
+    /// needs none. `told` is called with the tickets ahead.
+    pub fn queue(
+        self,
+        directory: &Directory,
+        begun: Instant,
+        timeout: Option<Duration>,
+        told: &mut dyn FnMut(&[Self]),
+    ) -> Result<Option<InQueue>, Box<Refusal>> {
+        if self.gpus.is_empty() {
+            return Ok(None);
+        }
+        // Continue without the queue if the directory is not writable.
+        let Ok(place) = InQueue::take(directory, self) else { return Ok(None) };
+        place.wait(begun + timeout.unwrap_or(TURN_WITHIN), timeout.is_some(), told).map_err(|before| {
+            let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
+            let why = format!(
+                "memory of {} goes to {} first; this is number {} in the queue. Wait with --timeout, or try again",
+                place.ticket.gpus.join(", "),
+                first.join(", "),
+                before.len() + 1
+            );
+            Box::new(Refusal { message: why, ..Refusal::from(&Error::Busy(begun.elapsed())) })
+        })?;
+        Ok(Some(place))
+    }
 }
 
 /// A place in the queue. Given up when dropped.
@@ -62,7 +99,7 @@ impl InQueue {
         let folder = self.directory.within_process();
         let _turn = turn(&folder)?;
         let others = numbers(&folder)?.into_iter().take_while(|number| *number < self.number);
-        let others = others.filter_map(|number| read(&path(&folder, number)));
+        let others = others.filter_map(|number| read(&path(&folder, number))).filter(|other| other.within == self.ticket.within);
         Ok(others.filter(|other| other.gpus.iter().any(|gpu| self.ticket.gpus.contains(gpu))).collect())
     }
 
@@ -155,7 +192,7 @@ mod tests {
     use super::*;
 
     fn ticket(command: u64, who: &str, gpus: &[&str]) -> Claim {
-        Claim { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false }
+        Claim { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None }
     }
 
     #[test]
@@ -203,6 +240,26 @@ mod tests {
         let fourth = InQueue::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
         drop((second, other));
         assert!(fourth.wait(now, true, &mut |_| ()).is_err());
+    }
+
+    /// Others that came later are behind all of its jobs.
+    #[test]
+    fn the_jobs_of_a_command_with_a_place_for_all_of_them_queue_only_among_themselves() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let now = Instant::now();
+        let place = InQueue::take(&directory, ticket(1, "all", &["a", "b"])).unwrap();
+        let other = InQueue::take(&directory, ticket(2, "other", &["a"])).unwrap();
+        let within = |who| Claim { within: Some(1), ..ticket(3, who, &["a"]) };
+        let first = InQueue::take(&directory, within("first")).unwrap();
+        let mut second = within("second");
+        second.command = 4;
+        let second = InQueue::take(&directory, second).unwrap();
+        let names = |result: Result<(), Vec<Claim>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
+        assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
+        assert_eq!(names(second.wait(now, false, &mut |_| ())), Err(vec!["first".into()]));
+        assert_eq!(names(other.wait(now, false, &mut |_| ())), Err(vec!["all".into()]));
+        drop(place);
     }
 
     /// The system lets go of its lock.

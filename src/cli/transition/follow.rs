@@ -47,6 +47,12 @@ impl Connections {
     }
 }
 
+/// Tells the user who is ahead in the queue.
+pub fn tell_queue(before: &[Claim]) {
+    let first: Vec<_> = before.iter().map(|ticket| ticket.who.as_str()).collect();
+    output::complain("note", &format!("number {} in the queue for GPU memory, behind {}", before.len() + 1, first.join(", ")));
+}
+
 /// Shows the progress of a job, and disconnects from it when interrupted.
 pub struct Following<'a> {
     pub connections: &'a Connections,
@@ -68,8 +74,7 @@ impl Follower for Following<'_> {
 
     fn queued(&self, before: &[Claim]) {
         if self.tells_queue {
-            let first: Vec<_> = before.iter().map(|ticket| ticket.who.as_str()).collect();
-            output::complain("note", &format!("number {} in the queue for GPU memory, behind {}", before.len() + 1, first.join(", ")));
+            tell_queue(before);
         }
     }
 

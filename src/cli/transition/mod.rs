@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 use task::{Left, Task, plan};
 use vramctl_control::job::{Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
-use vramctl_control::queue::Claim;
+use vramctl_control::queue::{Claim, InQueue};
 use vramctl_driver as driver;
 use vramctl_model::{Communicator, Error, Kind, Plan, Report, Trimmed, Verb};
 
@@ -81,7 +81,7 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     checkpoint::see_all_gpus();
     let Args { target, words, timeout, json, quiet, .. } = &args.transition;
-    let patience = timeout.unwrap_or_default();
+    let (begun, patience) = (Instant::now(), timeout.unwrap_or_default());
     let look = || Found::look(&Target::from(target.clone()));
     let prepare = |found| Asking::prepare(Verb::Resume, found, &args.transition);
     let found = look()?;
@@ -95,10 +95,12 @@ pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
         if suspend::free_stuck(&found, &target, patience)? { prepare(look()?) } else { Err(failure) }
     })?;
     let Asking { found, target, request, .. } = &asking;
-    let restored = suspend::bring_back(found, target, request, patience, *json || *quiet)?;
+    // Kept until their memory is resumed, too.
+    let mut place = asking.queue(begun, *timeout)?;
+    let restored = suspend::bring_back(found, target, request, patience, place.as_mut(), *json || *quiet)?;
     if !restored.is_empty() {
-        asking = prepare(look()?)?;
-        asking.restored = restored;
+        let has_turn = place.is_some().then_some(asking.in_queue);
+        asking = Asking { restored, has_turn, ..prepare(look()?)? };
     }
     asking.groups = asking.jobs();
     asking.join_those_that_wait();
@@ -128,6 +130,8 @@ struct Asking {
     trimmed: BTreeMap<u32, Trimmed>,
     /// This command in the queue for memory: a random number.
     in_queue: u64,
+    /// Its number there, if it has a place for all of its jobs.
+    has_turn: Option<u64>,
     json: bool,
     quiet: bool,
     bars: Bars,
@@ -171,6 +175,7 @@ impl Asking {
             restored,
             trimmed: BTreeMap::new(),
             in_queue: RandomState::new().build_hasher().finish(),
+            has_turn: None,
             json: args.json,
             quiet: args.quiet,
             bars,
@@ -405,12 +410,8 @@ impl Asking {
         let own = self.pids(places).into_iter().map(|pid| rank(pid, false));
         let ranks = own.chain(along.iter().map(|along| rank(along.process.pid, true))).collect();
         let processes = || places.iter().map(|place| &self.tasks[*place].process);
-        // A process that has all of its memory need not queue.
-        let lacks = |task: &&Task| !task.due.is_empty() || task.process.is_held();
-        let lacking = places.iter().map(|place| &self.tasks[*place]).filter(lacks).map(|task| &task.process);
-        let gpus: BTreeSet<_> = lacking.flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
         let who = processes().next().map(Process::job_or_itself).unwrap_or_default();
-        let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), command: self.in_queue, waits: false });
+        let ticket = Some(self.ticket(who, places.iter().map(|place| &self.tasks[*place])));
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = processes().map(Process::job).collect();
         let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
@@ -418,6 +419,33 @@ impl Asking {
         let done = self.found.carry_out(&job, &Following { connections: &self.connections, bars, tells_queue: !self.json && !self.quiet });
         self.connections.stay_if_interrupted();
         done
+    }
+
+    /// A ticket for the memory that these processes lack.
+    fn ticket<'a>(&self, who: String, tasks: impl Iterator<Item = &'a Task>) -> Claim {
+        // A process that has all of its memory need not queue.
+        let lacking = tasks.filter(|task| !task.due.is_empty() || task.process.is_held()).map(|task| &task.process);
+        let gpus_of = |process: &'a Process| {
+            let contexts = process.suspended().unwrap_or_default().iter().filter(|gpu| gpu.bytes > 0).map(|gpu| &*gpu.uuid);
+            process.gpus().filter(|gpu| self.wants(gpu)).chain(contexts).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
+        Claim { who, gpus: gpus.into_iter().collect(), command: self.in_queue, waits: false, within: self.has_turn }
+    }
+
+    /// If some are suspended: waits for a turn in the queue, for all jobs of this command.
+    fn queue(&self, begun: Instant, timeout: Option<Duration>) -> Result<Option<InQueue>, CommandError> {
+        let jobs: BTreeSet<_> =
+            self.tasks.iter().filter(|task| task.process.suspended().is_some()).map(|task| task.process.job_or_itself()).collect();
+        if jobs.is_empty() {
+            return Ok(None);
+        }
+        let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.tasks.iter());
+        self.found.queue(ticket, begun, timeout, &mut |before| {
+            if !self.json && !self.quiet {
+                follow::tell_queue(before);
+            }
+        })
     }
 
     /// Whether memory on this GPU is selected.
