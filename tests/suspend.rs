@@ -361,6 +361,31 @@ fn a_suspended_job_is_not_overtaken_between_its_context_and_its_memory() {
     second.is_well();
 }
 
+/// It is for all that a resume waits for: other commands, room for the context, and memory.
+#[test]
+fn a_timeout_is_for_the_whole_resume() {
+    let machine = Machine::new();
+    let engine = machine.start("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended");
+    let lock = fs::File::create(machine.folder.path().join("sockets/restore.lock")).unwrap();
+    lock.lock().unwrap();
+    let begun = Instant::now();
+    machine.vramctl("resume --timeout 0.5").expect(1, "has been restoring a job");
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+
+    // Room for its context, but not for its memory.
+    let _hog = machine.hog(180);
+    let begun = Instant::now();
+    let mut command = machine.command(common::command_line(), &["resume", "default", "--timeout", "8"]);
+    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_secs(6));
+    drop(lock);
+    let said = Said::of(&waits.wait_with_output().unwrap());
+    said.expect(4, "restored engine");
+    assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
+    drop(engine);
+}
+
 /// What is suspended and has no memory on the GPU is not brought back, and memory on other GPUs needs no room.
 #[test]
 fn a_resume_on_one_gpu_leaves_the_others_alone() {

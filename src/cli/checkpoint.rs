@@ -327,7 +327,7 @@ pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError>
     let taken = stand_aside(members)
         .and_then(|()| first(all(members, "lock", |member| member.lock(limit))))
         .and_then(|()| first(all(members, "checkpoint", Member::checkpoint)));
-    taken.map_err(|failure| match restore(members, &GpuMap::new(), Duration::ZERO) {
+    taken.map_err(|failure| match restore(members, &GpuMap::new(), None) {
         Ok(()) => failure,
         Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
     })
@@ -360,32 +360,37 @@ fn keep_others_out(members: &mut [Member], within: Duration) -> Result<(), Comma
 }
 
 /// Brings processes back to running, from whatever state each is in.
-pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
-    restore_with_room(members, map, false, timeout, None)
+pub fn restore(members: &mut [Member], map: &GpuMap, until: Option<Instant>) -> Result<(), CommandError> {
+    restore_with_room(members, map, false, until, None)
 }
 
 /// `with_tags`: starts only if there is room for the paused memory, too, so that the job either comes back completely or stays as it is.
-/// `place`: the command's, in the queue for memory.
+/// `until`: how long to wait for room, and for other commands. `place`: the command's, in the queue for memory.
 pub fn restore_with_room(
     members: &mut [Member],
     map: &GpuMap,
     with_tags: bool,
-    timeout: Duration,
+    until: Option<Instant>,
     mut place: Option<&mut InQueue>,
 ) -> Result<(), CommandError> {
     const LOOK_AGAIN: Duration = Duration::from_millis(50);
-    /// The minimum time to wait for a command that is about to finish.
+    /// How long to wait, without a limit, for a command that is about to finish.
     const OTHERS_WITHIN: Duration = Duration::from_secs(10);
+    /// And for another command's restore.
+    const TURN_WITHIN: Duration = Duration::from_secs(60);
+    /// Others that wait for room look for it in turns.
+    const A_MOMENT: Duration = Duration::from_secs(1);
+    let left = |otherwise| until.map_or(otherwise, |until| until.saturating_duration_since(Instant::now()).max(A_MOMENT));
     let begun = Instant::now();
     let (loosened, _room) = loop {
         let is_alone = members.iter().all(|member| member.alone.is_some());
-        keep_others_out(members, timeout.max(OTHERS_WITHIN))?;
+        keep_others_out(members, left(OTHERS_WITHIN))?;
         // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
         let loosened = first(at_once(members, Member::loosen));
         known(members)?;
-        match room(&needs(members, map, with_tags), timeout) {
+        match room(&needs(members, map, with_tags), left(TURN_WITHIN)) {
             Ok(room) => break (loosened, room),
-            Err(short) if loosened.is_ok() && begun.elapsed() < timeout && short.exit() == Exit::NoMemory => (),
+            Err(short) if loosened.is_ok() && until.is_some_and(|until| Instant::now() < until) && short.exit() == Exit::NoMemory => (),
             Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
         }
         if let Some(place) = &mut place {
@@ -441,10 +446,7 @@ fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, 
 }
 
 /// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
-fn room(needs: &BTreeMap<String, u64>, timeout: Duration) -> Result<Option<FileLock>, CommandError> {
-    /// The minimum time to wait for another command's restore.
-    const TURN_WITHIN: Duration = Duration::from_secs(60);
-    let within = timeout.max(TURN_WITHIN);
+fn room(needs: &BTreeMap<String, u64>, within: Duration) -> Result<Option<FileLock>, CommandError> {
     let turn = FileLock::take("restore.lock", within).map_err(|others| {
         let text =
             format!("{} has been restoring a job for {} s; see who has {} open", others.who(), within.as_secs(), others.place.display());

@@ -87,9 +87,9 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
 
     checkpoint::pause(&found, &mut members, &request, &crate::nccl::ChosenCommunicators::default(), None)?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
-        checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
+        checkpoint::restore(&mut members, &map, None).map_err(|failure| {
             // Restore processes that the driver has refused to restore there to their old GPUs.
-            let home = checkpoint::restore(&mut members, &GpuMap::new(), Duration::ZERO);
+            let home = checkpoint::restore(&mut members, &GpuMap::new(), None);
             home.err().map_or(failure.clone(), |second| failure.adding(&format!("; and back: {second}")))
         })
     });

@@ -12,7 +12,7 @@ use crate::target::{BackupArgs, TargetArgs, WaitingArgs, count, milliseconds, re
 use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_control::protocol::Transition;
 use vramctl_control::queue::InQueue;
 use vramctl_driver::checkpoint::GpuMap;
@@ -159,12 +159,12 @@ fn resumed_meanwhile(found: &Found, members: &[checkpoint::Member]) -> Vec<Strin
 
 /// Restores those of these processes that do not answer because the driver has locked or checkpointed them without their libraries' knowledge.
 /// Returns whether there were any.
-pub fn free_stuck(found: &Found, target: &Target, timeout: Duration) -> Result<bool, CommandError> {
+pub fn free_stuck(found: &Found, target: &Target, until: Option<Instant>) -> Result<bool, CommandError> {
     let mut stuck = found.choose(target).map_or_else(|_| Vec::new(), |chosen| checkpoint::stuck(found, &chosen));
     if stuck.is_empty() {
         return Ok(false);
     }
-    checkpoint::restore(&mut stuck, &GpuMap::new(), timeout).map_err(|failure| {
+    checkpoint::restore(&mut stuck, &GpuMap::new(), until).map_err(|failure| {
         let is_short = failure.exit() == Exit::NoMemory;
         let why = if is_short { ". A process that does not answer may need as much as it has in host memory, on any GPU" } else { "" };
         failure.adding(&format!("{why}. Processes that are not back stay suspended; `vramctl resume` tries again"))
@@ -182,7 +182,7 @@ pub fn bring_back(
     found: &Found,
     target: &Target,
     wanted: &Transition,
-    timeout: Duration,
+    until: Option<Instant>,
     place: Option<&mut InQueue>,
     quiet: bool,
 ) -> Result<BTreeMap<u32, Done>, CommandError> {
@@ -200,7 +200,7 @@ pub fn bring_back(
         }
     }
     let all_tags = wanted.tags.is_empty();
-    checkpoint::restore_with_room(&mut members, &GpuMap::new(), all_tags, timeout, place).map_err(|failure| {
+    checkpoint::restore_with_room(&mut members, &GpuMap::new(), all_tags, until, place).map_err(|failure| {
         let lost = members.iter().filter(|member| member.is_lost).count();
         failure.adding(match members.len() - lost {
             0 => "",

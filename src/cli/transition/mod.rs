@@ -81,7 +81,8 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     checkpoint::see_all_gpus();
     let Args { target, words, timeout, json, quiet, .. } = &args.transition;
-    let (begun, patience) = (Instant::now(), timeout.unwrap_or_default());
+    let begun = Instant::now();
+    let until = timeout.map(|timeout| begun + timeout);
     let look = || Found::look(&Target::from(target.clone()));
     let prepare = |found| Asking::prepare(Verb::Resume, found, &args.transition);
     let found = look()?;
@@ -92,16 +93,17 @@ pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
         }
         // One that does not answer may be locked.
         let (target, _) = found.tell_apart(Target::from(target.clone()), words.clone());
-        if suspend::free_stuck(&found, &target, patience)? { prepare(look()?) } else { Err(failure) }
+        if suspend::free_stuck(&found, &target, until)? { prepare(look()?) } else { Err(failure) }
     })?;
     let Asking { found, target, request, .. } = &asking;
     // Kept until their memory is resumed, too.
     let mut place = asking.queue(begun, *timeout)?;
-    let restored = suspend::bring_back(found, target, request, patience, place.as_mut(), *json || *quiet)?;
+    let restored = suspend::bring_back(found, target, request, until, place.as_mut(), *json || *quiet)?;
     if !restored.is_empty() {
         let has_turn = place.is_some().then_some(asking.in_queue);
         asking = Asking { restored, has_turn, ..prepare(look()?)? };
     }
+    asking.request.timeout_ms = until.map(|until| milliseconds(until.saturating_duration_since(Instant::now())));
     asking.groups = asking.jobs();
     asking.join_those_that_wait();
     asking.run()
