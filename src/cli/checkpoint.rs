@@ -10,7 +10,7 @@ use crate::lock::{FileLock, Others};
 use crate::nccl;
 use crate::output;
 use crate::proc;
-use crate::processes::{Found, Process, Target};
+use crate::processes::{self, Found, Process, Target};
 use crate::shared::{self, Along};
 use serde::{Serialize, Serializer};
 use serde_json::json;
@@ -361,15 +361,15 @@ fn keep_others_out(members: &mut [Member], within: Duration) -> Result<(), Comma
 
 /// Brings processes back to running, from whatever state each is in.
 pub fn restore(members: &mut [Member], map: &GpuMap, until: Option<Instant>) -> Result<(), CommandError> {
-    restore_with_room(members, map, false, until, None)
+    restore_with_room(members, map, None, until, None)
 }
 
-/// `with_tags`: starts only if there is room for the paused memory, too, so that the job either comes back completely or stays as it is.
-/// `until`: how long to wait for room, and for other commands. `place`: the command's, in the queue for memory.
+/// `tags_on`: starts only if there is room for the paused memory on these GPUs, too, so that the job either comes back completely or stays
+/// as it is; empty means on all. `until`: how long to wait for room, and for other commands. `place`: the command's, in the queue for memory.
 pub fn restore_with_room(
     members: &mut [Member],
     map: &GpuMap,
-    with_tags: bool,
+    tags_on: Option<&[String]>,
     until: Option<Instant>,
     mut place: Option<&mut InQueue>,
 ) -> Result<(), CommandError> {
@@ -385,10 +385,13 @@ pub fn restore_with_room(
     let (loosened, _room) = loop {
         let is_alone = members.iter().all(|member| member.alone.is_some());
         keep_others_out(members, left(OTHERS_WITHIN))?;
+        if !is_alone {
+            at_once(members, Member::look_again);
+        }
         // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
         let loosened = first(at_once(members, Member::loosen));
         known(members)?;
-        match room(&needs(members, map, with_tags), left(TURN_WITHIN)) {
+        match room(&needs(members, map, tags_on), left(TURN_WITHIN)) {
             Ok(room) => break (loosened, room),
             Err(short) if loosened.is_ok() && until.is_some_and(|until| Instant::now() < until) && short.exit() == Exit::NoMemory => (),
             Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
@@ -425,8 +428,8 @@ pub fn room_for(bytes: u64) -> u64 {
     bytes + bytes / 4
 }
 
-/// Bytes that a restore needs, by GPU. `with_tags`: including paused memory.
-fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
+/// Bytes that a restore needs, by GPU. `tags_on`: including paused memory on these GPUs, or on all if there are none.
+fn needs(members: &[Member], map: &GpuMap, tags_on: Option<&[String]>) -> BTreeMap<String, u64> {
     let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
     let mut needs = BTreeMap::<_, u64>::new();
     // If the driver does not report the state now, it may still restore the process.
@@ -436,8 +439,10 @@ fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, 
             *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
         }
         let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
-        for device in devices.iter().filter(|_| with_tags) {
-            if let Some(uuid) = &device.uuid {
+        for device in devices {
+            if let Some(uuid) = &device.uuid
+                && tags_on.is_some_and(|gpus| gpus.is_empty() || gpus.contains(uuid))
+            {
                 *needs.entry(onto(uuid)).or_default() += device.paused_bytes;
             }
         }
@@ -509,6 +514,18 @@ impl Member {
 
     fn ask<R>(&self, request: impl FnOnce(&mut Client) -> Result<R, ClientError>) -> Result<R, ClientError> {
         request(&mut Client::connect(&self.directory, self.process.pid)?)
+    }
+
+    /// Others may have moved it before they were kept out.
+    fn look_again(&mut self) {
+        // One that did not answer is locked, and does not answer now.
+        if self.process.status.is_ok()
+            && let Some(now) = processes::ask(&self.directory, &[self.process.pid]).pop()
+            && let Some(gpus) = now.suspended()
+        {
+            self.gpus = gpus.to_vec();
+            self.process = now;
+        }
     }
 
     fn time<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> R) -> R {

@@ -102,13 +102,6 @@ impl Process {
         devices.iter().filter_map(|device| device.uuid.as_deref())
     }
 
-    /// Leaves out its memory on other GPUs than these.
-    pub fn forget_other_gpus(&mut self, gpus: &[String]) {
-        if let Ok(status) = &mut self.status {
-            status.memory.devices.retain(|device| device.uuid.as_ref().is_none_or(|uuid| gpus.contains(uuid)));
-        }
-    }
-
     /// Whether it has memory on the GPU, or has memory of others open there.
     fn uses(&self, gpu: &str) -> bool {
         let borrowed = self.status.as_ref().map_or(&[][..], |status| &status.memory.borrowed);
@@ -389,7 +382,7 @@ impl Found {
 }
 
 /// Asks all in parallel for their names and status. Leaves out those that have ended meanwhile.
-fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
+pub fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     let connecting = Arc::clone(directory);
     let greet = move |pid| Client::greet(&connecting, pid);
     let (mut names, mut clients, mut answers) = (BTreeMap::new(), Vec::new(), BTreeMap::new());

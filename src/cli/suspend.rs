@@ -193,14 +193,9 @@ pub fn bring_back(
     members.retain(|member| member.process.suspended().is_some());
     checkpoint::can_be_seen(&members)?;
     checkpoint::load()?;
-    if !wanted.gpus.is_empty() {
-        // The memory on other GPUs stays paused, so it needs no room.
-        for member in &mut members {
-            member.process.forget_other_gpus(&wanted.gpus);
-        }
-    }
-    let all_tags = wanted.tags.is_empty();
-    checkpoint::restore_with_room(&mut members, &GpuMap::new(), all_tags, until, place).map_err(|failure| {
+    // The memory on other GPUs stays paused, so it needs no room.
+    let tags_on = wanted.tags.is_empty().then_some(&*wanted.gpus);
+    checkpoint::restore_with_room(&mut members, &GpuMap::new(), tags_on, until, place).map_err(|failure| {
         let lost = members.iter().filter(|member| member.is_lost).count();
         failure.adding(match members.len() - lost {
             0 => "",
