@@ -327,14 +327,14 @@ fn suspended_jobs_queue_for_memory() {
         let mut tickets = files.map(|file| file.unwrap().path()).filter(|path| path.extension().is_some_and(|end| end == "ticket"));
         tickets.any(|ticket| fs::read_to_string(ticket).is_ok_and(|text| text.contains("\"waits\":true")))
     });
-    machine.vramctl("resume --name second").expect(5, "goes to first");
+    machine.vramctl("resume --name second").expect(5, "goes to job first first");
     let behind = resume("second");
     thread::sleep(Duration::from_millis(500));
     assert_eq!(machine.gpus()[0].1, 1, "the hog");
     drop(hog);
     Said::of(&waits.wait_with_output().unwrap()).expect(0, "resumed default of first");
     let said = Said::of(&behind.wait_with_output().unwrap());
-    said.expect(0, "number 2 in the queue for GPU memory, behind first");
+    said.expect(0, "number 2 in the queue for GPU memory, behind job first");
     first.is_well();
     second.is_well();
 }
@@ -628,6 +628,27 @@ fn two_commands_at_once_lose_nothing() {
             machine.comes_back(&mut engine, &before, &about);
         }
     });
+}
+
+/// It says how to find out how far it has come, and how to go on.
+#[test]
+fn an_interrupted_command_says_how_to_continue() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    for (command, said) in [("suspend engine", "`vramctl suspend --name=engine` continues"), ("move engine --to 1", "to continue")] {
+        let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{}.lock", engine.child.id()))).unwrap();
+        lock.lock().unwrap();
+        let mut running = machine.command(common::command_line(), &command.split(' ').collect::<Vec<_>>());
+        let running = running.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        common::eventually("it is paused", || machine.status("engine")["processes"][0]["tags"][0]["state"] == "paused");
+        unsafe { libc::kill(running.id() as i32, libc::SIGINT) };
+        let interrupted = Said::of(&running.wait_with_output().unwrap());
+        drop(lock);
+        assert!(interrupted.text.contains("interrupted: the "), "{command}: {}", interrupted.text);
+        assert!(interrupted.text.contains("`vramctl status`") && interrupted.text.contains(said), "{}", interrupted.text);
+        machine.comes_back(&mut engine, &before, command);
+    }
 }
 
 /// A command that has been stopped in the middle keeps others out, and they say who it is.

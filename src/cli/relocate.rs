@@ -4,6 +4,8 @@ use crate::checkpoint::{self, Member};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
+use crate::interrupt;
+use crate::output;
 use crate::processes::{Found, Target, check_whole};
 use crate::target::{TargetArgs, WaitingArgs, checked_gpu, count, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
@@ -85,6 +87,13 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     check_able(&mut members, &request)?;
     check_room(&members, &cards, &map)?;
 
+    let again: Vec<_> = [Some(&target), swapped.as_ref()].into_iter().flatten().map(|target| target.command("resume")).collect();
+    interrupt::hold();
+    let back = steps(&again);
+    interrupt::watch(move || {
+        let next = format!("`vramctl status` shows how far it has come; to continue where the job is: {back}");
+        output::complain("interrupted", &format!("the move is not complete; {next}"));
+    });
     checkpoint::pause(&found, &mut members, &request, &crate::nccl::ChosenCommunicators::default(), None)?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, None).map_err(|failure| {
@@ -94,7 +103,6 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         })
     });
     let resumed = checkpoint::resume(&found, &mut members);
-    let again: Vec<_> = [Some(&target), swapped.as_ref()].into_iter().flatten().map(|target| target.command("resume")).collect();
     let arrived = if swapped.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
     if let Err(failure) = moved {
         let (place, back) = whereabouts(&members, &map, &cards, &arrived);

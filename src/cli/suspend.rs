@@ -4,6 +4,7 @@ use crate::checkpoint::{self, Done};
 use crate::completions;
 use crate::dry_run::{self, Foretold};
 use crate::failure::{CommandError, Exit};
+use crate::interrupt;
 use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target, check_whole};
@@ -111,6 +112,13 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         let along = along.iter().map(|along| Foretold::along(&along.process, along.bytes));
         return dry_run::tell(&own.chain(along).collect::<Vec<_>>(), args.json);
     }
+    interrupt::hold();
+    let again = ["suspend", "resume"].map(|command| target.command(command));
+    interrupt::watch(move || {
+        let [suspend, resume] = again;
+        let next = format!("`vramctl status` shows how far it has come, `{suspend}` continues it, and `{resume}` undoes it");
+        output::complain("interrupted", &format!("the suspend is not complete; {next}"));
+    });
     // Loading the driver takes a while, so do it during the pause.
     let loading = thread::spawn(checkpoint::load);
     let held = checkpoint::pause(&found, &mut members, &request, &chosen, along).map_err(advise)?;
