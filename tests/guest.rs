@@ -71,7 +71,8 @@ fn a_program_that_exits_in_malloc_ends_with_its_reports() {
     let said = program.ends();
     // Three at once, as the rate limit wants it.
     assert_eq!(said.matches("out of memory: libc10_cuda.so asked for 1024.00 GiB").count(), 3, "{said}");
-    assert!(said.contains("Other requests that have failed since the last report: 2") && !said.contains("more requests"), "{said}");
+    // They were held back, so the last ones are counted after the pages.
+    assert!(said.contains("more requests that have failed since the last report: 2"), "{said}");
     assert!(!socket.exists());
 }
 
