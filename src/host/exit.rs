@@ -15,7 +15,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use std::{mem, panic, ptr, thread};
+use std::{mem, panic, thread};
 
 /// On whose behalf a thread works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,8 +207,10 @@ pub fn at_exit(handler: fn()) {
         }
     }
     fork::count_forks();
+    // Any address of ours: without one, ThreadSanitizer loses the argument.
+    let library = (&raw const WORK).cast_mut().cast();
     // SAFETY: both functions live as long as the process: the library is never unloaded.
-    unsafe { __cxa_atexit(run, handler as *mut c_void, ptr::null_mut()) };
+    unsafe { __cxa_atexit(run, handler as *mut c_void, library) };
 }
 
 fn close_driver() {
