@@ -276,7 +276,6 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
     // The kernel may end so long a wait an eighth late.
     let long = PATIENCE * 5 / 4;
     let calls = [
-        ("the pause", "cuInit:1:stop-before", "suspend engine", None),
         ("the checkpoint", "cuCheckpointProcessCheckpoint:1:stop-after", "move engine --to 1", None),
         ("the restore", "cuCheckpointProcessRestore:1:stop-after", "resume", Some("suspend engine")),
     ];
