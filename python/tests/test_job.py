@@ -32,6 +32,7 @@ class Dying:
         with vramctl.Client(like.pid) as client:
             status = {**client._question("status", "status"), "pid": self.child.pid, "name": name, "job": name}
         answers = {"hello": {**status, "reply": "hello"}, "status": status}
+        answers["plan"] = {"reply": "plan", "tags": [], "host": {"needed_bytes": 0, "available_bytes": 0}}
         answers.update({"hold": {"reply": "held"}, "drain": {"reply": "drained"}, "prepare": {"reply": "prepared"}})
         dying = self
 
