@@ -260,11 +260,12 @@ class Check:
             self.children.append(child)
         return child
 
-    def end_children(self):
+    def end_children(self, keep=()):
         for child in self.children:
-            with contextlib.suppress(Exception):
-                child.kill()
-        self.children.clear()
+            if child not in keep:
+                with contextlib.suppress(Exception):
+                    child.kill()
+        self.children[:] = keep
 
     def command(self, *command, seconds=120, env=None, stderr=subprocess.STDOUT):
         """Runs a command: (exit code, output, seconds)."""
@@ -743,6 +744,7 @@ class Check:
             "ledger": (lambda: self.script("ledger.py", 150), 160),
             "report": (lambda: self.script("report.py", 110, self.package()), 120),
             "watch": (lambda: self.script("watch.py", 230, self.package()), 240),
+            "trace": (lambda: self.script("trace.py", 110, self.package()), 120),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),

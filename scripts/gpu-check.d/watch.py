@@ -72,13 +72,15 @@ def rank(number, world, port):
             before_each()
             distributed.all_reduce(x)
 
-    def ms_per_step(what, before_each, steps):
+    def ms_per_step(what, before_each, steps, empty=False):
         torch.cuda.synchronize()
         distributed.barrier()
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
             step(what, before_each)
+            if empty:
+                torch.cuda.empty_cache()
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / steps * 1e3
 
@@ -89,7 +91,7 @@ def rank(number, world, port):
         request = json.loads(line)
         if "steps" in request:
             before_each = as_relax_does if request["mode"] == "relax" else lambda: None
-            answer(ms=ms_per_step(request["what"], before_each, request["steps"]))
+            answer(ms=ms_per_step(request["what"], before_each, request["steps"], request.get("empty", False)))
         elif "cache" in request:
             # Freed memory, and a small tensor that keeps its segment.
             kept, gone = torch.empty(2 << 20, dtype=torch.uint8, device="cuda"), torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
@@ -165,32 +167,47 @@ def wait_for(happened, seconds=10):
     return happened()
 
 
+def start(run, world, package, log):
+    """The ranks of one job, each of which says when it is ready. `run` is the command that they are started with."""
+    port = free_port()
+    own = [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "watch.py"), "--rank"]
+    return [
+        subprocess.Popen(
+            [*run, "--", *own, str(number), str(world), port],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "VRAMCTL_PYTHON": package},
+        )
+        for number in range(world)
+    ]
+
+
+def hear(child):
+    return json.loads(child.stdout.readline() or "{}")
+
+
+def tell(ranks, **request):
+    """Asks all ranks, and returns the first one's answer."""
+    for child in ranks:
+        child.stdin.write(json.dumps(request) + "\n")
+        child.stdin.flush()
+    return [hear(child) for child in ranks][0]
+
+
+def gpus():
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+
+
 def main():
     vramctl, package = sys.argv[1:3]
-    world = min(2, len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
-    port = free_port()
+    world = min(2, gpus())
     with tempfile.NamedTemporaryFile("a") as log:
-        own = [sys.executable, os.path.abspath(__file__), "--rank"]
-        ranks = [
-            subprocess.Popen(
-                [vramctl, "run", "--name", "watch", "--", *own, str(number), str(world), port],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "VRAMCTL_PYTHON": package},
-            )
-            for number in range(world)
-        ]
-
-        def hear(child):
-            return json.loads(child.stdout.readline() or "{}")
+        ranks = start([vramctl, "run", "--name", "watch"], world, package, log)
 
         def ask(**request):
-            for child in ranks:
-                child.stdin.write(json.dumps(request) + "\n")
-                child.stdin.flush()
-            return [hear(child) for child in ranks][0]
+            return tell(ranks, **request)
 
         def falls():
             with open(log.name) as lines:

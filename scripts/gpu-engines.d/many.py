@@ -74,6 +74,8 @@ def many(run):
         empty(run, found, "all are suspended")
         asyncio.run(turns(run, engines, found))
         asyncio.run(paused_only(run, engines[:3], found))
+        # The KV cache of requests in flight needs the host memory of the other engines.
+        run.end_children(keep=[engine.program for engine in engines[:2]])
         asyncio.run(in_flight(run, *engines[:2]))
     except (Failed, vramctl.errors.Error) as error:
         run.expect("runs to its end", False, f"{type(error).__name__}: {error}")
