@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::command_line;
+use common::{command_line, interruptible};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
@@ -893,14 +893,7 @@ fn a_message_in_json_has_no_table_in_it() {
 fn an_interrupted_command_reports_the_state_of_the_pause() {
     let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
         let mut command = place.command(command_line(), line);
-        // SAFETY: one system call. A background job that runs these tests has SIGINT ignored, and a child inherits that.
-        unsafe {
-            command.pre_exec(|| {
-                libc::signal(libc::SIGINT, libc::SIG_DFL);
-                Ok(())
-            });
-        }
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let child = interruptible(&mut command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         while engine.state.lock().unwrap().transitions == 0 {
             thread::sleep(Duration::from_millis(5));
         }

@@ -639,7 +639,7 @@ fn an_interrupted_command_says_how_to_continue() {
         let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{}.lock", engine.child.id()))).unwrap();
         lock.lock().unwrap();
         let mut running = machine.command(common::command_line(), &command.split(' ').collect::<Vec<_>>());
-        let running = running.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let running = common::interruptible(&mut running).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         common::eventually("it is paused", || machine.status("engine")["processes"][0]["tags"][0]["state"] == "paused");
         unsafe { libc::kill(running.id() as i32, libc::SIGINT) };
         let interrupted = Said::of(&running.wait_with_output().unwrap());

@@ -18,6 +18,7 @@ pub mod warnings;
 use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -98,6 +99,17 @@ pub fn artifacts() -> &'static Path {
 pub fn command_line() -> &'static str {
     static PATH: OnceLock<String> = OnceLock::new();
     PATH.get_or_init(|| artifacts().join("vramctl").to_str().expect("UTF-8").to_owned())
+}
+
+/// Lets SIGINT end a program. A background job that runs these tests has it ignored, which a child inherits.
+pub fn interruptible(command: &mut Command) -> &mut Command {
+    // SAFETY: one system call between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            Ok(())
+        })
+    }
 }
 
 /// A directory of this process, removed when it exits.
