@@ -651,6 +651,24 @@ fn memory_outlives_the_green_context_in_which_it_was_made() {
     assert_eq!((common::free(plain), common::free(streamed)), (0, 0));
 }
 
+/// The library may never have seen the primary one, if the program has used the green one alone.
+#[test]
+fn memory_of_a_green_context_ends_with_the_primary_one() {
+    let gpu = Gpu::take();
+    common::reset_unseen(0);
+    let green = common::Green::create(0);
+    green.enter();
+    let mut plain = 0;
+    region::begin(Some("green"), None).unwrap();
+    assert_eq!(unsafe { entries::cuMemAlloc_v2(&raw mut plain, PAGE) }, 0);
+    region::end().unwrap();
+    drop(green);
+    common::reset_unseen(0);
+    common::use_again(0);
+    pause(&[]).unwrap();
+    assert_eq!((state("green"), pages_in_use(&gpu)), (None, 0));
+}
+
 /// The driver would crash in one that is destroyed between the check that it exists and its use.
 #[test]
 fn a_pause_enters_no_context_while_one_is_destroyed() {

@@ -359,6 +359,9 @@ fn keep_others_out(members: &mut [Member], within: Duration) -> Result<(), Comma
     taken
 }
 
+/// How long to wait, without a limit, for another command's restore. Restores come one after the other, and the driver takes its time.
+pub const RESTORE_WITHIN: Duration = Duration::from_secs(60);
+
 /// Brings processes back to running, from whatever state each is in.
 pub fn restore(members: &mut [Member], map: &GpuMap, until: Option<Instant>) -> Result<(), CommandError> {
     restore_with_room(members, map, None, until, None)
@@ -376,8 +379,6 @@ pub fn restore_with_room(
     const LOOK_AGAIN: Duration = Duration::from_millis(50);
     /// How long to wait, without a limit, for a command that is about to finish.
     const OTHERS_WITHIN: Duration = Duration::from_secs(10);
-    /// And for another command's restore.
-    const TURN_WITHIN: Duration = Duration::from_secs(60);
     /// Others that wait for room look for it in turns.
     const A_MOMENT: Duration = Duration::from_secs(1);
     let left = |otherwise| until.map_or(otherwise, |until| until.saturating_duration_since(Instant::now()).max(A_MOMENT));
@@ -391,7 +392,7 @@ pub fn restore_with_room(
         // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
         let loosened = first(at_once(members, Member::loosen));
         known(members)?;
-        match room(&needs(members, map, tags_on), left(TURN_WITHIN)) {
+        match room(&needs(members, map, tags_on), left(RESTORE_WITHIN)) {
             Ok(room) => break (loosened, room),
             Err(short) if loosened.is_ok() && until.is_some_and(|until| Instant::now() < until) && short.exit() == Exit::NoMemory => (),
             Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),

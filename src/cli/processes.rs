@@ -345,10 +345,11 @@ impl Found {
         ticket: Claim,
         begun: Instant,
         timeout: Option<Duration>,
+        turn_within: Duration,
         told: &mut dyn FnMut(&[Claim]),
     ) -> Result<Option<InQueue>, CommandError> {
         let Some(directory) = &self.directory else { return Ok(None) };
-        ticket.queue(directory, begun, timeout, told).map_err(CommandError::Refused)
+        ticket.queue(directory, begun, timeout, turn_within, told).map_err(CommandError::Refused)
     }
 
     /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.

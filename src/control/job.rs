@@ -87,7 +87,7 @@ impl Follower for () {}
 const LEASE: Duration = Duration::from_secs(5);
 /// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
-/// How long to wait while another client uses a process.
+/// How long to wait while another client uses a process, or resumes a job on the same GPUs.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
 /// How long the first attempt waits for the work of several processes to drain; no attempt waits less.
 const FIRST_DRAIN: Duration = Duration::from_millis(100);
@@ -159,7 +159,7 @@ impl Job {
     fn queue(&self, directory: &Directory, begun: Instant, follower: &dyn Follower) -> Result<Option<InQueue>, Box<Refusal>> {
         let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume) else { return Ok(None) };
         let timeout = self.wanted.timeout_ms.map(Duration::from_millis);
-        ticket.queue(directory, begun, timeout, &mut |before| follower.queued(before))
+        ticket.queue(directory, begun, timeout, TURN_WITHIN, &mut |before| follower.queued(before))
     }
 
     /// Whether a retry may succeed, and there is time left for it.

@@ -37,17 +37,15 @@ pub struct Claim {
     pub within: Option<u64>,
 }
 
-/// How long to wait for a turn without a timeout.
-const TURN_WITHIN: Duration = Duration::from_secs(10);
-
 impl Claim {
-    /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. `None` if it
-    /// needs none. `told` is called with the tickets ahead.
+    /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. Without one,
+    /// it waits for `turn_within`. `None` if it needs none. `told` is called with the tickets ahead.
     pub fn queue(
         self,
         directory: &Directory,
         begun: Instant,
         timeout: Option<Duration>,
+        turn_within: Duration,
         told: &mut dyn FnMut(&[Self]),
     ) -> Result<Option<InQueue>, Box<Refusal>> {
         if self.gpus.is_empty() {
@@ -55,7 +53,7 @@ impl Claim {
         }
         // Continue without the queue if the directory is not writable.
         let Ok(place) = InQueue::take(directory, self) else { return Ok(None) };
-        place.wait(begun + timeout.unwrap_or(TURN_WITHIN), timeout.is_some(), told).map_err(|before| {
+        place.wait(begun + timeout.unwrap_or(turn_within), timeout.is_some(), told).map_err(|before| {
             let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
             let why = format!(
                 "memory of {} goes to {} first; this is number {} in the queue. Wait with --timeout, or try again",

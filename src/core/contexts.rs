@@ -26,10 +26,11 @@ fn write() -> RwLockWriteGuard<'static, Contexts> {
     SEEN.get().write().unpoisoned()
 }
 
-/// Records a context.
+/// Records a context; of a green one, also the primary one, whose end is that of the memory.
 pub fn note(current: &Current) {
     if !read().contains_key(&current.context()) {
-        write().insert(current.context(), current.device());
+        let both = [current.context(), current.owner()];
+        write().extend(both.map(|context| (context, current.device())));
     }
 }
 

@@ -443,7 +443,7 @@ impl Asking {
             return Ok(None);
         }
         let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.tasks.iter());
-        self.found.queue(ticket, begun, timeout, &mut |before| {
+        self.found.queue(ticket, begun, timeout, checkpoint::RESTORE_WITHIN, &mut |before| {
             if !self.json && !self.quiet {
                 follow::tell_queue(before);
             }
