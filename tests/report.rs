@@ -392,6 +392,21 @@ fn successful_retries_do_not_use_up_the_pages() {
     assert_eq!(torch.report()["request"]["attempts"], 2);
 }
 
+/// Nor do the retries of many sizes, whose ends are still open, keep out another failure.
+#[test]
+fn successful_retries_of_many_sizes_do_not_keep_out_a_page() {
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_sizes.so");
+    for size in 0..12 {
+        let cached = torch.ask(200 * MIB).unwrap();
+        assert_eq!(torch.ask((150 + 2 * size) * MIB), Err(OUT_OF_MEMORY));
+        assert_eq!(free(cached), 0);
+        assert_eq!(free(torch.ask((150 + 2 * size) * MIB).unwrap()), 0);
+    }
+    assert_eq!((torch.ask(TOO_MUCH), torch.ask(TOO_MUCH)), (Err(OUT_OF_MEMORY), Err(OUT_OF_MEMORY)));
+    assert_eq!(torch.report()["request"]["attempts"], 2);
+}
+
 /// Before its second attempt, torch waits for the GPU's work, and frees its cache block by block.
 #[test]
 fn a_retry_of_torch_may_take_long_while_it_frees_memory() {

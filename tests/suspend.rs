@@ -305,6 +305,21 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
             Said::of(&waits.wait_with_output().unwrap()).expect(0, "resumed");
             engine.is_well();
         });
+        // Nor does a job give up that is resumed next.
+        scope.spawn(|| {
+            let machine = Machine::new();
+            let mut engines = ["first", "second"].map(|name| machine.start(name));
+            machine.vramctl("suspend --all").expect(0, "suspended second");
+            let mut waits = None;
+            let said = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume --name first", || {
+                let mut command = machine.command(common::command_line(), &["resume", "--name", "second"]);
+                waits = Some(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+                thread::sleep(long);
+            });
+            said.unwrap().expect(0, "restored first");
+            Said::of(&waits.unwrap().wait_with_output().unwrap()).expect(0, "restored second");
+            engines.iter_mut().for_each(Engine::is_well);
+        });
     });
 }
 

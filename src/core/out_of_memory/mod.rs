@@ -109,7 +109,7 @@ struct Course {
     frees: Frees,
     /// A later attempt has succeeded.
     got_it: bool,
-    /// A test does not wait.
+    /// It ends at once: others need its place, or a test does not wait.
     is_over: bool,
 }
 
@@ -259,7 +259,20 @@ impl Books {
 
     /// Whether to follow a failure. One that is tried again may not become a page, so it does not use up the limit yet.
     fn may_open(&mut self, asked: &Asked) -> bool {
-        self.open.len() < MOST_OPEN && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
+        (self.open.len() < MOST_OPEN || self.make_way()) && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
+    }
+
+    /// Ends an episode whose retry has succeeded, if there is one. It would go on a little, in case the thread asks for more.
+    fn make_way(&self) -> bool {
+        self.open.iter().any(|episode| {
+            let mut course = episode.course();
+            let makes_way = course.got_it && !course.is_over;
+            if makes_way {
+                course.is_over = true;
+                episode.changed.notify_all();
+            }
+            makes_way
+        })
     }
 
     fn may_tell(&mut self, library: &'static str, told: Told) -> bool {
@@ -404,8 +417,8 @@ fn tell_what_is_held_back() {
     }
     let Some(reports) = REPORTS.existing() else { return };
     let deadline = Instant::now() + PATIENCE;
-    // Never dropped: that could free memory.
-    let mut open: [Option<ManuallyDrop<Arc<Episode>>>; MOST_OPEN] = Default::default();
+    // Never dropped: that could free memory. Twice the room, for some may be ending to make way.
+    let mut open: [Option<ManuallyDrop<Arc<Episode>>>; 2 * MOST_OPEN] = Default::default();
     wait_until(deadline, || {
         let Some(books) = reports.try_books() else { return false };
         open.iter_mut().zip(&books.open).for_each(|(place, episode)| *place = Some(ManuallyDrop::new(Arc::clone(episode))));
