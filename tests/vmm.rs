@@ -369,6 +369,10 @@ fn memory_is_managed_on_a_device_without_a_primary_context() {
     pause(&["own"]).unwrap();
     resume(&["own"]).unwrap();
     assert_eq!(release(handle), 0);
+    // A call that may destroy it is under way.
+    let handle = vramctl_core::contexts::ending(|| create_on(1, "own", None, PAGE)).unwrap();
+    assert!(!is_ours(handle));
+    assert_eq!(release(handle), 0);
     drop(other);
     common::use_again(1);
     common::use_again(0);

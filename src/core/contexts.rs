@@ -99,6 +99,13 @@ pub fn enter(context: Context) -> Result<Current, Failure> {
     Current::push(context)
 }
 
+/// Makes a context of the device current on a thread of the program's that has none there. `None` if none is known, or if a call that may
+/// destroy one is under way.
+pub fn enter_at_once(device: CUdevice) -> Option<Current> {
+    let _alive = ALIVE.get().try_read().ok()?;
+    of_devices(&BTreeSet::from([device])).into_iter().find_map(|context| Current::push(context).ok())
+}
+
 /// Free and total bytes of a device, as the driver says. Neither this nor entering a context disturbs a stream capture, whatever the thread's
 /// mode. `None` if no context of the device is known, or the driver does not say.
 pub fn memory_info(device: CUdevice) -> Option<(u64, u64)> {

@@ -3,7 +3,6 @@
 
 use crate::alloc::{leave, managed, placement};
 use crate::{driver_originals, unmanaged};
-use std::collections::BTreeSet;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
 use vramctl_core::contexts;
@@ -52,8 +51,8 @@ pub unsafe fn create(
 /// be none yet.
 fn context_on(device: CUdevice) -> Option<Current> {
     let current = Current::of_thread().ok().flatten().filter(|current| current.device() == device);
-    let known = || contexts::of_devices(&BTreeSet::from([device])).into_iter().find_map(|context| Current::push(context).ok());
-    current.or_else(|| Current::push(Current::primary_of(device).ok()??).ok()).or_else(known)
+    let primary = || Current::push(Current::primary_of(device).ok()??).ok();
+    current.or_else(primary).or_else(|| contexts::enter_at_once(device))
 }
 
 pub unsafe fn release(handle: Handle) -> StatusCode {
