@@ -7,7 +7,7 @@ use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, Stream, eventually, free, mallo
 use log::LevelFilter;
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::ffi::{CString, c_void};
+use std::ffi::{CStr, CString, c_void};
 use std::fs::{self, DirBuilder};
 use std::io::Read;
 use std::os::fd::AsRawFd;
@@ -73,10 +73,16 @@ fn files() -> BTreeSet<PathBuf> {
 
 type Allocate = unsafe extern "C-unwind" fn(*mut *mut c_void, usize) -> u32;
 
+type Create = unsafe extern "C-unwind" fn(*mut *mut c_void, usize, *const c_void, u64) -> u32;
+
+type Ask = unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32;
+type AskForPiece = unsafe extern "C" fn(Create, *mut *mut c_void, usize, *const c_void) -> u32;
+
 /// A library that allocates.
 struct Library {
     name: String,
-    ask: unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32,
+    ask: Ask,
+    ask_for_piece: AskForPiece,
 }
 
 impl Library {
@@ -93,15 +99,27 @@ impl Library {
         let library = common::own_folder().join(name);
         fs::copy(compiled, &library).unwrap();
         let path = CString::new(library.to_str().unwrap()).unwrap();
-        let ask = unsafe {
+        unsafe {
             let opened = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
             assert!(!opened.is_null());
-            mem::transmute::<*mut c_void, unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32>(libc::dlsym(
-                opened,
-                c"ask".as_ptr(),
-            ))
-        };
-        Self { name: name.to_owned(), ask }
+            let found = |name: &CStr| libc::dlsym(opened, name.as_ptr());
+            Self {
+                name: name.to_owned(),
+                ask: mem::transmute::<*mut c_void, Ask>(found(c"ask")),
+                ask_for_piece: mem::transmute::<*mut c_void, AskForPiece>(found(c"ask_for_piece")),
+            }
+        }
+    }
+
+    /// Physical memory, as torch gets it for expandable segments.
+    fn ask_for_piece(&self, bytes: usize) -> Result<u64, u32> {
+        let create = unsafe { mem::transmute::<*const c_void, Create>(entries::cuMemCreate as *const c_void) };
+        // `CUmemAllocationProp` of plain memory on the first device.
+        let (wanted, mut handle) = ([1_u32, 0, 1, 0, 0, 0, 0, 0], ptr::null_mut());
+        match unsafe { (self.ask_for_piece)(create, &raw mut handle, bytes, wanted.as_ptr().cast()) } {
+            0 => Ok(handle as u64),
+            code => Err(code),
+        }
     }
 
     fn ask_at(&self, door: Allocate, bytes: usize) -> Result<u64, u32> {
@@ -392,17 +410,34 @@ fn successful_retries_do_not_use_up_the_pages() {
     assert_eq!(torch.report()["request"]["attempts"], 2);
 }
 
-/// Nor do the retries of many sizes, whose ends are still open, keep out another failure.
+/// A step asks for the same sizes as the one before.
+#[test]
+fn each_successful_retry_is_an_episode_of_its_own() {
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_steps.so");
+    for size in [150, 150, 150, 160, 150].map(|mib| mib * MIB) {
+        let cached = torch.ask(200 * MIB).unwrap();
+        assert_eq!(torch.ask(size), Err(OUT_OF_MEMORY));
+        assert_eq!(free(cached), 0);
+        assert_eq!(free(torch.ask(size).unwrap()), 0);
+    }
+    assert_eq!((torch.ask(TOO_MUCH), torch.ask(TOO_MUCH)), (Err(OUT_OF_MEMORY), Err(OUT_OF_MEMORY)));
+    assert_eq!(torch.report()["request"]["attempts"], 2);
+}
+
+/// Nor do retries for pieces of many sizes, any of which may need another piece, keep out another failure.
 #[test]
 fn successful_retries_of_many_sizes_do_not_keep_out_a_page() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_sizes.so");
-    for size in 0..12 {
+    region::begin(Some("default"), None).unwrap();
+    for size in (0..12).map(|more| (150 + 2 * more) * MIB) {
         let cached = torch.ask(200 * MIB).unwrap();
-        assert_eq!(torch.ask((150 + 2 * size) * MIB), Err(OUT_OF_MEMORY));
+        assert_eq!(torch.ask_for_piece(size), Err(OUT_OF_MEMORY));
         assert_eq!(free(cached), 0);
-        assert_eq!(free(torch.ask((150 + 2 * size) * MIB).unwrap()), 0);
+        assert_eq!(unsafe { entries::cuMemRelease(torch.ask_for_piece(size).unwrap()) }, 0);
     }
+    region::end().unwrap();
     assert_eq!((torch.ask(TOO_MUCH), torch.ask(TOO_MUCH)), (Err(OUT_OF_MEMORY), Err(OUT_OF_MEMORY)));
     assert_eq!(torch.report()["request"]["attempts"], 2);
 }
@@ -445,7 +480,7 @@ fn a_smaller_success_does_not_end_torchs_episode() {
     let attempt = || {
         let mut pieces = Vec::new();
         loop {
-            match torch.ask(PIECE) {
+            match torch.ask_for_piece(PIECE) {
                 Ok(piece) => pieces.push(piece),
                 Err(code) => return (pieces, code),
             }
@@ -455,7 +490,7 @@ fn a_smaller_success_does_not_end_torchs_episode() {
         let (pieces, code) = attempt();
         assert!(pieces.len() > 5 && code == OUT_OF_MEMORY);
         for piece in pieces {
-            assert_eq!(free(piece), 0);
+            assert_eq!(unsafe { entries::cuMemRelease(piece) }, 0);
         }
     }
     region::end().unwrap();
@@ -565,7 +600,7 @@ fn a_forked_child_writes_reports_of_its_own() {
     // SAFETY: the child leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        out_of_memory::went_on(1 << 30);
+        out_of_memory::went_on(1 << 30, false);
         out_of_memory::failed(asked("before the fork", 77));
         out_of_memory::settle();
         let own: Vec<_> = reports("before the fork").into_iter().filter(|report| report["process"]["pid"] == std::process::id()).collect();

@@ -13,7 +13,7 @@ use vramctl_config::Config;
 use vramctl_core::events::{self, Who};
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
-use vramctl_core::memory::{Memory, Origin, Placement, left, region};
+use vramctl_core::memory::{Memory, Origin, Placement, is_ours, left, region};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
 use vramctl_core::watch;
@@ -208,7 +208,8 @@ pub fn reported(caller: *const c_void, bytes: usize, device: Option<CUdevice>, r
     }
     let answer = decided::known_answer().unwrap_or_else(|| decided::pass_by(real));
     match answer {
-        code::SUCCESS => out_of_memory::went_on(bytes),
+        // Only `cuMemCreate` names a device.
+        code::SUCCESS => out_of_memory::went_on(bytes, device.is_some()),
         code::OUT_OF_MEMORY => report(bytes, caller, device, None, Cause::Refused(None)),
         _ => (),
     }
@@ -366,7 +367,7 @@ pub fn managed(
     match answer {
         Ok(made) => {
             Memory::get().note_origin(made, Origin::of_request(asker(caller), bytes, caller));
-            out_of_memory::went_on(bytes);
+            out_of_memory::went_on(bytes, is_ours(made));
             has_memory();
             backup::get_ready(current, tag);
             Some(Ok(made))

@@ -8,3 +8,11 @@ int ask(int (*allocate)(void **pointer, size_t bytes, unsigned flags), void **po
 	volatile int code = allocate(pointer, bytes, 1);
 	return code;
 }
+
+/* The same for physical memory, which takes a description of it. */
+int ask_for_piece(int (*create)(void **handle, size_t bytes, const void *properties, unsigned long long flags), void **handle,
+	size_t bytes, const void *properties)
+{
+	volatile int code = create(handle, bytes, properties, 0);
+	return code;
+}

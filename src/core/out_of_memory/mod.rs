@@ -109,7 +109,7 @@ struct Course {
     frees: Frees,
     /// A later attempt has succeeded.
     got_it: bool,
-    /// It ends at once: others need its place, or a test does not wait.
+    /// It ends at once: it is complete, others need its place, or a test does not wait.
     is_over: bool,
 }
 
@@ -145,11 +145,12 @@ fn take_up(asked: Asked) {
     }
 }
 
-/// A request of the calling thread has succeeded.
+/// A request of the calling thread has succeeded. `may_be_piece`: the memory may be one of several pieces for one larger request, as in
+/// torch's expandable segments.
 #[inline]
-pub fn went_on(bytes: usize) {
+pub fn went_on(bytes: usize, may_be_piece: bool) {
     if is_open() {
-        note_success(bytes as u64);
+        note_success(bytes as u64, may_be_piece);
     }
 }
 
@@ -160,11 +161,17 @@ pub fn is_open() -> bool {
 }
 
 #[cold]
-fn note_success(bytes: u64) {
+fn note_success(bytes: u64, may_be_piece: bool) {
     let thread = stack::thread_id();
     let Some(books) = REPORTS.get().try_books() else { return };
     for episode in books.open.iter().filter(|episode| episode.thread == thread && episode.bytes <= bytes) {
-        episode.course().got_it = true;
+        let mut course = episode.course();
+        course.got_it = true;
+        // The retry has got all that it wanted, so the same request's next failure is another episode.
+        if episode.is_tried_again && !may_be_piece {
+            course.is_over = true;
+            episode.changed.notify_all();
+        }
     }
 }
 
@@ -252,7 +259,9 @@ impl Books {
     /// The episode that this failure belongs to. A resume may be retried by another thread.
     fn same(&self, thread: u32, asked: &Asked) -> Option<Arc<Episode>> {
         let is_same = |episode: &&Arc<Episode>| {
-            (episode.library, episode.bytes) == (asked.library, asked.bytes) && (episode.is_resume || episode.thread == thread)
+            (episode.library, episode.bytes) == (asked.library, asked.bytes)
+                && (episode.is_resume || episode.thread == thread)
+                && !episode.course().is_over
         };
         self.open.iter().find(is_same).cloned()
     }
@@ -262,7 +271,7 @@ impl Books {
         (self.open.len() < MOST_OPEN || self.make_way()) && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
     }
 
-    /// Ends an episode whose retry has succeeded, if there is one. It would go on a little, in case the thread asks for more.
+    /// Ends an episode whose retry has got a piece, if there is one. It would go on a little, in case the next piece is refused.
     fn make_way(&self) -> bool {
         self.open.iter().any(|episode| {
             let mut course = episode.course();
