@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 
 fn built(name: &str) -> CString {
     let test = std::env::current_exe().unwrap();
@@ -85,6 +85,9 @@ fn allocation_and_the_last_error() {
     assert_eq!(name, c"cudaErrorMemoryAllocation");
 }
 
+/// Held during a capture, and by whoever synchronizes the device: that invalidates all captures.
+static CAPTURE: Mutex<()> = Mutex::new(());
+
 #[test]
 fn copies_and_pitched_memory() {
     #[repr(C)]
@@ -112,11 +115,13 @@ fn copies_and_pitched_memory() {
     assert_eq!(call!(cudaMalloc3D(&raw mut pitched => *mut Pitched, Extent(100, 10, 10) => Extent)), 0);
     assert_eq!((pitched.pitch, pitched.width, pitched.height), (512, 100, 10));
     assert_eq!(call!(cudaMemset(pitched.pointer => u64, 3 => c_int, 51200 => usize)), 0);
+    let _no_capture = CAPTURE.lock();
     assert_eq!(call!(cudaDeviceSynchronize()), 0);
 }
 
 #[test]
 fn a_captured_graph() {
+    let _capture = CAPTURE.lock();
     let (mut stream, mut graph, mut executable) = (0u64, 0u64, 0u64);
     let mut source = 0u64;
     let (pointer, mut back) = (malloc(64).unwrap(), 0u8);
