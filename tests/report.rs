@@ -134,6 +134,14 @@ impl Library {
         self.ask_at(hooks::cudaMalloc, bytes)
     }
 
+    /// Is refused, frees what it has cached, and asks again, as torch does. Gets it then.
+    fn retry(&self, ask: impl Fn() -> Result<u64, u32>) -> u64 {
+        let cached = self.ask(200 * MIB).unwrap();
+        assert_eq!(ask(), Err(OUT_OF_MEMORY));
+        assert_eq!(free(cached), 0);
+        ask().unwrap()
+    }
+
     fn reports(&self) -> Vec<Value> {
         reports(&self.name)
     }
@@ -379,10 +387,7 @@ fn a_successful_retry_of_torch_is_one_line_and_no_page() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_saved.so");
     region::begin(Some("default"), None).unwrap();
-    let cached = torch.ask(200 * MIB).unwrap();
-    assert_eq!(torch.ask(150 * MIB), Err(OUT_OF_MEMORY));
-    assert_eq!(free(cached), 0);
-    let got = torch.ask(150 * MIB).unwrap();
+    let got = torch.retry(|| torch.ask(150 * MIB));
     region::end().unwrap();
     out_of_memory::settle();
     let lines = warned_about(&torch.name);
@@ -398,10 +403,7 @@ fn successful_retries_do_not_use_up_the_pages() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_often.so");
     for _ in 0..10 {
-        let cached = torch.ask(200 * MIB).unwrap();
-        assert_eq!(torch.ask(150 * MIB), Err(OUT_OF_MEMORY));
-        assert_eq!(free(cached), 0);
-        assert_eq!(free(torch.ask(150 * MIB).unwrap()), 0);
+        assert_eq!(free(torch.retry(|| torch.ask(150 * MIB))), 0);
         out_of_memory::settle();
     }
     let lines = warned_about(&torch.name).len();
@@ -416,10 +418,7 @@ fn each_successful_retry_is_an_episode_of_its_own() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_steps.so");
     for size in [150, 150, 150, 160, 150].map(|mib| mib * MIB) {
-        let cached = torch.ask(200 * MIB).unwrap();
-        assert_eq!(torch.ask(size), Err(OUT_OF_MEMORY));
-        assert_eq!(free(cached), 0);
-        assert_eq!(free(torch.ask(size).unwrap()), 0);
+        assert_eq!(free(torch.retry(|| torch.ask(size))), 0);
     }
     assert_eq!((torch.ask(TOO_MUCH), torch.ask(TOO_MUCH)), (Err(OUT_OF_MEMORY), Err(OUT_OF_MEMORY)));
     assert_eq!(torch.report()["request"]["attempts"], 2);
@@ -432,10 +431,8 @@ fn successful_retries_of_many_sizes_do_not_keep_out_a_page() {
     let torch = Library::new("libc10_cuda_sizes.so");
     region::begin(Some("default"), None).unwrap();
     for size in (0..12).map(|more| (150 + 2 * more) * MIB) {
-        let cached = torch.ask(200 * MIB).unwrap();
-        assert_eq!(torch.ask_for_piece(size), Err(OUT_OF_MEMORY));
-        assert_eq!(free(cached), 0);
-        assert_eq!(unsafe { entries::cuMemRelease(torch.ask_for_piece(size).unwrap()) }, 0);
+        let piece = torch.retry(|| torch.ask_for_piece(size));
+        assert_eq!(unsafe { entries::cuMemRelease(piece) }, 0);
     }
     region::end().unwrap();
     assert_eq!((torch.ask(TOO_MUCH), torch.ask(TOO_MUCH)), (Err(OUT_OF_MEMORY), Err(OUT_OF_MEMORY)));
