@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Stdio;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -341,8 +341,31 @@ enum Event {
     CoordinatorKilled,
 }
 
-/// A proxy between a coordinator and three processes, under socket names that the coordinator takes for theirs. At one moment of the second
-/// process, it waits until the test has done something.
+/// A proxy between a coordinator and processes: a folder with socket names that the coordinator takes for theirs. `may_pass` gets the place
+/// of the process, and what it gets from [`pass_on`].
+fn proxy<'a>(
+    machine: &Machine,
+    ranks: impl IntoIterator<Item = &'a Rank>,
+    may_pass: impl Fn(usize, &str, &[u8], bool) -> bool + Send + Sync + 'static,
+) -> tempfile::TempDir {
+    let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
+    let may_pass = Arc::new(may_pass);
+    for (place, rank) in ranks.into_iter().enumerate() {
+        let name = format!("{}.sock", rank.pid());
+        let listener = UnixListener::bind(folder.path().join(&name)).unwrap();
+        let (own, may_pass) = (machine.folder.path().join("sockets").join(name), Arc::clone(&may_pass));
+        thread::spawn(move || {
+            for coordinator in listener.incoming() {
+                let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
+                let may_pass = Arc::clone(&may_pass);
+                pass_on([coordinator, process], move |request, line, is_answer| may_pass(place, request, line, is_answer));
+            }
+        });
+    }
+    folder
+}
+
+/// A [`proxy`] that, at one moment of the second process, waits until the test has done something.
 struct Between {
     folder: tempfile::TempDir,
     reached: Receiver<Instant>,
@@ -382,22 +405,10 @@ impl Stage {
 
 impl Between {
     fn of(machine: &Machine, ranks: &[Rank; 3], moment: Moment) -> Self {
-        let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
         let ((tell, reached), (go_on, asked)) = (sync_channel(1), sync_channel(1));
         let (reached_or_not, passed) = (Mutex::new(Some((tell, asked))), Mutex::default());
-        let stage = Arc::new(Stage { moment, reached: reached_or_not, passed, changed: Condvar::new() });
-        for (place, rank) in ranks.iter().enumerate() {
-            let name = format!("{}.sock", rank.pid());
-            let listener = UnixListener::bind(folder.path().join(&name)).unwrap();
-            let (own, stage) = (machine.folder.path().join("sockets").join(name), Arc::clone(&stage));
-            thread::spawn(move || {
-                for coordinator in listener.incoming() {
-                    let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
-                    let stage = Arc::clone(&stage);
-                    pass_on([coordinator, process], move |request, _, is_answer| stage.come_to(place, request, is_answer));
-                }
-            });
-        }
+        let stage = Stage { moment, reached: reached_or_not, passed, changed: Condvar::new() };
+        let folder = proxy(machine, ranks, move |place, request, _, is_answer| stage.come_to(place, request, is_answer));
         Self { folder, reached, go_on }
     }
 }
@@ -623,24 +634,14 @@ fn the_command_waits_for_another_coordinator() {
 fn a_lease_that_ends_at_the_commit_is_the_cause() {
     let machine = Machine::new();
     let [mut engine] = machine.job("engine");
-    let between = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
-    let name = format!("{}.sock", engine.pid());
-    let listener = UnixListener::bind(between.path().join(&name)).unwrap();
-    let own = machine.folder.path().join("sockets").join(name);
     let ((tell, prepared), (go_on, asked)) = (sync_channel(1), sync_channel(1));
-    let asked = Arc::new(Mutex::new(asked));
-    thread::spawn(move || {
-        for coordinator in listener.incoming() {
-            let sides = [coordinator.unwrap(), UnixStream::connect(&own).unwrap()];
-            let (tell, asked) = (tell.clone(), Arc::clone(&asked));
-            pass_on(sides, move |request, _, is_answer| {
-                if request == "prepare" && is_answer {
-                    let _ = tell.try_send(());
-                    let _ = asked.lock().unwrap().recv();
-                }
-                true
-            });
+    let asked = Mutex::new(asked);
+    let between = proxy(&machine, [&engine], move |_, request, _, is_answer| {
+        if request == "prepare" && is_answer {
+            let _ = tell.try_send(());
+            let _ = asked.lock().unwrap().recv();
         }
+        true
     });
     let mut command = machine.command(common::command_line(), &["pause", "--name", "engine"]);
     let coordinator = command.env("VRAMCTL_DIR", between.path()).stderr(Stdio::piped()).spawn().unwrap();
@@ -692,12 +693,63 @@ fn a_job_that_runs_far_ahead_is_held() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// Two ranks whose devices wait for a third one that is not there.
+fn without_the_third(machine: &Machine) -> [Rank; 2] {
+    std::array::from_fn(|rank| machine.start("ring", "torture", |command| _ = command.args(["rank", "1", &rank.to_string(), "3"])))
+}
+
+/// Its work cannot end while another rank is missing, so it would be held for nothing.
+#[test]
+fn a_rank_does_not_wait_for_its_work_once_another_has_aborted() {
+    let machine = Machine::new();
+    let ranks = without_the_third(&machine);
+    let (decision, file) = Decision::create().unwrap();
+    let mut wires = ranks.each_ref().map(|rank| machine.connect(rank));
+    for wire in &mut wires {
+        wire.step(&json!({"request": "hold", "lease_ms": 30_000}), Some(file.as_fd()), "held");
+        wire.send(&json!({"request": "drain", "limit_ms": 90_000}), None);
+    }
+    assert!(decision.abort());
+    for wire in &mut wires {
+        let told = wire.answer();
+        assert_eq!(told["code"], "aborted", "{told}");
+    }
+    assert_eq!(machine.settled(&ranks.each_ref()), "active");
+}
+
+/// The command has it stop waiting, and says whose end it was.
+#[test]
+fn the_death_of_a_rank_ends_the_wait_of_the_others_for_their_work() {
+    let machine = Machine::new();
+    let mut ranks = without_the_third(&machine);
+    let (tell, told) = channel();
+    let tell = Mutex::new(tell);
+    let between = proxy(&machine, &ranks, move |place, request, line, is_answer| {
+        if place == 0 && request == "drain" && is_answer {
+            let _ = tell.lock().unwrap().send(serde_json::from_slice::<Value>(line).unwrap());
+        }
+        true
+    });
+    let mut command = machine.command(common::command_line(), &["pause", "--hold-timeout", "600"]);
+    let command = command.env("VRAMCTL_DIR", between.path()).stderr(Stdio::piped()).spawn().unwrap();
+    // By then an attempt takes seconds, and this rank is likely to die in the middle of one.
+    for _ in 0..6 {
+        assert_eq!(told.recv_timeout(Duration::from_secs(100)).unwrap()["code"], "busy");
+    }
+    eventually("it is held", || machine.state(&ranks[0]).ends_with("held"));
+    ranks[1].signal(libc::SIGKILL);
+    ranks[1].child.wait().unwrap();
+    let taken_back = format!("ring (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
+    Ran { out: String::new(), ..Ran::new(&command.wait_with_output().unwrap()) }.expect(1, "", &taken_back);
+    assert_eq!(told.try_iter().last().unwrap()["code"], "aborted");
+    assert_eq!(machine.settled(&[&ranks[0]]), "active");
+}
+
 /// The devices wait for a third rank that is not there.
 #[test]
 fn a_job_whose_work_does_not_end_is_told_how_long_that_took() {
     let machine = Machine::new();
-    let ranks: [Rank; 2] =
-        std::array::from_fn(|rank| machine.start("ring", "torture", |command| _ = command.args(["rank", "1", &rank.to_string(), "3"])));
+    let ranks = without_the_third(&machine);
     for seconds in ["0.3", "0.5", "1"] {
         let begun = Instant::now();
         let ran = machine.vramctl(&format!("pause --hold-timeout {seconds}")).expect(5, "", "has not ended");

@@ -14,7 +14,7 @@ use crate::protocol::{Prepare, Refusal, Reply, Request, Transition};
 use crate::queue::{Claim, InQueue};
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -201,8 +201,8 @@ fn failed(pid: u32, error: io::Error) -> ClientError {
 }
 
 /// Requests a step whose answer carries no data.
-fn expect(client: &mut Client, request: Request, wanted: &Reply) -> Result<(), ClientError> {
-    match client.ask(request, None, &mut |_| ())? {
+fn expect(client: &mut Client, request: Request, file: Option<BorrowedFd<'_>>, wanted: &Reply) -> Result<(), ClientError> {
+    match client.ask(request, file, &mut |_| ())? {
         reply if reply == *wanted => Ok(()),
         reply => Err(client.unexpected(&reply)),
     }
@@ -272,11 +272,13 @@ impl<'a> Attempt<'a> {
         let done = self.prepare_and_commit(member, directory, follower);
         follower.disconnected(self.job.ranks[member].pid);
         // If it is committed, this process does not answer, but the others are done.
-        if let Err(Stop::Failed(_)) = done
-            && self.decision.abort()
-        {
-            self.gathering().failed.get_or_insert(member);
-            self.changed.notify_all();
+        if let Err(Stop::Failed(_)) = done {
+            // Locked, so that whoever learns that it is aborted also learns by whom.
+            let mut gathering = self.gathering();
+            if self.decision.abort() {
+                gathering.failed.get_or_insert(member);
+                self.changed.notify_all();
+            }
         }
         done
     }
@@ -326,9 +328,9 @@ impl<'a> Attempt<'a> {
         let mut transition = Transition { tags, lenient: *lenient, partners, borrowers, communicators, ..self.job.wanted.clone() };
         if transition.hold_ms.take().is_some() && self.job.verb == Verb::Pause {
             let limit_ms = self.drain_within.as_millis() as u64;
-            expect(client, Request::Hold { lease_ms }, &Reply::Held)?;
+            expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
-            expect(client, Request::Drain { limit_ms }, &Reply::Drained)?;
+            expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
             self.meet(Step::Drained, Some(client))?;
             transition.timeout_ms = Some(limit_ms);
         } else if self.job.verb == Verb::Resume {
@@ -345,11 +347,8 @@ impl<'a> Attempt<'a> {
         match client.ask(prepare, Some(self.file.as_fd()), &mut |now| follower.progress(member, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),
-            // It has noticed that another process failed, and given up.
-            Err(ClientError::Refused(refusal)) if self.has_failed() && (refusal.code == Kind::Busy || is_early) => {
-                return Err(Stop::Others);
-            }
-            Err(error) => return Err(error.into()),
+            Err(ClientError::Refused(_)) if is_early && self.has_failed() => return Err(Stop::Others),
+            Err(error) => return Err(self.cause(error)),
         }
         if is_early {
             self.meet(Step::Early, Some(client))?;
@@ -382,6 +381,12 @@ impl<'a> Attempt<'a> {
             gathering = self.gathering();
         }
         Ok(())
+    }
+
+    /// Why a process has refused a step: it may have noticed that another one failed, and given up.
+    fn cause(&self, error: ClientError) -> Stop {
+        let has_given_up = matches!(kind(&error), Some(Kind::Aborted | Kind::Busy)) && self.has_failed();
+        if has_given_up { Stop::Others } else { Stop::Failed(error) }
     }
 
     fn has_failed(&self) -> bool {

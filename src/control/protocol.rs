@@ -55,7 +55,8 @@ pub enum Request {
     Suspend,
     /// The process is running again: the library may use the driver.
     Awake,
-    /// First step of a held pause: new calls wait from now on. Everything is undone when the lease ends.
+    /// First step of a held pause: new calls wait from now on. Everything is undone when the lease ends. The line may carry a
+    /// descriptor: the [`Decision`](super::decision::Decision) that the processes of a job share.
     Hold {
         /// How long the process waits for the client's next line, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,8 +67,7 @@ pub enum Request {
         /// At most this many milliseconds.
         limit_ms: u64,
     },
-    /// Do every step of a pause or resume that can be undone, and wait for `commit`. The line may carry a descriptor: the
-    /// [`Decision`](super::decision::Decision) that the processes of a job share.
+    /// Do every step of a pause or resume that can be undone, and wait for `commit`. With the same descriptor.
     Prepare(Prepare),
     /// Replaces `prepare` for a process that pauses nothing of its own: at the `commit`, give up your open memory of your `partners` that
     /// the request selects, and open it again when they have resumed it. With the same descriptor.

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
 use vramctl_host::{PerProcess, Unpoison, exit, system};
-use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, Observer, Progress, Report, Stage, TransitionRequest, Verb};
 
 /// How long a client may be silent if it sets no limit of its own.
 const USUAL: Duration = Duration::from_secs(5);
@@ -45,7 +45,8 @@ fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
     loop {
         match grant.next()? {
             Request::Drain { limit_ms } => {
-                holding.drain(Duration::from_millis(limit_ms), &mut Asker::of(connection, false, None))?;
+                let drained = holding.drain(Duration::from_millis(limit_ms), &mut Asker::of(connection, false, Some(&mut grant)));
+                drained.map_err(|error| grant.cause(error))?;
                 grant.tell(&Reply::Drained)?;
             }
             Request::Prepare(wanted @ Prepare { of: Verb::Pause, .. }) => return grant.prepare(wanted, Some(holding)),
@@ -108,7 +109,17 @@ impl<'a, 'b> Grant<'a, 'b> {
             Err(TryLockError::WouldBlock) => return Err(Error::Leased),
         };
         let patience = lease_ms.map_or(USUAL, Duration::from_millis).min(LONGEST);
-        Ok(Self { connection, lines, patience, decision: None, _turn: turn })
+        let mut grant = Self { connection, lines, patience, decision: None, _turn: turn };
+        grant.take_decision()?;
+        Ok(grant)
+    }
+
+    /// The decision that came with the last line, if any.
+    fn take_decision(&mut self) -> Result<(), Error> {
+        if let Some(file) = self.lines.take_file() {
+            self.decision = Some(Decision::open(file.as_fd())?);
+        }
+        Ok(())
     }
 
     fn prepare(self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
@@ -126,14 +137,18 @@ impl<'a, 'b> Grant<'a, 'b> {
     }
 
     fn complete(mut self, wants_progress: bool, work: impl FnOnce(&mut dyn Observer) -> Result<Report, Error>) -> Result<Report, Error> {
-        self.decision = self.lines.take_file().map(|file| Decision::open(file.as_fd())).transpose()?;
-        let mut asker = Asker::of(self.connection, wants_progress, Some(self));
-        let done = work(&mut asker);
+        self.take_decision()?;
+        let done = work(&mut Asker::of(self.connection, wants_progress, Some(&mut self))).map_err(|error| self.cause(error));
         if done.is_err() {
             // Abort for the other processes as well; they need not wait for the client's message.
-            asker.grant.as_ref().map(Grant::abort);
+            self.abort();
         }
         done
+    }
+
+    /// Why a step has failed. One that gives up waiting because another process has aborted looks like one whose time is up.
+    fn cause(&self, error: Error) -> Error {
+        if error.kind() == Kind::Busy && self.is_aborted() { aborted_by_others() } else { error }
     }
 
     /// Everything is prepared: does the client commit?
@@ -193,21 +208,21 @@ fn aborted_by_others() -> Error {
 }
 
 /// The client that requested a pause or resume.
-struct Asker<'a, 'b> {
+struct Asker<'g, 'a, 'b> {
     connection: &'a Connection,
     wants_progress: bool,
     told: Option<(Instant, Stage)>,
     /// In steps.
-    grant: Option<Grant<'a, 'b>>,
+    grant: Option<&'g mut Grant<'a, 'b>>,
 }
 
-impl<'a, 'b> Asker<'a, 'b> {
-    fn of(connection: &'a Connection, wants_progress: bool, grant: Option<Grant<'a, 'b>>) -> Self {
+impl<'g, 'a, 'b> Asker<'g, 'a, 'b> {
+    fn of(connection: &'a Connection, wants_progress: bool, grant: Option<&'g mut Grant<'a, 'b>>) -> Self {
         Self { connection, wants_progress, told: None, grant }
     }
 }
 
-impl Observer for Asker<'_, '_> {
+impl Observer for Asker<'_, '_, '_> {
     fn progress(&mut self, now: Progress) {
         let due = self.told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
         if self.wants_progress && due {
@@ -218,7 +233,7 @@ impl Observer for Asker<'_, '_> {
 
     /// A client that has only shut down its sending side still reads the reply; one that has hung up does not.
     fn is_gone(&mut self) -> Option<bool> {
-        if self.grant.as_ref().is_some_and(Grant::is_aborted) {
+        if self.grant.as_ref().is_some_and(|grant| grant.is_aborted()) {
             return Some(true);
         }
         let Ok(stream) = self.connection.stream() else { return Some(true) };
@@ -226,6 +241,6 @@ impl Observer for Asker<'_, '_> {
     }
 
     fn consent(&mut self) -> Result<(), Error> {
-        self.grant.as_mut().map_or(Ok(()), Grant::consent)
+        self.grant.as_mut().map_or(Ok(()), |grant| grant.consent())
     }
 }
