@@ -9,7 +9,8 @@
  *   torture ahead WRITES            a loop that keeps this many writes queued
  *
  * It needs kernels of the simulated GPU (tests/simgpu/src/waiting.rs). Knows nothing of vramctl but the
- * names of its regions. Commands on stdin: progress, verify, stop, quit, fail FUNCTION NTH, clear.
+ * names of its regions. Commands on stdin: progress, queued, verify, stop, quit, fail FUNCTION
+ * NTH, clear.
  */
 #define _GNU_SOURCE
 #include "cudadriver.h"
@@ -319,7 +320,7 @@ static struct {
 	uint64_t communicator;
 	unsigned rank, ranks;
 	unsigned long last;
-	atomic_ulong rounds;
+	atomic_ulong queued, rounds;
 	atomic_bool over;
 	uint64_t value;
 	unsigned char *numbers;
@@ -344,6 +345,7 @@ static void *collect(void *argument)
 			usleep(below(w, 500));
 		launch("simgpu_collective", w->stream, (void *[]){&rank.communicator, &rank.rank, &rank.ranks, &at}, module);
 		launch("simgpu_collective", w->stream, (void *[]){&rank.communicator, &rank.rank, &rank.ranks, &flag}, module);
+		atomic_store(&rank.queued, round);
 		settle(w);
 		TRY(cu.to_host(pair, at, sizeof pair));
 		rank.value = pair[0] * UINT64_C(2862933555777941757) + rank.rank + round;
@@ -387,6 +389,8 @@ static void answer(char *line)
 		if (atomic_load(&rank.over))
 			printf("over %llu", (unsigned long long)rank.value);
 		printf("\n");
+	} else if (strncmp(line, "queued", 6) == 0) {
+		printf("%lu\n", atomic_load(&rank.queued));
 	} else if (strncmp(line, "verify", 6) == 0) {
 		/* While the other threads work. */
 		static struct worker own;
