@@ -221,7 +221,7 @@ class Engines(Check):
     def hear_start(self, program):
         started = json.loads(program.hear(300))
         self.version = started["version"]
-        self.log(f"started in {started['start_s']:.1f} s, {self.used_mib()} MiB in use")
+        self.say(f"  started in {started['start_s']:.1f} s, {self.used_mib()} MiB in use")
 
     def start_program(self, managed, part=""):
         program = self.launch(managed, part)
@@ -325,6 +325,7 @@ class Engines(Check):
             reply = program.hear_json(burst, 240)
             if reply["differ"] or not reply["complete"]:
                 failed.append(f"requests {reply['differ']} of run {runs} differ")
+            self.say(f"  {requests} in flight: {len(pauses)} of {self.options.pauses} pauses")
         name = f"{requests} in flight, paused {len(pauses)} times in {runs} runs: same tokens and log-probabilities"
         self.expect(name, not failed and len(pauses) == self.options.pauses, "; ".join(failed))
         return {"runs": runs, "pauses": pauses, "alone_s": alone["s"], "same": not failed}
@@ -366,6 +367,7 @@ class Engines(Check):
             if reply["differ"] or not reply["complete"]:
                 failed.append(f"requests {reply['differ']} differ")
             rounds.append(one)
+            self.say(f"  suspended {len(rounds)} of {self.options.pauses} times")
         wanted = [one for one in rounds if one["in_flight"]]
         name = f"suspended {len(rounds)} times, {len(wanted)} of them in the middle of requests: same tokens and log-probabilities"
         self.expect(name, not failed and len(rounds) == self.options.pauses and len(wanted) > 0, "; ".join(failed))
@@ -408,6 +410,7 @@ class Engines(Check):
             if used[away] > 1024 or used[to] < 8 * 1024:
                 failed.append(f"{used} MiB in use, it should be on GPU {to}")
             moves.append({"ms": ms, "stages": dig(answer, "stages"), "in_flight": in_flight})
+            self.say(f"  moved {len(moves)} of {2 * self.options.pauses} times")
         wanted = sum(one["in_flight"] for one in moves)
         name = f"moved {len(moves)} times, {wanted} of them in the middle of requests: same tokens and log-probabilities"
         self.expect(name, not failed and len(moves) == 2 * self.options.pauses and wanted > 0, "; ".join(failed))
