@@ -206,6 +206,13 @@ def trace_rows(program, rounds, variants):
     return rows
 
 
+def start_rows(rounds, variants):
+    """How long a program without CUDA takes."""
+    figures = in_turns(rounds, lambda env: start_ms(env, 20), variants)
+    base, *others = figures
+    return [row("bash -c true", name, "ms", START_LIMIT_MS, figures[base], figures[name]) for name in others]
+
+
 def import_rows(rounds, variants):
     """How long it takes to import torch, if it is installed."""
     if importlib.util.find_spec("torch") is None:
@@ -263,60 +270,59 @@ def main():
     preloaded = environment(LD_PRELOAD=options.library)
     tagged = environment(LD_PRELOAD=options.library, VRAMCTL_TAG="default")
 
-    rows = pair_rows(
-        "cudaMalloc + cudaFree, 4 KiB",
-        options.overhead,
-        0,
-        options.rounds,
-        {
-            "without": plain,
-            "without, once more": plain,
-            "preloaded": preloaded,
-            "preloaded, VRAMCTL_TAG=default": tagged,
-        },
-    )
-    rows += pair_rows(
-        f"the same, beside {HELD} live allocations of 2 MiB",
-        options.overhead,
-        HELD,
-        options.rounds,
-        {
-            "without": plain,
-            "without, once more": plain,
-            f"preloaded, VRAMCTL_TAG=default ({HELD} managed)": tagged,
-        },
-    )
-    rows += driver_rows(
-        [options.overhead_driver],
-        options.rounds,
-        {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
-    )
-    rows += trace_rows(
-        options.churn,
-        options.rounds,
-        {"without VRAMCTL_TRACE": tagged, "without, once more": tagged, "VRAMCTL_TRACE=1": {**tagged, "VRAMCTL_TRACE": "1"}},
-    )
-    starts = in_turns(
-        options.rounds,
-        lambda env: start_ms(env, 20),
-        {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
-    )
-    base, *others = starts
-    rows += [
-        row("bash -c true", name, "ms", START_LIMIT_MS, starts[base], starts[name])
-        for name in others
-    ]
-
     # Torch has its own libraries, so it gets the original path, without ours.
     bare = {"LD_LIBRARY_PATH": options.library_path}
-    rows += import_rows(
-        min(options.rounds, 5),
-        {
-            "without": {**plain, **bare},
-            "without, once more": {**plain, **bare},
-            "preloaded, VRAMCTL_TAG=default": {**tagged, **bare},
-        },
-    )
+    parts = {
+        "cudaMalloc and cudaFree": lambda: pair_rows(
+            "cudaMalloc + cudaFree, 4 KiB",
+            options.overhead,
+            0,
+            options.rounds,
+            {
+                "without": plain,
+                "without, once more": plain,
+                "preloaded": preloaded,
+                "preloaded, VRAMCTL_TAG=default": tagged,
+            },
+        ),
+        "the same beside live allocations": lambda: pair_rows(
+            f"the same, beside {HELD} live allocations of 2 MiB",
+            options.overhead,
+            HELD,
+            options.rounds,
+            {
+                "without": plain,
+                "without, once more": plain,
+                f"preloaded, VRAMCTL_TAG=default ({HELD} managed)": tagged,
+            },
+        ),
+        "the driver's functions": lambda: driver_rows(
+            [options.overhead_driver],
+            options.rounds,
+            {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
+        ),
+        "allocations with and without VRAMCTL_TRACE": lambda: trace_rows(
+            options.churn,
+            options.rounds,
+            {"without VRAMCTL_TRACE": tagged, "without, once more": tagged, "VRAMCTL_TRACE=1": {**tagged, "VRAMCTL_TRACE": "1"}},
+        ),
+        "bash -c true": lambda: start_rows(
+            options.rounds,
+            {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
+        ),
+        "import torch": lambda: import_rows(
+            min(options.rounds, 5),
+            {
+                "without": {**plain, **bare},
+                "without, once more": {**plain, **bare},
+                "preloaded, VRAMCTL_TAG=default": {**tagged, **bare},
+            },
+        ),
+    }
+    rows = []
+    for number, (what, measure) in enumerate(parts.items(), 1):
+        print(f"bench-overhead: {number} of {len(parts)}: {what}", file=sys.stderr, flush=True)
+        rows += measure()
 
     print(f"GPU: {options.gpu or 'unknown'}; {os.cpu_count()} cores; {options.rounds} rounds\n")
     print("\n".join(table(rows)))
