@@ -6,6 +6,7 @@ The full script runs with a fake engine, a fake `vramctl` and a fake `nvidia-smi
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -175,6 +176,115 @@ class TimePerToken(unittest.TestCase):
         part = Tokens(4.0, 4.1, 1)
         part.tpot()
         self.assertEqual([check["ok"] for check in part.checks], [False])
+
+
+class Interrupted(engines.Engines):
+    """The parts that interrupt an engine in the middle of requests, with an engine and a `vramctl` that do as they are told.
+
+    `faults` name what goes wrong: "differ" (an answer), "refused" (a pause, suspend or move), "lost" (a resume), "late" (every
+    answer comes before the pause), "stays" (memory on the GPU that should be left), "disturbed" (the other process).
+    """
+
+    def __init__(self, *faults):
+        self.options = types.SimpleNamespace(pauses=3, gpus=1, gpu=0, to=1, other_gib=100, env=[], engine="vllm")
+        self.faults, self.checks, self.section, self.tags = faults, [], "", []
+        self.place, self.plain_env, self.done = 0, {}, 0
+
+    # ---- the engine ----
+
+    def start_program(self, managed, part):
+        return self
+
+    def ask_json(self, command, seconds):
+        return {"s": 0.02, "complete": True, "differ": []}
+
+    def tell(self, burst):
+        self.looks = 0
+
+    def has_answered(self):
+        # Hold looks before and after each pause: the answer comes during the second one.
+        self.looks += 1
+        return "late" in self.faults or self.looks > 3
+
+    def hear_json(self, burst, seconds):
+        return {"s": 0.02, "complete": True, "differ": [2] if "differ" in self.faults and self.done > 1 else []}
+
+    # ---- the machine ----
+
+    def vramctl(self, verb, *arguments):
+        failed = "lost" if verb == "resume" else "refused"
+        if failed in self.faults:
+            return 1, None, f"vramctl: {verb} failed", 0.0
+        self.done += 1
+        if verb == "move":
+            self.place = int(arguments[-1])
+        answer = {"processes": [{"report": {"ms": 12.0}}], "jobs": [{"ms": 13.0, "attempts": 1}], "stages": {"checkpoint": 5}}
+        return 0, answer, "", 0.0
+
+    def used_mib(self, below=None):
+        return 900 if "stays" in self.faults else 0
+
+    def smi(self, *_):
+        used = [20000 if gpu == self.place or "stays" in self.faults else 4 for gpu in (0, 1)]
+        return "\n".join(map(str, used))
+
+    def command(self, *_, **__):
+        return ("disturbed" in self.faults, "no memory", 0.0)
+
+    def ask(self, what, seconds):
+        return "no memory" if "disturbed" in self.faults else "verified 100 GiB"
+
+    def say(self, text):
+        pass
+
+    log = say
+
+    def hold_once(self):
+        return self.hold_in_flight(self, self, "burst 1 600", random.Random(1))
+
+
+class InTheMiddle(unittest.TestCase):
+    PARTS = {"hold": Interrupted.hold_once, "suspend": Interrupted.suspend, "move": Interrupted.move}
+
+    def failed(self, part, *faults):
+        machine = Interrupted(*faults)
+        measured = self.PARTS[part](machine)
+        return [check["check"] for check in machine.checks if not check["ok"]], measured
+
+    def test_each_part_pauses_as_often_as_told(self):
+        for part, rounds, count in (("hold", "pauses", 3), ("suspend", "rounds", 3), ("move", "moves", 6)):
+            with self.subTest(part):
+                failed, measured = self.failed(part)
+                self.assertEqual(failed, [])
+                self.assertEqual(len(measured[rounds]), count)
+
+    def test_an_answer_that_differs_fails_every_part(self):
+        for part in self.PARTS:
+            with self.subTest(part):
+                self.assertEqual(len(self.failed(part, "differ")[0]), 1)
+
+    def test_a_transition_that_fails_is_a_failure_and_ends_the_part(self):
+        for part in self.PARTS:
+            with self.subTest(part):
+                failed, measured = self.failed(part, "refused")
+                self.assertIn("0 times", " ".join(failed))
+        self.assertIn("0 times", " ".join(self.failed("suspend", "lost")[0]))
+        with self.assertRaises(engines.Failed):
+            self.failed("hold", "lost")
+
+    def test_interruptions_after_the_answer_do_not_count(self):
+        self.assertEqual(self.failed("hold")[1]["runs"], 3)  # of two pauses in each, one comes too late
+        for part in ("suspend", "move"):
+            with self.subTest(part):
+                self.assertEqual(len(self.failed(part, "late")[0]), 1)
+
+    def test_memory_that_stays_fails(self):
+        self.assertEqual(self.failed("suspend", "stays")[0], ["nothing of it stays on the GPU"])
+        self.assertEqual(len(self.failed("move", "stays")[0]), 1)
+
+    def test_the_other_process_must_get_its_memory(self):
+        self.assertEqual(len(self.failed("hold", "disturbed")[0]), 1)
+        self.assertIn("another process uses 130 GiB", self.failed("suspend", "disturbed")[0])
 
 
 class Script(unittest.TestCase):
