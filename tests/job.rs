@@ -783,7 +783,7 @@ fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
     let waiting =
         machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).stdout(Stdio::piped()).spawn();
-    thread::sleep(Duration::from_millis(200));
+    common::eventually_waits_for_memory(&machine.sockets());
     drop(hog);
     Ran::new(&waiting.unwrap().wait_with_output().unwrap()).expect(0, "resumed job engine: 3 processes", "");
     ranks.iter_mut().for_each(Rank::verify);
@@ -800,7 +800,7 @@ fn only_a_shortage_that_lasts_is_reported() {
     machine.vramctl("pause").expect(0, "", "");
     let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
     let command = machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).spawn().unwrap();
-    thread::sleep(Duration::from_millis(500));
+    common::eventually_waits_for_memory(&machine.sockets());
     drop(hog);
     Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "");
     assert_eq!(count(), 0);
@@ -872,16 +872,11 @@ fn a_rank_that_gives_up_because_of_another_names_it() {
         .map(|mib| machine.start_with("hog", |command| _ = command.args(["--weights-mib", &mib.to_string()])))
         .collect();
     let arguments = ["resume", "--name", "engine", "--timeout", "60"];
-    let start = || machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
-    let mut waiting = start();
+    let waiting = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    // In the first attempt, which does not wait, the other rank reports the shortage.
+    common::eventually_waits_for_memory(&machine.sockets());
     let is_resuming = |rank: &Rank| machine.connect(rank).ask(&json!({"request": "prepare", "of": "resume"}))["code"] == "leased";
-    eventually("both wait", || {
-        // Asked too early, a rank is ours for a moment, and the command gives up.
-        if waiting.try_wait().unwrap().is_some() {
-            waiting = start();
-        }
-        ranks.iter().all(is_resuming)
-    });
+    eventually("both wait", || ranks.iter().all(is_resuming));
     ranks[1].signal(libc::SIGKILL);
     ranks[1].child.wait().unwrap();
     let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());

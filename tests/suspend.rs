@@ -336,11 +336,7 @@ fn suspended_jobs_queue_for_memory() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let waits = resume("first");
-    common::eventually("it waits for memory", || {
-        let files = fs::read_dir(machine.folder.path().join("sockets")).unwrap();
-        let mut tickets = files.map(|file| file.unwrap().path()).filter(|path| path.extension().is_some_and(|end| end == "ticket"));
-        tickets.any(|ticket| fs::read_to_string(ticket).is_ok_and(|text| text.contains("\"waits\":true")))
-    });
+    common::eventually_waits_for_memory(&machine.folder.path().join("sockets"));
     machine.vramctl("resume --name second").expect(5, "goes to job first first");
     let behind = resume("second");
     thread::sleep(Duration::from_millis(500));

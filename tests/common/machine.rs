@@ -7,6 +7,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -68,8 +69,12 @@ impl Machine {
         std::array::from_fn(|_| self.start_with(name, |_| ()))
     }
 
+    pub fn sockets(&self) -> PathBuf {
+        self.folder.path().join("sockets")
+    }
+
     pub fn connect(&self, rank: &Rank) -> Wire {
-        let stream = UnixStream::connect(self.folder.path().join(format!("sockets/{}.sock", rank.pid()))).unwrap();
+        let stream = UnixStream::connect(self.sockets().join(format!("{}.sock", rank.pid()))).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(100))).unwrap();
         Wire(BufReader::new(stream))
     }

@@ -71,6 +71,16 @@ pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     assert!(done.is_ok(), "not in time: {what}");
 }
 
+/// Waits until a command that resumes a job has found too little memory and waits for it.
+#[track_caller]
+pub fn eventually_waits_for_memory(sockets: &Path) {
+    eventually("a job waits for memory", || {
+        let files = std::fs::read_dir(sockets).unwrap().map(|file| file.unwrap().path());
+        let mut tickets = files.filter(|path| path.extension().is_some_and(|end| end == "ticket"));
+        tickets.any(|ticket| std::fs::read_to_string(ticket).is_ok_and(|text| text.contains("\"waits\":true")))
+    });
+}
+
 /// Set for a test that starts itself many times: everything is built already.
 pub const BUILT: &str = "TESTS_ARE_BUILT";
 
