@@ -174,6 +174,8 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     top.press("y");
     top.shows(&["trainer", "held, weights"]);
     top.shows(&["> ", "weights", "paused"]);
+    // Until the command has ended, another is refused.
+    top.shows(&["paused weights of trainer"]);
     top.press("ry");
     top.shows(&["resumed weights of trainer"]);
     trainer.verify();
