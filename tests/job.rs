@@ -353,7 +353,7 @@ fn proxy<'a>(
     for (place, rank) in ranks.into_iter().enumerate() {
         let name = format!("{}.sock", rank.pid());
         let listener = UnixListener::bind(folder.path().join(&name)).unwrap();
-        let (own, may_pass) = (machine.folder.path().join("sockets").join(name), Arc::clone(&may_pass));
+        let (own, may_pass) = (machine.sockets().join(name), Arc::clone(&may_pass));
         thread::spawn(move || {
             for coordinator in listener.incoming() {
                 let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };

@@ -471,7 +471,7 @@ impl Network {
     fn add(&self, machine: &Machine, pid: u32) {
         let name = format!("{pid}.sock");
         let listener = UnixListener::bind(self.folder.path().join(&name)).unwrap();
-        let (own, weather) = (machine.folder.path().join("sockets").join(name), Arc::clone(&self.weather));
+        let (own, weather) = (machine.sockets().join(name), Arc::clone(&self.weather));
         thread::spawn(move || {
             for coordinator in listener.incoming() {
                 let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };

@@ -36,7 +36,7 @@ impl Machine {
             .env("SIMGPU_DIR", self.folder.path().join("gpu"))
             .env("SIMGPU_MEMORY", self.memory)
             .env("VRAMCTL_LIB", super::artifacts().join("libvramctl.so"))
-            .env("VRAMCTL_DIR", self.folder.path().join("sockets"));
+            .env("VRAMCTL_DIR", self.sockets());
         command
     }
 
