@@ -827,14 +827,9 @@ fn memory_goes_to_the_first_job_in_the_queue() {
         (child, said)
     };
     let (waiting, _) = resume("first");
-    // Until the first is in the queue and waits, a second one may still fail for lack of memory.
-    let refused = common::patiently(|| {
-        let ran = machine.vramctl("resume --name second");
-        assert_ne!(ran.code, Some(0), "{}", ran.out);
-        if ran.code == Some(5) { Ok(ran) } else { Err(ran.err) }
-    })
-    .unwrap();
-    refused.expect(5, "", "goes to job first first; this is number 2 in the queue");
+    // Until it waits, a second one may still fail for lack of memory.
+    common::eventually_waits_for_memory(&machine.sockets());
+    machine.vramctl("resume --name second").expect(5, "", "goes to job first first; this is number 2 in the queue");
     // One that has all of its memory waits for nobody.
     machine.vramctl("resume --name hog").expect(0, "nothing to do: default of hog", "");
     let (patient, mut said) = resume("second");

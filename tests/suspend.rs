@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -60,6 +60,10 @@ impl Machine {
         Self { folder, gpus }
     }
 
+    fn sockets(&self) -> PathBuf {
+        self.folder.path().join("sockets")
+    }
+
     fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program);
         command
@@ -70,7 +74,7 @@ impl Machine {
             .env("SIMGPU_MEMORY", "256M")
             .env("SIMGPU_DEVICES", self.gpus.to_string())
             .env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string())
-            .env("VRAMCTL_DIR", self.folder.path().join("sockets"))
+            .env("VRAMCTL_DIR", self.sockets())
             .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
         command
     }
@@ -336,7 +340,7 @@ fn suspended_jobs_queue_for_memory() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let waits = resume("first");
-    common::eventually_waits_for_memory(&machine.folder.path().join("sockets"));
+    common::eventually_waits_for_memory(&machine.sockets());
     machine.vramctl("resume --name second").expect(5, "goes to job first first");
     let behind = resume("second");
     thread::sleep(Duration::from_millis(500));
@@ -382,7 +386,7 @@ fn a_job_may_move_while_a_resume_waits_for_room() {
     let mut command = machine.command(common::command_line(), &["resume", "--timeout", "20"]);
     let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     thread::sleep(Duration::from_millis(500));
-    let lock = machine.folder.path().join("sockets").join(format!("{}.lock", engine.child.id()));
+    let lock = machine.sockets().join(format!("{}.lock", engine.child.id()));
     common::eventually("it is stopped between two looks", || {
         let mut state = 0;
         unsafe {
@@ -647,7 +651,7 @@ fn an_interrupted_command_says_how_to_continue() {
     let mut engine = machine.start("engine");
     let before = machine.gpus();
     for (command, said) in [("suspend engine", "`vramctl suspend --name=engine` continues"), ("move engine --to 1", "to continue")] {
-        let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{}.lock", engine.child.id()))).unwrap();
+        let lock = fs::File::create(machine.sockets().join(format!("{}.lock", engine.child.id()))).unwrap();
         lock.lock().unwrap();
         let mut running = machine.command(common::command_line(), &command.split(' ').collect::<Vec<_>>());
         let running = common::interruptible(&mut running).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -667,7 +671,7 @@ fn a_stopped_command_is_named() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     machine.vramctl("suspend engine").expect(0, "suspended");
-    let lock = machine.folder.path().join("sockets").join(format!("{}.lock", engine.child.id()));
+    let lock = machine.sockets().join(format!("{}.lock", engine.child.id()));
     let resumed = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume", || {
         let refused = machine.vramctl("suspend engine --hold-timeout 0.2");
         refused.expect(5, "has been suspending or restoring engine");
@@ -694,7 +698,7 @@ fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
     refused.unwrap().expect(5, &runs);
     engine.is_well();
 
-    let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
+    let lock = fs::File::create(machine.sockets().join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
     let mut command = machine.command(common::command_line(), &["suspend", "engine"]);
     let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -886,7 +890,7 @@ fn a_move_is_refused_before_a_restore_would_be() {
 fn a_process_with_another_id_here_moves_only_where_it_fits() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
-    let sockets = machine.folder.path().join("sockets");
+    let sockets = machine.sockets();
     fs::rename(sockets.join(format!("{}.sock", engine.child.id())), sockets.join("999999999.sock")).unwrap();
     let _hog = machine.hog_on(1, 144);
     machine.vramctl("move engine --to 1").expect(4, ". Nothing has changed");
@@ -1187,7 +1191,7 @@ fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
     engines.sort_by_key(|engine| engine.child.id());
     let [dies, runs] = &mut engines;
     let pid = runs.child.id();
-    let lock = fs::File::create(machine.folder.path().join("sockets").join(format!("{pid}.lock"))).unwrap();
+    let lock = fs::File::create(machine.sockets().join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
     let mut command = machine.command(common::command_line(), &["suspend", "pair", "--hold-timeout", "100"]);
     let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
