@@ -553,6 +553,41 @@ fn a_socket_that_could_not_be_created_is_retried() {
     assert_eq!(fs::read_dir(place.join("sockets")).unwrap().count(), 0, "its socket went with it");
 }
 
+/// A cleaner of `/tmp` deletes sockets, and the end of a login session their whole directory. Whoever is paused then must come back.
+#[test]
+fn a_program_whose_socket_is_deleted_is_found_again() {
+    let machine = Machine::new("256M");
+    let place = machine.folder.path().join("session");
+    let sockets = place.join("sockets");
+    fs::create_dir(&place).unwrap();
+    let mut program = machine.start_with("found", "odd", &["plain"], |command| {
+        command.env("VRAMCTL_DIR", &sockets);
+    });
+    program.expect("ready");
+    let socket = sockets.join(format!("{}.sock", program.pid()));
+    let vramctl = |arguments: &[&str]| machine.vramctl(arguments).env("VRAMCTL_DIR", &sockets).output().unwrap();
+    let deletions: [(&str, &dyn Fn()); 4] = [
+        ("pause", &|| fs::remove_file(&socket).unwrap()),
+        ("pause", &|| fs::remove_dir_all(&sockets).unwrap()),
+        ("suspend", &|| fs::remove_dir_all(&place).unwrap()),
+        // Moved away, and something else in its place.
+        ("pause", &|| {
+            fs::rename(&sockets, place.join("before")).unwrap();
+            fs::DirBuilder::new().mode(0o700).create(&sockets).unwrap();
+            fs::write(&socket, "").unwrap();
+        }),
+    ];
+    for (away, delete) in deletions {
+        succeeds(|| vramctl(&[away, "--name", "found"]));
+        delete();
+        succeeds(|| vramctl(&["resume", "--name", "found"]));
+        assert_eq!(fs::metadata(&sockets).unwrap().mode() & 0o777, 0o700);
+    }
+    program.tell("go on");
+    program.ends_well();
+    assert_eq!(fs::read_dir(&sockets).unwrap().count(), 0, "its socket went with it");
+}
+
 #[test]
 fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let machine = Machine::new("256M");

@@ -15,7 +15,7 @@ use crate::shared::{self, Along};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Once};
+use std::sync::Once;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
@@ -34,7 +34,7 @@ use vramctl_model::{
 pub struct Member {
     pub process: Process,
     /// Where its socket is. Each request has its own connection: the process closes one that is not used for a while.
-    directory: Arc<Directory>,
+    directory: Directory,
     /// The process id for the driver; 0 if the process is not visible from here.
     pub pid: i32,
     /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.

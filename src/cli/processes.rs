@@ -182,7 +182,7 @@ impl Serialize for Process {
 /// The user's managed processes.
 #[derive(Clone)]
 pub struct Found {
-    directory: Option<Arc<Directory>>,
+    directory: Option<Directory>,
     /// Those that listen, by id.
     listening: Vec<u32>,
     /// Those that were asked.
@@ -199,7 +199,7 @@ impl Found {
     pub fn look(target: &Target) -> Result<Self, CommandError> {
         let failed =
             |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
-        let Some(directory) = Directory::open().map_err(failed)?.map(Arc::new) else {
+        let Some(directory) = Directory::open().map_err(failed)? else {
             return Ok(Self { directory: None, listening: Vec::new(), processes: Vec::new() });
         };
         let listening = directory.processes().map_err(failed)?;
@@ -323,11 +323,11 @@ impl Found {
 
     /// Connects to one of them.
     pub fn connect(&self, pid: u32) -> Result<Client, ClientError> {
-        Client::connect(&*self.directory(pid)?, pid)
+        Client::connect(&self.directory(pid)?, pid)
     }
 
     /// Where its socket is.
-    pub fn directory(&self, pid: u32) -> Result<Arc<Directory>, ClientError> {
+    pub fn directory(&self, pid: u32) -> Result<Directory, ClientError> {
         self.directory.clone().ok_or_else(|| ClientError::Io { pid, error: io::ErrorKind::NotFound.into() })
     }
 
@@ -383,8 +383,8 @@ impl Found {
 }
 
 /// Asks all in parallel for their names and status. Leaves out those that have ended meanwhile.
-pub fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
-    let connecting = Arc::clone(directory);
+pub fn ask(directory: &Directory, pids: &[u32]) -> Vec<Process> {
+    let connecting = directory.clone();
     let greet = move |pid| Client::greet(&connecting, pid);
     let (mut names, mut clients, mut answers) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
     for (pid, answer) in at_once(pids.iter().map(|&pid| (pid, pid)).collect(), HELLO_WITHIN, greet) {

@@ -97,7 +97,7 @@ impl Client {
             let stream = directory.connect(pid)?;
             stream.set_read_timeout(Some(LOOK_AFTER))?;
             let seen_as = discovery::peer(&stream)?.pid;
-            Ok(Self { directory: directory.again()?, pid, seen_as, stream: BufReader::new(stream) })
+            Ok(Self { directory: directory.clone(), pid, seen_as, stream: BufReader::new(stream) })
         };
         connect().map_err(|error| ClientError::Io { pid, error })
     }
@@ -230,12 +230,24 @@ impl Client {
     /// Whether the process answers at all: a separate connection is served by a separate thread.
     fn is_alive(&self) -> bool {
         let ask = || {
-            let stream = self.directory.connect(self.pid)?;
+            let stream = self.connect_again()?;
             stream.set_read_timeout(Some(ALIVE_WITHIN))?;
             descriptors::send_line(&stream, &protocol::request_line(Request::Hello), &[], 0)?;
             io::Read::read(&mut &stream, &mut [0])
         };
         ask().is_ok_and(|count| count > 0)
+    }
+
+    /// Another connection. Somebody may have deleted the socket or its directory since: the process soon creates them again.
+    fn connect_again(&self) -> io::Result<UnixStream> {
+        let deadline = Instant::now() + ALIVE_WITHIN;
+        loop {
+            let connected = self.directory.connect(self.pid).or_else(|error| Directory::open()?.ok_or(error)?.connect(self.pid));
+            match connected {
+                Err(error) if is_closed(&error) && Instant::now() < deadline => thread::sleep(NEW_SOCKET / 10),
+                answer => return answer,
+            }
+        }
     }
 
     fn send(&mut self, request: Request, file: Option<BorrowedFd<'_>>, flags: libc::c_int) -> io::Result<()> {

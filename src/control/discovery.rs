@@ -3,24 +3,26 @@
 //! All access goes through the directory's descriptor (`/proc/self/fd/N/…`). So nobody can swap the directory after the
 //! checks, and a long path fits into `sockaddr_un`.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 use std::{io, mem, process, thread};
 use vramctl_config as config;
+use vramctl_host::Identity;
 use vramctl_host::system::user;
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Directory {
     path: PathBuf,
     owner: u32,
-    open: File,
+    open: Arc<File>,
 }
 
 impl Directory {
@@ -34,8 +36,17 @@ impl Directory {
 
     /// Opens the directory for this process's socket, and creates it if necessary.
     pub fn open_or_create() -> io::Result<Self> {
+        Self::create(fs::DirBuilder::new().mode(0o700))
+    }
+
+    /// The same for a directory that has been there before: somebody may have deleted the directories above it, too.
+    pub fn open_or_create_again() -> io::Result<Self> {
+        Self::create(fs::DirBuilder::new().mode(0o700).recursive(true))
+    }
+
+    fn create(how: &fs::DirBuilder) -> io::Result<Self> {
         let path = config::socket_directory();
-        match fs::DirBuilder::new().mode(0o700).create(path) {
+        match how.create(path) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(naming(path, &error)),
             _ => Self::check(path, false),
         }
@@ -63,17 +74,12 @@ impl Directory {
                 metadata.mode() & 0o777
             ));
         }
-        Ok(Self { path: path.to_owned(), owner: metadata.uid(), open })
+        Ok(Self { path: path.to_owned(), owner: metadata.uid(), open: Arc::new(open) })
     }
 
     /// Its path, for messages.
     pub fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// Another handle of the same directory, which may outlive this one.
-    pub fn again(&self) -> io::Result<Self> {
-        Ok(Self { path: self.path.clone(), owner: self.owner, open: self.open.try_clone()? })
     }
 
     /// The directory by its descriptor, in this process.
@@ -113,7 +119,7 @@ impl Directory {
             let file = fs::symlink_metadata(&unfinished)?;
             let path = CString::new(self.path.join(format!("{}.sock", process::id())).into_os_string().into_vec())?;
             fs::rename(&unfinished, &place)?;
-            Ok((listener, Bound { path, file: (file.dev(), file.ino()) }))
+            Ok((listener, Bound { path, file: (file.dev(), file.ino()), root: root() }))
         };
         bind().map_err(|error| naming(&self.path, &error))
     }
@@ -174,22 +180,42 @@ impl Directory {
 #[derive(Debug)]
 pub struct Bound {
     path: CString,
-    /// Its device and inode.
-    file: (u64, u64),
+    file: Identity,
+    /// The root directory of the process when it was bound.
+    root: Option<Identity>,
 }
 
 impl Bound {
+    /// Whether its name is gone, or belongs to another file: somebody has deleted it, or the directory. In doubt it is not: in another
+    /// root directory, a name means something else.
+    pub fn is_lost(&self) -> bool {
+        match identity(&self.path) {
+            Ok(found) => found != self.file && root() == self.root,
+            Err(error) => matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) && root() == self.root,
+        }
+    }
+
     /// Removes it, unless another file has its name by now. Needs no memory: the program may exit in a signal handler that has
     /// interrupted `malloc`.
     pub fn remove(&self) {
-        // SAFETY: plain data, which `lstat` fills; a NUL-terminated path.
-        unsafe {
-            let mut found: libc::stat64 = mem::zeroed();
-            if libc::lstat64(self.path.as_ptr(), &raw mut found) == 0 && (found.st_dev, found.st_ino) == self.file {
-                libc::unlink(self.path.as_ptr());
-            }
+        if identity(&self.path).is_ok_and(|found| found == self.file) {
+            // SAFETY: a NUL-terminated path.
+            unsafe { libc::unlink(self.path.as_ptr()) };
         }
     }
+}
+
+fn root() -> Option<Identity> {
+    identity(c"/").ok()
+}
+
+/// What a path names, itself if it is a link. Needs no memory.
+fn identity(path: &CStr) -> io::Result<Identity> {
+    // SAFETY: plain data, for which all zeroes is a value.
+    let mut found: libc::stat64 = unsafe { mem::zeroed() };
+    // SAFETY: a NUL-terminated path, and writable memory.
+    let answer = unsafe { libc::lstat64(path.as_ptr(), &raw mut found) };
+    if answer == 0 { Ok((found.st_dev, found.st_ino)) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Like [`UnixStream::connect`], but fails at once if the queue is full, instead of waiting for a stopped process.

@@ -79,7 +79,7 @@ pub struct InQueue {
 impl InQueue {
     /// Takes the last place.
     pub fn take(directory: &Directory, ticket: Claim) -> io::Result<Self> {
-        let directory = directory.again()?;
+        let directory = directory.clone();
         let folder = directory.within_process();
         // Only one process at a time reads or changes the queue.
         let _turn = turn(&folder)?;

@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, Once};
 use std::time::Duration;
-use std::{io, thread};
+use std::{io, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
@@ -25,6 +25,9 @@ const CACHE_WITHIN: Duration = Duration::from_millis(200);
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 /// Delay between attempts to create the socket.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
+/// How often to check that the socket still has its name. Cleaners of `/tmp` and the end of a login session delete sockets.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
 /// Starts this process's server unless it is running. A failure is logged once and does not affect the program. Creating the
 /// socket is retried, since the cause may go away.
 pub fn ensure_running() {
@@ -42,7 +45,10 @@ fn complain(error: &io::Error) {
 }
 
 fn listen() -> io::Result<Held> {
-    let directory = Directory::open_or_create()?;
+    listen_in(&Directory::open_or_create()?)
+}
+
+fn listen_in(directory: &Directory) -> io::Result<Held> {
     // Wrap it in `Held` at once: a child forked before then inherits the socket.
     let (socket, bound) = directory.bind()?;
     // A client may disconnect between `poll` and `accept`.
@@ -56,12 +62,14 @@ fn listen() -> io::Result<Held> {
 fn serve(mut listener: io::Result<Held>) {
     loop {
         listener = match listener {
-            Ok(socket) => {
-                accept(&socket);
-                log::warn!("the program closed the control socket; creating a new one");
-                drop(socket);
-                listen().inspect_err(complain)
-            }
+            Ok(socket) => match accept(&socket) {
+                Ended::Closed => {
+                    log::warn!("the program closed the control socket; creating a new one");
+                    drop(socket);
+                    listen().inspect_err(complain)
+                }
+                Ended::Replaced(by) => Ok(by),
+            },
             // Another process listens there; retrying would keep disturbing it.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => return,
             Err(_) => {
@@ -79,33 +87,43 @@ static BOUND: PerProcess<Mutex<Option<Bound>>> = PerProcess::new(remove_at_exit)
 fn remove_at_exit() -> Mutex<Option<Bound>> {
     fn remove() {
         // The exit waits for no lock. Whoever has this one is replacing the socket.
-        if let Some(Ok(bound)) = BOUND.existing().map(Mutex::try_lock)
-            && let Some(bound) = &*bound
+        if let Some(Ok(mut last)) = BOUND.existing().map(Mutex::try_lock)
+            && let Some(bound) = last.take()
         {
             bound.remove();
+            // To free it could wait for `malloc`.
+            mem::forget(bound);
         }
     }
     exit::at_exit(remove);
     Mutex::default()
 }
 
-/// Accepts connections until the program closes the socket: a daemonizing program closes all descriptors and then reuses the
-/// numbers for its own files.
+/// Why a socket is no longer used.
+enum Ended {
+    /// A daemonizing program closes all descriptors and then reuses the numbers for its own files.
+    Closed,
+    /// Its name was deleted; this one has the name.
+    Replaced(Held),
+}
+
+/// Accepts connections until the program closes the socket, or somebody deletes its name.
 ///
 /// Waits in `poll`, which takes no descriptor number. A blocked `accept` would reserve the lowest free one, and a program
 /// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
-/// to connect ends the wait, is disconnected, and finds the new socket when it retries.
-fn accept(socket: &Held) {
+/// to connect is disconnected, and finds the new socket when it retries.
+fn accept(socket: &Held) -> Ended {
+    let mut is_told = false;
     loop {
-        let Ok(waiting) = socket.get() else { return };
+        let Ok(waiting) = socket.get() else { return Ended::Closed };
         // The result does not matter: `accept` below checks again.
-        let _ = system::poll(waiting, libc::POLLIN, -1);
-        let Ok(listener) = socket.as_type::<UnixListener>() else { return };
+        let _ = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int);
+        let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
         match listener.accept() {
             Ok((stream, _)) => welcome(stream),
             // Shut down: no connection will ever arrive.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return,
-            // The client has disconnected.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
+            // The client has disconnected, or there was none.
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
             // Most likely out of descriptors. That is up to the program, and temporary.
             Err(error) => {
@@ -113,7 +131,23 @@ fn accept(socket: &Held) {
                 thread::sleep(Duration::from_millis(200));
             }
         }
+        if is_lost() {
+            match Directory::open_or_create_again().and_then(|directory| listen_in(&directory)) {
+                Ok(new) => {
+                    log::warn!("somebody has deleted the control socket; it is there again");
+                    return Ended::Replaced(new);
+                }
+                // The next attempt may succeed: the directory is there again after the next login, say.
+                Err(error) if !mem::replace(&mut is_told, true) => log::warn!("somebody has deleted the control socket: {error}"),
+                Err(_) => (),
+            }
+        }
     }
+}
+
+/// Whether nobody finds the socket any more.
+fn is_lost() -> bool {
+    BOUND.get().lock().unpoisoned().as_ref().is_some_and(Bound::is_lost)
 }
 
 fn welcome(stream: UnixStream) {

@@ -22,8 +22,8 @@ pub struct Held {
     slot: &'static Slot,
 }
 
-/// Device and inode behind a descriptor.
-type Identity = (u64, u64);
+/// Device and inode of a file.
+pub type Identity = (u64, u64);
 
 impl Held {
     /// Takes a descriptor that was just opened with `O_CLOEXEC`.

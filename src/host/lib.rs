@@ -16,6 +16,6 @@ pub mod system;
 pub mod worker;
 
 pub use boundary::guarded;
-pub use descriptor::{Held, above_standard};
+pub use descriptor::{Held, Identity, above_standard};
 pub use fork::{PerProcess, on_fork_in_child};
 pub use lock::Unpoison;
