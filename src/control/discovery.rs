@@ -7,7 +7,7 @@ use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, fchown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -92,6 +92,23 @@ impl Directory {
     pub(crate) fn at(path: &Path) -> io::Result<Self> {
         fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
         Self::check(path, false)
+    }
+
+    /// Opens a file beside the sockets, and creates it if `options` say so. The directory may be another user's, who could have put
+    /// anything there, and nothing of it may be followed, or waited for: only a plain file of the directory's owner or of this user,
+    /// without another name, is opened.
+    pub fn file(&self, name: &str, options: &mut OpenOptions) -> io::Result<File> {
+        let file = options.mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(self.within_process().join(name))?;
+        let found = file.metadata()?;
+        // Zero links: it has just been removed.
+        if !found.is_file() || found.nlink() > 1 || ![self.owner, user()].contains(&found.uid()) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        // The directory's owner must be able to open what root creates.
+        if found.uid() != self.owner && found.nlink() == 1 {
+            fchown(&file, Some(self.owner), None)?;
+        }
+        Ok(file)
     }
 
     fn within(&self, pid: u32) -> PathBuf {
@@ -257,4 +274,31 @@ pub fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
 
 fn naming(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
+    #[test]
+    fn only_a_plain_file_without_another_name_is_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let elsewhere = folder.path().join("elsewhere");
+        fs::write(&elsewhere, "contents").unwrap();
+        symlink(&elsewhere, folder.path().join("linked")).unwrap();
+        fs::hard_link(&elsewhere, folder.path().join("also")).unwrap();
+        fs::create_dir(folder.path().join("folder")).unwrap();
+        let pipe = CString::new(folder.path().join("pipe").into_os_string().into_vec()).unwrap();
+        // SAFETY: the name ends with NUL.
+        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+        for name in ["linked", "also", "folder", "pipe"] {
+            assert!(directory.file(name, File::options().read(true)).is_err(), "{name}");
+            assert!(directory.file(name, File::options().read(true).write(true).create(true).truncate(false)).is_err(), "{name}");
+        }
+        assert!(directory.file("new", File::options().write(true).create_new(true)).is_ok());
+        assert_eq!(fs::read(&elsewhere).unwrap(), b"contents");
+    }
 }

@@ -4,10 +4,10 @@
 //! file is read, not mapped: truncating it must not kill the program.
 
 use crate::discovery::Directory;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 use vramctl_host::Held;
 use vramctl_host::system::now;
@@ -28,9 +28,8 @@ impl Gauge {
 
     fn within(directory: &Directory, uuid: &str) -> io::Result<Self> {
         let name: String = uuid.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-        Held::new(options.open(directory.within_process().join(format!("free-{name}")))?).map(Self)
+        let file = directory.file(&format!("free-{name}"), File::options().read(true).write(true).create(true).truncate(false))?;
+        Held::new(file).map(Self)
     }
 
     /// Whether this process asks the driver. Takes over if nobody else does.

@@ -7,17 +7,21 @@
 use crate::discovery::Directory;
 use crate::protocol::Refusal;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_model::Error;
 
 /// How often to check whether it is this job's turn.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long to wait for others that read or change the queue.
+const TURN_WITHIN: Duration = Duration::from_millis(500);
+/// The longest ticket that is read.
+const LONGEST_TICKET: u64 = 1 << 20;
 
 /// The contents of a ticket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,9 +87,8 @@ impl InQueue {
         let folder = directory.within_process();
         // Only one process at a time reads or changes the queue.
         let _turn = turn(&folder)?;
-        let number = numbers(&folder)?.last().map_or(1, |last| last + 1);
-        let mut options = OpenOptions::new();
-        let file = options.write(true).create_new(true).mode(0o600).open(path(&folder, number))?;
+        let number = numbers(&folder)?.last().map_or(1, |last| last.saturating_add(1));
+        let file = directory.file(&name(number), File::options().write(true).create_new(true))?;
         lock(&file, libc::LOCK_EX)?;
         let place = Self { directory, number, file, ticket };
         place.write()?;
@@ -97,7 +100,7 @@ impl InQueue {
         let folder = self.directory.within_process();
         let _turn = turn(&folder)?;
         let others = numbers(&folder)?.into_iter().take_while(|number| *number < self.number);
-        let others = others.filter_map(|number| read(&path(&folder, number))).filter(|other| other.within == self.ticket.within);
+        let others = others.filter_map(|number| read(&self.directory, &name(number))).filter(|other| other.within == self.ticket.within);
         Ok(others.filter(|other| other.gpus.iter().any(|gpu| self.ticket.gpus.contains(gpu))).collect())
     }
 
@@ -145,12 +148,12 @@ impl InQueue {
 
 impl Drop for InQueue {
     fn drop(&mut self) {
-        let _ = fs::remove_file(path(&self.directory.within_process(), self.number));
+        let _ = fs::remove_file(self.directory.within_process().join(name(self.number)));
     }
 }
 
-fn path(folder: &Path, number: u64) -> PathBuf {
-    folder.join(format!("{number}.ticket"))
+fn name(number: u64) -> String {
+    format!("{number}.ticket")
 }
 
 /// The tickets' numbers, in order.
@@ -162,21 +165,29 @@ fn numbers(folder: &Path) -> io::Result<Vec<u64>> {
 }
 
 /// The ticket in a file. Removes the file of an owner that has died.
-fn read(path: &Path) -> Option<Claim> {
-    let mut file = File::open(path).ok()?;
+fn read(directory: &Directory, name: &str) -> Option<Claim> {
+    let file = directory.file(name, File::options().read(true)).ok()?;
     if lock(&file, libc::LOCK_SH | libc::LOCK_NB).is_ok() {
-        let _ = fs::remove_file(path);
+        let _ = fs::remove_file(directory.within_process().join(name));
         return None;
     }
-    let mut text = String::new();
-    file.read_to_string(&mut text).ok()?;
-    serde_json::from_str(&text).ok()
+    let mut text = Vec::new();
+    file.take(LONGEST_TICKET).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
 }
 
-/// A lock on the directory itself, held while reading or changing the queue.
+/// A lock on the directory itself, held while reading or changing the queue. Others hold it for a moment only, unless they are stopped:
+/// then to go on without it risks a place in the queue, and to wait would stop everybody.
 fn turn(folder: &Path) -> io::Result<File> {
-    let directory = File::open(folder)?;
-    lock(&directory, libc::LOCK_EX)?;
+    let (directory, deadline) = (File::open(folder)?, Instant::now() + TURN_WITHIN);
+    while let Err(error) = lock(&directory, libc::LOCK_EX | libc::LOCK_NB) {
+        match error.kind() {
+            io::ErrorKind::WouldBlock if Instant::now() < deadline => thread::sleep(LOOK_EVERY / 20),
+            io::ErrorKind::WouldBlock => break,
+            io::ErrorKind::Interrupted => (),
+            _ => return Err(error),
+        }
+    }
     Ok(directory)
 }
 
@@ -258,6 +269,36 @@ mod tests {
         assert_eq!(names(second.wait(now, false, &mut |_| ())), Err(vec!["first".into()]));
         assert_eq!(names(other.wait(now, false, &mut |_| ())), Err(vec!["all".into()]));
         drop(place);
+    }
+
+    /// As a command in the background is that was stopped at the wrong moment.
+    #[test]
+    fn a_stopped_owner_of_the_queues_lock_stops_nobody() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let first = InQueue::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let stopped = turn(folder.path()).unwrap();
+        let second = InQueue::take(&directory, ticket(2, "second", &["a"])).unwrap();
+        assert!(second.wait(Instant::now(), true, &mut |_| ()).is_err(), "the first is ahead all the same");
+        drop(first);
+        assert_eq!(second.wait(Instant::now(), true, &mut |_| ()), Ok(()));
+        drop(stopped);
+    }
+
+    /// The directory may be another user's, and root's command reads it.
+    #[test]
+    fn what_is_no_ticket_stops_nobody() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let pipe = std::ffi::CString::new(folder.path().join("1.ticket").to_str().unwrap()).unwrap();
+        // SAFETY: the name ends with NUL.
+        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+        std::os::unix::fs::symlink("/dev/zero", folder.path().join("2.ticket")).unwrap();
+        let place = InQueue::take(&directory, ticket(1, "third", &["a"])).unwrap();
+        assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
+        drop(place);
+        fs::write(folder.path().join(name(u64::MAX)), "").unwrap();
+        assert!(InQueue::take(&directory, ticket(1, "beyond", &["a"])).is_err());
     }
 
     /// The system lets go of its lock.
