@@ -26,6 +26,10 @@ START = 4
 HOST_SPARE = 6 * GIB
 # Rest before each resume, and before each pause that keeps nothing, in ms.
 RESTED_MS = 500
+# Device memory to leave for the contexts of two programs, one of them PyTorch's.
+DEVICE_SPARE = 7 * GIB
+# What is measured in turns if no sets are named.
+TURNS = ("1x100g", "72x1174m", "2000x8m", "24x1g")
 
 
 class Failed(Exception):
@@ -123,9 +127,11 @@ class Bench:
         self.began = time.monotonic()
         self.log = open(self.out / "bench.log", "w")
         self.children = []
-        self.sets = all_sets(self.scale)
-        names = [a.name for a in self.sets] + ["idle", "swap"]
-        wanted = options.sets.split(",") if options.sets else names
+        total = self.device_memory("total")
+        self.every_set = all_sets(self.scale, total - DEVICE_SPARE if total > 2 * DEVICE_SPARE else total * 3 // 4)
+        self.sets = [a for a in self.every_set if options.turns or not a.turns_only]
+        names = [a.name for a in self.sets] + ([] if options.turns else ["idle", "swap"])
+        wanted = options.sets.split(",") if options.sets else TURNS if options.turns else names
         if unknown := [name for name in wanted if name not in names]:
             raise SystemExit(
                 f"bench: no such set: {', '.join(unknown)}. There are: {', '.join(names)}"
@@ -287,7 +293,9 @@ class Bench:
         """Touches host memory before anything is measured. A virtual machine may get its memory only when
         it is first touched, at a tenth of the speed."""
         kept = [a.bytes for a in self.sets if not a.discard_only]
-        if any(a.huge for a in self.sets):
+        if self.options.turns:
+            kept = [2 * bytes for bytes in kept]
+        elif any(a.huge for a in self.sets):
             kept += [a.bytes for a in self.sets if a.huge]
         if self.swap_wanted:
             kept.append(2 * self.swap_size()[1])
@@ -310,23 +318,22 @@ class Bench:
             self.data["limits"].setdefault(key, []).append(found["bytes"] / found["seconds"])
 
     def measure_calls(self, chosen):
-        command = ["--repeat", min(self.repeat, 3), "calls", chosen.name, self.files[chosen.name]]
-        for found in self.raw(*command):
-            variant = ("joined" if found["joined"] else "each") + ("_rdma" if found["rdma"] else "")
-            self.record_calls(chosen, variant, found)
+        rest = self.rest_ms() // 2 if self.options.turns else 0
+        command = ["--repeat", min(self.repeat, 3), "--rest", rest]
+        for found in self.raw(*command, "calls", chosen.name, self.files[chosen.name]):
+            self.record_calls(chosen, found["way"], found, rested=rest > 0, gives=True)
 
-    def record_calls(self, chosen, variant, found, rested=False):
-        """`rested`: the memory was allocated some time after the last release, and released at once."""
-        for key in ("pause", "resume"):
-            if f"slow_{key}" in found and not (rested and key == "pause"):
-                row = f"discard_{key}" + ("_rested" if rested else "")
+    def record_calls(self, chosen, variant, found, rested, gives):
+        """`rested`: the memory was allocated some time after the last release. `gives`: it was used, and released after a rest."""
+        again = "_rested" if rested else ""
+        for key, row in (("pause", "discard_pause"), ("resume", f"discard_resume{again}")):
+            if f"slow_{key}" in found and (gives or key == "resume"):
                 rows = self.data["slow"].setdefault(chosen.name, {}).setdefault(variant, {})
                 rows.setdefault(row, []).append(found[f"slow_{key}"])
         calls = self.data["calls"].setdefault(chosen.name, {}).setdefault(variant, {})
-        again = "_rested" if rested else ""
         taking = ("create", "map", "access")
         sums = {f"resume{again}": sum(found[part] for part in taking), **{part + again: found[part] for part in taking}}
-        if not rested:
+        if gives:
             giving = ("unmap", "release")
             sums.update({"pause": sum(found[part] for part in giving), **{part: found[part] for part in giving}})
         for key, seconds in sums.items():
@@ -491,7 +498,7 @@ class Bench:
         parts = ("create", "map", "access", "unmap", "release", "slow_resume", "slow_pause")
         rest = 0 if rested else self.rest_ms()
         took = map(float, child.ask(f"calls {rest} {self.files[chosen.name]}").split())
-        self.record_calls(chosen, "beside", dict(zip(parts, took)), rested)
+        self.record_calls(chosen, "beside", dict(zip(parts, took)), rested, gives=not rested)
 
     def discarded(self, chosen):
         child = self.holding(chosen, fill=False, backup=1)
@@ -591,14 +598,18 @@ class Bench:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         self.saver_env = env
 
-    def saved(self, chosen):
-        def record(row, question):
-            self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180), child.slow)
-
+    def start_saver(self):
         child = Child(self, "saver", [sys.executable, HERE / "saver.py"], self.saver_env)
         self.children.append(child)
         if child.hear(60).strip() != "ok":
             raise Failed("torch_memory_saver did not start; see bench.log")
+        return child
+
+    def saved(self, chosen):
+        def record(row, question):
+            self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180), child.slow)
+
+        child = self.start_saver()
         child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
         child.took("pause discarded")
         child.took("resume discarded")
@@ -633,14 +644,84 @@ class Bench:
                     self.rest()
                 record("resume_retained_rested" if rested else "resume_retained", "resume kept")
             child.ask("check kept")
-        with contextlib.suppress(OSError):
-            child.process.stdin.write(b"quit\n")
         self.finish(child)
+
+    # ---- both in turns: while one has its memory, the other's is paused ----
+
+    def turns_discarded(self, chosen):
+        own, other = self.holding(chosen, fill=False, backup=1), None
+        own.ask("scribble")
+        sides = [("vramctl", own, "pause * 1", "resume * 0", "scribble", "check * zero")]
+        # The first one in a process includes other start-up work.
+        own.took("pause * 1")
+        if self.saver:
+            other = self.start_saver()
+            other.ask(f"alloc set 1 {self.files[chosen.name]}")
+            other.took("pause set")
+            other.took("resume set")
+            other.took("pause set")
+            sides.append(("torch_memory_saver", other, "pause set", "resume set", "fill set", None))
+        own.took("resume * 0")
+        own.took("pause * 1")
+        for _ in self.turns(self.repeat):
+            for system, child, pause, resume, fill, check in sides:
+                self.rest()
+                self.record(chosen.name, system, "discard_resume_rested", child.took(resume), child.slow)
+                child.ask(fill)
+                self.rest()
+                self.record(chosen.name, system, "discard_pause", child.took(pause), child.slow)
+                self.record(chosen.name, system, "discard_resume", child.took(resume), child.slow)
+                if check:
+                    child.ask(check)
+                child.took(pause)
+        own.took("resume * 0")
+        own.ask("scribble")
+        self.rest()
+        self.stages(own, chosen, "discarded", backup="discard")
+        for child in filter(None, (own, other)):
+            self.finish(child)
+
+    def turns_kept(self, chosen, retain):
+        """First pauses in new processes, then repeated ones."""
+        settings = {"RETAIN": "*", "UNCHANGED": "off"} if retain else {}
+        rows = ("first_retained", "steady", "resume_retained") if retain else ("first", "kept", "resume_kept")
+        theirs = ("first_retained", "steady", "resume_retained") if retain else ("first", "again", "resume")
+        own, other = self.holding(chosen, **settings), None
+        sides = [("vramctl", own, "* 0", "* 0", "check * sample", rows)]
+        if self.saver:
+            other = self.start_saver()
+            other.ask(f"retain {int(retain)}")
+            other.ask(f"alloc set 2 {self.files[chosen.name]}")
+            other.ask("fill set")
+            sides.append(("torch_memory_saver", other, "set", "set", "check set", theirs))
+        for turn in self.turns(self.repeat + 1 if retain else min(self.repeat, 2) + 1):
+            for system, child, pause, resume, check, (first, again, back) in sides:
+                row = first if turn == 0 else again
+                self.record(chosen.name, system, row, child.took(f"pause {pause}"), child.slow)
+                self.rest()
+                self.record(chosen.name, system, back, child.took(f"resume {resume}"), child.slow)
+                child.ask(check)
+        self.stages(own, chosen, "retained" if retain else "kept ready")
+        self.check(own, "full")
+        for child in filter(None, (own, other)):
+            self.finish(child)
+
+    def run_turns(self):
+        """Everything that is compared with torch_memory_saver, in turns."""
+        for chosen in self.sets:
+            if chosen.discard_only:
+                self.step(f"{chosen.title}, contents discarded, in turns", 8 + 3 * self.repeat * self.rest_ms() / 1e3, self.turns_discarded, chosen)
+                self.step(f"{chosen.title}: the driver's calls alone", 3, self.measure_calls, chosen)
+        for chosen in self.sets:
+            gigabytes = chosen.bytes / GIB
+            if not chosen.discard_only:
+                self.step(f"{chosen.title}, kept, backup retained, in turns", 10 + gigabytes / 2, self.turns_kept, chosen, True)
+                self.step(f"{chosen.title}, kept, in turns", 10 + gigabytes, self.turns_kept, chosen, False)
 
     # ---- at rest ----
 
     def at_rest(self):
-        chosen = next((a for a in self.sets if a.name == "24x1g"), None) or all_sets(self.scale)[0]
+        chosen = next((a for a in self.sets if a.name == "24x1g"), None) or self.every_set[0]
         self.files.setdefault(chosen.name, chosen.write(self.work))
         found = self.data["idle"]
         found["set"], found["bytes"] = chosen.title, chosen.bytes
@@ -742,9 +823,18 @@ class Bench:
         self.say(f"{self.data['gpu']}; {self.repeat} repeats; {self.options.limit} s at most")
         self.step("host memory is touched once", 5, self.touch_host)
         self.step("limits: copies and a pass over device memory", 5, self.measure_limits)
-        for chosen in self.sets:
-            self.step(f"{chosen.title}: the driver's calls alone", 3, self.measure_calls, chosen)
+        if not self.options.turns:
+            for chosen in self.sets:
+                self.step(f"{chosen.title}: the driver's calls alone", 3, self.measure_calls, chosen)
         self.step("torch_memory_saver: is it here?", 10, self.find_saver)
+        if self.options.turns:
+            self.run_turns()
+        else:
+            self.run_each()
+        self.data["seconds"] = round(time.monotonic() - self.began, 1)
+        self.say(f"done; {size:.0f} GiB of sets")
+
+    def run_each(self):
         for chosen in self.sets:
             gigabytes = chosen.bytes / GIB
             title = f"{chosen.title}: vramctl"
@@ -782,8 +872,6 @@ class Bench:
                     self.huge,
                     chosen,
                 )
-        self.data["seconds"] = round(time.monotonic() - self.began, 1)
-        self.say(f"done; {size:.0f} GiB of sets")
 
     def write(self):
         (self.out / "bench.json").write_text(json.dumps(self.data, indent=1) + "\n")
@@ -801,7 +889,7 @@ def main():
         parser.add_argument(f"--{name}", default="")
     for name in ("repeat", "scale", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("no-tms", "discarded"):
+    for name in ("no-tms", "discarded", "turns"):
         parser.add_argument(f"--{name}", action="store_true")
     bench = Bench(parser.parse_args())
     try:

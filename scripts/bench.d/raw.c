@@ -6,16 +6,15 @@
 #define _GNU_SOURCE
 #include "calls.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 
 static const char help[] =
-	"usage: raw [--repeat N] [--bytes N] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
+	"usage: raw [--repeat N] [--bytes N] [--rest MS] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
 	"  limits   copies --bytes (default: 8 GiB) each way in pieces of 16 and 64 MiB; a device\n"
 	"           copy and a memset of half as much\n"
-	"  calls    for each FILE (a set, one size per line): times unmap and release, then create,\n"
-	"           map and access right after; with separate calls per allocation, and with as few\n"
-	"           calls as the driver allows\n"
+	"  calls    for each FILE (a set, one size per line): times create, map and access, then unmap\n"
+	"           and release, each after a rest; with separate calls per allocation, and with as\n"
+	"           few calls as the driver allows; with several kinds of memory, in turns\n"
 	"  host     touches BYTES of fresh host memory, leaving SPARE, and part of it again: a\n"
 	"           virtual machine may get its own memory only then\n";
 
@@ -83,25 +82,47 @@ static void limits(int repeat, size_t bytes)
 
 /* ---- the calls for a set ---- */
 
-static void calls_for(const char *name, const char *path, bool joined, bool rdma, int repeat)
+/* In turns, and each time after a rest as long as the one before the release. */
+static void calls_for(const char *name, const char *path, int device, int repeat, long rest_ms)
 {
-	size_t count, total;
-	struct piece *pieces = read_set(path, joined, &count, &total);
+	bool rdma = has_rdma(device);
+	struct way ways[] = {
+		{.name = "each"},
+		{.name = "each_in_turn", .in_turn = true},
+		{.name = "each_in_turn_rdma", .in_turn = true, .rdma = rdma},
+		{.name = "each_in_turn_threads", .in_turn = true, .threads = 4},
+		{.name = "joined", .joined = true},
+		{.name = "joined_rdma", .joined = true, .rdma = rdma},
+		{.name = "joined_shared", .joined = true, .shared = true},
+		{.name = "joined_rdma_shared", .joined = true, .rdma = rdma, .shared = true},
+	};
+	struct { struct piece *pieces; size_t count; } lists[2];
+	size_t total;
 	pointer base;
+	for (int cut = 0; cut < 2; cut++)
+		lists[cut].pieces = read_set(path, cut, &lists[cut].count, &total);
 	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 	/* The first turn is a warm-up. */
 	for (int turn = -1; turn < repeat; turn++) {
-		struct times times = take_and_give(pieces, count, base, total, joined, rdma, 0, stream);
-		if (turn >= 0) {
-			printf("{\"what\":\"calls\",\"set\":\"%s\",\"joined\":%s,\"rdma\":%s,"
-			       "\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,\"unmap\":%.9f,\"release\":%.9f}\n",
-			       name, joined ? "true" : "false", rdma ? "true" : "false", times.create, times.map,
-			       times.access, times.unmap, times.release);
-			fflush(stdout);
+		for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+			struct way way = ways[i];
+			struct timespec rest = {rest_ms / 1000, rest_ms % 1000 * 1000000};
+			if (turn < 0 && i > 0)
+				continue;
+			nanosleep(&rest, NULL);
+			struct times times = take_and_give(lists[way.joined].pieces, lists[way.joined].count, base, total, way, rest_ms, stream);
+			if (turn >= 0) {
+				printf("{\"what\":\"calls\",\"set\":\"%s\",\"way\":\"%s\",\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,"
+				       "\"unmap\":%.9f,\"release\":%.9f,\"slow_resume\":%.3f,\"slow_pause\":%.3f}\n",
+				       name, way.name, times.create, times.map, times.access, times.unmap, times.release, times.slow_taking,
+				       times.slow_giving);
+				fflush(stdout);
+			}
 		}
 	}
 	TRY(cuMemAddressFree(base, total));
-	free(pieces);
+	for (int cut = 0; cut < 2; cut++)
+		free(lists[cut].pieces);
 }
 
 /* ---- host memory ---- */
@@ -166,12 +187,15 @@ static void host(size_t bytes, size_t spare, size_t threads)
 int main(int argc, char **argv)
 {
 	int repeat = 5, device = 0, at = 1;
+	long rest_ms = 0;
 	size_t bytes = (size_t)8 << 30;
 	for (; at + 1 < argc && strncmp(argv[at], "--", 2) == 0; at += 2) {
 		if (strcmp(argv[at], "--repeat") == 0)
 			repeat = atoi(argv[at + 1]);
 		else if (strcmp(argv[at], "--bytes") == 0)
 			bytes = strtoull(argv[at + 1], NULL, 10);
+		else if (strcmp(argv[at], "--rest") == 0)
+			rest_ms = atol(argv[at + 1]);
 		else
 			break;
 	}
@@ -196,11 +220,7 @@ int main(int argc, char **argv)
 		limits(repeat, bytes);
 		return 0;
 	}
-	for (; at < argc; at += 2) {
-		calls_for(argv[at], argv[at + 1], false, false, repeat);
-		calls_for(argv[at], argv[at + 1], true, false, repeat);
-		if (has_rdma(device))
-			calls_for(argv[at], argv[at + 1], true, true, repeat);
-	}
+	for (; at < argc; at += 2)
+		calls_for(argv[at], argv[at + 1], device, repeat, rest_ms);
 	return 0;
 }

@@ -11,11 +11,13 @@ ROWS = [
     ("prewarmed", "first pause, host memory pre-warmed", "out", "first"),
     ("again", "pause again, host memory given back before", "out", "again"),
     ("kept", "pause again, host memory kept ready", "out", "again"),
+    ("first_retained", "first pause, backup retained", "out", "first_retained"),
     ("steady", "steady pause, backup retained", "out", "steady"),
     ("unchanged", "pause, retained, nothing changed", "pass", "steady"),
     ("changed", "pause, retained, 1% changed", "pass+1%", "steady"),
     ("resume_released", "resume right after a first pause", "in", "resume"),
     ("resume_released_rested", "resume 0.5 s after a pause, host memory given back", "in", "resume"),
+    ("resume_kept", "resume, host memory kept ready", "in", "resume"),
     ("resume_retained", "resume right after a steady pause", "in", "resume_retained"),
     ("resume_retained_rested", "resume 0.5 s after it", "in", "resume_retained_rested"),
     ("discard_pause", "pause 0.5 s after a resume, contents discarded", "calls", "discard_pause"),
@@ -65,7 +67,7 @@ def calls_of(data, name, key):
     """The driver's calls alone: those measured beside the library's; else those for memory that GPUDirect RDMA can reach,
     like cudaMalloc's, if the device supports it."""
     variants = data["calls"].get(name, {})
-    for chosen in (("beside",), ("joined_rdma",), ("each", "joined")):
+    for chosen in (("beside",), ("joined_rdma_shared",), ("each", "joined")):
         found = [
             middle(undisturbed(data, name, v, f"discard_{key}", variants[v][key]))
             for v in chosen
@@ -165,7 +167,8 @@ def result_rows(data):
                     if copies
                     else f"{times_as_long(data, name, row, ours, limit):.2f} x"
                 )
-            their_rate = f" ({rate(size, theirs)} GB/s)" if theirs and copies else their_span
+            if theirs and copies:
+                their_span = aside(f"{span(other[counterpart], data['repeat'])}, {rate(size, theirs)} GB/s")
             yield [
                 f"**{about['title']}**" if first else "",
                 title,
@@ -174,7 +177,7 @@ def result_rows(data):
                 rate(size, ours) if copies else "",
                 ms(limit),
                 share,
-                ms(theirs) + their_rate,
+                ms(theirs) + their_span,
                 f"{theirs / ours:.1f}" if ours and theirs else "–",
             ]
             first = False
@@ -207,9 +210,14 @@ def limit_lines(data):
 
 def call_lines(data):
     titles = {
-        "each": "separate calls per allocation",
+        "each": "separate calls per allocation, each call for all of them",
+        "each_in_turn": "separate calls per allocation, one allocation after the other",
+        "each_in_turn_rdma": "the same, memory that GPUDirect RDMA can reach",
+        "each_in_turn_threads": "one allocation after the other, in 4 threads",
         "joined": "as few calls as allowed, pieces of at most 8 GiB",
         "joined_rdma": "the same, memory that GPUDirect RDMA can reach",
+        "joined_shared": "the same, memory that other processes can open",
+        "joined_rdma_shared": "the same, memory of both kinds",
         "beside": "the same, alternating with the library's in one process",
     }
     row_of = lambda key: (
@@ -225,6 +233,7 @@ def call_lines(data):
                 continue
             counted = lambda key: undisturbed(data, name, variant, row_of(key), calls.get(key, []))
             part = lambda key: ms(middle(counted(key)))
+            taking = lambda key: part(key if key in calls else f"{key}_rested")
             whole = lambda key: (
                 part(key) + aside(span(calls[key], 0, len(counted(key)))) if key in calls else "–"
             )
@@ -237,7 +246,7 @@ def call_lines(data):
                 ]
                 + [
                     whole("resume"),
-                    f"{part('create')} + {part('map')} + {part('access')}",
+                    " + ".join(map(taking, ("create", "map", "access"))),
                     whole("resume_rested"),
                 ]
             )
@@ -470,14 +479,14 @@ STYLE = """
   }
 """
 SERIES = [
-    ("a", "vramctl", "vramctl", ("first", "again", "resume_released")),
+    ("a", "vramctl", "vramctl", ("first", "kept", "resume_kept")),
     ("b", "vramctl, backup retained", "vramctl", ("first_retained", "steady", "resume_retained")),
     ("c", "torch_memory_saver", "torch_memory_saver", ("first", "again", "resume")),
     (
         "d",
         "torch_memory_saver, backup retained",
         "torch_memory_saver",
-        (None, "steady", "resume_retained"),
+        ("first_retained", "steady", "resume_retained"),
     ),
 ]
 GROUPS = ("first pause", "pause after it", "resume")

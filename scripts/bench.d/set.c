@@ -159,7 +159,9 @@ static cudaError_t map_new(void **address, size_t bytes, size_t total)
 		TRY(cuMemAddressReserve(&next, total, 0, 0, 0));
 	}
 	/* As what it is compared with. */
-	wanted.flags.rdma = has_rdma(0);
+	struct way way = as_the_library(0);
+	wanted.handle_types = way.shared;
+	wanted.flags.rdma = way.rdma;
 	TRY(cuMemCreate(&handle, bytes, &wanted, 0));
 	TRY(cuMemMap(next, bytes, 0, handle, 0));
 	TRY(cuMemSetAccess(next, bytes, &access, 1));
@@ -427,7 +429,7 @@ static void calls(long rest_ms, const char *path)
 		TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 		snprintf(known, sizeof known, "%s", path);
 	}
-	struct times times = take_and_give(taken, listed, base, total, true, has_rdma(0), rest_ms, (void *)stream);
+	struct times times = take_and_give(taken, listed, base, total, as_the_library(0), rest_ms, (void *)stream);
 	answer("ok %.9f %.9f %.9f %.9f %.9f %.3f %.3f", times.create, times.map, times.access, times.unmap, times.release,
 	       times.slow_taking, times.slow_giving);
 }
@@ -445,7 +447,7 @@ static void each(const char *tag, const char *path)
 		answer("error there is no region");
 		return;
 	}
-	struct times times = take_and_give(taken, listed, base, total, false, false, 0, (void *)stream);
+	struct times times = take_and_give(taken, listed, base, total, (struct way){.name = "each"}, 0, (void *)stream);
 	if (managed)
 		region_end();
 	TRY(cuMemAddressFree(base, total));

@@ -21,6 +21,8 @@ class Set:
     huge: bool = False
     # Made by the program itself, with cuMemCreate and cuMemMap, as PyTorch's expandable segments are.
     handles: bool = False
+    # Measured in turns with torch_memory_saver only.
+    turns_only: bool = False
 
     @property
     def bytes(self):
@@ -57,14 +59,23 @@ def scaled(sizes, scale):
     return small
 
 
+def fitting(sizes, room):
+    """As many of the sizes as fit into the room; of a single one, as many GiB."""
+    if len(sizes) == 1:
+        return [min(sizes[0], max(PIECE, room // GIB * GIB or room // PIECE * PIECE))]
+    return sizes[: max(1, room // sizes[0])]
+
+
 def gib(size):
     unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
     return f"{round(size / unit, 1):g} {name}"
 
 
-def all_sets(scale):
+def all_sets(scale, room):
+    """All sets, made to fit into this many bytes of device memory."""
+
     def make(name, what, sizes, **more):
-        sizes = scaled(sizes, scale)
+        sizes = fitting(scaled(sizes, scale), room)
         total = gib(sum(sizes))
         if len(set(sizes)) == 1:
             what = f"{len(sizes)} x {gib(sizes[0])}"
@@ -82,4 +93,6 @@ def all_sets(scale):
         make("handles", "", [PIECE] * 4000, discard_only=True, handles=True),
         make("64x1g", "", [GIB] * 64, discard_only=True),
         make("1x100g", "", [100 * GIB], discard_only=True, huge=True),
+        make("72x1174m", "", [1174 * MIB] * 72, discard_only=True, turns_only=True),
+        make("2000x8m", "", [8 * MIB] * 2000, discard_only=True, turns_only=True),
     ]
