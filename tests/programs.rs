@@ -588,6 +588,35 @@ fn a_program_whose_socket_is_deleted_is_found_again() {
     assert_eq!(fs::read_dir(&sockets).unwrap().count(), 0, "its socket went with it");
 }
 
+/// Its name is known without its answer, also if it has none of its own, or has overwritten its environment as `setproctitle` does.
+#[test]
+fn a_stopped_program_is_in_the_way_of_its_own_name_only() {
+    let machine = Machine::new("256M");
+    let mut engine = machine.start("engine", "odd", &["plain"]);
+    let mut unnamed = Program::spawn(
+        machine.vramctl(&["run", "--"]).arg(programs().join("odd")).arg("plain").stdin(Stdio::piped()).stdout(Stdio::piped()),
+    );
+    let mut overwritten = machine.start("trainer", "odd", &["overwritten"]);
+    for program in [&mut engine, &mut unnamed, &mut overwritten] {
+        program.expect("ready");
+    }
+    let environment = fs::read(format!("/proc/{}/environ", overwritten.pid())).unwrap();
+    assert!(!String::from_utf8_lossy(&environment).contains("VRAMCTL_NAME"), "it is overwritten");
+    for program in [&unnamed, &overwritten] {
+        // SAFETY: touches no memory; the child is ours.
+        assert_eq!(unsafe { libc::kill(program.pid() as i32, libc::SIGSTOP) }, 0);
+    }
+    let code = |arguments: &[&str]| machine.ask(arguments).status.code();
+    assert_eq!(code(&["pause", "--name", "engine"]), Some(0));
+    assert_eq!(code(&["resume", "--name", "engine"]), Some(0));
+    assert_eq!(code(&["pause", "--name", "nobody"]), Some(3));
+    for (name, program) in [("odd", &unnamed), ("trainer", &overwritten)] {
+        let refused = machine.ask(&["pause", "--name", name]);
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(refused.status.code() == Some(5) && said.contains(&format!("{name} (pid {})", program.pid())), "{said}");
+    }
+}
+
 #[test]
 fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let machine = Machine::new("256M");

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use std::{fmt, io, thread};
 use vramctl_config as config;
 use vramctl_control::client::{Client, ClientError};
-use vramctl_control::discovery::{self, Directory};
+use vramctl_control::discovery::{self, Directory, ListenerName};
 use vramctl_control::job::{Follower, Job, JobReport};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_control::queue::{Claim, InQueue};
 use vramctl_driver::{self as driver, uuid_of_index};
+use vramctl_host::system::program_of;
 use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
 
 /// Which processes to act on.
@@ -57,7 +58,7 @@ impl Target {
 #[derive(Debug, Clone)]
 pub struct Process {
     pub pid: u32,
-    /// `None` if it does not answer and its environment has no name either.
+    /// `None` if it does not answer, and neither its socket nor its environment has a name.
     pub name: Option<String>,
     pub status: Result<ProcessStatus, CommandError>,
 }
@@ -435,14 +436,20 @@ pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, Com
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
         connected => connected.ok(),
     };
+    let in_address = stream.as_ref().and_then(ListenerName::of_listener);
     // A socket from a container is named by the pid in there. Here the process has another pid, or cannot be seen.
     let seen_as = stream.and_then(|stream| discovery::peer(&stream).ok()).map(|peer| peer.pid).filter(|pid| *pid != 0);
     // A dead process's child may hold its socket open.
     if seen_as.is_some_and(|pid| !proc::exists(pid)) {
         return None;
     }
-    // Best effort: some programs overwrite their environment.
-    let name = seen_as.and_then(|pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take());
+    let name = match in_address {
+        Some(ListenerName::Given(name)) => Some(name),
+        // The program may have another name by now.
+        Some(ListenerName::Program(name)) => Some(seen_as.and_then(|pid| program_of(pid.cast_unsigned())).unwrap_or(name)),
+        // Best effort: some programs overwrite their environment.
+        None => seen_as.and_then(|pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take()),
+    };
     Some(Process { pid, name, status })
 }
 

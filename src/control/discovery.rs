@@ -4,6 +4,7 @@
 //! checks, and a long path fits into `sockaddr_un`.
 
 use std::ffi::{CStr, CString};
+use std::fmt::Write;
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -15,7 +16,7 @@ use std::time::Duration;
 use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::Identity;
-use vramctl_host::system::user;
+use vramctl_host::system::{program_of, user};
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug, Clone)]
@@ -115,6 +116,14 @@ impl Directory {
         PathBuf::from(format!("/proc/self/fd/{}/{pid}.sock", self.open.as_raw_fd()))
     }
 
+    /// What the socket is bound to, before it gets the name that clients look for. The kernel keeps it as the socket's address and tells
+    /// it to clients, also while the process is stopped. So it has the process's name in it.
+    fn unfinished(&self, pid: u32, name: &ListenerName) -> PathBuf {
+        let start = format!("{}/{pid}.", self.within_process().display());
+        let room = mem::size_of::<libc::sockaddr_un>() - mem::offset_of!(libc::sockaddr_un, sun_path) - 1;
+        PathBuf::from(format!("{start}{}{UNFINISHED}", name.encoded(room.saturating_sub(start.len() + UNFINISHED.len()))))
+    }
+
     /// Binds this process's socket. Replaces the socket of an earlier process with the same pid.
     pub fn bind(&self) -> io::Result<(UnixListener, Bound)> {
         let place = self.within(process::id());
@@ -129,7 +138,7 @@ impl Directory {
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
         // Renamed only once it listens: `processes` takes a socket without a listener for stale.
-        let unfinished = place.with_extension("new");
+        let unfinished = self.unfinished(process::id(), &ListenerName::own());
         let _ = fs::remove_file(&unfinished);
         let bind = || {
             let listener = UnixListener::bind(&unfinished)?;
@@ -190,6 +199,63 @@ impl Directory {
         }
         pids.sort_unstable();
         Ok(pids)
+    }
+}
+
+/// How the name of a socket ends that is not ready.
+const UNFINISHED: &str = ".new";
+
+/// The name of a process that does not answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ListenerName {
+    /// Its `VRAMCTL_NAME`.
+    Given(String),
+    /// That of its program, when it made its socket.
+    Program(String),
+}
+
+impl ListenerName {
+    fn own() -> Self {
+        config::Config::get().name.clone().map_or_else(|| Self::Program(program_of(process::id()).unwrap_or_default()), Self::Given)
+    }
+
+    /// The name in the address of the socket that this is a connection to. `None` if the library is an older one, or the name is too long.
+    pub fn of_listener(stream: &UnixStream) -> Option<Self> {
+        let address = stream.peer_addr().ok()?;
+        let file = address.as_pathname()?.file_name()?.to_str()?;
+        let (pid, encoded) = file.strip_suffix(UNFINISHED)?.split_once('.')?;
+        pid.parse::<u32>().ok()?;
+        Self::decoded(encoded)
+    }
+
+    /// As part of a file's name. Empty if it does not fit.
+    fn encoded(&self, room: usize) -> String {
+        let (kind, name) = match self {
+            Self::Given(name) => ('+', name),
+            Self::Program(name) => ('-', name),
+        };
+        let mut text = String::from(kind);
+        for char in name.chars() {
+            let _ = if matches!(char, '/' | '%' | '\0') { write!(text, "%{:02x}", char as u32) } else { text.write_char(char) };
+        }
+        if text.len() <= room { text } else { String::new() }
+    }
+
+    fn decoded(text: &str) -> Option<Self> {
+        let (kind, mut rest) = text.split_at_checked(1)?;
+        let mut name = String::new();
+        while let Some((plain, code)) = rest.split_once('%') {
+            let (code, after) = code.split_at_checked(2)?;
+            name.push_str(plain);
+            name.push(u8::from_str_radix(code, 16).ok()?.into());
+            rest = after;
+        }
+        name.push_str(rest);
+        match kind {
+            "+" => Some(Self::Given(name)),
+            "-" => Some(Self::Program(name)),
+            _ => None,
+        }
     }
 }
 
@@ -280,6 +346,25 @@ fn naming(path: &Path, error: &io::Error) -> io::Error {
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
+
+    #[test]
+    fn a_process_that_never_answers_has_its_name_in_its_address() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let long = "x".repeat(60);
+        for name in ["engine", "a/b %41 ü", "%", "", "...new", &long] {
+            for name in [ListenerName::Given(name.into()), ListenerName::Program(name.into())] {
+                let path = directory.unfinished(7, &name);
+                let _listener = UnixListener::bind(&path).unwrap();
+                assert_eq!(ListenerName::of_listener(&UnixStream::connect(&path).unwrap()), Some(name));
+            }
+        }
+        let unknown = directory.unfinished(7, &ListenerName::Given("x".repeat(200)));
+        for path in [unknown, folder.path().join("7.new"), folder.path().join("7.sock"), folder.path().join("7.+%4.new")] {
+            let _listener = UnixListener::bind(&path).unwrap();
+            assert_eq!(ListenerName::of_listener(&UnixStream::connect(&path).unwrap()), None, "{path:?}");
+        }
+    }
 
     /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
     #[test]

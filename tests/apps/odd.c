@@ -444,6 +444,16 @@ static void plain(void)
 	check(cudaFree(device) == cudaSuccess, "cudaFree");
 }
 
+/* Writes a title over its environment, as setproctitle does. */
+static void overwritten(void)
+{
+	void *device = allocate(7);
+	for (char **variable = environ; *variable; variable++)
+		memset(*variable, 0, strlen(*variable));
+	turn("ready");
+	cudaFree(device);
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -451,6 +461,7 @@ int main(int argc, char **argv)
 		void (*run)(void);
 	} modes[] = {
 		{"plain", plain},
+		{"overwritten", overwritten},
 		{"fork-after-cuda", fork_after_cuda},
 		{"fork-before-cuda", fork_before_cuda},
 		{"forking-all-the-time", forking_all_the_time},
