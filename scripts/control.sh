@@ -23,7 +23,7 @@ With --all and one tag, skips processes without it; with several tags, every pro
 Prints each process's answer, one line of JSON. Waits without limit: a stopped process answers when it continues.
 
 Exit codes: 0 done, 1 refused or failed, 2 wrong arguments, or several processes and none chosen,
-3 no such process, 4 not enough memory, 5 timed out, 6 no such tag.
+3 no such process, 4 not enough memory, 5 timed out, busy, or suspended, 6 no such tag.
 HELP
 }
 
@@ -278,8 +278,9 @@ judge() {
 	case $1 in
 	*'"reply":"done"'*) echo 0 ;;
 	*'"code":"device_memory"'* | *'"code":"host_memory"'*) echo 4 ;;
-	*'"code":"busy"'* | *'"code":"capturing"'*) echo 5 ;;
+	*'"code":"busy"'* | *'"code":"capturing"'* | *'"code":"shared"'* | *'"code":"leased"'* | *'"code":"suspended"'*) echo 5 ;;
 	*'"code":"unknown_tag"'*) echo 6 ;;
+	*'"code":"not_restorable"'*) echo 7 ;;
 	'') printf 'error: the process has ended or does not answer\n' >&2; echo 1 ;;
 	*) echo 1 ;;
 	esac

@@ -186,6 +186,20 @@ mod tests {
     }
 
     #[test]
+    fn the_scripts_have_the_same_exit_codes() {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/control.sh");
+        let program = format!(
+            "set -e; . {script}; for code in \"$@\"; do judge \"{{\\\"reply\\\":\\\"error\\\",\\\"code\\\":\\\"$code\\\"}}\"; done"
+        );
+        let kinds: Vec<_> = (1..).map_while(Kind::of_number).collect();
+        assert!(kinds.len() >= 21);
+        let names = kinds.iter().map(|kind| serde_json::to_value(kind).unwrap().as_str().unwrap().to_owned());
+        let said = std::process::Command::new("sh").args(["-c", &program, "sh"]).args(names).output().unwrap();
+        let wanted: Vec<_> = kinds.iter().map(|kind| (Exit::of(*kind) as u8).to_string()).collect();
+        assert_eq!(String::from_utf8(said.stdout).unwrap().lines().collect::<Vec<_>>(), wanted, "of {kinds:?}");
+    }
+
+    #[test]
     fn as_json_every_failure_has_a_code_and_a_message() {
         let here = serde_json::to_value(CommandError::new(Exit::NoProcess, "gone")).unwrap();
         assert_eq!(here, serde_json::json!({"code": "no_process", "message": "gone"}));
