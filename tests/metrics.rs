@@ -219,6 +219,21 @@ fn after_any_input_the_next_client_is_served() {
     common::eventually("the next client is served", is_served);
 }
 
+/// They make room, the oldest first.
+#[test]
+fn idle_clients_keep_nobody_out() {
+    let machine = Machine::new();
+    let server = Server::start(&machine);
+    let mut idle = Vec::new();
+    for _ in 0..3 {
+        idle.extend((0..20).map(|_| server.connect()));
+        check(&server.serves());
+    }
+    let half = server.connect();
+    (&half).write_all(b"GET /metrics HTTP/1.1\r\n").unwrap();
+    check(&server.serves());
+}
+
 /// Two at the same time get a page each.
 #[test]
 fn several_clients_may_ask_at_once() {

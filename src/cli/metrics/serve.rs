@@ -2,10 +2,10 @@
 
 use crate::failure::{CommandError, Exit};
 use crate::output;
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::Unpoison;
@@ -24,7 +24,7 @@ pub fn serve(address: SocketAddr, page: &(dyn Fn() -> Result<String, String> + S
     let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot listen at {address}: {error}"));
     let listener = TcpListener::bind(address).map_err(failed)?;
     output::complain("listening", &format!("http://{}/metrics", listener.local_addr().map_err(failed)?));
-    let (clients, turn) = (AtomicUsize::new(0), Mutex::new(()));
+    let (clients, turn) = (&Mutex::new(Clients::default()), Mutex::new(()));
     // Query the processes for one client at a time.
     let page = &|| {
         let _turn = turn.lock().unpoisoned();
@@ -37,35 +37,76 @@ pub fn serve(address: SocketAddr, page: &(dyn Fn() -> Result<String, String> + S
                 thread::sleep(Duration::from_millis(100));
                 continue;
             };
-            if clients.fetch_add(1, Ordering::Relaxed) >= MOST_CLIENTS {
-                clients.fetch_sub(1, Ordering::Relaxed);
-                let _ = stream.set_nonblocking(true).and_then(|()| (&stream).write_all(&answer("503 Service Unavailable", "busy\n")));
+            let stream = Arc::new(stream);
+            if !clients.lock().unpoisoned().admit(&stream) {
+                let _ = stream.set_nonblocking(true).and_then(|()| (&*stream).write_all(&answer("503 Service Unavailable", "busy\n")));
                 continue;
             }
-            let clients = &clients;
+            let of_thread = Arc::clone(&stream);
             let client = thread::Builder::new().name("client".into()).spawn_scoped(scope, move || {
                 // Errors do not matter: the client has disconnected.
-                let _ = converse(&stream, page);
-                clients.fetch_sub(1, Ordering::Relaxed);
+                let _ = converse(&of_thread, clients, page);
+                clients.lock().unpoisoned().forget(&of_thread);
             });
             if client.is_err() {
-                clients.fetch_sub(1, Ordering::Relaxed);
+                clients.lock().unpoisoned().forget(&stream);
             }
         }
     });
     Ok(Exit::Done)
 }
 
+/// The connected clients.
+#[derive(Default)]
+struct Clients {
+    /// Those from which something is expected, in order of arrival. They make room for others.
+    idle: VecDeque<Arc<TcpStream>>,
+    /// How many are being answered.
+    answered: usize,
+}
+
+impl Clients {
+    /// Admits a client, if necessary in place of the one that has been idle for the longest time.
+    fn admit(&mut self, stream: &Arc<TcpStream>) -> bool {
+        if self.idle.len() + self.answered >= MOST_CLIENTS {
+            let Some(oldest) = self.idle.pop_front() else { return false };
+            // Its thread ends.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        self.idle.push_back(Arc::clone(stream));
+        true
+    }
+
+    /// Whether it was there.
+    fn forget(&mut self, stream: &Arc<TcpStream>) -> bool {
+        let place = self.idle.iter().position(|idle| Arc::ptr_eq(idle, stream));
+        place.and_then(|place| self.idle.remove(place)).is_some()
+    }
+}
+
 /// One request, one answer.
-fn converse(mut stream: &TcpStream, page: &dyn Fn() -> Result<String, String>) -> io::Result<()> {
+fn converse(stream: &Arc<TcpStream>, clients: &Mutex<Clients>, page: &dyn Fn() -> Result<String, String>) -> io::Result<()> {
     stream.set_write_timeout(Some(PATIENCE))?;
     let request = read_request(stream)?;
-    stream.write_all(&respond(&request, page))?;
-    stream.shutdown(std::net::Shutdown::Write)?;
+    {
+        let mut clients = clients.lock().unpoisoned();
+        if !clients.forget(stream) {
+            return Ok(());
+        }
+        clients.answered += 1;
+    }
+    let written = (&**stream).write_all(&respond(&request, page));
+    {
+        let mut clients = clients.lock().unpoisoned();
+        clients.answered -= 1;
+        clients.idle.push_back(Arc::clone(stream));
+    }
+    written?;
+    stream.shutdown(Shutdown::Write)?;
     // Unread data would reset the connection and lose the answer, so read it.
     let deadline = Instant::now() + PATIENCE;
     stream.set_read_timeout(Some(PATIENCE / 10))?;
-    while Instant::now() < deadline && stream.read(&mut [0; 1024])? > 0 {}
+    while Instant::now() < deadline && (&**stream).read(&mut [0; 1024])? > 0 {}
     Ok(())
 }
 
