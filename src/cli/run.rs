@@ -9,7 +9,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::ErrorKind;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::{self, Path, PathBuf};
 use std::process::Command;
 use vramctl_model::Backup;
 
@@ -114,6 +114,14 @@ fn environment(
         ("VRAMCTL_TRACE", args.trace.then_some("1")),
         ("VRAMCTL_LOG", args.log.as_deref()),
     ];
+    // The program may change its directory before the library reads these.
+    for name in ["VRAMCTL_DIR", "VRAMCTL_DISK_DIR", "VRAMCTL_REPORT_DIR"] {
+        if let Some(path) = filled(name).filter(|path| Path::new(path).is_relative())
+            && let Ok(path) = path::absolute(path)
+        {
+            variables.push((name, Some(path.into())));
+        }
+    }
     variables.extend(given.into_iter().filter_map(|(name, value)| Some((name, Some(value?.into())))));
     Ok(variables)
 }
@@ -218,6 +226,15 @@ mod tests {
         for (name, wanted) in [("VRAMCTL_NAME", "my engine"), ("VRAMCTL_MIN_BYTES", "64K"), ("VRAMCTL_LOG", "debug")] {
             assert_eq!(value(&set, name).as_deref(), Some(wanted));
         }
+    }
+
+    #[test]
+    fn directories_are_those_of_the_command_wherever_the_program_goes() {
+        let present = [("VRAMCTL_DIR", "sockets"), ("VRAMCTL_DISK_DIR", "/spill"), ("VRAMCTL_REPORT_DIR", "../reports")];
+        let (set, here) = (variables(&[], &present), env::current_dir().unwrap());
+        assert_eq!(value(&set, "VRAMCTL_DIR").as_deref(), here.join("sockets").to_str());
+        assert_eq!(value(&set, "VRAMCTL_DISK_DIR"), None, "it stays as it is");
+        assert_eq!(value(&set, "VRAMCTL_REPORT_DIR").as_deref(), here.join("../reports").to_str());
     }
 
     #[test]
