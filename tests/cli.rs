@@ -629,6 +629,16 @@ else:
     assert_eq!(engine.asked().len(), 1);
 }
 
+/// Each has a connection; the usual limit is 1024 open files.
+#[test]
+fn more_processes_are_reached_than_the_limit_of_open_files_allows() {
+    let place = Place::new();
+    let all: Vec<_> = (0..40).map(|_| Fake::new(&place, "engine", &["weights"])).collect();
+    let limited = format!("ulimit -S -n 32; exec {} pause --all --json", command_line());
+    let ran = Ran::new(&place.command("sh", &["-c", &limited]).output().unwrap());
+    assert_eq!((ran.code, ran.json()["processes"].as_array().map(Vec::len)), (Some(0), Some(all.len())), "{ran:?}");
+}
+
 /// A stopped process accepts nothing, so once its backlog is full, connecting blocks until it continues.
 #[test]
 fn a_stopped_process_with_a_full_queue_delays_nobody() {

@@ -37,6 +37,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use failure::{CommandError, Exit};
 use std::fmt::Write;
 use std::process::ExitCode;
+use vramctl_host::system::raise_descriptor_limit;
 
 /// Take GPU memory away from running, unmodified CUDA programs, by tag, and give it back at the same addresses.
 #[derive(Parser)]
@@ -86,6 +87,10 @@ fn main() -> ExitCode {
     completions::answer_shell();
     let command = Cli::from_arg_matches(&syntax().get_matches()).unwrap_or_else(|error| error.exit()).command;
     let json = command.wants_json();
+    // There may be hundreds of processes, each with a connection. A program that `run` becomes keeps its limit.
+    if !matches!(command, Command::Run(_)) {
+        raise_descriptor_limit();
+    }
     let exit = command.carry_out().unwrap_or_else(|failure| {
         output::fail(&failure, json);
         failure.exit()

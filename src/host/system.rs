@@ -35,6 +35,19 @@ pub fn resource_limit(of: libc::__rlimit_resource_t) -> Option<u64> {
     Some(limit.rlim_cur).filter(|limit| *limit != libc::RLIM_INFINITY)
 }
 
+/// Raises this process's limit of open files as far as it may. Its children inherit that, and some programs fail with large numbers
+/// (`select`): only for processes that start no program of others.
+pub fn raise_descriptor_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writable, then readable.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+    }
+}
+
 /// The effective user, who owns this process's directories and sockets.
 pub fn user() -> u32 {
     // SAFETY: cannot fail and touches no memory.
