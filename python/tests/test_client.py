@@ -205,16 +205,51 @@ except vramctl.errors.Invalid as error:
             finally:
                 os.kill(asleep.pid, signal.SIGCONT)
 
-    def test_a_process_whose_name_cannot_be_known_may_be_the_one_that_is_meant(self) -> None:
-        # It is named after its program, so its environment does not give the name.
-        with Program("engine"), Program(None) as unnamed:
+    def test_a_stopped_process_without_a_name_has_that_of_its_program(self) -> None:
+        with Program("engine") as engine, Program(None) as unnamed:
+            program = Path(f"/proc/{unnamed.pid}/comm").read_text().strip()
             os.kill(unnamed.pid, signal.SIGSTOP)
             try:
+                with vramctl.Client("engine", patience=2) as client:
+                    self.assertEqual(client.hello().pid, engine.pid)
+                with self.assertRaises(errors.Busy) as silent:
+                    vramctl.Client(program, patience=0.3)
+                self.assertIn(f"process {unnamed.pid} ", str(silent.exception))
+            finally:
+                os.kill(unnamed.pid, signal.SIGCONT)
+
+    def test_a_process_whose_name_cannot_be_known_may_be_the_one_that_is_meant(self) -> None:
+        # Its library is an older one: the address of its socket does not have the name.
+        source = """
+import os, signal, socket
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(f"{os.environ['VRAMCTL_DIR']}/{os.getpid()}.sock")
+listener.listen()
+print("ready", flush=True)
+signal.pause()
+"""
+        command = [sys.executable, "-c", source]
+        with Program("engine"), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as unnamed:
+            try:
+                assert unnamed.stdout is not None
+                self.assertEqual(unnamed.stdout.readline(), "ready\n")
                 with self.assertRaises(errors.Busy) as silent:
                     vramctl.Client("engine", patience=0.3)
                 self.assertIn(f"process {unnamed.pid} ", str(silent.exception))
             finally:
-                os.kill(unnamed.pid, signal.SIGCONT)
+                unnamed.kill()
+                unnamed.wait()
+                (SOCKETS / f"{unnamed.pid}.sock").unlink()
+
+    def test_many_stale_sockets_cost_one_wait(self) -> None:
+        stale = [SOCKETS / f"{number}.sock" for number in range(900_000_000, 900_000_200)]
+        for path in stale:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+        with mock.patch("time.sleep", wraps=time.sleep) as sleep:
+            vramctl.processes()
+        self.assertEqual(sleep.call_count, 1)
+        self.assertFalse(any(path.exists() for path in stale))
 
     def test_threads_may_share_a_client(self) -> None:
         with Program("engine"), vramctl.Client("engine") as client:

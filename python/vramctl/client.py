@@ -14,6 +14,7 @@ import stat
 import struct
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,36 +90,34 @@ class _Directory:
 
     def pids(self) -> list[int]:
         """The listening processes. Removes stale sockets along the way."""
-        found = []
-        for name in os.listdir(self._open):
-            pid = name[: -len(".sock")]
-            if not name.endswith(".sock") or not pid.isascii() or not pid.isdigit():
-                continue
-            try:
-                self.connect(name)[0].close()
-            except ConnectionRefusedError:
-                self._remove_if_stale(name)
-                continue
-            except FileNotFoundError:
-                continue
-            except (OSError, errors.Error):
-                pass  # the first real request reports other errors
-            found.append(int(pid))
-        return sorted(found)
+        names = {name: name[: -len(".sock")] for name in os.listdir(self._open) if name.endswith(".sock")}
+        listen = {name: self._listens(name) for name, pid in names.items() if pid.isascii() and pid.isdigit()}
+        refusing = [name for name, listens in listen.items() if listens is False]
+        if refusing:
+            time.sleep(0.05)  # a process whose socket was closed may be replacing it
+        for name in refusing:
+            listen[name] = self._listens(name)
+            if listen[name] is False:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._open)
+        return sorted(int(names[name]) for name, listens in listen.items() if listens)
 
-    def _remove_if_stale(self, name: str) -> None:
-        """Removes a socket that nobody listens on. Looks twice: a process whose socket was closed may be replacing it."""
-        time.sleep(0.05)
-        with contextlib.suppress(OSError, errors.Error):
-            try:
-                self.connect(name)[0].close()
-            except ConnectionRefusedError:
-                os.unlink(name, dir_fd=self._open)
+    def _listens(self, name: str) -> bool | None:
+        """Whether anybody listens on a socket; None if it is gone."""
+        try:
+            self.connect(name)[0].close()
+        except ConnectionRefusedError:
+            return False
+        except FileNotFoundError:
+            return None
+        except (OSError, errors.Error):
+            pass  # the first real request reports other errors
+        return True
 
 
 def _directory_path() -> str:
     if os.environ.get("VRAMCTL_DIR"):
-        return os.environ["VRAMCTL_DIR"]
+        return os.path.abspath(os.environ["VRAMCTL_DIR"])  # the program may change its directory
     if os.environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(os.environ["XDG_RUNTIME_DIR"], "vramctl")
     return f"/tmp/vramctl-{os.geteuid()}"
@@ -541,19 +540,35 @@ def _may_be_called(name: str, pid: int) -> bool:
     """Whether an unresponsive process may have this name: not if it has ended or was started with another name."""
     try:
         control, seen_as = _Place.of(pid).connect()
-        control.close()
+        with control:
+            bound_to = control.getpeername()
     except errors.NoProcess:
         return False
     except errors.Error:
         return True
     if seen_as and not os.path.exists(f"/proc/{seen_as}"):
         return False
+    # The address has the name: `<pid>.+<name>.new`, or `<pid>.-<name>.new` with that of the program, which may have changed.
+    kind, its = _name_in_address(bound_to)
+    if kind == "-":
+        with contextlib.suppress(OSError):
+            its = Path(f"/proc/{seen_as}/comm").read_text(errors="replace").strip()
+    if kind:
+        return its == name
     try:
         variables = Path(f"/proc/{seen_as}/environ").read_bytes().split(b"\0")
     except OSError:
         return True
     given = next((variable for variable in variables if variable.startswith(b"VRAMCTL_NAME=")), b"").partition(b"=")[2]
     return given in (b"", os.fsencode(name))
+
+
+def _name_in_address(address: str) -> tuple[str, str]:
+    """The kind and the name; empty for sockets of older libraries."""
+    _, _, rest = os.path.basename(address).partition(".")
+    if not rest.endswith(".new") or rest[0] not in "+-":
+        return "", ""
+    return rest[0], urllib.parse.unquote(rest[1 : -len(".new")])
 
 
 def _started(pid: int) -> str | None:
