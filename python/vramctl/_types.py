@@ -145,7 +145,7 @@ class Device:
     total_bytes: int | None = None
     #: As in ``nvidia-smi -L``; None if the driver does not answer.
     uuid: str | None = None
-    #: Of the active bytes, those of each tag.
+    #: What there is on it now, by tag: during a pause or resume, this differs from the active bytes.
     tags: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -287,6 +287,8 @@ class Share:
     name: str | None = None
     #: The tag, or the file name of the library that asked CUDA for it.
     of: str | None = None
+    #: For a tag: its state, such as ``pausing``; None if the program has freed all of it.
+    state: str | None = None
     #: For a tag, if the program's own allocator, such as torch's, reports it: bytes in use, free in whole segments, and free in segments
     #: that are partly in use.
     live_bytes: int | None = None

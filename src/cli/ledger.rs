@@ -13,7 +13,7 @@ use std::fs;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::{Card, NoCards, cards, holders_of};
 use vramctl_host::limits;
-use vramctl_model::{Bytes, Holder, left_to_cuda};
+use vramctl_model::{Bytes, Holder, TagState, left_to_cuda};
 
 /// Pinned host memory per byte of its page tables: eight bytes for each page of 4 KiB.
 const PAGE_TABLES: u64 = 512;
@@ -46,6 +46,9 @@ pub struct Share {
     /// The tag, or the library that has asked CUDA for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub of: Option<String>,
+    /// For a tag: its state, or nothing if the program has freed all of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<TagState>,
     /// Negative if the other shares add up to more than NVML counts.
     pub bytes: i64,
     /// Its smallest size in the last cycles.
@@ -138,14 +141,19 @@ impl From<What> for &'static str {
 impl Share {
     /// Nobody's yet.
     pub fn new(what: What, bytes: i64) -> Self {
-        Self { pid: None, name: None, what, of: None, bytes, least_bytes: None, cache: None }
+        Self { pid: None, name: None, what, of: None, state: None, bytes, least_bytes: None, cache: None }
     }
 
     /// As people read it.
     fn text(&self) -> String {
         let of = self.of.as_deref().unwrap_or_default();
         match self.what {
-            What::Tag => of.to_owned(),
+            What::Tag => match self.state {
+                Some(TagState::Active | TagState::Mixed) => of.to_owned(),
+                Some(state @ (TagState::Pausing | TagState::Resuming)) => format!("{of} ({})", state.name()),
+                Some(TagState::Paused) => format!("{of} (paused, but not given back yet)"),
+                None => format!("{of} (freed, but not given back yet)"),
+            },
             What::LeftAlone => left_to_cuda(of),
             What::Guard => "guard under paused memory".into(),
             What::PageTables => "page tables of pinned host memory (estimate)".into(),
@@ -242,7 +250,9 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
             .next()
     };
     let devices = || status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
-    let of_tag = |(tag, bytes): (&String, &u64)| Share { cache: cache_of(tag), ..share(What::Tag, Some(tag), *bytes) };
+    let state_of = |tag: &str| status.memory.tags.iter().find(|its| its.tag == tag).map(|its| its.state);
+    let of_tag =
+        |(tag, bytes): (&String, &u64)| Share { state: state_of(tag), cache: cache_of(tag), ..share(What::Tag, Some(tag), *bytes) };
     let tags = devices().flat_map(|device| &device.tags).map(of_tag);
     let left = status.memory.left_alone.iter().filter_map(|left| Some(share(What::LeftAlone, Some(&left.owner), *left.gpus.get(uuid)?)));
     let guards = devices().map(|device| share(What::Guard, None, device.guard_bytes));
@@ -380,7 +390,7 @@ mod tests {
     use super::*;
     use crate::failure::{CommandError, Exit};
     use crate::processes::tests::process;
-    use vramctl_model::{Cycle, DeviceStatus, GpuUse, LeftAlone, TagState};
+    use vramctl_model::{Cycle, DeviceStatus, GpuUse, LeftAlone, TagStatus};
 
     const UUID: &str = "GPU-0";
     const MIB: u64 = 1 << 20;
@@ -444,6 +454,25 @@ mod tests {
             shares[2..4],
             [line("engine guard under paused memory", 62), line("engine context, loaded code, small allocations", 374)]
         );
+    }
+
+    #[test]
+    fn memory_on_its_way_is_shown_with_its_state() {
+        let shown = |state: Option<TagState>| {
+            let mut engine = engine(1);
+            engine.status.as_mut().unwrap().memory.tags =
+                state.map(|state| TagStatus { tag: "weights".into(), state, ..TagStatus::default() }).into_iter().collect();
+            rows(&account(&card(1100 * MIB), &[holder(1, 1100 * MIB, Some("python"))], &[engine]))[0].clone()
+        };
+        for (state, text) in [
+            (Some(TagState::Active), "engine weights"),
+            (Some(TagState::Pausing), "engine weights (pausing)"),
+            (Some(TagState::Resuming), "engine weights (resuming)"),
+            (Some(TagState::Paused), "engine weights (paused, but not given back yet)"),
+            (None, "engine weights (freed, but not given back yet)"),
+        ] {
+            assert_eq!(shown(state), line(text, 1000));
+        }
     }
 
     /// NVML may lag behind, or count memory that two processes share for one of them.

@@ -1,10 +1,10 @@
 //! Records what this process still holds after each pause, over the last cycles. An owner that grows in each cycle is named once in the
 //! log, and in the status as long as it grows.
 
-use crate::memory::{Memory, guard, left};
+use crate::memory::{Memory, left};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard};
-use vramctl_driver as driver;
+use vramctl_driver::{self as driver, Account};
 use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Cycle, Growth};
 
@@ -68,18 +68,14 @@ impl Residue {
 
 /// The process's memory, and the part of it on each GPU.
 fn known() -> (Cycle, BTreeMap<String, u64>) {
-    let (mut tags, mut gpus) = (BTreeMap::<_, u64>::new(), BTreeMap::<_, u64>::new());
-    let all = Memory::get().snapshot();
-    for allocation in &all {
-        let bytes = allocation.bytes() as u64;
-        *tags.entry(allocation.tag.to_string()).or_default() += bytes;
-        if let Some(uuid) = driver::uuid(allocation.device) {
-            *gpus.entry(uuid).or_default() += if allocation.is_paused() { 0 } else { bytes };
-        }
+    let mut tags = BTreeMap::<_, u64>::new();
+    for allocation in Memory::get().snapshot() {
+        *tags.entry(allocation.tag.to_string()).or_default() += allocation.bytes() as u64;
     }
-    for device in all.iter().map(|allocation| allocation.device).collect::<BTreeSet<_>>() {
+    let mut gpus = BTreeMap::<_, u64>::new();
+    for (Account { device, .. }, bytes) in driver::device_memory() {
         if let Some(uuid) = driver::uuid(device) {
-            *gpus.entry(uuid).or_default() += guard::bytes(&all, device);
+            *gpus.entry(uuid).or_default() += bytes;
         }
     }
     let mut left_alone = BTreeMap::new();

@@ -1,10 +1,10 @@
 //! The status of this process, by tag and by device.
 
-use crate::memory::{Memory, borrow, communicators, guard, left};
+use crate::memory::{Memory, borrow, communicators, left};
 use crate::{contexts, gate, residue, totals};
 use std::collections::BTreeMap;
 use vramctl_backup::{self as backup, Saved};
-use vramctl_driver::{self as driver, CUdevice, Physical};
+use vramctl_driver::{self as driver, Account, CUdevice};
 use vramctl_model::{Cycle, DeviceStatus, Status, TagState, TagStatus};
 
 impl Memory {
@@ -12,8 +12,8 @@ impl Memory {
     pub(crate) fn status_now(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
-        let all = self.snapshot();
-        for allocation in &all {
+        let under_way = self.under_way().clone();
+        for allocation in &self.snapshot() {
             let bytes = allocation.bytes() as u64;
             let (paused_bytes, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
@@ -22,7 +22,10 @@ impl Memory {
                     Some(Saved::Disk(_)) => (0, bytes),
                     None => (0, 0),
                 };
-                (if contents.memory.as_ref().is_some_and(Physical::is_mapped) { 0 } else { bytes }, host, disk)
+                // Until a pause is complete, it can be undone.
+                let is_being_paused = || under_way.as_ref().is_some_and(|it| it.is_pausing(&allocation.tag));
+                let is_there = contents.memory.as_ref().is_some_and(|memory| memory.is_mapped() || is_being_paused());
+                (if is_there { 0 } else { bytes }, host, disk)
             };
             if paused_bytes > 0 && !self.has(allocation) {
                 continue;
@@ -37,12 +40,15 @@ impl Memory {
             let device =
                 devices.entry(allocation.device).or_insert_with(|| DeviceStatus { device: allocation.device, ..DeviceStatus::default() });
             device.active_bytes += bytes - paused_bytes;
-            if bytes > paused_bytes {
-                *device.tags.entry(allocation.tag.to_string()).or_default() += bytes - paused_bytes;
-            }
             device.paused_bytes += paused_bytes;
         }
-        let under_way = self.under_way();
+        for (Account { device: ordinal, label }, bytes) in driver::device_memory() {
+            let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });
+            match label {
+                Some(tag) => _ = device.tags.insert(tag.to_string(), bytes),
+                None => device.guard_bytes = bytes,
+            }
+        }
         let finish = |(name, tag): (String, TagStatus)| {
             let at_rest = match tag.paused_bytes {
                 0 => TagState::Active,
@@ -53,12 +59,10 @@ impl Memory {
             TagStatus { retained: backup::retains(&name), tag: name, state, progress, ..tag }
         };
         let tags = tags.into_iter().map(finish).collect();
-        drop(under_way);
         let ask = |device: DeviceStatus| {
             let info = contexts::memory_info(device.device);
             let uuid = driver::uuid(device.device);
-            let guard_bytes = guard::bytes(&all, device.device);
-            DeviceStatus { uuid, guard_bytes, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
+            DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
         let cycles = residue::cycles();
         Status {

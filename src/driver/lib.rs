@@ -2,6 +2,7 @@
 //!
 //! No other crate calls the driver, and this one knows nothing of tags, backups or sockets.
 
+mod account;
 pub mod checkpoint;
 mod context;
 mod copy;
@@ -13,6 +14,7 @@ mod survey;
 mod table;
 mod vmm;
 
+pub use account::{Account, device_memory};
 pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle};
 pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
 pub use cudarc::driver::sys::{

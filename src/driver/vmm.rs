@@ -3,6 +3,7 @@
 //! If the driver refuses to unmap, release or free something when an object is dropped, the rest goes onto a list that
 //! [`sweep`] retries: the memory comes back late but is not leaked.
 
+use super::account::Account;
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType, CUmemGenericAllocationHandle,
@@ -241,6 +242,8 @@ pub struct Physical {
     mappings: Vec<Mapped>,
     /// The block whose pieces are mapped, if not its own.
     of: Option<Arc<Physical>>,
+    /// Where its pieces are counted, if they are.
+    account: Option<Account>,
 }
 
 #[derive(Debug)]
@@ -251,15 +254,20 @@ struct Mapped {
 }
 
 impl Physical {
-    /// Allocates `bytes` (a multiple of the granularity) on the device. The memory is zeroed.
-    pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(&Properties::of_device(device), in_equal_pieces(bytes, PHYSICAL_PIECE))
+    /// Allocates `bytes` (a multiple of the granularity) on the account's device. The memory is zeroed.
+    pub fn create(account: Account, bytes: usize) -> Result<Self, Failure> {
+        Self::in_pieces(&Properties::of_device(account.device), in_equal_pieces(bytes, PHYSICAL_PIECE), Some(account))
+    }
+
+    /// Allocates a little memory for a moment, which is not worth counting.
+    pub fn create_for_a_moment(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
+        Self::in_pieces(&Properties::of_device(device), in_equal_pieces(bytes, PHYSICAL_PIECE), None)
     }
 
     /// Allocates memory in pieces of which each is half as long as the one before: from `largest` to `smallest`, both powers of two.
-    pub fn in_halves(device: CUdevice, largest: usize, smallest: usize) -> Result<Self, Failure> {
+    pub fn in_halves(account: Account, largest: usize, smallest: usize) -> Result<Self, Failure> {
         let sizes = std::iter::successors(Some(largest), |piece| Some(piece / 2)).take_while(|piece| *piece >= smallest);
-        Self::in_pieces(&Properties::of_device(device), sizes)
+        Self::in_pieces(&Properties::of_device(account.device), sizes, Some(account))
     }
 
     /// Repeats the pieces of a block made by [`in_halves`](Self::in_halves), to be mapped under `bytes` of addresses: a piece can be mapped
@@ -273,7 +281,7 @@ impl Physical {
         if left > 0 {
             return Err(Failure { call: "cuMemMap", code: code::NOT_SUPPORTED });
         }
-        Ok(Self { pieces, mappings: Vec::new(), of: Some(Arc::clone(block)) })
+        Ok(Self { pieces, mappings: Vec::new(), of: Some(Arc::clone(block)), account: None })
     }
 
     /// The block that it repeats.
@@ -287,17 +295,20 @@ impl Physical {
     }
 
     /// Allocates memory as the program wants it, in one piece. The memory is zeroed.
-    pub fn create_as(wanted: &Properties, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(wanted, in_equal_pieces(bytes, bytes.max(1)))
+    pub fn create_as(wanted: &Properties, account: Account, bytes: usize) -> Result<Self, Failure> {
+        Self::in_pieces(wanted, in_equal_pieces(bytes, bytes.max(1)), Some(account))
     }
 
-    fn in_pieces(wanted: &Properties, sizes: impl Iterator<Item = usize>) -> Result<Self, Failure> {
+    fn in_pieces(wanted: &Properties, sizes: impl Iterator<Item = usize>, account: Option<Account>) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self::default();
+        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new(), of: None, account };
         for piece in sizes {
             let mut handle = 0;
             // SAFETY: `handle` is writable, and the properties have the layout of CUDA's.
             unsafe { driver.cuMemCreate(&raw mut handle, piece, std::ptr::from_ref(wanted).cast(), 0)? };
+            if let Some(account) = &memory.account {
+                account.add(piece);
+            }
             memory.pieces.push((handle, piece));
         }
         Ok(memory)
@@ -396,7 +407,7 @@ impl Drop for Physical {
         let at = mem::take(&mut self.mappings).into_iter().filter_map(|mapping| mapping.place.ours).collect();
         let of = self.of.take();
         let handles = if of.is_none() { mem::take(&mut self.pieces) } else { Vec::new() };
-        undo(Leftover { mappings, at, handles, of, ..Leftover::default() });
+        undo(Leftover { mappings, at, handles, account: self.account.take(), of, ..Leftover::default() });
     }
 }
 
@@ -470,6 +481,8 @@ struct Leftover {
     /// The mappings' addresses, freed last.
     at: Vec<Arc<Addresses>>,
     handles: Vec<(CUmemGenericAllocationHandle, usize)>,
+    /// Where the handles' memory is counted, if it is.
+    account: Option<Account>,
     /// The block that is mapped, if others map it too.
     of: Option<Arc<Physical>>,
     addresses: Option<(CUdeviceptr, usize)>,
@@ -492,7 +505,16 @@ impl Leftover {
             let mut refused = Ok(());
             self.mappings.retain(|span| driver.cuMemUnmap(span.address, span.bytes).map_err(|failure| refused = Err(failure)).is_err());
             refused?;
-            self.handles.retain(|(handle, _)| driver.cuMemRelease(*handle).map_err(|failure| refused = Err(failure)).is_err());
+            self.handles.retain(|(handle, bytes)| match driver.cuMemRelease(*handle) {
+                Ok(()) => {
+                    self.account.iter().for_each(|account| account.subtract(*bytes));
+                    false
+                }
+                Err(failure) => {
+                    refused = Err(failure);
+                    true
+                }
+            });
             refused?;
             if let Some((base, bytes)) = self.addresses {
                 driver.cuMemAddressFree(base, bytes)?;

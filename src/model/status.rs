@@ -157,7 +157,8 @@ pub struct DeviceStatus {
     pub uuid: Option<String>,
     /// Active managed bytes.
     pub active_bytes: u64,
-    /// Of those, bytes by tag.
+    /// Managed memory that there is on the device now, by tag: also what a resume in progress has allocated, what a pause could not give
+    /// back yet, and what is freed once a stream has come to that.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub tags: BTreeMap<String, u64>,
     /// Paused managed bytes.

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
-use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
+use vramctl_driver::{self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
 use vramctl_host::Unpoison;
 use vramctl_model::{Backup, Failure, Span, TransitionRequest};
 
@@ -280,9 +280,10 @@ impl Allocation {
 
     /// New physical memory, mapped at all of the program's mappings, not accessible yet.
     pub fn create_again(&self) -> Result<Physical, Failure> {
+        let account = Account::of(self.device, &self.tag);
         let mut memory = match &self.wanted {
-            Some(wanted) => Physical::create_as(wanted, self.bytes)?,
-            None => Physical::create(self.device, self.bytes)?,
+            Some(wanted) => Physical::create_as(wanted, account, self.bytes)?,
+            None => Physical::create(account, self.bytes)?,
         };
         let places: Vec<_> = self.contents().mappings.iter().map(|mapping| mapping.place.clone()).collect();
         places.iter().try_for_each(|place| memory.map(place))?;

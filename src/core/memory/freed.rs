@@ -1,6 +1,6 @@
 //! Memory freed in stream order (`cudaFreeAsync`), until the stream reaches the free.
 //!
-//! The program no longer owns it: lookups do not find it, status does not count it, and no pause selects it. The next library
+//! The program no longer owns it: lookups do not find it, its tag no longer counts it, and no pause selects it. The next library
 //! call that finds the stream past the free releases it; an allocation short of memory waits for the stream.
 
 use super::{Allocation, Memory};

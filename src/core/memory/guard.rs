@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vramctl_driver::{self as driver, Access, Addresses, CUdevice, Context, Direction, Lane, Physical, Place, RelaxedCapture};
+use vramctl_driver::{self as driver, Access, Account, Addresses, CUdevice, Context, Direction, Lane, Physical, Place, RelaxedCapture};
 use vramctl_model::{Bytes, Error, Failure, Span};
 
 /// The block's largest piece. The others, each half as long down to the granularity, are for the ends of allocations. Debug builds
@@ -141,7 +141,7 @@ fn unmap(guarded: &[Arc<Allocation>]) -> Result<(), Failure> {
 
 /// A new block, which is also mapped at addresses of its own, for copies.
 fn make_block(device: CUdevice, context: Context) -> Result<Arc<Physical>, Failure> {
-    let mut block = Physical::in_halves(device, LARGEST, driver::granularity(device)?)?;
+    let mut block = Physical::in_halves(Account { device, label: None }, LARGEST, driver::granularity(device)?)?;
     let place = Place::of(&Arc::new(Addresses::reserve(block.bytes())?));
     block.map(&place)?;
     driver::open([(place.span(), [Access::of_device(device)].into())])?;

@@ -13,7 +13,9 @@ use super::{Allocation, Memory, Placement, borrow};
 use crate::contexts;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
+use vramctl_driver::{
+    self as driver, Access, Account, CUdevice, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture,
+};
 use vramctl_model::{Error, Failure, Span, StatusCode, code};
 
 /// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
@@ -36,7 +38,7 @@ impl Memory {
         self.free_up(device, bytes);
         let _shared = self.share();
         self.check_margin(device, bytes)?;
-        let memory = self.physical(|| Physical::create_as(wanted, bytes))?;
+        let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &policy.tag), bytes))?;
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
         self.enter(Arc::new(Allocation::with_handle(policy, bytes, device, current, memory, handle, *wanted)));
         Ok(handle)

@@ -43,7 +43,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
-use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
+use vramctl_driver::{self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
@@ -186,7 +186,7 @@ impl Memory {
             return Err(too_large.into());
         }
         self.check_margin(device, size)?;
-        let (memory, addresses) = self.take(device, size, from_pool)?;
+        let (memory, addresses) = self.take(&Account::of(device, &policy.tag), size, from_pool)?;
         let allocation = Allocation::new(policy, bytes, current, memory, &addresses, from_pool);
         let address = allocation.address();
         self.enter(Arc::new(allocation));
@@ -194,8 +194,9 @@ impl Memory {
     }
 
     /// New memory, mapped and accessible.
-    fn take(&self, device: CUdevice, bytes: usize, from_pool: bool) -> Result<(Physical, Arc<Addresses>), Failure> {
-        let mut memory = self.physical(|| Physical::create(device, bytes))?;
+    fn take(&self, account: &Account, bytes: usize, from_pool: bool) -> Result<(Physical, Arc<Addresses>), Failure> {
+        let device = account.device;
+        let mut memory = self.physical(|| Physical::create(account.clone(), bytes))?;
         let addresses = Arc::new(Addresses::reserve(bytes)?);
         let place = Place::of(&addresses);
         memory.map(&place)?;

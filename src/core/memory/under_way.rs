@@ -7,7 +7,7 @@ use vramctl_host::Unpoison;
 use vramctl_model::{Progress, TagState};
 
 /// The pause or resume in progress.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct UnderWay {
     state: TagState,
     tags: BTreeSet<Arc<str>>,
@@ -18,6 +18,11 @@ impl UnderWay {
     /// The state and progress of a tag in transition.
     pub fn of(&self, tag: &str) -> Option<(TagState, Option<Progress>)> {
         self.tags.contains(tag).then_some((self.state, self.progress))
+    }
+
+    /// Whether a tag is being paused.
+    pub fn is_pausing(&self, tag: &str) -> bool {
+        self.state == TagState::Pausing && self.tags.contains(tag)
     }
 }
 
