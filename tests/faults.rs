@@ -180,6 +180,14 @@ fn free_async(address: u64, stream: &Stream) -> u32 {
     unsafe { interpose::cudaFreeAsync(address as *mut _, stream.handle()) }
 }
 
+/// Whether `cudaMalloc` and `cudaFree` do without a call.
+fn is_of_virtual_memory(call: &str) -> bool {
+    let beginnings = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemAddress", "cuMemGetAllocation"];
+    // Nor do they ask about pools, or how much memory is free. Events are for `cudaFreeAsync`.
+    let others = ["cuDeviceGetMemPool", "cuDeviceGetDefaultMemPool", "cuMemGetInfo_v2", "cuEvent", "cuStreamIsCapturing", "cuThread"];
+    beginnings.iter().chain(&others).any(|beginning| call.starts_with(beginning))
+}
+
 /// Counts the uses of each call on a path.
 fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
     let mut counts = BTreeMap::new();
@@ -224,6 +232,15 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     if path.is_free() {
         let release = |address| if path == Path::FreeAsync { free_async(address, &stream) } else { free(address) };
         freed = program.doomed().filter(|address| release(*address) == 0).collect();
+    }
+    // What plain CUDA would not have refused, the program gets.
+    let is_refusal = |fault: &Fault| fault.code != 2 && is_of_virtual_memory(fault.call);
+    if !faults.is_empty() && faults.iter().all(is_refusal) {
+        match path {
+            Path::Allocate | Path::AllocateAsync => assert_eq!(extra.len(), 1, "{case}: the program gets no memory"),
+            _ if path.is_free() => assert_eq!(freed.len(), program.doomed().count(), "{case}: the program cannot free its memory"),
+            _ => (),
+        }
     }
     vramctl_backup::settle();
     if let Some(counts) = counts {

@@ -215,27 +215,50 @@ fn disabling_waits_for_the_work_that_uses_the_memory() {
     release([address]);
 }
 
-/// If the driver refuses to take access from some memory, it stays enabled: for all memory, and for the driver.
+/// If the driver refuses to take access from some memory, the program is not told what plain CUDA cannot answer: nothing of it is left that
+/// uses the memory there.
 #[test]
-fn a_disable_that_fails_changes_nothing() {
+fn access_that_the_driver_does_not_take_away_ends_with_the_next_pause() {
     let gpu = take();
     let addresses = [there("t"), there("t"), there("t")];
     // Then it takes two calls.
     release([addresses[1]]);
-    assert_eq!(enable(), 0);
     let of_driver: fn() -> u32 = || unsafe { entries::cuCtxDisablePeerAccess(owner()) };
     for disable in [disable, of_driver] {
-        gpu.fail("cuMemSetAccess", 2, 999, 1);
-        assert_eq!(disable(), 999);
+        assert_eq!(enable(), 0);
+        gpu.fail("cuMemSetAccess", 2, 999, u64::MAX);
+        assert_eq!(disable(), 0);
         gpu.clear_faults();
-        assert!(is_open(addresses[0]) && is_open(addresses[2]));
+        assert_eq!(disable(), 705);
         pause_and_resume();
-        assert!(is_open(addresses[0]) && is_open(addresses[2]));
-        assert_eq!(enable(), 704);
+        assert!(!is_open(addresses[0]) && !is_open(addresses[2]));
     }
+    assert_eq!(enable(), 0);
+    gpu.fail("cuMemSetAccess", 2, 999, 1);
     assert_eq!(disable(), 0);
-    assert!(!is_open(addresses[0]) && !is_open(addresses[2]));
+    assert!(!is_open(addresses[0]) && !is_open(addresses[2]), "one refusal is tried again");
     release([addresses[0], addresses[2]]);
+}
+
+/// A program is prepared for a device without peer access, and for nothing else.
+#[test]
+fn access_that_the_driver_refuses_is_unsupported() {
+    let gpu = take();
+    let address = there("t");
+    gpu.fail("cuMemSetAccess", 1, 999, 1);
+    assert_eq!(enable(), 0, "one refusal is tried again");
+    assert!(is_open(address));
+    assert_eq!(disable(), 0);
+    for enable in [enable, || unsafe { entries::cuCtxEnablePeerAccess(owner(), 0) }] {
+        gpu.fail("cuMemSetAccess", 1, 999, u64::MAX);
+        assert_eq!(enable(), 217);
+        gpu.clear_faults();
+        assert!(!is_open(address));
+        // It is not enabled for the driver, either.
+        assert_eq!(enable(), 0);
+        assert_eq!(disable(), 0);
+    }
+    release([address]);
 }
 
 fn set_pool_access(call: SetPoolAccess, flags: u32) -> u32 {
@@ -343,10 +366,9 @@ fn access_of_a_pool_that_cannot_be_set_stays_as_it_was() {
     assert_eq!(set_pool_access(POOL_CALLS[0], 3), 999);
     assert!(!is_open(first) && !is_open(last));
     for (flags, before) in [(3, false), (0, true)] {
-        gpu.fail("cuMemSetAccess", 2, 999, 1);
-        assert_eq!(set_pool_access(POOL_CALLS[0], flags), 999);
+        gpu.fail("cuMemSetAccess", 2, 999, u64::MAX);
+        assert_eq!(set_pool_access(POOL_CALLS[0], flags), 217);
         gpu.clear_faults();
-        assert_eq!((is_open(first), is_open(last)), (before, before));
         pause_and_resume();
         assert_eq!((is_open(first), is_open(last)), (before, before));
         assert_eq!(set_pool_access(POOL_CALLS[0], flags), 0);

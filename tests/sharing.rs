@@ -626,11 +626,11 @@ fn a_reset_closes_what_was_opened() {
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
 }
 
-/// The driver fails each call on the way once.
+/// The driver fails each call on the way, at every attempt of one opening. The program gets an error that plain CUDA gives, too.
 #[test]
 fn a_failed_opening_leaves_nothing_open() {
     let machine = Machine::new();
-    let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:999"));
+    let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:999:2"));
     let mut owner = machine.start_with("owner", fail("cuMemExportToShareableHandle"));
     let pointer = owner.number(&format!("malloc({})", PIECE + 4 * MIB));
     let handle = owner.ask(&format!("get({pointer})"));
@@ -643,7 +643,7 @@ fn a_failed_opening_leaves_nothing_open() {
         "cuMemSetAccess",
     ] {
         let mut other = machine.start_with("other", fail(call));
-        assert_eq!(other.ask(&format!("open_('{handle}')")), "error 999", "{call}");
+        assert_eq!(other.ask(&format!("open_('{handle}')")), "error 205", "{call}");
         machine.done(&["pause", "--name", "owner"]);
         assert_eq!(machine.used(), 0, "{call}");
         machine.done(&["resume", "--name", "owner"]);
@@ -652,6 +652,21 @@ fn a_failed_opening_leaves_nothing_open() {
         assert_eq!(other.ask(&format!("close({theirs})")), "0");
     }
     machine.done(&["pause", "--name", "owner"]);
+}
+
+/// What a driver refuses once, it may grant a moment later.
+#[test]
+fn an_opening_that_is_refused_once_is_tried_again() {
+    let machine = Machine::new();
+    let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:600:1"));
+    let mut owner = machine.start_with("owner", fail("cuMemExportToShareableHandle"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
+        let mut other = machine.start_with("other", fail(call));
+        let theirs = other.number(&format!("open_('{handle}')"));
+        assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]", "{call}");
+    }
 }
 
 #[test]
@@ -664,7 +679,7 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
     let (handle, small) = (owner.ask(&format!("get({pointer})")), owner.ask(&format!("get({small})")));
     // With other memory open, the connection stays.
     let kept = other.number(&format!("open_('{small}')"));
-    assert_eq!(other.ask(&format!("with_descriptors(1, lambda: open_('{handle}'))")), "error 999");
+    assert_eq!(other.ask(&format!("with_descriptors(1, lambda: open_('{handle}'))")), "error 205");
     machine.refused(&owner.pid(), &other);
     assert!(machine.done(&["pause", "--name", "owner", "--registered", "keep"]).contains("paused"));
     assert_eq!(machine.used(), 2 * MIB);
@@ -681,7 +696,7 @@ fn memory_of_a_suspended_owner_cannot_be_opened() {
     let machine = Machine::new();
     let (owner, mut other, _, handle) = machine.sharing();
     machine.done(&["suspend", "owner"]);
-    assert_eq!(other.ask(&format!("open_('{handle}')")), "error 999");
+    assert_eq!(other.ask(&format!("open_('{handle}')")), "error 205");
     machine.done(&["resume", "--name", "owner"]);
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("close({theirs})")), "0");

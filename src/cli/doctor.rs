@@ -3,22 +3,22 @@
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::places;
+use crate::preloading;
 use crate::run;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
-use std::{env, fs, io, mem, ptr, thread};
+use std::{fs, io, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
+use vramctl_host::limits;
 use vramctl_host::system::resource_limit;
-use vramctl_host::{limits, symbols};
-use vramctl_model::Bytes;
+use vramctl_model::{Bytes, code};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -98,7 +98,7 @@ fn library() -> Finding {
         Err(failure) => return finding(Verdict::Failed, failure.to_string()),
     };
     let checked = run::preload(&path, None).map_err(|failure| failure.to_string()).and_then(|_| {
-        let version = version_of(&path)?;
+        let version = preloading::version_of(&path)?;
         try_preloading(&path)?;
         Ok(version)
     });
@@ -110,26 +110,6 @@ fn library() -> Finding {
         }
         Ok(version) => finding(Verdict::Ok, format!("{}, version {version}; it can be preloaded", path.display())),
     }
-}
-
-/// The version that the library reports, if it has the functions of this project's library.
-fn version_of(path: &Path) -> Result<String, String> {
-    const NEEDED: [&CStr; 5] = [c"vramctl_version", c"vramctl_pause", c"vramctl_resume", c"cudaMalloc", c"cudaFree"];
-    let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
-    // SAFETY: a NUL-terminated name. The library does nothing when it is loaded, and is never unloaded.
-    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    if library.is_null() {
-        // SAFETY: after a failure it is a text, valid until the next call.
-        return Err(unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned());
-    }
-    // SAFETY: the library is open, and the names are NUL-terminated.
-    let symbols = NEEDED.map(|name| unsafe { symbols::dlsym(library, name) });
-    if let Some((name, _)) = NEEDED.iter().zip(symbols).find(|(_, symbol)| symbol.is_null()) {
-        return Err(format!("it has no {}; it is not this project's library, or is damaged", name.to_string_lossy()));
-    }
-    // SAFETY: the function of this name takes nothing, and answers a string that lives as long as the library.
-    let version = unsafe { CStr::from_ptr(mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const libc::c_char>(symbols[0])()) };
-    Ok(version.to_string_lossy().into_owned())
 }
 
 /// Starts a program with the library preloaded, as `vramctl run` does.
@@ -170,16 +150,26 @@ fn gpus() -> Vec<Finding> {
         findings.push(Finding::new("GPU", Verdict::Failed, "the driver shows none to this process (CUDA_VISIBLE_DEVICES?)"));
     }
     findings.extend(survey.gpus.iter().enumerate().map(|(ordinal, gpu)| {
-        let (verdict, more) = if gpu.virtual_memory {
-            (Verdict::Ok, "")
-        } else {
-            (Verdict::Failed, "; no virtual memory management: its memory cannot be paused")
-        };
+        let (verdict, more) = virtual_memory(ordinal, gpu);
         let uuid = gpu.uuid.as_deref().unwrap_or("no UUID");
         let message = format!("{ordinal}: {}, {}, {uuid}{more}", gpu.name, Bytes(gpu.total_bytes));
         Finding::new("GPU", verdict, message).with(json!(gpu))
     }));
     findings
+}
+
+/// Whether programs get memory that can be paused, and what it lacks.
+fn virtual_memory(ordinal: usize, gpu: &driver::Gpu) -> (Verdict, String) {
+    const LEFT: &str = "what programs allocate is left to CUDA and cannot be paused";
+    if !gpu.virtual_memory {
+        return (Verdict::Failed, format!("; no virtual memory management: {LEFT}"));
+    }
+    match driver::try_memory(ordinal as driver::CUdevice) {
+        Ok(None) => (Verdict::Ok, String::new()),
+        Ok(Some((missing, failure))) => (Verdict::Warning, format!("; {missing}: the driver refuses it ({failure})")),
+        Err(failure) if failure.code == code::OUT_OF_MEMORY => (Verdict::Warning, format!("; too full to try virtual memory ({failure})")),
+        Err(failure) => (Verdict::Failed, format!("; the driver refuses virtual memory ({failure}): {LEFT}")),
+    }
 }
 
 /// NVML says which GPUs there are, and who uses them. Pausing and resuming work without it.

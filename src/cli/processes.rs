@@ -133,8 +133,14 @@ impl Process {
         borrowed.iter().filter(|its| its.paused_bytes > 0).map(|its| its.owner).collect()
     }
 
-    /// The state over all tags, as text. If they differ, lists those that are not active.
+    /// The state over all tags, as text, and whether the driver refuses memory that could be paused.
     pub fn state(&self) -> String {
+        let is_refused = self.status.as_ref().is_ok_and(|status| !status.memory.refusals.is_empty());
+        self.state_of_tags() + if is_refused { ", refused by the driver" } else { "" }
+    }
+
+    /// If the tags differ, lists those that are not active.
+    fn state_of_tags(&self) -> String {
         if self.suspended().is_some() {
             return "suspended".into();
         }
@@ -574,6 +580,7 @@ pub mod tests {
             borrowed: Vec::new(),
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
+            refusals: Vec::new(),
             left_alone: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),

@@ -209,6 +209,9 @@ fn notes(memory: &Status) -> String {
     for obstacle in &memory.obstacles {
         let _ = write!(text, "\nCannot be suspended: {obstacle}.");
     }
+    for refusal in &memory.refusals {
+        let _ = write!(text, "\n{refusal}");
+    }
     for left in &memory.left_alone {
         let _ = write!(text, "\n{}: {}.", left_to_cuda(&left.owner), Bytes(left.bytes));
     }

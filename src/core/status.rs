@@ -70,6 +70,7 @@ impl Memory {
             waiting_threads: gate::waiting(),
             suspended: None,
             obstacles: self.obstacles(),
+            refusals: self.refusals.now(),
             process_tag: self.process_tag().map(|tag| tag.to_string()),
             tags,
             devices: devices.into_values().map(ask).collect(),

@@ -151,6 +151,17 @@ impl Current {
         }
     }
 
+    /// Does something in a device's primary context, which is created for that if it is not active.
+    pub fn in_primary<T>(device: CUdevice, work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+        let (driver, mut context) = (Driver::get()?, ptr::null_mut());
+        // SAFETY: `context` is writable.
+        unsafe { driver.cuDevicePrimaryCtxRetain(&raw mut context, device)? };
+        let answer = ContextHandle(context).context().and_then(Self::push).and_then(|_current| work());
+        // SAFETY: retained above, and no longer current.
+        unsafe { driver.cuDevicePrimaryCtxRelease_v2(device)? };
+        answer
+    }
+
     /// The thread's current context, if it has one; `None` also if the driver is not initialised yet.
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let Some(handle) = ContextHandle::of_thread()? else { return Ok(None) };

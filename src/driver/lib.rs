@@ -6,6 +6,7 @@ mod account;
 pub mod checkpoint;
 mod context;
 mod copy;
+mod extras;
 mod kernel;
 pub mod nccl;
 mod no_cards;
@@ -21,10 +22,11 @@ pub use cudarc::driver::sys::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
 };
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
+pub use extras::{Extras, make_on};
 pub use kernel::{Parts, Resident};
 pub use no_cards::NoCards;
 pub use nvml::{Card, cards, holders, holders_of, keep_nvml, uses, uuid, uuid_of_index};
-pub use survey::{Gpu, Survey, survey};
+pub use survey::{Gpu, Survey, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{
     Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, is_shareable, leftover_bytes, open,

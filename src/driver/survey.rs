@@ -1,9 +1,10 @@
 //! The driver and its devices, queried without creating a context.
 
-use super::{CUdevice, Driver, supports_vmm, uuid};
+use super::extras::{Extras, WithExtras};
+use super::{CUdevice, Current, Driver, supports_vmm, uuid, vmm};
 use serde::Serialize;
 use std::ffi::{CStr, c_char, c_int};
-use vramctl_model::Failure;
+use vramctl_model::{Failure, code};
 
 /// The CUDA driver and devices that this process sees.
 #[derive(Debug, Clone, Serialize)]
@@ -52,4 +53,15 @@ fn look_at(driver: &Driver, ordinal: c_int) -> Result<Gpu, Failure> {
     // SAFETY: the driver NUL-terminates the name within the given size.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     Ok(Gpu { name, uuid: uuid(device), total_bytes: total as u64, virtual_memory: supports_vmm(device) })
+}
+
+/// Makes and releases virtual memory on a device as the library does for a program's `cudaMalloc`. Returns what the driver refuses to do
+/// with it, in words, and its answer; an error if it refuses the memory itself.
+pub fn try_memory(device: CUdevice) -> Result<Option<(String, Failure)>, Failure> {
+    let wanted = Extras::of(device);
+    // The memory needs no context (driver 580). Another driver may, so a refusal is confirmed as in a program, which has one.
+    let answer = vmm::try_on(device);
+    let is_final = answer.as_ref().map_or_else(|failure| failure.code == code::OUT_OF_MEMORY, |made| made.refused.is_none());
+    let WithExtras { extras, refused, .. } = if is_final { answer? } else { Current::in_primary(device, || vmm::try_on(device))? };
+    Ok(refused.map(|failure| (extras.missing_from(wanted).join("; "), failure)))
 }

@@ -4,6 +4,7 @@
 //! [`sweep`] retries: the memory comes back late but is not leaked.
 
 use super::account::Account;
+use super::extras::{self, Extras, WithExtras};
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType, CUmemGenericAllocationHandle,
@@ -28,17 +29,33 @@ const BY_DESCRIPTOR: u32 = 1;
 /// Whether memory for `cudaMalloc` on this device can be passed to other processes. The one place that decides it: asking the
 /// driver for such memory costs no time, but libraries may treat it differently.
 pub fn is_shareable(device: CUdevice) -> bool {
-    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as u32) != 0
+    Extras::of(device).shareable
 }
 
 /// The device's allocation granularity in bytes: sizes must be multiples of it.
 pub fn granularity(device: CUdevice) -> Result<usize, Failure> {
+    extras::make_on(device, |extras| granularity_with(device, extras))
+}
+
+fn granularity_with(device: CUdevice, extras: Extras) -> Result<usize, Failure> {
     let mut bytes = 0;
-    let wanted = Properties::of_device(device);
+    let wanted = Properties::of_device(device, extras);
     let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM as u32;
     // SAFETY: `bytes` is writable and the properties are complete.
     unsafe { Driver::get()?.cuMemGetAllocationGranularity(&raw mut bytes, (&raw const wanted).cast(), minimum)? };
     Ok(bytes)
+}
+
+/// Makes, opens and releases a little memory on a device, as for `cudaMalloc`.
+pub(super) fn try_on(device: CUdevice) -> Result<WithExtras<()>, Failure> {
+    let with = |extras| {
+        let bytes = granularity_with(device, extras)?;
+        let mut memory = Physical::create_for_a_moment(device, bytes, extras)?;
+        let place = Place::of(&Arc::new(Addresses::reserve(bytes)?));
+        memory.map(&place)?;
+        open([(place.span(), [Access::of_device(device)].into())])
+    };
+    extras::make(Extras::of(device), with)
 }
 
 /// What physical memory is to be: `CUmemAllocationProp` with numbers in place of enumerations, because a program may use values
@@ -77,17 +94,15 @@ impl Location {
 }
 
 impl Properties {
-    /// Device memory, with `GPUDirect` RDMA and sharing where supported: a program must be able to register managed memory for RDMA
-    /// and to share it, as it can memory from the real `cudaMalloc`.
-    fn of_device(device: CUdevice) -> Self {
-        let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32;
+    /// Device memory.
+    fn of_device(device: CUdevice, extras: Extras) -> Self {
         Self {
             kind: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32,
-            handle_types: if is_shareable(device) { BY_DESCRIPTOR } else { 0 },
+            handle_types: if extras.shareable { BY_DESCRIPTOR } else { 0 },
             location: Location::of_device(device),
             metadata: 0,
             compression: 0,
-            rdma: u8::from(attribute(device, rdma) != 0),
+            rdma: extras.rdma.into(),
             usage: 0,
             reserved: [0; 4],
         }
@@ -256,18 +271,24 @@ struct Mapped {
 impl Physical {
     /// Allocates `bytes` (a multiple of the granularity) on the account's device. The memory is zeroed.
     pub fn create(account: Account, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(&Properties::of_device(account.device), in_equal_pieces(bytes, PHYSICAL_PIECE), Some(account))
+        let extras = Extras::of(account.device);
+        Self::create_with(account, bytes, extras)
+    }
+
+    /// The same with these extras.
+    pub fn create_with(account: Account, bytes: usize, extras: Extras) -> Result<Self, Failure> {
+        Self::in_pieces(&Properties::of_device(account.device, extras), in_equal_pieces(bytes, PHYSICAL_PIECE), Some(account))
     }
 
     /// Allocates a little memory for a moment, which is not worth counting.
-    pub fn create_for_a_moment(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(&Properties::of_device(device), in_equal_pieces(bytes, PHYSICAL_PIECE), None)
+    pub fn create_for_a_moment(device: CUdevice, bytes: usize, extras: Extras) -> Result<Self, Failure> {
+        Self::in_pieces(&Properties::of_device(device, extras), in_equal_pieces(bytes, PHYSICAL_PIECE), None)
     }
 
     /// Allocates memory in pieces of which each is half as long as the one before: from `largest` to `smallest`, both powers of two.
     pub fn in_halves(account: Account, largest: usize, smallest: usize) -> Result<Self, Failure> {
         let sizes = std::iter::successors(Some(largest), |piece| Some(piece / 2)).take_while(|piece| *piece >= smallest);
-        Self::in_pieces(&Properties::of_device(account.device), sizes, Some(account))
+        Self::in_pieces(&Properties::of_device(account.device, Extras::of(account.device)), sizes, Some(account))
     }
 
     /// Repeats the pieces of a block made by [`in_halves`](Self::in_halves), to be mapped under `bytes` of addresses: a piece can be mapped
@@ -344,7 +365,7 @@ impl Physical {
 
     /// The device that the memory is on, as the driver reports it; `None` for host memory.
     pub fn device(&self) -> Result<Option<CUdevice>, Failure> {
-        let mut found = Properties::of_device(0);
+        let mut found = Properties::of_device(0, Extras::NONE);
         let Some((handle, _)) = self.pieces.first() else { return Ok(None) };
         // SAFETY: `found` is writable and has the layout of CUDA's.
         unsafe { Driver::get()?.cuMemGetAllocationPropertiesFromHandle((&raw mut found).cast(), *handle)? };

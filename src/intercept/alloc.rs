@@ -330,13 +330,12 @@ fn allocate(
     };
     let current = match current {
         Ok(current) => current?,
-        Err(error) => {
-            // The first call creates the context.
-            if error == code::OUT_OF_MEMORY {
-                report(bytes, caller, None, Some(&policy.tag), Cause::Refused(None));
-            }
-            return Some(Err(error));
+        // The first call creates the context.
+        Err(code::OUT_OF_MEMORY) => {
+            report(bytes, caller, None, Some(&policy.tag), Cause::Refused(None));
+            return Some(Err(code::OUT_OF_MEMORY));
         }
+        Err(_) => return None,
     };
     // A pool that the program created has a purpose: another device, host memory, sharing with other processes.
     let pool = match source {
@@ -355,7 +354,8 @@ fn allocate(
     Some(address.map(|address| address as *mut c_void))
 }
 
-/// Finishes a request for managed memory; `None` if the real function must handle it.
+/// Finishes a request for managed memory; `None` if the real function must handle it: the only error that the library gives a program is
+/// lack of memory. Any other error may be one of virtual memory alone, or else the real function meets it as well.
 pub fn managed(
     current: &Current,
     tag: &Arc<str>,
@@ -378,15 +378,16 @@ pub fn managed(
         }
         Err(error) => {
             log::debug!("cannot allocate {bytes} bytes: {error}");
-            events::failed(Who::Tag(tag), Some(current.device()), bytes, error.cuda_code());
-            if error.cuda_code() == code::OUT_OF_MEMORY {
-                let cause = match error {
-                    Error::Driver(Failure { call, .. }) => Cause::Refused(Some(call)),
-                    _ => Cause::Margin,
-                };
-                report(bytes, caller, Some(device), Some(tag), cause);
+            if error.cuda_code() != code::OUT_OF_MEMORY {
+                return None;
             }
-            Some(Err(error.cuda_code()))
+            events::failed(Who::Tag(tag), Some(current.device()), bytes, code::OUT_OF_MEMORY);
+            let cause = match error {
+                Error::Driver(Failure { call, .. }) => Cause::Refused(Some(call)),
+                _ => Cause::Margin,
+            };
+            report(bytes, caller, Some(device), Some(tag), cause);
+            Some(Err(code::OUT_OF_MEMORY))
         }
     }
 }
@@ -459,12 +460,12 @@ fn release_managed_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamH
         Ok(current) => current?,
         Err(error) => return Some(error),
     };
-    let freed = memory.free_in_order(pointer, &current, stream)?;
-    Some(freed.map_or_else(
-        |failure| {
+    match memory.free_in_order(pointer, &current, stream)? {
+        Ok(()) => Some(code::SUCCESS),
+        Err(failure) => {
             log::debug!("cannot free {pointer:#x} in stream order: {failure}");
-            failure.code
-        },
-        |()| code::SUCCESS,
-    ))
+            // Without its event, the library waits as `cudaFree` does.
+            if failure.is_refusal() { release_managed(pointer) } else { Some(failure.code) }
+        }
+    }
 }

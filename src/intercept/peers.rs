@@ -13,7 +13,9 @@ use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 pub unsafe fn cuda_enable(peer: c_int, flags: c_uint) -> CudaError {
     // SAFETY: here and below, the real function gets the arguments unchanged.
-    enable(|| unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) }, || of_runtime(peer))
+    let real = || unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
+    // SAFETY: as above.
+    enable(real, || of_runtime(peer), || unsafe { originals::cudaDeviceDisablePeerAccess(peer) })
 }
 
 pub unsafe fn cuda_disable(peer: c_int) -> CudaError {
@@ -25,7 +27,9 @@ pub unsafe fn cuda_disable(peer: c_int) -> CudaError {
 
 pub unsafe fn driver_enable(peer: ContextHandle, flags: c_uint) -> StatusCode {
     // SAFETY: as above.
-    enable(|| unsafe { driver_originals::cuCtxEnablePeerAccess(peer, flags) }, || of_driver(peer))
+    let real = || unsafe { driver_originals::cuCtxEnablePeerAccess(peer, flags) };
+    // SAFETY: as above.
+    enable(real, || of_driver(peer), || unsafe { driver_originals::cuCtxDisablePeerAccess(peer) })
 }
 
 pub unsafe fn driver_disable(peer: ContextHandle) -> StatusCode {
@@ -59,7 +63,12 @@ fn of_driver(peer: ContextHandle) -> Result<Both, Error> {
     Ok((Current::of_thread()?.ok_or(NONE)?, peer.context()?))
 }
 
-fn enable(real: impl FnOnce() -> StatusCode, contexts: impl FnOnce() -> Result<Both, Error>) -> StatusCode {
+/// `undo` disables it.
+fn enable(
+    real: impl FnOnce() -> StatusCode,
+    contexts: impl FnOnce() -> Result<Both, Error>,
+    undo: impl FnOnce() -> StatusCode,
+) -> StatusCode {
     sightings::making(ObstacleKind::Peers, || {
         let answer = real();
         if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
@@ -69,7 +78,10 @@ fn enable(real: impl FnOnce() -> StatusCode, contexts: impl FnOnce() -> Result<B
             Ok(()) => answer,
             Err(error) => {
                 log::warn!("cannot enable peer access to managed memory: {error}");
-                error.cuda_code()
+                if answer == code::SUCCESS {
+                    undo();
+                }
+                as_of_peers(&error)
             }
         }
     })
@@ -93,6 +105,11 @@ fn disable(
     }
 }
 
+/// The program's answer: what the driver refuses to virtual memory alone, as an error that programs expect of these functions.
+fn as_of_peers(error: &Error) -> StatusCode {
+    if matches!(error, Error::Driver(failure) if failure.is_refusal()) { code::PEER_ACCESS_UNSUPPORTED } else { error.cuda_code() }
+}
+
 /// # Safety
 /// If the real function accepts them, there are `count` descriptors.
 unsafe fn set_pool_access(pool: *mut c_void, access: *const Access, count: usize, real: impl FnOnce() -> StatusCode) -> StatusCode {
@@ -112,7 +129,7 @@ unsafe fn set_pool_access(pool: *mut c_void, access: *const Access, count: usize
             Ok(()) => answer,
             Err(error) => {
                 log::warn!("cannot set the access of a memory pool for managed memory: {error}");
-                error.cuda_code()
+                as_of_peers(&error)
             }
         }
     })

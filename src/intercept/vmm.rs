@@ -14,7 +14,7 @@ use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
 };
-use vramctl_model::{ObstacleKind, Span, StatusCode, code};
+use vramctl_model::{Error, Failure, ObstacleKind, Span, StatusCode, code};
 
 type Handle = CUmemGenericAllocationHandle;
 
@@ -36,7 +36,14 @@ pub unsafe fn create(
     let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
     let tag = policy.tag.clone();
-    match managed(&current, &tag, Memory::get().create(policy, wanted, bytes, &current), bytes, device, caller) {
+    let made = Memory::get().create(policy, wanted, bytes, &current);
+    // The program has asked for virtual memory itself, and with these properties: the driver's answer is what it gets.
+    if let Err(Error::Driver(Failure { call: "cuMemCreate", code })) = made
+        && code != code::OUT_OF_MEMORY
+    {
+        return code;
+    }
+    match managed(&current, &tag, made, bytes, device, caller) {
         None => real(),
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the program's promise.

@@ -40,6 +40,12 @@ impl Failure {
         )
     }
 
+    /// Whether the driver refused what it might have done: there is memory, the program's work has not failed, and CUDA is in use.
+    pub fn is_refusal(self) -> bool {
+        let is_state = matches!(self.code, code::OUT_OF_MEMORY | code::NOT_INITIALIZED | code::DEINITIALIZED);
+        !is_state && !self.is_of_earlier_work() && !self.is_capture() && !self.is_of_gone_context()
+    }
+
     /// Whether the call failed because of a stream capture.
     pub fn is_capture(self) -> bool {
         (code::STREAM_CAPTURE_UNSUPPORTED..=code::STREAM_CAPTURE_WRONG_THREAD).contains(&self.code)
@@ -203,12 +209,12 @@ mod tests {
         assert_eq!(Failure::check("call", code::SUCCESS), Ok(()));
         let kind = |code| {
             let failure = Failure::check("call", code).unwrap_err();
-            [failure.is_of_earlier_work(), failure.is_capture(), failure.is_of_gone_context()]
+            [failure.is_of_earlier_work(), failure.is_capture(), failure.is_of_gone_context(), failure.is_refusal()]
         };
-        assert_eq!(kind(code::ILLEGAL_ADDRESS), [true, false, false]);
-        assert_eq!(kind(code::STREAM_CAPTURE_WRONG_THREAD), [false, true, false]);
-        assert_eq!(kind(code::CONTEXT_IS_DESTROYED), [false, false, true]);
-        assert_eq!(kind(code::OUT_OF_MEMORY), [false; 3]);
+        assert_eq!(kind(code::ILLEGAL_ADDRESS), [true, false, false, false]);
+        assert_eq!(kind(code::STREAM_CAPTURE_WRONG_THREAD), [false, true, false, false]);
+        assert_eq!(kind(code::CONTEXT_IS_DESTROYED), [false, false, true, false]);
+        assert_eq!(kind(code::OUT_OF_MEMORY), [false; 4]);
         assert_eq!(Failure { call: "cuMemMap", code: 2 }.to_string(), "cuMemMap returned 2 (CUDA_ERROR_OUT_OF_MEMORY)");
     }
 }

@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Progress, Totals, Verb};
+use crate::{Backup, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Progress, RefusingDevice, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -20,6 +20,9 @@ pub struct Status {
     /// What prevents a suspend.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,
+    /// The devices on which the driver refuses virtual memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refusals: Vec<RefusingDevice>,
     /// The tag of allocations outside regions; absent if those are left to CUDA.
     pub process_tag: Option<String>,
     /// By tag, in alphabetical order.

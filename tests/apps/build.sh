@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
 	cat <<'HELP'
-Builds the sample programs of tests/apps: churn, engine, engine_regions,
+Builds the sample programs of tests/apps: allocates, churn, engine, engine_regions,
 guest, handlers, hog, overhead, overhead_driver, odd, torture, and copies
 engine.py beside them.
 
@@ -93,6 +93,7 @@ If libcudart is missing, give its folder as the second argument."
 
 compile engine engine.c engine_core.c pattern.c
 compile engine_regions engine_regions.c engine_core.c pattern.c
+compile allocates allocates.c
 compile churn churn.c
 compile guest guest.c
 compile handlers handlers.c

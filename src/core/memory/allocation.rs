@@ -342,16 +342,15 @@ impl Allocation {
             .collect()
     }
 
-    /// Releases the memory and the saved contents for good. Nothing changes on error.
-    pub fn end(&self) -> Result<(), Failure> {
+    /// Releases the memory and the saved contents for good. What the driver refuses to take back is late ([`driver::sweep`]): to the
+    /// program it is freed, as after `cudaFree`, which has nothing to refuse.
+    pub fn end(&self) {
         let mut contents = self.contents();
-        driver::unmap(&mut contents.there().collect::<Vec<_>>())?;
         self.record(if contents.memory.is_some() { Change::Freed } else { Change::FreedPaused });
         let before = (contents.memory.take(), contents.guard.take(), contents.saved.take());
         // Free outside the lock, so that readers need not wait.
         drop(contents);
         drop(before);
-        Ok(())
     }
 
     /// Whether it is paused, so its addresses must not be used.

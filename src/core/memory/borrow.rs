@@ -148,7 +148,31 @@ pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCod
     // From now on, the library sees device resets.
     Memory::get();
     let _relaxed = RelaxedCapture::enter();
-    patiently(|| try_open(handle, current))
+    patiently(|| try_open(handle, current)).map_err(|code| {
+        if is_of_open(code) {
+            return code;
+        }
+        log::warn!("the memory that process {} shares cannot be mapped here (CUDA error {code})", handle.owner);
+        code::MAP_FAILED
+    })
+}
+
+/// Whether the driver's own `cuIpcOpenMemHandle` may answer this, or the answer is this library's own, for paused memory and an owner that
+/// does not answer. Programs are prepared for no others.
+fn is_of_open(code: StatusCode) -> bool {
+    let is_documented = matches!(
+        code,
+        code::INVALID_VALUE
+            | code::OUT_OF_MEMORY
+            | code::NOT_INITIALIZED
+            | code::DEINITIALIZED
+            | code::INVALID_CONTEXT
+            | code::MAP_FAILED
+            | code::INVALID_HANDLE
+            | code::TOO_MANY_PEERS
+    );
+    let is_ours = matches!(code, code::ILLEGAL_STATE | code::OPERATING_SYSTEM);
+    is_documented || is_ours || Failure { call: "cuIpcOpenMemHandle", code }.is_of_earlier_work()
 }
 
 fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> {
@@ -173,7 +197,9 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
             log::warn!("the memory that process {} shares is paused; resume it before another process opens it", handle.owner);
         }
     })?;
-    match Opened::map(&lease, lent, current) {
+    // What a driver refuses once, it may grant a moment later.
+    let map = || Opened::map(&lease, &lent, current);
+    match map().or_else(|failure| if failure.is_refusal() { map() } else { Err(failure) }) {
         Ok(opened) => {
             let address = opened.address;
             let mut borrowed = borrowed();
@@ -308,7 +334,7 @@ pub fn count_after(pause: &TransitionRequest) -> usize {
 }
 
 impl Opened {
-    fn map(lease: &Arc<Lease>, WhatIsLent { pieces, tag, pauses }: WhatIsLent, current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, WhatIsLent { pieces, tag, pauses }: &WhatIsLent, current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
@@ -322,9 +348,9 @@ impl Opened {
             place,
             devices: BTreeSet::new(),
             contexts: BTreeSet::new(),
-            tag,
+            tag: tag.clone(),
             device: own,
-            pauses,
+            pauses: *pauses,
             behind: Behind::Memory(memory),
         };
         opened.open_to(current)?;

@@ -100,10 +100,8 @@ impl Memory {
                 behind.push(stream);
                 continue;
             }
-            match one.allocation.end() {
-                Ok(()) => self.freed.remove(&one),
-                Err(failure) => log::debug!("{failure}; will retry"),
-            }
+            one.allocation.end();
+            self.freed.remove(&one);
         }
     }
 

@@ -18,6 +18,7 @@ mod lending;
 pub mod obstacles;
 mod origin;
 mod peers;
+mod refusals;
 pub mod region;
 mod registered;
 mod registrant;
@@ -36,6 +37,7 @@ use address_index::AddressIndex;
 use freed::Unreleased;
 use keyed::Keyed;
 use peers::Peers;
+use refusals::Refusals;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -43,7 +45,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
-use vramctl_driver::{self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
+use vramctl_driver::{
+    self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Extras, Physical, Place, RelaxedCapture,
+};
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
@@ -72,6 +76,8 @@ pub struct Memory {
     written: AtomicU64,
     /// Access of devices to others' memory.
     peers: Peers,
+    /// Devices whose driver refuses virtual memory.
+    pub(crate) refusals: Refusals,
 }
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
@@ -87,6 +93,7 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     margin: AtomicU64::new(0),
     written: AtomicU64::new(0),
     peers: Peers::default(),
+    refusals: Refusals::default(),
 });
 
 impl Memory {
@@ -169,24 +176,34 @@ impl Memory {
     }
 
     /// Allocates at least `bytes` on the current context's device and records the allocation. `from_pool`: in place of memory from
-    /// the device's default pool. Leaves nothing behind on error.
+    /// the device's default pool. Leaves nothing behind on error. Any error but lack of memory means that CUDA itself must answer.
     pub fn allocate(&self, policy: Placement, bytes: usize, current: &Current, from_pool: bool) -> Result<CUdeviceptr, Error> {
         let device = current.device();
         if !driver::supports_vmm(device) {
             return Err(Error::Unsupported);
+        }
+        if let Some(refused) = self.refusals.expected_on(device) {
+            return Err(refused.into());
         }
         contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
         self.free_up(device, bytes);
         let _shared = self.share();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
-        let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
+        let granularity = driver::granularity(device);
+        if granularity.is_err() {
+            self.refusals.note(device, &granularity);
+        }
+        let size = bytes.checked_next_multiple_of(granularity?).ok_or(too_large)?;
         // Fail early: otherwise the first of several pieces would be created only to be released again.
         if size > driver::PHYSICAL_PIECE && driver::memory_info().is_ok_and(|(_, total)| size as u64 > total) {
             return Err(too_large.into());
         }
         self.check_margin(device, size)?;
-        let (memory, addresses) = self.take(&Account::of(device, &policy.tag), size, from_pool)?;
+        let account = Account::of(device, &policy.tag);
+        let taken = driver::make_on(device, |extras| self.take(&account, size, from_pool, extras));
+        self.refusals.note(device, &taken);
+        let (memory, addresses) = taken?;
         let allocation = Allocation::new(policy, bytes, current, memory, &addresses, from_pool);
         let address = allocation.address();
         self.enter(Arc::new(allocation));
@@ -194,9 +211,9 @@ impl Memory {
     }
 
     /// New memory, mapped and accessible.
-    fn take(&self, account: &Account, bytes: usize, from_pool: bool) -> Result<(Physical, Arc<Addresses>), Failure> {
+    fn take(&self, account: &Account, bytes: usize, from_pool: bool, extras: Extras) -> Result<(Physical, Arc<Addresses>), Failure> {
         let device = account.device;
-        let mut memory = self.physical(|| Physical::create(account.clone(), bytes))?;
+        let mut memory = self.physical(|| Physical::create_with(account.clone(), bytes, extras))?;
         let addresses = Arc::new(Addresses::reserve(bytes)?);
         let place = Place::of(&addresses);
         memory.map(&place)?;
@@ -224,7 +241,8 @@ impl Memory {
             return Ok(());
         }
         let needed = (size as u64).saturating_add(margin);
-        let (free, _) = driver::memory_info()?;
+        // A driver that does not say has not refused the memory.
+        let Ok((free, _)) = driver::memory_info() else { return Ok(()) };
         if needed <= free {
             return Ok(());
         }
@@ -240,15 +258,11 @@ impl Memory {
         }
         drop(allocation);
         let shared = self.share();
-        // Remove it first, so that exactly one of two frees of an address succeeds.
-        let allocation = self.take_out(address)?;
-        let freed = allocation.end().map_err(Error::from);
-        if freed.is_err() {
-            self.enter(allocation);
-        }
+        // Exactly one of two frees of an address succeeds.
+        self.take_out(address)?.end();
         drop(shared);
         self.let_go();
-        Some(freed)
+        Some(Ok(()))
     }
 
     /// Waits for what `cudaFree` waits for: work in the allocating context and in peers' contexts. A program that uses the
@@ -327,9 +341,7 @@ impl Memory {
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
         for allocation in doomed {
             self.take_out(allocation.key());
-            if let Err(error) = allocation.end() {
-                log::debug!("{error}; will retry");
-            }
+            allocation.end();
         }
         self.let_go();
     }

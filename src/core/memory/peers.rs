@@ -109,7 +109,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes it away again, unless another context of the device has it too. On error nothing changes.
+    /// Takes it away again, unless another context of the device has it too. On error nothing changes. If the driver refuses, active memory
+    /// stays open: to the program, nothing is left that uses it there.
     pub fn disable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
         let pair = pair_of(current, other)?;
         let contexts = (current.context(), other);
@@ -120,8 +121,11 @@ impl Memory {
         drain::wait(BTreeSet::from([current.context()]))?;
         let _exclusive = self.exclude();
         let is_last = self.peers.read().contexts.get(&pair).is_some_and(|enabled| enabled.iter().eq([&contexts]));
-        if is_last {
-            self.set_device_access(pair.1, false, &[Access::none(pair.0)], &[Access::of_device(pair.0)])?;
+        if is_last && let Err(failure) = self.set_device_access(pair.1, false, &[Access::none(pair.0)], &[Access::of_device(pair.0)]) {
+            if !failure.is_refusal() {
+                return Err(failure.into());
+            }
+            log::warn!("device {} keeps access to managed memory of device {} until that is paused: {failure}", pair.0, pair.1);
         }
         self.peers.forget(|one| *one == contexts);
         Ok(())
@@ -163,6 +167,8 @@ impl Memory {
             let access = access.into();
             driver::open(active.iter().flat_map(|one| one.ranges(&access)))
         };
-        set(access).inspect_err(|_| _ = set(before))
+        // What a driver refuses once, it may grant a moment later.
+        let again = |failure: Failure| if failure.is_refusal() { set(access) } else { Err(failure) };
+        set(access).or_else(again).inspect_err(|_| _ = set(before))
     }
 }

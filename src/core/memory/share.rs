@@ -94,7 +94,8 @@ impl Memory {
         let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
         let mut contents = allocation.contents();
         let Some(memory) = contents.memory.as_ref().filter(|memory| memory.is_mapped()) else { return refuse(code::ILLEGAL_STATE) };
-        let pieces = memory.export()?;
+        // What a driver refuses once, it may grant a moment later.
+        let pieces = memory.export().or_else(|failure| if failure.is_refusal() { memory.export() } else { Err(failure) })?;
         if pieces.len() > descriptors::MOST {
             return refuse(code::NOT_SUPPORTED);
         }

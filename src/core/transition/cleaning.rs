@@ -119,7 +119,10 @@ fn look(when: When) -> bool {
             continue;
         }
         let started = Instant::now();
-        match driver::granularity(device).and_then(|bytes| driver::Physical::create_for_a_moment(device, bytes)).map(drop) {
+        match driver::granularity(device)
+            .and_then(|bytes| driver::Physical::create_for_a_moment(device, bytes, driver::Extras::of(device)))
+            .map(drop)
+        {
             Ok(()) => log::debug!("device {device} checked for clean memory in {:.1} ms", started.elapsed().as_secs_f64() * 1e3),
             Err(failure) => log::debug!("{failure}: could not make the driver check for clean memory"),
         }

@@ -7,7 +7,7 @@
 //! move to a file in memory.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
-use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome};
+use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome, UNKNOWN};
 use crate::device;
 use crate::driver::{self, machine, state};
 use crate::machine::{Key, MAX_DEVICES};
@@ -193,6 +193,11 @@ impl Physical {
     /// The types of handles that it can be exported as.
     pub fn handle_types(&self) -> u32 {
         self.prop.map_or(0, |prop| prop.handle_types)
+    }
+
+    /// Whether it was asked for as memory that network cards can register (`gpuDirectRDMACapable`).
+    fn is_for_rdma(&self) -> bool {
+        self.prop.is_some_and(|prop| prop.flags[1] != 0)
     }
 
     /// The file that holds the memory, for another process. The state must not be locked.
@@ -753,7 +758,12 @@ pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count:
         changes.push((access_device(access.location)?, access.flags));
     }
     let mut state = state();
-    for base in state.space.leading_mappings(address, bytes)? {
+    let mappings = state.space.leading_mappings(address, bytes)?;
+    let is_refused = |base: &Address| state.space.mappings.get(base).is_some_and(|mapping| mapping.physical.is_for_rdma());
+    if driver::settings().no_rdma && mappings.iter().any(is_refused) {
+        return Err(UNKNOWN);
+    }
+    for base in mappings {
         if let Some(mapping) = state.space.mappings.get_mut(&base) {
             for &(device, flags) in &changes {
                 mapping.access[device] = flags;

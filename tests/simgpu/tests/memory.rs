@@ -431,3 +431,24 @@ fn many_threads_at_once() {
         assert_eq!((gpu.used(), gpu.live("streams"), gpu.live("plain")), (0, 0, 0));
     });
 }
+
+/// A driver that reports support for `GPUDirect` RDMA, as in WSL 2.
+#[test]
+fn access_to_memory_for_rdma_can_be_refused() {
+    isolated("access_to_memory_for_rdma_can_be_refused", &[("SIMGPU_NO_RDMA", "1")], || {
+        const RDMA: i32 = 110;
+        let gpu = Gpu::start();
+        let mut supported = 0;
+        ok!(gpu.cuDeviceGetAttribute(&raw mut supported, RDMA, 0));
+        assert_eq!(supported, 1);
+        let own = Access { location: [1, 0], flags: 3 };
+        for (rdma, answer) in [(0, 0), (1, 999)] {
+            let mut wanted = prop(0);
+            wanted.flags[1] = rdma;
+            let (base, mut handle) = (gpu.reserve(MIB2), 0);
+            ok!(gpu.cuMemCreate(&raw mut handle, MIB2, &raw const wanted, 0));
+            ok!(gpu.cuMemMap(base, MIB2, 0, handle, 0));
+            assert_eq!(unsafe { (gpu.cuMemSetAccess)(base, MIB2, &raw const own, 1) }, answer);
+        }
+    });
+}
