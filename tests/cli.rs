@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{command_line, interruptible};
+use common::{artifacts, command_line, interruptible};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
@@ -368,6 +368,7 @@ impl State {
             borrowed: Vec::new(),
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
+            refusals: Vec::new(),
             left_alone: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),
@@ -1268,7 +1269,12 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
 
 // ---- run ----
 
-/// A library that can be preloaded without effect: the C library.
+/// The library, which does nothing in programs without CUDA.
+fn library() -> PathBuf {
+    artifacts().join("libvramctl.so")
+}
+
+/// Another library: the C library.
 fn harmless_library() -> PathBuf {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let path = maps.split_whitespace().find(|word| word.contains("/libc.so") || word.contains("/libc-2")).expect("a libc");
@@ -1278,14 +1284,14 @@ fn harmless_library() -> PathBuf {
 fn run(place: &Place, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
     let arguments: Vec<_> = ["run"].iter().chain(arguments).copied().collect();
     let mut command = place.command(command_line(), &arguments);
-    command.env("VRAMCTL_LIB", harmless_library()).envs(environment.iter().copied());
+    command.env("VRAMCTL_LIB", library()).envs(environment.iter().copied());
     Ran::new(&command.output().unwrap())
 }
 
 #[test]
 fn run_sets_the_environment() {
     let place = Place::new();
-    let library = harmless_library();
+    let library = library();
     let arguments =
         ["--name", "my engine", "--backup", "kv=discard", "--backup", "w=host", "--min-bytes", "64K", "--log", "off", "--", "env"];
     let ran = run(&place, &arguments, &[("LD_PRELOAD", "")]);
@@ -1316,7 +1322,7 @@ fn run_is_replaced_by_the_command() {
 
     let child = place
         .command(command_line(), &["run", "--", "sh", "-c", "echo $$; kill -TERM $$"])
-        .env("VRAMCTL_LIB", harmless_library())
+        .env("VRAMCTL_LIB", library())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -1350,7 +1356,7 @@ fn a_missing_library_is_explained() {
     let place = Place::new();
     run(&place, &["--", "true"], &[("VRAMCTL_LIB", "/nowhere/libvramctl.so")]).expect(1, "", "/nowhere/libvramctl.so");
     let spaced = place.folder.path().join("with space.so");
-    symlink(harmless_library(), &spaced).unwrap();
+    symlink(library(), &spaced).unwrap();
     run(&place, &["--", "true"], &[("VRAMCTL_LIB", spaced.to_str().unwrap())]).expect(1, "", "symbolic link");
 
     // A copy of the binary finds the library in ../lib.
@@ -1360,7 +1366,7 @@ fn a_missing_library_is_explained() {
     let run = || Ran::new(&place.command(bin.join("vramctl"), &["run", "--", "env"]).output().unwrap());
     run().expect(1, "", "set VRAMCTL_LIB");
     fs::create_dir(&lib).unwrap();
-    symlink(harmless_library(), lib.join("libvramctl.so")).unwrap();
+    symlink(library(), lib.join("libvramctl.so")).unwrap();
     run().expect(0, &format!("LD_PRELOAD={}", lib.join("libvramctl.so").display()), "");
 }
 
@@ -1410,7 +1416,7 @@ fn a_pip_installation_is_found() {
         copy_command(&prefix.join("bin/vramctl"));
         fs::create_dir_all(site.join("vramctl/site")).unwrap();
         fs::write(site.join("vramctl/__init__.py"), "").unwrap();
-        symlink(harmless_library(), site.join("vramctl/libvramctl.so")).unwrap();
+        symlink(library(), site.join("vramctl/libvramctl.so")).unwrap();
         let ran = Ran::new(&place.command(prefix.join("bin/vramctl"), &["run", "env"]).output().unwrap());
         ran.expect(0, &format!("LD_PRELOAD={}", site.join("vramctl/libvramctl.so").display()), "");
         ran.expect(0, &format!("PYTHONPATH={}", site.join("vramctl/site").display()), "");

@@ -15,6 +15,7 @@ mod metrics;
 mod nccl;
 mod output;
 mod places;
+mod preloading;
 mod proc;
 mod processes;
 mod progress;

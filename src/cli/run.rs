@@ -1,7 +1,9 @@
 //! `vramctl run`.
 
 use crate::failure::{CommandError, Exit};
+use crate::output;
 use crate::places::{self, LIBRARY};
+use crate::preloading::{self, Unmanaged};
 use crate::target::{checked_tag, size};
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -58,8 +60,16 @@ const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
 
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let python = if args.no_python { Vec::new() } else { places::python_path()? };
-    let variables = environment(args, &places::library()?, &python, |name| env::var_os(name))?;
+    let library = places::library()?;
+    let mut variables = environment(args, &library, &python, |name| env::var_os(name))?;
     let (program, arguments) = args.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
+    check(&library)?;
+    if let Some(Unmanaged { why, is_ended_by_it }) = preloading::unmanaged(program) {
+        output::complain("warning", &why);
+        if is_ended_by_it {
+            variables.push(("LD_PRELOAD", others(&library, env::var_os("LD_PRELOAD").as_deref())));
+        }
+    }
     let mut command = Command::new(program);
     command.args(arguments);
     for (name, value) in variables {
@@ -76,6 +86,13 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let is_sought = exit == Exit::NotFound && program.components().count() == 1;
     let hint = if is_sought { "; is it on PATH?" } else { "" };
     Err(CommandError::new(exit, format!("cannot start {}: {error}{hint}", program.display())))
+}
+
+/// Refuses a library that cannot be preloaded: the loader would start the program without it.
+fn check(library: &Path) -> Result<(), CommandError> {
+    let way_out = "`vramctl doctor` tests it; build or install it again, or set VRAMCTL_LIB to a good one";
+    let refused = |why| CommandError::new(Exit::Failed, format!("{} cannot be preloaded: {why}; {way_out}", library.display()));
+    preloading::version_of(library).map(drop).map_err(refused)
 }
 
 /// The variables to set, or to remove if they have no value. `present` looks up the current ones.
@@ -128,13 +145,21 @@ fn environment(
 
 /// The library first, then the other preloaded libraries, without other copies of this one.
 pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, CommandError> {
-    // The loader's separators. They cannot be quoted.
-    let separator = |byte: &u8| matches!(byte, b' ' | b':');
-    if library.as_os_str().as_bytes().iter().any(separator) {
+    if library.as_os_str().as_bytes().iter().any(|byte| is_separator(*byte)) {
         let why = "a path in LD_PRELOAD cannot contain a space or colon";
         let way_out = "move the library, or set VRAMCTL_LIB to a symbolic link to it";
         return Err(CommandError::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
     }
+    let mut list = library.as_os_str().to_owned();
+    if let Some(others) = others(library, present) {
+        list.push(":");
+        list.push(others);
+    }
+    Ok(list)
+}
+
+/// The other preloaded libraries, if any.
+fn others(library: &Path, present: Option<&OsStr>) -> Option<OsString> {
     let ours = |path: &[u8]| {
         let path = Path::new(OsStr::from_bytes(path));
         // `dropin` has copies of it under the names that torch_memory_saver uses.
@@ -142,12 +167,14 @@ pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Comm
             || path.file_name() == Some(OsStr::new(LIBRARY))
             || path.parent().is_some_and(|folder| folder.ends_with("vramctl/dropin"))
     };
-    let mut list = library.as_os_str().to_owned().into_vec();
-    for other in present.unwrap_or_default().as_bytes().split(separator).filter(|path| !path.is_empty() && !ours(path)) {
-        list.push(b':');
-        list.extend_from_slice(other);
-    }
-    Ok(OsString::from_vec(list))
+    let all = present.unwrap_or_default().as_bytes().split(|byte| is_separator(*byte));
+    let others: Vec<_> = all.filter(|path| !path.is_empty() && !ours(path)).collect();
+    if others.is_empty() { None } else { Some(OsString::from_vec(others.join(&b':'))) }
+}
+
+/// The loader's separators. They cannot be quoted.
+fn is_separator(byte: u8) -> bool {
+    matches!(byte, b' ' | b':')
 }
 
 /// The package's directories first, then the existing ones, without those of other installations of the package.
