@@ -7,6 +7,7 @@ use crate::codes::{
     PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED,
 };
 use crate::driver::{self, State, machine, settings, state};
+use crate::pool;
 use crate::stream::Ticket;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -395,6 +396,7 @@ pub fn synchronize() -> Outcome {
     capture::refuse_context_wait(&context)?;
     let pending = state().streams.pending(context.handle);
     Ticket::wait_all(&pending);
+    pool::synchronised();
     context.check()
 }
 

@@ -79,6 +79,8 @@ pub enum Work {
     Free {
         /// Its address.
         address: Address,
+        /// Its id.
+        id: u64,
     },
     /// Runs the nodes of a graph in order.
     Graph {
@@ -256,9 +258,7 @@ pub fn execute(context: &Context, work: Work) {
     if let Err(code) = context.check() {
         match work {
             // The memory must still be freed.
-            Work::Free { address } => {
-                state().space.release_plain(address);
-            }
+            Work::Free { address, id } => state().space.free_is_over(address, id),
             // SAFETY: the program passed this function and argument to cuStreamAddCallback.
             Work::Callback { function, stream, data } => unsafe { stream::call_back(function, stream, code, data as *mut c_void) },
             _ => (),
@@ -305,9 +305,7 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
             // SAFETY: the program passed this function and argument to cuStreamAddCallback.
             unsafe { stream::call_back(*function, *stream, SUCCESS, *data as *mut c_void) };
         }
-        (Work::Free { address }, ..) => {
-            state().space.release_plain(*address);
-        }
+        (Work::Free { address, id }, ..) => state().space.free_is_over(*address, *id),
         _ => {}
     }
     if touched.mappings(context)? == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }

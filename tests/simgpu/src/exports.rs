@@ -158,7 +158,7 @@ functions! {
     cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context CaptureUnsafe => memory::free_async(pointer, per_thread(stream));
     cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init Safe => pool::create(pool, props);
     cuMemPoolDestroy(pool: Handle) Init Safe => pool::destroy(pool);
-    cuMemPoolTrimTo(pool: Handle, _keep: usize) Init CaptureUnsafe => pool::trim(pool);
+    cuMemPoolTrimTo(pool: Handle, keep: usize) Init CaptureUnsafe => pool::trim(pool, keep);
     cuMemPoolSetAccess(pool: Handle, access: In<AccessDesc>, count: usize) Init Safe => pool::set_access(pool, access, count);
     cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init Safe => pool::set_attribute(pool, attribute, value);
     cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: Out<u64>) Init Safe => pool::get_attribute(pool, attribute, value);
@@ -230,6 +230,8 @@ functions! {
     cuStreamGetCtx(stream: Handle, context: Out<Handle>) Healthy Safe => stream::get_context(stream, context);
     cuStreamGetCtx_v2(stream: Handle, context: Out<Handle>, green: Out<Handle>) Healthy Safe => stream::get_contexts(stream, context, green);
     cuStreamGetCtx_ptsz(stream: Handle, context: Out<Handle>) Healthy Safe => stream::get_context(per_thread(stream), context);
+    cuStreamGetId(stream: Handle, id: Out<u64>) Healthy Safe => stream::get_id(stream, id);
+    cuStreamGetId_ptsz(stream: Handle, id: Out<u64>) Healthy Safe => stream::get_id(per_thread(stream), id);
     cuStreamGetDevice(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(stream, device);
     cuStreamGetDevice_ptsz(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(per_thread(stream), device);
     cuStreamGetFlags(stream: Handle, flags: Out<u32>) Context Safe => stream::get_flags(stream, flags);

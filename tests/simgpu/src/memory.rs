@@ -74,7 +74,7 @@ pub fn allocate_from_pool(pointer: Out<Address>, bytes: usize, pool: Handle, str
     allocate_in_order(pointer, bytes, Some(pool), stream)
 }
 
-/// Allocates at once, which a stream cannot distinguish from stream order.
+/// Allocates at once, which a stream cannot distinguish from stream order. Memory that was freed before in the same stream is reused.
 fn allocate_in_order(pointer: Out<Address>, bytes: usize, pool: Option<Handle>, stream: Handle) -> Outcome {
     pointer.required()?;
     if bytes == 0 {
@@ -88,7 +88,10 @@ fn allocate_in_order(pointer: Out<Address>, bytes: usize, pool: Option<Handle>, 
     state.pools.check_own(pool)?;
     let (device, access) = (state.pools.device(pool)?, state.pools.access(pool)?);
     let purpose = Purpose::Plain { context: stream.context.owner(), pool: Some(pool) };
-    let address = state.space.allocate(bytes, device, purpose, access)?;
+    let address = match state.space.reuse(bytes, purpose, stream.id) {
+        Some(address) => address,
+        None => state.space.allocate(bytes, device, purpose, access)?,
+    };
     pointer.put(address)
 }
 
@@ -103,8 +106,8 @@ pub fn free_async(address: Address, stream: Handle) -> Outcome {
     if state.space.owner(address).is_none() {
         return Err(INVALID_VALUE);
     }
-    stream::submit(&mut state, &stream, Work::Free { address })?;
-    state.space.give_up(address);
+    let id = state.space.free_in_order(address, stream.id);
+    stream::submit(&mut state, &stream, Work::Free { address, id })?;
     Ok(())
 }
 

@@ -1,8 +1,11 @@
-//! Memory pools. The simulated pools cache nothing.
+//! Memory pools.
+//!
+//! Memory that is freed in the order of a stream is reused by later allocations of the same size in that stream, and by any once the stream
+//! has got there. A pool gives back what is above its release threshold (0) at the next synchronisation, and all if a request finds no memory.
 
 use crate::abi::{AccessDesc, Address, Handle, In, IpcHandle, LOCATION_DEVICE, Location, Out};
 use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
-use crate::driver::{self, state};
+use crate::driver::{self, State, state};
 use crate::machine::MAX_DEVICES;
 use crate::sharing;
 use crate::vmm::{self, HANDLE_TYPE_FILE, READ_WRITE};
@@ -35,6 +38,8 @@ struct Pool {
 pub struct Pools {
     created: HashMap<Handle, Pool>,
     default: HashMap<usize, Handle>,
+    /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`, where that has been set.
+    thresholds: HashMap<Handle, u64>,
     /// What other devices may do, where that has been set.
     access: HashMap<Handle, [u32; MAX_DEVICES]>,
 }
@@ -88,6 +93,8 @@ pub fn destroy(pool: Handle) -> Outcome {
     let mut state = state();
     state.pools.created.remove(&pool).ok_or(INVALID_VALUE)?;
     state.pools.access.remove(&pool);
+    state.pools.thresholds.remove(&pool);
+    state.space.give_back_above(|of| if of == pool { 0 } else { u64::MAX });
     Ok(())
 }
 
@@ -97,9 +104,18 @@ pub fn default(pool: Out<Handle>, device: i32) -> Outcome {
     pool.put(state().pools.default_of(device))
 }
 
-/// `cuMemPoolTrimTo`: a no-op.
-pub fn trim(pool: Handle) -> Outcome {
-    state().pools.device(pool).map(drop)
+/// `cuMemPoolTrimTo`: gives back what nobody uses, down to `keep` bytes.
+pub fn trim(pool: Handle, keep: usize) -> Outcome {
+    let mut state = state();
+    state.pools.device(pool)?;
+    state.space.give_back_above(|of| if of == pool { keep as u64 } else { u64::MAX });
+    Ok(())
+}
+
+/// What a synchronisation does.
+pub fn synchronised() {
+    let State { pools, space, .. } = &mut *state();
+    space.give_back_above(|pool| pools.thresholds.get(&pool).copied().unwrap_or(0));
 }
 
 /// `cuMemPoolSetAccess`: for all memory of the pool, present and future. Enabled peer access does not matter to it. The pool's own device
@@ -124,22 +140,38 @@ pub fn set_access(pool: Handle, access: In<AccessDesc>, count: usize) -> Outcome
     Ok(())
 }
 
-/// `cuMemPoolSetAttribute`: accepted without effect.
-pub fn set_attribute(pool: Handle, _attribute: u32, value: *mut c_void) -> Outcome {
-    state().pools.device(pool)?;
-    if value.is_null() { Err(INVALID_VALUE) } else { Ok(()) }
+/// `CUmemPool_attribute`.
+mod attribute {
+    pub const RELEASE_THRESHOLD: u32 = 4;
+    pub const RESERVED_MEM_CURRENT: u32 = 5;
+    pub const USED_MEM_CURRENT: u32 = 7;
 }
 
-/// `cuMemPoolGetAttribute`: only the bytes in use.
-pub fn get_attribute(pool: Handle, attribute: u32, value: Out<u64>) -> Outcome {
-    /// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
-    const USED: u32 = 7;
+/// `cuMemPoolSetAttribute`: only the release threshold has an effect.
+pub fn set_attribute(pool: Handle, which: u32, value: *mut c_void) -> Outcome {
+    let mut state = state();
+    state.pools.device(pool)?;
+    if value.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    if which == attribute::RELEASE_THRESHOLD {
+        // SAFETY: CUDA's contract: this attribute has 64 bits.
+        let threshold = unsafe { value.cast::<u64>().read_unaligned() };
+        state.pools.thresholds.insert(pool, threshold);
+    }
+    Ok(())
+}
+
+/// `cuMemPoolGetAttribute`: only the release threshold and the current bytes.
+pub fn get_attribute(pool: Handle, which: u32, value: Out<u64>) -> Outcome {
     let state = state();
     state.pools.device(pool)?;
-    if attribute != USED {
-        return Err(NOT_SUPPORTED);
-    }
-    value.put(state.space.bytes_of_pool(pool) as u64)
+    value.put(match which {
+        attribute::RELEASE_THRESHOLD => state.pools.thresholds.get(&pool).copied().unwrap_or(0),
+        attribute::RESERVED_MEM_CURRENT => state.space.bytes_of_pool(pool) as u64,
+        attribute::USED_MEM_CURRENT => state.space.used_of_pool(pool) as u64,
+        _ => return Err(NOT_SUPPORTED),
+    })
 }
 
 /// `cuMemPoolExportToShareableHandle`: a descriptor. Only of a pool that was created with this type of handle.

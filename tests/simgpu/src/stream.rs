@@ -10,6 +10,7 @@ use crate::codes::{CAPTURED_EVENT, Code, INVALID_HANDLE, INVALID_VALUE, NOT_READ
 use crate::context::{self, Context};
 use crate::copy::{self, Until, Work};
 use crate::driver::{self, State, state};
+use crate::pool;
 use crate::vmm;
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -90,6 +91,8 @@ struct Queue {
 pub struct Stream {
     /// The handle used internally: default streams have one of their own, too.
     pub handle: Handle,
+    /// A number that no other stream of this process ever has.
+    pub id: u64,
     /// The context that it belongs to.
     pub context: Arc<Context>,
     kind: Kind,
@@ -108,9 +111,10 @@ enum Kind {
 }
 
 impl Stream {
-    fn new(context: Arc<Context>, kind: Kind, flags: u32, priority: i32) -> Arc<Self> {
+    fn new(handle: Handle, context: Arc<Context>, kind: Kind, flags: u32, priority: i32) -> Arc<Self> {
         Arc::new(Self {
-            handle: driver::new_handle(),
+            handle,
+            id: driver::new_handle(),
             context,
             kind,
             flags,
@@ -201,6 +205,8 @@ struct Event {
 #[derive(Debug, Default)]
 pub struct Streams {
     created: HashMap<Handle, Arc<Stream>>,
+    /// Handles of destroyed streams, which new streams get.
+    destroyed: Vec<Handle>,
     /// Default streams by context and thread; the legacy stream is under thread 0.
     defaults: HashMap<(Handle, u64), Arc<Stream>>,
     /// Unfinished work of destroyed streams.
@@ -315,7 +321,8 @@ pub fn find(state: &mut State, handle: Handle) -> Outcome<Arc<Stream>> {
     // The state is locked already, so look the current context up in it directly.
     let context = context::current_in(&state.contexts)?;
     let (owner, kind) = if handle == PER_THREAD { (thread(), Kind::Blocking) } else { (0, Kind::Legacy) };
-    let stream = state.streams.defaults.entry((context.handle, owner)).or_insert_with(|| Stream::new(context, kind, 0, 0));
+    let stream =
+        state.streams.defaults.entry((context.handle, owner)).or_insert_with(|| Stream::new(driver::new_handle(), context, kind, 0, 0));
     Ok(Arc::clone(stream))
 }
 
@@ -378,9 +385,10 @@ pub fn create_with_priority(handle: Out<Handle>, flags: u32, priority: i32) -> O
         return Err(INVALID_VALUE);
     }
     let kind = if flags == NON_BLOCKING { Kind::NonBlocking } else { Kind::Blocking };
-    let stream = Stream::new(context::current()?, kind, flags, priority);
-    let new = stream.handle;
-    state().streams.created.insert(new, stream);
+    let context = context::current()?;
+    let streams = &mut state().streams;
+    let new = streams.destroyed.pop().unwrap_or_else(driver::new_handle);
+    streams.created.insert(new, Stream::new(new, context, kind, flags, priority));
     handle.put(new)
 }
 
@@ -391,6 +399,7 @@ pub fn destroy(handle: Handle) -> Outcome {
     streams.created.get(&handle).ok_or(INVALID_HANDLE)?.context.check()?;
     let stream = streams.created.remove(&handle).ok_or(INVALID_HANDLE)?;
     captures.forget_stream(handle);
+    streams.destroyed.push(handle);
     streams.left_over.retain(|(_, ticket)| ticket.done().is_none());
     if let Some(ticket) = stream.unfinished() {
         streams.left_over.push((stream.context.handle, ticket));
@@ -409,6 +418,7 @@ pub fn synchronize(handle: Handle) -> Outcome {
         (stream, pending)
     };
     Ticket::wait_all(&pending);
+    pool::synchronised();
     stream.context.check()
 }
 
@@ -438,6 +448,11 @@ pub fn get_contexts(handle: Handle, context: Out<Handle>, green: Out<Handle>) ->
     get_context(handle, context)?;
     green.put(of_stream.green.map_or(0, |(green, _)| green))?;
     context.put(of_stream.owner())
+}
+
+/// `cuStreamGetId`: a handle is reused, and a default stream's means another one in each context or thread; the id is unique.
+pub fn get_id(handle: Handle, id: Out<u64>) -> Outcome {
+    id.put(find(&mut state(), handle)?.id)
 }
 
 /// `cuStreamGetFlags`.
@@ -581,6 +596,7 @@ pub fn synchronize_event(event: Handle) -> Outcome {
     if let Some(ticket) = ticket {
         ticket.wait();
     }
+    pool::synchronised();
     context.check()
 }
 

@@ -269,8 +269,17 @@ struct Reservation {
     purpose: Purpose,
     /// Distinguishes this range from a later one at the same address.
     id: u64,
-    /// A stream will free it, so no other call may.
-    given_up: bool,
+    /// Who has freed it in stream order, so that no other call may.
+    freed: Option<Freed>,
+}
+
+/// How far a range has got that was freed in stream order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Freed {
+    /// The stream with this id will get there.
+    Pending(Handle),
+    /// The stream has been there. A pool keeps the memory until the next synchronisation.
+    Over,
 }
 
 #[derive(Debug)]
@@ -404,7 +413,10 @@ impl Space {
         let managed = matches!(purpose, Purpose::Managed { .. });
         // The returned address "is suitably aligned for any kind of variable": 512 bytes on devices.
         let rounded = bytes.checked_next_multiple_of(512).ok_or(OUT_OF_MEMORY)?;
-        let physical = Physical::new(0, device, rounded, None, managed)?;
+        let physical = match Physical::new(0, device, rounded, None, managed) {
+            Err(OUT_OF_MEMORY) if self.give_back(|of| of == device) => Physical::new(0, device, rounded, None, managed)?,
+            other => other?,
+        };
         let (address, space) = if managed {
             (physical.backing.at(0) as Address, 0)
         } else {
@@ -412,7 +424,7 @@ impl Space {
             let space = rounded.next_multiple_of(PAGE);
             (reserve_addresses(space, alignment, 0).ok_or(OUT_OF_MEMORY)?, space)
         };
-        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, id: driver::new_handle(), given_up: false });
+        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, id: driver::new_handle(), freed: None });
         self.add_mapping(address, rounded, physical, access);
         Ok(address)
     }
@@ -428,7 +440,16 @@ impl Space {
         }
     }
 
-    /// How much memory of a pool there is.
+    /// How much memory of a pool the program uses.
+    pub fn used_of_pool(&self, pool: Handle) -> usize {
+        self.reservations
+            .values()
+            .filter(|range| range.purpose.pool() == Some(pool) && range.freed.is_none())
+            .map(|range| range.bytes)
+            .sum()
+    }
+
+    /// How much memory a pool has.
     pub fn bytes_of_pool(&self, pool: Handle) -> usize {
         self.reservations.values().filter(|range| range.purpose.pool() == Some(pool)).map(|range| range.bytes).sum()
     }
@@ -438,7 +459,7 @@ impl Space {
         let bytes = physical.bytes;
         let space = bytes.next_multiple_of(PAGE);
         let address = reserve_addresses(space, GRANULARITY, 0).ok_or(OUT_OF_MEMORY)?;
-        self.reservations.insert(address, Reservation { bytes, space, purpose, id: driver::new_handle(), given_up: false });
+        self.reservations.insert(address, Reservation { bytes, space, purpose, id: driver::new_handle(), freed: None });
         self.add_mapping(address, bytes, physical, OF_ALL);
         Ok(address)
     }
@@ -478,16 +499,58 @@ impl Space {
 
     /// The context of the plain allocation at this address, unless it is already being freed.
     pub fn owner(&self, address: Address) -> Option<Handle> {
-        match self.reservations.get(&address).filter(|range| !range.given_up)?.purpose {
+        match self.reservations.get(&address).filter(|range| range.freed.is_none())?.purpose {
             Purpose::Virtual | Purpose::Opened { .. } => None,
             Purpose::Plain { context, .. } | Purpose::Managed { context } => Some(context),
         }
     }
 
-    /// Marks a plain allocation as being freed by a stream.
-    pub fn give_up(&mut self, address: Address) {
-        if let Some(range) = self.reservations.get_mut(&address) {
-            range.given_up = true;
+    /// Marks a plain allocation as being freed by a stream; the id tells it from a later one at the same address.
+    pub fn free_in_order(&mut self, address: Address, stream: Handle) -> u64 {
+        self.reservations.get_mut(&address).map_or(0, |range| {
+            range.freed = Some(Freed::Pending(stream));
+            range.id
+        })
+    }
+
+    /// A stream has reached a free: other memory is released now, and a pool keeps its own.
+    pub fn free_is_over(&mut self, address: Address, id: u64) {
+        match self.reservations.get_mut(&address).filter(|range| range.id == id) {
+            Some(range) if range.purpose.pool().is_some() => range.freed = Some(Freed::Over),
+            Some(_) => _ = self.release_plain(address),
+            None => (),
+        }
+    }
+
+    /// Memory of a pool that was freed before in the order of this stream, or is not in use any more, for an allocation of the same size.
+    pub fn reuse(&mut self, bytes: usize, purpose: Purpose, stream: Handle) -> Option<Address> {
+        let rounded = bytes.checked_next_multiple_of(512)?;
+        let fits = |range: &Reservation| range.bytes == rounded && range.purpose.pool() == purpose.pool();
+        let find = |state| self.reservations.iter().find(|(_, range)| fits(range) && range.freed == Some(state));
+        let (&address, _) = find(Freed::Pending(stream)).or_else(|| find(Freed::Over))?;
+        let range = self.reservations.get_mut(&address)?;
+        (range.freed, range.purpose, range.id) = (None, purpose, driver::new_handle());
+        Some(address)
+    }
+
+    /// Releases what pools keep on these devices and nobody uses. Returns whether there was anything.
+    pub fn give_back(&mut self, is_meant: impl Fn(usize) -> bool) -> bool {
+        let device_of = |address| self.mappings.get(address).map(|mapping| mapping.physical.device);
+        let idle = self
+            .reservations
+            .iter()
+            .filter(|(address, range)| range.freed == Some(Freed::Over) && device_of(address).is_some_and(&is_meant));
+        let idle: Vec<_> = idle.map(|(&address, _)| address).collect();
+        idle.iter().filter(|address| self.release_plain(**address)).count() > 0
+    }
+
+    /// Releases what pools keep and nobody uses, as far as a pool has more than `threshold` says.
+    pub fn give_back_above(&mut self, threshold: impl Fn(Handle) -> u64) {
+        let idle = self.reservations.iter().filter(|(_, range)| range.freed == Some(Freed::Over));
+        for (address, pool) in idle.filter_map(|(&address, range)| Some((address, range.purpose.pool()?))).collect::<Vec<_>>() {
+            if self.bytes_of_pool(pool) as u64 > threshold(pool) {
+                self.release_plain(address);
+            }
         }
     }
 
@@ -641,7 +704,7 @@ pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Addr
     let mut state = state();
     let address = reserve_addresses(bytes, alignment.max(GRANULARITY), hint).ok_or(OUT_OF_MEMORY)?;
     let id = driver::new_handle();
-    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual, id, given_up: false });
+    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual, id, freed: None });
     pointer.put(address)
 }
 
@@ -669,7 +732,11 @@ pub fn create(handle: Out<Handle>, bytes: usize, prop: In<AllocationProp>, flags
         return Err(INVALID_VALUE);
     }
     let new = driver::new_handle();
-    let physical = Physical::new(new, device, bytes, Some(prop), false)?;
+    let make = || Physical::new(new, device, bytes, Some(prop), false);
+    let physical = match make() {
+        Err(OUT_OF_MEMORY) if state().space.give_back(|of| of == device) => make()?,
+        other => other?,
+    };
     state().space.handles.insert(new, Created { physical, references: 1 });
     handle.put(new)
 }

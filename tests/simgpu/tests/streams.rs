@@ -337,3 +337,74 @@ fn a_capture_forbids_unsafe_calls() {
         ok!(gpu.cuCtxSynchronize());
     });
 }
+
+/// As the real driver does: a pool keeps freed memory for the next allocations of its stream, and gives it back at a synchronisation.
+#[test]
+fn a_pool_reuses_memory_in_stream_order_and_gives_it_back_at_a_synchronisation() {
+    isolated("a_pool_reuses_memory_in_stream_order_and_gives_it_back_at_a_synchronisation", &[], || {
+        let gpu = Gpu::start();
+        let (stream, other, mut pool, mut event) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), 0, 0);
+        ok!(gpu.cuEventCreate(&raw mut event, 0));
+        let from = |stream| {
+            let mut pointer = 0;
+            ok!(gpu.cuMemAllocAsync(&raw mut pointer, MIB2, stream));
+            pointer
+        };
+        gpu.slow_down(LONG_MS);
+        let first = from(stream);
+        ok!(gpu.cuMemsetD8Async(first, 1, MIB2, stream));
+        ok!(gpu.cuMemFreeAsync(first, stream));
+        let (again, others) = (from(stream), from(other));
+        assert_eq!((again, gpu.used()), (first, 2 * MIB2 as u64));
+        assert_ne!(others, first, "the other stream does not know that this one will get there");
+        for (pointer, stream) in [(again, stream), (others, other)] {
+            ok!(gpu.cuMemFreeAsync(pointer, stream));
+        }
+        gpu.slow_down(0);
+        for stream in [stream, other] {
+            while unsafe { (gpu.cuStreamQuery)(stream) } != 0 {}
+        }
+        assert_eq!(gpu.used(), 2 * MIB2 as u64, "the pool has it until somebody synchronises");
+        ok!(gpu.cuEventSynchronize(event));
+        assert_eq!(gpu.used(), 0);
+
+        // Above the threshold.
+        ok!(gpu.cuDeviceGetDefaultMemPool(&raw mut pool, 0));
+        let mut threshold = MIB2 as u64;
+        ok!(gpu.cuMemPoolSetAttribute(pool, 4, (&raw mut threshold).cast()));
+        for pointer in [from(stream), from(stream)] {
+            ok!(gpu.cuMemFreeAsync(pointer, stream));
+        }
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert_eq!(gpu.used(), MIB2 as u64);
+        ok!(gpu.cuMemPoolTrimTo(pool, 0));
+        assert_eq!(gpu.used(), 0);
+    });
+}
+
+#[test]
+fn a_new_stream_may_get_the_handle_of_a_destroyed_one_but_not_its_id() {
+    isolated("a_new_stream_may_get_the_handle_of_a_destroyed_one_but_not_its_id", &[], || {
+        let gpu = Gpu::start();
+        let id = |stream| {
+            let mut id = 0;
+            ok!(gpu.cuStreamGetId(stream, &raw mut id));
+            id
+        };
+        let first = gpu.stream(NON_BLOCKING);
+        let before = id(first);
+        ok!(gpu.cuStreamDestroy_v2(first));
+        let second = gpu.stream(NON_BLOCKING);
+        assert!(second == first && id(second) != before);
+        // Each thread has its own.
+        let context = gpu.use_device(0);
+        let own = id(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                ok!(gpu.cuCtxSetCurrent(context));
+                assert_ne!(id(2), own);
+            });
+        });
+        assert_eq!(id(2), own);
+    });
+}

@@ -197,6 +197,7 @@ library! {
     cuMemAllocPitch_v2(*mut u64, *mut usize, usize, usize, u32) -> u32;
     cuMemFree_v2(u64) -> u32;
     cuMemPoolTrimTo(u64, usize) -> u32;
+    cuMemPoolSetAttribute(u64, u32, *mut c_void) -> u32;
     cuMemPoolSetAccess(u64, *const Access, usize) -> u32;
     cuMemGetAddressRange_v2(*mut u64, *mut usize, u64) -> u32;
     cuPointerGetAttribute(*mut c_void, i32, u64) -> u32;
@@ -229,6 +230,7 @@ library! {
     cuStreamSynchronize(u64) -> u32;
     cuStreamQuery(u64) -> u32;
     cuStreamGetCtx(u64, *mut u64) -> u32;
+    cuStreamGetId(u64, *mut u64) -> u32;
     cuStreamWaitEvent(u64, u64, u32) -> u32;
     cuStreamWaitValue32_v2(u64, u64, u32, u32) -> u32;
     cuStreamWaitValue64_v2(u64, u64, u64, u32) -> u32;
