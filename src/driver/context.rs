@@ -108,6 +108,14 @@ impl StreamHandle {
         if self.0.is_null() { Self(PER_THREAD as CUstream) } else { self }
     }
 
+    /// The stream that the handle means to this thread now. `None` if the driver does not tell, as before CUDA 12.0.
+    pub fn id(self) -> Option<StreamId> {
+        let mut id = 0;
+        // SAFETY: a handle that the program passed to CUDA as a stream; `id` is writable.
+        unsafe { Driver::get().ok()?.cuStreamGetId(self.0, &raw mut id) }.ok()?;
+        Some(StreamId(id))
+    }
+
     /// Whether the stream is being captured into a graph.
     pub fn is_capturing(self) -> bool {
         let mut status = 0;
@@ -124,6 +132,11 @@ impl StreamHandle {
         self.0
     }
 }
+
+/// A stream, "unique for the life of the program" (`cuStreamGetId` in the driver API's reference): handles are reused, and those of default
+/// streams mean another one in each context, and one of them in each thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamId(u64);
 
 /// This thread's current context and its device: pushed by [`Current::push`] until dropped, or found by [`Current::of_thread`].
 #[derive(Debug)]

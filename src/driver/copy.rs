@@ -254,6 +254,12 @@ impl Event {
         happened.unwrap_or_else(|failure| failure.is_of_earlier_work() || failure.is_of_gone_context())
     }
 
+    /// Lets later work of a stream wait for it.
+    pub fn hold_up(&self, stream: StreamHandle) -> Result<(), Failure> {
+        // SAFETY: our event, and a stream as the program passed it to CUDA.
+        unsafe { Driver::get()?.cuStreamWaitEvent(stream.raw(), self.raw, 0) }
+    }
+
     /// Waits until it is over, best effort.
     pub fn wait(&self) {
         // After an error it may not be over; `is_over` tells later.

@@ -16,7 +16,7 @@ mod table;
 mod vmm;
 
 pub use account::{Account, device_memory};
-pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle};
+pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle, StreamId};
 pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
 pub use cudarc::driver::sys::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
@@ -73,6 +73,16 @@ pub fn default_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
     // SAFETY: `pool` is writable.
     unsafe { Driver::get()?.cuDeviceGetDefaultMemPool(&raw mut pool, device)? };
     Ok(pool)
+}
+
+/// How many bytes a device's default pool may keep when the program synchronises.
+pub fn release_threshold(device: CUdevice) -> Result<u64, Failure> {
+    /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
+    const RELEASE_THRESHOLD: u32 = 4;
+    let mut threshold = 0u64;
+    // SAFETY: a pool of the driver's; the attribute's value has 64 bits.
+    unsafe { Driver::get()?.cuMemPoolGetAttribute(default_pool(device)?, RELEASE_THRESHOLD, (&raw mut threshold).cast())? };
+    Ok(threshold)
 }
 
 /// Whether memory of a pool is in use.

@@ -95,6 +95,8 @@ driver_functions! {
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
     cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
+    cuStreamGetId(stream: CUstream, id: *mut c_ulonglong);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
     cuStreamGetCtx_v2(stream: CUstream, context: *mut CUcontext, green: *mut *mut c_void);
     cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);

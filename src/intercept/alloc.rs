@@ -234,13 +234,33 @@ fn asker(caller: *const c_void) -> &'static str {
 /// Whether a request can go straight to the real function: it is too small to be managed, and nobody is waiting for the next request.
 #[inline]
 pub fn is_of_no_concern(bytes: usize) -> bool {
-    is_small(bytes) && !out_of_memory::is_open() && Memory::existing().is_none_or(|memory| !memory.has_freed())
+    is_small(bytes) && !out_of_memory::is_open()
 }
 
-/// Whether a free can go straight to the real function: the address is not known here, and no stream-ordered free is pending.
+/// Whether a free can go straight to the real function: the address is not known here.
 #[inline]
 pub fn is_unknown(address: CUdeviceptr) -> bool {
-    Memory::existing().is_none_or(|memory| !memory.has_freed() && !memory.knows(address)) && !left::knows(address)
+    Memory::existing().is_none_or(|memory| !memory.knows(address)) && !left::knows(address)
+}
+
+/// Whether no memory that was freed in stream order waits to be released.
+#[inline]
+pub fn has_nothing_freed() -> bool {
+    Memory::existing().is_none_or(|memory| !memory.has_freed())
+}
+
+/// The program has waited for work: as with CUDA's pools, what has been freed in stream order is released.
+pub fn synchronised() {
+    if let Some(memory) = Memory::existing() {
+        memory.synchronised();
+    }
+}
+
+/// `cuMemGetInfo`: what has been freed in stream order counts as free.
+pub unsafe fn mem_get_info(free: *mut usize, total: *mut usize) -> StatusCode {
+    synchronised();
+    // SAFETY: the arguments are passed on unchanged.
+    unsafe { driver_originals::cuMemGetInfo_v2(free, total) }
 }
 
 /// Whether a request is so small that it is left to CUDA and not even counted.
@@ -268,7 +288,7 @@ pub unsafe fn provide(
     pointer: *mut *mut c_void,
     bytes: usize,
     source: Source,
-    real: impl FnOnce() -> StatusCode,
+    real: impl FnMut() -> StatusCode,
 ) -> StatusCode {
     static IN_STREAM_ORDER: Gated = Gated("a stream-ordered allocation");
     // SAFETY: as promised.
@@ -288,7 +308,7 @@ unsafe fn provide_now(
     pointer: *mut *mut c_void,
     bytes: usize,
     source: Source,
-    real: impl FnOnce() -> StatusCode,
+    mut real: impl FnMut() -> StatusCode,
 ) -> StatusCode {
     if pointer.is_null() {
         return real();
@@ -296,10 +316,7 @@ unsafe fn provide_now(
     // SAFETY: not null, and the real function has succeeded.
     let note = |origin| left::note(unsafe { pointer.read() } as CUdeviceptr, bytes, origin);
     match placement(bytes, caller).and_then(|policy| allocate(door, policy, bytes, source, caller)) {
-        None => {
-            free_up(bytes);
-            leave(caller, bytes, None, real, note)
-        }
+        None => leave(caller, bytes, None, || with_room(bytes, real), note),
         Some(Ok(address)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { pointer.write(address) };
@@ -348,9 +365,12 @@ fn allocate(
     {
         return None;
     }
-    let from_pool = !matches!(source, Source::Thread);
-    let tag = policy.tag.clone();
-    let address = managed(&current, &tag, Memory::get().allocate(policy, bytes, &current, from_pool), bytes, current.device(), caller)?;
+    let in_order = match source {
+        Source::Stream(stream) | Source::Pool(_, stream) => Some(stream),
+        Source::Thread => None,
+    };
+    let answer = Memory::get().allocate(&policy, bytes, &current, in_order);
+    let address = managed(&current, &policy.tag, answer, bytes, current.device(), caller)?;
     Some(address.map(|address| address as *mut c_void))
 }
 
@@ -405,14 +425,21 @@ pub fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)>
     Some((pitch, pitch.checked_mul(height)?.checked_mul(depth)?))
 }
 
-/// Makes room for the real function by releasing memory whose stream-ordered free is still pending.
-fn free_up(bytes: usize) {
-    if let Some(memory) = Memory::existing()
-        && memory.has_freed()
-        && let Ok(Some(current)) = Current::of_thread()
-    {
-        memory.free_up(current.device(), bytes);
-    }
+/// Releases memory that has been freed in stream order for a small request that has found none. Returns whether there was any.
+#[cold]
+pub fn makes_room() -> bool {
+    let Some(memory) = Memory::existing() else { return false };
+    let released = memory.released();
+    matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), 0, released))
+}
+
+/// Calls the real function; if it finds no memory, once more after releasing what has been freed in stream order.
+fn with_room(bytes: usize, mut real: impl FnMut() -> StatusCode) -> StatusCode {
+    let Some(memory) = Memory::existing() else { return real() };
+    let released = memory.released();
+    let answer = real();
+    let has_room = || matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), bytes, released));
+    if answer == code::OUT_OF_MEMORY && has_room() { real() } else { answer }
 }
 
 /// A stream's context. For a default stream, that is the thread's current context, or the one that the runtime would create.
@@ -433,8 +460,9 @@ fn release_left(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> Stat
 
 fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
     let memory = Memory::existing()?;
-    memory.release_freed();
     let freed = memory.free(pointer)?;
+    // This has waited for work.
+    memory.synchronised();
     Some(freed.map_or_else(
         |error| {
             log::debug!("cannot free {pointer:#x}: {error}");

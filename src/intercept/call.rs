@@ -1,5 +1,6 @@
 //! How a hooked call is answered.
 
+use crate::alloc;
 use crate::copies;
 use crate::decided::{self, pass_by};
 use crate::table::Effect;
@@ -13,12 +14,17 @@ use vramctl_model::{StatusCode, code};
 /// else here. A thread that is cancelled in the original then unwinds through this function and its callers. They have nothing to
 /// clean up, and are `C-unwind` functions, as the original is.
 #[inline]
-pub fn call(effect: Effect, passes: bool, original: impl FnOnce() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn call(effect: Effect, passes: bool, mut original: impl FnMut() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
     if passes {
-        let answer = pass_by(original);
-        // A handler reports the failure.
+        let mut answer = pass_by(&mut original);
         if answer == code::OUT_OF_MEMORY && effect == Effect::Allocates && !decided::is_decided() {
-            guarded(|| decided::answered(answer, handler));
+            if guarded(alloc::makes_room) == Some(true) {
+                answer = pass_by(original);
+            }
+            // A handler reports the failure.
+            if answer == code::OUT_OF_MEMORY {
+                guarded(|| decided::answered(answer, handler));
+            }
         }
         return answer;
     }

@@ -11,7 +11,7 @@ use crate::call::{call, passes};
 use crate::driver_functions;
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, driver_originals, launch, peers, pools, queries, register, resolve, share, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, queries, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_driver::{
@@ -105,6 +105,17 @@ macro_rules! guard {
             }
         }
     };
+    (Synchronizes $symbol:ident ($($argument:ident: $type:ty),*) ($($handler:ident)::+) $($passes:tt)?) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
+            // Outside `guarded`: a thread may be cancelled while it waits.
+            // SAFETY: the arguments are passed on unchanged.
+            let answer = unsafe { driver_originals::$symbol($($argument),*) };
+            if !(passes!($($passes)?) || copies::another_is_first()) {
+                guarded($($handler)::+);
+            }
+            answer
+        }
+    };
     ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
@@ -128,7 +139,7 @@ macro_rules! handle {
 }
 
 macro_rules! count {
-    ($($argument:ident: $type:ty),*) => { [$(stringify!($argument)),*].len() };
+    ($($argument:ident: $type:ty),*) => { <[&str]>::len(&[$(stringify!($argument)),*]) };
 }
 
 driver_functions!(entries);

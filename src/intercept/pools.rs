@@ -5,6 +5,7 @@ use crate::unmanaged;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::sync::{Mutex, MutexGuard};
+use vramctl_core::memory::Memory;
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Location};
 use vramctl_host::{PerProcess, Unpoison};
@@ -66,6 +67,19 @@ pub unsafe fn destroy(pool: *mut c_void) -> StatusCode {
         answer
     };
     if sightings::knows(key) && ends() { sightings::ending(key, real) } else { real() }
+}
+
+pub unsafe fn trim(pool: *mut c_void, keep: usize) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMemPoolTrimTo(pool, keep) };
+    // Managed memory stands for that of default pools.
+    if answer == code::SUCCESS
+        && let Some(memory) = Memory::existing()
+        && let Some(device) = driver::devices().find(|device| driver::default_pool(*device).ok() == Some(pool))
+    {
+        memory.trim(device, keep as u64);
+    }
+    answer
 }
 
 /// Records what other devices may do with memory of a pool that is no default pool.

@@ -137,6 +137,8 @@ pub enum Effect {
     Copies,
     /// Waits for or writes a value in stream order.
     Signals,
+    /// Waits for work on the host. Its handler runs after it.
+    Synchronizes,
     /// Loads code onto the device.
     Loads,
 }
@@ -223,6 +225,15 @@ macro_rules! driver_functions {
         Queries cuPointerGetAttributes "cuPointerGetAttributes" 7000 Plain (count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) => queries::pointer_attributes;
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
         Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
+
+        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) => alloc::mem_get_info, unless (alloc::has_nothing_freed());
+
+        Synchronizes cuCtxSynchronize "cuCtxSynchronize" 2000 Plain () => alloc::synchronised, unless (alloc::has_nothing_freed());
+        Synchronizes cuCtxSynchronize_v2 "cuCtxSynchronize" 13000 Plain (context: ContextHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
+        Synchronizes cuEventSynchronize "cuEventSynchronize" 2000 Plain (event: *mut c_void) => alloc::synchronised, unless (alloc::has_nothing_freed());
+        Synchronizes cuStreamSynchronize "cuStreamSynchronize" 2000 Plain (stream: StreamHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
+        Synchronizes cuStreamSynchronize_ptsz "cuStreamSynchronize" 7000 PerThread (stream: StreamHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
+        Frees cuMemPoolTrimTo "cuMemPoolTrimTo" 11020 Plain (pool: *mut c_void, keep: usize) => pools::trim;
 
         Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;

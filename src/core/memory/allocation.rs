@@ -126,7 +126,10 @@ impl Allocation {
         from_pool: bool,
     ) -> Self {
         let mappings = vec![Mapping { place: Place::of(at), access: None }];
-        Self { from_pool, ..Self::with(policy, requested, current.device(), current, memory, mappings, at.bytes(), at.base(), None) }
+        Self {
+            from_pool,
+            ..Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), None)
+        }
     }
 
     /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
@@ -139,7 +142,7 @@ impl Allocation {
         handle: u64,
         wanted: Properties,
     ) -> Self {
-        Self::with(policy, bytes, device, current, memory, Vec::new(), bytes, handle, Some(wanted))
+        Self::with(policy, bytes, device, current.owner(), memory, Vec::new(), bytes, handle, Some(wanted))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -147,7 +150,7 @@ impl Allocation {
         policy: Placement,
         requested: usize,
         device: CUdevice,
-        current: &driver::Current,
+        context: Context,
         memory: Physical,
         mappings: Vec<Mapping>,
         bytes: usize,
@@ -164,7 +167,7 @@ impl Allocation {
             known_to: None,
             marks: Vec::new(),
             lending: Lending::default(),
-            context: current.owner(),
+            context,
         };
         let made = Self {
             tag: policy.tag,
@@ -181,6 +184,20 @@ impl Allocation {
         };
         made.record(Change::Allocated);
         made
+    }
+
+    /// Hands active memory, which the program has freed, on to a new allocation in a context. `None` if it is paused, or if anybody outside
+    /// the program may know the physical memory.
+    pub fn hand_on(&self, policy: Placement, requested: usize, context: Context) -> Option<Self> {
+        let mut contents = self.contents();
+        let is_plain = contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun();
+        let memory = contents.memory.take_if(|memory| is_plain && memory.is_mapped())?;
+        self.record(Change::Freed);
+        let (mappings, saved) = (std::mem::take(&mut contents.mappings), contents.saved.take());
+        drop(contents);
+        drop(saved);
+        let made = Self::with(policy, requested, self.device, context, memory, mappings, self.bytes, self.key, None);
+        Some(Self { from_pool: self.from_pool, ..made })
     }
 
     fn record(&self, change: Change) {

@@ -1,12 +1,19 @@
-//! Memory freed in stream order (`cudaFreeAsync`), until the stream reaches the free.
+//! Memory freed in stream order (`cudaFreeAsync`), until it is reused or released.
 //!
-//! The program no longer owns it: lookups do not find it, its tag no longer counts it, and no pause selects it. The next library
-//! call that finds the stream past the free releases it; an allocation short of memory waits for the stream.
+//! The program no longer owns it: lookups do not find it, its tag does not count it, and no pause selects it. As with CUDA's own pools:
+//!
+//! - A later allocation of about this size in the same stream gets it at once. An allocation in another stream gets it if the stream has
+//!   passed the free or, if memory is short, after that: then the other stream waits, not the caller.
+//! - When the program synchronises or asks how much is free, what the streams have passed is released, except for as much as the default
+//!   pool may keep (`CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`). An allocation short of memory and a pause release all of it.
+//! - Nobody waits for a stream but a stream-ordered allocation that finds no memory: for its own stream, without a lock of ours.
 
-use super::{Allocation, Memory};
-use std::sync::atomic::{AtomicBool, Ordering};
+use super::{Allocation, Memory, Placement};
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle, StreamId};
 use vramctl_host::Unpoison;
 use vramctl_model::Failure;
 
@@ -14,22 +21,46 @@ use vramctl_model::Failure;
 #[derive(Debug)]
 pub(super) struct Freed {
     allocation: Arc<Allocation>,
-    stream: StreamHandle,
+    /// `None`: the driver does not tell streams from each other.
+    stream: Option<StreamId>,
     /// Marks the work queued on the stream before the free.
     before: Event,
+    /// What [`Peers::changes`](super::peers::Peers::changes) was: later changes did not reach it.
+    access: u64,
+}
+
+impl Freed {
+    fn bytes(&self) -> usize {
+        self.allocation.bytes()
+    }
+
+    /// Whether its stream has passed the free. `behind`: streams that have not passed an earlier one, which are not asked again.
+    fn is_over(&self, behind: &mut Vec<StreamId>) -> bool {
+        if self.stream.is_some_and(|stream| behind.contains(&stream)) {
+            return false;
+        }
+        let is_over = self.before.is_over();
+        behind.extend(self.stream.filter(|_| !is_over));
+        is_over
+    }
 }
 
 /// All such allocations, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Unreleased {
     list: Mutex<Vec<Arc<Freed>>>,
-    /// Whether there are any. Every call that allocates or frees checks this; mostly there are none.
+    /// Whether there are any. Every synchronisation checks this; mostly there are none.
     any: AtomicBool,
+    /// Held while memory is released: who finds none waits for what another thread is about to release.
+    releasing: Mutex<()>,
+    /// Counts the releases.
+    released: AtomicU64,
 }
 
 impl Unreleased {
+    #[inline]
     fn are_there(&self) -> bool {
-        self.any.load(Ordering::Acquire)
+        self.any.load(Ordering::Relaxed)
     }
 
     fn list(&self) -> MutexGuard<'_, Vec<Arc<Freed>>> {
@@ -40,18 +71,42 @@ impl Unreleased {
         if self.are_there() { self.list().clone() } else { Vec::new() }
     }
 
-    fn add(&self, freed: Freed) {
+    fn add(&self, freed: Arc<Freed>) {
         let mut list = self.list();
-        list.push(Arc::new(freed));
-        self.any.store(true, Ordering::Release);
+        list.push(freed);
+        self.any.store(true, Ordering::Relaxed);
     }
 
-    fn remove(&self, freed: &Arc<Freed>) {
+    /// Takes one out: exactly one of two threads gets it.
+    fn remove(&self, freed: &Arc<Freed>) -> bool {
         let mut list = self.list();
-        list.retain(|other| !Arc::ptr_eq(other, freed));
-        self.any.store(!list.is_empty(), Ordering::Release);
+        let place = list.iter().position(|other| Arc::ptr_eq(other, freed));
+        if let Some(place) = place {
+            list.remove(place);
+            self.any.store(!list.is_empty(), Ordering::Relaxed);
+        }
+        place.is_some()
     }
 }
+
+/// A request that memory freed in stream order may serve.
+pub(super) struct InOrder<'a> {
+    pub policy: &'a Placement,
+    pub bytes: usize,
+    pub current: &'a Current,
+    pub stream: StreamHandle,
+}
+
+impl InOrder<'_> {
+    /// Whether memory is large enough, and at most a `1 / waste` larger.
+    fn fits(&self, freed: &Freed, access: u64, waste: usize) -> bool {
+        let of_same_kind = freed.allocation.from_pool && freed.allocation.device == self.current.device() && freed.access == access;
+        of_same_kind && freed.bytes() >= self.bytes && freed.bytes() - self.bytes < (self.bytes / waste).max(SMALL)
+    }
+}
+
+/// As much may be wasted in any case: sizes are multiples of it.
+const SMALL: usize = 2 << 20;
 
 impl Memory {
     /// Frees the allocation at `address` once `stream`, of the current context, reaches this point. `None` if it is not
@@ -66,72 +121,167 @@ impl Memory {
             Ok(event) => event,
             Err(failure) => return Some(Err(failure)),
         };
+        let stream = stream.id();
         {
             let _shared = self.share();
             // Remove it first, so that exactly one of two frees of an address succeeds.
             let allocation = self.take_out(address)?;
-            self.freed.add(Freed { allocation, stream, before });
+            self.freed.add(Arc::new(Freed { allocation, stream, before, access: self.peers.changes() }));
         }
         self.let_go();
-        self.release_freed();
         Some(Ok(()))
     }
 
-    /// Whether memory waits for its stream.
+    /// Whether memory waits to be reused or released.
     #[inline]
     pub fn has_freed(&self) -> bool {
         self.freed.are_there()
     }
 
-    /// Releases allocations whose streams have reached their frees.
+    /// Serves a request with freed memory that the stream may use at once. Under the transition lock.
+    pub(super) fn reuse(&self, request: &InOrder<'_>) -> Option<CUdeviceptr> {
+        /// Little is wasted.
+        const EIGHTH: usize = 8;
+        if !self.has_freed() {
+            return None;
+        }
+        let (stream, mut behind) = (request.stream.id(), Vec::new());
+        let (of_stream, others): (Vec<_>, Vec<_>) =
+            self.fitting(request, EIGHTH).into_iter().partition(|freed| stream.is_some() && freed.stream == stream);
+        let others = others.into_iter().filter(|freed| freed.is_over(&mut behind));
+        of_stream.into_iter().chain(others).find_map(|freed| self.take_for(&freed, request))
+    }
+
+    /// The same if memory is short: more may be wasted, and the stream may wait for another. Without a lock.
+    pub(super) fn reuse_later(&self, request: &InOrder<'_>) -> Option<CUdeviceptr> {
+        const ALL: usize = 1;
+        let stream = request.stream.id();
+        self.fitting(request, ALL).into_iter().find_map(|freed| {
+            if stream.is_none() || freed.stream != stream {
+                // The driver blocks here if the stream's queue is full.
+                freed.before.hold_up(request.stream).ok()?;
+            }
+            let _shared = self.share();
+            self.take_for(&freed, request)
+        })
+    }
+
+    /// Those that fit, the tightest first; of these, the one that was freed first.
+    fn fitting(&self, request: &InOrder<'_>, waste: usize) -> Vec<Arc<Freed>> {
+        let access = self.peers.changes();
+        let mut fitting: Vec<_> = self.freed.list().iter().filter(|freed| request.fits(freed, access, waste)).map(Arc::clone).collect();
+        fitting.sort_by_key(|freed| freed.bytes());
+        fitting
+    }
+
+    fn take_for(&self, freed: &Arc<Freed>, request: &InOrder<'_>) -> Option<CUdeviceptr> {
+        if freed.access != self.peers.changes() || !self.freed.remove(freed) {
+            return None;
+        }
+        let Some(made) = freed.allocation.hand_on(request.policy.clone(), request.bytes, request.current.owner()) else {
+            self.freed.add(Arc::clone(freed));
+            return None;
+        };
+        let address = made.address();
+        self.enter(Arc::new(made));
+        Some(address)
+    }
+
+    /// Releases what the streams have passed.
     pub fn release_freed(&self) {
-        let freed = self.freed.all();
-        if freed.is_empty() {
+        self.release(|_| true, |_| false);
+    }
+
+    /// Releases what the streams have passed and the default pools need not keep.
+    pub fn synchronised(&self) {
+        let devices: BTreeSet<_> = self.freed.all().iter().map(|freed| freed.allocation.device).collect();
+        for device in devices {
+            let above = match driver::release_threshold(device) {
+                Ok(u64::MAX) => 0,
+                Ok(threshold @ 1..) => self.bytes_of_pool(device).saturating_sub(threshold),
+                Ok(0) | Err(_) => u64::MAX,
+            };
+            self.release_above(device, above);
+        }
+    }
+
+    /// Releases what the streams have passed on a device, as long as its pool has more than `keep` bytes.
+    pub fn trim(&self, device: CUdevice, keep: u64) {
+        self.release_above(device, self.bytes_of_pool(device).saturating_sub(keep));
+    }
+
+    /// Releases what the streams have passed on a device and its pool has above a limit: so many bytes.
+    fn release_above(&self, device: CUdevice, above: u64) {
+        let above = Cell::new(above);
+        let is_meant = |freed: &Freed| freed.allocation.device == device && (!freed.allocation.from_pool || above.get() > 0);
+        self.release(is_meant, |freed| {
+            above.set(above.get().saturating_sub(freed.bytes() as u64));
+            false
+        });
+    }
+
+    /// Bytes of managed memory that stands for a device's default pool.
+    fn bytes_of_pool(&self, device: CUdevice) -> u64 {
+        let of_pool = |allocation: &Allocation| allocation.from_pool && allocation.device == device;
+        let used = self.all().into_iter().filter(|allocation| of_pool(allocation) && !allocation.is_paused());
+        let freed = self.freed.all().into_iter().filter(|freed| of_pool(&freed.allocation));
+        let sum = used.map(|allocation| allocation.bytes()).chain(freed.map(|freed| freed.bytes())).sum::<usize>();
+        sum as u64
+    }
+
+    /// Releases what is meant and the streams have passed, oldest first, until there is enough.
+    fn release(&self, is_meant: impl Fn(&Freed) -> bool, is_enough: impl Fn(&Freed) -> bool) {
+        if !self.has_freed() {
             return;
         }
         let _relaxed = RelaxedCapture::enter();
+        let _alone = self.freed.releasing.lock().unpoisoned();
         let mut behind = Vec::new();
-        for one in freed {
-            let stream = (one.before.context(), one.stream);
-            if behind.contains(&stream) {
+        for freed in self.freed.all() {
+            if !is_meant(&freed) || !freed.is_over(&mut behind) || !self.freed.remove(&freed) {
                 continue;
             }
-            if !one.before.is_over() {
-                behind.push(stream);
-                continue;
+            freed.allocation.end();
+            self.freed.released.fetch_add(1, Ordering::Relaxed);
+            if is_enough(&freed) {
+                break;
             }
-            one.allocation.end();
-            self.freed.remove(&one);
         }
     }
 
-    /// Waits for the matching frees, then releases their memory.
-    fn wait_for_freed(&self, is_meant: impl Fn(&Freed) -> bool) {
-        let freed = self.freed.all();
-        for one in freed.iter().filter(|one| is_meant(one)) {
-            let _relaxed = RelaxedCapture::enter();
-            one.before.wait();
-        }
-        self.release_freed();
+    /// How often freed memory has been released so far.
+    pub fn released(&self) -> u64 {
+        self.freed.released.load(Ordering::Relaxed)
     }
 
-    /// The same for all frees that involve a context.
-    pub(super) fn wait_for_freed_in(&self, context: Context) {
-        self.wait_for_freed(|freed| freed.before.context() == context || freed.allocation.context() == context);
-    }
-
-    /// Releases freed memory to make `bytes` available on a device whose context is current. Waits for streams only if the
-    /// device has less than that free.
-    pub fn free_up(&self, device: CUdevice, bytes: usize) {
+    /// Releases what the streams have passed on a device, whose context is current, until there is room for `bytes`. Returns whether any has
+    /// been released since `before`: then a request may find memory that has found none.
+    pub fn free_up(&self, device: CUdevice, bytes: usize, before: u64) -> bool {
         /// More than the driver needs for itself.
         const SLACK: u64 = 64 << 20;
+        let has_room = |_: &Freed| driver::memory_info().is_ok_and(|(free, _)| free >= (bytes as u64).saturating_add(SLACK));
+        self.release(|freed| freed.allocation.device == device, has_room);
+        self.released() != before
+    }
+
+    /// Waits until a stream has passed all its frees of memory of this device. Returns whether there were any.
+    pub(super) fn wait_for_own(&self, device: CUdevice, stream: StreamHandle) -> bool {
+        let Some(stream) = stream.id() else { return false };
+        let last = self.freed.all().into_iter().rfind(|freed| freed.allocation.device == device && freed.stream == Some(stream));
+        last.is_some_and(|freed| {
+            freed.before.wait();
+            freed.before.is_over()
+        })
+    }
+
+    /// Waits for all frees that involve a context, and releases their memory.
+    pub(super) fn wait_for_freed_in(&self, context: Context) {
+        for freed in self.freed.all() {
+            if freed.before.context() == context || freed.allocation.context() == context {
+                let _relaxed = RelaxedCapture::enter();
+                freed.before.wait();
+            }
+        }
         self.release_freed();
-        let is_there = |freed: &Freed| freed.allocation.device == device;
-        if !self.freed.all().iter().any(|freed| is_there(freed)) {
-            return;
-        }
-        if driver::memory_info().is_ok_and(|(free, _)| free < (bytes as u64).saturating_add(SLACK)) {
-            self.wait_for_freed(is_there);
-        }
     }
 }

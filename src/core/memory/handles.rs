@@ -35,13 +35,19 @@ impl Memory {
         let Some(device) = wanted.device() else { return Err(Error::Unsupported) };
         contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
-        self.free_up(device, bytes);
-        let _shared = self.share();
-        self.check_margin(device, bytes)?;
-        let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &policy.tag), bytes))?;
-        let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-        self.enter(Arc::new(Allocation::with_handle(policy, bytes, device, current, memory, handle, *wanted)));
-        Ok(handle)
+        let create = || {
+            let _shared = self.share();
+            self.check_margin(device, bytes)?;
+            let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &policy.tag), bytes))?;
+            let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+            self.enter(Arc::new(Allocation::with_handle(policy.clone(), bytes, device, current, memory, handle, *wanted)));
+            Ok(handle)
+        };
+        let released = self.released();
+        create().or_else(|error: Error| {
+            let is_short = error.cuda_code() == code::OUT_OF_MEMORY;
+            if is_short && self.free_up(device, bytes, released) { create() } else { Err(error) }
+        })
     }
 
     /// The memory behind a handle that the program still owns.

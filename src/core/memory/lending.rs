@@ -72,6 +72,11 @@ impl Lending {
         self.token.as_ref() == Some(token)
     }
 
+    /// Whether another process may know it.
+    pub fn has_begun(&self) -> bool {
+        self.token.is_some()
+    }
+
     /// Records who has it open from now on, and how often it has been paused by then.
     pub fn open(&mut self, borrower: Borrower, pauses: u64) {
         self.open.insert(borrower.connection, (borrower, pauses));

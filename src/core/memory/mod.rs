@@ -34,7 +34,7 @@ pub use registered::{Binding, RegisteredUntil};
 
 use crate::{contexts, drain};
 use address_index::AddressIndex;
-use freed::Unreleased;
+use freed::{InOrder, Unreleased};
 use keyed::Keyed;
 use peers::Peers;
 use refusals::Refusals;
@@ -46,7 +46,7 @@ use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{
-    self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Extras, Physical, Place, RelaxedCapture,
+    self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Extras, Physical, Place, RelaxedCapture, StreamHandle,
 };
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
@@ -175,9 +175,16 @@ impl Memory {
         Ok(())
     }
 
-    /// Allocates at least `bytes` on the current context's device and records the allocation. `from_pool`: in place of memory from
-    /// the device's default pool. Leaves nothing behind on error. Any error but lack of memory means that CUDA itself must answer.
-    pub fn allocate(&self, policy: Placement, bytes: usize, current: &Current, from_pool: bool) -> Result<CUdeviceptr, Error> {
+    /// Allocates at least `bytes` on the current context's device and records the allocation. `in_order`: in the order of this stream, in
+    /// place of memory from the device's default pool. Leaves nothing behind on error. Any error but lack of memory means that CUDA itself
+    /// must answer.
+    pub fn allocate(
+        &self,
+        policy: &Placement,
+        bytes: usize,
+        current: &Current,
+        in_order: Option<StreamHandle>,
+    ) -> Result<CUdeviceptr, Error> {
         let device = current.device();
         if !driver::supports_vmm(device) {
             return Err(Error::Unsupported);
@@ -187,8 +194,45 @@ impl Memory {
         }
         contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
-        self.free_up(device, bytes);
+        let in_order = in_order.map(|stream| InOrder { policy, bytes, current, stream });
+        loop {
+            let released = self.released();
+            let made = self.reuse_or_create(policy, bytes, current, in_order.as_ref());
+            let is_short = made.as_ref().is_err_and(|error| error.cuda_code() == code::OUT_OF_MEMORY);
+            let is_possible = || driver::memory_info().is_ok_and(|(_, total)| bytes as u64 <= total);
+            if !is_short || !is_possible() {
+                return made;
+            }
+            // Without the lock, because the last of these waits.
+            if self.free_up(device, bytes, released) {
+                continue;
+            }
+            let Some(request) = &in_order else { return made };
+            if let Some(address) = self.reuse_later(request) {
+                return Ok(address);
+            }
+            if !self.wait_for_own(device, request.stream) || !self.free_up(device, bytes, released) {
+                return made;
+            }
+        }
+    }
+
+    fn reuse_or_create(
+        &self,
+        policy: &Placement,
+        bytes: usize,
+        current: &Current,
+        in_order: Option<&InOrder<'_>>,
+    ) -> Result<CUdeviceptr, Error> {
         let _shared = self.share();
+        match in_order.and_then(|request| self.reuse(request)) {
+            Some(address) => Ok(address),
+            None => self.create_new(policy, bytes, current, in_order.is_some()),
+        }
+    }
+
+    fn create_new(&self, policy: &Placement, bytes: usize, current: &Current, from_pool: bool) -> Result<CUdeviceptr, Error> {
+        let device = current.device();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let granularity = driver::granularity(device);
         if granularity.is_err() {
@@ -204,7 +248,7 @@ impl Memory {
         let taken = driver::make_on(device, |extras| self.take(&account, size, from_pool, extras));
         self.refusals.note(device, &taken);
         let (memory, addresses) = taken?;
-        let allocation = Allocation::new(policy, bytes, current, memory, &addresses, from_pool);
+        let allocation = Allocation::new(policy.clone(), bytes, current, memory, &addresses, from_pool);
         let address = allocation.address();
         self.enter(Arc::new(allocation));
         Ok(address)

@@ -7,6 +7,7 @@
 use super::{Allocation, Memory};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{self as driver, Access, CUdevice, Context, Current};
 use vramctl_host::Unpoison;
@@ -17,7 +18,11 @@ type Pair = (CUdevice, CUdevice);
 
 /// What the program has enabled.
 #[derive(Default)]
-pub(super) struct Peers(RwLock<Enabled>);
+pub(super) struct Peers {
+    enabled: RwLock<Enabled>,
+    /// How often it has changed.
+    changes: AtomicU64,
+}
 
 #[derive(Default)]
 struct Enabled {
@@ -40,11 +45,16 @@ impl Enabled {
 
 impl Peers {
     fn read(&self) -> RwLockReadGuard<'_, Enabled> {
-        self.0.read().unpoisoned()
+        self.enabled.read().unpoisoned()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Enabled> {
-        self.0.write().unpoisoned()
+        self.enabled.write().unpoisoned()
+    }
+
+    /// Counts the changes of access to memory that is active at the time. Stays the same while the transition lock is held.
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
     }
 
     /// All pairs.
@@ -167,6 +177,7 @@ impl Memory {
             let access = access.into();
             driver::open(active.iter().flat_map(|one| one.ranges(&access)))
         };
+        self.peers.changes.fetch_add(1, Ordering::Relaxed);
         // What a driver refuses once, it may grant a moment later.
         let again = |failure: Failure| if failure.is_refusal() { set(access) } else { Err(failure) };
         set(access).or_else(again).inspect_err(|_| _ = set(before))
