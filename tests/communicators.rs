@@ -35,6 +35,8 @@ fn built() -> &'static Path {
         let library = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
         compile("libnccl.so.2", "communicators.c", &library);
         compile("old/libnccl.so.2", "communicators.c", &[&library[..], &["-DVERSION=22703"]].concat());
+        fs::create_dir_all(folder.join("oldest")).unwrap();
+        compile("oldest/libnccl.so.2", "communicators.c", &[&library[..], &["-DVERSION=21210"]].concat());
         compile("ranks", "ranks.c", &["-l:libcudart.so.13", "-l:libnccl.so.2"]);
         folder
     })
@@ -108,6 +110,23 @@ fn set_failure(machine: &Machine, failure: &str) {
 
 fn clear_failure(machine: &Machine) {
     fs::remove_file(machine.folder.path().join("gpu/nccl-fail")).unwrap();
+}
+
+/// NCCL before 2.14 writes a communicator only at the end of the group, into a variable that need not be initialised.
+#[test]
+fn a_communicator_that_an_old_nccl_has_not_made_yet_is_not_asked() {
+    let machine = Machine::new();
+    let libraries = format!("{}:{}", built().join("oldest").display(), simulated_libraries().display());
+    let mut ranks = start_with(&machine, "train", &[0], 1, &[], |command| _ = command.env("LD_LIBRARY_PATH", &libraries));
+    for group in ["group", "group all"] {
+        assert_eq!(ranks[0].ask(group).trim(), "group 0, not written, 0, written");
+        assert_sums(&mut ranks);
+    }
+    // Of a newer one it is there at once, and known.
+    let mut ranks = start(&machine, "new", &[0], 1, &[]);
+    assert_eq!(ranks[0].ask("group").trim(), "group 0, written, 0, written");
+    assert_eq!(states(&machine, &ranks[0]), ["active"; 2]);
+    assert_sums(&mut ranks);
 }
 
 /// NCCL answers "unhandled cuda error" when memory runs out, and no more. The log says what was free.

@@ -892,7 +892,7 @@ fn freed_memory_is_not_paused_and_ends_with_its_context() {
             use_again(0);
         }
         gpu.set_op_delay_ms(0);
-        assert_eq!(free(0), 0);
+        assert_eq!(common::synchronize(), 0);
         assert!(gpu.used(0) <= used, "reset: {reset}");
     }
 }

@@ -737,6 +737,10 @@ class Check:
             "saver": (self.saver, 250),
             "engine": (self.engine, 160),
             "waits": (lambda: self.preloaded("waits.py", 50), 60),
+            "stream-ordered": (
+                lambda: self.script("stream_ordered.py", 170, self.options.libcudart),
+                180,
+            ),
             "guard": (lambda: self.preloaded("guard.py", 80, VRAMCTL_GUARD="1"), 90),
             "hold": (lambda: self.script("hold.py", 150), 160),
             "kill": (lambda: self.script("kill.py", 110), 120),

@@ -315,6 +315,15 @@ impl Physical {
         self.pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 
+    /// Counts the memory there from now on.
+    pub fn count_for(&mut self, account: Account) {
+        let before = self.account.replace(account);
+        for (_, bytes) in &self.pieces {
+            self.account.iter().for_each(|account| account.add(*bytes));
+            before.iter().for_each(|account| account.subtract(*bytes));
+        }
+    }
+
     /// Allocates memory as the program wants it, in one piece. The memory is zeroed.
     pub fn create_as(wanted: &Properties, account: Account, bytes: usize) -> Result<Self, Failure> {
         Self::in_pieces(wanted, in_equal_pieces(bytes, bytes.max(1)), Some(account))

@@ -315,7 +315,8 @@ unsafe fn provide_now(
     }
     // SAFETY: not null, and the real function has succeeded.
     let note = |origin| left::note(unsafe { pointer.read() } as CUdeviceptr, bytes, origin);
-    match placement(bytes, caller).and_then(|policy| allocate(door, policy, bytes, source, caller)) {
+    match placement(bytes, caller).and_then(|policy| allocate(door, &policy, bytes, source, caller)) {
+        None if decided::is_decided() => real(),
         None => leave(caller, bytes, None, || with_room(bytes, real), note),
         Some(Ok(address)) => {
             // SAFETY: not null, and writable by the caller's promise.
@@ -334,7 +335,7 @@ unsafe fn provide_now(
 /// Allocates managed memory; `None` if the real function must allocate.
 fn allocate(
     door: &impl Door,
-    policy: Placement,
+    policy: &Placement,
     bytes: usize,
     source: Source,
     caller: *const c_void,
@@ -369,7 +370,7 @@ fn allocate(
         Source::Stream(stream) | Source::Pool(_, stream) => Some(stream),
         Source::Thread => None,
     };
-    let answer = Memory::get().allocate(&policy, bytes, &current, in_order);
+    let answer = Memory::get().allocate(policy, bytes, &current, in_order);
     let address = managed(&current, &policy.tag, answer, bytes, current.device(), caller)?;
     Some(address.map(|address| address as *mut c_void))
 }
@@ -430,7 +431,7 @@ pub fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)>
 pub fn makes_room() -> bool {
     let Some(memory) = Memory::existing() else { return false };
     let released = memory.released();
-    matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), 0, released))
+    matches!(Current::of_thread(), Ok(Some(current)) if memory.find_room(current.device(), 0, released))
 }
 
 /// Calls the real function; if it finds no memory, once more after releasing what has been freed in stream order.
@@ -438,7 +439,7 @@ fn with_room(bytes: usize, mut real: impl FnMut() -> StatusCode) -> StatusCode {
     let Some(memory) = Memory::existing() else { return real() };
     let released = memory.released();
     let answer = real();
-    let has_room = || matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), bytes, released));
+    let has_room = || matches!(Current::of_thread(), Ok(Some(current)) if memory.find_room(current.device(), bytes, released));
     if answer == code::OUT_OF_MEMORY && has_room() { real() } else { answer }
 }
 

@@ -20,6 +20,7 @@ use crate::nccl_functions;
 use std::arch::naked_asm;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::{env, mem, ptr, slice};
 use vramctl_core::memory::Memory;
@@ -35,6 +36,34 @@ fn is_done(answer: NcclResult) -> bool {
     matches!(answer, SUCCESS | IN_PROGRESS)
 }
 
+/// Calls `real`, and returns what it has written to each of `count` places. `None`: nothing. In a group, an NCCL before 2.14 writes a
+/// communicator only at the end of the group, and every NCCL a window; until then, the program's variable may hold anything.
+fn writing<R>(places: *mut usize, count: usize, real: impl FnOnce() -> R) -> (R, Vec<Option<usize>>) {
+    // NCCL returns no address in this library.
+    static UNWRITTEN: u8 = 0;
+    let unwritten = (&raw const UNWRITTEN).expose_provenance();
+    if places.is_null() {
+        return (real(), vec![None; count]);
+    }
+    // SAFETY: here and below, the program has passed as many writable places, which need not be initialised yet.
+    let place = |at| unsafe { places.cast::<MaybeUninit<usize>>().add(at) };
+    let before: Vec<_> = (0..count)
+        // SAFETY: as above.
+        .map(|at| unsafe { mem::replace(&mut *place(at), MaybeUninit::new(unwritten)) })
+        .collect();
+    let answer = real();
+    let take = |(at, before)| {
+        // SAFETY: initialised above.
+        let written = unsafe { place(at).read().assume_init() };
+        if written == unwritten {
+            // SAFETY: as above.
+            unsafe { place(at).write(before) };
+        }
+        (written != unwritten).then_some(written)
+    };
+    (answer, before.into_iter().enumerate().map(take).collect())
+}
+
 fn register(
     _: *mut c_void,
     communicator: usize,
@@ -44,7 +73,7 @@ fn register(
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
     // NCCL returns no handle if it does not register, as with `NCCL_LOCAL_REGISTER=0`.
-    let given = |handle| if handle == 0 { None } else { Some(handle) };
+    let given = |handle: Option<usize>| handle.filter(|handle| *handle != 0);
     registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, given, real)
 }
 
@@ -59,7 +88,7 @@ fn register_window(
 ) -> NcclResult {
     // Inside `ncclGroupStart`, or with a non-blocking communicator, a window has no handle before the group ends. Then it counts as
     // registered until its communicator is destroyed.
-    registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, Some, real)
+    registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, |window| Some(window.unwrap_or_default()), real)
 }
 
 fn registering(
@@ -68,15 +97,15 @@ fn registering(
     address: *mut c_void,
     bytes: usize,
     handle: *mut usize,
-    given: impl FnOnce(usize) -> Option<usize>,
+    given: impl FnOnce(Option<usize>) -> Option<usize>,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
     memory.registering(Span { address: address as u64, bytes }, registrant, communicator, || {
-        answer = real();
-        // SAFETY: NCCL has accepted the pointer, so it is null or readable.
-        if is_done(answer) && !handle.is_null() { given(unsafe { handle.read() }) } else { None }
+        let (answered, written) = writing(handle, 1, real);
+        answer = answered;
+        if is_done(answer) && !handle.is_null() { given(written[0]) } else { None }
     });
     answer
 }
@@ -168,18 +197,17 @@ impl NcclConfig {
     }
 }
 
-/// Records the communicator that NCCL has written to `made`, if any. `of`: the one that it was made from, if any.
+/// Records the communicator that NCCL has made, if any.
 fn note(
     found: *mut c_void,
-    made: *const usize,
+    made: Option<usize>,
     answer: NcclResult,
     config: *const c_void,
     origin: CommunicatorOrigin<'_>,
     is_shrunk: bool,
 ) {
-    // SAFETY: NCCL has accepted the pointer.
-    let handle = if is_done(answer) && !made.is_null() { unsafe { made.read() } } else { 0 };
-    let Some(nccl) = Nccl::around(found).filter(|_| handle != 0) else { return };
+    let Some(handle) = made.filter(|handle| is_done(answer) && *handle != 0) else { return };
+    let Some(nccl) = Nccl::around(found) else { return };
     // SAFETY: the program has passed it to NCCL.
     let settings = unsafe { NcclConfig::of(config) };
     let inherited = if let CommunicatorOrigin::Child { of, .. } = origin { communicators::sharing(of) } else { Sharing::default() };
@@ -210,8 +238,8 @@ fn init_with(
     config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let answer = real();
-    note(found, communicator, answer, config, CommunicatorOrigin::Unique(&unique.0), false);
+    let (answer, made) = writing(communicator, 1, real);
+    note(found, made[0], answer, config, CommunicatorOrigin::Unique(&unique.0), false);
     answer
 }
 
@@ -226,11 +254,11 @@ fn init_of_many(
     config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let answer = real();
+    let (answer, made) = writing(communicator, 1, real);
     if is_done(answer) && !uniques.is_null() && ids > 0 {
         // SAFETY: NCCL has accepted them: there are as many.
         let uniques = unsafe { slice::from_raw_parts(uniques.cast::<u8>(), ids as usize * size_of::<UniqueId>()) };
-        note(found, communicator, answer, config, CommunicatorOrigin::Unique(uniques), false);
+        note(found, made[0], answer, config, CommunicatorOrigin::Unique(uniques), false);
     }
     answer
 }
@@ -243,10 +271,10 @@ fn init_all(
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
     static CALLS: AtomicU64 = AtomicU64::new(0);
-    let answer = real();
+    let (answer, made) = writing(communicators, usize::try_from(ranks).unwrap_or_default(), real);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    for rank in 0..usize::try_from(ranks).unwrap_or_default() {
-        note(found, communicators.wrapping_add(rank), answer, ptr::null(), CommunicatorOrigin::Here(call), false);
+    for made in made {
+        note(found, made, answer, ptr::null(), CommunicatorOrigin::Here(call), false);
     }
     answer
 }
@@ -261,8 +289,8 @@ fn split(
     config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let answer = real();
-    note(found, made, answer, config, CommunicatorOrigin::Child { of: communicator, saying: &color.to_le_bytes() }, false);
+    let (answer, made) = writing(made, 1, real);
+    note(found, made[0], answer, config, CommunicatorOrigin::Child { of: communicator, saying: &color.to_le_bytes() }, false);
     // Also at ranks that get no new communicator.
     if is_done(answer) {
         communicators::has_had_child(communicator);
@@ -281,11 +309,11 @@ fn shrink(
     _flags: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let answer = real();
+    let (answer, made) = writing(made, 1, real);
     if is_done(answer) && !excluded.is_null() && count > 0 {
         // SAFETY: NCCL has accepted them: there are as many.
         let excluded = unsafe { slice::from_raw_parts(excluded.cast::<u8>(), count as usize * size_of::<c_int>()) };
-        note(found, made, answer, config, CommunicatorOrigin::Child { of: communicator, saying: excluded }, true);
+        note(found, made[0], answer, config, CommunicatorOrigin::Child { of: communicator, saying: excluded }, true);
         communicators::has_had_child(communicator);
     }
     answer

@@ -35,15 +35,14 @@ pub unsafe fn create(
     let real = || leave(caller, bytes, Some(device), real, |origin| left::note_handle(unsafe { handle.read() }, bytes, device, origin));
     let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
-    let tag = policy.tag.clone();
-    let made = Memory::get().create(policy, wanted, bytes, &current);
+    let made = Memory::get().create(&policy, wanted, bytes, &current);
     // The program has asked for virtual memory itself, and with these properties: the driver's answer is what it gets.
     if let Err(Error::Driver(Failure { call: "cuMemCreate", code })) = made
         && code != code::OUT_OF_MEMORY
     {
         return code;
     }
-    match managed(&current, &tag, made, bytes, device, caller) {
+    match managed(&current, &policy.tag, made, bytes, device, caller) {
         None => real(),
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the program's promise.

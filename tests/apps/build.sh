@@ -5,8 +5,8 @@ set -euo pipefail
 usage() {
 	cat <<'HELP'
 Builds the sample programs of tests/apps: allocates, churn, engine, engine_regions,
-guest, handlers, hog, overhead, overhead_driver, odd, torture, and copies
-engine.py beside them.
+guest, handlers, hog, overhead, overhead_driver, odd, stream_ordered, torture,
+and copies engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
 
@@ -101,6 +101,7 @@ compile hog hog.c pattern.c
 compile overhead overhead.c
 compile overhead_driver overhead_driver.c
 compile odd odd.c
+compile stream_ordered stream_ordered.c
 compile torture torture.c
 install -m 755 "$source_dir/engine.py" "$work/engine.py"
 mv -f "$work"/* "$out"/

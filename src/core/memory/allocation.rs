@@ -191,7 +191,8 @@ impl Allocation {
     pub fn hand_on(&self, policy: Placement, requested: usize, context: Context) -> Option<Self> {
         let mut contents = self.contents();
         let is_plain = contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun();
-        let memory = contents.memory.take_if(|memory| is_plain && memory.is_mapped())?;
+        let mut memory = contents.memory.take_if(|memory| is_plain && memory.is_mapped())?;
+        memory.count_for(Account::of(self.device, &policy.tag));
         self.record(Change::Freed);
         let (mappings, saved) = (std::mem::take(&mut contents.mappings), contents.saved.take());
         drop(contents);

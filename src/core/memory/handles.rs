@@ -30,7 +30,7 @@ pub fn is_ours(handle: u64) -> bool {
 
 impl Memory {
     /// Creates physical memory on a device and returns the handle for it. Leaves nothing behind on error.
-    pub fn create(&self, policy: Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
+    pub fn create(&self, policy: &Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
         static NEXT: AtomicU64 = AtomicU64::new(FIRST);
         let Some(device) = wanted.device() else { return Err(Error::Unsupported) };
         contexts::note(current);
@@ -46,7 +46,7 @@ impl Memory {
         let released = self.released();
         create().or_else(|error: Error| {
             let is_short = error.cuda_code() == code::OUT_OF_MEMORY;
-            if is_short && self.free_up(device, bytes, released) { create() } else { Err(error) }
+            if is_short && self.find_room(device, bytes, released) { create() } else { Err(error) }
         })
     }
 

@@ -199,15 +199,19 @@ impl Memory {
             let released = self.released();
             let made = self.reuse_or_create(policy, bytes, current, in_order.as_ref());
             let is_short = made.as_ref().is_err_and(|error| error.cuda_code() == code::OUT_OF_MEMORY);
-            let is_possible = || driver::memory_info().is_ok_and(|(_, total)| bytes as u64 <= total);
-            if !is_short || !is_possible() {
+            if !is_short || !could_fit(bytes) {
                 return made;
             }
-            // Without the lock, because the last of these waits.
+            // Without the lock, because some of these wait.
+            let Some(request) = &in_order else {
+                if self.find_room(device, bytes, released) {
+                    continue;
+                }
+                return made;
+            };
             if self.free_up(device, bytes, released) {
                 continue;
             }
-            let Some(request) = &in_order else { return made };
             if let Some(address) = self.reuse_later(request) {
                 return Ok(address);
             }
@@ -491,6 +495,11 @@ impl Memory {
         let lock = self.exclude();
         check_awake().map(|()| lock)
     }
+}
+
+/// Whether the current device is as large.
+fn could_fit(bytes: usize) -> bool {
+    driver::memory_info().is_ok_and(|(_, total)| bytes as u64 <= total)
 }
 
 /// An error while the library's driver calls wait because the process is suspended. Under the transition lock, that does not change.

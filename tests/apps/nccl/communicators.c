@@ -4,7 +4,8 @@
  * host, unmaps and releases; resuming creates new memory at the old addresses, copies back and waits for all ranks. A rank that has ended
  * is a remote error. A collective reads the memory, so it fails on a suspended communicator. It finds the driver as NCCL does.
  *
- * With -DVERSION=22703, it cannot suspend. $SIMGPU_DIR/nccl-fail makes a rank's call fail: "suspend RANK CODE" before anything is done,
+ * With -DVERSION=21210, as NCCL before 2.14, communicators that are made in a group exist only at its end, and their variables are not written
+ * before. With -DVERSION=22703, it cannot suspend. $SIMGPU_DIR/nccl-fail makes a rank's call fail: "suspend RANK CODE" before anything is done,
  * "half RANK CODE" after half of the memory is released, "resume RANK CODE" when the memory is back; "sum RANK CODE". */
 #define _GNU_SOURCE
 #include "../cudadriver.h"
@@ -120,8 +121,38 @@ static int make(struct piece *piece, struct communicator *c, size_t bytes)
 
 static struct communicator *check(struct communicator *c) { return c && c->owner == &own ? c : NULL; }
 
+#if VERSION < 21400
+/* What the end of the group will make. */
+static struct { struct communicator **made; int ranks, rank; char name[160]; } later[MOST_RANKS];
+static int groups, waiting;
+
+static int join(struct communicator **made, int ranks, const char *name, int rank);
+
+int ncclGroupStart(void) { groups++; return SUCCESS; }
+
+int ncclGroupEnd(void)
+{
+	int answer = SUCCESS;
+	for (groups--; groups == 0 && waiting > 0 && answer == SUCCESS; waiting--)
+		answer = join(later[waiting - 1].made, later[waiting - 1].ranks, later[waiting - 1].name, later[waiting - 1].rank);
+	return answer;
+}
+#else
+int ncclGroupStart(void) { return SUCCESS; }
+int ncclGroupEnd(void) { return SUCCESS; }
+#endif
+
 static int join(struct communicator **made, int ranks, const char *name, int rank)
 {
+#if VERSION < 21400
+	if (groups > 0) {
+		later[waiting].made = made;
+		later[waiting].ranks = ranks;
+		later[waiting].rank = rank;
+		snprintf(later[waiting++].name, sizeof later->name, "%s", name);
+		return SUCCESS;
+	}
+#endif
 	char path[PATH_MAX], pattern[OFFLOAD];
 	struct communicator *c = calloc(1, sizeof *c);
 	snprintf(c->name, sizeof c->name, "%s", name);

@@ -5,6 +5,7 @@
  *   split COLOR      splits, and prints whether this rank got a communicator; color 2 is for all ranks, other colors for one
  *   share, late, shrink   splits with splitShare; creates one that does not block; shrinks by the last rank
  *   other PATH       creates one of another NCCL
+ *   group [all]      creates one in a group, into a variable that is not initialised, and uses it from then on
  *   explain CODE     asks NCCL what an error means
  *   slow MS          makes the driver this slow to say how much is free
  *   suspend, resume  the program itself suspends or resumes the communicator
@@ -28,6 +29,8 @@ extern int ncclCommInitRankConfig(void **made, int ranks, unique_id id, int rank
 extern int ncclCommInitRankScalable(void **made, int ranks, int rank, int ids, unique_id *of, config *with);
 extern int ncclCommSplit(void *c, int color, int key, void **made, config *with);
 extern int ncclCommShrink(void *c, int *excluded, int count, void **made, config *with, int flags);
+extern int ncclCommInitAll(void **made, int ranks, const int *devices);
+extern int ncclGroupStart(void), ncclGroupEnd(void);
 extern int ncclCommDestroy(void *c);
 extern const char *ncclGetErrorString(int code);
 extern int sum_over_ranks(void *c, long value, long *sum);
@@ -102,6 +105,16 @@ int main(int count, char **arguments)
 			init = (__typeof__(init))dlsym(dlopen(text, RTLD_NOW | RTLD_LOCAL), "ncclCommInitRank");
 			snprintf(line, sizeof line, "-other-%d", others++);
 			printf("other %d\n", init(&made, ranks, id_of(arguments[3], line), rank));
+		} else if (!strcmp(line, "group")) {
+			memset(&made, 0xa5, sizeof made);
+			void *garbage = made;
+			snprintf(line, sizeof line, "-group-%d", others++);
+			ncclGroupStart();
+			answer = *text ? ncclCommInitAll(&made, 1, NULL) : ncclCommInitRank(&made, ranks, id_of(arguments[3], line), rank);
+			printf("group %d, %s", answer, made == garbage ? "not written" : "written");
+			answer = ncclGroupEnd();
+			printf(", %d, %s\n", answer, made == garbage ? "not written" : "written");
+			c = made;
 		} else if (!strcmp(line, "explain")) {
 			printf("%s\n", explain(atoi(text)));
 		} else if (!strcmp(line, "slow")) {

@@ -55,6 +55,8 @@ driver! {
     cuDeviceGetAttribute = c"cuDeviceGetAttribute", 0: (*mut c_int, c_int, c_int);
     cuDeviceCanAccessPeer = c"cuDeviceCanAccessPeer", 0: (*mut c_int, c_int, c_int);
     cuDeviceGetDefaultMemPool = c"cuDeviceGetDefaultMemPool", 0: (*mut Handle, c_int);
+    cuMemPoolSetAttribute = c"cuMemPoolSetAttribute", 0: (Handle, c_int, *mut c_void);
+    cuMemPoolTrimTo = c"cuMemPoolTrimTo", 0: (Handle, usize);
     cuDevicePrimaryCtxRetain = c"cuDevicePrimaryCtxRetain", 0: (*mut Handle, c_int);
     cuDevicePrimaryCtxReset = c"cuDevicePrimaryCtxReset", 0: (c_int);
     cuCtxSetCurrent = c"cuCtxSetCurrent", 0: (Handle);

@@ -51,6 +51,8 @@ runtime! {
     cudaDeviceEnablePeerAccess(peer: c_int, flags: u32) => device::enable_peer(peer, flags);
     cudaDeviceDisablePeerAccess(peer: c_int) => device::disable_peer(peer);
     cudaDeviceGetDefaultMemPool(pool: *mut Handle, ordinal: c_int) => done((driver::get()?.cuDeviceGetDefaultMemPool)(pool, ordinal));
+    cudaMemPoolSetAttribute(pool: Handle, attribute: c_int, value: *mut c_void) => done((driver::get()?.cuMemPoolSetAttribute)(pool, attribute, value));
+    cudaMemPoolTrimTo(pool: Handle, keep: usize) => done((driver::get()?.cuMemPoolTrimTo)(pool, keep));
     cudaGetDriverEntryPoint(name: *const c_char, pointer: *mut *mut c_void, flags: u64, status: *mut u32) => device::entry_point(name, pointer, driver::VERSION, flags, status);
     cudaGetDriverEntryPointByVersion(name: *const c_char, pointer: *mut *mut c_void, version: u32, flags: u64, status: *mut u32) => device::entry_point(name, pointer, version as c_int, flags, status);
 
