@@ -317,10 +317,10 @@ impl Physical {
 
     /// Counts the memory there from now on.
     pub fn count_for(&mut self, account: Account) {
-        let before = self.account.replace(account);
-        for (_, bytes) in &self.pieces {
-            self.account.iter().for_each(|account| account.add(*bytes));
-            before.iter().for_each(|account| account.subtract(*bytes));
+        let bytes = self.bytes();
+        account.add(bytes);
+        if let Some(before) = self.account.replace(account) {
+            before.subtract(bytes);
         }
     }
 
