@@ -9,8 +9,10 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socketserver
 import subprocess
+import sys
 import tempfile
 import threading
 import unittest
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import vramctl
-from support import HOLDER, MIB, ROOT, VRAMCTL, Program
+from support import HOLDER, MIB, ROOT, VRAMCTL, Program, eventually
 from vramctl import errors
 
 
@@ -271,6 +273,200 @@ print("ready", flush=True)""",
             with self.assertRaisesRegex(errors.Invalid, "one policy"):
                 wrong({"weights": "discard"})
         self.assertEqual(self.states(), {"active"})
+
+
+#: Stands in for the command line, and runs it. Says `VERB.begun` beside itself, and waits before the command's work while there is `VERB.before`,
+#: and after it while there is `VERB.after`. If it is interrupted meanwhile, it says `VERB.told` and ends.
+SLOW = f"""#!/bin/sh
+verb=$1
+trap ': >"$0.$verb.told"; exit 130' INT
+stay() {{ while [ -e "$0.$1" ]; do sleep 0.02; done; }}
+: >"$0.$1.begun"
+stay "$1.before"
+"{VRAMCTL}" "$@" >"$0.$$.said"
+status=$?
+: >"$0.$1.done"
+stay "$1.after"
+cat "$0.$$.said"
+exit $status
+"""
+
+#: A program that pauses a job in a context, and says at which point it is.
+PAUSING = """
+import asyncio, sys
+import vramctl, vramctl.__main__
+vramctl.__main__.command = lambda: {command!r}
+paused = vramctl.Job("engine").paused()
+
+def in_turn():
+    with paused:
+        print("paused", flush=True)
+        sys.stdin.readline()
+
+async def at_once():
+    async with paused:
+        print("paused", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+
+print("ready", flush=True)
+in_turn() if {sync!r} else asyncio.run(at_once())
+"""
+
+
+class WhateverHappens(unittest.TestCase):
+    """Cancellations and ^C, at every point of a pause in a context."""
+
+    def setUp(self) -> None:
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.rank = stack.enter_context(Program("engine"))
+        self.job = vramctl.Job("engine")
+        self.command = Path(stack.enter_context(tempfile.TemporaryDirectory()), "vramctl")
+        self.command.write_text(SLOW)
+        self.command.chmod(0o700)
+
+    def place(self, what: str) -> Path:
+        return Path(f"{self.command}.{what}")
+
+    def is_as_before(self, cache: str = "zero") -> None:
+        states = {tag.state for status in self.job.status().values() for tag in status.tags}
+        self.assertEqual(states, {"active"})
+        # A held one would not answer.
+        self.assertEqual(self.rank.ask("check"), f"weights ok, cache {cache}")
+
+    async def cancelled_at(self, place: str, said: str) -> None:
+        """Cancels the task three times while the command waits at this place, and then lets it go on."""
+
+        async def pause() -> None:
+            async with self.job.paused():
+                pass
+
+        self.place(place).touch()
+        task = asyncio.ensure_future(pause())
+        while not self.place(said).exists():
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        waits = not task.done()
+        self.place(place).unlink()
+        self.assertTrue(waits, "it does not wait until the job is resumed")
+        with self.assertRaises(asyncio.CancelledError):
+            await task
+
+    def test_it_is_resumed_however_often_it_is_cancelled(self) -> None:
+        for place, said in (
+            ("pause.before", "pause.begun"),
+            ("pause.after", "pause.done"),
+            ("resume.before", "resume.begun"),
+            ("resume.after", "resume.done"),
+        ):
+            with self.subTest(place), unittest.mock.patch("vramctl.__main__.command", return_value=str(self.command)):
+                for file in self.command.parent.glob(f"{self.command.name}.*"):
+                    file.unlink()
+                asyncio.run(self.cancelled_at(place, said))
+            self.is_as_before()
+
+    def test_it_is_resumed_if_the_loop_ends_first(self) -> None:
+        async def leave() -> None:
+            async with self.job.paused():
+                pass
+
+        self.place("pause.after").touch()
+        with unittest.mock.patch("vramctl.__main__.command", return_value=str(self.command)):
+            loop = asyncio.new_event_loop()
+            task = loop.create_task(leave())
+            while not self.place("pause.done").exists():
+                loop.run_until_complete(asyncio.sleep(0.01))
+            # As the interpreter does with a task that is left.
+            coroutine = task.get_coro()
+            with contextlib.suppress(RuntimeError):
+                coroutine.close()  # type: ignore[union-attr]
+            task.cancel()
+            with contextlib.suppress(RuntimeError, asyncio.CancelledError):
+                loop.run_until_complete(task)
+            loop.close()
+            self.place("pause.after").unlink()
+            eventually("it is resumed", self.place("resume.done").exists)
+        self.is_as_before()
+
+    def interrupted_at(self, place: str, said: str, *, sync: bool, times: int, told: str | None = None) -> int:
+        """Sends ^C while the command waits at this place, to all processes of the terminal. Then, and once it has said what it is to be
+        told, lets it go on.
+        """
+        self.place(place).touch()
+        child = subprocess.Popen(
+            [sys.executable, "-c", PAUSING.format(command=str(self.command), sync=sync)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+            start_new_session=True,
+        )
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+        eventually(said, self.place(said).exists)
+        for _ in range(times):
+            os.killpg(child.pid, signal.SIGINT)
+            # Until it has taken it: pending signals are one.
+            eventually("it takes ^C", lambda: not pending(child.pid, signal.SIGINT))
+        if told is not None:
+            eventually(told, lambda: self.place(told).exists() or child.poll() is not None)
+        self.place(place).unlink()
+        _, text = child.communicate(timeout=100)
+        self.assertRegex(text, "KeyboardInterrupt|^$")
+        return child.returncode
+
+    def test_it_is_resumed_however_often_it_is_interrupted(self) -> None:
+        for sync in (True, False):
+            for place, said in (("resume.before", "resume.begun"), ("resume.after", "resume.done")):
+                with self.subTest(place, sync=sync):
+                    for file in self.command.parent.glob(f"{self.command.name}.*"):
+                        file.unlink()
+                    ended = self.interrupted_at(place, said, sync=sync, times=1 if place == "resume.before" else 3)
+                    self.assertEqual(ended, -signal.SIGINT)
+                    self.assertFalse(self.place("resume.told").exists(), "^C has reached the resume")
+                    self.is_as_before()
+
+    def test_an_interrupted_pause_is_told_so(self) -> None:
+        ended = self.interrupted_at("pause.before", "pause.begun", sync=True, times=1, told="pause.told")
+        self.assertEqual(ended, -signal.SIGINT)
+        self.assertTrue(self.place("pause.told").exists())
+        self.is_as_before(cache="there")
+
+    def test_those_that_wait_do_not_keep_others_from_starting(self) -> None:
+        self.place("resume.before").touch()
+
+        async def work() -> None:
+            loop = asyncio.get_running_loop()
+            with concurrent.futures.ThreadPoolExecutor(1) as threads:
+                loop.set_default_executor(threads)
+                waiting = [asyncio.ensure_future(self.job.resume_async(timeout=None)) for _ in range(8)]
+                while not self.place("resume.begun").exists():
+                    await asyncio.sleep(0.01)
+                try:
+                    everything = asyncio.gather(self.job.pause_async(), asyncio.to_thread(os.getpid))
+                    report, _ = await asyncio.wait_for(everything, 60)
+                    self.assertEqual(report.bytes, 12 * MIB)
+                finally:
+                    self.place("resume.before").unlink()
+                await asyncio.gather(*waiting)
+
+        with unittest.mock.patch("vramctl.__main__.command", return_value=str(self.command)):
+            asyncio.run(work())
+        self.is_as_before()
+
+
+def pending(pid: int, wanted: int) -> bool:
+    """Whether a signal waits to be taken."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(mask >> (wanted - 1) & 1 for mask in masks)
 
 
 #: One process shares its memory by CUDA IPC, and the other opens the handle that it gets.

@@ -6,12 +6,15 @@ Runs the command line, which coordinates them. If this program dies meanwhile, n
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import json
 import os
 import re
+import signal
 import subprocess
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, TypeVar
@@ -80,7 +83,7 @@ class Job:
 
     Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. If a process ends or is
     stopped after that has been decided, the exception's `committed` is True: the others are paused or resumed. Each method
-    has an asyncio form, whose name ends in ``_async``. Thread-safe.
+    has an asyncio form, whose name ends in ``_async``. Each call has a thread of its own meanwhile. Thread-safe.
 
     A program cannot hold its own job (`errors.Invalid`), because a thread that is held may have the interpreter lock.
     """
@@ -214,7 +217,8 @@ class Job:
         self, tags: str | Iterable[str] | None = None, *, resume_timeout: float | None = None, **options: Any
     ) -> _Paused:
         """A context in which the job is paused, also for ``async with``. At its end the job is resumed, whatever happens; also if a process
-        has ended meanwhile, or the pause raises an exception with `committed`.
+        has ended meanwhile, or the pause raises an exception with `committed`. Nothing interrupts the resume: cancellations and ^C are
+        raised after it.
 
         `resume_timeout`: as `timeout` of `resume`. The other arguments are those of `pause`.
         """
@@ -273,37 +277,100 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         self._resume()
 
     async def __aenter__(self) -> JobReport:
-        entering = asyncio.ensure_future(_in_thread(self.__enter__))
+        entering = _Work(self.__enter__).start()
         try:
-            return await asyncio.shield(entering)
-        except asyncio.CancelledError:
-            with contextlib.suppress(errors.Error):
-                await entering
-                await self._resume_whatever_comes()
-            raise
+            return await asyncio.wrap_future(entering)
+        except (asyncio.CancelledError, GeneratorExit) as left:
+            leaving = _Work(lambda: self._leave(entering)).start()
+            if isinstance(left, GeneratorExit):  # the task was dropped, and cannot wait
+                raise
+            await _ended(leaving)
+            raise left from leaving.exception()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._resume_whatever_comes()
+        resuming = _Work(self._resume).start()
+        cancelled = await _ended(resuming)
+        if cancelled is not None:
+            raise cancelled from resuming.exception()
+        resuming.result()
 
-    async def _resume_whatever_comes(self) -> None:
-        resuming = asyncio.ensure_future(_in_thread(self._resume))
-        try:
-            await asyncio.shield(resuming)
-        except asyncio.CancelledError:
-            await resuming
-            raise
+    def _leave(self, entering: _Work[JobReport]) -> None:
+        """Once it has ended. After a failure, it has resumed the job itself."""
+        if entering.exception() is None:
+            self._resume()
 
     def _resume(self) -> None:
         # Those that are left, if one has ended meanwhile.
         left = copy.copy(self._job)
         left._ranks = []
-        left.resume(self._tags, timeout=self._timeout)
+        _Work(lambda: left.resume(self._tags, timeout=self._timeout)).ended()
+
+
+class _Work(concurrent.futures.Future[_T]):
+    """Work in a thread of its own, which completes whatever happens to those that wait for it: cancellations, ^C, the end of a loop.
+
+    A loop's executor will not do: it has few threads, and as many waiting resumes would keep the pause from starting that makes room.
+    """
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        super().__init__()
+        self._work, self._claimed = work, threading.Lock()
+
+    def start(self) -> _Work[_T]:
+        """Starts it, unless it has started."""
+        try:
+            threading.Thread(target=self._run, name="vramctl-job", daemon=False).start()
+        except RuntimeError:  # there can be no more threads: too many, or the interpreter ends
+            self._run()
+        return self
+
+    def _run(self) -> None:
+        if self._claimed.acquire(blocking=False):
+            try:
+                self.set_result(self._work())
+            except BaseException as error:
+                self.set_exception(error)
+
+    def cancel(self) -> bool:
+        """Only those that wait for it can be."""
+        return False
+
+    def stop(self) -> None:
+        """Asks it to end soon. Most cannot."""
+
+    def ended(self) -> _T:
+        """Its result. What interrupts the wait, like ^C, asks it to stop, and is raised after its end."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                if self.done():
+                    break
+                if interrupted is not None:
+                    self.stop()
+                self.start()
+                concurrent.futures.wait([self])
+            except BaseException as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted from self.exception()
+        return self.result()
+
+
+async def _ended(work: _Work[_T]) -> asyncio.CancelledError | None:
+    """Waits until it has ended. Returns a cancellation that has come meanwhile, to be raised."""
+    cancelled = None
+    while not work.done():
+        try:
+            await asyncio.wait([asyncio.wrap_future(work)])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
-    return await asyncio.get_running_loop().run_in_executor(None, work)
+    return await asyncio.wrap_future(_Work(work).start())
 
 
 def _hold(seconds: float) -> list[str]:
@@ -317,30 +384,57 @@ def _seconds(timeout: float | None) -> str:
 
 
 def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
-    from .__main__ import command  # only here: `python -m vramctl` runs that module itself
+    return _Command(arguments, folder).ended()
 
-    ran = subprocess.run(
-        [command(), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=None if folder is None else {**os.environ, "VRAMCTL_DIR": folder},
-    )
-    try:
-        told = json.loads(ran.stdout)
-        assert isinstance(told, dict)
-        return told
-    except (ValueError, AssertionError):
-        # Without the usage, which is the command line's own.
-        text = re.sub(r"^error: |\n\n(?s:.*)", "", ran.stderr.strip()) or f"it ended with {ran.returncode}"
-        if ran.returncode < 0:
-            text = f"ended by signal {-ran.returncode}; `vramctl status` shows what has become of it"
-        # It ends with 2 for options that it does not take, and then prints no JSON.
-        kind = errors.Invalid if ran.returncode == 2 else errors.Internal
-        error = kind(f"vramctl {arguments[0]}: {text}")
-        error.committed = False if ran.returncode == 2 else None
-        raise error from None
+
+class _Command(_Work[dict[str, Any]]):
+    """The command line and its answer.
+
+    It runs in a session of its own. The terminal's ^C does not reach it there, nor do ^Z and a hangup; `stop` does. Then it ends what it
+    waits for, and undoes what it has begun.
+    """
+
+    def __init__(self, arguments: list[str], folder: str | None) -> None:
+        super().__init__(self._ask)
+        self._arguments, self._folder = arguments, folder
+        self._child: subprocess.Popen[str] | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._child is not None:
+            self._child.send_signal(signal.SIGINT)
+
+    def _ask(self) -> dict[str, Any]:
+        from .__main__ import command  # only here: `python -m vramctl` runs that module itself
+
+        with subprocess.Popen(
+            [command(), *self._arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=None if self._folder is None else {**os.environ, "VRAMCTL_DIR": self._folder},
+            start_new_session=True,
+        ) as child:
+            self._child = child
+            if self._stopped:  # before there was a child
+                self.stop()
+            output, complaint = child.communicate()
+        try:
+            told = json.loads(output)
+            assert isinstance(told, dict)
+            return told
+        except (ValueError, AssertionError):
+            # Without the usage, which is the command line's own.
+            text = re.sub(r"^error: |\n\n(?s:.*)", "", complaint.strip()) or f"it ended with {child.returncode}"
+            if child.returncode < 0:
+                text = f"ended by signal {-child.returncode}; `vramctl status` shows what has become of it"
+            # It ends with 2 for options that it does not take, and then prints no JSON.
+            kind = errors.Invalid if child.returncode == 2 else errors.Internal
+            error = kind(f"vramctl {self._arguments[0]}: {text}")
+            error.committed = False if child.returncode == 2 else None
+            raise error from None
 
 
 def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
