@@ -24,7 +24,11 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 #: Paths in the wheel: the package, and the library under torch_memory_saver's names.
 PACKAGE = "vramctl"
-HOOKS = [f"{PACKAGE}/dropin/torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")]
+HOOKS = [
+    f"{PACKAGE}/dropin/torch_memory_saver_hook_mode_{mode}{suffix}.abi3.so"
+    for mode in ("preload", "torch")
+    for suffix in ("", "_cu12", "_cu13")
+]
 
 
 class Readme(MetadataHookInterface):

@@ -34,7 +34,11 @@ except ImportError:
 
 TESTS = Path(__file__).resolve().parent
 DROPIN = Path(package.__file__).resolve().parents[1]
-HOOKS = [DROPIN / f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")]
+HOOKS = [
+    DROPIN / f"torch_memory_saver_hook_mode_{mode}{suffix}.abi3.so"
+    for mode in ("preload", "torch")
+    for suffix in ("", "_cu12", "_cu13")
+]
 
 needs_torch = unittest.skipUnless(HAS_GPU, "needs torch with a GPU")
 
@@ -118,6 +122,29 @@ class Surface(unittest.TestCase):
         for name in ("tms_set_disk_backup_dir", "set_memory_margin_bytes", "tms_torch_malloc", "tms_torch_free"):
             self.assertTrue(hasattr(library, name), name)
 
+    def test_its_internals_are_there(self) -> None:
+        """scripts/test-saver-contract compares all names with the release's."""
+        from torch_memory_saver.binary_wrapper import BinaryWrapper
+        from torch_memory_saver.hooks.base import HookUtilBase
+        from torch_memory_saver.utils import _detect_cuda_major, change_env
+
+        before = os.environ.get("LD_PRELOAD")
+        for name in ("LD_PRELOAD", "VRAMCTL_TEST_NOBODY_SETS"):
+            with self.assertRaises(KeyError), change_env(name, "inside"):
+                self.assertEqual(os.environ[name], "inside")
+                raise KeyError
+        self.assertEqual((os.environ.get("LD_PRELOAD"), os.environ.get("VRAMCTL_TEST_NOBODY_SETS")), (before, None))
+        util = HookUtilBase.create("preload")
+        self.assertEqual((util.get_path_binary(), util.get_allocator()), (vramctl.library_path(), None))
+        for named in ({"path_binary": util.get_path_binary()}, {"path": util.get_path_binary()}, {}):
+            self.assertEqual(BinaryWrapper(**named).cdll.tms_pause(b"nothing"), 0)
+        self.assertIn(_detect_cuda_major(), range(11, 20))
+        cdll()
+        assert torch_memory_saver._impl is not None
+        self.assertEqual(torch_memory_saver._impl._hook_util.get_path_binary(), vramctl.library_path())
+        with torch_memory_saver._impl._with_region_config("inner", True, "mmap"):
+            self.assertEqual((settings(), cdll().tms_get_cpu_backup_backend()), (("inner", True, True, False), b"mmap"))
+
     def test_nothing_is_set_up_before_it_is_used(self) -> None:
         source = (
             "from torch_memory_saver import torch_memory_saver as saver; print(saver._impl, saver.enabled, saver.hook_mode)"
@@ -159,6 +186,9 @@ class Surface(unittest.TestCase):
                     self.fail("it was entered")
         with self.assertRaises(ValueError):
             torch_memory_saver.hook_mode = "other"  # type: ignore[assignment]
+        # As the original's, which asserts it.
+        with self.assertRaises(AssertionError), torch_memory_saver.region(enable_cpu_backup=True, enable_disk_backup=True):
+            self.fail("it was entered")
 
 
 class Memory(unittest.TestCase):
@@ -443,7 +473,8 @@ print(dict(vramctl.status().tag("default").backup), os.path.isdir(os.environ["TM
             found = os.path.join(beside, hook.name)
             self.assertTrue(os.path.exists(found), f"{found} is missing: scripts/test-python makes it")
             self.assertIn(b"TMS_INIT_ENABLE_DISK_BACKUP", Path(found).read_bytes())
-        self.assertEqual(get_binary_path_from_package("torch_memory_saver_hook_mode_preload").resolve(), HOOKS[0].resolve())
+        for hook in (HOOKS[0], HOOKS[3]):
+            self.assertEqual(get_binary_path_from_package(hook.name.partition(".")[0]).resolve(), hook.resolve())
 
     def test_configure_subprocess_has_children_preload_the_library(self) -> None:
         source = """
@@ -520,6 +551,20 @@ for _ in range(2):
     saver.resume()
 found = [tensor.tobytes() for tensor in (weights, more, plain, cache)]
 assert found == [b"w" * 32 * MIB, b"m" * 4 * MIB, b"p" * 16 * MIB, bytes(64 * MIB)]
+pools = saver._impl._mem_pools
+assert {key[:4] for key in pools} == {
+    ("weights", True, False, "pinned"), ("weights", True, False, "mmap"), ("kv_cache", False, False, "")
+}, list(pools)
+assert pools.pop(("unknown", True), None) is None
+before = cuda.free_memory()
+del cache
+pool = pools.pop(("kv_cache", False, False, "", 0))
+assert cuda.free_memory() == before, "torch caches it"
+del pool
+assert cuda.free_memory() == before + 64 * MIB, "the pool's memory was not returned"
+with saver.region("kv_cache"):
+    again = torch.empty(64 * MIB)
+assert len(pools) == 3
 graph = torch.cuda.CUDAGraph()
 try:
     with saver.cuda_graph(graph, tag="cuda_graph"):

@@ -55,7 +55,7 @@ class _Pools:
     """The pools of this process, by key.
 
     Torch does not let two threads enter the same pool, so each key has one pool per concurrent thread. Pools live as long
-    as the process, because torch frees a pool's memory when the pool object dies.
+    as the process, because torch frees a pool's memory when the pool object dies; `forget` is for programs that want that.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,19 @@ class _Pools:
 
     def give_back(self, key: Key, pool: Any) -> None:
         with self._lock:
-            self._idle[key].append(pool)
+            self._idle.setdefault(key, []).append(pool)
+
+    def idle(self) -> dict[Key, Any]:
+        """A pool of each key, unless all of them are in use."""
+        with self._lock:
+            return {key: pools[-1] for key, pools in self._idle.items() if pools}
+
+    def forget(self, key: Key) -> None:
+        """Drops the idle pools of a key: a region makes a new one."""
+        with self._lock:
+            pools = self._idle.pop(key, [])
+        for pool in pools:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))
 
     def adopt(self, pool_id: PoolId, tag: str) -> None:
         with self._lock:
@@ -214,6 +226,16 @@ def pool_for_once(tag: str | None) -> Iterator[None]:
     with _allocating_from(torch, pool):
         del pool
         yield
+
+
+def idle_pools() -> dict[Key, Any]:
+    """The pools that no region uses now, one of each key."""
+    return _pools.idle()
+
+
+def forget_pools(key: Key) -> None:
+    """Drops the idle pools of a key. Torch frees their memory once no tensor uses it."""
+    _pools.forget(key)
 
 
 def use_allocator(allocator: Any) -> None:

@@ -522,8 +522,8 @@ class Check:
 
     def saver(self):
         package = self.package()
-        name = "torch_memory_saver_hook_mode_preload{}.abi3.so"
-        links = [package / "dropin" / name.format(suffix) for suffix in ("", "_cu12", "_cu13")]
+        name = "torch_memory_saver_hook_mode_{}{}.abi3.so"
+        links = [package / "dropin" / name.format(mode, suffix) for mode in ("preload", "torch") for suffix in ("", "_cu12", "_cu13")]
         for link in links:
             link.unlink(missing_ok=True)
             link.symlink_to((self.bin / "libvramctl.so").resolve())

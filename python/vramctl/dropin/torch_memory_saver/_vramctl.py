@@ -20,4 +20,12 @@ try:
 finally:
     sys.path.remove(_site)
 
-__all__ = ["DIRECTORY", "vramctl"]
+__all__ = ["DIRECTORY", "Invalid", "NotPreloaded", "vramctl"]
+
+
+class Invalid(vramctl.errors.Invalid, AssertionError):
+    """An invalid argument that torch_memory_saver refuses by an assertion."""
+
+
+class NotPreloaded(vramctl.errors.NotPreloaded, AssertionError):
+    """The same of a missing library."""

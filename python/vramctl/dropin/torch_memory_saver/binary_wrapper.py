@@ -32,9 +32,9 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 class BinaryWrapper:
     """The process's library; call its functions as ``cdll.tms_…``."""
 
-    def __init__(self, path: str | None) -> None:
-        """`path`: the library's file; None if it is preloaded."""
-        self.cdll = ctypes.CDLL(path)
+    def __init__(self, path_binary: str | None = None, path: str | None = None) -> None:
+        """`path_binary` or `path`: the library's file; None if it is preloaded."""
+        self.cdll = ctypes.CDLL(path_binary or path)
         for name, result, arguments in _FUNCTIONS:
             function = getattr(self.cdll, name)
             function.restype, function.argtypes = result, arguments

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._vramctl import vramctl
+from ._vramctl import Invalid, NotPreloaded, vramctl
 from .binary_wrapper import BinaryWrapper
-from .utils import get_binary_path_from_package
+from .hooks.base import HookMode, HookUtilBase
 
 if TYPE_CHECKING:
     from vramctl._request import Backup
 
-HookMode = Literal["preload", "torch"]
 CpuBackupBackend = Literal["pinned", "mmap"]
 
 _DEFAULT_TAG = "default"
@@ -50,8 +49,7 @@ class TorchMemorySaver:
         Host memory is pinned while it is needed. With the `cpu_backup_backend` ``mmap`` it is returned to the system
         before `resume` returns; with ``pinned`` it may stay ready for the next pause for a while.
         """
-        backup = _backup(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        with self._ensure_initialized().region(tag, backup, cpu_backup_backend):
+        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
             yield
 
     @contextlib.contextmanager
@@ -68,18 +66,8 @@ class TorchMemorySaver:
         """``torch.cuda.graph``, with the graph's own memory tagged `tag`. The other arguments are those of `region`.
         Requires the preloaded library.
         """
-        backup = _backup(enable_cpu_backup, False, cpu_backup_backend)
-        impl = self._ensure_initialized()
-        if not vramctl.is_preloaded():
-            raise vramctl.errors.NotPreloaded(
-                "pausing a CUDA graph's memory requires the preloaded library: start the program with "
-                "`vramctl run -- python …`, or capture with torch.cuda.graph(), whose memory is never paused"
-            )
-        with (
-            impl.backend(cpu_backup_backend),
-            vramctl.cuda_graph(
-                cuda_graph, tag=tag, backup=backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
-            ),
+        with self._ensure_initialized().cuda_graph(
+            cuda_graph, pool, stream, capture_error_mode, tag, enable_cpu_backup, cpu_backup_backend
         ):
             yield
 
@@ -95,17 +83,13 @@ class TorchMemorySaver:
         """Returns the GPU memory of a tag, or of all tags, to the driver. Do not use the memory until `resume`. A no-op for
         paused or unknown tags.
         """
-        self._ensure_initialized()
-        with contextlib.suppress(vramctl.errors.UnknownTag):
-            vramctl.pause(tag or None)
+        self._ensure_initialized().pause(tag)
 
     def resume(self, tag: str | None = None) -> None:
         """Restores the memory at the same addresses, with the saved contents. A no-op for active or unknown tags. Raises
         `vramctl.errors.DeviceMemory` if there is too little memory; everything then stays paused.
         """
-        self._ensure_initialized()
-        with contextlib.suppress(vramctl.errors.UnknownTag):
-            vramctl.resume(tag or None)
+        self._ensure_initialized().resume(tag)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
         """The contents of a tensor at its last pause, as a CPU tensor; None if host memory has no backup of it, or if it is
@@ -176,22 +160,67 @@ class _TorchMemorySaverImpl:
     """The state behind `TorchMemorySaver`, created on first use."""
 
     def __init__(self, hook_mode: HookMode = "preload") -> None:
-        path = None
-        if not vramctl.is_preloaded():
-            if hook_mode == "preload":
-                raise vramctl.errors.NotPreloaded(
-                    "the library is not preloaded in this process, so GPU memory cannot be paused. Start the program with "
-                    "`vramctl run -- python …`, start this process inside torch_memory_saver.configure_subprocess(), or set "
-                    'torch_memory_saver.hook_mode = "torch"'
-                )
-            path = str(get_binary_path_from_package("torch_memory_saver_hook_mode_torch"))
-            _use_as_allocator(path)
+        preloaded = vramctl.is_preloaded()
         self._hook_mode = hook_mode
-        self._binary_wrapper = BinaryWrapper(path)
+        # With the library preloaded, both modes are the same.
+        self._hook_util = HookUtilBase.create("preload" if preloaded else hook_mode)
+        path = self._hook_util.get_path_binary()
+        if not preloaded:
+            from vramctl import _torch
+
+            _torch.use_allocator(self._hook_util.get_allocator())
+        # Never load the preloaded file again: it may have been replaced meanwhile.
+        self._binary_wrapper = BinaryWrapper(path_binary=None if preloaded else path)
+        self._mem_pools = _MemPools()
 
     @contextlib.contextmanager
-    def region(self, tag: str, backup: Backup, cpu_backup_backend: str | None) -> Iterator[None]:
+    def region(
+        self, tag: str, enable_cpu_backup: bool, enable_disk_backup: bool, cpu_backup_backend: CpuBackupBackend | None
+    ) -> Iterator[None]:
+        backup = _backup(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         with self.backend(cpu_backup_backend), vramctl.region(tag, backup):
+            yield
+
+    @contextlib.contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any,
+        stream: Any,
+        capture_error_mode: str,
+        tag: str,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: CpuBackupBackend | None,
+    ) -> Iterator[None]:
+        backup = _backup(enable_cpu_backup, False, cpu_backup_backend)
+        if not vramctl.is_preloaded():
+            raise NotPreloaded(
+                "pausing a CUDA graph's memory requires the preloaded library: start the program with "
+                "`vramctl run -- python …`, or capture with torch.cuda.graph(), whose memory is never paused"
+            )
+        with (
+            self.backend(cpu_backup_backend),
+            vramctl.cuda_graph(
+                cuda_graph, tag=tag, backup=backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+            ),
+        ):
+            yield
+
+    def pause(self, tag: str | None) -> None:
+        with contextlib.suppress(vramctl.errors.UnknownTag):
+            vramctl.pause(tag or None)
+
+    def resume(self, tag: str | None) -> None:
+        with contextlib.suppress(vramctl.errors.UnknownTag):
+            vramctl.resume(tag or None)
+
+    @contextlib.contextmanager
+    def _with_region_config(
+        self, tag: str, enable_cpu_backup: bool, cpu_backup_backend: str | None = None, enable_disk_backup: bool = False
+    ) -> Iterator[None]:
+        """`region` for memory that the calling thread allocates without torch's pools."""
+        backup = _backup(enable_cpu_backup, enable_disk_backup, None)
+        with self.backend(cpu_backup_backend), vramctl.region(tag, backup, pool=False):
             yield
 
     @contextlib.contextmanager
@@ -207,15 +236,15 @@ class _TorchMemorySaverImpl:
             cdll.tms_set_cpu_backup_backend(before)
 
     @contextlib.contextmanager
-    def disable(self) -> Iterator[None]:
+    def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
         # A separate pool, so that no tagged cached memory is used; a temporary one, so that it is not held afterwards.
         with vramctl.region(None, pool=False), vramctl._torch.pool_for_once(None):
             yield
 
-    def get_cpu_backup(self, x: Any, zero_copy: bool) -> Any:
+    def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
         torch = _torch_with_gpu()
         if torch is None or not x.is_cuda or not x.is_contiguous():
-            raise vramctl.errors.Invalid("get_cpu_backup() needs a contiguous CUDA tensor")
+            raise Invalid("get_cpu_backup() needs a contiguous CUDA tensor")
         if x.numel() == 0:
             return torch.empty(x.shape, dtype=x.dtype)
         address = ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
@@ -227,10 +256,45 @@ class _TorchMemorySaverImpl:
         return tensor if zero_copy else tensor.clone()
 
 
+class _MemPools(MutableMapping[Any, Any]):
+    """Torch's pools, by (tag, backup in host memory, on disk, its backend, device). To remove one has its memory freed once no tensor
+    uses it.
+    """
+
+    @staticmethod
+    def _keys() -> dict[tuple[str, bool, bool, str, int], Any]:
+        found: dict[tuple[str, bool, bool, str, int], Any] = {}
+        for key in vramctl._torch.idle_pools():
+            tag, backup, device = key
+            if tag is not None:
+                for backend in _BACKENDS if backup == "host" else ("",):
+                    found[tag, backup == "host", backup == "disk", backend, device] = key
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return vramctl._torch.idle_pools()[self._keys()[key]]
+
+    def __setitem__(self, key: Any, pool: Any) -> None:
+        raise Invalid("a region makes its pool")
+
+    def __delitem__(self, key: Any) -> None:
+        vramctl._torch.forget_pools(self._keys()[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys())
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def clear(self) -> None:
+        for key in set(self._keys().values()):
+            vramctl._torch.forget_pools(key)
+
+
 def _backup(in_memory: bool, on_disk: bool, backend: str | None) -> Backup:
     """Maps torch_memory_saver's flags to a vramctl policy."""
     if in_memory and on_disk:
-        raise ValueError("enable_cpu_backup and enable_disk_backup are mutually exclusive")
+        raise Invalid("enable_cpu_backup and enable_disk_backup are mutually exclusive")
     if backend is not None and backend not in _BACKENDS:
         raise ValueError(f"cpu_backup_backend must be {' or '.join(map(repr, _BACKENDS))}, not {backend!r}")
     if backend is not None and not in_memory:
@@ -245,16 +309,3 @@ def _torch_with_gpu() -> Any:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
-
-
-def _use_as_allocator(path: str) -> None:
-    """Makes torch allocate regions through the library, which is not preloaded and intercepts nothing else."""
-    import torch
-
-    from vramctl import _library, _torch
-
-    _library.open(path)
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(path, "tms_torch_malloc", "tms_torch_free")
-    # Leak a reference: the allocator must outlive every pool, and pools live as long as the process.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(allocator))
-    _torch.use_allocator(allocator.allocator())

@@ -1,8 +1,11 @@
-"""Locates the library for callers that set ``LD_PRELOAD`` themselves, and detects the GPU vendor."""
+"""Locates the library for callers that set ``LD_PRELOAD`` themselves, and detects the GPU's vendor and the CUDA runtime."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ._vramctl import DIRECTORY, vramctl
@@ -32,6 +35,47 @@ def is_xpu() -> bool:
         return False
     xpu = getattr(torch, "xpu", None)
     return xpu is not None and bool(xpu.is_available())
+
+
+def _is_rocm_torch() -> bool:
+    """Whether torch's GPUs are AMD's, which vramctl does not manage."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(getattr(torch.version, "hip", None))
+
+
+def _detect_cuda_major() -> int:
+    """The CUDA runtime's major version: torch's, else that of the newest that the loader finds. Raises RuntimeError if there is none."""
+    try:
+        import torch
+
+        version = getattr(torch.version, "cuda", None) or ""
+    except ImportError:
+        version = ""
+    major = version.partition(".")[0]
+    if major.isdigit():
+        return int(major)
+    for known in (13, 12):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(f"libcudart.so.{known}")
+            return known
+    raise RuntimeError("there is no CUDA runtime: torch was built without CUDA, and neither libcudart.so.13 nor .12 is found")
+
+
+@contextlib.contextmanager
+def change_env(key: str, value: str) -> Iterator[None]:
+    """Sets a variable of the process's environment inside."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
 
 
 def is_library(path: str) -> bool:
