@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
-use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
+use vramctl_control::protocol::{self, Foretold, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
 use vramctl_model::{
     Backup, Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
     Verb,
@@ -262,12 +262,12 @@ impl State {
                 // A request without steps says it itself.
                 let hold_ms = hold_ms.or(wanted.hold_ms);
                 self.asked.push(Request::Pause(Transition { hold_ms, timeout_ms, ..wanted.clone() }));
-                match self.plan(wanted).prefix_cache {
+                match self.foretell(wanted).plan.prefix_cache {
                     Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
                     _ => self.transition(wanted, TagState::Paused),
                 }
             }
-            Request::Plan(wanted) => Reply::Plan(self.plan(wanted)),
+            Request::Plan(wanted) => Reply::Plan(self.foretell(wanted)),
             Request::Resume(wanted) => {
                 self.asked.push(request.clone());
                 self.transition(wanted, TagState::Active)
@@ -288,7 +288,7 @@ impl State {
         }
     }
 
-    fn plan(&self, wanted: &Transition) -> Plan {
+    fn foretell(&self, wanted: &Transition) -> Foretold {
         let policy = wanted.backup.unwrap_or(Backup::Host);
         let meant =
             |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
@@ -297,7 +297,10 @@ impl State {
         let lost = policy == Backup::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
         let needed_bytes = if policy == Backup::Host { GIB * tags.len() as u64 } else { 0 };
         let host = HostRoom { needed_bytes, available_bytes: 3 * GIB / 2 };
-        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost), obstacles: Vec::new(), communicators: Vec::new() }
+        let short = Error::HostMemory { needed: needed_bytes, available: host.available_bytes, capped: false };
+        let refused = (needed_bytes > host.available_bytes).then(|| Box::new(Refusal::from(&short)));
+        let prefix_cache = self.engine.clone().filter(|_| lost);
+        Foretold { plan: Plan { tags, host, prefix_cache, ..Plan::default() }, refused }
     }
 
     fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {
@@ -769,8 +772,12 @@ fn refusals_have_exit_codes_of_their_own() {
     let errors = [
         (Error::Busy(Duration::from_millis(50)), 5, "had not finished after 50 ms"),
         (Error::Capturing, 5, "captured"),
-        (Error::HostMemory { needed: 2 * GIB, available: GIB, capped: false }, 4, "2.00 GiB needed, 1.00 GiB available. Free some"),
-        (Error::HostMemory { needed: 2 * GIB, available: GIB, capped: true }, 4, "available under VRAMCTL_HOST_CAP. Raise it"),
+        (Error::HostMemory { needed: 2 * GIB, available: GIB, capped: false }, 4, "2.00 GiB needed, 1.00 GiB available. Free 1.00 GiB, or"),
+        (
+            Error::HostMemory { needed: 2 * GIB, available: GIB, capped: true },
+            4,
+            "available under VRAMCTL_HOST_CAP. Start the program again with 1.00 GiB more",
+        ),
         (Error::Internal("x".into()), 1, "please report it"),
     ];
     for (error, code, text) in errors {

@@ -3,11 +3,13 @@
 
 mod common;
 
+use common::machine::Machine;
 use common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
+use proptest::prelude::*;
 use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, set_host_keep};
 use vramctl_core::memory::Memory;
-use vramctl_model::{Backup, Error, HostStatus};
+use vramctl_model::{Backup, Bytes, Error, HostStatus};
 
 /// Longer than any test.
 const LONG: Option<Duration> = Some(Duration::from_secs(600));
@@ -134,22 +136,110 @@ fn a_dry_run_tells_what_a_pause_takes_and_what_there_is() {
     let _gpu = Gpu::take();
     let make = |tag: &str, policy, mib| malloc_tagged(tag, policy, mib * MIB).unwrap();
     let plan = || {
-        let room = Memory::get().plan(&common::request(&[])).unwrap().host;
+        let room = Memory::get().plan(&common::request(&[])).unwrap().0.host;
         (room.needed_bytes >> 20, room.available_bytes >> 20)
     };
     let _kept = Kept::for_long();
     set_host_keep(LONG, Some(ROOM));
     let all = [make(common::RETAINED_TAG, None, 40), make("d", Some(Backup::Discard), 6), make("file", Some(Backup::Disk), 4)];
-    assert_eq!(plan(), (40, 100));
+    // With the file's staging memory, in whole pieces.
+    assert_eq!(plan(), (64, 100));
     set_host_keep(LONG, Some(u64::MAX));
-    assert_eq!(plan(), (40, common::HOST_CAP >> 20));
+    assert_eq!(plan(), (64, common::HOST_CAP >> 20));
     pause(&[common::RETAINED_TAG]).unwrap();
     assert_eq!((host().used_bytes, host().ready_bytes), (40 << 20, 64 << 20));
     resume(&[]).unwrap();
-    assert_eq!(plan(), (0, (common::HOST_CAP >> 20) - 40), "it goes over the retained copy");
+    assert_eq!(plan(), (0, (common::HOST_CAP >> 20) - 64), "it goes over the retained copy, and the file's into the end of its last piece");
     set_host_keep(LONG, Some(ROOM));
-    assert_eq!(plan(), (0, 100 + 24), "and the end of its last piece is ready");
+    assert_eq!(plan(), (0, 100));
     assert_eq!(all.map(free), [0; 3]);
+}
+
+/// Contents of 16 MiB need a whole piece of host memory, whose size the cap does not reach. The messages are the same, with the next step.
+#[test]
+fn the_command_line_foretells_what_the_pause_says() {
+    let machine = Machine::new();
+    for (cap, next_step) in [("20M", "Start the program again with 12.00 MiB more"), ("1M", "Start the program again with 31.00 MiB more")]
+    {
+        let _rank = machine.start_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", cap));
+        let foretold = machine.vramctl("pause engine --dry-run").expect(4, "", next_step);
+        let refused = machine.vramctl("pause engine").expect(4, "", next_step);
+        assert_eq!(foretold.err, refused.err);
+        machine.vramctl("pause engine --discard --dry-run").expect(0, "0 B needed", "");
+        machine.vramctl("pause engine --discard").expect(0, "", "");
+    }
+    let limited = machine.start_with("limited", |_| ());
+    let limit = libc::rlimit { rlim_cur: 16 << 20, rlim_max: libc::RLIM_INFINITY };
+    assert_eq!(unsafe { libc::prlimit(limited.pid() as i32, libc::RLIMIT_DATA, &raw const limit, std::ptr::null_mut()) }, 0);
+    let foretold = machine.vramctl("pause limited --dry-run").expect(4, "", "ulimit -d");
+    let refused = machine.vramctl("pause limited").expect(4, "", "ulimit -d");
+    assert!(foretold.err.ends_with(&refused.err), "{} {}", foretold.err, refused.err);
+    drop(limited);
+    let _rank = machine.start_with("engine", |command| _ = command.env("VRAMCTL_DISK_DIR", "/nowhere"));
+    let foretold = machine.vramctl("pause engine --backup disk --dry-run").expect(1, "", "/nowhere");
+    let refused = machine.vramctl("pause engine --backup disk").expect(1, "", "/nowhere");
+    assert_eq!(foretold.err, refused.err);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: common::cases(12), failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Otherwise a script that asks first pauses half of what it should, or nothing.
+    #[test]
+    fn a_dry_run_says_yes_exactly_if_the_pause_succeeds(
+        sizes in prop::collection::vec((1usize..40, 0usize..4), 1..6), retained in any::<bool>(), host in 0u64..260, disk in 0u64..60
+    ) {
+        let _gpu = Gpu::take();
+        let _kept = Kept::for_long();
+        let (mut host, mut disk) = (host << 20, disk << 20);
+        // What is released does not add to what the test says is available, so nothing is kept.
+        let set = |host, disk| {
+            set_host_keep(Some(Duration::ZERO), Some(host));
+            vramctl_backup::disk::set_available(Some(disk));
+            vramctl_backup::settle();
+        };
+        let make = |&(mib, kind): &(usize, usize)| {
+            let (tag, policy) = [("kept", None), (common::RETAINED_TAG, None), ("file", Some(Backup::Disk)), ("d", Some(Backup::Discard))][kind];
+            malloc_tagged(tag, policy, mib * MIB).unwrap()
+        };
+        let before: Vec<_> = sizes[..1].iter().map(make).collect();
+        if retained {
+            set(u64::MAX, u64::MAX - 1);
+            pause(&[]).unwrap();
+            resume(&[]).unwrap();
+        }
+        let all: Vec<_> = before.into_iter().chain(sizes[1..].iter().map(make)).collect();
+        let done = loop {
+            set(host, disk);
+            let (_, foretold) = Memory::get().plan(&common::request(&[])).unwrap();
+            let paused = pause(&[]).map(drop);
+            let text = |result: &Result<(), Error>| result.as_ref().map_err(ToString::to_string).err();
+            if text(&foretold) != text(&paused) {
+                break Err(format!("foretold {:?}, then {:?}", text(&foretold), text(&paused)));
+            }
+            // What the message asks for must be enough.
+            match paused {
+                Err(Error::HostMemory { needed, available, capped: false }) => host += needed - available,
+                Err(Error::Disk(why)) if disk == u64::MAX - 1 => break Err(why),
+                Err(Error::Disk(why)) => {
+                    let wanted: u64 = sizes.iter().filter(|(_, kind)| *kind == 2).map(|(mib, _)| (mib.next_multiple_of(2) * MIB) as u64).sum();
+                    if !why.contains(&format!("Free {}", Bytes(wanted - disk))) {
+                        break Err(why);
+                    }
+                    disk = wanted;
+                }
+                Err(Error::HostMemory { capped: true, .. }) | Ok(()) => break Ok(()),
+                Err(other) => break Err(other.to_string()),
+            }
+        };
+        vramctl_backup::disk::set_available(None);
+        set_host_keep(LONG, None);
+        let _ = resume(&[]);
+        for address in all {
+            free(address);
+        }
+        prop_assert_eq!(done, Ok(()));
+    }
 }
 
 /// A lock on a byte of the socket directory, as if held by another process.

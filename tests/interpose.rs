@@ -1398,7 +1398,7 @@ fn a_pause_of_one_gpu_leaves_the_others_alone() {
     assert!(uuids[0] != uuids[1] && uuids.iter().all(|uuid| uuid.starts_with("GPU-") && uuid.len() == 40), "{uuids:?}");
     let before = (gpu.used(0), gpu.used(1));
     let only = |gpu: &str| TransitionRequest { gpus: vec![gpu.to_owned()], ..TransitionRequest::default() };
-    assert_eq!(Memory::get().plan(&only(&uuids[1])).unwrap().tags[0].allocations, 1);
+    assert_eq!(Memory::get().plan(&only(&uuids[1])).unwrap().0.tags[0].allocations, 1);
     assert_eq!(Memory::get().pause(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
     assert_eq!(gpu.used(0), before.0);
     assert!(gpu.used(1) < before.1);

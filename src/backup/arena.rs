@@ -52,6 +52,46 @@ struct Made {
     registering_us: AtomicU64,
 }
 
+/// The host memory that is needed for contents, and what there is: whole pieces.
+#[derive(Debug, Clone, Copy)]
+pub struct Need {
+    /// Bytes.
+    pub bytes: u64,
+    /// Bytes that the host and `VRAMCTL_HOST_CAP` allow.
+    pub available: u64,
+    /// Whether `VRAMCTL_HOST_CAP` is the tighter limit.
+    pub capped: bool,
+}
+
+impl Need {
+    /// For `after` pieces where there are `before`, once `spare` others are released.
+    fn of(before: usize, after: usize, spare: usize) -> Self {
+        let bytes = |pieces: usize| (pieces * HOST_PIECE) as u64;
+        let cap = Config::get().host_cap.saturating_sub(bytes(before));
+        let host = limits::available_bytes().saturating_add(bytes(spare));
+        Self { bytes: bytes(after.saturating_sub(before)), available: host.min(cap), capped: cap < host }
+    }
+
+    fn is_met(self) -> bool {
+        self.bytes <= self.available
+    }
+
+    /// The program's own limits are in the way.
+    fn forbidden(self) -> Error {
+        Error::HostMemory { needed: self.bytes, available: 0, capped: false }
+    }
+
+    /// An error if there is too little.
+    pub fn check(self) -> Result<(), Error> {
+        let Self { bytes: needed, available, capped } = self;
+        if self.is_met() { Ok(()) } else { Err(Error::HostMemory { needed, available, capped }) }
+    }
+}
+
+fn no_addresses(sizes: &[usize]) -> Error {
+    Error::HostMemory { needed: sizes.iter().sum::<usize>() as u64, available: 0, capped: false }
+}
+
 // SAFETY: the base is only an address; the memory behind it is handed out in disjoint ranges.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
@@ -101,8 +141,16 @@ impl Arena {
         let taken = self.try_take(sizes);
         let is_short = matches!(taken, Err(Error::HostMemory { .. }));
         let taken = if is_short && (self.give_up_spare() || spare) { self.try_take(sizes) } else { taken };
-        let others_may_help = matches!(taken, Err(Error::HostMemory { capped: false, .. })) && others::any(Says::Keeps);
-        if others_may_help { self.take_from_others(sizes) } else { taken }
+        let is_short_on_host = matches!(taken, Err(Error::HostMemory { capped: false, .. }));
+        if is_short_on_host && others::any(Says::Keeps) { self.take_from_others(sizes) } else { taken }
+    }
+
+    /// Whether other vramctl processes keep host memory that they would give up. What this one keeps is released first.
+    pub fn others_may_help() -> bool {
+        if let Some(arena) = Self::existing() {
+            arena.give_up_spare();
+        }
+        others::any(Says::Keeps)
     }
 
     /// Asks other vramctl processes for the host memory they keep, and retries as they release it.
@@ -128,7 +176,7 @@ impl Arena {
         let found = state.has_spare();
         state.expire();
         self.due.notify_all();
-        let busy = |state: &mut Stock| state.releasing && state.has_spare();
+        let busy = |state: &mut Stock| state.releasing;
         drop(self.changed.wait_timeout_while(state, PATIENCE, busy).unpoisoned());
         found
     }
@@ -141,24 +189,33 @@ impl Arena {
             let Some(offset) = state.take(bytes) else {
                 // Before the ranges are dropped, which takes the lock.
                 drop(state);
-                return Err(Error::HostMemory { needed: sizes.iter().sum::<usize>() as u64, available: 0, capped: false });
+                return Err(no_addresses(sizes));
             };
             ranges.push(Range { offset, bytes, at_once: false });
         }
-        let populated = state.populated();
-        let needed = ((populated - before) * HOST_PIECE) as u64;
-        let cap = Config::get().host_cap.saturating_sub((before * HOST_PIECE) as u64);
-        let host = limits::available_bytes();
-        let (available, capped) = (host.min(cap), cap < host);
+        let need = Need::of(before, state.populated(), 0);
         let end = ranges.iter().map(|range| Self::pieces_of(range).end).max().unwrap_or(0);
-        let fits = needed <= available;
-        let opened = fits && self.open(&mut state, end);
+        let opened = need.is_met() && self.open(&mut state, end);
         drop(state);
-        match (opened, fits) {
-            (true, _) => Ok(ranges),
-            (_, true) => Err(Error::HostMemory { needed, available: 0, capped: false }),
-            _ => Err(Error::HostMemory { needed, available, capped }),
+        match need.check() {
+            Ok(()) if !opened => Err(need.forbidden()),
+            met => met.map(|()| ranges),
         }
+    }
+
+    /// What ranges of these sizes would need, if nobody else gives up memory for them.
+    pub fn need(&self, sizes: &[usize]) -> Result<Need, Error> {
+        let mut state = self.lock();
+        let pieces = |sizes| state.pieces_with(std::iter::empty(), sizes);
+        let (before, after) = (pieces(&[]).unwrap_or_default(), pieces(sizes).ok_or_else(|| no_addresses(sizes))?);
+        // Spare memory that is not reused is released first.
+        let need = Need::of(before, after, state.populated().saturating_sub(before));
+        let mut free = state.free.clone();
+        let end = sizes.iter().filter_map(|bytes| Some(stock::pieces_of(free.take(*bytes)?, *bytes).end)).max().unwrap_or(0);
+        // Only an attempt shows whether the program's limits allow it.
+        let is_allowed = !need.is_met() || self.open(&mut state, end);
+        self.close(&mut state);
+        if is_allowed { Ok(need) } else { Err(need.forbidden()) }
     }
 
     /// Indices of the ranges to drop to make room for new ones of these sizes; `None` if dropping all would not be enough.
@@ -384,14 +441,6 @@ impl Arena {
         }
     }
 
-    /// Bytes of contents that fit: in memory that is ready, and in what the host and `VRAMCTL_HOST_CAP` still allow.
-    pub fn available_to_process() -> u64 {
-        let ready = Self::status_of_process();
-        let free = ready.ready_bytes.saturating_sub(ready.used_bytes);
-        let cap = Config::get().host_cap.saturating_sub(ready.ready_bytes);
-        limits::available_bytes().min(cap).saturating_add(free)
-    }
-
     /// Current host memory use; zero if no arena has been needed yet.
     pub fn status_of_process() -> HostStatus {
         Self::existing().map_or_else(HostStatus::default, Self::status)
@@ -435,7 +484,7 @@ impl Arena {
     fn release_in_time(&self) {
         /// How often to check for memory pressure, while there is memory to release.
         const LOOK: Duration = Duration::from_millis(500);
-        let _sign = Sign::put_up(Says::Keeps);
+        let mut sign = Some(Sign::put_up(Says::Keeps));
         loop {
             if limits::is_short() || others::any(Says::Needs) {
                 self.lock().expire();
@@ -443,6 +492,8 @@ impl Arena {
             let went = self.release_due();
             let mut state = self.lock();
             let Some(due) = state.next_due().filter(|_| went) else {
+                // First, so that this process does not take its own sign for another's.
+                drop(sign.take());
                 state.releasing = false;
                 self.changed.notify_all();
                 return;

@@ -11,7 +11,6 @@ use super::transfer::{self, Part};
 use super::{Item, Kept, Saved, Wanted};
 use std::collections::BTreeMap;
 use std::ops;
-use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, Once, mpsc};
 use std::thread;
 use vramctl_config::{Config, Unchanged};
@@ -156,14 +155,9 @@ fn expect_restore(wanted: &[Wanted]) {
     }
 }
 
-/// Bytes of new host memory that saving these contents would take.
-pub fn fresh_bytes(wanted: &Wanted) -> u64 {
-    sizes_of_new(slice::from_ref(wanted)).into_iter().sum::<usize>() as u64
-}
-
 /// Where each backup goes: over the old one, or to a new range.
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
-    let missing = sizes_of_new(wanted);
+    let missing = sizes_of_new(&wanted.iter().collect::<Vec<_>>());
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
     let place = |wanted: &Wanted| {
         let make = |mut range: Range| {
@@ -176,7 +170,7 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
 }
 
 /// Sizes in bytes of the backups that need a new range.
-pub fn sizes_of_new(wanted: &[Wanted]) -> Vec<usize> {
+pub fn sizes_of_new(wanted: &[&Wanted]) -> Vec<usize> {
     let new = wanted.iter().filter(|wanted| wanted.saved_over().is_none());
     new.map(|new| new.live.iter().map(ops::Range::len).sum()).collect()
 }

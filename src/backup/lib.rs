@@ -28,7 +28,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
-use vramctl_model::{Backup, Error, HostStatus, Progress, Stage};
+use vramctl_model::{Backup, Error, HostRoom, HostStatus, Progress, Stage};
 
 /// One allocation's contents, saved off the device.
 #[derive(Debug)]
@@ -92,15 +92,35 @@ pub struct Kept {
 /// While others are still being copied, `saved` receives the addresses of allocations that need no further access. The rest
 /// are saved when this returns.
 pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
+    // Before anything is copied.
+    match admit(&wanted).1 {
+        Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),
+        refused => refused?,
+    }
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
     let mut kept = host::save(&in_memory, progress, saved)?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
 }
 
+/// The host memory that saving these contents would take, and why it would be refused for lack of host memory or disk space. Both a pause
+/// and a dry run decide by this.
+pub fn admit(wanted: &[Wanted]) -> (HostRoom, Result<(), Error>) {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Backup::Disk);
+    let mut sizes = host::sizes_of_new(&in_memory);
+    sizes.extend(spill::size_of_staging(&on_disk));
+    let need = match Arena::get().and_then(|arena| arena.need(&sizes)) {
+        Ok(need) => need,
+        Err(_) if sizes.is_empty() => return (HostRoom::default(), Ok(())),
+        Err(error) => return (HostRoom::default(), Err(error)),
+    };
+    let room = HostRoom { needed_bytes: need.bytes, available_bytes: need.available };
+    (room, need.check().and_then(|()| spill::check_room(&on_disk)))
+}
+
 /// Indices of the retained backups to drop to make room for `wanted`; `None` if dropping all would not be enough.
-pub fn in_the_way(retained: &[Arc<Saved>], wanted: Vec<Wanted>) -> Option<Vec<usize>> {
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
+pub fn in_the_way(retained: &[Arc<Saved>], wanted: &[Wanted]) -> Option<Vec<usize>> {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Backup::Disk);
     let mut sizes = host::sizes_of_new(&in_memory);
     sizes.extend(spill::size_of_staging(&on_disk));
     host::in_the_way(retained, &sizes)
@@ -140,16 +160,6 @@ pub fn forget_context(context: Context) {
     Arena::forget_context(context);
     copier::forget_context(context);
     host::forget_digests(context);
-}
-
-/// Bytes of new host memory needed to save these contents, beyond their retained backup.
-pub fn fresh_host_bytes(wanted: &Wanted) -> u64 {
-    if wanted.policy == Backup::Host { host::fresh_bytes(wanted) } else { 0 }
-}
-
-/// Bytes of contents that host memory can take now.
-pub fn available_host_bytes() -> u64 {
-    Arena::available_to_process()
 }
 
 /// Current use of host memory for backups.

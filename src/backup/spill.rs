@@ -62,6 +62,14 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec
     Ok(items)
 }
 
+/// Whether there is space for these contents in the directory.
+pub fn check_room(wanted: &[&Wanted]) -> Result<(), Error> {
+    let directory = settings::disk_directory();
+    let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
+    let files: Vec<_> = in_files(&extents, &directory).into_iter().map(|file| bytes_of(file) as u64).collect();
+    if files.is_empty() { Ok(()) } else { disk::check_room(&directory.path, &files).map_err(|error| Error::Disk(error.to_string())) }
+}
+
 fn bytes_of(extents: &[Extent]) -> usize {
     extents.iter().map(|extent| extent.bytes).sum()
 }
@@ -176,7 +184,7 @@ const STAGING_PIECES: usize = 8;
 const STAGING_PIECE: usize = 8 << 20;
 
 /// Bytes of staging memory for these contents; `None` if no file is needed.
-pub fn size_of_staging(wanted: &[Wanted]) -> Option<usize> {
+pub fn size_of_staging(wanted: &[&Wanted]) -> Option<usize> {
     let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
     let largest = in_files(&extents, &settings::disk_directory()).into_iter().map(bytes_of).max()?;
     Some(largest.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES) * STAGING_PIECE)
@@ -185,7 +193,7 @@ pub fn size_of_staging(wanted: &[Wanted]) -> Option<usize> {
 /// Prepared staging memory from the arena.
 fn staging_memory(wanted: &[Wanted], context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
-    let size = size_of_staging(wanted).unwrap_or_default();
+    let size = size_of_staging(&wanted.iter().collect::<Vec<_>>()).unwrap_or_default();
     let range = arena.take(&[size])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
     Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
     Ok(range)

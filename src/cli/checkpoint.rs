@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::Directory;
 use vramctl_control::job::{Job, Rank};
-use vramctl_control::protocol::{Refusal, Transition};
+use vramctl_control::protocol::{self, Refusal, Transition};
 use vramctl_control::queue::InQueue;
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
@@ -158,13 +158,14 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
     let foretell = |member: &'a mut Member| {
         // A suspended process has nothing to pause, and no obstacles.
         if !member.gpus.is_empty() {
-            return Ok(Foretold::new(&member.process, Plan::default(), true));
+            return Ok(Foretold::new(&member.process, protocol::Foretold { plan: Plan::default(), refused: None }, true));
         }
         let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
-        let mut plan = member.ask(|client| client.plan(Transition { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
-        plan.obstacles.extend(member.mig(&cards));
-        let able = member.can_be_seen().and(loaded.clone()).and_then(|()| unless_in_the_way(plan.obstacles.clone()));
-        let paused = Foretold::new(&member.process, plan, wanted.force);
+        let mut foretold =
+            member.ask(|client| client.plan(Transition { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
+        foretold.plan.obstacles.extend(member.mig(&cards));
+        let able = member.can_be_seen().and(loaded.clone()).and_then(|()| unless_in_the_way(foretold.plan.obstacles.clone()));
+        let paused = Foretold::new(&member.process, foretold, wanted.force);
         Ok(Foretold { failure: able.err().or(paused.failure), ..paused })
     };
     members.iter_mut().map(foretell).collect()

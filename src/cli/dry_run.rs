@@ -5,7 +5,8 @@ use crate::nccl;
 use crate::output;
 use crate::processes::Process;
 use serde_json::json;
-use vramctl_model::{Backup, Bytes, Error, HostRoom, Plan, TagPlan};
+use vramctl_control::protocol;
+use vramctl_model::{Backup, Bytes, Error, Plan, TagPlan};
 
 /// What would be done to one process.
 pub struct Foretold<'a> {
@@ -18,13 +19,11 @@ pub struct Foretold<'a> {
 }
 
 impl<'a> Foretold<'a> {
-    /// From its plan. `may_lose`: contents that a prefix cache describes may be discarded.
-    pub fn new(process: &'a Process, plan: Plan, may_lose: bool) -> Self {
-        let refused = plan.prefix_cache.clone().filter(|_| !may_lose).map(Error::PrefixCache);
-        let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
-        let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
-        let failure = refused.or(short).map(|error| CommandError::from(&error));
-        Self { process, plan: Some(plan), failure, aside_bytes: None }
+    /// From its answer. `may_lose`: contents that a prefix cache describes may be discarded.
+    pub fn new(process: &'a Process, foretold: protocol::Foretold, may_lose: bool) -> Self {
+        let protocol::Foretold { plan, refused } = foretold;
+        let prefix_cache = plan.prefix_cache.clone().filter(|_| !may_lose).map(|engine| CommandError::from(&Error::PrefixCache(engine)));
+        Self { process, plan: Some(plan), failure: prefix_cache.or(refused.map(CommandError::Refused)), aside_bytes: None }
     }
 
     /// A borrower, which pauses nothing of its own and would set aside open memory of others.

@@ -1,7 +1,7 @@
 //! The client side of the socket, for the command line.
 
 use super::discovery::{self, Directory};
-use super::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
+use super::protocol::{self, Foretold, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
 use crate::descriptors;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
-use vramctl_model::{Cached, Communicator, Events, GpuUse, Plan, Progress, Report, Trimmed};
+use vramctl_model::{Cached, Communicator, Events, GpuUse, Progress, Report, Trimmed};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -122,7 +122,7 @@ impl Client {
     }
 
     /// Asks what a pause would do.
-    pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
+    pub fn plan(&mut self, transition: Transition) -> Result<Foretold, ClientError> {
         answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)
     }
 

@@ -232,7 +232,7 @@ pub enum Reply {
     /// To `prepare`: every step that can fail is done.
     Prepared,
     /// To `plan`.
-    Plan(Plan),
+    Plan(Foretold),
     /// To `communicators`.
     Communicators {
         /// Those of the process.
@@ -331,6 +331,17 @@ pub struct HostShortage {
     pub needed: u64,
     /// Bytes available on the host.
     pub available: u64,
+}
+
+/// A dry run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Foretold {
+    /// What the pause would do.
+    #[serde(flatten)]
+    pub plan: Plan,
+    /// Why it would be refused: there is no room for the contents.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<Box<Refusal>>,
 }
 
 /// Why a request failed.

@@ -255,13 +255,19 @@ impl fmt::Display for Error {
                  Restart the program"
             ),
             Self::DeviceMemory(shortage) => shortage.fmt(out),
-            Self::HostMemory { needed, available, capped } => write!(
-                out,
-                "too little host memory to keep the contents: {} needed, {} available{}, or discard tags whose contents can be rebuilt",
-                Bytes(*needed),
-                Bytes(*available),
-                if *capped { " under VRAMCTL_HOST_CAP. Raise it" } else { ". Free some" },
-            ),
+            Self::HostMemory { needed, available, capped } => {
+                let short = Bytes(needed.saturating_sub(*available));
+                let there = Bytes(*available);
+                write!(out, "too little host memory to keep the contents: {} needed, {there} available", Bytes(*needed))?;
+                if *capped {
+                    write!(out, " under VRAMCTL_HOST_CAP. Start the program again with {short} more")?;
+                } else if *available == 0 {
+                    write!(out, ". Free {short}, or raise the process's own limit (ulimit -v, ulimit -d)")?;
+                } else {
+                    write!(out, ". Free {short}")?;
+                }
+                write!(out, ", or discard tags whose contents can be rebuilt (--discard)")
+            }
             Self::UnknownTag { unknown, known } => {
                 write!(out, "no allocation has the tag {}; ", unknown.join(", "))?;
                 if known.is_empty() { write!(out, "there are no tags yet") } else { write!(out, "the tags are {}", known.join(", ")) }

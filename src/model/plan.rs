@@ -39,8 +39,8 @@ pub struct TagPlan {
 /// Host memory for backups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRoom {
-    /// Bytes needed beyond the copies already retained.
+    /// Bytes needed beyond what backups use already, in whole pieces (64 MiB).
     pub needed_bytes: u64,
-    /// Bytes available.
+    /// Bytes available: what the host and `VRAMCTL_HOST_CAP` allow, with the memory that is ready for backups.
     pub available_bytes: u64,
 }

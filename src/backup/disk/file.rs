@@ -7,6 +7,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::{io, mem, process};
 use vramctl_host::{log_once, system};
 use vramctl_model::Bytes;
@@ -23,18 +24,54 @@ pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(F
 }
 
 fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, bool)> {
-    let in_directory = |what: &str, error: &io::Error| {
-        io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
-    };
     let opened = name.map_or_else(|| open(directory), |name| names::open(&directory.join(name)));
-    let file = opened.map_err(|error| in_directory("create", &error))?;
+    let file = opened.map_err(|error| in_directory(directory, "create", &error))?;
     warn_of_memory(&file);
-    reserve(&file, directory, bytes).map_err(|error| match error.kind() {
-        io::ErrorKind::StorageFull => error,
-        _ => in_directory(&format!("reserve {} for", Bytes(bytes)), &error),
-    })?;
-    let direct = make_direct(&file, bytes).map_err(|error| in_directory("use", &error))?;
+    reserve(&file, directory, bytes).map_err(|error| not_reserved(directory, bytes, error))?;
+    let direct = make_direct(&file, bytes).map_err(|error| in_directory(directory, "use", &error))?;
     Ok((file, direct))
+}
+
+fn in_directory(directory: &Path, what: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
+}
+
+fn not_reserved(directory: &Path, bytes: u64, error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::StorageFull => error,
+        _ => in_directory(directory, &format!("reserve {} for", Bytes(bytes)), &error),
+    }
+}
+
+/// Whether files of these sizes can be created in the directory. Leaves nothing there.
+pub fn check_room(directory: &Path, files: &[u64]) -> io::Result<()> {
+    let file = open(directory).map_err(|error| in_directory(directory, "create", &error))?;
+    let largest = files.iter().copied().max().unwrap_or(0);
+    check_size(largest).map_err(|error| not_reserved(directory, largest, error))?;
+    check_space(&file, directory, files.iter().sum())
+}
+
+/// Beyond this limit the kernel does not only refuse but sends a fatal signal.
+fn check_size(bytes: u64) -> io::Result<()> {
+    let is_too_large = system::resource_limit(libc::RLIMIT_FSIZE).is_some_and(|limit| bytes > limit);
+    if is_too_large { Err(io::Error::from_raw_os_error(libc::EFBIG)) } else { Ok(()) }
+}
+
+fn check_space(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
+    let is_short = available_bytes(file).is_some_and(|available| available < bytes);
+    if is_short { Err(full(file, directory, bytes)) } else { Ok(()) }
+}
+
+fn full(file: &File, directory: &Path, bytes: u64) -> io::Error {
+    let available = available_bytes(file).unwrap_or(0);
+    let text = format!(
+        "too little space in {} for a backup: {} needed, {} available. Free {}, or set VRAMCTL_DISK_DIR to another file system",
+        directory.display(),
+        Bytes(bytes),
+        Bytes(available),
+        Bytes(bytes.saturating_sub(available))
+    );
+    io::Error::new(io::ErrorKind::StorageFull, text)
 }
 
 /// Opens a file without a name. On file systems that do not support that (NFS, FUSE), opens a named one and unlinks it.
@@ -64,19 +101,9 @@ pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
 pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
     /// Small enough that frequent signals, each of which restarts the call, cannot stall it forever.
     const STEP: u64 = 256 << 20;
-    // Beyond this limit the kernel does not only refuse but sends a fatal signal.
-    if system::resource_limit(libc::RLIMIT_FSIZE).is_some_and(|limit| bytes > limit) {
-        return Err(io::Error::from_raw_os_error(libc::EFBIG));
-    }
-    let full = || {
-        let available = Bytes(available_bytes(file).unwrap_or(0));
-        let text = format!("too little space in {} for a backup: {} needed, {available} available", directory.display(), Bytes(bytes));
-        io::Error::new(io::ErrorKind::StorageFull, text)
-    };
-    // Check first, so that a disk that is too small is not filled up before the error.
-    if available_bytes(file).is_some_and(|available| available < bytes) {
-        return Err(full());
-    }
+    check_size(bytes)?;
+    // First, so that a disk that is too small is not filled up before the error.
+    check_space(file, directory, bytes)?;
     let mut at = 0;
     while at < bytes {
         let step = STEP.min(bytes - at);
@@ -85,7 +112,7 @@ pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<(
             0 => at += step,
             _ => match io::Error::last_os_error().raw_os_error().unwrap_or(0) {
                 libc::EINTR => {}
-                libc::ENOSPC | libc::EDQUOT => return Err(full()),
+                libc::ENOSPC | libc::EDQUOT => return Err(full(file, directory, bytes)),
                 // The file system does not support it; the first check must do.
                 libc::EOPNOTSUPP | libc::ENOSYS => return file.set_len(bytes),
                 other => return Err(io::Error::from_raw_os_error(other)),
@@ -95,8 +122,20 @@ pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<(
     Ok(())
 }
 
+const NOT_TOLD: u64 = u64::MAX;
+static TOLD: AtomicU64 = AtomicU64::new(NOT_TOLD);
+
+/// Overrides the available bytes, for tests. `None` restores the real value.
+pub fn set_available(bytes: Option<u64>) {
+    TOLD.store(bytes.unwrap_or(NOT_TOLD), Ordering::Relaxed);
+}
+
 /// Bytes this user can still allocate, if the file system reports that.
 fn available_bytes(file: &File) -> Option<u64> {
+    let told = TOLD.load(Ordering::Relaxed);
+    if told != NOT_TOLD {
+        return Some(told);
+    }
     // SAFETY: plain data, valid as all zeros, and writable.
     let statistics = unsafe {
         let mut statistics: libc::statvfs64 = mem::zeroed();

@@ -12,6 +12,7 @@ mod names;
 #[cfg(test)]
 mod tests;
 
+pub use file::{check_room, set_available};
 pub use names::remove_stale;
 
 use engine::{FileRequest, Flight, Operation, Queue};

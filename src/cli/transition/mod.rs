@@ -36,7 +36,7 @@ use vramctl_control::job::{Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::{Claim, InQueue};
 use vramctl_driver as driver;
-use vramctl_model::{Communicator, Error, Kind, Plan, Report, Trimmed, Verb};
+use vramctl_model::{Communicator, Error, Kind, Report, Trimmed, Verb};
 
 /// How long a program's allocator may take to return its cache before a pause.
 const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
@@ -245,7 +245,7 @@ impl Asking {
         let foretell = |task| {
             let Task { process, .. }: &Task = task;
             match self.ask_plan(task) {
-                Ok(plan) => Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators),
+                Ok(foretold) => Foretold::new(process, foretold, self.request.force || asks_engine).with_communicators(&self.communicators),
                 Err(failure) => Foretold::refused(process, failure),
             }
         };
@@ -283,7 +283,7 @@ impl Asking {
         }
         let mut losing = Vec::new();
         for task in self.due() {
-            if let Some(name) = self.ask_plan(task)?.prefix_cache {
+            if let Some(name) = self.ask_plan(task)?.plan.prefix_cache {
                 if !engine.asks() {
                     let refusal = Refusal::from(&Error::PrefixCache(name));
                     let message = format!("{}: {}", task.process, refusal.message);
@@ -300,7 +300,7 @@ impl Asking {
     }
 
     /// What a pause of the process would do.
-    fn ask_plan(&self, task: &Task) -> Result<Plan, CommandError> {
+    fn ask_plan(&self, task: &Task) -> Result<protocol::Foretold, CommandError> {
         let of_task = |group: &&AsOne<_>| group.places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
         // Processes that are not held keep their open memory.
         let group = self.groups.iter().find(of_task).filter(|_| self.request.hold_ms.is_some());

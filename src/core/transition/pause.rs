@@ -203,23 +203,29 @@ impl Memory {
     fn make_room(&self, request: &TransitionRequest) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            let (mut wanted, mut retained) = (Vec::new(), Vec::new());
-            for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_paused()) {
-                let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(request, &allocation) && !new.live.is_empty());
-                let saved = allocation.contents().saved.clone();
-                if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
-                    retained.push((allocation, saved));
-                }
-                wanted.extend(new);
-            }
-            let (of, retained): (Vec<_>, Vec<_>) = retained.into_iter().unzip();
-            let Some(given_up) = backup::in_the_way(&retained, wanted) else { return false };
-            given_up.into_iter().filter_map(|place| of[place].contents().saved.take()).collect()
+            let Some(allocations) = self.retained_in_the_way(request) else { return false };
+            allocations.into_iter().filter_map(|allocation| allocation.contents().saved.take()).collect()
         };
         if !given_up.is_empty() {
             log::info!("host memory is short: dropped the retained backups of {} allocations", given_up.len());
         }
         !given_up.is_empty()
+    }
+
+    /// The active allocations whose retained backups a pause would drop to make room. `None` if that would not be enough.
+    pub(super) fn retained_in_the_way(&self, request: &TransitionRequest) -> Option<Vec<Arc<Allocation>>> {
+        let (mut wanted, mut retained) = (Vec::new(), Vec::new());
+        for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_paused()) {
+            let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(request, &allocation) && !new.live.is_empty());
+            let saved = allocation.contents().saved.clone();
+            if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
+                retained.push((allocation, saved));
+            }
+            wanted.extend(new);
+        }
+        let (of, retained): (Vec<_>, Vec<_>) = retained.into_iter().unzip();
+        let given_up = backup::in_the_way(&retained, &wanted)?;
+        Some(given_up.into_iter().map(|place| Arc::clone(&of[place])).collect())
     }
 }
 
