@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
-use vramctl_control::protocol::{self, Foretold, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
+use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
 use vramctl_model::{
     Backup, Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
     Verb,
@@ -288,7 +288,7 @@ impl State {
         }
     }
 
-    fn foretell(&self, wanted: &Transition) -> Foretold {
+    fn foretell(&self, wanted: &Transition) -> DryRun {
         let policy = wanted.backup.unwrap_or(Backup::Host);
         let meant =
             |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
@@ -300,7 +300,7 @@ impl State {
         let short = Error::HostMemory { needed: needed_bytes, available: host.available_bytes, capped: false };
         let refused = (needed_bytes > host.available_bytes).then(|| Box::new(Refusal::from(&short)));
         let prefix_cache = self.engine.clone().filter(|_| lost);
-        Foretold { plan: Plan { tags, host, prefix_cache, ..Plan::default() }, refused }
+        DryRun { plan: Plan { tags, host, prefix_cache, ..Plan::default() }, refused }
     }
 
     fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {

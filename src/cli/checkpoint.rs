@@ -158,7 +158,7 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
     let foretell = |member: &'a mut Member| {
         // A suspended process has nothing to pause, and no obstacles.
         if !member.gpus.is_empty() {
-            return Ok(Foretold::new(&member.process, protocol::Foretold { plan: Plan::default(), refused: None }, true));
+            return Ok(Foretold::new(&member.process, protocol::DryRun { plan: Plan::default(), refused: None }, true));
         }
         let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
         let mut foretold =

@@ -20,8 +20,8 @@ pub struct Foretold<'a> {
 
 impl<'a> Foretold<'a> {
     /// From its answer. `may_lose`: contents that a prefix cache describes may be discarded.
-    pub fn new(process: &'a Process, foretold: protocol::Foretold, may_lose: bool) -> Self {
-        let protocol::Foretold { plan, refused } = foretold;
+    pub fn new(process: &'a Process, foretold: protocol::DryRun, may_lose: bool) -> Self {
+        let protocol::DryRun { plan, refused } = foretold;
         let prefix_cache = plan.prefix_cache.clone().filter(|_| !may_lose).map(|engine| CommandError::from(&Error::PrefixCache(engine)));
         Self { process, plan: Some(plan), failure: prefix_cache.or(refused.map(CommandError::Refused)), aside_bytes: None }
     }

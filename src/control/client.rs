@@ -1,7 +1,7 @@
 //! The client side of the socket, for the command line.
 
 use super::discovery::{self, Directory};
-use super::protocol::{self, Foretold, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
+use super::protocol::{self, DryRun, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
 use crate::descriptors;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
@@ -122,7 +122,7 @@ impl Client {
     }
 
     /// Asks what a pause would do.
-    pub fn plan(&mut self, transition: Transition) -> Result<Foretold, ClientError> {
+    pub fn plan(&mut self, transition: Transition) -> Result<DryRun, ClientError> {
         answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)
     }
 

@@ -232,7 +232,7 @@ pub enum Reply {
     /// To `prepare`: every step that can fail is done.
     Prepared,
     /// To `plan`.
-    Plan(Foretold),
+    Plan(DryRun),
     /// To `communicators`.
     Communicators {
         /// Those of the process.
@@ -335,7 +335,7 @@ pub struct HostShortage {
 
 /// A dry run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Foretold {
+pub struct DryRun {
     /// What the pause would do.
     #[serde(flatten)]
     pub plan: Plan,

@@ -15,7 +15,7 @@ use std::time::Duration;
 use std::{io, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
-use vramctl_control::protocol::{self, Foretold, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
+use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
 use vramctl_host::{Held, PerProcess, Unpoison, exit, system, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
@@ -242,7 +242,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => {
             let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), ..wanted.into() })?;
-            Ok(Reply::Plan(Foretold { plan, refused: admitted.err().map(|error| Box::new(Refusal::from(&error))) }))
+            Ok(Reply::Plan(DryRun { plan, refused: admitted.err().map(|error| Box::new(Refusal::from(&error))) }))
         }
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),
         Request::Hold { lease_ms } => lease::hold(lease_ms, connection, lines).map(Reply::Done),

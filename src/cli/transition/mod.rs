@@ -300,7 +300,7 @@ impl Asking {
     }
 
     /// What a pause of the process would do.
-    fn ask_plan(&self, task: &Task) -> Result<protocol::Foretold, CommandError> {
+    fn ask_plan(&self, task: &Task) -> Result<protocol::DryRun, CommandError> {
         let of_task = |group: &&AsOne<_>| group.places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
         // Processes that are not held keep their open memory.
         let group = self.groups.iter().find(of_task).filter(|_| self.request.hold_ms.is_some());
