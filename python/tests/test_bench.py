@@ -45,6 +45,18 @@ class SmokeTest(unittest.TestCase):
             set(data["samples"]["64x1g"]["vramctl"]), {row for row, *_ in report.ROWS if row.startswith("discard")}
         )
 
+    def test_what_others_do_too_in_turns(self):
+        data, table = self.bench("--turns", "--sets", "24x1g,72x1174m,2000x8m", "--repeat", "2")
+        for name in ("72x1174m", "2000x8m"):
+            rows = {row for row, *_ in report.ROWS if row.startswith("discard")}
+            self.assertEqual(set(data["samples"][name]["vramctl"]), rows)
+            for way in ("each", "each_in_turn_rdma", "joined_rdma_shared"):
+                self.assertGreater(min(data["calls"][name][way]["pause"]), 0, way)
+                self.assertGreater(min(data["calls"][name][way]["resume_rested"]), 0, way)
+        rows = {"first", "kept", "resume_kept", "first_retained", "steady", "resume_retained"}
+        self.assertEqual(set(data["samples"]["24x1g"]["vramctl"]), rows)
+        self.assertIn("in turns", table)
+
 
 class Medians(unittest.TestCase):
     """Samples slowed down by another user of the core count in the noise, not in the median."""

@@ -167,6 +167,7 @@ class Bench:
             "simulated": options.smi != "nvidia-smi",
             "repeat": self.repeat,
             "scale": self.scale,
+            "turns": options.turns,
             "sets": {
                 a.name: {"title": a.title, "bytes": a.bytes, "allocations": len(a.sizes)}
                 for a in self.sets

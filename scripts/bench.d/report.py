@@ -435,7 +435,13 @@ def markdown(data):
         f"Parentheses then show how many samples of how many count in the median.",
         "",
     ]
-    if saver:
+    if data["turns"]:
+        lines += [
+            "The programs ran in turns: while one had its memory, the other's was paused. Before each resume and each pause came a rest of "
+            "0.5 s. torch_memory_saver: pinned backup (its default), and with its `retain_cpu_backup`.",
+            "",
+        ]
+    elif saver:
         lines += [
             "torch_memory_saver: pinned backup (its default); first pause, first resume and second pause once each; steady and retained with its "
             "`retain_cpu_backup`. It has no pre-warm and copies unchanged contents, so those rows compare with its first and its retained pause.",
