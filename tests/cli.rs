@@ -372,6 +372,7 @@ impl State {
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
             refusals: Vec::new(),
+            passing_by: Vec::new(),
             left_alone: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::time::Duration;
 use vramctl_intercept::hooks::HOOKED;
+use vramctl_intercept::opens::OPENERS;
 use vramctl_intercept::resolve::RESOLVERS;
 use vramctl_intercept::{entries, nccl};
 
@@ -1195,6 +1196,7 @@ fn the_library_depends_on_little_and_exports_only_the_listed_names() {
         .chain(entries::all().map(|function| function.symbol.to_str().unwrap()))
         .chain(of_nccl)
         .chain(RESOLVERS)
+        .chain(OPENERS)
         .collect();
     for name in &exported {
         let known = hooked.contains(name) || promised.contains(&format!("{name}("));

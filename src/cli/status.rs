@@ -209,6 +209,9 @@ fn notes(memory: &Status) -> String {
     for obstacle in &memory.obstacles {
         let _ = write!(text, "\nCannot be suspended: {obstacle}.");
     }
+    for why in &memory.passing_by {
+        let _ = write!(text, "\nCannot be held: {why}.");
+    }
     for refusal in &memory.refusals {
         let _ = write!(text, "\n{refusal}");
     }

@@ -1,6 +1,7 @@
 //! The status of this process, by tag and by device.
 
 use crate::memory::{Memory, borrow, communicators, left};
+use crate::transition::passing_by;
 use crate::{contexts, gate, residue, totals};
 use std::collections::BTreeMap;
 use vramctl_backup::{self as backup, Saved};
@@ -71,6 +72,7 @@ impl Memory {
             suspended: None,
             obstacles: self.obstacles(),
             refusals: self.refusals.now(),
+            passing_by: passing_by(),
             process_tag: self.process_tag().map(|tag| tag.to_string()),
             tags,
             devices: devices.into_values().map(ask).collect(),

@@ -10,6 +10,7 @@ mod fork;
 pub mod limits;
 mod lock;
 pub mod logger;
+pub mod opens;
 pub mod stack;
 pub mod symbols;
 pub mod system;

@@ -43,6 +43,18 @@ pub fn next_dlvsym() -> Option<Dlvsym> {
     Some(unsafe { mem::transmute::<*mut c_void, Dlvsym>(found) })
 }
 
+/// The `dlopen` that programs would call if this library were not loaded.
+pub fn next_dlopen() -> Option<*mut c_void> {
+    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    next(&FOUND, c"dlopen").or_else(|| in_c_library(c"dlopen"))
+}
+
+/// The `dlmopen` that programs would call if this library were not loaded.
+pub fn next_dlmopen() -> Option<*mut c_void> {
+    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    next(&FOUND, c"dlmopen").or_else(|| in_c_library(c"dlmopen"))
+}
+
 /// Whether an address is in this library (in a program that is not preloaded: in the program itself).
 pub fn is_ours(address: *const c_void) -> bool {
     static OWN: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
@@ -108,6 +120,49 @@ impl Loaded {
     pub unsafe fn behind(handle: *mut c_void) -> Option<Self> {
         // SAFETY: glibc's handles are its entries.
         unsafe { Self::of_map(handle.cast_const().cast()) }
+    }
+
+    /// The object with this base and dynamic section.
+    ///
+    /// # Safety
+    /// It must be loaded.
+    pub(super) unsafe fn at(base: usize, dynamic: usize) -> Option<Self> {
+        let map = LinkMap { base, name: ptr::null(), dynamic: dynamic as *const Dynamic, next: ptr::null(), previous: ptr::null() };
+        // SAFETY: the caller's promise.
+        unsafe { Self::of_map(&raw const map) }
+    }
+
+    /// The names of the libraries that it needs.
+    pub(super) fn needed(self) -> impl Iterator<Item = &'static CStr> {
+        let mut entry = self.dynamic;
+        std::iter::from_fn(move || {
+            // SAFETY: the section ends with `DT_NULL`, and its offsets are of the library's own names.
+            unsafe {
+                while (*entry).tag != DT_NULL {
+                    let Dynamic { tag, value } = *entry;
+                    entry = entry.add(1);
+                    if tag == DT_NEEDED {
+                        return Some(CStr::from_ptr(self.names.add(value)));
+                    }
+                }
+            }
+            None
+        })
+    }
+
+    /// The names of the symbols that it uses, each with the place where the loader writes the address.
+    pub(super) fn relocations(self) -> impl Iterator<Item = (&'static CStr, *const *const c_void)> {
+        // SAFETY: the library's own tables, as long as it says.
+        let list = |table, bytes| unsafe {
+            let (start, length) = (self.table::<libc::Elf64_Rela>(table), self.entry(bytes).unwrap_or(0) / size_of::<libc::Elf64_Rela>());
+            if start.is_null() { &[] } else { std::slice::from_raw_parts(start, length) }
+        };
+        list(DT_JMPREL, DT_PLTRELSZ).iter().chain(list(DT_RELA, DT_RELASZ)).filter_map(move |one| {
+            let index = (one.r_info >> 32) as usize;
+            // SAFETY: the index is of the library's own symbols.
+            let name = (index != 0).then(|| unsafe { CStr::from_ptr(self.names.add((*self.symbols.add(index)).st_name as usize)) })?;
+            Some((name, self.base.wrapping_add(one.r_offset as usize) as *const *const c_void))
+        })
     }
 
     unsafe fn of_map(map: *const LinkMap) -> Option<Self> {
@@ -282,17 +337,22 @@ fn next(cache: &AtomicPtr<c_void>, name: &CStr) -> Option<*mut c_void> {
 
 /// An entry of the dynamic section, `Elf64_Dyn`.
 #[repr(C)]
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Dynamic {
     tag: i64,
     value: usize,
 }
 
 const DT_NULL: i64 = 0;
+const DT_NEEDED: i64 = 1;
+const DT_PLTRELSZ: i64 = 2;
 const DT_HASH: i64 = 4;
 const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
+const DT_RELA: i64 = 7;
+const DT_RELASZ: i64 = 8;
 const DT_SONAME: i64 = 14;
+const DT_JMPREL: i64 = 23;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
 

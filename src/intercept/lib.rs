@@ -1,5 +1,5 @@
 //! What the program calls: the hooked functions of the CUDA runtime ([`hooks`]) and of the driver ([`entries`]), the lookup functions
-//! ([`resolve`]), the C ABI ([`abi`]) and the C functions of `torch_memory_saver` ([`tms`]).
+//! ([`resolve`]), `dlopen` ([`opens`]), the C ABI ([`abi`]) and the C functions of `torch_memory_saver` ([`tms`]).
 //!
 //! Of these, only the C ABI and `torch_memory_saver`'s functions are exported symbols; the preloaded library exports the rest.
 
@@ -17,6 +17,7 @@ mod handlers;
 pub mod hooks;
 pub mod launch;
 pub mod nccl;
+pub mod opens;
 mod peers;
 mod pools;
 mod queries;

@@ -40,6 +40,8 @@ pub enum Error {
     Busy(Duration),
     /// The program could not be held in time; the text says what is in the way.
     NotHeld(String),
+    /// The program cannot be held: some of its calls pass by the gate; the texts say why.
+    PassesBy(Vec<String>),
     /// The program did not do something in time; the text says what.
     Late(String),
     /// The device has no virtual memory management.
@@ -190,7 +192,7 @@ impl Error {
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
             Self::Busy(_) | Self::NotHeld(_) | Self::Late(_) => Kind::Busy,
-            Self::Unsupported => Kind::Unsupported,
+            Self::Unsupported | Self::PassesBy(_) => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
             Self::Shared(_) => Kind::Shared,
@@ -214,7 +216,7 @@ impl Error {
             Self::DeviceMemory(_) | Self::HostMemory { .. } => code::OUT_OF_MEMORY,
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
-            Self::Unsupported => code::NOT_SUPPORTED,
+            Self::Unsupported | Self::PassesBy(_) => code::NOT_SUPPORTED,
             Self::Ending => code::DEINITIALIZED,
             Self::Busy(_)
             | Self::NotHeld(_)
@@ -278,6 +280,12 @@ impl fmt::Display for Error {
                 out,
                 "the program could not be held: {why}; the program continues, and nothing has changed. If it only needs more time, \
                  raise --hold-timeout"
+            ),
+            Self::PassesBy(why) => write!(
+                out,
+                "the program cannot be held: {}. What it calls of CUDA may pass by the library, and would meet paused memory. Nothing has \
+                 changed. Have it opened without that, or pause with --no-hold while the program does not use the GPU",
+                why.join("; ")
             ),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::PrefixCache(engine) => write!(

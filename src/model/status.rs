@@ -17,6 +17,9 @@ pub struct Status {
     /// before the suspend.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspended: Option<Vec<GpuUse>>,
+    /// What prevents a hold: calls of the program that may pass by the library, and why.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passing_by: Vec<String>,
     /// What prevents a suspend.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,

@@ -8,7 +8,7 @@
 //! This crate only exports the symbols; `docs/design.md` describes the code behind them.
 
 use std::arch::naked_asm;
-use vramctl_intercept::{entries, hooks, launch, nccl, resolve};
+use vramctl_intercept::{entries, hooks, launch, nccl, opens, resolve};
 
 /// An exported name: a jump to the function behind it, which therefore sees the call exactly as the program made it, including the return
 /// address.
@@ -54,3 +54,5 @@ vramctl_intercept::nccl_functions!(of_nccl);
 
 export!(dlsym, resolve::dlsym);
 export!(dlvsym, resolve::dlvsym);
+export!(dlopen, opens::dlopen);
+export!(dlmopen, opens::dlmopen);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_host::exit;
+use vramctl_host::{exit, opens};
 use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
 
 /// A held program. It continues when this is dropped, unless anything is paused by then.
@@ -62,6 +62,17 @@ fn not_held(limit: Duration, why: &dyn fmt::Display) -> Error {
     Error::NotHeld(format!("after {} ms, {why}", limit.as_millis()))
 }
 
+/// What may call the driver past the gate, and why: libraries that the loader binds past this one. While the program is held, nothing: a
+/// thread that waits at the gate may have the loader's lock.
+pub(crate) fn passing_by() -> Vec<String> {
+    /// A library that looks the driver's functions up has some of their names.
+    const TRACES: [&[u8]; 4] = [b"libcuda.so", b"cuGetProcAddress", b"cuMem", b"cuLaunch"];
+    if opens::count() == 0 || gate::is_held() {
+        return Vec::new();
+    }
+    opens::passing_by(c"libcuda.so.1", |name| name.starts_with(b"cu") && name.get(2).is_some_and(u8::is_ascii_uppercase), &TRACES)
+}
+
 impl Memory {
     /// Holds the program at once: from now on, its new calls wait.
     pub fn hold(&self) -> Result<Holding<'_>, Error> {
@@ -69,7 +80,15 @@ impl Memory {
     }
 
     fn hold_until(&self, deadline: Instant) -> Result<Holding<'_>, Error> {
+        let opened = opens::count();
+        let passing_by = passing_by();
+        if !passing_by.is_empty() {
+            return Err(Error::PassesBy(passing_by));
+        }
         let closed = gate::close(deadline).ok_or(Error::Leased)?;
+        if opens::count() != opened {
+            return Err(Error::NotHeld("it has just opened a library whose calls may pass by the gate".into()));
+        }
         Ok(Holding { memory: self, was_held: closed.was_held(), closed: Some(closed) })
     }
 

@@ -19,6 +19,8 @@ mod resume;
 
 pub use hold::Holding;
 
+pub(crate) use hold::passing_by;
+
 use crate::memory::{Allocation, Memory, aside, communicators};
 use crate::{events, gate};
 use std::collections::BTreeMap;

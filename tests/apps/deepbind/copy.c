@@ -1,0 +1,2 @@
+/* The copy that a plug-in brings along. */
+const char *whose(void) { return "its own"; }
