@@ -245,6 +245,7 @@ class Contract(test_engines.Engine):
             + textwrap.indent(found.source(context, "RuntimeContext.server_args"), "    ")
             + "\n_CONTEXT = RuntimeContext()\n"
             + found.source(context, "get_server_args"),
+            found.path(sglang.ARENA.places[0].module): found.stub(sglang.ARENA.places[0].module, "KvVmmArena"),
             "sglang/srt/utils/common.py": "def is_xpu(): return False",
             "sglang/srt/environ.py": "class _Unset:\n    def get(self): ...\n"
             "class envs: SGLANG_PLUGINS = SGLANG_PLATFORM = _Unset()",
@@ -286,6 +287,7 @@ class Contract(test_engines.Engine):
             self.assertFalse(off.enabled)
             with self.gpu.torch.cuda.graph(self.gpu.torch.cuda.CUDAGraph(), pool="graphs"):
                 pass
+            self.assertEqual(self.allocated(self.function(sglang.ARENA.places[0]), mock.Mock()), "kv_cache")
             context._CONTEXT._server_args.enable_memory_saver = True
             create(enable=True).region("weights")
         tags = self.gpu.tags()

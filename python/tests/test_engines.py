@@ -256,6 +256,16 @@ VLLM_33 = {
     "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner: ...",
 }
 
+#: A KV cache in physical memory of SGLang's own.
+SGLANG_ARENA = {
+    "sglang/srt/mem_cache/kv_vmm_backing.py": """
+        import torch
+        class KvVmmArena:
+            def commit_range(self, offset, want_bytes):
+                torch.zeros(f"cache at {offset}")
+        """,
+}
+
 #: SGLang's plugins register hooks while they load; SGLang applies them afterwards.
 SGLANG_PLUGINS = {
     "sglang/srt/plugins/__init__.py": """
@@ -313,6 +323,7 @@ SGLANG_ADAPTER = """
 #: SGLang 0.5.16.
 SGLANG = {
     **SGLANG_PLUGINS,
+    **SGLANG_ARENA,
     "sglang/__init__.py": "__version__ = '0.5.16'",
     "sglang/srt/server_args.py": """
         import dataclasses
@@ -527,6 +538,18 @@ class VllmFromOutside(Engine):
 
     def test_version_33(self):
         self.check(VLLM_33, "second")
+
+    def test_a_connector_s_own_pool_keeps_the_cache(self):
+        """Newer versions of torch use the pool entered last, so one of ours would take the place of the connector's."""
+        self.engine(VLLM_33, "vllm")
+        connector = types.SimpleNamespace(get_mem_pool_context=mock.Mock())
+        transfer = types.SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: connector)
+        for pool, tag in ((contextlib.nullcontext(), None), (None, "kv_cache")):
+            connector.get_mem_pool_context.return_value = pool
+            with self.silent(), mock.patch.dict(sys.modules, {"vllm.distributed.kv_transfer": transfer}):
+                run_vllm(vllm_config())
+            cache = [one for one in self.gpu.allocations if one["what"] == "KV cache"][-1]
+            self.assertEqual((cache["tag"], cache["pool"] is not None), (tag, tag is not None))
 
     def test_as_a_plugin_alone_it_comes_late(self):
         """Without `sitecustomize`, vLLM imports a lot before it calls its plugins."""
@@ -875,6 +898,25 @@ class VllmSleepBackend(Engine):
             backend.suspend(1)
         self.assertEqual((backend.state(), self.gpu.contents()["output"]), ("RUNNING", ("active", "here")))
 
+    def test_a_connector_gets_its_cache_back_from_a_sleep_that_fails(self):
+        """vLLM takes it away before, and gives it back only if it wakes up from a sleep that has succeeded."""
+        backend, connector = self.started(), mock.Mock()
+        transfer = types.SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: connector)
+        with mock.patch.dict(sys.modules, {"vllm.distributed.kv_transfer": transfer}):
+            self.gpu.host_memory = False
+            with self.assertRaises(vramctl.errors.HostMemory):
+                backend.suspend(1)
+            connector.restore_kv_caches.assert_called_once_with()
+            self.gpu.host_memory = True
+            backend.suspend(1)
+            connector.restore_kv_caches.assert_called_once_with()
+            # Older ones have no such function.
+            del connector.restore_kv_caches
+            self.gpu.host_memory = False
+            backend.resume()
+            with self.assertRaises(vramctl.errors.HostMemory):
+                backend.suspend(1)
+
     def test_without_our_allocator_it_says_so(self):
         importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator = object
         with self.assertRaisesRegex(ValueError, "not supported"):
@@ -989,6 +1031,20 @@ class Sglang(Engine):
             with saver.region("weights"):
                 self.gpu.allocate(f"weights, {value}")
             self.assertEqual((self.gpu.tags()[value], self.gpu.tags()[f"weights, {value}"]), (tag, "weights"))
+
+    def test_a_cache_in_memory_of_sglang_s_own_is_tagged(self):
+        """Outside its regions: with the cache under the process's tag, a pause that discards this tag would go through."""
+        self.engine(self.files, "sglang")
+        with self.silent():
+            for enabled in (False, True):
+                self.start(enable_memory_saver=enabled)
+                arena = importlib.import_module("sglang.srt.mem_cache.kv_vmm_backing").KvVmmArena()
+                arena.commit_range(int(enabled), 4)
+                self.assertEqual(self.gpu.tags()[f"cache at {int(enabled)}"], "kv_cache")
+            with mock.patch.dict(os.environ, SGLANG_MOONCAKE_CUSTOM_MEM_POOL="NVLINK"):
+                arena.commit_range(2, 4)
+        self.assertIsNone(self.gpu.tags()["cache at 2"])
+        self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
 
     def test_its_own_memory_saver_rules(self):
         self.engine(self.files, "sglang")

@@ -45,7 +45,14 @@ SETTINGS = Hook(
     ),
     without="all memory keeps the process's tag",
 )
-HOOKS = (PLUGIN, REGIONS, SETTINGS)
+#: A KV cache that grows after the capture of graphs: physical memory of SGLang's own, outside its regions.
+ARENA = Hook(
+    what="tags the KV cache that SGLang sizes after it has captured its graphs",
+    through=engines.BY_NAME,
+    places=(Place("sglang.srt.mem_cache.kv_vmm_backing:KvVmmArena.commit_range", "0.5.16"),),
+    without="such a cache keeps the process's tag",
+)
+HOOKS = (PLUGIN, REGIONS, ARENA, SETTINGS)
 
 
 def install() -> None:
@@ -56,17 +63,19 @@ def install() -> None:
     if not vramctl.is_preloaded():
         return
     package = importlib.import_module("sglang")
-    if engines.defines(package, PLUGIN.places[0]):
+    registers = engines.defines(package, PLUGIN.places[0])
+    if registers:
         when_imported(REGISTRY, _register)
-    else:
-        for hook, place in engines.present(package, HOOKS):
+    for hook, place in engines.present(package, HOOKS):
+        if not registers or hook.through != _HOOK:
             engines.wrap_when_imported(hook, place)
     engines.tag_expert_buffers()
 
 
 def _register(registry: Any) -> None:
     """Registers the hooks with SGLang, which applies them in each process after loading its plugins."""
-    for hook, place in engines.present(importlib.import_module("sglang"), HOOKS):
+    through = tuple(hook for hook in HOOKS if hook.through == _HOOK)
+    for hook, place in engines.present(importlib.import_module("sglang"), through):
         registry.HookRegistry.register(
             f"{place.module}.{place.path}",
             engines.guarded(hook.around),
@@ -95,6 +104,13 @@ def _region(tag: str, *_: Any, **__: Any) -> contextlib.AbstractContextManager[N
         # No pool either: torch would use ours instead of SGLang's inside it.
         return engines.if_possible(engines.thread_region(None))
     return engines.if_possible(engines.tagged(tag))
+
+
+@engines.around(ARENA)
+def _commit_range(original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
+    # SGLang's saver never has this memory, so it is tagged whether the saver is on or off.
+    with engines.if_possible(engines.thread_region(None if _hands_over_cache() else "kv_cache")):
+        return original(*arguments, **keywords)
 
 
 def _settings() -> Any | None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,8 +125,22 @@ def _shares_graphs(config: Any) -> bool:
 def _allocate_kv_cache(original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
     if _own_mode:
         return original(*arguments, **keywords)
-    with engines.if_possible(engines.tagged("kv_cache")):
+    # Where a connector's pool is, ours would take its place inside; and what is handed over to other machines stays with CUDA.
+    region = engines.thread_region(None) if _connector_has_pool() else engines.tagged("kv_cache")
+    with engines.if_possible(region):
         return original(*arguments, **keywords)
+
+
+def _connector() -> Any:
+    """What moves the KV cache to other engines; None if nothing does."""
+    transfer = sys.modules.get("vllm.distributed.kv_transfer")
+    there = getattr(transfer, "has_kv_transfer_group", None)
+    return transfer.get_kv_transfer_group() if transfer is not None and there is not None and there() else None
+
+
+def _connector_has_pool() -> bool:
+    pool = getattr(_connector(), "get_mem_pool_context", None)
+    return pool is not None and pool() is not None
 
 
 # ---- sleep mode ----
@@ -249,14 +264,21 @@ class Allocator:
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
         """Releases the memory of all tags. Keeps the contents of `offload_tags` (None: `default`) and drops the others.
 
-        All or nothing: if host memory is too small for what is kept, nothing is dropped either.
+        All or nothing: if host memory is too small for what is kept, nothing is dropped either. vLLM has taken the KV cache from its
+        connector by then, and gives it back when it wakes up from a sleep, which it takes a failed one not for: so it is given back here.
         """
         if offload_tags is None:
             offload_tags = (self.default_tag,)
         elif isinstance(offload_tags, str):
             offload_tags = (offload_tags,)
         assert isinstance(offload_tags, tuple), f"tags must be a tuple or a str, not {offload_tags!r}"
-        report = self._pause({name: "default" if tag in offload_tags else "discard" for tag, name in self._names.items()})
+        try:
+            report = self._pause({name: "default" if tag in offload_tags else "discard" for tag, name in self._names.items()})
+        except BaseException:
+            restore = getattr(_connector(), "restore_kv_caches", None)
+            if restore is not None:
+                restore()
+            raise
         logger.info(
             "Sleep released %.2f GiB in %.0f ms: %.2f GiB kept (%.2f GiB of it unchanged and not copied), %.2f GiB dropped.",
             *(
