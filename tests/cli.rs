@@ -1275,6 +1275,54 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
     assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a known version")), "{ran:?}");
 }
 
+/// The library would ignore them, and say so in the program's log at most.
+#[test]
+fn the_doctor_checks_variables_and_directories() {
+    let place = Place::new();
+    let doctor = |name: &str, value: &str, check: &str| {
+        let mut command = place.command(command_line(), &["doctor"]);
+        let ran = Ran::new(&command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64MB").env(name, value).output().unwrap());
+        let line = ran.out.lines().find(|line| line[9..].starts_with(check)).map(str::to_owned);
+        line.unwrap_or_else(|| panic!("{check} is not in {ran:?}"))
+    };
+    assert!(doctor("NOTHING", "", "variables").starts_with("ok "), "MB is a unit, too");
+    for (name, value, verdict, said) in [
+        ("VRAMCTL_RETIAN", "weights", "failed", "VRAMCTL_RETIAN is not read; is VRAMCTL_RETAIN meant?"),
+        ("VRAMCTL_OF_SOMEBODY_ELSE", "1", "warning", "not read: VRAMCTL_OF_SOMEBODY_ELSE"),
+        ("VRAMCTL_PREWARM", "1TB", "failed", "VRAMCTL_PREWARM=1TB is not a size such as 1048576 or 1M; ignored"),
+        ("VRAMCTL_BACKUP", "kv=tape", "failed", "VRAMCTL_BACKUP: 'kv=tape' is not TAG=host, TAG=disk or TAG=discard"),
+        ("VRAMCTL_LOG", "loud", "failed", "VRAMCTL_LOG=loud is none of off, "),
+    ] {
+        let line = doctor(name, value, "variables");
+        assert!(line.starts_with(verdict) && line.contains(said), "{line}");
+    }
+    let (file, folder) = (place.folder.path().join("file"), place.folder.path().join("read-only"));
+    fs::write(&file, "").unwrap();
+    fs::create_dir(&folder).unwrap();
+    for (name, check) in [("VRAMCTL_DISK_DIR", "disk"), ("VRAMCTL_REPORT_DIR", "reports")] {
+        for (path, why) in [("/nowhere/at-all", "no such directory"), (file.to_str().unwrap(), "not a directory")] {
+            let line = doctor(name, path, check);
+            assert!(line.starts_with("failed") && line.contains(why) && line.contains(name), "{line}");
+        }
+        assert!(doctor(name, folder.to_str().unwrap(), check).starts_with("ok "));
+    }
+    assert!(doctor("TMPDIR", "/nowhere/at-all", "disk").starts_with("warning"), "only one policy needs it");
+
+    fs::set_permissions(&folder, Permissions::from_mode(0o500)).unwrap();
+    // Root may write there; for it, only a read-only file system will do.
+    let is_root = fs::write(folder.join("file"), "").is_ok();
+    let refusing = if is_root { Path::new("/sys/kernel").to_owned() } else { folder };
+    if is_root && fs::read_to_string("/proc/self/mounts").is_ok_and(|mounts| !mounts.lines().any(|line| line.contains(" /sys sysfs ro"))) {
+        println!("not run: no read-only file system");
+        return;
+    }
+    for (name, check) in [("VRAMCTL_DISK_DIR", "disk"), ("VRAMCTL_REPORT_DIR", "reports")] {
+        assert!(doctor(name, refusing.to_str().unwrap(), check).starts_with("failed"));
+    }
+    let line = doctor("VRAMCTL_DIR", refusing.join("sockets").to_str().unwrap(), "sockets");
+    assert!(line.starts_with("failed") && line.contains("cannot be created") && line.contains("VRAMCTL_DIR"), "{line}");
+}
+
 // ---- run ----
 
 /// The library, which does nothing in programs without CUDA.

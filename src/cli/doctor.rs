@@ -8,11 +8,12 @@ use crate::run;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
-use std::{fs, io, ptr, thread};
+use std::{env, fmt, fs, io, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
@@ -23,8 +24,8 @@ use vramctl_model::{Bytes, code};
 #[derive(clap::Args)]
 #[command(after_help = "\
 Checks this machine as a program started from this shell would see it, and changes nothing: the library and whether it can be \
-preloaded, the driver and its GPUs, host memory for backups and its speed, process limits, the control sockets, and the \
-inference engines of the Python on PATH. Exits with 1 if something would fail; warnings do not count.
+preloaded, the driver and its GPUs, host memory for backups and its speed, process limits, the directories of sockets, \
+backups and reports, the variables, and the inference engines of the Python on PATH. Exits with 1 if something would fail; warnings do not count.
 
 Examples:
   vramctl doctor
@@ -79,7 +80,9 @@ pub fn doctor(args: &Args) -> Result<Exit, CommandError> {
     let mut findings = vec![library(), python_package()];
     findings.extend(gpus());
     findings.push(nvml());
-    findings.extend([host_memory(), limits(), sockets()]);
+    findings.extend([host_memory(), limits(), sockets(), disk()]);
+    findings.extend(reports());
+    findings.push(variables());
     findings.extend(engines());
     if args.json {
         output::print(&format!("{}\n", json!({ "checks": findings })))?;
@@ -256,13 +259,82 @@ fn sockets() -> Finding {
     let parent = path.parent().is_none_or(|parent| parent.as_os_str().is_empty() || parent.is_dir());
     match Directory::open() {
         Err(error) => finding(Verdict::Failed, error.to_string()),
-        Ok(Some(_)) => finding(Verdict::Ok, path.display().to_string()),
-        Ok(None) if parent => finding(Verdict::Ok, format!("{}, not created yet", path.display())),
+        Ok(Some(_)) => writable(path).map_or_else(
+            |why| finding(Verdict::Failed, format!("{why}: programs cannot listen there; set VRAMCTL_DIR to a directory of yours")),
+            |()| finding(Verdict::Ok, path.display().to_string()),
+        ),
+        Ok(None) if parent => match path.parent().map_or(Ok(()), writable) {
+            Ok(()) => finding(Verdict::Ok, format!("{}, not created yet", path.display())),
+            Err(why) => {
+                let what = format!("{} cannot be created: {why}; set VRAMCTL_DIR to a directory of yours", path.display());
+                finding(Verdict::Failed, what)
+            }
+        },
         Ok(None) => finding(
             Verdict::Failed,
             format!("{} cannot be created: its parent is missing; set VRAMCTL_DIR to a directory of yours", path.display()),
         ),
     }
+}
+
+/// Whether this user can create files in a directory. Nothing is created.
+fn writable(directory: &Path) -> Result<(), String> {
+    let wrong = |why: &dyn fmt::Display| format!("{}: {why}", directory.display());
+    if !directory.is_dir() {
+        return Err(wrong(&if directory.exists() { "not a directory" } else { "no such directory" }));
+    }
+    let name = CString::new(directory.as_os_str().as_bytes()).map_err(|error| wrong(&error))?;
+    // SAFETY: a NUL-terminated path.
+    let answer = unsafe { libc::faccessat(libc::AT_FDCWD, name.as_ptr(), libc::W_OK | libc::X_OK, libc::AT_EACCESS) };
+    if answer == 0 { Ok(()) } else { Err(wrong(&io::Error::last_os_error())) }
+}
+
+/// Where the policy `disk` keeps contents. Only that needs it.
+fn disk() -> Finding {
+    let path = config::disk_directory().path;
+    let is_chosen = env::var_os("VRAMCTL_DISK_DIR").is_some_and(|value| !value.is_empty());
+    match writable(&path) {
+        Ok(()) => Finding::new("disk", Verdict::Ok, path.display().to_string()),
+        Err(why) => {
+            let verdict = if is_chosen { Verdict::Failed } else { Verdict::Warning };
+            Finding::new("disk", verdict, format!("{why}: the policy disk cannot keep contents; set VRAMCTL_DISK_DIR"))
+        }
+    }
+}
+
+/// Where reports go, if anywhere.
+fn reports() -> Option<Finding> {
+    let path = config::report_directory()?;
+    Some(match writable(path) {
+        Ok(()) => Finding::new("reports", Verdict::Ok, path.display().to_string()),
+        Err(why) => Finding::new("reports", Verdict::Failed, format!("{why}: no report is written; set VRAMCTL_REPORT_DIR")),
+    })
+}
+
+/// The environment variables, as the library reads them.
+fn variables() -> Finding {
+    let mut wrong = Config::get().complaints.clone();
+    if let Ok(level) = env::var("VRAMCTL_LOG")
+        && !level.is_empty()
+        && !run::LEVELS.contains(&level.to_ascii_lowercase().as_str())
+    {
+        wrong.push(format!("VRAMCTL_LOG={level} is none of {}; using warn", run::LEVELS.join(", ")));
+    }
+    let mut foreign = Vec::new();
+    for name in env::vars_os().filter_map(|(name, _)| name.into_string().ok()) {
+        match config::is_unknown(&name) {
+            None => (),
+            Some(Some(meant)) => wrong.push(format!("{name} is not read; is {meant} meant?")),
+            Some(None) => foreign.push(name),
+        }
+    }
+    if !wrong.is_empty() {
+        return Finding::new("variables", Verdict::Failed, wrong.join("; "));
+    }
+    if !foreign.is_empty() {
+        return Finding::new("variables", Verdict::Warning, format!("not read: {}", foreign.join(", ")));
+    }
+    Finding::new("variables", Verdict::Ok, "all that are set are known and valid")
 }
 
 /// The engine versions that are known to work (docs/engines.md).

@@ -56,7 +56,7 @@ pub struct Args {
 }
 
 /// The levels of `VRAMCTL_LOG`.
-const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
+pub const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
 
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let python = if args.no_python { Vec::new() } else { places::python_path()? };

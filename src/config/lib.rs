@@ -45,6 +45,58 @@ use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
 use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
 
+/// All variables of this name that the project reads.
+const VARIABLES: [&str; 24] = [
+    "VRAMCTL_BACKUP",
+    "VRAMCTL_COPY",
+    "VRAMCTL_DIR",
+    "VRAMCTL_DISK_DIR",
+    "VRAMCTL_ENGINE",
+    "VRAMCTL_ENGINE_KEY",
+    "VRAMCTL_EXCLUDE",
+    "VRAMCTL_GUARD",
+    "VRAMCTL_HOST_CAP",
+    "VRAMCTL_HOST_KEEP",
+    "VRAMCTL_JOB",
+    "VRAMCTL_LIB",
+    "VRAMCTL_LOG",
+    "VRAMCTL_MIN_BYTES",
+    "VRAMCTL_NAME",
+    "VRAMCTL_PREWARM",
+    "VRAMCTL_PYTHON",
+    "VRAMCTL_REPORT_DIR",
+    "VRAMCTL_RETAIN",
+    "VRAMCTL_TAG",
+    "VRAMCTL_TRACE",
+    "VRAMCTL_UNCHANGED",
+    "VRAMCTL_WATCH",
+    "VRAMCTL_WATCH_TRIM",
+];
+
+/// Whether a variable looks like one of the project's and is none; then the one that may be meant.
+pub fn is_unknown(name: &str) -> Option<Option<&'static str>> {
+    if !name.starts_with("VRAMCTL_") || VARIABLES.contains(&name) {
+        return None;
+    }
+    let near = VARIABLES.into_iter().map(|known| (edits(name, known), known)).min();
+    Some(near.filter(|(edits, _)| *edits <= 2).map(|(_, known)| known))
+}
+
+/// How many letters differ, are missing or too many (Levenshtein's distance).
+fn edits(one: &str, other: &str) -> usize {
+    let mut row: Vec<_> = (0..=other.len()).collect();
+    for (at, letter) in one.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = at + 1;
+        for (column, wanted) in other.bytes().enumerate() {
+            let replaced = diagonal + usize::from(letter != wanted);
+            diagonal = row[column + 1];
+            row[column + 1] = replaced.min(diagonal + 1).min(row[column] + 1);
+        }
+    }
+    row[other.len()]
+}
+
 /// How a pause treats retained contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unchanged {
@@ -401,6 +453,27 @@ mod tests {
         let reports = |pairs: &[(&str, &str)]| config(pairs).directories.reports;
         assert_eq!(reports(&[("VRAMCTL_REPORT_DIR", "reports")]), Some(here.join("reports")));
         assert_eq!(reports(&[("VRAMCTL_REPORT_DIR", "")]), None);
+    }
+
+    #[test]
+    fn a_misspelled_variable_is_told_from_a_foreign_one() {
+        let unknown = |rest: &str| is_unknown(&format!("VRAMCTL_{rest}"));
+        for (rest, meant) in [("RETIAN", "VRAMCTL_RETAIN"), ("HOSTCAP", "VRAMCTL_HOST_CAP"), ("DIRS", "VRAMCTL_DIR")] {
+            assert_eq!(unknown(rest), Some(Some(meant)));
+        }
+        assert_eq!(unknown("SOMETHING_ELSE"), Some(None));
+        assert_eq!((unknown("RETAIN"), is_unknown("PATH"), is_unknown("VRAM")), (None, None, None));
+    }
+
+    #[test]
+    fn every_variable_that_is_read_is_known() {
+        let code = include_str!("lib.rs").split("mod tests").next().unwrap();
+        let read = code.split(['"', '`']).filter(|word| word.starts_with("VRAMCTL_") && word.len() > "VRAMCTL_".len());
+        let names: Vec<_> = read.filter(|word| word.bytes().all(|letter| letter.is_ascii_uppercase() || letter == b'_')).collect();
+        assert!(names.len() > 60, "{}", names.len());
+        for name in names {
+            assert!(VARIABLES.contains(&name), "{name}");
+        }
     }
 
     #[test]

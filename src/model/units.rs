@@ -2,16 +2,18 @@
 
 use std::fmt;
 
-/// Parses `4096`, `64K`, `1M` or `2G` into bytes.
+/// Parses `4096`, `64K`, `1M`, `1MB`, `1MiB`, `1 MiB` or `2G` into bytes. All units are powers of 1024, as in [`Bytes`].
 pub fn parse_bytes(text: &str) -> Option<usize> {
     let text = text.trim();
-    let (digits, shift) = match text.char_indices().last()? {
-        (at, 'k' | 'K') => (&text[..at], 10),
-        (at, 'm' | 'M') => (&text[..at], 20),
-        (at, 'g' | 'G') => (&text[..at], 30),
-        _ => (text, 0),
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        _ => return None,
     };
-    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
+    digits.trim_end().parse::<usize>().ok()?.checked_mul(1 << shift)
 }
 
 /// Displays bytes: exact below 1 KiB, else with two decimals and a binary unit.
@@ -47,7 +49,10 @@ mod tests {
         assert_eq!(parse_bytes("5M"), Some(5 << 20));
         assert_eq!(parse_bytes(" 3g "), Some(3 << 30));
         assert_eq!(parse_bytes("17"), Some(17));
-        for wrong in ["", "M", "-1", "1T", "99999999999G"] {
+        for same in ["1M", "1MB", "1MiB", "1 MiB", "1mb", "1024K", "1048576B"] {
+            assert_eq!(parse_bytes(same), Some(1 << 20), "{same}");
+        }
+        for wrong in ["", "M", "-1", "1T", "1iB", "1.5G", "1 M B", "B", "99999999999G"] {
             assert_eq!(parse_bytes(wrong), None, "{wrong}");
         }
     }
