@@ -53,7 +53,7 @@ class SmokeTest(unittest.TestCase):
             for way in ("each", "each_in_turn_rdma", "joined_rdma_shared"):
                 self.assertGreater(min(data["calls"][name][way]["pause"]), 0, way)
                 self.assertGreater(min(data["calls"][name][way]["resume_rested"]), 0, way)
-        rows = {"first", "kept", "resume_kept", "first_retained", "steady", "resume_retained"}
+        rows = {"first", "kept", "resume_kept", "first_retained", "steady", "resume_retained", "resume_retained_rested"}
         self.assertEqual(set(data["samples"]["24x1g"]["vramctl"]), rows)
         self.assertIn("in turns", table)
 

@@ -217,6 +217,7 @@ class Bench:
             for child in self.children:
                 child.kill()
             self.children = []
+            self.write()
 
     def turns(self, number):
         """0, 1 … while the step is within its time; at least once."""
@@ -319,7 +320,7 @@ class Bench:
             self.data["limits"].setdefault(key, []).append(found["bytes"] / found["seconds"])
 
     def measure_calls(self, chosen):
-        rest = self.rest_ms() // 2 if self.options.turns else 0
+        rest = self.rest_ms() * 6 // 10 if self.options.turns else 0
         command = ["--repeat", min(self.repeat, 3), "--rest", rest]
         for found in self.raw(*command, "calls", chosen.name, self.files[chosen.name]):
             self.record_calls(chosen, found["way"], found, rested=rest > 0, gives=True)
@@ -649,75 +650,94 @@ class Bench:
 
     # ---- both in turns: while one has its memory, the other's is paused ----
 
-    def turns_discarded(self, chosen):
-        own, other = self.holding(chosen, fill=False, backup=1), None
-        own.ask("scribble")
-        sides = [("vramctl", own, "pause * 1", "resume * 0", "scribble", "check * zero")]
-        # The first one in a process includes other start-up work.
-        own.took("pause * 1")
-        if self.saver:
-            other = self.start_saver()
-            other.ask(f"alloc set 1 {self.files[chosen.name]}")
-            other.took("pause set")
-            other.took("resume set")
-            other.took("pause set")
-            sides.append(("torch_memory_saver", other, "pause set", "resume set", "fill set", None))
-        own.took("resume * 0")
-        own.took("pause * 1")
-        for _ in self.turns(self.repeat):
-            for system, child, pause, resume, fill, check in sides:
-                self.rest()
-                self.record(chosen.name, system, "discard_resume_rested", child.took(resume), child.slow)
-                child.ask(fill)
-                self.rest()
-                self.record(chosen.name, system, "discard_pause", child.took(pause), child.slow)
-                self.record(chosen.name, system, "discard_resume", child.took(resume), child.slow)
-                if check:
-                    child.ask(check)
-                child.took(pause)
-        own.took("resume * 0")
-        own.ask("scribble")
-        self.rest()
-        self.stages(own, chosen, "discarded", backup="discard")
-        for child in filter(None, (own, other)):
-            self.finish(child)
+    def turns_discarded(self, sets):
+        other = self.start_saver() if self.saver else None
+        for chosen in sets:
+            own = self.holding(chosen, fill=False, backup=1)
+            own.ask("scribble")
+            # The first one in a process includes other start-up work.
+            for question in ("pause * 1", "resume * 0", "pause * 1"):
+                own.took(question)
+            sides = [("vramctl", own, "pause * 1", "resume * 0", "scribble", "check * zero")]
+            if other:
+                other.ask(f"alloc {chosen.name} 1 {self.files[chosen.name]}")
+                for verb in ("pause", "resume", "pause"):
+                    other.took(f"{verb} {chosen.name}")
+                asked = (f"{verb} {chosen.name}" for verb in ("pause", "resume", "fill"))
+                sides.append(("torch_memory_saver", other, *asked, None))
+            for _ in self.turns(self.repeat):
+                for system, child, pause, resume, fill, check in sides:
+                    self.rest()
+                    self.record(chosen.name, system, "discard_resume_rested", child.took(resume), child.slow)
+                    child.ask(fill)
+                    self.rest()
+                    self.record(chosen.name, system, "discard_pause", child.took(pause), child.slow)
+                    self.record(chosen.name, system, "discard_resume", child.took(resume), child.slow)
+                    if check:
+                        child.ask(check)
+                    child.took(pause)
+            own.took("resume * 0")
+            own.ask("scribble")
+            self.rest()
+            self.stages(own, chosen, "discarded", backup="discard")
+            self.finish(own)
+            if other:
+                other.took(f"resume {chosen.name}")
+                other.ask(f"drop {chosen.name}")
+            self.say(f"  {chosen.title}")
 
-    def turns_kept(self, chosen, retain):
-        """First pauses in new processes, then repeated ones."""
-        settings = {"RETAIN": "*", "UNCHANGED": "off"} if retain else {}
-        rows = ("first_retained", "steady", "resume_retained") if retain else ("first", "kept", "resume_kept")
-        theirs = ("first_retained", "steady", "resume_retained") if retain else ("first", "again", "resume")
-        own, other = self.holding(chosen, **settings), None
-        sides = [("vramctl", own, "* 0", "* 0", "check * sample", rows)]
-        if self.saver:
-            other = self.start_saver()
-            other.ask(f"retain {int(retain)}")
+    def turns_kept(self, chosen):
+        """First as both do by default, then with retained backups."""
+        other = self.start_saver() if self.saver else None
+        if other:
             other.ask(f"alloc set 2 {self.files[chosen.name]}")
             other.ask("fill set")
-            sides.append(("torch_memory_saver", other, "set", "set", "check set", theirs))
-        for turn in self.turns(self.repeat + 1 if retain else min(self.repeat, 2) + 1):
-            for system, child, pause, resume, check, (first, again, back) in sides:
-                row = first if turn == 0 else again
-                self.record(chosen.name, system, row, child.took(f"pause {pause}"), child.slow)
-                self.rest()
-                self.record(chosen.name, system, back, child.took(f"resume {resume}"), child.slow)
+
+        def turn(sides):
+            for child, system, words, row, back, check, retains in sides:
+                self.record(chosen.name, system, row, child.took(f"pause {words}"), child.slow)
+                if back.endswith("_rested"):
+                    self.rest()
+                if retains:
+                    child.ask("retain 1")
+                self.record(chosen.name, system, back, child.took(f"resume {words}"), child.slow)
                 child.ask(check)
-        self.stages(own, chosen, "retained" if retain else "kept ready")
+
+        ours = ("vramctl", "* 0")
+        theirs = (other, "torch_memory_saver", "set")
+        own = self.holding(chosen)
+        for at in range(max(2, self.repeat)):
+            sides = [(own, *ours, "kept" if at else "first", "resume_kept", "check * sample", False)]
+            # Its pauses take ten times as long.
+            if other and at < 2:
+                sides.append((*theirs, "again" if at else "first", "resume", "check set", at == 1))
+            turn(sides)
+        self.stages(own, chosen, "kept ready")
+        self.check(own, "full")
+        self.finish(own)
+        own = self.holding(chosen, RETAIN="*", UNCHANGED="off")
+        for at in self.turns(self.repeat + 1):
+            back = "resume_retained_rested" if at % 2 else "resume_retained"
+            sides = [(own, *ours, "steady" if at else "first_retained", back, "check * sample", False)]
+            if other:
+                sides.append((*theirs, "steady", back, "check set", False))
+            turn(sides)
+        self.stages(own, chosen, "retained")
         self.check(own, "full")
         for child in filter(None, (own, other)):
             self.finish(child)
 
     def run_turns(self):
         """Everything that is compared with torch_memory_saver, in turns."""
+        dropped = [chosen for chosen in self.sets if chosen.discard_only]
+        if dropped:
+            seconds = 10 + 4 * len(dropped) * self.repeat * self.rest_ms() / 1e3
+            self.step("contents discarded, in turns", seconds, self.turns_discarded, dropped)
         for chosen in self.sets:
-            if chosen.discard_only:
-                self.step(f"{chosen.title}, contents discarded, in turns", 8 + 3 * self.repeat * self.rest_ms() / 1e3, self.turns_discarded, chosen)
-                self.step(f"{chosen.title}: the driver's calls alone", 3, self.measure_calls, chosen)
-        for chosen in self.sets:
-            gigabytes = chosen.bytes / GIB
             if not chosen.discard_only:
-                self.step(f"{chosen.title}, kept, backup retained, in turns", 10 + gigabytes / 2, self.turns_kept, chosen, True)
-                self.step(f"{chosen.title}, kept, in turns", 10 + gigabytes, self.turns_kept, chosen, False)
+                self.step(f"{chosen.title}, kept, in turns", 10 + chosen.bytes / GIB, self.turns_kept, chosen)
+        for chosen in dropped:
+            self.step(f"{chosen.title}: the driver's calls alone", 3, self.measure_calls, chosen)
 
     # ---- at rest ----
 

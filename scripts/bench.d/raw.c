@@ -12,8 +12,8 @@ static const char help[] =
 	"usage: raw [--repeat N] [--bytes N] [--rest MS] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
 	"  limits   copies --bytes (default: 8 GiB) each way in pieces of 16 and 64 MiB; a device\n"
 	"           copy and a memset of half as much\n"
-	"  calls    for each FILE (a set, one size per line): times create, map and access, then unmap\n"
-	"           and release, each after a rest; with separate calls per allocation, and with as\n"
+	"  calls    for each FILE (a set, one size per line): times create, map and access after a\n"
+	"           rest, then unmap and release; with separate calls per allocation, and with as\n"
 	"           few calls as the driver allows; with several kinds of memory, in turns\n"
 	"  host     touches BYTES of fresh host memory, leaving SPARE, and part of it again: a\n"
 	"           virtual machine may get its own memory only then\n";
@@ -82,7 +82,7 @@ static void limits(int repeat, size_t bytes)
 
 /* ---- the calls for a set ---- */
 
-/* In turns, and each time after a rest as long as the one before the release. */
+/* In turns, each time after a rest. */
 static void calls_for(const char *name, const char *path, int device, int repeat, long rest_ms)
 {
 	bool rdma = has_rdma(device);
@@ -110,7 +110,7 @@ static void calls_for(const char *name, const char *path, int device, int repeat
 			if (turn < 0 && i > 0)
 				continue;
 			nanosleep(&rest, NULL);
-			struct times times = take_and_give(lists[way.joined].pieces, lists[way.joined].count, base, total, way, rest_ms, stream);
+			struct times times = take_and_give(lists[way.joined].pieces, lists[way.joined].count, base, total, way, 0, stream);
 			if (turn >= 0) {
 				printf("{\"what\":\"calls\",\"set\":\"%s\",\"way\":\"%s\",\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,"
 				       "\"unmap\":%.9f,\"release\":%.9f,\"slow_resume\":%.3f,\"slow_pause\":%.3f}\n",

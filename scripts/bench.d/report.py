@@ -11,7 +11,7 @@ ROWS = [
     ("prewarmed", "first pause, host memory pre-warmed", "out", "first"),
     ("again", "pause again, host memory given back before", "out", "again"),
     ("kept", "pause again, host memory kept ready", "out", "again"),
-    ("first_retained", "first pause, backup retained", "out", "first_retained"),
+    ("first_retained", "first pause, backup retained", "out", "first"),
     ("steady", "steady pause, backup retained", "out", "steady"),
     ("unchanged", "pause, retained, nothing changed", "pass", "steady"),
     ("changed", "pause, retained, 1% changed", "pass+1%", "steady"),
@@ -143,7 +143,7 @@ def result_rows(data):
         for row, title, kind, counterpart in ROWS:
             if row not in own and counterpart not in other:
                 continue
-            if row not in own and row in ("prewarmed", "unchanged", "changed"):
+            if row not in own and (data["turns"] or row in ("prewarmed", "unchanged", "changed")):
                 continue
             limit = limit_of(data, name, row, kind)
             size = about["bytes"]
@@ -437,8 +437,7 @@ def markdown(data):
     ]
     if data["turns"]:
         lines += [
-            "The programs ran in turns: while one had its memory, the other's was paused. Before each resume and each pause came a rest of "
-            "0.5 s. torch_memory_saver: pinned backup (its default), and with its `retain_cpu_backup`.",
+            "The programs ran in turns; while one had its discarded memory, the other's was paused. torch_memory_saver: pinned backup (its default), and with its `retain_cpu_backup`.",
             "",
         ]
     elif saver:
