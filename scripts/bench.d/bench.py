@@ -667,14 +667,17 @@ class Bench:
                 sides.append(("torch_memory_saver", other, *asked, None))
             for _ in self.turns(self.repeat):
                 for system, child, pause, resume, fill, check in sides:
-                    self.rest()
-                    self.record(chosen.name, system, "discard_resume_rested", child.took(resume), child.slow)
+                    # The driver accounts for the memory that it has zeroed in the next call, whoever makes it: here, for the other's.
+                    child.took(resume)
                     child.ask(fill)
                     self.rest()
                     self.record(chosen.name, system, "discard_pause", child.took(pause), child.slow)
                     self.record(chosen.name, system, "discard_resume", child.took(resume), child.slow)
                     if check:
                         child.ask(check)
+                    child.took(pause)
+                    self.rest()
+                    self.record(chosen.name, system, "discard_resume_rested", child.took(resume), child.slow)
                     child.took(pause)
             own.took("resume * 0")
             own.ask("scribble")
