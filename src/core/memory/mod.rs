@@ -301,7 +301,9 @@ impl Memory {
     pub fn free(&self, address: CUdeviceptr) -> Option<Result<(), Error>> {
         let allocation = self.allocations.get(&address).filter(|entry| entry.wanted().is_none()).map(|entry| Arc::clone(&entry))?;
         // Before taking the lock: the work may take long, and a pause waiting for the lock would block allocations.
-        if let Err(failure) = self.wait_before_free(&allocation) {
+        let wait = || self.wait_before_free(&allocation);
+        // What a driver refuses once, it may grant a moment later.
+        if let Err(failure) = wait().or_else(|failure| if failure.is_refusal() { wait() } else { Err(failure) }) {
             return Some(Err(failure.into()));
         }
         drop(allocation);
