@@ -331,6 +331,8 @@ impl State {
             program,
             engine: self.engine.clone(),
             job: self.job.clone(),
+            run: None,
+            age_s: None,
             ranks: Vec::new(),
             trims: false,
         }

@@ -13,7 +13,7 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
@@ -881,4 +881,51 @@ fn a_rank_that_gives_up_because_of_another_names_it() {
     drop(hogs);
     machine.vramctl("resume --name engine --ranks 1").expect(0, "", "");
     ranks[0].verify();
+}
+
+/// A worker outlives its killed parent, paused, and blocks the program's restart under the same name.
+#[test]
+fn two_runs_of_one_name_are_told_apart() {
+    let machine = Machine::new();
+    let engine = |command: &mut Command| _ = command.args(["--weights-mib", "500", "--kv-mib", "64"]);
+    let mut left = machine.start("eng", "engine", engine);
+    machine.vramctl("pause --name eng").expect(0, "", "");
+    // While this starts, `run` warns.
+    let mut again = machine.command(common::command_line(), &["run", "--name", "eng", "--no-python", "--"]);
+    again.arg(common::programs().join("engine")).args(["--weights-mib", "500", "--kv-mib", "64"]);
+    let mut again = again.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut ready = String::new();
+    BufReader::new(again.stdout.as_mut().unwrap()).read_line(&mut ready).unwrap();
+    assert!(ready.starts_with("ready"), "{ready}");
+
+    let ps = machine.vramctl("ps").out;
+    let of = |pid: u32| ps.lines().find(|line| line.starts_with(&pid.to_string())).unwrap().to_owned();
+    let run = |pid: u32| of(pid).split("(run-").nth(1).unwrap()[..8].to_owned();
+    assert_ne!(run(left.pid()), run(again.id()), "{ps}");
+    let both = "2 runs have the name eng, and count as one job: ";
+    let refused = machine.vramctl("resume --name eng").expect(4, "", both);
+    for (pid, state) in [(left.pid(), "held, paused"), (again.id(), "active")] {
+        assert!(refused.err.contains(&format!("run-{} (pid {pid}, running for ", run(pid))), "{}", refused.err);
+        assert!(refused.err.contains(state), "{}", refused.err);
+    }
+    assert_eq!(machine.vramctl("pause --name eng --ranks 2").expect(0, "", "").err, "", "they are meant");
+    // The rest of its job is named.
+    machine.vramctl(&format!("resume --pid {}", left.pid())).expect(0, "", "");
+    left.verify();
+    let rest = format!("one of 2 processes of the job eng; the others are not paused (pid {})", again.id());
+    machine.vramctl(&format!("pause --pid {}", left.pid())).expect(0, "", &rest);
+    again.kill().unwrap();
+    let warned = String::from_utf8(again.wait_with_output().unwrap().stderr).unwrap();
+    assert!(warned.contains(&format!("the name eng is in use: pid {}, running for ", left.pid())), "{warned}");
+}
+
+/// Ranks that separate commands start are one job without a word.
+#[test]
+fn ranks_that_share_a_run_belong_together() {
+    let machine = Machine::new();
+    let _ranks = [(); 2].map(|()| machine.start_with("engine", |command| _ = command.env("VRAMCTL_JOB", "mine")));
+    let paused = machine.vramctl("pause --name engine").expect(0, "", "");
+    assert_eq!(paused.err, "");
+    let ps = machine.vramctl("ps").expect(0, "engine 2/2 ", "");
+    assert!(!ps.out.contains("(mine"), "{}", ps.out);
 }

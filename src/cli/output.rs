@@ -54,6 +54,16 @@ pub fn count(count: usize, one: &str, several: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { several })
 }
 
+/// How long something has been there: `42 s`, `3 min`, `5 h`, `2 days`.
+pub fn age(seconds: u64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86400),
+    }
+}
+
 /// A word as a shell takes it, for commands that the user may copy.
 pub fn quoted(word: &str) -> String {
     let is_safe = |c: char| c.is_alphanumeric() || "-_./:@%+".contains(c);

@@ -73,6 +73,19 @@ impl Process {
         self.status.as_ref().ok()?.process.job.as_deref()
     }
 
+    /// The `vramctl run` that started it.
+    pub fn run(&self) -> Option<&str> {
+        self.status.as_ref().ok()?.process.run.as_deref()
+    }
+
+    /// Which process it is, for a user who must tell it from others of its name.
+    pub fn in_words(&self) -> String {
+        let Ok(status) = &self.status else { return format!("pid {}, which does not answer", self.pid) };
+        let since = status.process.age_s.map_or_else(String::new, |age| format!(", running for {}", output::age(age)));
+        let state = if self.is_held() { format!("held, {}", self.state()) } else { self.state() };
+        format!("pid {}{since}, {state}: {}", self.pid, output::one_line(&status.process.program))
+    }
+
     /// Its job in words, or the process itself if it has none.
     pub fn job_or_itself(&self) -> String {
         self.job().map_or_else(|| self.to_string(), |job| format!("job {job}"))
@@ -310,6 +323,13 @@ impl Found {
         self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
     }
 
+    /// The other processes of a process's job, whoever was asked at first. Those that do not answer are left out.
+    pub fn others_of_job(&self, process: &Process) -> Vec<Process> {
+        let Some(job) = process.job() else { return Vec::new() };
+        let others: Vec<_> = self.listening.iter().copied().filter(|pid| *pid != process.pid).collect();
+        self.look_again(&others).into_iter().filter(|other| other.job() == Some(job)).collect()
+    }
+
     /// Asks the programs' own allocators, such as torch's, what they hold. Those that do not answer in time are left out.
     pub fn ask_allocators(&mut self) {
         let Some(directory) = self.directory.clone() else { return };
@@ -503,13 +523,16 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
     }
 }
 
-/// Fails if processes of the job are missing: if there are fewer than `wanted`; without it, if `remembers`, if one is gone that the job had
+/// Says so if a job has several runs, and fails if processes of the job are missing: if there are fewer than `wanted`; without it, if `remembers`, if one is gone that the job had
 /// when it was last paused or resumed.
 pub fn check_whole<'a>(
     processes: impl Iterator<Item = &'a Process> + Clone,
     remembers: bool,
     wanted: Option<usize>,
 ) -> Result<(), CommandError> {
+    if wanted.is_none() {
+        tell_of_runs(processes.clone());
+    }
     let there: BTreeSet<_> = processes.clone().map(|process| process.pid).collect();
     let remembered: BTreeSet<_> = processes.flat_map(Process::ranks).copied().collect();
     let gone: Vec<_> = remembered.difference(&there).map(|pid| format!("process {pid} has ended")).collect();
@@ -521,6 +544,30 @@ pub fn check_whole<'a>(
     let gone = if gone.is_empty() { String::new() } else { format!(": {}", gone.join(", ")) };
     let text = format!("nothing was done: {what}{gone}. To do without the rest, add --ranks {}", there.len());
     Err(CommandError::new(Exit::NoProcess, text))
+}
+
+/// Says so if a name means processes of several runs: they need not belong together.
+fn tell_of_runs<'a>(processes: impl Iterator<Item = &'a Process>) {
+    let mut jobs = BTreeMap::<_, BTreeMap<_, Vec<_>>>::new();
+    for process in processes {
+        if let Some(job) = process.job() {
+            jobs.entry(job).or_default().entry(process.run()).or_default().push(process);
+        }
+    }
+    for (job, runs) in jobs.iter().filter(|(_, runs)| runs.len() > 1) {
+        let run = |run: Option<&str>, members: &[&Process]| {
+            let members: Vec<_> = members.iter().map(|process| process.in_words()).collect();
+            format!("{} ({})", run.unwrap_or("started otherwise"), members.join("; "))
+        };
+        let text = format!(
+            "{} runs have the name {}, and count as one job: {}. If they do not belong together, choose with --pid; if they do, say how many \
+             processes there are with --ranks, or start them with the same VRAMCTL_JOB",
+            runs.len(),
+            output::one_line(job),
+            runs.iter().map(|(name, members)| run(*name, members)).collect::<Vec<_>>().join(", ")
+        );
+        output::complain("note", &text);
+    }
 }
 
 fn not_managed(pid: u32) -> String {
@@ -561,6 +608,8 @@ pub mod tests {
             program: name.into(),
             engine: None,
             job: None,
+            run: None,
+            age_s: None,
             ranks: Vec::new(),
             trims: false,
         };

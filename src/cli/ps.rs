@@ -14,7 +14,7 @@ use vramctl_model::{Bytes, short_uuid};
 #[command(after_help = "\
 A process appears with its first allocation of GPU memory (1 MiB or more). One that does not answer is listed with the \
 reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
-paused and resumed as one.
+paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running.
 
 Examples:
   vramctl ps
@@ -45,23 +45,31 @@ pub fn ps(args: &Args) -> Result<Exit, CommandError> {
     Ok(Exit::Done)
 }
 
-/// The processes of each job, in order.
-struct Jobs(BTreeMap<String, Vec<u32>>);
+/// The processes of each job, in order, with the run of each.
+struct Jobs(BTreeMap<String, Vec<(u32, Option<String>)>>);
 
 impl Jobs {
     fn of(processes: &[Process]) -> Self {
         let mut jobs = BTreeMap::<_, Vec<_>>::new();
         for process in processes {
-            jobs.entry(process.job().unwrap_or_default().to_owned()).or_default().push(process.pid);
+            jobs.entry(process.job().unwrap_or_default().to_owned()).or_default().push((process.pid, process.run().map(str::to_owned)));
         }
         Self(jobs)
     }
 
-    /// The job, and which of its processes this is.
+    /// The job, and which of its processes this is; also its run if the job has several.
     fn place_of(&self, process: &Process) -> String {
-        let Some((job, pids)) = process.job().and_then(|job| self.0.get_key_value(job)) else { return String::new() };
-        let rank = 1 + pids.iter().position(|pid| *pid == process.pid).unwrap_or_default();
-        format!("{job} {rank}/{}", pids.len())
+        let Some((job, members)) = process.job().and_then(|job| self.0.get_key_value(job)) else { return String::new() };
+        let rank = 1 + members.iter().position(|(pid, _)| *pid == process.pid).unwrap_or_default();
+        let is_of_several = members.iter().any(|(_, run)| run.as_deref() != process.run());
+        let age = process
+            .status
+            .as_ref()
+            .ok()
+            .and_then(|status| status.process.age_s)
+            .map_or_else(String::new, |age| format!(" for {}", output::age(age)));
+        let run = if is_of_several { format!(" ({}{age})", process.run().unwrap_or("no run")) } else { String::new() };
+        format!("{job} {rank}/{}{run}", members.len())
     }
 }
 

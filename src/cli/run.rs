@@ -4,6 +4,7 @@ use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::places::{self, LIBRARY};
 use crate::preloading::{self, Unmanaged};
+use crate::processes::{Found, Target};
 use crate::target::{checked_tag, size};
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -78,14 +79,33 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             None => command.env_remove(name),
         };
     }
-    // Everything that the command starts belongs to one job.
-    command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
+    // Everything that the command starts belongs to one run. Commands that are given the same one are ranks of one job.
+    if env::var_os("VRAMCTL_JOB").is_none_or(|run| run.is_empty()) {
+        command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
+        args.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
+    }
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
     let program = Path::new(program);
     let is_sought = exit == Exit::NotFound && program.components().count() == 1;
     let hint = if is_sought { "; is it on PATH?" } else { "" };
     Err(CommandError::new(exit, format!("cannot start {}: {error}{hint}", program.display())))
+}
+
+/// Warns of another run that has this name: commands treat both as one job.
+fn warn_of_others(name: &str) {
+    // Whatever fails here does not concern the program.
+    let Ok(found) = Found::look(&Target::Name(name.to_owned())) else { return };
+    let others: Vec<_> = found.processes.iter().filter(|process| process.name() == Some(name)).collect();
+    if !others.is_empty() {
+        let text = format!(
+            "the name {} is in use: {}. `--name` in other commands will mean all of them as one job. Choose another name, or end those first; \
+             for ranks of one job, set the same VRAMCTL_JOB for all of them",
+            output::one_line(name),
+            others.iter().map(|process| process.in_words()).collect::<Vec<_>>().join("; ")
+        );
+        output::complain("warning", &text);
+    }
 }
 
 /// Refuses a library that cannot be preloaded: the loader would start the program without it.

@@ -127,6 +127,9 @@ fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
 fn head(process: &Hello) -> String {
     let [name, program] = [&process.name, &process.program].map(|text| output::one_line(text));
     let mut text = format!("{name} (pid {}): {program}\n", process.pid);
+    if let (Some(run), Some(age)) = (&process.run, process.age_s) {
+        let _ = writeln!(text, "Started by {run}, running for {}.", output::age(age));
+    }
     if let Some(engine) = &process.engine {
         let _ = writeln!(text, "Inference engine: {engine}.");
     }

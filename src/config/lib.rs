@@ -18,7 +18,7 @@
 //! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a device is free, log who uses it; `0`: do not watch | `0` |
 //! | `VRAMCTL_WATCH_TRIM` | `1`: then also return what torch has cached | `0` |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
-//! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
+//! | `VRAMCTL_JOB` | the run: identifies the job of processes without a name, and tells two runs of one name apart; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
 //! | `VRAMCTL_REPORT_DIR` | where a process that runs out of device memory writes its reports as JSON; it keeps its last ten | none are written |
 //! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what goes to stderr | `warn` |
@@ -180,6 +180,8 @@ pub struct Config {
     pub name: Option<String>,
     /// The job that this process belongs to: its name, else `VRAMCTL_JOB`.
     pub job: Option<String>,
+    /// `VRAMCTL_JOB`: the run that this process belongs to.
+    pub run: Option<String>,
     /// The directories of sockets and backups.
     pub directories: Directories,
     /// Errors in the variables, to be logged once.
@@ -260,6 +262,7 @@ impl Config {
             watch: variables.size("VRAMCTL_WATCH", 0) as u64,
             watch_trims: variables.switch("VRAMCTL_WATCH_TRIM") == Some(true),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),
+            run: variables.set("VRAMCTL_JOB"),
             name,
             directories,
             complaints: variables.complaints,

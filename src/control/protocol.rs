@@ -305,6 +305,12 @@ pub struct Hello {
     /// The job that it belongs to: its given name, else an id of the `vramctl run` that started it. Absent if it was started otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
+    /// The `vramctl run` that started it. Two runs of one name are one job. Absent if it was started otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run: Option<String>,
+    /// For how many seconds it has been running. Absent if the kernel does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age_s: Option<u64>,
     /// The processes that its job had when it was last paused or resumed as a whole.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<u32>,

@@ -28,6 +28,19 @@ pub fn program() -> String {
     String::from_utf8_lossy(&command).replace('\0', " ").trim().chars().take(200).collect()
 }
 
+/// For how many seconds it has been running.
+pub fn age_s() -> Option<u64> {
+    const STARTED: usize = 22;
+    let (status, uptime) = (own("stat"), fs::read_to_string("/proc/uptime").ok()?);
+    // The second field, in brackets, may contain anything.
+    let rest = String::from_utf8_lossy(&status).rsplit_once(')')?.1.to_owned();
+    let ticks: u64 = rest.split_whitespace().nth(STARTED - 3)?.parse().ok()?;
+    let up: f64 = uptime.split_whitespace().next()?.parse().ok()?;
+    // SAFETY: touches no memory.
+    let per_second = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) }).ok().filter(|ticks| *ticks > 0)?;
+    Some((up as u64).saturating_sub(ticks / per_second))
+}
+
 fn own(file: &str) -> Vec<u8> {
     fs::read(format!("/proc/self/{file}")).unwrap_or_default()
 }

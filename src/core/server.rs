@@ -295,6 +295,8 @@ fn hello() -> Hello {
         program: engine::program(),
         engine: engine::name(),
         job: Config::get().job.clone(),
+        run: Config::get().run.clone(),
+        age_s: engine::age_s(),
         ranks: lease::ranks().clone(),
         trims: cache::is_served(),
     }

@@ -109,6 +109,26 @@ pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     asking.run()
 }
 
+/// Says so if a process is only a part of its job.
+fn tell_of_the_rest(found: &Found, process: &Process) {
+    let others = found.others_of_job(process);
+    let Some(job) = process.job().filter(|_| !others.is_empty()) else { return };
+    let pids: Vec<_> = others.iter().map(|other| other.pid.to_string()).collect();
+    let whole = Target::Name(job.to_owned()).command("pause");
+    let text = format!(
+        "{process} is one of {} processes of the job {}; the others are not paused (pid {}), and may soon wait for it. {}",
+        1 + others.len(),
+        output::one_line(job),
+        pids.join(", "),
+        if process.name() == Some(job) {
+            format!("`{whole}` pauses all of them")
+        } else {
+            "`vramctl pause` with no --pid pauses all of them".into()
+        }
+    );
+    output::complain("warning", &text);
+}
+
 /// A pause or resume of several processes.
 #[allow(clippy::struct_excessive_bools)] // options
 struct Asking {
@@ -157,6 +177,11 @@ impl Asking {
         if is_whole || args.ranks.is_some() {
             // Without `--ranks`, a resume continues without processes that have ended.
             check_whole(tasks.iter().map(|task| &task.process), direction == Verb::Pause, args.ranks)?;
+        }
+        if direction == Verb::Pause && matches!(target, Target::Pid(_)) {
+            for task in &tasks {
+                tell_of_the_rest(&found, &task.process);
+            }
         }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(milliseconds);
