@@ -80,7 +80,7 @@ read_arguments() {
 		-h | --help) usage "$request"; exit 0 ;;
 		--all) choose_target all ;;
 		--pid)
-			case ${2:-} in '' | *[!0-9]*) die 2 "--pid needs a process id" ;; esac
+			case ${2:-} in '' | *[!0-9-]* | -*) die 2 "--pid needs a process id" ;; esac
 			choose_target "$2"
 			shift
 			;;
@@ -183,7 +183,8 @@ choose_processes() {
 	for socket in "$directory"/*.sock; do
 		pid=${socket##*/}
 		pid=${pid%.sock}
-		case $pid in *[!0-9]*) continue ;; esac
+		# In containers that share the directory, one of two with the same pid has its PID namespace in the name.
+		case $pid in *[!0-9-]* | -*) continue ;; esac
 		if [ -S "$socket" ] && ! is_stale "$pid"; then pids="$pids $pid"; fi
 	done
 	[ -n "$pids" ] || die 3 "no process is managed (looked in $directory)"

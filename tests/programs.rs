@@ -689,6 +689,57 @@ fn a_socket_of_another_process_with_the_same_pid_is_left_alone() {
     assert!(place.exists());
 }
 
+/// In two containers with a common directory. Both have the same pid there, and others here, by which users know them.
+#[test]
+fn programs_with_the_same_pid_in_two_containers_are_both_managed() {
+    let unshare = || {
+        let mut command = Command::new("unshare");
+        command.args(["-p", "-f", "--mount-proc", "--kill-child"]);
+        command
+    };
+    if !unshare().arg("true").output().is_ok_and(|done| done.status.success()) {
+        eprintln!("not run: PID namespaces cannot be made here");
+        return;
+    }
+    let machine = Machine::new("256M");
+    let mut programs: Vec<_> = ["a", "b"]
+        .iter()
+        .map(|name| {
+            let run = machine.vramctl(&["run", "--name", name, "--"]);
+            let mut command = unshare();
+            command.arg(run.get_program()).args(run.get_args()).arg(programs().join("odd")).arg("plain");
+            for (name, value) in run.get_envs() {
+                match value {
+                    Some(value) => command.env(name, value),
+                    None => command.env_remove(name),
+                };
+            }
+            let mut program = Program::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
+            program.expect("ready");
+            program
+        })
+        .collect();
+    let listed = || -> Value { serde_json::from_str(&machine.done(&["ps", "--json"])).unwrap() };
+    common::eventually("both are listed", || listed()["processes"].as_array().unwrap().len() == 2);
+    for (program, name) in programs.iter().zip(["a", "b"]) {
+        // The child of `unshare`.
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", program.pid())).unwrap();
+        let pid = children.trim();
+        assert!(machine.done(&["ps"]).lines().any(|line| line.contains(pid) && line.contains(name)), "{name} is {pid} here");
+        machine.done(&["pause", "--pid", pid]);
+        machine.done(&["resume", "--name", name]);
+    }
+    let ledger: Value = serde_json::from_str(&machine.done(&["status", "--ledger", "--json"])).unwrap();
+    let pids: Vec<_> = ledger["processes"].as_array().unwrap().iter().map(|process| process["pid"].as_u64().unwrap()).collect();
+    assert!(pids.iter().all(|pid| *pid > 1), "{pids:?}");
+    for program in &mut programs {
+        program.tell("go on");
+    }
+    for program in programs {
+        program.ends_well();
+    }
+}
+
 /// The program's output must not go to clients or into backups.
 #[test]
 fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {

@@ -548,7 +548,7 @@ def _may_be_called(name: str, pid: int) -> bool:
         return True
     if seen_as and not os.path.exists(f"/proc/{seen_as}"):
         return False
-    # The address has the name: `<pid>.+<name>.new`, or `<pid>.-<name>.new` with that of the program, which may have changed.
+    # The address has the name: `….+<name>.new`, or `….-<name>.new` with that of the program, which may have changed.
     kind, its = _name_in_address(bound_to)
     if kind == "-":
         with contextlib.suppress(OSError):

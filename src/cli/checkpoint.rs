@@ -349,7 +349,8 @@ fn keep_others_out(members: &mut [Member], within: Duration) -> Result<(), Comma
     lacking.sort_by_key(|member| member.process.pid);
     let taken = lacking.iter_mut().try_for_each(|member| {
         let left = deadline.saturating_duration_since(Instant::now());
-        member.alone = FileLock::take(&format!("{}.lock", member.process.pid), left).map_err(|others| member.in_use(&others, within))?;
+        member.alone =
+            FileLock::take(&member.directory.beside(member.process.pid, "lock"), left).map_err(|others| member.in_use(&others, within))?;
         Ok(())
     });
     if taken.is_err() {

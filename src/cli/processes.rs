@@ -12,8 +12,9 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 use std::{fmt, io, thread};
 use vramctl_config as config;
+use vramctl_control::address::{ListenerName, hidden};
 use vramctl_control::client::{Client, ClientError};
-use vramctl_control::discovery::{self, Directory, ListenerName};
+use vramctl_control::discovery::{self, Directory};
 use vramctl_control::job::{Follower, Job, JobReport};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_control::queue::{Claim, InQueue};
@@ -183,9 +184,10 @@ impl Process {
 /// For messages: `engine (pid 4711)`.
 impl fmt::Display for Process {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let out_of_sight = hidden(self.pid).map_or_else(String::new, |pid| format!(": pid {pid} in a container out of sight"));
         match self.name() {
-            Some(name) => write!(out, "{} (pid {})", output::one_line(name), self.pid),
-            None => write!(out, "process {}", self.pid),
+            Some(name) => write!(out, "{} (pid {}{out_of_sight})", output::one_line(name), self.pid),
+            None => write!(out, "process {}{out_of_sight}", self.pid),
         }
     }
 }
@@ -268,12 +270,16 @@ impl Found {
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
         let Some((_, first)) = silent.first() else { return Ok(chosen) };
         let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process} ({failure})")).collect();
-        let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid.to_string()).collect();
+        let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid).filter(|pid| hidden(*pid).is_none()).collect();
+        let how = if pids.is_empty() {
+            "in their containers".into()
+        } else {
+            pids.iter().fold("kill -CONT".into(), |all, pid| format!("{all} {pid}"))
+        };
         let text = format!(
-            "nothing was done: these processes may match but do not answer: {}; if they are stopped, continue them (kill -CONT {}), or \
-             choose others with --pid",
-            why.join(", "),
-            pids.join(" ")
+            "nothing was done: these processes may match but do not answer: {}; if they are stopped, continue them ({how}), or choose \
+             others with --pid",
+            why.join(", ")
         );
         Err(CommandError::new(first.exit(), text))
     }
@@ -480,11 +486,13 @@ pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, Com
 }
 
 fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, CommandError> {
+    let is_here = |pid: u32| processes.iter().any(|process| process.pid == pid);
     let chosen: Vec<_> = processes
         .iter()
         .filter(|process| match target {
             Target::Only | Target::All => true,
-            Target::Pid(pid) => process.pid == *pid,
+            // In a container out of sight, that may be its pid.
+            Target::Pid(pid) => process.pid == *pid || (hidden(process.pid) == Some(*pid) && !is_here(*pid)),
             // An unknown name may match.
             Target::Name(name) => process.name().is_none_or(|its| its == name),
         })
@@ -499,6 +507,7 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Comman
         (Target::Only, 2..) if !is_one_job() => {
             fail(Exit::Usage, "several processes are managed; choose with --pid, --name or --all".into())
         }
+        (Target::Pid(pid), 2..) => fail(Exit::Usage, format!("several processes in containers out of sight have the pid {pid} there")),
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
         (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is named {name}")),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),

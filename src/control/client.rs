@@ -250,7 +250,11 @@ impl Client {
         }
     }
 
-    fn send(&mut self, request: Request, file: Option<BorrowedFd<'_>>, flags: libc::c_int) -> io::Result<()> {
+    /// In the words of the process: it knows others by the pids of its own PID namespace.
+    fn send(&mut self, mut request: Request, file: Option<BorrowedFd<'_>>, flags: libc::c_int) -> io::Result<()> {
+        for pid in request.pids() {
+            *pid = self.directory.pid_there(*pid, self.pid);
+        }
         descriptors::send_line(self.stream.get_ref(), &protocol::request_line(request), file.as_slice(), flags)
     }
 
@@ -274,8 +278,12 @@ impl Client {
                 Err(error) => return Err(error),
             }
         }
-        serde_json::from_slice(&line)
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse the answer: {error}")))
+        let mut reply: Reply = serde_json::from_slice(&line)
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse the answer: {error}")))?;
+        for pid in reply.pids() {
+            *pid = self.directory.pid_here(*pid, self.pid);
+        }
+        Ok(reply)
     }
 
     pub(crate) fn unexpected(&self, reply: &Reply) -> ClientError {

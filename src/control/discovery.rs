@@ -1,22 +1,23 @@
-//! Finds the sockets: one directory per user, one socket per process, `<pid>.sock`.
+//! Finds the sockets: one directory per user, one socket per process ([`Address`]).
 //!
 //! All access goes through the directory's descriptor (`/proc/self/fd/N/…`). So nobody can swap the directory after the
 //! checks, and a long path fits into `sockaddr_un`.
 
+pub use crate::address::peer;
+use crate::address::{self, Address, ListenerName, Listeners};
 use std::ffi::{CStr, CString};
-use std::fmt::Write;
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, fchown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use std::{io, mem, process, thread};
 use vramctl_config as config;
-use vramctl_host::Identity;
-use vramctl_host::system::{program_of, user};
+use vramctl_host::system::user;
+use vramctl_host::{Identity, Unpoison};
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug, Clone)]
@@ -24,6 +25,8 @@ pub struct Directory {
     path: PathBuf,
     owner: u32,
     open: Arc<File>,
+    /// Who listens, once somebody has looked.
+    known: Arc<Mutex<Option<Listeners>>>,
 }
 
 impl Directory {
@@ -75,7 +78,7 @@ impl Directory {
                 metadata.mode() & 0o777
             ));
         }
-        Ok(Self { path: path.to_owned(), owner: metadata.uid(), open: Arc::new(open) })
+        Ok(Self { path: path.to_owned(), owner: metadata.uid(), open: Arc::new(open), known: Arc::default() })
     }
 
     /// Its path, for messages.
@@ -112,150 +115,131 @@ impl Directory {
         Ok(file)
     }
 
-    fn within(&self, pid: u32) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}/{pid}.sock", self.open.as_raw_fd()))
-    }
-
-    /// What the socket is bound to, before it gets the name that clients look for. The kernel keeps it as the socket's address and tells
-    /// it to clients, also while the process is stopped. So it has the process's name in it.
-    fn unfinished(&self, pid: u32, name: &ListenerName) -> PathBuf {
-        let start = format!("{}/{pid}.", self.within_process().display());
-        let room = mem::size_of::<libc::sockaddr_un>() - mem::offset_of!(libc::sockaddr_un, sun_path) - 1;
-        PathBuf::from(format!("{start}{}{UNFINISHED}", name.encoded(room.saturating_sub(start.len() + UNFINISHED.len()))))
+    fn within(&self, file: &str) -> PathBuf {
+        self.within_process().join(file)
     }
 
     /// Binds this process's socket. Replaces the socket of an earlier process with the same pid.
     pub fn bind(&self) -> io::Result<(UnixListener, Bound)> {
-        let place = self.within(process::id());
-        // Two containers that share a directory may both have a process with this pid.
-        let connected = self.connect(process::id());
-        if connected.is_ok() || connected.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+        // In two containers that share a directory, a process may have this pid each.
+        let in_use = |address: &Address| match self.dial(address) {
+            Ok(_) => true,
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        };
+        let Some(address) = Address::own().into_iter().find(|address| !in_use(address)) else {
             let why = format!(
                 "{}: another process {} listens there; give each container a VRAMCTL_DIR of its own",
                 self.path.display(),
                 process::id()
             );
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
-        }
+        };
         // Renamed only once it listens: `processes` takes a socket without a listener for stale.
-        let unfinished = self.unfinished(process::id(), &ListenerName::own());
+        let unfinished = address::unfinished(&self.within_process(), &ListenerName::own());
         let _ = fs::remove_file(&unfinished);
         let bind = || {
             let listener = UnixListener::bind(&unfinished)?;
             let file = fs::symlink_metadata(&unfinished)?;
-            let path = CString::new(self.path.join(format!("{}.sock", process::id())).into_os_string().into_vec())?;
-            fs::rename(&unfinished, &place)?;
+            let path = CString::new(self.path.join(address.file()).into_os_string().into_vec())?;
+            fs::rename(&unfinished, self.within(&address.file()))?;
             Ok((listener, Bound { path, file: (file.dev(), file.ino()), root: root() }))
         };
         bind().map_err(|error| naming(&self.path, &error))
     }
 
-    /// Removes the socket of a process.
-    pub fn remove(&self, pid: u32) {
-        let _ = fs::remove_file(self.within(pid));
+    /// Connects to a process's socket, if the process belongs to the directory's owner. `WouldBlock` if the queue is full
+    /// because the process has stopped accepting connections. `pid`: as seen from here, see [`processes`](Self::processes).
+    pub fn connect(&self, pid: u32) -> io::Result<UnixStream> {
+        self.dial(&self.address(pid)?)
     }
 
-    /// Connects to a process's socket, if the process belongs to the directory's owner. `WouldBlock` if the queue is full
-    /// because the process has stopped accepting connections.
-    pub fn connect(&self, pid: u32) -> io::Result<UnixStream> {
-        let stream = connect_without_waiting(&self.within(pid))?;
+    /// Connects to the process with this pid in the PID namespace of this one.
+    pub fn connect_beside(&self, pid: u32) -> io::Result<UnixStream> {
+        let refused = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+        let [plain, distinct] = Address::beside(pid);
+        match self.dial(&distinct) {
+            Err(error) if refused(&error) => self.dial(&plain),
+            answer => answer,
+        }
+    }
+
+    /// The name of a file beside a process's socket. All who talk to the process have the same, whatever its pid is for them.
+    pub fn beside(&self, pid: u32, ending: &str) -> String {
+        self.address(pid).map_or_else(|_| format!("{pid}.{ending}"), |address| format!("{address}.{ending}"))
+    }
+
+    fn address(&self, pid: u32) -> io::Result<Address> {
+        let plain = Address::plain(pid);
+        if let Some(known) = &*self.known() {
+            return Ok(known.address(pid).cloned().unwrap_or(plain));
+        }
+        match self.dial(&plain) {
+            Ok(stream) if plain.pid_here(&stream) == Some(pid) => return Ok(plain),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Ok(plain),
+            // Of another PID namespace.
+            _ => _ = self.processes()?,
+        }
+        Ok(self.known().as_ref().and_then(|known| known.address(pid).cloned()).unwrap_or(plain))
+    }
+
+    fn dial(&self, address: &Address) -> io::Result<UnixStream> {
+        let stream = connect_without_waiting(&self.within(&address.file()))?;
         let peer = peer(&stream)?;
         if peer.uid == self.owner || peer.uid == 0 {
             return Ok(stream);
         }
         let why = format!(
-            "{}/{pid}.sock: user {} answers there, not you; remove the file, or restart the program as yourself",
+            "{}/{}: user {} answers there, not you; remove the file, or restart the program as yourself",
             self.path.display(),
+            address.file(),
             peer.uid
         );
         Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
     }
 
-    /// The pids of the processes that listen, sorted. Removes stale sockets.
+    /// The pids of the processes that listen, sorted, as they are seen from here. A process of a PID namespace that cannot be seen from
+    /// here has a number that no process here can have ([`hidden`](address::hidden)). Removes stale sockets.
     pub fn processes(&self) -> io::Result<Vec<u32>> {
         /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
-        let (mut pids, mut refused) = (Vec::new(), Vec::new());
+        let (mut listening, mut refused) = (Vec::new(), Vec::new());
         let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
         for entry in entries {
-            let name = entry?.file_name();
-            let pid = name.to_str().and_then(|name| name.strip_suffix(".sock")).and_then(|pid| pid.parse().ok());
-            let Some(pid) = pid else { continue };
-            match self.connect(pid) {
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(pid),
+            let Some(address) = entry?.file_name().to_str().and_then(Address::of_file) else { continue };
+            match self.dial(&address) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(address),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => (),
                 // Other errors are reported when somebody talks to the process.
-                _ => pids.push(pid),
+                answer => listening.push((address, answer.ok())),
             }
         }
         if !refused.is_empty() {
             thread::sleep(NEW_SOCKET);
         }
-        for pid in refused {
-            match self.connect(pid) {
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => self.remove(pid),
-                _ => pids.push(pid),
+        for address in refused {
+            match self.dial(&address) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => _ = fs::remove_file(self.within(&address.file())),
+                answer => listening.push((address, answer.ok())),
             }
         }
-        pids.sort_unstable();
+        let known = Listeners::of(listening);
+        let pids = known.pids();
+        *self.known() = Some(known);
         Ok(pids)
     }
-}
 
-/// How the name of a socket ends that is not ready.
-const UNFINISHED: &str = ".new";
-
-/// The name of a process that does not answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ListenerName {
-    /// Its `VRAMCTL_NAME`.
-    Given(String),
-    /// That of its program, when it made its socket.
-    Program(String),
-}
-
-impl ListenerName {
-    fn own() -> Self {
-        config::Config::get().name.clone().map_or_else(|| Self::Program(program_of(process::id()).unwrap_or_default()), Self::Given)
+    /// The pid here of the process that another one, of this pid here, calls so.
+    pub(crate) fn pid_here(&self, pid: u32, of: u32) -> u32 {
+        self.known().as_ref().map_or(pid, |known| known.pid_here(pid, of))
     }
 
-    /// The name in the address of the socket that this is a connection to. `None` if the library is an older one, or the name is too long.
-    pub fn of_listener(stream: &UnixStream) -> Option<Self> {
-        let address = stream.peer_addr().ok()?;
-        let file = address.as_pathname()?.file_name()?.to_str()?;
-        let (pid, encoded) = file.strip_suffix(UNFINISHED)?.split_once('.')?;
-        pid.parse::<u32>().ok()?;
-        Self::decoded(encoded)
+    /// What another process calls the process of this pid here.
+    pub(crate) fn pid_there(&self, pid: u32, of: u32) -> u32 {
+        self.known().as_ref().map_or(pid, |known| known.pid_there(pid, of))
     }
 
-    /// As part of a file's name. Empty if it does not fit.
-    fn encoded(&self, room: usize) -> String {
-        let (kind, name) = match self {
-            Self::Given(name) => ('+', name),
-            Self::Program(name) => ('-', name),
-        };
-        let mut text = String::from(kind);
-        for char in name.chars() {
-            let _ = if matches!(char, '/' | '%' | '\0') { write!(text, "%{:02x}", char as u32) } else { text.write_char(char) };
-        }
-        if text.len() <= room { text } else { String::new() }
-    }
-
-    fn decoded(text: &str) -> Option<Self> {
-        let (kind, mut rest) = text.split_at_checked(1)?;
-        let mut name = String::new();
-        while let Some((plain, code)) = rest.split_once('%') {
-            let (code, after) = code.split_at_checked(2)?;
-            name.push_str(plain);
-            name.push(u8::from_str_radix(code, 16).ok()?.into());
-            rest = after;
-        }
-        name.push_str(rest);
-        match kind {
-            "+" => Some(Self::Given(name)),
-            "-" => Some(Self::Program(name)),
-            _ => None,
-        }
+    fn known(&self) -> MutexGuard<'_, Option<Listeners>> {
+        self.known.lock().unpoisoned()
     }
 }
 
@@ -328,16 +312,6 @@ fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// The credentials of the peer. The pid is as seen by this process, 0 if not visible.
-pub fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
-    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut length = mem::size_of_val(&peer) as libc::socklen_t;
-    // SAFETY: `peer` is writable for `length` bytes.
-    let answer =
-        unsafe { libc::getsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &raw mut length) };
-    if answer == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
-}
-
 fn naming(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
@@ -346,25 +320,6 @@ fn naming(path: &Path, error: &io::Error) -> io::Error {
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
-
-    #[test]
-    fn a_process_that_never_answers_has_its_name_in_its_address() {
-        let folder = tempfile::tempdir().unwrap();
-        let directory = Directory::at(folder.path()).unwrap();
-        let long = "x".repeat(60);
-        for name in ["engine", "a/b %41 ü", "%", "", "...new", &long] {
-            for name in [ListenerName::Given(name.into()), ListenerName::Program(name.into())] {
-                let path = directory.unfinished(7, &name);
-                let _listener = UnixListener::bind(&path).unwrap();
-                assert_eq!(ListenerName::of_listener(&UnixStream::connect(&path).unwrap()), Some(name));
-            }
-        }
-        let unknown = directory.unfinished(7, &ListenerName::Given("x".repeat(200)));
-        for path in [unknown, folder.path().join("7.new"), folder.path().join("7.sock"), folder.path().join("7.+%4.new")] {
-            let _listener = UnixListener::bind(&path).unwrap();
-            assert_eq!(ListenerName::of_listener(&UnixStream::connect(&path).unwrap()), None, "{path:?}");
-        }
-    }
 
     /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
     #[test]

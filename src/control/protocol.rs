@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::iter;
 use std::time::Duration;
 use vramctl_model::{
     Backup, Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage,
@@ -405,6 +406,44 @@ impl From<&Error> for Refusal {
             Error::Registered(list) => Self { registered: Some(list.clone()), ..refusal },
             _ => refusal,
         }
+    }
+}
+
+impl Request {
+    /// The processes that it names.
+    pub(crate) fn pids(&mut self) -> Vec<&mut u32> {
+        match self {
+            Self::Pause(wanted) | Self::Plan(wanted) | Self::Resume(wanted) | Self::SetAside(wanted) => wanted.pids().collect(),
+            Self::Prepare(Prepare { ranks, transition, .. }) => ranks.iter_mut().chain(transition.pids()).collect(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl Transition {
+    fn pids(&mut self) -> impl Iterator<Item = &mut u32> {
+        self.partners.iter_mut().chain(&mut self.borrowers)
+    }
+}
+
+impl Reply {
+    /// The processes that it names.
+    pub(crate) fn pids(&mut self) -> Vec<&mut u32> {
+        match self {
+            Self::Hello(hello) => hello.pids().collect(),
+            Self::Status(ProcessStatus { process, memory }) => {
+                process.pids().chain(memory.borrowed.iter_mut().map(|open| &mut open.owner)).collect()
+            }
+            Self::Done(report) => report.missing.iter_mut().map(|open| &mut open.owner).collect(),
+            Self::Error(refusal) => refusal.lent.iter_mut().flatten().map(|lent| &mut lent.by.pid).collect(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl Hello {
+    fn pids(&mut self) -> impl Iterator<Item = &mut u32> {
+        iter::once(&mut self.pid).chain(&mut self.ranks)
     }
 }
 

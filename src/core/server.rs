@@ -61,21 +61,18 @@ fn listen_in(directory: &Directory) -> io::Result<Held> {
 
 fn serve(mut listener: io::Result<Held>) {
     loop {
-        listener = match listener {
-            Ok(socket) => match accept(&socket) {
+        listener = if let Ok(socket) = listener {
+            match accept(&socket) {
                 Ended::Closed => {
                     log::warn!("the program closed the control socket; creating a new one");
                     drop(socket);
                     listen().inspect_err(complain)
                 }
                 Ended::Replaced(by) => Ok(by),
-            },
-            // Another process listens there; retrying would keep disturbing it.
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => return,
-            Err(_) => {
-                thread::sleep(TRY_AGAIN);
-                listen().inspect_err(|error| log::debug!("no control socket: {error}"))
             }
+        } else {
+            thread::sleep(TRY_AGAIN);
+            listen().inspect_err(|error| log::debug!("no control socket: {error}"))
         };
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct Lender {
 impl Lender {
     pub(super) fn connect(pid: u32) -> io::Result<Self> {
         let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
-        let stream = directory.connect(pid)?;
+        let stream = directory.connect_beside(pid)?;
         Ok(Self { pid, connection: Held::new(stream)? })
     }
 
