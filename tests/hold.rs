@@ -525,3 +525,29 @@ fn a_pause_ends_when_its_client_is_gone() {
     assert_eq!((paused.unwrap_err(), drained.unwrap_err()), (Kind::Busy, Kind::Busy));
     assert!(took < LONG && !held, "{took:?}");
 }
+
+/// An operator who looks at the program's log sees why it stands still, and that it continues: one line each.
+#[test]
+fn a_held_program_says_in_its_log_who_holds_it() {
+    let machine = common::machine::Machine::new();
+    let log = machine.folder.path().join("log");
+    let rank = machine.start_with("engine", |command| _ = command.env_remove("VRAMCTL_LOG").stderr(std::fs::File::create(&log).unwrap()));
+    let lines = || {
+        let text = std::fs::read_to_string(&log).unwrap();
+        text.lines().filter(|line| line.contains("held")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    machine.vramctl("pause engine").expect(0, "", "");
+    machine.vramctl("pause engine").expect(0, "", "");
+    let held = lines();
+    assert_eq!(held.len(), 1, "{}", std::fs::read_to_string(&log).unwrap());
+    let user = unsafe { libc::getuid() };
+    assert!(held[0].contains("held by process ") && held[0].contains(&format!("(vramctl, user {user})")), "{held:?}");
+    assert!(held[0].contains(&format!("vramctl resume --pid {}", rank.pid())), "{held:?}");
+    machine.vramctl("resume engine").expect(0, "", "");
+    let all = lines();
+    assert!(all.len() == 2 && all[1].contains("no longer held, after "), "{all:?}");
+    // A pause without hold is none.
+    machine.vramctl("pause engine --no-hold").expect(0, "", "");
+    machine.vramctl("resume engine").expect(0, "", "");
+    assert_eq!(lines().len(), 2);
+}

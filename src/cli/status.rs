@@ -3,6 +3,7 @@
 use crate::checkpoint;
 use crate::completions;
 use crate::failure::{CommandError, Exit};
+use crate::gpus;
 use crate::processes::{Found, Process, Target};
 use crate::target::{GpuArgs, TargetArgs};
 use crate::{ledger, nccl, output};
@@ -12,7 +13,7 @@ use std::fmt::Write;
 use vramctl_control::protocol::{Hello, ProcessStatus};
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, Status, TagState, TagStatus, left_to_cuda};
+use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, Status, TagState, TagStatus, left_to_cuda, short_uuid};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -177,9 +178,12 @@ fn tables(memory: &Status) -> String {
         return "No managed memory.".into();
     }
     let tags = ["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"];
-    let devices = ["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL", "GPU"];
-    let (tags, devices) =
-        (output::table(&tags, memory.tags.iter().map(tag_row)), output::table(&devices, memory.devices.iter().map(device_row)));
+    let devices = ["GPU", "ACTIVE", "PAUSED", "FREE", "TOTAL", "UUID"];
+    let indices = gpus::indices();
+    let (tags, devices) = (
+        output::table(&tags, memory.tags.iter().map(tag_row)),
+        output::table(&devices, memory.devices.iter().map(|device| device_row(device, &indices))),
+    );
     format!("{tags}\n\n{devices}")
 }
 
@@ -197,7 +201,7 @@ fn notes(memory: &Status) -> String {
         }
     }
     for device in memory.devices.iter().filter(|device| device.guard_bytes > 0) {
-        let _ = write!(text, "\nThe guard of paused memory takes {} of device {}.", Bytes(device.guard_bytes), device.device);
+        let _ = write!(text, "\nThe guard of paused memory takes {} of {}.", Bytes(device.guard_bytes), gpu_in_words(device));
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
@@ -263,10 +267,17 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
     vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]
 }
 
-fn device_row(device: &DeviceStatus) -> Vec<String> {
+fn gpu_in_words(device: &DeviceStatus) -> String {
+    device.uuid.as_deref().map_or_else(|| format!("device {}", device.device), |uuid| short_uuid(uuid).to_owned())
+}
+
+/// A GPU has the index that `nvidia-smi` and the other commands give it: after a move, the program's own number means another. Without
+/// NVML, only that is known.
+fn device_row(device: &DeviceStatus, indices: &BTreeMap<String, u32>) -> Vec<String> {
+    let index = device.uuid.as_ref().and_then(|uuid| indices.get(uuid));
     let told = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
     vec![
-        device.device.to_string(),
+        index.map_or_else(|| format!("device {}", device.device), ToString::to_string),
         Bytes(device.active_bytes).to_string(),
         Bytes(device.paused_bytes).to_string(),
         told(device.free_bytes),
@@ -301,6 +312,8 @@ mod tests {
     #[test]
     fn a_silent_driver_is_shown_as_such() {
         let device = DeviceStatus { device: 1, active_bytes: 5, total_bytes: Some(1 << 20), ..DeviceStatus::default() };
-        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB", ""]);
+        assert_eq!(device_row(&device, &BTreeMap::new()), ["device 1", "5 B", "0 B", "?", "1.00 MiB", ""]);
+        let moved = DeviceStatus { uuid: Some("GPU-x".into()), ..device };
+        assert_eq!(device_row(&moved, &[("GPU-x".to_owned(), 0)].into())[0], "0");
     }
 }

@@ -11,6 +11,7 @@ pub mod engine;
 pub mod events;
 mod free;
 pub mod gate;
+mod holder;
 mod lease;
 pub mod memory;
 pub mod out_of_memory;

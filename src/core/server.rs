@@ -6,7 +6,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
-use crate::{cache, engine, events, lease, residue, watch};
+use crate::{cache, engine, events, holder, lease, residue, watch};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
@@ -174,6 +174,7 @@ fn converse(connection: &Connection) {
     if connection.stream().and_then(|stream| stream.set_write_timeout(Some(PATIENCE))).is_err() {
         return;
     }
+    holder::serve(connection.borrower.pid);
     let mut lines = Lines::of(connection);
     loop {
         if !lines.has_begun() {

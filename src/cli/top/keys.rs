@@ -88,6 +88,9 @@ fn ask(model: &mut Model, verb: &str, now: Instant) {
     let row = rows.iter().find(|row| row.key == key).unwrap_or(row);
     let what = match (verb, &key.tag) {
         ("resume", _) => format!("{}: {} of GPU memory", of(row), Bytes(row.paused)),
+        _ if row.discarded > 0 => {
+            format!("{}: {} of GPU memory; the contents of {} will be lost", of(row), Bytes(row.active), Bytes(row.discarded))
+        }
         _ => format!("{}: {} of GPU memory", of(row), Bytes(row.active)),
     };
     model.overlay = Overlay::Question { words: words(verb, &key), what };

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 use vramctl_driver::{Card, NoCards};
 use vramctl_host::limits::Room;
-use vramctl_model::{Holder, Progress, Stage, TagState, Verb};
+use vramctl_model::{Backup, Holder, Progress, Stage, TagState, TagStatus, Verb};
 
 /// The minimum time after which a process counts as silent.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -129,6 +129,8 @@ pub struct TableRow {
     pub state: String,
     /// The stage that copies contents, over all processes.
     pub progress: Option<Progress>,
+    /// Bytes whose contents a pause discards.
+    pub discarded: u64,
     /// On GPUs.
     pub active: u64,
     /// Taken from GPUs.
@@ -377,6 +379,7 @@ impl Model {
             title,
             state: states.into_iter().collect::<Vec<_>>().join("; "),
             progress: joined(members.iter().filter_map(|seen| copying(&seen.sample.process).map(|(_, now)| now))),
+            discarded: tags().map(discarded).sum(),
             active: members.iter().filter(is_there).map(|seen| seen.sample.process.active_bytes()).sum(),
             paused: tags().map(|tag| tag.paused_bytes).sum(),
             host: tags().map(|tag| tag.host_bytes).sum(),
@@ -388,13 +391,14 @@ impl Model {
         let letter = self.letters.get(&(of.name.clone().unwrap_or_default(), name.clone())).copied();
         let tags: Vec<_> = members.iter().flat_map(|seen| seen.sample.process.tags()).filter(|tag| tag.tag == name).collect();
         let states: BTreeSet<_> = tags.iter().map(|tag| tag.state.name()).collect();
-        let sum = |of: fn(&vramctl_model::TagStatus) -> u64| tags.iter().map(|tag| of(tag)).sum();
+        let sum = |of: fn(&TagStatus) -> u64| tags.iter().map(|tag| of(tag)).sum();
         TableRow {
             key: Subject { tag: Some(name.clone()), ..of.clone() },
             letter,
             title: name,
             state: states.into_iter().collect::<Vec<_>>().join(", "),
             progress: None,
+            discarded: sum(discarded),
             active: sum(|tag| tag.bytes.saturating_sub(tag.paused_bytes)),
             paused: sum(|tag| tag.paused_bytes),
             host: sum(|tag| tag.host_bytes),
@@ -486,4 +490,8 @@ pub fn is_under_way(process: &Process) -> bool {
 fn rank(state: &str) -> (usize, String) {
     const ORDER: [&str; 6] = ["pausing", "resuming", "no answer", "active", "paused", "suspended"];
     (ORDER.iter().position(|word| state.contains(word)).unwrap_or(ORDER.len()), state.to_owned())
+}
+/// Bytes of a tag whose contents the next pause discards by the tag's policy.
+fn discarded(tag: &TagStatus) -> u64 {
+    tag.backup.get(&Backup::Discard).map_or(0, |bytes| (*bytes).min(tag.bytes.saturating_sub(tag.paused_bytes)))
 }

@@ -2,7 +2,7 @@
 
 use super::{unless_ending, with_communicators};
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators};
-use crate::{contexts, drain, events, gate};
+use crate::{contexts, drain, events, gate, holder};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -171,6 +171,7 @@ impl Drop for HeldPause<'_, '_> {
         let must_stay = if self.is_done { memory.any_paused() } else { self.before.are_more_now(memory) };
         if must_stay && let Some(closed) = self.holding.closed.take() {
             closed.keep();
+            holder::held();
         }
     }
 }

@@ -22,7 +22,7 @@ pub use hold::Holding;
 pub(crate) use hold::passing_by;
 
 use crate::memory::{Allocation, Memory, aside, communicators};
-use crate::{events, gate};
+use crate::{events, gate, holder};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use vramctl_driver::CUdevice;
@@ -51,6 +51,8 @@ impl Memory {
         gate::let_go(|| self.any_paused());
         if gate::is_held() {
             aside::keep_asking();
+        } else {
+            holder::released();
         }
     }
 }
