@@ -66,7 +66,8 @@ impl Machine {
     }
 
     pub fn job<const N: usize>(&self, name: &str) -> [Rank; N] {
-        std::array::from_fn(|_| self.start_with(name, |_| ()))
+        // One run, as ranks that are meant to belong together have.
+        std::array::from_fn(|_| self.start_with(name, |command| _ = command.env("VRAMCTL_JOB", format!("run-of-{name}"))))
     }
 
     pub fn sockets(&self) -> PathBuf {

@@ -219,7 +219,8 @@ fn run(words: &[String], happen: &Sender<Incoming>) -> io::Result<OwnedFd> {
     thread::spawn(move || {
         let said = child.wait_with_output().map_or_else(
             |error| error.to_string(),
-            |done| format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr)),
+            // Notes come before the result.
+            |done| format!("{}{}", String::from_utf8_lossy(&done.stderr), String::from_utf8_lossy(&done.stdout)),
         );
         let _ = happen.send(Incoming::Done(format!("{line}\n{said}")));
     });
