@@ -331,3 +331,24 @@ fn memory_that_others_know_is_not_handed_on() {
     release(third, stream.handle());
     assert_eq!((synchronize(), gpu.live("handles")), (0, 0));
 }
+
+/// Each call of the driver costs the program time: these loops run as often as kernels are launched.
+#[test]
+fn a_steady_loop_makes_few_calls_of_the_driver() {
+    let gpu = Gpu::take();
+    let stream = Stream::create();
+    let round = |tag| {
+        let address = allocate_as(tag, 4 * MIB, stream.handle()).unwrap();
+        assert_eq!(stream.fill(address, 1, 4 * MIB), 0);
+        release(address, stream.handle());
+    };
+    (0..2).for_each(|_| round("t"));
+    gpu.reset_counts();
+    (0..10).for_each(|_| round("t"));
+    let calls = ["cuMemCreate", "cuEventCreate", "cuCtxPushCurrent_v2", "cuEventRecord", "cuStreamGetId"].map(|call| gpu.calls(call));
+    assert_eq!(calls, [0, 0, 0, 10, 20]);
+    // Three of each round are of the program's own `cudaMemsetAsync`.
+    assert!(common::calls("") <= 110, "{}", common::calls(""));
+    round("another");
+    assert_eq!((synchronize(), gpu.live("handles")), (0, 0));
+}

@@ -243,6 +243,12 @@ impl Event {
         Ok(event)
     }
 
+    /// Records it once more, behind everything that the program has queued on the stream by now: the same stream.
+    pub fn record_again(&self, stream: StreamHandle) -> Result<(), Failure> {
+        // SAFETY: our event, whose context exists as long as the stream.
+        unsafe { Driver::get()?.cuEventRecord(self.raw, stream.raw()) }
+    }
+
     /// The stream's context.
     pub fn context(&self) -> Context {
         self.context

@@ -340,6 +340,9 @@ fn allocate(
     source: Source,
     caller: *const c_void,
 ) -> Option<Result<*mut c_void, StatusCode>> {
+    if let Some(address) = allocate_again(policy, bytes, source, caller) {
+        return Some(Ok(address as *mut c_void));
+    }
     let current = match source {
         // An allocation during capture becomes part of the graph, which only the driver can do.
         Source::Stream(stream) | Source::Pool(_, stream) if stream.is_capturing() => return None,
@@ -373,6 +376,27 @@ fn allocate(
     let answer = Memory::get().allocate(policy, bytes, &current, in_order);
     let address = managed(&current, &policy.tag, answer, bytes, current.device(), caller)?;
     Some(address.map(|address| address as *mut c_void))
+}
+
+/// Allocates memory that was freed before in the same stream.
+fn allocate_again(policy: &Placement, bytes: usize, source: Source, caller: *const c_void) -> Option<u64> {
+    let memory = Memory::existing().filter(|memory| memory.has_freed())?;
+    let (asked, stream) = match source {
+        Source::Stream(stream) => (None, stream),
+        Source::Pool(pool, stream) => (Some(pool), stream),
+        Source::Thread => return None,
+    };
+    if stream.is_capturing() {
+        return None;
+    }
+    let is_default = |device| {
+        let pool = asked.or_else(|| driver::current_pool(device).ok());
+        pool.is_some() && pool == driver::default_pool(device).ok()
+    };
+    let made = memory.reuse_again(policy, bytes, stream, is_default)?;
+    memory.note_origin(made, Origin::of_request(asker(caller), bytes, caller));
+    out_of_memory::went_on(bytes, false);
+    Some(made)
 }
 
 /// Finishes a request for managed memory; `None` if the real function must handle it: the only error that the library gives a program is
@@ -484,6 +508,9 @@ fn release_managed_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamH
     // A free during capture becomes part of the graph, which only the real function can do or reject.
     if !memory.manages(pointer) || stream.is_capturing() {
         return None;
+    }
+    if memory.free_again(pointer, stream) {
+        return Some(code::SUCCESS);
     }
     let current = match context_of(door, stream) {
         Ok(current) => current?,

@@ -33,12 +33,16 @@ static size_t free_bytes(void)
 static cudaError_t run(enum loop loop, size_t bytes, int rounds, cudaStream_t stream)
 {
 	cudaError_t error = cudaSuccess;
-	/* The first two rounds warm up. */
-	double from = 0, host;
+	/* The first two rounds warm up, and show how many fit into half a second. */
+	const double most = 500000;
+	double from = now(), host;
 	for (int round = -2; error == cudaSuccess && round < rounds; round++) {
 		void *memory = NULL;
 		if (round == 0) {
 			error = cudaStreamSynchronize(stream);
+			double each = (now() - from) / 2;
+			if (each * rounds > most)
+				rounds = each > most ? 1 : (int)(most / each);
 			from = now();
 		}
 		if (error == cudaSuccess)

@@ -3,6 +3,7 @@
 //! `cudaMalloc` and similar functions make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a handle
 //! from the library and maps it wherever and as often as it likes (`handles`).
 
+use super::freed::Order;
 use super::lending::Lending;
 use super::registrant::{Registrant, RegistrantMark};
 use super::{Origin, Placement};
@@ -30,6 +31,8 @@ pub struct Allocation {
     pub device: CUdevice,
     /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
     pub from_pool: bool,
+    /// The place in a stream at which the memory was freed before, if it was.
+    pub(super) order: Option<Arc<Order>>,
     /// Who asked for it, if known.
     pub origin: OnceLock<Origin>,
     bytes: usize,
@@ -176,6 +179,7 @@ impl Allocation {
             requested,
             device,
             from_pool: false,
+            order: None,
             origin: OnceLock::new(),
             bytes,
             key,
@@ -186,19 +190,21 @@ impl Allocation {
         made
     }
 
-    /// Hands active memory, which the program has freed, on to a new allocation in a context. `None` if it is paused, or if anybody outside
+    /// Hands active memory, which the program has freed at this place, on to a new allocation in a context. `None` if it is paused, or if anybody outside
     /// the program may know the physical memory.
-    pub fn hand_on(&self, policy: Placement, requested: usize, context: Context) -> Option<Self> {
+    pub(super) fn hand_on(&self, policy: Placement, requested: usize, context: Context, order: &Arc<Order>) -> Option<Self> {
         let mut contents = self.contents();
         let is_plain = contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun();
         let mut memory = contents.memory.take_if(|memory| is_plain && memory.is_mapped())?;
-        memory.count_for(Account::of(self.device, &policy.tag));
+        if policy.tag != self.tag {
+            memory.count_for(Account::of(self.device, &policy.tag));
+        }
         self.record(Change::Freed);
         let (mappings, saved) = (std::mem::take(&mut contents.mappings), contents.saved.take());
         drop(contents);
         drop(saved);
         let made = Self::with(policy, requested, self.device, context, memory, mappings, self.bytes, self.key, None);
-        Some(Self { from_pool: self.from_pool, ..made })
+        Some(Self { from_pool: self.from_pool, order: Some(Arc::clone(order)), ..made })
     }
 
     fn record(&self, change: Change) {

@@ -19,14 +19,28 @@ use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Ev
 use vramctl_host::{Unpoison, exit};
 use vramctl_model::Failure;
 
+/// A place in a stream.
+#[derive(Debug)]
+pub(super) struct Order {
+    /// `None`: the driver does not tell streams from each other.
+    stream: Option<StreamId>,
+    /// Marks the work queued on the stream before that place.
+    before: Event,
+    /// The context of allocations in the stream.
+    owner: Context,
+}
+
+impl Order {
+    fn is_in(&self, stream: Option<StreamId>) -> bool {
+        stream.is_some() && self.stream == stream
+    }
+}
+
 /// One such allocation.
 #[derive(Debug)]
 pub(super) struct Freed {
     allocation: Arc<Allocation>,
-    /// `None`: the driver does not tell streams from each other.
-    stream: Option<StreamId>,
-    /// Marks the work queued on the stream before the free.
-    before: Event,
+    order: Arc<Order>,
     /// What [`Peers::changes`](super::peers::Peers::changes) was: later changes did not reach it.
     access: u64,
 }
@@ -38,14 +52,26 @@ impl Freed {
 
     /// Whether its stream has passed the free. `behind`: streams that have not passed an earlier one, which are not asked again.
     fn is_over(&self, behind: &mut Vec<StreamId>) -> bool {
-        if self.stream.is_some_and(|stream| behind.contains(&stream)) {
+        let Order { stream, before, .. } = &*self.order;
+        if stream.is_some_and(|stream| behind.contains(&stream)) {
             return false;
         }
-        let is_over = self.before.is_over();
-        behind.extend(self.stream.filter(|_| !is_over));
+        let is_over = before.is_over();
+        behind.extend(stream.filter(|_| !is_over));
         is_over
     }
+
+    /// Whether it stands for memory of a pool of the device, large enough for a request, and at most a `1 / waste` larger.
+    fn fits(&self, device: CUdevice, bytes: usize, access: u64, waste: usize) -> bool {
+        let is_alike = self.allocation.from_pool && self.allocation.device == device && self.access == access;
+        is_alike && self.bytes() >= bytes && self.bytes() - bytes < (bytes / waste).max(SMALL)
+    }
 }
+
+/// Little is wasted.
+const EIGHTH: usize = 8;
+/// As much may be wasted in any case: sizes are multiples of it.
+const SMALL: usize = 2 << 20;
 
 /// All such allocations, oldest first.
 #[derive(Debug, Default)]
@@ -99,17 +125,6 @@ pub(super) struct InOrder<'a> {
     pub stream: StreamHandle,
 }
 
-impl InOrder<'_> {
-    /// Whether memory is large enough, and at most a `1 / waste` larger.
-    fn fits(&self, freed: &Freed, access: u64, waste: usize) -> bool {
-        let of_same_kind = freed.allocation.from_pool && freed.allocation.device == self.current.device() && freed.access == access;
-        of_same_kind && freed.bytes() >= self.bytes && freed.bytes() - self.bytes < (self.bytes / waste).max(SMALL)
-    }
-}
-
-/// As much may be wasted in any case: sizes are multiples of it.
-const SMALL: usize = 2 << 20;
-
 impl Memory {
     /// Frees the allocation at `address` once `stream`, of the current context, reaches this point. `None` if it is not
     /// managed. Nothing changes on error.
@@ -123,15 +138,28 @@ impl Memory {
             Ok(event) => event,
             Err(failure) => return Some(Err(failure)),
         };
-        let stream = stream.id();
+        let order = Arc::new(Order { stream: stream.id(), before, owner: current.owner() });
+        self.free_at(address, order).then_some(Ok(()))
+    }
+
+    /// The same for memory that was freed before in the order of the same stream, and has been handed on: with few calls of the driver.
+    /// `false` if it is other memory, or if the driver refuses; nothing has changed then.
+    pub fn free_again(&self, address: CUdeviceptr, stream: StreamHandle) -> bool {
+        let order = self.allocations.get(&address).and_then(|allocation| allocation.order.clone());
+        let Some(order) = order.filter(|order| order.is_in(stream.id())) else { return false };
+        // Before taking the lock, as above.
+        order.before.record_again(stream).is_ok() && self.free_at(address, order)
+    }
+
+    fn free_at(&self, address: CUdeviceptr, order: Arc<Order>) -> bool {
         {
             let _shared = self.share();
             // Remove it first, so that exactly one of two frees of an address succeeds.
-            let allocation = self.take_out(address)?;
-            self.freed.add(Arc::new(Freed { allocation, stream, before, access: self.peers.changes() }));
+            let Some(allocation) = self.take_out(address) else { return false };
+            self.freed.add(Arc::new(Freed { allocation, order, access: self.peers.changes() }));
         }
         self.let_go();
-        Some(Ok(()))
+        true
     }
 
     /// Whether memory waits to be reused or released.
@@ -140,18 +168,39 @@ impl Memory {
         self.freed.are_there()
     }
 
+    /// Serves a request with memory of the same tag that was freed before in the same stream: with few calls of the driver. `is_pool` says
+    /// whether memory from a device's default pool is wanted.
+    pub fn reuse_again(
+        &self,
+        policy: &Placement,
+        bytes: usize,
+        stream: StreamHandle,
+        is_pool: impl FnOnce(CUdevice) -> bool,
+    ) -> Option<CUdeviceptr> {
+        let stream = stream.id().filter(|_| self.has_freed())?;
+        let _shared = self.share();
+        let access = self.peers.changes();
+        let freed = {
+            let list = self.freed.list();
+            let is_meant = |freed: &&Arc<Freed>| {
+                let Allocation { device, tag, .. } = &*freed.allocation;
+                freed.order.is_in(Some(stream)) && *tag == policy.tag && freed.fits(*device, bytes, access, EIGHTH)
+            };
+            list.iter().filter(is_meant).min_by_key(|freed| freed.bytes()).map(Arc::clone)?
+        };
+        if is_pool(freed.allocation.device) { self.take_for(&freed, policy, bytes, freed.order.owner) } else { None }
+    }
+
     /// Serves a request with freed memory that the stream may use at once. Under the transition lock.
     pub(super) fn reuse(&self, request: &InOrder<'_>) -> Option<CUdeviceptr> {
-        /// Little is wasted.
-        const EIGHTH: usize = 8;
         if !self.has_freed() {
             return None;
         }
         let (stream, mut behind) = (request.stream.id(), Vec::new());
-        let (of_stream, others): (Vec<_>, Vec<_>) =
-            self.fitting(request, EIGHTH).into_iter().partition(|freed| stream.is_some() && freed.stream == stream);
+        let (of_stream, others): (Vec<_>, Vec<_>) = self.fitting(request, EIGHTH).into_iter().partition(|freed| freed.order.is_in(stream));
         let others = others.into_iter().filter(|freed| freed.is_over(&mut behind));
-        of_stream.into_iter().chain(others).find_map(|freed| self.take_for(&freed, request))
+        let InOrder { policy, bytes, current, .. } = request;
+        of_stream.into_iter().chain(others).find_map(|freed| self.take_for(&freed, policy, *bytes, current.owner()))
     }
 
     /// The same if memory is short: more may be wasted, and the stream may wait for another. Without a lock.
@@ -159,28 +208,39 @@ impl Memory {
         const ALL: usize = 1;
         let stream = request.stream.id();
         self.fitting(request, ALL).into_iter().find_map(|freed| {
-            if stream.is_none() || freed.stream != stream {
-                // The driver blocks here if the stream's queue is full.
-                freed.before.hold_up(request.stream).ok()?;
+            // Before the stream waits: nobody else takes it then.
+            if !self.freed.remove(&freed) {
+                return None;
+            }
+            // The driver blocks here if the stream's queue is full.
+            if !freed.order.is_in(stream) && freed.order.before.hold_up(request.stream).is_err() {
+                self.freed.add(freed);
+                return None;
             }
             let _shared = self.share();
-            self.take_for(&freed, request)
+            self.hand_on(&freed, request.policy, request.bytes, request.current.owner())
         })
     }
 
     /// Those that fit, the tightest first; of these, the one that was freed first.
     fn fitting(&self, request: &InOrder<'_>, waste: usize) -> Vec<Arc<Freed>> {
-        let access = self.peers.changes();
-        let mut fitting: Vec<_> = self.freed.list().iter().filter(|freed| request.fits(freed, access, waste)).map(Arc::clone).collect();
+        let (device, access) = (request.current.device(), self.peers.changes());
+        let list = self.freed.list();
+        let mut fitting: Vec<_> = list.iter().filter(|freed| freed.fits(device, request.bytes, access, waste)).map(Arc::clone).collect();
+        drop(list);
         fitting.sort_by_key(|freed| freed.bytes());
         fitting
     }
 
-    fn take_for(&self, freed: &Arc<Freed>, request: &InOrder<'_>) -> Option<CUdeviceptr> {
-        if freed.access != self.peers.changes() || !self.freed.remove(freed) {
-            return None;
-        }
-        let Some(made) = freed.allocation.hand_on(request.policy.clone(), request.bytes, request.current.owner()) else {
+    fn take_for(&self, freed: &Arc<Freed>, policy: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
+        if self.freed.remove(freed) { self.hand_on(freed, policy, bytes, owner) } else { None }
+    }
+
+    /// Hands on memory that has been taken out. Under the transition lock.
+    fn hand_on(&self, freed: &Arc<Freed>, policy: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
+        let is_open = freed.access == self.peers.changes();
+        let made = if is_open { freed.allocation.hand_on(policy.clone(), bytes, owner, &freed.order) } else { None };
+        let Some(made) = made else {
             self.freed.add(Arc::clone(freed));
             return None;
         };
@@ -285,19 +345,19 @@ impl Memory {
     /// Waits until a stream has passed all its frees of memory of this device. Returns whether there were any.
     pub(super) fn wait_for_own(&self, device: CUdevice, stream: StreamHandle) -> bool {
         let Some(stream) = stream.id() else { return false };
-        let last = self.freed.all().into_iter().rfind(|freed| freed.allocation.device == device && freed.stream == Some(stream));
+        let last = self.freed.all().into_iter().rfind(|freed| freed.allocation.device == device && freed.order.is_in(Some(stream)));
         last.is_some_and(|freed| {
-            freed.before.wait();
-            freed.before.is_over()
+            freed.order.before.wait();
+            freed.order.before.is_over()
         })
     }
 
     /// Waits for all frees that involve a context, and releases their memory.
     pub(super) fn wait_for_freed_in(&self, context: Context) {
         for freed in self.freed.all() {
-            if freed.before.context() == context || freed.allocation.context() == context {
+            if freed.order.before.context() == context || freed.allocation.context() == context {
                 let _relaxed = RelaxedCapture::enter();
-                freed.before.wait();
+                freed.order.before.wait();
             }
         }
         self.release_freed();
