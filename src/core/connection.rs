@@ -98,8 +98,8 @@ impl Connection {
         send(&*self.stream()?, reply, &[], flags)
     }
 
-    pub fn send_with(&self, reply: &Reply, files: &[OwnedFd]) -> io::Result<()> {
-        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    pub fn send_with(&self, reply: &Reply, files: &[Held]) -> io::Result<()> {
+        let files = files.iter().map(Held::get).collect::<io::Result<Vec<_>>>()?;
         send(&*self.stream()?, reply, &files, 0)
     }
 }

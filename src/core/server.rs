@@ -7,7 +7,6 @@ use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
 use crate::{cache, engine, events, holder, lease, residue, watch};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, Once};
@@ -203,7 +202,7 @@ fn converse(connection: &Connection) {
     }
 }
 
-fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<OwnedFd>) -> Reply {
+fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<Held>) -> Reply {
     let work = || protocol::parse(line).and_then(|request| carry_out(request, connection, lines, files));
     // A bug in the library becomes an error reply and must not end the program.
     let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
@@ -220,7 +219,7 @@ fn holds(request: &Request) -> bool {
 }
 
 /// `files`: descriptors to send with the reply.
-fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<OwnedFd>) -> Result<Reply, Error> {
+fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<Held>) -> Result<Reply, Error> {
     let memory = Memory::get();
     if suspended().is_some()
         && !matches!(

@@ -12,10 +12,10 @@ use cudarc::driver::sys::{
 };
 use std::ffi::{c_int, c_void};
 use std::mem;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use vramctl_host::{PerProcess, Unpoison};
+use vramctl_host::{Held, PerProcess, Unpoison};
 use vramctl_model::{Failure, Span, StatusCode, code};
 
 /// Whether the device supports virtual memory management.
@@ -345,20 +345,21 @@ impl Physical {
     }
 
     /// Memory that another process has exported: its pieces, in order.
-    pub fn import<'a>(pieces: impl IntoIterator<Item = (BorrowedFd<'a>, usize)>) -> Result<Self, Failure> {
+    pub fn import(pieces: &[(Held, usize)]) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let mut memory = Self::default();
         for (file, bytes) in pieces {
+            let file = file.get().map_err(|_| Failure { call: "cuMemImportFromShareableHandle", code: code::OPERATING_SYSTEM })?;
             let (mut handle, file) = (0, file.as_raw_fd() as usize as *mut c_void);
             // SAFETY: `handle` is writable. The descriptor is passed as the pointer itself, and stays ours.
             unsafe { driver.cuMemImportFromShareableHandle(&raw mut handle, file, BY_DESCRIPTOR)? };
-            memory.pieces.push((handle, bytes));
+            memory.pieces.push((handle, *bytes));
         }
         Ok(memory)
     }
 
-    /// A descriptor for each piece, with its length.
-    pub fn export(&self) -> Result<Vec<(OwnedFd, usize)>, Failure> {
+    /// A descriptor for each piece, with its length. A forked child finds it closed: it would keep the memory.
+    pub fn export(&self) -> Result<Vec<(Held, usize)>, Failure> {
         let driver = Driver::get()?;
         let export = |(handle, bytes): &(CUmemGenericAllocationHandle, usize)| {
             let mut file: c_int = -1;
@@ -367,6 +368,7 @@ impl Physical {
                 driver.cuMemExportToShareableHandle((&raw mut file).cast(), *handle, BY_DESCRIPTOR, 0)?;
                 OwnedFd::from_raw_fd(file)
             };
+            let file = Held::new(file).map_err(|_| Failure { call: "cuMemExportToShareableHandle", code: code::OPERATING_SYSTEM })?;
             Ok((file, *bytes))
         };
         self.pieces.iter().map(export).collect()

@@ -7,7 +7,6 @@ use super::lender::{Refused, patiently};
 use super::lending::Token;
 use super::{Memory, sightings};
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, Access, Physical, RelaxedCapture};
@@ -162,7 +161,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
     // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
     sightings::making(ObstacleKind::Shared, || {
-        let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+        let mut memory = Physical::import(&pieces)?;
         // Without the lock, which the program's calls need: during a suspend, this thread may block for long. The addresses stay reserved
         // even if the program closes the memory meanwhile.
         let found = borrowed().open.get(token).filter(|opened| opened.is_paused()).map(|opened| {

@@ -13,12 +13,11 @@ use super::lending::Token;
 use super::share::Ticket;
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::{io, process};
 use vramctl_control::protocol::Reply;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
-use vramctl_host::{PerProcess, Unpoison, worker};
+use vramctl_host::{Held, PerProcess, Unpoison, worker};
 use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRequest, code};
 
 /// The open memory, and the connections to its owners.
@@ -112,7 +111,7 @@ impl<'a> Meant<'a> {
 
 /// What an owner passes for an allocation.
 pub(super) struct WhatIsLent {
-    pub(super) pieces: Vec<(OwnedFd, usize)>,
+    pub(super) pieces: Vec<(Held, usize)>,
     tag: Option<String>,
     /// How often it has been paused.
     pub(super) pauses: u64,
@@ -335,7 +334,7 @@ pub fn count_after(pause: &TransitionRequest) -> usize {
 
 impl Opened {
     fn map(lease: &Arc<Lease>, WhatIsLent { pieces, tag, pauses }: &WhatIsLent, current: &Current) -> Result<Self, Failure> {
-        let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+        let mut memory = Physical::import(pieces)?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
         memory.map(&place)?;

@@ -1,7 +1,6 @@
 //! The owner of memory that this process borrows, as a server: requests over its control socket, and what its refusals mean.
 
 use super::lending::Token;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{io, thread};
@@ -32,7 +31,7 @@ impl Lender {
     }
 
     /// Asks for the memory behind a handle.
-    pub(super) fn open(&self, token: &Token) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    pub(super) fn open(&self, token: &Token) -> io::Result<(Reply, Vec<Held>)> {
         self.exchange(Request::Open { token: token.text() }, PATIENCE)
     }
 
@@ -53,7 +52,7 @@ impl Lender {
     }
 
     /// Sends a request and receives the answer, with the descriptors that come with it. `TimedOut` if there is none in time.
-    fn exchange(&self, request: Request, within: Duration) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    fn exchange(&self, request: Request, within: Duration) -> io::Result<(Reply, Vec<Held>)> {
         let stream = self.connection.as_type::<UnixStream>()?;
         stream.set_read_timeout(Some(within))?;
         stream.set_write_timeout(Some(within))?;
@@ -71,8 +70,8 @@ fn send(stream: &UnixStream, request: Request) -> io::Result<()> {
     descriptors::send_line(stream, &protocol::request_line(request), &[], 0)
 }
 
-fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<OwnedFd>)> {
-    let (mut answer, mut files) = (Vec::new(), Vec::new());
+fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<Held>)> {
+    let (mut answer, mut files, mut held) = (Vec::new(), Vec::new(), Vec::new());
     while answer.last() != Some(&b'\n') {
         let mut part = [0; 4096];
         match descriptors::receive(stream, &mut part, &mut files) {
@@ -81,8 +80,12 @@ fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<OwnedFd>)> {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => answer.extend_from_slice(&part[..count]),
         }
+        // At once: a child that is forked before would keep the memory.
+        for file in files.drain(..) {
+            held.push(Held::new(file)?);
+        }
     }
-    Ok((serde_json::from_slice(&answer)?, files))
+    Ok((serde_json::from_slice(&answer)?, held))
 }
 
 /// Why memory could not be opened.

@@ -10,10 +10,10 @@ pub use super::lending::Borrower;
 use super::lending::{TOKEN_BYTES, Token};
 use super::{Allocation, Memory, check_awake};
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vramctl_control::descriptors;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
+use vramctl_host::Held;
 use vramctl_host::system::program_of;
 use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest, code};
 
@@ -53,7 +53,7 @@ impl Ticket {
 /// What another process needs to open an allocation.
 pub struct Loan {
     /// The descriptors of its memory, each with its length.
-    pub pieces: Vec<(OwnedFd, usize)>,
+    pub pieces: Vec<(Held, usize)>,
     /// Its tag: a common pause of both processes selects it by that.
     pub tag: Arc<str>,
     /// How often it has been paused.
