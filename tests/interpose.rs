@@ -9,12 +9,14 @@ use common::{
 };
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::Command;
 use std::ptr;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use vramctl_backup::HOST_PIECE;
+use vramctl_core::memory::share::Borrower;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
 use vramctl_intercept::entries;
@@ -1794,5 +1796,46 @@ fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
     resume(&[]).unwrap();
     for address in all {
         assert_eq!(free(address), 0);
+    }
+}
+
+/// The child would keep the memory, however often the program frees it.
+#[test]
+fn a_forked_child_has_no_descriptor_of_memory_that_is_being_shared() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * PHYSICAL_PIECE).unwrap();
+    let token = Memory::get().ipc_handle(address).unwrap().unwrap().token;
+    let loan = Memory::get().lend(&token.text(), &Borrower { connection: u64::MAX, pid: 0 }).unwrap();
+    let files: Vec<_> = loan.pieces.iter().map(|(file, _)| file.get().unwrap().as_raw_fd()).collect();
+    assert!(files.len() > 1);
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let open = files.iter().filter(|file| unsafe { libc::fcntl(**file, libc::F_GETFD) } != -1).count();
+        unsafe { libc::_exit(open as i32) };
+    }
+    let mut status = -1;
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "open in the child, in the upper byte");
+    Memory::get().take_all_back(u64::MAX);
+    drop(loan);
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+#[ignore = "run by the test below, in a process of its own"]
+fn what_managed_memory_is_made_for() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    println!("usage {}", gpu.properties(address).unwrap().allocFlags.usage);
+}
+
+/// Blackwell's engine can decompress into plain memory; into virtual memory only if it was created for that.
+#[test]
+fn managed_memory_is_made_for_the_decompression_engine_of_devices_that_have_one() {
+    for (has_engine, usage) in [("1", "usage 2"), ("0", "usage 0")] {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", "--nocapture", "what_managed_memory_is_made_for"]).env("SIMGPU_DECOMPRESSION", has_engine);
+        let output = command.output().unwrap();
+        assert!(String::from_utf8_lossy(&output.stdout).contains(usage), "{output:?}");
     }
 }

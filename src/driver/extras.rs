@@ -10,11 +10,16 @@ use vramctl_model::Failure;
 /// What a program must be able to do with managed memory, as it can with memory from the real `cudaMalloc`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extras {
+    /// Have it decompressed by the device's own engine (Blackwell).
+    pub(super) decompression: bool,
     /// Register it with a network card (`GPUDirect` RDMA).
     pub(super) rdma: bool,
     /// Share it with other processes.
     pub(super) shareable: bool,
 }
+
+/// `CU_DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK` (CUDA 12.8): 0 if the device has no such engine.
+const DECOMPRESSION_ALGORITHMS: u32 = 136;
 
 /// The extras that the drivers of these devices have accepted, after refusing more.
 static ACCEPTED: PerProcess<Mutex<BTreeMap<CUdevice, Extras>>> = PerProcess::new(Mutex::default);
@@ -25,7 +30,7 @@ fn accepted() -> MutexGuard<'static, BTreeMap<CUdevice, Extras>> {
 
 impl Extras {
     /// None of them.
-    pub const NONE: Self = Self { rdma: false, shareable: false };
+    pub const NONE: Self = Self { decompression: false, rdma: false, shareable: false };
 
     /// Those of new memory on a device: what the driver supports and has not refused.
     pub fn of(device: CUdevice) -> Self {
@@ -34,6 +39,7 @@ impl Extras {
             use CUdevice_attribute as Asked;
             let is_reported = |asked: Asked| attribute(device, asked as u32) != 0;
             Self {
+                decompression: attribute(device, DECOMPRESSION_ALGORITHMS) != 0,
                 rdma: is_reported(Asked::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
                 shareable: is_reported(Asked::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
             }
@@ -42,14 +48,19 @@ impl Extras {
 
     /// The most that is left without what these have most.
     fn fewer(self) -> Option<Self> {
+        if self.decompression {
+            return Some(Self { decompression: false, ..self });
+        }
         if self.rdma { Some(Self { rdma: false, ..self }) } else { self.shareable.then_some(Self::NONE) }
     }
 
     /// What is not there, in words; empty if nothing.
     pub fn missing_from(self, wanted: Self) -> Vec<&'static str> {
+        let decompression =
+            (wanted.decompression && !self.decompression).then_some("the device's engine cannot decompress it (cuMemBatchDecompressAsync)");
         let rdma = (wanted.rdma && !self.rdma).then_some("network cards cannot register it (GPUDirect RDMA)");
         let shareable = (wanted.shareable && !self.shareable).then_some("other processes cannot open it (CUDA IPC)");
-        rdma.into_iter().chain(shareable).collect()
+        decompression.into_iter().chain(rdma).chain(shareable).collect()
     }
 }
 
@@ -99,7 +110,7 @@ mod tests {
     use std::cell::RefCell;
     use vramctl_model::code;
 
-    const ALL: Extras = Extras { rdma: true, shareable: true };
+    const ALL: Extras = Extras { decompression: false, rdma: true, shareable: true };
 
     fn refusal(code: u32) -> Failure {
         Failure { call: "cuMemSetAccess", code }
@@ -124,6 +135,13 @@ mod tests {
         let without_rdma = Extras { rdma: false, ..ALL };
         assert_eq!(tried(|_, extras| if extras.rdma { Err(unknown) } else { Ok(()) }), (vec![full, full, shareable], Ok(without_rdma)));
         assert_eq!(tried(|_, _| Err(unknown)), (vec![full, full, shareable, shareable, none, none], Err(unknown)));
+    }
+
+    #[test]
+    fn decompression_is_given_up_first() {
+        let wanted = Extras { decompression: true, ..ALL };
+        let made = make(wanted, |extras| if extras.decompression { Err(refusal(code::INVALID_VALUE)) } else { Ok(()) }).unwrap();
+        assert_eq!((made.extras, made.extras.missing_from(wanted).len()), (ALL, 1));
     }
 
     #[test]

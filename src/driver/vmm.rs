@@ -26,6 +26,9 @@ pub fn supports_vmm(device: CUdevice) -> bool {
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`: memory that can be passed to other processes by file descriptor.
 const BY_DESCRIPTOR: u32 = 1;
 
+/// `CU_MEM_CREATE_USAGE_HW_DECOMPRESS` (CUDA 12.8): virtual memory needs it for the device's decompression engine, unlike plain memory.
+const FOR_DECOMPRESSION: u16 = 2;
+
 /// Whether memory for `cudaMalloc` on this device can be passed to other processes. The one place that decides it: asking the
 /// driver for such memory costs no time, but libraries may treat it differently.
 pub fn is_shareable(device: CUdevice) -> bool {
@@ -103,14 +106,14 @@ impl Properties {
             metadata: 0,
             compression: 0,
             rdma: extras.rdma.into(),
-            usage: 0,
+            usage: if extras.decompression { FOR_DECOMPRESSION } else { 0 },
             reserved: [0; 4],
         }
     }
 
     /// The device whose plain memory this describes; `None` for host memory, tile pools and whatever else exists.
     pub fn device(&self) -> Option<CUdevice> {
-        let plain = self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage == 0;
+        let plain = self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage & !FOR_DECOMPRESSION == 0;
         self.location.device().filter(|_| plain)
     }
 

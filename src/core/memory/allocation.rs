@@ -3,7 +3,7 @@
 //! `cudaMalloc` and similar functions make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a handle
 //! from the library and maps it wherever and as often as it likes (`handles`).
 
-use super::freed::Order;
+use super::freed::FreedAt;
 use super::lending::Lending;
 use super::registrant::{Registrant, RegistrantMark};
 use super::{Origin, Placement};
@@ -32,7 +32,7 @@ pub struct Allocation {
     /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
     pub from_pool: bool,
     /// The place in a stream at which the memory was freed before, if it was.
-    pub(super) order: Option<Arc<Order>>,
+    pub(super) order: Option<Arc<FreedAt>>,
     /// Who asked for it, if known.
     pub origin: OnceLock<Origin>,
     bytes: usize,
@@ -192,7 +192,7 @@ impl Allocation {
 
     /// Hands active memory, which the program has freed at this place, on to a new allocation in a context. `None` if it is paused, or if anybody outside
     /// the program may know the physical memory.
-    pub(super) fn hand_on(&self, policy: Placement, requested: usize, context: Context, order: &Arc<Order>) -> Option<Self> {
+    pub(super) fn hand_on(&self, policy: Placement, requested: usize, context: Context, order: &Arc<FreedAt>) -> Option<Self> {
         let mut contents = self.contents();
         let is_plain = contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun();
         let mut memory = contents.memory.take_if(|memory| is_plain && memory.is_mapped())?;

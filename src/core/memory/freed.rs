@@ -21,7 +21,7 @@ use vramctl_model::Failure;
 
 /// A place in a stream.
 #[derive(Debug)]
-pub(super) struct Order {
+pub(super) struct FreedAt {
     /// `None`: the driver does not tell streams from each other.
     stream: Option<StreamId>,
     /// Marks the work queued on the stream before that place.
@@ -30,7 +30,7 @@ pub(super) struct Order {
     owner: Context,
 }
 
-impl Order {
+impl FreedAt {
     fn is_in(&self, stream: Option<StreamId>) -> bool {
         stream.is_some() && self.stream == stream
     }
@@ -40,7 +40,7 @@ impl Order {
 #[derive(Debug)]
 pub(super) struct Freed {
     allocation: Arc<Allocation>,
-    order: Arc<Order>,
+    order: Arc<FreedAt>,
     /// What [`Peers::changes`](super::peers::Peers::changes) was: later changes did not reach it.
     access: u64,
 }
@@ -52,7 +52,7 @@ impl Freed {
 
     /// Whether its stream has passed the free. `behind`: streams that have not passed an earlier one, which are not asked again.
     fn is_over(&self, behind: &mut Vec<StreamId>) -> bool {
-        let Order { stream, before, .. } = &*self.order;
+        let FreedAt { stream, before, .. } = &*self.order;
         if stream.is_some_and(|stream| behind.contains(&stream)) {
             return false;
         }
@@ -138,7 +138,7 @@ impl Memory {
             Ok(event) => event,
             Err(failure) => return Some(Err(failure)),
         };
-        let order = Arc::new(Order { stream: stream.id(), before, owner: current.owner() });
+        let order = Arc::new(FreedAt { stream: stream.id(), before, owner: current.owner() });
         self.free_at(address, order).then_some(Ok(()))
     }
 
@@ -151,7 +151,7 @@ impl Memory {
         order.before.record_again(stream).is_ok() && self.free_at(address, order)
     }
 
-    fn free_at(&self, address: CUdeviceptr, order: Arc<Order>) -> bool {
+    fn free_at(&self, address: CUdeviceptr, order: Arc<FreedAt>) -> bool {
         {
             let _shared = self.share();
             // Remove it first, so that exactly one of two frees of an address succeeds.

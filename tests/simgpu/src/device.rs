@@ -131,11 +131,13 @@ pub fn attribute(value: Out<i32>, attribute: i32, device: i32) -> Outcome {
     const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: i32 = 103;
     const GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: i32 = 110;
     const MPS_ENABLED: i32 = 133;
+    const MEM_DECOMPRESS_ALGORITHM_MASK: i32 = 136;
     let device = driver::device(device)?;
     value.put(match attribute {
         PCI_BUS_ID => bus(device) as i32,
         VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED | GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => i32::from(!settings().no_vmm),
         HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED => i32::from(!settings().no_vmm && !settings().no_sharing),
+        MEM_DECOMPRESS_ALGORITHM_MASK => i32::from(settings().decompression),
         MPS_ENABLED => i32::from(settings().mps),
         attribute if attribute <= 0 => return Err(INVALID_VALUE),
         attribute => ATTRIBUTES.iter().find(|(known, _)| *known == attribute).map_or(0, |&(_, value)| value),

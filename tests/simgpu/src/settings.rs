@@ -36,6 +36,8 @@ pub struct Settings {
     pub no_sharing: bool,
     /// `SIMGPU_NO_RDMA`: the driver refuses access to memory for `GPUDirect` RDMA, although it reports support for it.
     pub no_rdma: bool,
+    /// `SIMGPU_DECOMPRESSION`: the devices have a decompression engine, as Blackwell's.
+    pub decompression: bool,
     /// `SIMGPU_UNRESTORABLE`: a restore of this process from a checkpoint fails, as with NCCL.
     pub unrestorable: bool,
     /// `SIMGPU_MIG`: the devices are in MIG mode.
@@ -75,6 +77,7 @@ pub fn get() -> &'static Settings {
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
             no_rdma: !matches!(text("SIMGPU_NO_RDMA").as_str(), "" | "0"),
+            decompression: !matches!(text("SIMGPU_DECOMPRESSION").as_str(), "" | "0"),
             unrestorable: !matches!(text("SIMGPU_UNRESTORABLE").as_str(), "" | "0"),
             mig: !matches!(text("SIMGPU_MIG").as_str(), "" | "0"),
             mps: !matches!(text("SIMGPU_MPS").as_str(), "" | "0"),

@@ -660,6 +660,11 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
         return Err(if prop.location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
     }
     let device = driver::device(prop.location.id)?;
+    // `CU_MEM_CREATE_USAGE_HW_DECOMPRESS`, of devices that have the engine.
+    let usage = u16::from_ne_bytes([prop.flags[2], prop.flags[3]]);
+    if usage != 0 && !(usage == 2 && driver::settings().decompression) {
+        return Err(INVALID_VALUE);
+    }
     match prop.handle_types {
         HANDLE_TYPE_FILE if driver::settings().no_sharing => Err(NOT_SUPPORTED),
         0 | HANDLE_TYPE_FILE => Ok((prop, device)),
