@@ -828,19 +828,17 @@ fn a_free_takes_its_place_in_its_stream() {
     region::end().unwrap();
     assert_eq!((code, stream.fill(third as u64, 3, 2 * MIB), stream.copy(second, third as u64, 2 * MIB)), (0, 0, 0));
     assert_eq!(free_async(third as u64, &stream), 0);
-    // An allocation that would not fit otherwise waits; one on another device does not.
+    // An allocation that finds no memory gets it once the stream has been there; one on another device does not need it.
     set_device(1);
     assert_eq!(free(malloc(common::DEVICE_BYTES - 64 * MIB).unwrap()), 0);
     set_device(0);
     let largest = (common::DEVICE_BYTES - gpu.used(0) as usize + 4 * MIB) / (2 * MIB) * (2 * MIB);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(30));
-            gate.open();
-        });
-        let large = malloc_tagged("t", None, largest).expect("what has been freed");
-        assert_eq!(free(large), 0);
-    });
+    let is_free = without_waiting(&gate, || assert_eq!(malloc_tagged("t", None, largest), Err(2), "as CUDA answers"));
+    assert!(is_free, "an allocation waited for a stream");
+    last_error();
+    gate.open();
+    assert_eq!(stream.synchronize(), 0);
+    assert_eq!(free(malloc_tagged("t", None, largest).expect("what has been freed")), 0);
     assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
     assert!(read(second, 2 * MIB).unwrap().iter().all(|byte| *byte == 3));
     assert_eq!(free(second), 0);
@@ -911,6 +909,7 @@ fn memory_freed_while_a_pause_waits_is_free_at_once() {
     // In the order of an idle stream, so this does not wait for the work that the pause waits for.
     let idle = Stream::create();
     assert_eq!(unsafe { interpose::cudaFreeAsync(goes as *mut c_void, idle.handle()) }, 0);
+    assert_eq!(idle.synchronize(), 0);
     let again = malloc(200 * MIB).expect("the memory that was freed");
     gpu.set_op_delay_ms(0);
     pausing.join().unwrap();

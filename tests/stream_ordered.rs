@@ -124,7 +124,9 @@ fn a_blocked_per_thread_stream_does_not_hide_the_frees_of_other_threads() {
             for _ in 0..4 {
                 // All that the other leaves, in pieces and as a whole: the pieces must have been released.
                 let pieces = [(); 3].map(|()| allocate(ALL / 5, PER_THREAD).unwrap());
-                pieces.into_iter().for_each(|piece| release(piece, PER_THREAD));
+                for piece in pieces {
+                    release(piece, PER_THREAD);
+                }
                 while driver!(cuStreamQuery(own.0)) != 0 {}
                 let whole = allocate(ALL * 3 / 5, PER_THREAD).unwrap();
                 assert_eq!(own.fill(whole, 1, ALL * 3 / 5), 0);
@@ -181,7 +183,7 @@ fn freed_memory_is_free_after_a_synchronisation() {
     }
 }
 
-/// PyTorch's backend for `cudaMallocAsync` lets the pool keep everything.
+/// The backend of `PyTorch` for `cudaMallocAsync` lets the pool keep everything.
 #[test]
 fn as_much_as_the_pool_may_keep_is_kept_for_later() {
     let gpu = Gpu::take();
@@ -207,6 +209,7 @@ fn as_much_as_the_pool_may_keep_is_kept_for_later() {
     let most = malloc(ALL - 48 * MIB).expect("what the pool has kept");
     assert_eq!(free(most), 0);
     release(allocate(64 * MIB, stream.handle()).unwrap(), stream.handle());
+    assert_eq!(synchronize(), 0);
     let most = malloc_tagged("t", None, ALL - 48 * MIB).expect("what the pool has kept");
     assert_eq!(free(most), 0);
 
@@ -214,7 +217,9 @@ fn as_much_as_the_pool_may_keep_is_kept_for_later() {
     for end in 0..3 {
         keep_up_to(u64::MAX);
         let both = [(); 2].map(|()| allocate(32 * MIB, stream.handle()).unwrap());
-        both.into_iter().for_each(|address| release(address, stream.handle()));
+        for address in both {
+            release(address, stream.handle());
+        }
         assert_eq!((synchronize(), gpu.used(0) - before), (0, 64 << 20));
         match end {
             0 => {

@@ -455,7 +455,7 @@ pub fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)>
 pub fn makes_room() -> bool {
     let Some(memory) = Memory::existing() else { return false };
     let released = memory.released();
-    matches!(Current::of_thread(), Ok(Some(current)) if memory.find_room(current.device(), 0, released))
+    matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), 0, released))
 }
 
 /// Calls the real function; if it finds no memory, once more after releasing what has been freed in stream order.
@@ -463,7 +463,7 @@ fn with_room(bytes: usize, mut real: impl FnMut() -> StatusCode) -> StatusCode {
     let Some(memory) = Memory::existing() else { return real() };
     let released = memory.released();
     let answer = real();
-    let has_room = || matches!(Current::of_thread(), Ok(Some(current)) if memory.find_room(current.device(), bytes, released));
+    let has_room = || matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), bytes, released));
     if answer == code::OUT_OF_MEMORY && has_room() { real() } else { answer }
 }
 

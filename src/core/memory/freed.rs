@@ -6,17 +6,16 @@
 //!   passed the free or, if memory is short, after that: then the other stream waits, not the caller.
 //! - When the program synchronises or asks how much is free, what the streams have passed is released, except for as much as the default
 //!   pool may keep (`CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`). An allocation short of memory and a pause release all of it.
-//! - Nobody waits for a stream but a stream-ordered allocation that finds no memory: for its own stream, without a lock of ours.
+//! - Nobody waits for a stream but a stream-ordered allocation that finds no memory: for its own stream, without a lock of ours. Without a
+//!   stream (`cudaMalloc`), the answer is out of memory at once (observed with driver 580).
 
-use super::{Allocation, Memory, Placement, could_fit};
+use super::{Allocation, Memory, Placement};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread;
-use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle, StreamId};
-use vramctl_host::{Unpoison, exit};
+use vramctl_host::Unpoison;
 use vramctl_model::Failure;
 
 /// A place in a stream.
@@ -324,22 +323,6 @@ impl Memory {
         let has_room = |_: &Freed| driver::memory_info().is_ok_and(|(free, _)| free >= (bytes as u64).saturating_add(SLACK));
         self.release(|freed| freed.allocation.device == device, has_room);
         self.released() != before
-    }
-
-    /// The same for a request without a stream, as of `cudaMalloc`: waits a while for the streams, since some may be about to pass a free.
-    pub fn find_room(&self, device: CUdevice, bytes: usize, before: u64) -> bool {
-        /// The streams may wait for what the program does after the request.
-        const WITHIN: Duration = Duration::from_secs(5);
-        const LOOK_EVERY: Duration = Duration::from_micros(200);
-        let deadline = Instant::now() + WITHIN;
-        let any_left = || self.freed.all().iter().any(|freed| freed.allocation.device == device);
-        while !self.free_up(device, bytes, before) {
-            if !any_left() || !could_fit(bytes) || Instant::now() > deadline || exit::is_ending() {
-                return false;
-            }
-            thread::sleep(LOOK_EVERY);
-        }
-        true
     }
 
     /// Waits until a stream has passed all its frees of memory of this device. Returns whether there were any.

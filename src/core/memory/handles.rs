@@ -46,7 +46,7 @@ impl Memory {
         let released = self.released();
         create().or_else(|error: Error| {
             let is_short = error.cuda_code() == code::OUT_OF_MEMORY;
-            if is_short && self.find_room(device, bytes, released) { create() } else { Err(error) }
+            if is_short && self.free_up(device, bytes, released) { create() } else { Err(error) }
         })
     }
 

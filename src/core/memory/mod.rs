@@ -202,16 +202,11 @@ impl Memory {
             if !is_short || !could_fit(bytes) {
                 return made;
             }
-            // Without the lock, because some of these wait.
-            let Some(request) = &in_order else {
-                if self.find_room(device, bytes, released) {
-                    continue;
-                }
-                return made;
-            };
+            // Without the lock, because the last of these waits.
             if self.free_up(device, bytes, released) {
                 continue;
             }
+            let Some(request) = &in_order else { return made };
             if let Some(address) = self.reuse_later(request) {
                 return Ok(address);
             }

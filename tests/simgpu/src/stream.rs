@@ -451,8 +451,15 @@ pub fn get_contexts(handle: Handle, context: Out<Handle>, green: Out<Handle>) ->
 }
 
 /// `cuStreamGetId`: a handle is reused, and a default stream's means another one in each context or thread; the id is unique.
+/// On the legacy stream it counts as work (driver 580).
 pub fn get_id(handle: Handle, id: Out<u64>) -> Outcome {
-    id.put(find(&mut state(), handle)?.id)
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    let State { streams, captures, .. } = &mut *state;
+    if stream.is_legacy() {
+        captures.refuse_legacy(streams, stream.context.handle)?;
+    }
+    id.put(stream.id)
 }
 
 /// `cuStreamGetFlags`.
