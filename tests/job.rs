@@ -309,6 +309,41 @@ fn a_decision_file_that_could_do_harm_is_refused() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// Without the decision, the connection alone would decide: if its coordinator died, this rank would abort what the others commit.
+#[test]
+fn a_rank_that_cannot_receive_the_decision_refuses() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 2] = machine.job("engine");
+    for request in [json!({"request": "hold"}), json!({"request": "prepare", "of": "pause"})] {
+        let (_decision, file) = Decision::create().unwrap();
+        let mut wire = machine.connect(&ranks[0]);
+        assert_eq!(wire.ask(&json!({"request": "hello"}))["reply"], "hello");
+        let limit = without_descriptors(ranks[0].pid());
+        wire.send(&request, Some(file.as_fd()));
+        let answer = wire.answer();
+        set_limit_of_descriptors(ranks[0].pid(), limit);
+        let refusal = answer["message"].as_str().unwrap_or_default();
+        assert!(answer["reply"] == "error" && refusal.contains("limit of open files"), "{answer}");
+        assert_eq!(machine.settled(&ranks.each_ref()), "active", "{request}");
+    }
+    machine.vramctl("pause").expect(0, "paused job engine: 2 processes", "");
+    machine.vramctl("resume").expect(0, "", "");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// Lets a process open no more files. Returns the limit as it was.
+fn without_descriptors(pid: u32) -> libc::rlimit {
+    let first_free = (0..).find(|number| !fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap()).unwrap();
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    assert_eq!(unsafe { libc::prlimit(pid as i32, libc::RLIMIT_NOFILE, std::ptr::null(), &raw mut limit) }, 0);
+    set_limit_of_descriptors(pid, libc::rlimit { rlim_cur: first_free, ..limit });
+    limit
+}
+
+fn set_limit_of_descriptors(pid: u32, limit: libc::rlimit) {
+    assert_eq!(unsafe { libc::prlimit(pid as i32, libc::RLIMIT_NOFILE, &raw const limit, std::ptr::null_mut()) }, 0);
+}
+
 /// A rank is stopped at each step, and continues when the others are done.
 #[test]
 fn a_stopped_rank_ends_in_the_same_state_as_the_others() {

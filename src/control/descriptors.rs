@@ -70,8 +70,17 @@ pub fn send_line(stream: &UnixStream, line: &[u8], files: &[BorrowedFd<'_>], fla
     Ok(())
 }
 
+/// The descriptors that have come with bytes.
+#[derive(Debug, Default)]
+pub struct Passed {
+    /// In the order in which they were sent.
+    pub files: Vec<OwnedFd>,
+    /// Whether some that were sent did not arrive: this process has reached its limit of open files, or may not receive them.
+    pub lacks_some: bool,
+}
+
 /// Receives bytes, and the descriptors that came with them. 0 at the end.
-pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
+pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io::Result<usize> {
     let mut room: Ancillary = [0; 130];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: plain data, for which all zeroes is a value; the room is aligned, and the bytes are writable.
@@ -84,7 +93,8 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) 
         (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC), message)
     };
     let received = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
-    let mut passed = Vec::new();
+    passed.lacks_some |= message.msg_flags & libc::MSG_CTRUNC != 0;
+    let mut files = Vec::new();
     // SAFETY: the kernel has filled the room with whole messages. The descriptors are new, and nobody else's.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
@@ -92,13 +102,16 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) 
             if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
                 let length = (*header).cmsg_len as usize - libc::CMSG_LEN(0) as usize;
                 let numbers = slice::from_raw_parts(libc::CMSG_DATA(header), length).chunks_exact(size_of::<RawFd>());
-                passed.extend(numbers.filter_map(|number| Some(OwnedFd::from_raw_fd(RawFd::from_ne_bytes(number.try_into().ok()?)))));
+                files.extend(numbers.filter_map(|number| Some(OwnedFd::from_raw_fd(RawFd::from_ne_bytes(number.try_into().ok()?)))));
             }
             header = libc::CMSG_NXTHDR(&raw const message, header);
         }
     }
-    for file in passed {
-        files.push(above_standard(file)?);
+    for file in files {
+        match above_standard(file) {
+            Ok(file) => passed.files.push(file),
+            Err(_) => passed.lacks_some = true,
+        }
     }
     Ok(received)
 }
@@ -119,10 +132,11 @@ mod tests {
         assert_eq!(send(&here, b"line\n", &many).unwrap(), 5);
         assert_eq!(send(&here, b"more\n", &[]).unwrap(), 5);
         assert!(send(&here, b"x", &vec![file.as_fd(); MOST + 1]).is_err());
-        let (mut bytes, mut files) = ([0; 64], Vec::new());
-        let count = receive(&there, &mut bytes, &mut files).unwrap();
+        let (mut bytes, mut passed) = ([0; 64], Passed::default());
+        let count = receive(&there, &mut bytes, &mut passed).unwrap();
         assert!(bytes[..count].starts_with(b"line\n"));
-        assert_eq!(files.len(), MOST);
+        let files = &mut passed.files;
+        assert!(files.len() == MOST && !passed.lacks_some);
         // SAFETY: touches no memory.
         assert_eq!(unsafe { libc::fcntl(files[MOST - 1].as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
         let mut text = String::new();
@@ -131,6 +145,6 @@ mod tests {
         copy.read_to_string(&mut text).unwrap();
         assert_eq!(text, "contents");
         drop(here);
-        while receive(&there, &mut bytes, &mut files).unwrap() > 0 {}
+        while receive(&there, &mut bytes, &mut passed).unwrap() > 0 {}
     }
 }

@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use vramctl_control::descriptors;
+use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
 use vramctl_host::{Held, PerProcess, Unpoison, system};
 use vramctl_model::Error;
@@ -123,12 +123,12 @@ pub struct Lines<'a> {
     connection: &'a Connection,
     unread: Vec<u8>,
     /// The descriptor received last, if any.
-    files: Vec<OwnedFd>,
+    passed: Passed,
 }
 
 impl<'a> Lines<'a> {
     pub fn of(connection: &'a Connection) -> Self {
-        Self { connection, unread: Vec::new(), files: Vec::new() }
+        Self { connection, unread: Vec::new(), passed: Passed::default() }
     }
 
     /// Whether part of a line has arrived.
@@ -138,7 +138,7 @@ impl<'a> Lines<'a> {
 
     /// The descriptor that came with the last line.
     pub fn take_file(&mut self) -> Option<OwnedFd> {
-        self.files.pop()
+        self.passed.files.pop()
     }
 
     /// The next line, if it is complete within this time.
@@ -147,7 +147,7 @@ impl<'a> Lines<'a> {
         let mut seen = 0;
         // Drop descriptors of the previous line; but if part of the next line has arrived, they may belong to it.
         if !self.has_begun() {
-            self.files.clear();
+            self.passed.files.clear();
         }
         loop {
             if let Some(at) = self.unread[seen..].iter().position(|byte| *byte == b'\n') {
@@ -165,13 +165,20 @@ impl<'a> Lines<'a> {
                 return Ok(Line::Late);
             }
             let mut part = [0; 4096];
-            match descriptors::receive(&stream, &mut part, &mut self.files) {
+            let received = descriptors::receive(&stream, &mut part, &mut self.passed);
+            if self.passed.lacks_some {
+                return Err(Error::Invalid(
+                    "the descriptor that came with the request did not arrive: this process has reached its limit of open files (ulimit -n)".into(),
+                ));
+            }
+            match received {
                 Ok(0) if seen == 0 => return Ok(Line::End),
                 Ok(0) => return Err(Error::Invalid("the request ends in the middle of a line".into())),
                 Ok(count) => {
                     self.unread.extend_from_slice(&part[..count]);
                     // Keep only the last, however many a client sends.
-                    self.files.drain(..self.files.len().saturating_sub(1));
+                    let files = &mut self.passed.files;
+                    files.drain(..files.len().saturating_sub(1));
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => return Ok(Line::Late),

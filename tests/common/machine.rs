@@ -12,7 +12,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
-use vramctl_control::descriptors;
+use vramctl_control::descriptors::{self, Passed};
 
 /// A simulated machine, with a job on it.
 pub struct Machine {
@@ -242,14 +242,14 @@ pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, boo
 }
 
 fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
-    let (mut line, mut files) = (Vec::new(), Vec::new());
+    let (mut line, mut passed) = (Vec::new(), Passed::default());
     while line.last() != Some(&b'\n') {
         // Byte by byte: data after the line may carry its own files.
         let mut byte = [0];
-        if descriptors::receive(stream, &mut byte, &mut files).ok()? == 0 {
+        if descriptors::receive(stream, &mut byte, &mut passed).ok()? == 0 {
             return None;
         }
         line.push(byte[0]);
     }
-    Some((line, files))
+    Some((line, passed.files))
 }

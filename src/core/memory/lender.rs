@@ -4,7 +4,7 @@ use super::lending::Token;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{io, thread};
-use vramctl_control::descriptors;
+use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_host::Held;
@@ -71,20 +71,21 @@ fn send(stream: &UnixStream, request: Request) -> io::Result<()> {
 }
 
 fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<Held>)> {
-    let (mut answer, mut files, mut held) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut answer, mut passed, mut held) = (Vec::new(), Passed::default(), Vec::new());
     while answer.last() != Some(&b'\n') {
         let mut part = [0; 4096];
-        match descriptors::receive(stream, &mut part, &mut files) {
+        match descriptors::receive(stream, &mut part, &mut passed) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
             Err(error) => return Err(error),
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => answer.extend_from_slice(&part[..count]),
         }
         // At once: a child that is forked before would keep the memory.
-        for file in files.drain(..) {
+        for file in passed.files.drain(..) {
             held.push(Held::new(file)?);
         }
     }
+    // Their number is in the answer: the caller notices if some are missing.
     Ok((serde_json::from_slice(&answer)?, held))
 }
 
