@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
@@ -146,6 +147,13 @@ impl Machine {
         let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
         let gpu = |gpu: &Value| (gpu["used"].as_u64().unwrap(), gpu["processes"].as_array().unwrap().len());
         status["devices"].as_array().unwrap().iter().map(gpu).collect()
+    }
+
+    /// Another tool has the driver do this to a process.
+    fn call_for(&self, pid: u32, calls: &[&str]) {
+        let calls: Vec<_> = calls.iter().map(|call| format!("assert cuda.cuCheckpointProcess{call}({pid}, None) == 0")).collect();
+        let program = format!("import ctypes\ncuda = ctypes.CDLL('libcuda.so.1')\nassert cuda.cuInit(0) == 0\n{}", calls.join("\n"));
+        assert!(self.command("python3", &["-c", &program]).status().unwrap().success());
     }
 
     /// Resumes the engine, checks that it is as before, and moves it back to the first GPU if it is on the second.
@@ -510,19 +518,21 @@ fn a_resume_takes_the_name_that_a_suspend_takes() {
 type Calls = &'static [(&'static str, u32)];
 
 /// The first state is of nobody, to see whether the driver knows the call.
-const SUSPEND: Calls = &[("GetState", 1), ("GetState", 2), ("Lock", 1), ("GetState", 3), ("Checkpoint", 1)];
+const SUSPEND: Calls = &[("GetState", 1), ("GetState", 2), ("GetState", 3), ("Lock", 1), ("GetState", 4), ("Checkpoint", 1)];
 const RESUME: Calls = &[("GetState", 1), ("GetState", 2), ("GetState", 3), ("GetState", 4), ("Restore", 1), ("GetState", 5), ("Unlock", 1)];
 const MOVE: Calls = &[
     ("GetState", 1),
     ("GetState", 2),
-    ("Lock", 1),
     ("GetState", 3),
-    ("Checkpoint", 1),
     ("GetState", 4),
+    ("Lock", 1),
     ("GetState", 5),
+    ("Checkpoint", 1),
     ("GetState", 6),
-    ("Restore", 1),
     ("GetState", 7),
+    ("GetState", 8),
+    ("Restore", 1),
+    ("GetState", 9),
     ("Unlock", 1),
 ];
 /// The commands, each with what comes before it.
@@ -720,9 +730,7 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
         let mut engine = machine.start("engine");
         let before = machine.gpus();
         let pid = engine.child.id();
-        let calls: Vec<_> = calls.split(' ').map(|call| format!("assert cuda.cuCheckpointProcess{call}({pid}, None) == 0")).collect();
-        let program = format!("import ctypes\ncuda = ctypes.CDLL('libcuda.so.1')\nassert cuda.cuInit(0) == 0\n{}", calls.join("\n"));
-        assert!(machine.command("python3", &["-c", &program]).status().unwrap().success());
+        machine.call_for(pid, &calls.split(' ').collect::<Vec<_>>());
         machine.vramctl("status engine").expect(5, "no answer");
         // Too little for whatever it may need.
         if let Some(hog) = hog.map(|mib| machine.hog(mib)) {
@@ -735,6 +743,50 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
         assert_eq!(machine.gpus(), before);
         engine.is_well();
     });
+}
+
+/// Whatever clients ask of a process that waits in the driver, and whether they wait for the answer or hang up, the next one is served.
+#[test]
+fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let (pid, before) = (engine.child.id(), machine.gpus());
+    machine.call_for(pid, &["Lock"]);
+    let socket = machine.sockets().join(format!("{pid}.sock"));
+    let ask = |request: &str| {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        // A full process refuses without reading.
+        let _ = stream.write_all(format!("{{\"version\":1,\"request\":\"{request}\"}}\n").as_bytes());
+        stream
+    };
+    let answer = |stream: &UnixStream| {
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        line
+    };
+    // More of each than there are connections. A thread of the process has begun with each when it has taken the next connection.
+    for request in ["status", "plan", "pause", "resume", "suspend", "communicators", "counted\",\"gpus\":{},\"x\":\"", "events", "trim"] {
+        for _ in 0..20 {
+            drop(ask(request));
+        }
+        assert!(answer(&ask("hello")).contains("\"hello\""), "{request}");
+    }
+    // These stay.
+    let waiting: Vec<_> = (0..12).map(|_| ask("pause")).collect();
+    let refusal = answer(&ask("status"));
+    assert!(refusal.contains("no answer from the driver"), "{refusal}");
+    machine.vramctl("resume --name engine").expect(0, "the driver had locked or checkpointed it; it is restored");
+    drop(waiting);
+    // Nothing that was asked for by those who are gone is done now. Those that stayed may have been served.
+    machine.vramctl("resume --name engine").expect(0, "engine");
+    common::eventually("all have ended", || {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());
+        !names.into_iter().any(|name| ["vramctl-client", "vramctl-status"].contains(&name.trim()))
+    });
+    machine.vramctl("resume --name engine").expect(0, "engine");
+    assert_eq!(machine.gpus(), before);
+    engine.is_well();
 }
 
 /// The process may be killed at any step: the command reports that it is gone, and nothing of it is left.
@@ -785,12 +837,60 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
             } else if refused.code != Some(0) {
                 assert!(matches!(refused.code, Some(1 | 5)), "{about}");
                 assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{about}");
-                let next = ["is where it was", "The job is on GPU 1", "`vramctl resume`"];
+                let next = ["is where it was", "The job is on GPU 1", "`vramctl resume`", "Nothing has changed"];
                 assert!(next.iter().any(|next| refused.text.contains(next)), "{about}");
             }
             machine.comes_back(&mut engine, &before, &about);
         }
     });
+}
+
+/// A driver that refuses a call from then on, also the next command's: a program that has not left its GPU comes back without that call.
+#[test]
+fn a_driver_that_goes_on_refusing_leaves_no_program_held() {
+    // Two processes are suspended, so the first may be set aside when the second is refused.
+    at_once([("suspend pair", SUSPEND, 2), ("move pair --to 1", MOVE, 1)], |(command, calls, processes)| {
+        let machine = Machine::new();
+        let mut pair: Vec<_> = (0..processes).map(|_| machine.start("pair")).collect();
+        let before = machine.gpus();
+        for (call, nth) in calls {
+            // The first state is of nobody.
+            let first = if *call == "GetState" { 1 } else { 0 };
+            let uses = (1..=processes).map(|process| first + (nth - first).saturating_sub(1) * processes + process);
+            for nth in uses {
+                let about = format!("{command}: {call} {nth}");
+                let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}:{nth}:801:*"), command);
+                assert!(matches!(refused.code, Some(0 | 1)), "{about}: {:?} {}", refused.code, refused.text);
+                // A process that has left its GPU needs all that a restore needs, and a locked one must be unlocked.
+                let is_there = machine.gpus()[0].1 == pair.len() && *call != "Unlock";
+                let fault = if is_there { format!("cuCheckpointProcess{call}:1:801:*") } else { String::new() };
+                let resumed = machine.vramctl_failing(&fault, "resume --name pair");
+                assert_eq!(resumed.code, Some(0), "{about}: {} after {}", resumed.text, refused.text);
+                pair.iter_mut().for_each(Engine::is_well);
+                if machine.gpus()[1].1 > 0 {
+                    machine.vramctl("move pair --to 0").expect(0, "moved");
+                }
+                assert_eq!(machine.gpus(), before, "{about}: {}", refused.text);
+            }
+        }
+    });
+}
+
+/// Nothing is set aside that the driver has not been asked about, and a dry run tells it.
+#[test]
+fn a_driver_that_tells_no_state_is_asked_before_anything_changes() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let silent = "cuCheckpointProcessGetState:1:801:*";
+    machine
+        .vramctl_failing(silent, "suspend engine --dry-run")
+        .expect(1, "the driver does not tell its state: cuCheckpointProcessGetState");
+    machine.vramctl_failing(silent, "move engine --to 1").expect(1, "Nothing has changed");
+    assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "active");
+    machine.vramctl_failing(silent, "suspend engine").expect(1, "All tags are paused");
+    machine.vramctl("ps").expect(0, "paused");
+    machine.vramctl_failing(silent, "resume").expect(0, "resumed");
+    engine.is_well();
 }
 
 #[test]

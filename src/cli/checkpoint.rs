@@ -46,6 +46,8 @@ pub struct Member {
     pub is_lost: bool,
     /// Its memory has been restored on other GPUs.
     pub has_moved: bool,
+    /// This command has set its library aside, and the driver has not locked it: it is woken even if the driver does not tell its state.
+    is_only_aside: bool,
     /// Keeps other commands from suspending and restoring it.
     alone: Option<FileLock>,
 }
@@ -156,15 +158,19 @@ fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
 pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Vec<Foretold<'a>>, CommandError> {
     let (loaded, cards, pids) = (load(), cards_to_check(), members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
     let foretell = |member: &'a mut Member| {
+        let state = || checkpoint::state(member.pid).map(drop);
+        let untold = |failure| CommandError::new(Exit::Failed, format!("the driver does not tell its state: {failure}"));
+        let asked = member.can_be_seen().and(loaded.clone()).and_then(|()| state().map_err(untold));
         // A suspended process has nothing to pause, and no obstacles.
         if !member.gpus.is_empty() {
-            return Ok(Foretold::new(&member.process, protocol::DryRun { plan: Plan::default(), refused: None }, true));
+            let nothing = protocol::DryRun { plan: Plan::default(), refused: None };
+            return Ok(Foretold { failure: asked.err(), ..Foretold::new(&member.process, nothing, true) });
         }
         let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
         let mut foretold =
             member.ask(|client| client.plan(Transition { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
         foretold.plan.obstacles.extend(member.mig(&cards));
-        let able = member.can_be_seen().and(loaded.clone()).and_then(|()| unless_in_the_way(foretold.plan.obstacles.clone()));
+        let able = asked.and_then(|()| unless_in_the_way(foretold.plan.obstacles.clone()));
         let paused = Foretold::new(&member.process, foretold, wanted.force);
         Ok(Foretold { failure: able.err().or(paused.failure), ..paused })
     };
@@ -321,10 +327,16 @@ fn transition(
     CommandError::original(failures).map_or(Ok(held), Err)
 }
 
+/// Fails if the driver does not tell the state of one of them: then it would not checkpoint it either, nor restore it.
+pub fn can_be_asked(members: &mut [Member]) -> Result<(), CommandError> {
+    first(at_once(members, |member| member.state().map(drop)))
+}
+
 /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other command
 /// suspends or restores them until the members are dropped.
 pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError> {
     keep_others_out(members, limit)?;
+    can_be_asked(members)?;
     let taken = stand_aside(members)
         .and_then(|()| first(all(members, "lock", |member| member.lock(limit))))
         .and_then(|()| first(all(members, "checkpoint", Member::checkpoint)));
@@ -336,6 +348,8 @@ pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError>
 
 fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
     first(all(members, "aside", |member| {
+        // The answer may be lost although the library is aside.
+        member.is_only_aside = member.gpus.is_empty();
         member.gpus = member.ask(Client::suspend).map_err(|error| member.not_aside(error))?;
         Ok(())
     }))
@@ -413,7 +427,7 @@ pub fn restore_with_room(
         member.done.add("room", begun.elapsed());
     }
     let restored = first(all(members, "restore", |member| member.restore(map)));
-    let unlocked = first(all(members, "unlock", Member::unlock));
+    let unlocked = first(all(members, "unlock", Member::loosen));
     loosened.and(restored).and(unlocked)
 }
 
@@ -512,7 +526,18 @@ impl Member {
         let gpus = process.suspended().unwrap_or_default().to_vec();
         let is_active = |state| state != TagState::Paused || !gpus.is_empty();
         let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
-        Ok(Self { directory, pid, gpus, active, process, done: Done::default(), is_lost: false, has_moved: false, alone: None })
+        Ok(Self {
+            directory,
+            pid,
+            gpus,
+            active,
+            process,
+            done: Done::default(),
+            is_lost: false,
+            has_moved: false,
+            is_only_aside: false,
+            alone: None,
+        })
     }
 
     fn ask<R>(&self, request: impl FnOnce(&mut Client) -> Result<R, ClientError>) -> Result<R, ClientError> {
@@ -629,6 +654,7 @@ impl Member {
             ProcessState::Locked => (),
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
+        self.is_only_aside = false;
         // The program kept running until now, and may have created new obstacles.
         let obstacles = self.ask(Client::status).map_err(|error| self.failed(error))?.memory.obstacles;
         unless_in_the_way(obstacles).map_err(|failure| self.named(failure))
@@ -643,15 +669,28 @@ impl Member {
         Ok(())
     }
 
-    /// Lets the process continue if it has not left its GPUs: then there is nothing to restore.
+    /// Lets the process continue if it is on its GPUs: before a restore, one that has not left them, and after it, all of them. Also tells its
+    /// library that it may use the driver again.
     fn loosen(&mut self) -> Result<(), CommandError> {
-        match self.state()? {
-            ProcessState::Failed => {
+        match self.state() {
+            Ok(ProcessState::Running) => (),
+            Ok(ProcessState::Locked) => checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
+            Ok(ProcessState::Checkpointed) => return Ok(()),
+            Ok(ProcessState::Failed) => {
                 self.is_lost = true;
-                Err(CommandError::new(Exit::Failed, format!("{}: {FAILED}", self.process)))
+                return Err(CommandError::new(Exit::Failed, format!("{}: {FAILED}", self.process)));
             }
-            state => self.unlock_from(state),
+            // Only a locked process can be unlocked, so this changes no other.
+            Err(unknown) => {
+                let is_unlocked = checkpoint::unlock(self.pid).is_ok();
+                if !is_unlocked && !self.is_only_aside {
+                    return Err(unknown);
+                }
+            }
         }
+        self.ask(Client::awake).map_err(|error| self.failed(error))?;
+        self.is_only_aside = false;
+        Ok(())
     }
 
     fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {
@@ -670,22 +709,6 @@ impl Member {
         self.has_moved = map.iter().any(|(old, new)| old != new && self.process.gpus().any(|gpu| gpu == old));
         self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
         Ok(())
-    }
-
-    fn unlock(&mut self) -> Result<(), CommandError> {
-        let state = self.state()?;
-        self.unlock_from(state)
-    }
-
-    /// Also tells the process that it may use its driver again.
-    fn unlock_from(&mut self, state: ProcessState) -> Result<(), CommandError> {
-        match state {
-            ProcessState::Running => (),
-            ProcessState::Locked => checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
-            // Nothing to unlock. A failure has been reported.
-            ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
-        }
-        self.ask(Client::awake).map_err(|error| self.failed(error))
     }
 
     /// Device memory that is left to CUDA, which a pause by tag does not release.
