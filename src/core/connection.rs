@@ -6,8 +6,8 @@ use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
@@ -16,7 +16,10 @@ use vramctl_model::Error;
 
 /// Connection limit: each connection costs the program a thread.
 const MOST_CONNECTIONS: usize = 16;
-/// The same limit for processes that have memory of this one open; they stay connected as long as it is open.
+/// How many of their requests may wait at once, for the driver or for each other: so whoever is to bring the process back is always served.
+/// A request that waits has a thread even after its client is gone.
+const MOST_WAITING: usize = 8;
+/// The limit of connections for processes that have memory of this one open; they stay connected as long as it is open.
 const MOST_BORROWERS: usize = 128;
 /// How long a client may take to complete a request or to read a reply.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -24,12 +27,25 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Seat(&'static AtomicUsize);
 
 static CONNECTIONS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+static WAITING: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
 static BORROWERS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+/// Those that have a seat for a connection.
+static SEATED: PerProcess<Mutex<Vec<Weak<Connection>>>> = PerProcess::new(Mutex::default);
 
 impl Seat {
-    /// For a connection. `None` if there are too many.
+    /// For a connection. `None` if there are too many clients.
     pub fn for_connection() -> Option<Self> {
-        Self::take(&CONNECTIONS, MOST_CONNECTIONS)
+        let take = || Self::take(&CONNECTIONS, MOST_CONNECTIONS);
+        take().or_else(|| {
+            Connection::dismiss_those_gone();
+            take()
+        })
+    }
+
+    /// For a request that may wait.
+    pub fn for_waiting() -> Result<Self, Error> {
+        let too_many = || Error::Late(format!("{MOST_WAITING} requests to this process wait already, perhaps for its driver; try again"));
+        Self::take(&WAITING, MOST_WAITING).ok_or_else(too_many)
     }
 
     fn take(taken: &'static PerProcess<AtomicUsize>, most: usize) -> Option<Self> {
@@ -47,7 +63,8 @@ impl Drop for Seat {
 
 pub struct Connection {
     held: Held,
-    seat: Mutex<Seat>,
+    /// `None` once the client is gone.
+    seat: Mutex<Option<Seat>>,
     pub borrower: Borrower,
     /// Whether the client has opened memory. Then it has no time limit.
     borrows: AtomicBool,
@@ -62,10 +79,28 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    pub fn new(held: Held, seat: Seat, pid: u32) -> Self {
+    pub fn new(held: Held, seat: Seat, pid: u32) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let borrower = Borrower { connection: NEXT.fetch_add(1, Ordering::Relaxed), pid };
-        Self { held, seat: Mutex::new(seat), borrower, borrows: AtomicBool::new(false) }
+        let new = Arc::new(Self { held, seat: Mutex::new(Some(seat)), borrower, borrows: AtomicBool::new(false) });
+        let mut seated = SEATED.get().lock().unpoisoned();
+        seated.retain(|connection| connection.strong_count() > 0);
+        seated.push(Arc::downgrade(&new));
+        new
+    }
+
+    /// Gives away the seats of clients that are gone, whose requests may still be waiting.
+    fn dismiss_those_gone() {
+        let seated: Vec<_> = SEATED.get().lock().unpoisoned().iter().filter_map(Weak::upgrade).collect();
+        for connection in seated.into_iter().filter(|connection| connection.is_gone() && !connection.borrows.load(Ordering::Relaxed)) {
+            *connection.seat.lock().unpoisoned() = None;
+        }
+    }
+
+    /// Whether the client has hung up. One that has only shut down its sending side still reads the reply.
+    pub fn is_gone(&self) -> bool {
+        let Ok(stream) = self.stream() else { return true };
+        system::poll(stream.as_fd(), 0, 0).is_ok_and(|found| found & (libc::POLLHUP | libc::POLLERR) != 0)
     }
 
     /// Passes memory to the client, which then counts against the limit for borrowers instead of that for other clients.
@@ -73,7 +108,7 @@ impl Connection {
         if !self.borrows.load(Ordering::Relaxed) {
             let too_many = || Error::Invalid("too many processes have memory of this one open".into());
             let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;
-            *self.seat.lock().unpoisoned() = seat;
+            *self.seat.lock().unpoisoned() = Some(seat);
             self.borrows.store(true, Ordering::Relaxed);
         }
         Memory::get().lend(token, &self.borrower)

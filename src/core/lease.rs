@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
-use vramctl_host::{PerProcess, Unpoison, exit, system};
+use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Kind, Observer, Progress, Report, Stage, TransitionRequest, Verb};
 
 /// How long a client may be silent if it sets no limit of its own.
@@ -231,13 +231,11 @@ impl Observer for Asker<'_, '_, '_> {
         }
     }
 
-    /// A client that has only shut down its sending side still reads the reply; one that has hung up does not.
     fn is_gone(&mut self) -> Option<bool> {
         if self.grant.as_ref().is_some_and(|grant| grant.is_aborted()) {
             return Some(true);
         }
-        let Ok(stream) = self.connection.stream() else { return Some(true) };
-        Some(system::poll(stream.as_fd(), 0, 0).is_ok_and(|found| found & (libc::POLLHUP | libc::POLLERR) != 0))
+        Some(self.connection.is_gone())
     }
 
     fn consent(&mut self) -> Result<(), Error> {

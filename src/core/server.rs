@@ -6,7 +6,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
-use crate::{cache, engine, events, holder, lease, residue, watch};
+use crate::{cache, engine, events, holder, lease, residue, status, watch};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, Once};
@@ -18,6 +18,8 @@ use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Ref
 use vramctl_host::{Held, PerProcess, Unpoison, exit, system, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
+/// How long the driver may take to answer for a status. Less than a client waits for it.
+const STATUS_WITHIN: Duration = Duration::from_secs(4);
 /// How long the program's allocator may take to report what it holds.
 const CACHE_WITHIN: Duration = Duration::from_millis(200);
 /// How long it may take to return memory, unless the client sets a limit.
@@ -209,6 +211,13 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
 
+/// Whether it may wait long, for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). Of the steps of
+/// a transition, only one client's do.
+fn may_wait(request: &Request) -> bool {
+    use Request::{Cache, Communicators, Counted, Pause, Plan, Resume, Suspend, Trim};
+    matches!(request, Pause(_) | Plan(_) | Resume(_) | Communicators | Suspend | Counted { .. } | Cache | Trim { .. })
+}
+
 /// Whether the program is held afterwards.
 fn holds(request: &Request) -> bool {
     match request {
@@ -232,9 +241,10 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
     if holds(&request) && connection.borrower.pid == std::process::id() {
         return Err(Error::holds_itself());
     }
+    let _seat = if may_wait(&request) { Some(Seat::for_waiting()?) } else { None };
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
-        Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
+        Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: status::ask(STATUS_WITHIN)? })),
         Request::Events { since, most } => Ok(Reply::Events(events::since(since, most))),
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => {

@@ -1,12 +1,82 @@
 //! The status of this process, by tag and by device.
 
 use crate::memory::{Memory, borrow, communicators, left};
+use crate::suspend::status_aside;
 use crate::transition::passing_by;
 use crate::{contexts, gate, residue, totals};
 use std::collections::BTreeMap;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, Account, CUdevice};
-use vramctl_model::{Cycle, DeviceStatus, Status, TagState, TagStatus};
+use vramctl_host::{PerProcess, Unpoison, worker};
+use vramctl_model::{Cycle, DeviceStatus, Error, Status, TagState, TagStatus};
+
+/// Rounds of asking the driver: one thread at a time asks, and its answer is for all who have asked before it began.
+#[derive(Default)]
+struct StatusRounds {
+    state: Mutex<StatusRound>,
+    changed: Condvar,
+}
+
+/// The round that has begun last.
+#[derive(Default)]
+struct StatusRound {
+    begun: u64,
+    since: Option<Instant>,
+    /// Equal to `begun` while nobody asks.
+    done: u64,
+    /// The answer of the last round that is done; `None` if that has failed.
+    answer: Option<Arc<Status>>,
+}
+
+/// The current status, for a client. The driver may take for ever: it blocks while somebody else has locked the process. So clients wait at
+/// most this long, and once a round has taken that long, only for a moment: they must not use up the connections.
+pub fn ask(within: Duration) -> Result<Status, Error> {
+    /// Enough for a round, once the driver answers again.
+    const A_MOMENT: Duration = Duration::from_millis(100);
+    static ROUNDS: PerProcess<StatusRounds> = PerProcess::new(StatusRounds::default);
+    if let Some(status) = status_aside() {
+        return Ok(status);
+    }
+    let (rounds, now) = (ROUNDS.get(), Instant::now());
+    let mut round = rounds.state.lock().unpoisoned();
+    // A round that has begun before may have seen what has changed since.
+    let wanted = round.begun + 1;
+    let asked_since = round.since.filter(|_| round.begun > round.done).unwrap_or(now);
+    let deadline = (asked_since + within).max(now + A_MOMENT);
+    while round.done < wanted {
+        if round.begun == round.done {
+            worker::spawn("vramctl-status", || rounds.ask_driver()).map_err(|error| Error::NoThread(error.to_string()))?;
+            round.begun += 1;
+            round.since = Some(Instant::now());
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let silent_for = round.since.map_or(within, |since| since.elapsed());
+            return Err(Error::Late(format!(
+                "no answer from the driver for {} ms; has another tool locked the process?",
+                silent_for.as_millis()
+            )));
+        }
+        round = rounds.changed.wait_timeout(round, left).unpoisoned().0;
+    }
+    let answer = round.answer.clone().ok_or_else(|| Error::Internal("the status panicked".into()))?;
+    drop(round);
+    Ok((*answer).clone())
+}
+
+impl StatusRounds {
+    fn ask_driver(&self) {
+        let answer = panic::catch_unwind(AssertUnwindSafe(|| Memory::get().status())).ok();
+        let mut round = self.state.lock().unpoisoned();
+        round.answer = answer.map(Arc::new);
+        round.done = round.begun;
+        drop(round);
+        self.changed.notify_all();
+    }
+}
 
 impl Memory {
     /// The current status, as the driver tells it.

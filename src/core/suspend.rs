@@ -80,14 +80,25 @@ impl Memory {
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.
     pub fn status(&self) -> Status {
         let suspended = SUSPENDED.get().read().unpoisoned();
-        if let Some(Aside { status, without_obstacles }) = &*suspended {
-            let obstacles = without_obstacles.since();
-            return Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles, ..status.clone() };
+        if let Some(aside) = &*suspended {
+            return aside.status_now();
         }
         let _asking = ASKING.get().read().unpoisoned();
         drop(suspended);
         self.status_now()
     }
+}
+
+impl Aside {
+    fn status_now(&self) -> Status {
+        let obstacles = self.without_obstacles.since();
+        Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles, ..self.status.clone() }
+    }
+}
+
+/// The status of a suspended process, for which the driver is not asked; `None` if it is not suspended.
+pub(crate) fn status_aside() -> Option<Status> {
+    SUSPENDED.existing()?.read().unpoisoned().as_ref().map(Aside::status_now)
 }
 
 fn set_aside(aside: Option<Aside>) {

@@ -113,6 +113,10 @@ impl Memory {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || drain::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
         }
+        // The client may have gone while this waited for the lock, or for the driver.
+        if !observer.is_wanted() {
+            return Err(Error::Busy(started.elapsed()));
+        }
         self.release_freed();
         let shown = self.show(TagState::Pausing, &victims);
         let kept = self.save(

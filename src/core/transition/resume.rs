@@ -97,6 +97,10 @@ impl Memory {
         let _exclusive = self.exclude_awake()?;
         let _relaxed = RelaxedCapture::enter();
         let Chosen { all, paused, active: already } = self.choose_settled(request)?;
+        // The client may have gone while this waited for the lock, or for the driver.
+        if !observer.is_wanted() {
+            return Err(Error::Busy(started.elapsed()));
+        }
         self.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
