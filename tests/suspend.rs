@@ -30,6 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 struct Machine {
     folder: tempfile::TempDir,
     gpus: u32,
+    memory: &'static str,
 }
 
 /// A command's output and exit code.
@@ -58,7 +59,7 @@ impl Machine {
     fn with_gpus(gpus: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self { folder, gpus }
+        Self { folder, gpus, memory: "256M" }
     }
 
     fn sockets(&self) -> PathBuf {
@@ -72,7 +73,7 @@ impl Machine {
             .env_remove("LD_PRELOAD")
             .env("LD_LIBRARY_PATH", simulated_libraries())
             .env("SIMGPU_DIR", self.folder.path().join("gpu"))
-            .env("SIMGPU_MEMORY", "256M")
+            .env("SIMGPU_MEMORY", self.memory)
             .env("SIMGPU_DEVICES", self.gpus.to_string())
             .env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string())
             .env("VRAMCTL_DIR", self.sockets())
@@ -855,7 +856,7 @@ fn a_driver_that_goes_on_refusing_leaves_no_program_held() {
         let before = machine.gpus();
         for (call, nth) in calls {
             // The first state is of nobody.
-            let first = if *call == "GetState" { 1 } else { 0 };
+            let first = u32::from(*call == "GetState");
             let uses = (1..=processes).map(|process| first + (nth - first).saturating_sub(1) * processes + process);
             for nth in uses {
                 let about = format!("{command}: {call} {nth}");
@@ -891,6 +892,38 @@ fn a_driver_that_tells_no_state_is_asked_before_anything_changes() {
     machine.vramctl("ps").expect(0, "paused");
     machine.vramctl_failing(silent, "resume").expect(0, "resumed");
     engine.is_well();
+}
+
+/// As many as a request of 64 KiB had no room for. One that was paused before stays so.
+#[test]
+fn a_program_with_many_tags_moves() {
+    const PROGRAM: &str = r#"
+import ctypes, sys
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+cuda, pointer = ctypes.CDLL(None), ctypes.c_void_p()
+for number in range(600):
+    assert cuda.vramctl_region_begin(b"%0128d" % number, 1) == 0
+    assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(2 << 20)) == 0
+    assert cuda.vramctl_region_end() == 0
+print("ready", flush=True)
+sys.stdin.read()
+"#;
+    let machine = Machine { memory: "1300M", ..Machine::new() };
+    let mut command = machine.command(common::command_line(), &["run", "--name", "many", "--no-python", "--", "python3", "-c", PROGRAM]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let mut program = Engine { child, output, answers: 0 };
+    program.line("ready");
+    let paused = || {
+        let status = machine.status("many");
+        let tags = status["processes"][0]["tags"].as_array().unwrap();
+        tags.iter().filter(|tag| tag["state"] == "paused").count()
+    };
+    machine.vramctl("move many --to 1").expect(0, "moved many");
+    assert_eq!(paused(), 0);
+    machine.vramctl(&format!("pause {:0128} --no-hold", 7)).expect(0, "paused");
+    machine.vramctl("move many --to 0").expect(0, "moved many");
+    assert_eq!((paused(), machine.gpus()[1]), (1, (0, 0)));
 }
 
 #[test]

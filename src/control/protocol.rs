@@ -13,8 +13,8 @@ use vramctl_model::{
 /// and requests do not count.
 pub const VERSION: u32 = 1;
 
-/// The maximum length of a request in bytes, with the newline.
-pub const LONGEST_REQUEST: usize = 64 << 10;
+/// The maximum length of a request in bytes, with the newline: more than all arguments of a command can have.
+pub const LONGEST_REQUEST: usize = 4 << 20;
 
 /// A line from a client: the protocol version and one request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
