@@ -1780,11 +1780,16 @@ fn an_engines_kv_cache_is_not_discarded_without_asking() {
 
 #[test]
 fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
+    const LOADS: &str = "GET /v1/loads?include=core";
     let engines: [(Http, &[&str]); 2] = [
-        (Http::vllm(&[0], (200, r#"{"success":true}"#)), &["GET /metrics", "GET /metrics", "POST /reset_prefix_cache"]),
+        (
+            Http::vllm(&[0], (200, r#"{"success":true}"#)),
+            &["GET /metrics", "GET /metrics", "POST /reset_prefix_cache", "GET /metrics", "POST /reset_prefix_cache"],
+        ),
         (
             Http::sglang(0, (200, "Cache flushed.")),
-            &["GET /metrics", "GET /v1/loads?include=core", "GET /v1/loads?include=core", "POST /flush_cache"],
+            // Its loads are asked for once more in the pause.
+            &["GET /metrics", LOADS, LOADS, "POST /flush_cache", LOADS],
         ),
     ];
     for (http, wanted) in &engines {
@@ -1802,6 +1807,56 @@ fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
         place.vramctl(&format!("pause --engine {address}")).expect(0, "nothing to do", "");
         assert_eq!(http.asked(), *wanted);
     }
+}
+
+/// What the engine has taken of it is not there for the program's work any more.
+#[test]
+fn a_timeout_is_for_all_that_a_pause_waits_for() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    // It is asked again after 100 ms.
+    let busy = Http::vllm(&[0, 1, 0], (200, "{}"));
+    place.vramctl(&format!("pause --discard --timeout 30.08 --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+    // Rounded up to tens of seconds.
+    assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(..=30_000), .. })]), "{:?}", engine.asked());
+}
+
+/// It has written to the KV cache when the program is held.
+#[test]
+fn a_request_that_comes_after_the_reset_keeps_its_memory() {
+    let late = "a request has come meanwhile";
+    for how in ["--discard", "--discard --no-hold", "--no-hold"] {
+        let place = Place::new();
+        let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+        let busy = Http::vllm(&[0, 0, 1], (200, "{}"));
+        place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", late);
+    }
+    // With a timeout, it is waited for, and the prefix cache is reset again. Nothing is prepared before.
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let soon = Http::vllm(&[0, 0, 1, 1, 0], (200, "{}"));
+    place.vramctl(&format!("pause --discard --timeout 60 --engine {}", soon.address)).expect(0, "paused kv_cache", "");
+    assert_eq!(engine.asked().len(), 1);
+    assert_eq!(soon.asked().iter().filter(|request| request.starts_with("POST")).count(), 3);
+    // A count that is not up to date: the prefix cache is in use again.
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let resets = AtomicUsize::new(0);
+    let stale = Http::new(move |request| match request {
+        "GET /metrics" => (200, "vllm:num_requests_running{engine=\"0\"} 0.0\n".into()),
+        _ => (200, format!("{{\"success\":{}}}", resets.fetch_add(1, Ordering::Relaxed) == 0)),
+    });
+    place.vramctl(&format!("pause --discard --engine {}", stale.address)).expect(5, "", late);
+    // It waits for the GPU.
+    let asked = AtomicUsize::new(0);
+    let stuck = Http::new(move |request| {
+        if request.starts_with("GET /v1") && asked.fetch_add(1, Ordering::Relaxed) == 2 {
+            thread::sleep(Duration::from_secs(30));
+        }
+        if request == "GET /metrics" { (404, String::new()) } else { (200, "{\"loads\":[]}".into()) }
+    });
+    place.vramctl(&format!("pause --discard --engine {}", stuck.address)).expect(5, "", "it does not answer while it is held");
+    place.vramctl("ps").expect(0, "active", "");
 }
 
 #[test]

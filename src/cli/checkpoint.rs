@@ -12,15 +12,17 @@ use crate::output;
 use crate::proc;
 use crate::processes::{self, Found, Process, Target};
 use crate::shared::{self, Along};
+use crate::target::milliseconds;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::Directory;
-use vramctl_control::job::{Job, Rank};
+use vramctl_control::job::{Follower, Job, Rank};
 use vramctl_control::protocol::{self, Refusal, Transition};
 use vramctl_control::queue::InQueue;
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
@@ -39,8 +41,8 @@ pub struct Member {
     pub pid: i32,
     /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.
     pub gpus: Vec<GpuUse>,
-    /// The tags that were active and are to be resumed.
-    active: Vec<String>,
+    /// The tags that were active and are to be resumed. `None`: all, also those that it has got since.
+    active: Option<Vec<String>>,
     pub done: Done,
     /// The driver will never restore it.
     pub is_lost: bool,
@@ -177,6 +179,41 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
     members.iter_mut().map(foretell).collect()
 }
 
+/// How long a command waits for work and calls in flight and for other commands, all in all. What else it does in between, such as saving
+/// contents, does not count.
+pub struct Patience {
+    limit: Duration,
+    begun: Instant,
+    used_ms: AtomicU64,
+}
+
+impl Patience {
+    pub fn new(limit: Duration) -> Self {
+        Self { limit, begun: Instant::now(), used_ms: AtomicU64::new(0) }
+    }
+
+    /// What is left of it. Calls that are about to end are always waited for.
+    fn left(&self) -> Duration {
+        const A_MOMENT: Duration = Duration::from_secs(1);
+        let used = Duration::from_millis(self.used_ms.load(Ordering::Relaxed));
+        self.limit.saturating_sub(used).max(A_MOMENT.min(self.limit))
+    }
+
+    fn wait<R>(&self, wait: impl FnOnce(Duration) -> R) -> R {
+        let begun = Instant::now();
+        let result = wait(self.left());
+        self.used_ms.fetch_add(milliseconds(begun.elapsed()), Ordering::Relaxed);
+        result
+    }
+}
+
+impl Follower for Patience {
+    fn drained(&self) -> Result<(), Box<Refusal>> {
+        self.used_ms.store(milliseconds(self.begun.elapsed()), Ordering::Relaxed);
+        Ok(())
+    }
+}
+
 /// What the driver says of the processes that are suspended, or are being suspended or restored; as far as it can be asked from here.
 pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessState> {
     let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
@@ -246,9 +283,9 @@ pub fn pause(
     wanted: &Transition,
     chosen: &nccl::ChosenCommunicators,
     along: Option<Vec<Along>>,
+    patience: &Patience,
 ) -> Result<Vec<(Process, Report)>, CommandError> {
-    // Also members without memory of their own: they may have the others' memory open.
-    transition(found, members, Verb::Pause, wanted, chosen, along, |member| member.gpus.is_empty().then(Vec::new))
+    transition(found, members, Verb::Pause, wanted, chosen, along, patience)
 }
 
 /// The communicators that NCCL can suspend.
@@ -265,14 +302,10 @@ pub fn choose_communicators(found: &Found, members: &[Member]) -> Result<nccl::C
 
 /// Resumes the tags that were active, and the open memory of members without tags.
 pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError> {
-    let is_due = |member: &Member| !member.active.is_empty() || !member.process.has_memory();
-    transition(found, members, Verb::Resume, &Transition::default(), &nccl::ChosenCommunicators::default(), None, |member| {
-        is_due(member).then(|| member.active.clone())
-    })
-    .map(drop)
+    transition(found, members, Verb::Resume, &Transition::default(), &nccl::ChosenCommunicators::default(), None, &()).map(drop)
 }
 
-/// Pauses or resumes as one job. `tags`: the tags of a process; empty means all, `None` leaves the process out.
+/// Pauses or resumes as one job.
 fn transition(
     found: &Found,
     members: &mut [Member],
@@ -280,12 +313,12 @@ fn transition(
     wanted: &Transition,
     chosen: &nccl::ChosenCommunicators,
     along: Option<Vec<Along>>,
-    tags: impl Fn(&Member) -> Option<Vec<String>>,
+    follower: &dyn Follower,
 ) -> Result<Vec<(Process, Report)>, CommandError> {
     // The members may be several jobs, as in a swap.
     let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
     let is_whole = jobs.len() == 1 && !jobs.contains(&None);
-    let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
+    let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((member.due(verb)?, member))).collect();
     let rank = |(tags, member): &(Vec<String>, &mut Member)| {
         let pid = member.process.pid;
         Rank { pid, tags: tags.clone(), lenient: false, is_borrower: false, communicators: chosen.ids(pid) }
@@ -297,14 +330,15 @@ fn transition(
         is_borrower: true,
         communicators: Vec::new(),
     };
-    let job = |along: &[Along]| {
+    let job = |along: &[Along], hold_ms| {
         let ranks = due.iter().map(rank).chain(along.iter().map(borrower)).collect();
-        found.carry_out(&Job { verb, wanted: wanted.clone(), ranks, is_whole, ticket: None }, &())
+        let wanted = Transition { hold_ms, ..wanted.clone() };
+        found.carry_out(&Job { verb, wanted, ranks, is_whole, ticket: None }, follower)
     };
     let pids: Vec<_> = due.iter().map(|(_, member)| member.process.pid).collect();
     let (done, along) = match along {
         Some(along) => shared::carry_out(found, &pids, wanted, along, job),
-        None => (job(&[]), Vec::new()),
+        None => (job(&[], wanted.hold_ms), Vec::new()),
     };
     let (mut results, mut failures) = (done.results.into_iter(), Vec::new());
     for ((_, member), result) in due.iter_mut().zip(results.by_ref()) {
@@ -334,9 +368,10 @@ pub fn can_be_asked(members: &mut [Member]) -> Result<(), CommandError> {
 
 /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other command
 /// suspends or restores them until the members are dropped.
-pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError> {
-    keep_others_out(members, limit)?;
+pub fn take(members: &mut [Member], patience: &Patience) -> Result<(), CommandError> {
+    patience.wait(|left| keep_others_out(members, left))?;
     can_be_asked(members)?;
+    let limit = patience.left();
     let taken = stand_aside(members)
         .and_then(|()| first(all(members, "lock", |member| member.lock(limit))))
         .and_then(|()| first(all(members, "checkpoint", Member::checkpoint)));
@@ -525,7 +560,8 @@ impl Member {
         let pid = Client::connect(&directory, process.pid)?.seen_as();
         let gpus = process.suspended().unwrap_or_default().to_vec();
         let is_active = |state| state != TagState::Paused || !gpus.is_empty();
-        let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
+        let active: Vec<_> = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
+        let active = Some(active).filter(|active| active.len() < process.tags().len());
         Ok(Self {
             directory,
             pid,
@@ -553,6 +589,16 @@ impl Member {
         {
             self.gpus = gpus.to_vec();
             self.process = now;
+        }
+    }
+
+    /// The tags to pause or resume; empty means all, `None` leaves the process out. One without memory of its own may have the others' memory
+    /// open.
+    fn due(&self, verb: Verb) -> Option<Vec<String>> {
+        match (verb, &self.active) {
+            (Verb::Pause, _) => self.gpus.is_empty().then(Vec::new),
+            (Verb::Resume, None) => Some(Vec::new()),
+            (Verb::Resume, Some(active)) => (!active.is_empty()).then(|| active.clone()),
         }
     }
 
@@ -729,5 +775,23 @@ impl Member {
     /// For messages.
     pub fn bytes(&self) -> Bytes {
         Bytes(self.done.bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_command_has_waited_for_one_thing_is_gone_for_the_next() {
+        let patience = Patience::new(Duration::from_secs(10));
+        patience.wait(|left| {
+            assert_eq!(left, Duration::from_secs(10));
+            thread::sleep(Duration::from_millis(20));
+        });
+        assert!(patience.left() <= Duration::from_millis(9980));
+        patience.used_ms.store(60_000, Ordering::Relaxed);
+        assert_eq!(patience.left(), Duration::from_secs(1), "calls that are about to end");
+        assert_eq!(Patience::new(Duration::from_millis(200)).left(), Duration::from_millis(200));
     }
 }

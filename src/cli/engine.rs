@@ -34,9 +34,8 @@ impl EngineArgs {
         self.engine.iter().map(String::as_str).filter(|address| !address.is_empty())
     }
 
-    /// Prepares the engines for a pause: waits up to `patience` until they have no requests, then has them reset their prefix
-    /// caches if the processes `losing` lose their KV caches. An error says what to do.
-    pub fn agree(&self, losing: &[&Process], patience: Duration) -> Result<(), CommandError> {
+    /// The engines to ask before a pause in which the processes `losing` lose their KV caches.
+    pub fn find(&self, losing: &[&Process]) -> Result<Engines, CommandError> {
         // The processes of one engine share its name.
         let names: BTreeSet<_> = losing.iter().filter_map(|process| process.name()).collect();
         if names.len() > self.addresses().count() {
@@ -50,16 +49,35 @@ impl EngineArgs {
         }
         // Not an option: every user of the machine can read command lines.
         let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
-        let engines = self.addresses().map(|address| Engine::find(address, key.as_deref()));
+        let engines = self.addresses().map(|address| Engine::find(address, key.as_deref())).collect::<Result<_, _>>()?;
+        Ok(Engines { engines, lose: !losing.is_empty() })
+    }
+}
+
+/// The engines that a pause asks.
+pub struct Engines {
+    engines: Vec<Engine>,
+    /// Whether KV caches are discarded, which prefix caches describe.
+    lose: bool,
+}
+
+impl Engines {
+    /// Before the pause: waits until none has requests, then has them reset their prefix caches if they lose their KV caches. An error says
+    /// what to do.
+    pub fn prepare(&self, until: Option<Instant>) -> Result<(), CommandError> {
         // All must be idle before any prefix cache is reset.
-        let engines = engines.collect::<Result<Vec<_>, _>>()?;
-        for engine in &engines {
-            engine.wait_for_requests(patience)?;
-        }
-        if !losing.is_empty() {
-            engines.iter().try_for_each(Engine::forget)?;
-        }
-        Ok(())
+        self.engines.iter().try_for_each(|engine| engine.wait_for_requests(until))?;
+        if self.lose { self.engines.iter().try_for_each(|engine| engine.forget(PATIENCE)) } else { Ok(()) }
+    }
+
+    /// In the pause, before anything is released: fails if a request has come since. A held engine that does not answer has one: it waits for
+    /// the GPU.
+    pub fn confirm(&self) -> Result<(), CommandError> {
+        /// The program waits meanwhile.
+        const AT_MOST: Duration = Duration::from_secs(3);
+        let deadline = Instant::now() + AT_MOST;
+        let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        self.engines.iter().try_for_each(|engine| engine.confirm(self.lose, left))
     }
 }
 
@@ -74,22 +92,23 @@ enum EngineKind {
 }
 
 /// An engine that has answered.
-struct Engine<'a> {
-    address: &'a str,
-    key: Option<&'a str>,
+struct Engine {
+    address: String,
+    key: Option<String>,
     agent: ureq::Agent,
     kind: EngineKind,
 }
 
-impl<'a> Engine<'a> {
+impl Engine {
     /// Detects the engine by the path at which it reports its requests.
-    fn find(address: &'a str, key: Option<&'a str>) -> Result<Self, CommandError> {
+    fn find(address: &str, key: Option<&str>) -> Result<Self, CommandError> {
         // Never through a proxy.
-        let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).timeout_global(Some(PATIENCE)).build();
+        let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).build();
+        let (address, key) = (address.to_owned(), key.map(str::to_owned));
         let mut engine = Self { address, key, agent: settings.into(), kind: EngineKind::Vllm };
-        if engine.running()?.is_none() {
+        if engine.running(PATIENCE)?.is_none() {
             engine.kind = EngineKind::Sglang;
-            if engine.running()?.is_none() {
+            if engine.running(PATIENCE)?.is_none() {
                 return Err(engine.failure(
                     Exit::Failed,
                     "it reports no request count (vLLM: /metrics, SGLang: /v1/loads); check the address, or pause with --force while it is \
@@ -101,12 +120,12 @@ impl<'a> Engine<'a> {
     }
 
     /// The number of its requests. `None` if it does not report them in this engine's way.
-    fn running(&self) -> Result<Option<u64>, CommandError> {
+    fn running(&self, within: Duration) -> Result<Option<u64>, CommandError> {
         let path = match self.kind {
             EngineKind::Vllm => "/metrics",
             EngineKind::Sglang => "/v1/loads?include=core",
         };
-        let (status, body) = self.ask(path, false)?;
+        let (status, body) = self.ask(path, false, within)?;
         Ok(match (status, self.kind) {
             (200, EngineKind::Vllm) => gauges(&body),
             (200, EngineKind::Sglang) => loads(&body),
@@ -115,15 +134,13 @@ impl<'a> Engine<'a> {
         })
     }
 
-    fn wait_for_requests(&self, patience: Duration) -> Result<(), CommandError> {
-        let deadline = Instant::now() + patience;
+    fn wait_for_requests(&self, until: Option<Instant>) -> Result<(), CommandError> {
         loop {
-            let running = match self.running()? {
-                Some(0) => return Ok(()),
-                Some(running) => running,
-                None => return Err(self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force")),
-            };
-            if Instant::now() >= deadline {
+            let running = self.count(PATIENCE)?;
+            if running == 0 {
+                return Ok(());
+            }
+            if until.is_none_or(|until| Instant::now() >= until) {
                 let text = format!(
                     "it has requests that would lose their memory ({running}); stop them, wait for them with --timeout, or use --force"
                 );
@@ -133,13 +150,34 @@ impl<'a> Engine<'a> {
         }
     }
 
+    /// The number of its requests, from an engine that has reported it before.
+    fn count(&self, within: Duration) -> Result<u64, CommandError> {
+        let untold = || self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force");
+        self.running(within)?.ok_or_else(untold)
+    }
+
+    fn confirm(&self, loses: bool, left: impl Fn() -> Duration) -> Result<(), CommandError> {
+        let too_late = |why: &str| self.failure(Exit::Busy, &format!("{why}, and would lose its memory; nothing was paused. Try again"));
+        match self.count(left()) {
+            Ok(0) => (),
+            Ok(running) => return Err(too_late(&format!("a request has come meanwhile ({running})"))),
+            Err(_) => return Err(too_late("it does not answer while it is held, so a request may have come meanwhile")),
+        }
+        // vLLM's count is that of its last step, and a request that has ended since the reset is in the prefix cache again. Its scheduler resets
+        // that without the GPU, unless it has requests. SGLang's scheduler counts itself, and would need the GPU for a reset.
+        match self.kind {
+            EngineKind::Vllm if loses => self.forget(left()).map_err(|_| too_late("a request has come meanwhile")),
+            EngineKind::Vllm | EngineKind::Sglang => Ok(()),
+        }
+    }
+
     /// Has it reset its prefix cache.
-    fn forget(&self) -> Result<(), CommandError> {
+    fn forget(&self, within: Duration) -> Result<(), CommandError> {
         let path = match self.kind {
             EngineKind::Vllm => "/reset_prefix_cache",
             EngineKind::Sglang => "/flush_cache",
         };
-        let (status, body) = self.ask(path, true)?;
+        let (status, body) = self.ask(path, true, within)?;
         match status {
             // vLLM reports success in the body; older versions have no body.
             200 if serde_json::from_str::<Value>(&body).is_ok_and(|body| body["success"] == false) => Err(self.failure(
@@ -158,14 +196,16 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn ask(&self, path: &str, post: bool) -> Result<(u16, String), CommandError> {
+    fn ask(&self, path: &str, post: bool, within: Duration) -> Result<(u16, String), CommandError> {
         let url = format!("{}{path}", self.address);
-        let key = self.key.map(|key| format!("Bearer {key}"));
-        let answer = match (post, key) {
-            (true, Some(key)) => self.agent.post(&url).header("Authorization", key).send_empty(),
-            (true, None) => self.agent.post(&url).send_empty(),
-            (false, Some(key)) => self.agent.get(&url).header("Authorization", key).call(),
-            (false, None) => self.agent.get(&url).call(),
+        let key = self.key.as_ref().map(|key| format!("Bearer {key}"));
+        let limit = Some(within);
+        let answer = if post {
+            let request = self.agent.post(&url).config().timeout_global(limit).build();
+            key.into_iter().fold(request, |request, key| request.header("Authorization", key)).send_empty()
+        } else {
+            let request = self.agent.get(&url).config().timeout_global(limit).build();
+            key.into_iter().fold(request, |request, key| request.header("Authorization", key)).call()
         };
         let answer = answer.and_then(|mut answer| Ok((answer.status().as_u16(), answer.body_mut().read_to_string()?)));
         answer.map_err(|error| {

@@ -128,6 +128,17 @@ impl CommandError {
         self
     }
 
+    /// As a process would have said it.
+    pub fn into_refusal(self) -> Box<Refusal> {
+        match self {
+            Self::Refused(refusal) => refusal,
+            Self::Here { exit, message, .. } => {
+                let error = if exit == Exit::Busy { Error::Late(message) } else { Error::Invalid(message) };
+                Box::new(Refusal::from(&error))
+            }
+        }
+    }
+
     pub fn is(&self, kind: Kind) -> bool {
         matches!(self, Self::Refused(refusal) if refusal.code == kind)
     }

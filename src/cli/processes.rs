@@ -368,7 +368,7 @@ impl Found {
     pub fn carry_out(&self, job: &Job, follower: &dyn Follower) -> JobReport {
         match &self.directory {
             Some(directory) => job.carry_out(directory, follower),
-            None => JobReport { results: Vec::new(), committed: false, attempts: 0, ms: 0.0 },
+            None => JobReport { results: Vec::new(), committed: false, objected: false, attempts: 0, ms: 0.0 },
         }
     }
 
@@ -647,6 +647,13 @@ pub mod tests {
             cache: Vec::new(),
         };
         Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
+    }
+
+    impl Found {
+        /// Where nobody listens.
+        pub fn of_nobody() -> Self {
+            Self { directory: None, listening: Vec::new(), processes: Vec::new() }
+        }
     }
 
     fn pids(chosen: Result<Vec<Process>, CommandError>) -> Vec<u32> {

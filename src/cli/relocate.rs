@@ -1,6 +1,6 @@
 //! `vramctl move`: a job leaves its GPUs and comes back on others.
 
-use crate::checkpoint::{self, Member};
+use crate::checkpoint::{self, Member, Patience};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
@@ -94,8 +94,9 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         let next = format!("`vramctl status` shows how far it has come; to continue where the job is: {back}");
         output::complain("interrupted", &format!("the move is not complete; {next}"));
     });
-    checkpoint::pause(&found, &mut members, &request, &crate::nccl::ChosenCommunicators::default(), None)?;
-    let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
+    let patience = Patience::new(args.hold_timeout);
+    checkpoint::pause(&found, &mut members, &request, &crate::nccl::ChosenCommunicators::default(), None, &patience)?;
+    let moved = checkpoint::take(&mut members, &patience).and_then(|()| {
         checkpoint::restore(&mut members, &map, None).map_err(|failure| {
             // Restore processes that the driver has refused to restore there to their old GPUs.
             let home = checkpoint::restore(&mut members, &GpuMap::new(), None);

@@ -2,9 +2,10 @@
 
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process};
+use crate::target::milliseconds;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use vramctl_control::client::ClientError;
 use vramctl_control::job::JobReport;
 use vramctl_control::protocol::Transition;
@@ -74,19 +75,20 @@ pub fn lent_by(found: &Found, pids: &[u32], wanted: &Transition) -> OpenBy {
 }
 
 /// Carries out a pause of these processes with their borrowers, whose results come last. Tries again if the borrowers have changed
-/// meanwhile, and returns those that took part.
+/// meanwhile, and returns those that took part. `job` gets the borrowers, and how many milliseconds are left to wait for work.
 pub fn carry_out(
     found: &Found,
     pids: &[u32],
     wanted: &Transition,
     mut along: Vec<Along>,
-    job: impl Fn(&[Along]) -> JobReport,
+    job: impl Fn(&[Along], Option<u64>) -> JobReport,
 ) -> (JobReport, Vec<Along>) {
-    let (begun, patience) = (Instant::now(), Duration::from_millis(wanted.hold_ms.unwrap_or_default()));
+    let begun = Instant::now();
+    let left = || wanted.hold_ms.map(|hold| hold.saturating_sub(milliseconds(begun.elapsed())));
     let pids_of = |along: &[Along]| along.iter().map(|along| along.process.pid).collect::<BTreeSet<_>>();
     loop {
-        let mut done = job(&along);
-        if !done.committed && begun.elapsed() < patience {
+        let mut done = job(&along, left());
+        if !done.committed && !done.objected && left().is_some_and(|left| left > 0) {
             match find(found, lent_by(found, pids, wanted)) {
                 Ok(now) if pids_of(&now) != pids_of(&along) => {
                     along = now;
@@ -95,7 +97,7 @@ pub fn carry_out(
                 _ => (),
             }
         }
-        let own = done.results.len() - along.len();
+        let own = done.results.len().saturating_sub(along.len());
         for result in done.results.iter_mut().skip(own).filter(|_| done.committed) {
             // A process that has ended has nothing open any more.
             if matches!(result, Err(ClientError::Io { error, .. }) if error.kind() != ErrorKind::TimedOut) {
@@ -160,6 +162,22 @@ mod tests {
         };
         let groups = groups(jobs.iter().map(|job| job.to_vec()).collect(), pid, lent);
         groups.into_iter().map(|group| (group.places, group.along.into_iter().map(|(pid, _)| pid).collect())).collect()
+    }
+
+    /// The borrowers have changed, so it is tried again.
+    #[test]
+    fn all_attempts_share_the_time_to_wait_for_work() {
+        let nobody = Found::of_nobody();
+        let along = vec![Along { process: crate::processes::tests::process(1, "gone", &[]), bytes: 1 }];
+        let wanted = Transition { hold_ms: Some(10_000), ..Transition::default() };
+        let limits = std::cell::RefCell::new(Vec::new());
+        carry_out(&nobody, &[2], &wanted, along, |along, hold_ms| {
+            limits.borrow_mut().push((along.len(), hold_ms.unwrap()));
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            JobReport { results: Vec::new(), committed: false, objected: false, attempts: 1, ms: 20.0 }
+        });
+        let limits = limits.into_inner();
+        assert!(matches!(limits[..], [(1, 9_000..=10_000), (0, ..=9_980)]), "{limits:?}");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `vramctl suspend`, and the way back in `vramctl resume`.
 
-use crate::checkpoint::{self, Done};
+use crate::checkpoint::{self, Done, Patience};
 use crate::completions;
 use crate::dry_run::{self, Foretold};
 use crate::failure::{CommandError, Exit};
@@ -121,7 +121,8 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     });
     // Loading the driver takes a while, so do it during the pause.
     let loading = thread::spawn(checkpoint::load);
-    let held = checkpoint::pause(&found, &mut members, &request, &chosen, along).map_err(advise)?;
+    let patience = Patience::new(args.hold_timeout);
+    let held = checkpoint::pause(&found, &mut members, &request, &chosen, along, &patience).map_err(advise)?;
     found.tell_what_nvml_counts(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
     if !args.json && !args.quiet {
         held.iter().try_for_each(|(process, report)| output::say(&shared::text(process, report)))?;
@@ -130,7 +131,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     members.iter().flat_map(checkpoint::Member::failures_of_nccl).for_each(|why| output::complain("error", &why));
     let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let able = checkpoint::can_be_taken(&members).and(loaded);
-    match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
+    match able.and_then(|()| checkpoint::take(&mut members, &patience)) {
         Ok(()) => {
             let line = |member: &checkpoint::Member| match member.process.suspended() {
                 Some(_) if member.done.bytes() == 0 => format!("nothing to do: {} is already suspended", member.process),

@@ -60,6 +60,8 @@ pub struct JobReport {
     /// Whether it was committed; otherwise everything was undone. After a commit, a process can only fail to answer: it has ended, or is
     /// stopped and completes the commit when it continues.
     pub committed: bool,
+    /// Whether the [`Follower`] has objected to the last attempt.
+    pub objected: bool,
     /// How often it was tried.
     pub attempts: u32,
     /// Milliseconds from the request until the last process was done.
@@ -73,6 +75,12 @@ pub trait Follower: Sync {
 
     /// The connection is no longer needed. The process counts it until every handle on it is closed.
     fn disconnected(&self, _pid: u32) {}
+
+    /// Of a pause: nothing is released yet, and the work of all processes has ended; if they are held, none begins. An error undoes
+    /// everything, and there is no further attempt. Must return well within the lease of 5 s.
+    fn drained(&self) -> Result<(), Box<Refusal>> {
+        Ok(())
+    }
 
     /// Other jobs are ahead in the queue for the same GPUs.
     fn queued(&self, _before: &[Claim]) {}
@@ -113,28 +121,28 @@ impl Job {
             Ok(place) => place,
             Err(refusal) => {
                 let results = self.ranks.iter().map(|_| Err(ClientError::Refused(refusal.clone()))).collect();
-                return JobReport { results, committed: false, attempts, ms: begun.elapsed().as_secs_f64() * 1e3 };
+                return JobReport { results, committed: false, objected: false, attempts, ms: begun.elapsed().as_secs_f64() * 1e3 };
             }
         };
         loop {
             attempts += 1;
             let drain_within = self.drain_within(next_drain, begun);
-            let (mut results, committed) = match Attempt::new(self, begun, drain_within, &early) {
-                Ok(attempt) => (attempt.run(directory, follower), !attempt.decision.abort()),
-                Err(error) => (self.ranks.iter().map(|member| Err(failed(member.pid, error.kind().into()))).collect(), false),
+            let (mut results, committed, objected) = match Attempt::new(self, begun, drain_within, &early) {
+                Ok(attempt) => (attempt.run(directory, follower), !attempt.decision.abort(), attempt.gathering().objected),
+                Err(error) => (self.ranks.iter().map(|member| Err(failed(member.pid, error.kind().into()))).collect(), false, false),
             };
             // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
             let is_short = |member: &usize| results[*member].as_ref().is_err_and(|error| kind(error) == Some(Kind::DeviceMemory));
             early.extend((0..results.len()).filter(is_short));
             let rest = a_little();
-            if committed || !self.is_worth_another(&results, begun.elapsed() + rest) {
+            if committed || objected || !self.is_worth_another(&results, begun.elapsed() + rest) {
                 let ms = begun.elapsed().as_secs_f64() * 1e3;
                 if attempts > 1 {
                     for error in results.iter_mut().filter_map(|result| result.as_mut().err()) {
                         add(error, &format!(" ({attempts} attempts in {ms:.0} ms)"));
                     }
                 }
-                return JobReport { results, committed, attempts, ms };
+                return JobReport { results, committed, objected, attempts, ms };
             }
             if let Some(place) = place.as_mut().filter(|_| !early.is_empty()) {
                 place.waits_for_memory();
@@ -226,6 +234,10 @@ struct Attempt<'a> {
 struct Gathering {
     /// How many members have reached each step.
     arrived: [usize; 4],
+    /// How many members' work has ended; the last one asks the follower.
+    drained: usize,
+    /// The follower has objected.
+    objected: bool,
     /// The first member that failed.
     failed: Option<usize>,
 }
@@ -331,6 +343,7 @@ impl<'a> Attempt<'a> {
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
             expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
+            self.ask_when_all_are_drained(client, follower)?;
             self.meet(Step::Drained, Some(client))?;
             transition.timeout_ms = Some(limit_ms);
         } else if self.job.verb == Verb::Resume {
@@ -353,7 +366,25 @@ impl<'a> Attempt<'a> {
         if is_early {
             self.meet(Step::Early, Some(client))?;
         }
+        if self.job.verb == Verb::Pause && !is_held_pause {
+            self.ask_when_all_are_drained(client, follower)?;
+        }
         self.meet(Step::Prepared, Some(client))
+    }
+
+    /// Has the last member to get here ask the follower. The others wait for that member at the next step.
+    fn ask_when_all_are_drained(&self, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
+        let mut gathering = self.gathering();
+        gathering.drained += 1;
+        if gathering.drained < self.job.ranks.len() {
+            return Ok(());
+        }
+        drop(gathering);
+        client.renew();
+        follower.drained().map_err(|refusal| {
+            self.gathering().objected = true;
+            Stop::Failed(ClientError::Refused(refusal))
+        })
     }
 
     /// Waits until all members have reached this step, and renews the process's lease meanwhile.

@@ -1,5 +1,7 @@
 //! Follows the processes of a job, and disconnects from them after ^C.
 
+use crate::engine::Engines;
+use crate::failure::CommandError;
 use crate::output;
 use crate::progress::Bar;
 use std::collections::BTreeMap;
@@ -9,6 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use vramctl_control::job::Follower;
+use vramctl_control::protocol::Refusal;
 use vramctl_control::queue::Claim;
 use vramctl_host::Unpoison;
 use vramctl_model::Progress;
@@ -58,6 +61,8 @@ pub struct Following<'a> {
     pub connections: &'a Connections,
     /// One for each member.
     pub bars: Vec<Mutex<Bar>>,
+    /// Those that must still have no requests when their memory is released.
+    pub engines: Option<&'a Engines>,
     /// Whether to tell the user about a queue.
     pub tells_queue: bool,
 }
@@ -70,6 +75,10 @@ impl Follower for Following<'_> {
 
     fn disconnected(&self, pid: u32) {
         self.connections.lock().open.remove(&pid);
+    }
+
+    fn drained(&self) -> Result<(), Box<Refusal>> {
+        self.engines.map_or(Ok(()), Engines::confirm).map_err(CommandError::into_refusal)
     }
 
     fn queued(&self, before: &[Claim]) {

@@ -42,11 +42,18 @@ use vramctl_model::{Communicator, Error, Kind, Report, Trimmed, Verb};
 const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
-    let patience = args.transition.timeout.unwrap_or_default();
-    let hold_ms = args.hold.ms(args.transition.timeout);
+    // One deadline for all that the command waits for.
+    let until = args.transition.timeout.map(|timeout| Instant::now() + timeout);
+    let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
+    let hold_ms = args.hold.ms(left());
     let Args { target, words, json, quiet, .. } = &args.transition;
     let trimmed = if args.trim {
-        trim::before_a_pause(Target::from(target.clone()), words.clone(), TRIM_TIMEOUT, *json || *quiet)?
+        trim::before_a_pause(
+            Target::from(target.clone()),
+            words.clone(),
+            left().unwrap_or(TRIM_TIMEOUT).min(TRIM_TIMEOUT),
+            *json || *quiet,
+        )?
     } else {
         BTreeMap::new()
     };
@@ -71,10 +78,12 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
     if args.dry_run {
         return asking.foretell(args.engine.asks());
     }
-    asking.wait_for_borrowers(patience);
+    asking.wait_for_borrowers(until);
     if !args.engine.force() {
-        asking.request.force = asking.may_discard(&args.engine, patience)?;
+        asking.request.force = asking.may_discard(&args.engine, until)?;
     }
+    asking.request.hold_ms = args.hold.ms(left());
+    asking.until = until;
     asking.run()
 }
 
@@ -140,6 +149,10 @@ struct Asking {
     request: protocol::Transition,
     /// The communicators that NCCL is to suspend.
     communicators: nccl::ChosenCommunicators,
+    /// The inference engines that have agreed to a pause.
+    engines: Option<engine::Engines>,
+    /// For how long a pause is tried again if an engine has got a request meanwhile.
+    until: Option<Instant>,
     /// Who is asked as one.
     groups: Vec<AsOne<Along>>,
     /// Whether borrowers are held as well (`--shared`).
@@ -196,6 +209,8 @@ impl Asking {
             tasks,
             request,
             communicators: nccl::ChosenCommunicators::default(),
+            engines: None,
+            until: None,
             groups: Vec::new(),
             takes_along: false,
             is_whole,
@@ -281,13 +296,12 @@ impl Asking {
 
     /// Waits until no other process has the memory to pause open; the program keeps running meanwhile. If that takes too long, the pause is
     /// refused.
-    fn wait_for_borrowers(&self, patience: Duration) {
+    fn wait_for_borrowers(&self, until: Option<Instant>) {
         const LOOK_AGAIN: Duration = Duration::from_millis(100);
-        let deadline = Instant::now() + patience;
         for task in self.due() {
             let mut is_told = self.json || self.quiet;
             while let Err(CommandError::Refused(refusal)) = self.ask_plan(task) {
-                if refusal.code != Kind::Shared || Instant::now() >= deadline {
+                if refusal.code != Kind::Shared || until.is_none_or(|until| Instant::now() >= until) {
                     break;
                 }
                 if !std::mem::replace(&mut is_told, true) {
@@ -301,7 +315,7 @@ impl Asking {
 
     /// Asks the inference engines for permission before anything changes. Returns whether a KV cache that a prefix cache
     /// describes may be discarded.
-    fn may_discard(&self, engine: &engine::EngineArgs, patience: Duration) -> Result<bool, CommandError> {
+    fn may_discard(&mut self, engine: &engine::EngineArgs, until: Option<Instant>) -> Result<bool, CommandError> {
         // Everything is paused already, so there is nothing to ask.
         if self.due().next().is_none() {
             return Ok(false);
@@ -319,7 +333,11 @@ impl Asking {
         }
         // The requests of a held engine lose nothing if all contents are kept.
         if engine.asks() && !(losing.is_empty() && self.request.hold_ms.is_some()) {
-            engine.agree(&losing, patience)?;
+            let engines = engine.find(&losing)?;
+            engines.prepare(until)?;
+            let loses = !losing.is_empty();
+            self.engines = Some(engines);
+            return Ok(loses);
         }
         Ok(!losing.is_empty())
     }
@@ -421,14 +439,15 @@ impl Asking {
 
     /// Returns the borrowers, too.
     fn carry_out_group(&self, AsOne { places, along }: &AsOne<Along>) -> (JobReport, Vec<Along>) {
-        let job = |along: &[Along]| self.carry_out_job(places, along);
+        let job = |along: &[Along], hold_ms| self.carry_out_job(places, along, hold_ms);
         if !self.takes_along {
-            return (job(&[]), Vec::new());
+            return (job(&[], self.request.hold_ms), Vec::new());
         }
         shared::carry_out(&self.found, &self.pids(places), &self.request, along.clone(), job)
     }
 
-    fn carry_out_job(&self, places: &[usize], along: &[Along]) -> JobReport {
+    /// `hold_ms`: how much is left to wait for work.
+    fn carry_out_job(&self, places: &[usize], along: &[Along], hold_ms: Option<u64>) -> JobReport {
         let protocol::Transition { tags, lenient, .. } = &self.request;
         let rank = |pid, is_borrower| {
             let communicators = if is_borrower { Vec::new() } else { self.communicators.ids(pid) };
@@ -441,11 +460,23 @@ impl Asking {
         let ticket = Some(self.ticket(who, places.iter().map(|place| &self.tasks[*place])));
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = processes().map(Process::job).collect();
-        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
+        let wanted = protocol::Transition { hold_ms, ..self.request.clone() };
+        let mut job = Job { verb: self.direction, wanted, ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
         let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
-        let done = self.found.carry_out(&job, &Following { connections: &self.connections, bars, tells_queue: !self.json && !self.quiet });
-        self.connections.stay_if_interrupted();
-        done
+        let engines = self.engines.as_ref();
+        let following = Following { connections: &self.connections, bars, engines, tells_queue: !self.json && !self.quiet };
+        loop {
+            let done = self.found.carry_out(&job, &following);
+            self.connections.stay_if_interrupted();
+            let Some(left) = self.until.and_then(|until| until.checked_duration_since(Instant::now())).filter(|_| done.objected) else {
+                return done;
+            };
+            // Until the request is done.
+            if engines.is_none_or(|engines| engines.prepare(self.until).is_err()) {
+                return done;
+            }
+            job.wanted.hold_ms = job.wanted.hold_ms.map(|hold| hold.min(milliseconds(left)));
+        }
     }
 
     /// A ticket for the memory that these processes lack.
