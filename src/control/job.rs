@@ -343,7 +343,7 @@ impl<'a> Attempt<'a> {
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
             expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
-            self.ask_when_all_are_drained(client, follower)?;
+            self.ask_when_all_are_drained(follower)?;
             self.meet(Step::Drained, Some(client))?;
             transition.timeout_ms = Some(limit_ms);
         } else if self.job.verb == Verb::Resume {
@@ -367,20 +367,19 @@ impl<'a> Attempt<'a> {
             self.meet(Step::Early, Some(client))?;
         }
         if self.job.verb == Verb::Pause && !is_held_pause {
-            self.ask_when_all_are_drained(client, follower)?;
+            self.ask_when_all_are_drained(follower)?;
         }
         self.meet(Step::Prepared, Some(client))
     }
 
     /// Has the last member to get here ask the follower. The others wait for that member at the next step.
-    fn ask_when_all_are_drained(&self, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
+    fn ask_when_all_are_drained(&self, follower: &dyn Follower) -> Result<(), Stop> {
         let mut gathering = self.gathering();
         gathering.drained += 1;
         if gathering.drained < self.job.ranks.len() {
             return Ok(());
         }
         drop(gathering);
-        client.renew();
         follower.drained().map_err(|refusal| {
             self.gathering().objected = true;
             Stop::Failed(ClientError::Refused(refusal))

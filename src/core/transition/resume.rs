@@ -97,20 +97,20 @@ impl Memory {
         let _exclusive = self.exclude_awake()?;
         let _relaxed = RelaxedCapture::enter();
         let Chosen { all, paused, active: already } = self.choose_settled(request)?;
+        self.release_freed();
+        clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
+        let shown = self.show(TagState::Resuming, &paused);
+        // Once nothing of the process is paused, NCCL takes its memory back; check now that there is room, because that must not fail.
+        let is_last = all.iter().filter(|allocation| allocation.is_paused()).count() == paused.len();
+        let needed = check_free(&paused, &if is_last { communicators::bytes_away() } else { BTreeMap::new() })?;
         // The client may have gone while this waited for the lock, or for the driver.
         if !observer.is_wanted() {
             return Err(Error::Busy(started.elapsed()));
         }
-        self.release_freed();
-        clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
-        let shown = self.show(TagState::Resuming, &paused);
         let mut progress = |now| {
             shown.progress(now);
             observer.progress(now);
         };
-        // Once nothing of the process is paused, NCCL takes its memory back; check now that there is room, because that must not fail.
-        let is_last = all.iter().filter(|allocation| allocation.is_paused()).count() == paused.len();
-        let needed = check_free(&paused, &if is_last { communicators::bytes_away() } else { BTreeMap::new() })?;
         events::stage(Stage::Wait, started.elapsed());
         let unguarding = Instant::now();
         let guarded = self.unguard(&paused, WAIT_LOCKED)?;
