@@ -9,6 +9,14 @@ pub fn exists(pid: impl Display) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
 
+/// Whether it has the library loaded, under whatever name of the drop-in for `torch_memory_saver`, too.
+pub fn has_library(pid: impl Display) -> bool {
+    let maps = fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let names = ["libvramctl", "torch_memory_saver"];
+    maps.split(|byte| *byte == b'\n')
+        .any(|line| String::from_utf8_lossy(line).rsplit('/').next().is_some_and(|file| names.iter().any(|name| file.starts_with(name))))
+}
+
 /// These figures of its status, in bytes.
 pub fn bytes<const N: usize>(pid: impl Display, names: [&str; N]) -> [Option<u64>; N] {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

@@ -211,6 +211,8 @@ pub struct Found {
     pub processes: Vec<Process>,
 }
 
+/// A process whose socket was deleted creates it again within this time.
+const NEW_SOCKET_WITHIN: Duration = Duration::from_secs(3);
 /// How long a process may take to answer `hello`. A stopped one never does, and must not delay the others.
 const HELLO_WITHIN: Duration = Duration::from_secs(2);
 /// How long it may take to answer `status`, for which it calls the driver.
@@ -224,13 +226,25 @@ impl Found {
         let Some(directory) = Directory::open().map_err(failed)? else {
             return Ok(Self { directory: None, listening: Vec::new(), processes: Vec::new() });
         };
-        let listening = directory.processes().map_err(failed)?;
-        let asked = match target {
-            Target::Pid(pid) if listening.contains(pid) => std::slice::from_ref(pid),
-            _ => listening.as_slice(),
-        };
-        let processes = ask(&directory, asked);
-        Ok(Self { directory: Some(directory), listening, processes })
+        let begun = Instant::now();
+        loop {
+            let listening = directory.processes().map_err(failed)?;
+            let asked = match target {
+                Target::Pid(pid) if listening.contains(pid) => std::slice::from_ref(pid),
+                _ => listening.as_slice(),
+            };
+            let found = Self { processes: ask(&directory, asked), directory: Some(directory.clone()), listening };
+            if !found.misses_a_rank() || begun.elapsed() >= NEW_SOCKET_WITHIN {
+                return Ok(found);
+            }
+            thread::sleep(NEW_SOCKET_WITHIN / 30);
+        }
+    }
+
+    /// Whether a process of one of the jobs lives and does not listen: its socket was deleted, and it has not noticed yet.
+    fn misses_a_rank(&self) -> bool {
+        let ranks = self.processes.iter().flat_map(Process::ranks);
+        ranks.filter(|pid| !self.listening.contains(pid)).any(|pid| proc::has_library(*pid))
     }
 
     /// Drops the processes that use no memory on any of these GPUs, and returns the GPUs' UUIDs. Keeps processes that do not
@@ -532,8 +546,8 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
     }
 }
 
-/// Says so if a job has several runs, and fails if processes of the job are missing: if there are fewer than `wanted`; without it, if `remembers`, if one is gone that the job had
-/// when it was last paused or resumed.
+/// Says so if a job has several runs, and fails if processes of the job are missing: if there are fewer than `wanted`; without it, if one
+/// that the job had when it was last paused or resumed cannot be reached or, if `remembers`, has ended.
 pub fn check_whole<'a>(
     processes: impl Iterator<Item = &'a Process> + Clone,
     remembers: bool,
@@ -544,12 +558,16 @@ pub fn check_whole<'a>(
     }
     let there: BTreeSet<_> = processes.clone().map(|process| process.pid).collect();
     let remembered: BTreeSet<_> = processes.flat_map(Process::ranks).copied().collect();
-    let gone: Vec<_> = remembered.difference(&there).map(|pid| format!("process {pid} has ended")).collect();
+    let is_out_of_reach = |pid: &u32| proc::has_library(*pid);
+    let fate = |pid: &u32| format!("process {pid} {}", if is_out_of_reach(pid) { "lives, but does not listen" } else { "has ended" });
+    let missing: Vec<_> = remembered.difference(&there).collect();
+    let stays_behind = remembers || missing.iter().any(|pid| is_out_of_reach(pid));
     let what = match wanted {
         Some(wanted) if there.len() < wanted => format!("{} of {wanted} processes are there", there.len()),
-        None if remembers && !gone.is_empty() => format!("{} of {} processes are there", there.len(), there.len() + gone.len()),
+        None if stays_behind && !missing.is_empty() => format!("{} of {} processes are there", there.len(), there.len() + missing.len()),
         _ => return Ok(()),
     };
+    let gone: Vec<_> = missing.into_iter().map(fate).collect();
     let gone = if gone.is_empty() { String::new() } else { format!(": {}", gone.join(", ")) };
     let text = format!("nothing was done: {what}{gone}. To do without the rest, add --ranks {}", there.len());
     Err(CommandError::new(Exit::NoProcess, text))
