@@ -964,3 +964,24 @@ fn ranks_that_share_a_run_belong_together() {
     let ps = machine.vramctl("ps").expect(0, "engine 2/2 ", "");
     assert!(!ps.out.contains("(mine"), "{}", ps.out);
 }
+
+/// Half of the job would stay paused, although the resume says that it has succeeded.
+#[test]
+fn a_rank_whose_socket_was_just_deleted_is_not_left_behind() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    machine.vramctl("pause --name engine").expect(0, "paused job engine: 3 processes, ", "");
+    fs::remove_file(machine.socket_of(&ranks[1])).unwrap();
+    machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
+    ranks.iter_mut().for_each(Rank::verify);
+    // One that does not create it again in time is named, and nothing is resumed without it.
+    machine.vramctl("pause --name engine").expect(0, "", "");
+    ranks[2].signal(libc::SIGSTOP);
+    fs::remove_file(machine.socket_of(&ranks[2])).unwrap();
+    let named = format!("2 of 3 processes are there: process {} lives, but does not listen", ranks[2].pid());
+    machine.vramctl("resume --name engine").expect(3, "", &named);
+    assert_eq!(machine.settled(&[&ranks[0], &ranks[1]]), "paused, held");
+    ranks[2].signal(libc::SIGCONT);
+    machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
+    ranks.iter_mut().for_each(Rank::verify);
+}

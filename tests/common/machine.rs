@@ -74,8 +74,13 @@ impl Machine {
         self.folder.path().join("sockets")
     }
 
+    pub fn socket_of(&self, rank: &Rank) -> PathBuf {
+        self.sockets().join(format!("{}.sock", rank.pid()))
+    }
+
     pub fn connect(&self, rank: &Rank) -> Wire {
-        let stream = UnixStream::connect(self.sockets().join(format!("{}.sock", rank.pid()))).unwrap();
+        // A deleted socket is created again within about a second.
+        let stream = super::patiently(|| UnixStream::connect(self.socket_of(rank))).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(100))).unwrap();
         Wire(BufReader::new(stream))
     }
