@@ -12,7 +12,7 @@ use crate::stream::Ticket;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// One context.
@@ -35,9 +35,37 @@ pub struct Context {
     sticky: AtomicU32,
     active: AtomicBool,
     flags: AtomicU32,
+    lock: Lock,
+}
+
+/// What calls of one context exclude each other by. Some calls that wait for work hold it until the work has finished.
+#[derive(Debug, Default)]
+struct Lock {
+    /// How many calls hold it.
+    held: Mutex<u32>,
+    changed: Condvar,
+}
+
+impl Lock {
+    fn held(&self) -> MutexGuard<'_, u32> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Context {
+    /// Waits for work that holds up all other calls of the context meanwhile.
+    pub fn wait_alone(&self, pending: &[Arc<Ticket>]) {
+        *self.lock.held() += 1;
+        Ticket::wait_all(pending);
+        *self.lock.held() -= 1;
+        self.lock.changed.notify_all();
+    }
+
+    /// Waits while a call holds the context's lock.
+    fn wait_for_lock(&self) {
+        drop(self.lock.changed.wait_while(self.lock.held(), |held| *held > 0).unwrap_or_else(PoisonError::into_inner));
+    }
+
     /// The context with which memory ends that is allocated in this one.
     pub fn owner(&self) -> Handle {
         self.green.map_or(self.handle, |(_, primary)| primary)
@@ -118,6 +146,14 @@ pub fn current_in(contexts: &Contexts) -> Outcome<Arc<Context>> {
     let context = contexts.get(top())?;
     context.check()?;
     Ok(context)
+}
+
+/// Waits while a call of another thread holds the lock of the calling thread's context.
+pub fn wait_for_lock() {
+    let context = state().contexts.get(top());
+    if let Ok(context) = context {
+        context.wait_for_lock();
+    }
 }
 
 /// Fails if the calling thread has a current context that is unusable.
@@ -217,6 +253,7 @@ fn made(handle: Handle, device: usize, primary: bool, flags: u32, green: Option<
         sticky: AtomicU32::new(0),
         active: AtomicBool::new(true),
         flags: AtomicU32::new(flags),
+        lock: Lock::default(),
     }
 }
 
@@ -398,6 +435,16 @@ pub fn synchronize() -> Outcome {
     Ticket::wait_all(&pending);
     pool::synchronised();
     context.check()
+}
+
+/// `cuCtxRecordEvent`: the event happens when all work that the context has now is done. No stream waits for it.
+pub fn record_event(context: Handle, event: Handle) -> Outcome {
+    let context = state().contexts.get(context)?;
+    context.check()?;
+    capture::refuse_context_wait(&context)?;
+    let mut state = state();
+    let pending = state.streams.pending(context.handle);
+    state.streams.record(event, &context, pending)
 }
 
 /// `cuDeviceCanAccessPeer`: all simulated devices can access each other.

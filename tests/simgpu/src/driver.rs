@@ -180,6 +180,9 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
         _ => faults::raise(before),
     }
     let checked = AssertUnwindSafe(|| {
+        if takes_the_contexts_lock(function) {
+            context::wait_for_lock();
+        }
         admit(function)?;
         body()
     });
@@ -195,6 +198,13 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
 /// Whether a locked process waits in this function. Host functions may finish even then; their calls are refused anyway.
 fn waits_while_locked(function: &Function) -> bool {
     function.needs != Needs::Nothing && !function.name.starts_with("cuCheckpoint") && !stream::in_host_function()
+}
+
+/// Whether a function is held up by another thread's call that waits for work with the context's lock: launches, copies and recording an
+/// event are, queries are not. Of the others, none has been observed to pass.
+fn takes_the_contexts_lock(function: &Function) -> bool {
+    const PASS: &[&str] = &["cuCtxSynchronize", "cuCtxRecordEvent", "cuMemGetInfo", "cuMemGetAddressRange", "cuStreamGet", "cuCtxGet"];
+    function.needs == Needs::Context && !PASS.iter().any(|name| function.name.starts_with(name)) && !stream::in_host_function()
 }
 
 /// Checks a function's requirements.

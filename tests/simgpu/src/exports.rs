@@ -125,6 +125,7 @@ functions! {
     cuCtxGetApiVersion(context: Handle, version: Out<u32>) Init Safe => context::api_version(context, version);
     cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) Context Safe => context::priority_range(least, greatest);
     cuCtxSynchronize() Context Safe => context::synchronize();
+    cuCtxRecordEvent(context: Handle, event: Handle) Init Safe => context::record_event(context, event);
     cuCtxEnablePeerAccess(peer: Handle, flags: u32) Context Safe => context::enable_peer(peer, flags);
     cuCtxDisablePeerAccess(peer: Handle) Context Safe => context::disable_peer(peer);
 

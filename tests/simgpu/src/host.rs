@@ -5,7 +5,6 @@ use crate::abi::{Address, Handle, Out};
 use crate::codes::{HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Outcome};
 use crate::context;
 use crate::driver::state;
-use crate::stream::Ticket;
 use std::collections::BTreeMap;
 use std::io;
 
@@ -80,7 +79,7 @@ pub fn allocate(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
     pointer.put(address)
 }
 
-/// `cuMemFreeHost`: waits for work that may use the memory.
+/// `cuMemFreeHost`: waits for the context's work, and holds up its other calls meanwhile.
 pub fn free(address: Address) -> Outcome {
     let context = context::current()?;
     let owned = |state: &crate::driver::State| state.host.ranges.get(&address).is_some_and(|range| range.allocated > 0);
@@ -91,7 +90,7 @@ pub fn free(address: Address) -> Outcome {
         }
         state.streams.pending(context.handle)
     };
-    Ticket::wait_all(&pending);
+    context.wait_alone(&pending);
     context.check()?;
     let mut state = state();
     if !owned(&state) {
@@ -124,7 +123,7 @@ pub fn register(address: Address, bytes: usize, flags: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuMemHostUnregister`: takes only the registered address; waits for work that may use the memory.
+/// `cuMemHostUnregister`: takes only the registered address; waits for the context's work, and holds up its other calls meanwhile.
 pub fn unregister(address: Address) -> Outcome {
     let (context, pending) = {
         let state = state();
@@ -138,7 +137,7 @@ pub fn unregister(address: Address) -> Outcome {
             _ => return Err(HOST_MEMORY_NOT_REGISTERED),
         }
     };
-    Ticket::wait_all(&pending);
+    context.wait_alone(&pending);
     context.check()?;
     match state().host.ranges.remove(&address) {
         Some(_) => Ok(()),

@@ -8,7 +8,7 @@ use crate::context::{self, Context};
 use crate::copy::{self, Work};
 use crate::driver::{self, state};
 use crate::host;
-use crate::stream;
+use crate::stream::{self, Ticket};
 use crate::vmm::{self, Piece, READ, READ_WRITE};
 use crate::waiting::{Collective, Persistent};
 use std::collections::HashMap;
@@ -81,21 +81,27 @@ impl Modules {
     }
 }
 
-/// `cuModuleLoadData`, for PTX only.
+/// `cuModuleLoadData`, for PTX only. Waits for the context's work, and holds up its other calls meanwhile.
 pub fn load(module: Out<Handle>, image: In<c_char>) -> Outcome {
     module.required()?;
     let text = image.text().map_err(|_| INVALID_IMAGE)?;
     if !text.lines().any(|line| line.starts_with(".version")) {
         return Err(INVALID_IMAGE);
     }
-    let context = context::current()?.handle;
+    let context = context::current()?;
+    let pending = state().streams.pending(context.handle);
+    context.wait_alone(&pending);
+    context.check()?;
     let handle = driver::new_handle();
-    state().modules.modules.insert(handle, Module { context, text: text.to_owned() });
+    state().modules.modules.insert(handle, Module { context: context.handle, text: text.to_owned() });
     module.put(handle)
 }
 
-/// `cuModuleUnload`.
+/// `cuModuleUnload`: waits for the work of the module's context, but holds nobody up.
 pub fn unload(module: Handle) -> Outcome {
+    let home = state().modules.modules.get(&module).ok_or(INVALID_HANDLE)?.context;
+    let pending = state().streams.pending(home);
+    Ticket::wait_all(&pending);
     let modules = &mut state().modules;
     modules.functions.retain(|_, (_, home)| *home != module);
     modules.modules.remove(&module).map(drop).ok_or(INVALID_HANDLE)

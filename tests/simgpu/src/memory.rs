@@ -5,7 +5,7 @@ use crate::codes::{INVALID_VALUE, NOT_FOUND, Outcome};
 use crate::context;
 use crate::copy::Work;
 use crate::driver::{State, state};
-use crate::stream::{self, Ticket};
+use crate::stream;
 use crate::vmm::{OF_ALL, Purpose};
 use std::ffi::c_void;
 
@@ -47,7 +47,8 @@ pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outc
     pointer.put(address)
 }
 
-/// `cuMemFree`: first waits for the work of the allocation's context, without disturbing captures.
+/// `cuMemFree`: first waits for the work of the allocation's context, without disturbing captures, and holds up other calls of that context
+/// meanwhile.
 pub fn free(address: Address) -> Outcome {
     if address == 0 {
         return context::current().map(drop);
@@ -59,7 +60,7 @@ pub fn free(address: Address) -> Outcome {
         context.check()?;
         (context, state.streams.pending(owner))
     };
-    Ticket::wait_all(&pending);
+    context.wait_alone(&pending);
     context.check()?;
     if state().space.release_plain(address) { Ok(()) } else { Err(INVALID_VALUE) }
 }

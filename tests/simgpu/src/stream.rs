@@ -197,7 +197,8 @@ fn start_worker(stream: Arc<Stream>) -> Outcome {
 struct Event {
     context: Handle,
     flags: u32,
-    recorded: Option<Arc<Ticket>>,
+    /// What it waits for; `None` if it was never recorded.
+    recorded: Option<Vec<Arc<Ticket>>>,
     captured: Option<capture::Recorded>,
 }
 
@@ -251,6 +252,14 @@ impl Streams {
     /// Whether a blocking stream of the context is in this set.
     pub fn any_blocking(&self, context: Handle, among: impl Fn(Handle) -> bool) -> bool {
         self.all().any(|stream| stream.context.handle == context && stream.is_blocking() && among(stream.handle))
+    }
+
+    /// Makes an event of this context happen when these tickets are done.
+    pub fn record(&mut self, event: Handle, context: &Context, tickets: Vec<Arc<Ticket>>) -> Outcome {
+        let event = self.events.get_mut(&event).filter(|event| event.context == context.handle).ok_or(INVALID_HANDLE)?;
+        event.recorded = Some(tickets);
+        event.captured = None;
+        Ok(())
     }
 
     /// Number of live created streams.
@@ -328,10 +337,10 @@ pub fn find(state: &mut State, handle: Handle) -> Outcome<Arc<Stream>> {
 
 /// Queues work on a stream or, if it is being captured, adds it to the graph (then there is no ticket).
 pub fn submit(state: &mut State, stream: &Arc<Stream>, work: Work) -> Outcome<Option<Arc<Ticket>>> {
-    submit_after(state, stream, work, None)
+    submit_after(state, stream, work, Vec::new())
 }
 
-fn submit_after(state: &mut State, stream: &Arc<Stream>, work: Work, extra: Option<Arc<Ticket>>) -> Outcome<Option<Arc<Ticket>>> {
+fn submit_after(state: &mut State, stream: &Arc<Stream>, work: Work, mut after: Vec<Arc<Ticket>>) -> Outcome<Option<Arc<Ticket>>> {
     stream.context.check()?;
     let State { streams, captures, .. } = state;
     if captures.is_capturing(stream.handle) {
@@ -341,7 +350,6 @@ fn submit_after(state: &mut State, stream: &Arc<Stream>, work: Work, extra: Opti
     if stream.is_legacy() {
         captures.refuse_legacy(streams, stream.context.handle)?;
     }
-    let mut after: Vec<Arc<Ticket>> = extra.into_iter().collect();
     // "The legacy default stream is an implicit stream which synchronizes with all other streams in
     // the same CUcontext except for non-blocking streams."
     match stream.kind {
@@ -486,11 +494,11 @@ pub fn wait_event(handle: Handle, event: Handle, _flags: u32) -> Outcome {
     if let Some(captured) = captured {
         return state.captures.join(stream.handle, captured);
     }
-    if let Some(ticket) = recorded {
+    if let Some(tickets) = recorded {
         if state.captures.is_capturing(stream.handle) {
             return state.captures.refuse_outside_event(stream.handle);
         }
-        submit_after(&mut state, &stream, Work::Marker, Some(ticket))?;
+        submit_after(&mut state, &stream, Work::Marker, tickets)?;
     }
     Ok(())
 }
@@ -567,13 +575,13 @@ pub fn record_event(event: Handle, handle: Handle) -> Outcome {
         None => submit(&mut state, &stream, Work::Marker)?,
     };
     if let Some(event) = state.streams.events.get_mut(&event) {
-        event.recorded = recorded;
+        event.recorded = recorded.map(|ticket| vec![ticket]);
         event.captured = captured;
     }
     Ok(())
 }
 
-fn recorded(captures: &Captures, event: &Event) -> Outcome<Option<Arc<Ticket>>> {
+fn recorded(captures: &Captures, event: &Event) -> Outcome<Option<Vec<Arc<Ticket>>>> {
     match event.captured {
         Some(place) if captures.is_running(place) => Err(CAPTURED_EVENT),
         _ => Ok(event.recorded.clone()),
@@ -586,23 +594,21 @@ pub fn query_event(event: Handle) -> Outcome {
     let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
     state.contexts.get(event.context)?.check()?;
     match recorded(&state.captures, event)? {
-        Some(ticket) if ticket.done().is_none() => Err(NOT_READY),
+        Some(tickets) if tickets.iter().any(|ticket| ticket.done().is_none()) => Err(NOT_READY),
         _ => Ok(()),
     }
 }
 
 /// `cuEventSynchronize`.
 pub fn synchronize_event(event: Handle) -> Outcome {
-    let (context, ticket) = {
+    let (context, tickets) = {
         let state = state();
         let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
         let context = state.contexts.get(event.context)?;
         context.check()?;
         (context, recorded(&state.captures, event)?)
     };
-    if let Some(ticket) = ticket {
-        ticket.wait();
-    }
+    Ticket::wait_all(&tickets.unwrap_or_default());
     pool::synchronised();
     context.check()
 }
@@ -615,8 +621,9 @@ pub fn elapsed(milliseconds: Out<f32>, start: Handle, end: Handle) -> Outcome {
         if event.flags & DISABLE_TIMING != 0 {
             return Err(INVALID_HANDLE);
         }
-        let ticket = recorded(&state.captures, event)?.ok_or(INVALID_HANDLE)?;
-        ticket.done().ok_or(NOT_READY)
+        let tickets = recorded(&state.captures, event)?.ok_or(INVALID_HANDLE)?;
+        let done: Vec<_> = tickets.iter().map(|ticket| ticket.done().ok_or(NOT_READY)).collect::<Outcome<_>>()?;
+        Ok(done.into_iter().max().unwrap_or_else(Instant::now))
     };
     let (start, end) = (moment(start)?, moment(end)?);
     let forward = end.saturating_duration_since(start).as_secs_f32();

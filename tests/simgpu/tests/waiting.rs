@@ -1,12 +1,13 @@
-//! Kernels that wait for other processes, or for the host.
+//! Kernels that wait for other processes, or for the host; and which calls wait for work, and whom they hold up.
 
 // Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
 #[macro_use]
 mod common;
-use common::{Gpu, MIB2, Scratch, command, isolated, start_until};
-use std::ffi::{CString, c_void};
+use common::{Gate, Gpu, MIB2, Scratch, command, isolated, start_until};
+use std::ffi::{CStr, CString, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -121,5 +122,122 @@ fn a_persistent_kernel_ends_when_its_word_is_set() {
             sleep(Duration::from_millis(1));
         }
         fails!(700, gpu.cuStreamQuery(stream));
+    });
+}
+
+const EMPTY: &CStr = c".version 7.0\n.visible .entry nothing() { ret; }\n";
+
+/// Makes a call on another thread while a stream waits for a value, and submits work to another stream meanwhile. Whether the call waits
+/// for the work, and whether it holds up the submission.
+fn meanwhile(gpu: Gpu, call: impl FnOnce(Gpu) + Send) -> (bool, bool) {
+    let (gate, context) = (Gate::new(&gpu), current(gpu));
+    let (busy, other, mut event) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), 0);
+    ok!(gpu.cuEventCreate(&raw mut event, 2));
+    ok!(gpu.cuStreamWaitValue32_v2(busy, gate.0, 1, 0));
+    let (called, submitted) = (AtomicBool::new(false), AtomicBool::new(false));
+    let answer = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            ok!(gpu.cuCtxSetCurrent(context));
+            call(gpu);
+            called.store(true, Ordering::SeqCst);
+        });
+        sleep(MOMENT);
+        let waits = !called.load(Ordering::SeqCst);
+        scope.spawn(|| {
+            ok!(gpu.cuCtxSetCurrent(context));
+            ok!(gpu.cuEventRecord(event, other));
+            submitted.store(true, Ordering::SeqCst);
+        });
+        sleep(MOMENT);
+        let answer = (waits, !submitted.load(Ordering::SeqCst));
+        gate.set(1);
+        answer
+    });
+    ok!(gpu.cuCtxSynchronize());
+    answer
+}
+
+fn current(gpu: Gpu) -> u64 {
+    let mut context = 0;
+    ok!(gpu.cuCtxGetCurrent(&raw mut context));
+    context
+}
+
+/// As measured with driver 580 on an H100.
+#[test]
+fn which_calls_wait_and_whom_they_hold_up() {
+    isolated("which_calls_wait_and_whom_they_hold_up", &[], || {
+        let gpu = Gpu::start();
+        let page = vec![0_u8; 8192];
+        let page = (page.as_ptr() as u64).next_multiple_of(4096);
+        ok!(gpu.cuMemHostRegister_v2(page, 4096, 0));
+        let (memory, mut host, mut module) = (gpu.alloc(4096), 0, 0);
+        ok!(gpu.cuMemHostAlloc(&raw mut host, 4096, 0));
+        ok!(gpu.cuModuleLoadData(&raw mut module, EMPTY.as_ptr()));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemFree_v2(memory))), (true, true));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemHostUnregister(page))), (true, true));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemFreeHost(host))), (true, true));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuModuleLoadData(&mut 0, EMPTY.as_ptr()))), (true, true));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuModuleUnload(module))), (true, false));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuCtxSynchronize())), (true, false));
+        assert_eq!(meanwhile(gpu, |gpu| _ = gpu.alloc(4096)), (false, false));
+        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemHostRegister_v2(page, 4096, 0))), (false, false));
+        assert_eq!(meanwhile(gpu, |gpu| _ = gpu.map_new(MIB2)), (false, false));
+    });
+}
+
+/// Other contexts go on.
+#[test]
+fn a_call_that_waits_holds_up_its_own_context_alone() {
+    isolated("a_call_that_waits_holds_up_its_own_context_alone", &[], || {
+        let (gpu, mut other) = (Gpu::start(), 0);
+        let (gate, stream, memory, mine) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING), gpu.alloc(4096), current(gpu));
+        ok!(gpu.cuStreamWaitValue32_v2(stream, gate.0, 1, 0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                ok!(gpu.cuCtxSetCurrent(mine));
+                ok!(gpu.cuMemFree_v2(memory));
+            });
+            sleep(MOMENT);
+            ok!(gpu.cuCtxCreate_v2(&raw mut other, 0, 0));
+            let (stream, memory) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
+            ok!(gpu.cuMemsetD8Async(memory, 1, 4096, stream));
+            ok!(gpu.cuMemFree_v2(memory));
+            gate.set(1);
+        });
+    });
+}
+
+#[test]
+fn an_event_of_a_context_happens_when_all_work_so_far_is_done() {
+    isolated("an_event_of_a_context_happens_when_all_work_so_far_is_done", &[], || {
+        let gpu = Gpu::start();
+        let (context, mut event) = (current(gpu), 0);
+        ok!(gpu.cuEventCreate(&raw mut event, 2));
+        ok!(gpu.cuCtxRecordEvent(context, event));
+        ok!(gpu.cuEventQuery(event));
+        let gates = [Gate::new(&gpu), Gate::new(&gpu)];
+        for (gate, flags) in gates.iter().zip([NON_BLOCKING, 0]) {
+            ok!(gpu.cuStreamWaitValue32_v2(gpu.stream(flags), gate.0, 1, 0));
+        }
+        ok!(gpu.cuCtxRecordEvent(context, event));
+        // No stream waits for it, and later work does not count.
+        let (later, memory) = (Gate::new(&gpu), gpu.alloc(4096));
+        ok!(gpu.cuMemsetD8Async(memory, 1, 4096, gpu.stream(NON_BLOCKING)));
+        ok!(gpu.cuStreamWaitValue32_v2(gpu.stream(NON_BLOCKING), later.0, 1, 0));
+        fails!(600, gpu.cuEventQuery(event));
+        gates[0].set(1);
+        sleep(MOMENT);
+        fails!(600, gpu.cuEventQuery(event));
+        gates[1].set(1);
+        ok!(gpu.cuEventSynchronize(event));
+        later.set(1);
+        // "Such a call will invalidate all the conflicting captures", whatever the thread's mode.
+        let (stream, mut graph, mut mode) = (gpu.stream(NON_BLOCKING), 0, 2);
+        ok!(gpu.cuThreadExchangeStreamCaptureMode(&raw mut mode));
+        ok!(gpu.cuStreamBeginCapture_v2(stream, 2));
+        fails!(900, gpu.cuCtxRecordEvent(context, event));
+        fails!(901, gpu.cuStreamEndCapture(stream, &raw mut graph));
+        fails!(400, gpu.cuCtxRecordEvent(context, 1));
     });
 }

@@ -180,6 +180,7 @@ library! {
     cuCtxPushCurrent_v2(u64) -> u32;
     cuCtxPopCurrent_v2(*mut u64) -> u32;
     cuCtxSynchronize() -> u32;
+    cuCtxRecordEvent(u64, u64) -> u32;
     cuCtxGetDevice(*mut i32) -> u32;
     cuCtxGetId(u64, *mut u64) -> u32;
     cuMemGetAllocationGranularity(*mut usize, *const Prop, u32) -> u32;
@@ -235,6 +236,7 @@ library! {
     cuStreamWaitValue32_v2(u64, u64, u32, u32) -> u32;
     cuStreamWaitValue64_v2(u64, u64, u64, u32) -> u32;
     cuModuleLoadData(*mut u64, *const c_char) -> u32;
+    cuModuleUnload(u64) -> u32;
     cuModuleGetFunction(*mut u64, u64, *const c_char) -> u32;
     cuLaunchKernel(u64, u32, u32, u32, u32, u32, u32, u32, u64, *const *const c_void, usize) -> u32;
     cuLaunchHostFunc(u64, unsafe extern "C" fn(*mut c_void), *mut c_void) -> u32;
