@@ -3,7 +3,9 @@
 
 mod common;
 
-use common::{EmptyGraph, Gate, Gpu, MIB, Stream, malloc_tagged, pattern, read, request, resume, state, write};
+use common::{
+    EmptyGraph, Gate, Gpu, MIB, OwnContext, Stream, malloc_tagged, pattern, read, request, resume, state, without_waiting, write,
+};
 use std::ffi::{CStr, c_void};
 use std::mem::transmute;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -12,7 +14,7 @@ use std::time::{Duration, Instant};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::{entries, hooks, launch};
-use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest};
+use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest, code};
 
 fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
     Memory::get().pause(&TransitionRequest { hold: Some(limit), ..request(tags) }, &mut ())
@@ -550,4 +552,102 @@ fn a_held_program_says_in_its_log_who_holds_it() {
     machine.vramctl("pause engine --no-hold").expect(0, "", "");
     machine.vramctl("resume engine").expect(0, "", "");
     assert_eq!(lines().len(), 2);
+}
+
+/// Work in flight, and the launch that it waits for, as between the stages of a pipeline.
+struct Pipeline {
+    gate: Gate,
+    waits: Stream,
+    goes: Stream,
+}
+
+impl Pipeline {
+    fn start(address: u64) -> Self {
+        let pipeline = Self { gate: Gate::new(), waits: Stream::create(), goes: Stream::create() };
+        pipeline.waits.wait_for(&pipeline.gate);
+        assert_eq!(pipeline.waits.fill(address, 0x5A, 2 * MIB), 0);
+        pipeline
+    }
+
+    /// Makes the launch. Whether it was not held up.
+    fn goes_on(&self) -> bool {
+        without_waiting(&self.gate, || self.goes.open(&self.gate))
+    }
+}
+
+/// What the pause was waiting for may need the program's next launch in order to end.
+#[test]
+fn a_pause_that_gives_up_holds_up_no_launch() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    for mode in [None, Some(0), Some(1), Some(2)] {
+        let (captured, pipeline) = (Stream::create(), Pipeline::start(address));
+        mode.inspect(|mode| captured.begin_capture(*mode));
+        pause_held(&["t"], SHORT).unwrap_err();
+        assert!(!gate::is_held());
+        assert!(pipeline.goes_on(), "in a capture of the mode {mode:?}");
+        pause_held(&["t"], LONG).unwrap();
+        resume(&["t"]).unwrap();
+        mode.inspect(|_| drop(captured.end_capture().unwrap()));
+        assert_eq!((pipeline.waits.synchronize(), pipeline.goes.synchronize()), (0, 0));
+    }
+    // With a driver before CUDA 12.5, too.
+    gpu.fail("cuCtxRecordEvent", 1, code::NOT_FOUND, u64::MAX);
+    let pipeline = Pipeline::start(address);
+    pause_held(&["t"], SHORT).unwrap_err();
+    assert!(pipeline.goes_on(), "without events of contexts");
+    pause_held(&["t"], LONG).unwrap();
+    resume(&["t"]).unwrap();
+    gpu.clear_faults();
+    assert_eq!(common::free(address), 0);
+}
+
+/// What a stream had to do before it was captured is work in flight, although the stream can no longer be asked.
+#[test]
+fn a_pause_waits_for_the_work_before_a_capture() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let pipeline = Pipeline::start(address);
+    pipeline.waits.begin_capture(1);
+    pause_held(&["t"], SHORT).unwrap_err();
+    assert!(without_waiting(&pipeline.gate, || pipeline.goes.open(&pipeline.gate)));
+    pause_held(&["t"], LONG).unwrap();
+    resume(&["t"]).unwrap();
+    drop(pipeline.waits.end_capture().unwrap());
+    assert_eq!((read(address, 1), common::free(address)), (Ok(vec![0x5A]), 0));
+}
+
+/// The library's kernels are loaded, and its host memory is unpinned, once the program has no work in flight.
+#[test]
+fn background_work_holds_up_no_launch() {
+    let gpu = Gpu::take();
+    let (address, other) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("other", None, 2 * MIB).unwrap());
+    vramctl_backup::set_host_keep(Some(Duration::from_millis(1)), Some(u64::MAX));
+    pause_held(&["t"], LONG).unwrap();
+    let pipeline = Pipeline::start(other);
+    gpu.reset_counts();
+    resume(&["t"]).unwrap();
+    let is_tried = || gpu.calls("cuCtxRecordEvent") > 5;
+    common::eventually("unpinning is tried", is_tried);
+    assert!(pipeline.goes_on(), "while host memory is to be unpinned");
+    vramctl_backup::settle();
+    common::eventually("unpinned at last", || Memory::get().status().host.ready_bytes == 0);
+
+    let pipeline = Pipeline::start(other);
+    gpu.reset_counts();
+    vramctl_backup::set_retain(Some("new".into()), Some(true));
+    // In a context of its own, where no other test has had it loaded.
+    let context = OwnContext::create(0);
+    let new = malloc_tagged("new", None, 2 * MIB).unwrap();
+    common::eventually("loading is tried", is_tried);
+    assert_eq!((gpu.calls("cuLinkComplete"), gpu.calls("cuModuleLoadData")), (1, 0));
+    assert!(pipeline.goes_on(), "while a kernel is to be loaded");
+    vramctl_backup::settle();
+    assert_eq!(gpu.calls("cuModuleLoadData"), 1);
+    vramctl_backup::set_retain(Some("new".into()), None);
+    vramctl_backup::set_host_keep(None, None);
+    assert_eq!(common::free(new), 0);
+    drop(context);
+    common::set_device(0);
+    assert_eq!([address, other].map(common::free), [0; 2]);
 }

@@ -737,6 +737,7 @@ class Check:
             "saver": (self.saver, 250),
             "engine": (self.engine, 160),
             "waits": (lambda: self.preloaded("waits.py", 50), 60),
+            "stalls": (lambda: self.script("stalls.py", 170), 180),
             "stream-ordered": (
                 lambda: self.script("stream_ordered.py", 170, self.options.libcudart),
                 180,

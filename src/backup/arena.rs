@@ -16,7 +16,7 @@
 use super::others::{self, Says, Sign};
 use super::ranges::FreeRanges;
 use super::stock::{self, HOST_PIECE, Piece, Readiness, Stock};
-use super::{addresses, settings};
+use super::{addresses, quiet, settings};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -461,8 +461,9 @@ impl Arena {
         state.give_back(range.offset, range.bytes, Instant::now().checked_add(keep).filter(|_| !keep.is_zero()));
         if range.at_once {
             drop(state);
-            self.release_due();
-            return self.wait_until_released(range);
+            self.release_soon();
+            self.wait_until_released(range);
+            state = self.lock();
         }
         if state.releasing {
             return self.due.notify_all();
@@ -473,25 +474,41 @@ impl Arena {
         state.releasing = true;
         drop(state);
         if worker::spawn("vramctl-release", || self.release_in_time()).is_err() {
-            // No thread available, so do it here.
+            // No thread available, so do it here, if it can be done now.
             self.lock().expire();
-            self.release_due();
+            let _ = self.release_due();
             self.lock().releasing = false;
         }
     }
 
-    /// Releases spare pieces as they expire, or all at once when someone else needs the memory. Ends when none is left.
+    /// Releases expired pieces. If there is no quiet moment soon, the rest is left to the release thread.
+    fn release_soon(&self) {
+        const SOON: Duration = Duration::from_millis(200);
+        let (begun, mut patience) = (Instant::now(), quiet::Patience::default());
+        while self.release_due() == Released::NotNow && begun.elapsed() < SOON {
+            quiet::wait_for_next(&mut patience);
+        }
+    }
+
+    /// Releases spare pieces as they expire, or all at once when someone else needs the memory: each at a quiet moment. Ends when none is
+    /// left.
     fn release_in_time(&self) {
         /// How often to check for memory pressure, while there is memory to release.
         const LOOK: Duration = Duration::from_millis(500);
         let mut sign = Some(Sign::put_up(Says::Keeps));
+        let mut patience = quiet::Patience::default();
         loop {
             if limits::is_short() || others::any(Says::Needs) {
                 self.lock().expire();
             }
             let went = self.release_due();
+            if went == Released::NotNow {
+                quiet::wait_for_next(&mut patience);
+                continue;
+            }
+            patience = quiet::Patience::default();
             let mut state = self.lock();
-            let Some(due) = state.next_due().filter(|_| went) else {
+            let Some(due) = state.next_due().filter(|_| went == Released::All) else {
                 // First, so that this process does not take its own sign for another's.
                 drop(sign.take());
                 state.releasing = false;
@@ -503,29 +520,28 @@ impl Arena {
         }
     }
 
-    /// Releases expired pieces. `false` if some remain, because the driver refused one or the program is exiting. A refused
-    /// piece is retried when the next range is released.
-    fn release_due(&self) -> bool {
+    /// Releases expired pieces, each that is registered at a quiet moment of its own, so that the program runs on in between. A piece that
+    /// the driver refuses to unregister is retried when the next range is released.
+    fn release_due(&self) -> Released {
         let mut state = self.lock();
-        let mut went = true;
-        while let Some(piece) = state.due_piece(Instant::now()).filter(|_| went) {
+        let mut went = Released::All;
+        while let Some(piece) = state.due_piece(Instant::now()).filter(|_| went == Released::All) {
             if exit::is_ending() {
-                went = false;
+                went = Released::Refused;
                 break;
             }
-            let readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
+            let mut readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
             drop(state);
-            let unregistered = match readiness {
-                Readiness::Ready(Some(pinned)) => pinned.unregister(),
-                _ => Ok(()),
-            };
-            if unregistered.is_ok() {
+            if matches!(readiness, Readiness::Ready(Some(_))) {
+                went = quiet::now(|| unregister(&mut readiness)).unwrap_or(Released::NotNow);
+            }
+            if went == Released::All {
                 // SAFETY: no range touches it, and `Changing` gives this thread exclusive access.
                 unsafe { addresses::depopulate(self.address(piece), HOST_PIECE) };
+                readiness = Readiness::Absent;
             }
             state = self.lock();
-            went = unregistered.is_ok();
-            state.piece(piece).readiness = unregistered.map_or_else(|pinned| Readiness::Ready(Some(pinned)), |()| Readiness::Absent);
+            state.piece(piece).readiness = readiness;
             self.changed.notify_all();
         }
         self.close(&mut state);
@@ -539,6 +555,28 @@ impl Arena {
             pieces.any(|piece| piece.users == 0 && matches!(piece.readiness, Readiness::Changing))
         };
         drop(self.changed.wait_while(self.lock(), changing).unpoisoned());
+    }
+}
+
+/// What became of the pieces that were to be released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Released {
+    All,
+    /// The driver refused one, or the program is exiting.
+    Refused,
+    /// The program is at work: at the next quiet moment.
+    NotNow,
+}
+
+/// Ends a piece's registration, at a quiet moment.
+fn unregister(readiness: &mut Readiness) -> Released {
+    let Readiness::Ready(pinned) = readiness else { return Released::All };
+    match pinned.take().map_or(Ok(()), Pinned::unregister) {
+        Ok(()) => Released::All,
+        Err(still) => {
+            *pinned = Some(still);
+            Released::Refused
+        }
     }
 }
 

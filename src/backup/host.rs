@@ -5,7 +5,7 @@
 
 use super::arena::{Arena, Range};
 use super::copier;
-use super::digest::{DIGEST_PIECE, Digest, Hasher};
+use super::digest::{self, DIGEST_PIECE, Digest, Hasher};
 use super::loading::Kernels;
 use super::transfer::{self, Part};
 use super::{Item, Kept, Saved, Wanted};
@@ -199,8 +199,8 @@ static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 /// Hashes the device memory of allocations whose backups will be retained. Hands the digests over by address, a group at a
 /// time, while hashing continues. Allocations without a working hasher get no digests and are copied whole.
 ///
-/// Waits for a hasher that is still loading: the device's work has finished, so that takes only as long as the compiler (90
-/// ms; at most 5 s), and without digests the next pause would have to copy everything, too.
+/// Waits for a hasher that is still being loaded: the device's work has finished, so that takes only as long as the compiler (90 ms; at
+/// most 5 s), and without digests the next pause would have to copy everything, too.
 fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     if !wanted.iter().any(|new| new.retain) {
         return Ok(());
@@ -264,7 +264,7 @@ fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
 /// Loads the hashing kernel into the current context, so that its allocations get digests from then on.
 pub fn prepare_digests(current: &Current) {
     if Config::get().unchanged != Unchanged::Off {
-        HASHERS.get().begin(current.context(), Hasher::new, |failure| {
+        HASHERS.get().begin(current.context(), digest::PTX, Hasher::load, |failure| {
             log_once!(log::Level::Warn, "{failure}: cannot compute digests, so every pause copies everything");
         });
     }

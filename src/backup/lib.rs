@@ -3,7 +3,7 @@
 //! [`save`] copies allocations' contents to where their policies say, and [`restore`] brings them back. `host` and `spill`
 //! are the two destinations. `arena` manages host memory (`stock`: bookkeeping, `addresses`: system calls), `transfer`
 //! copies to and from it (`copier`: without the copy engines), `loading` loads kernels, `digest` detects changes, `disk` is
-//! the file, and `settings` holds run-time settings.
+//! the file, `quiet` says when nothing of the program's can be held up, and `settings` holds run-time settings.
 
 mod addresses;
 mod arena;
@@ -13,6 +13,7 @@ pub mod disk;
 mod host;
 mod loading;
 mod others;
+pub mod quiet;
 mod ranges;
 mod settings;
 mod spill;

@@ -1,20 +1,24 @@
 //! Loads a kernel once into each context that needs it, on a background thread.
 //!
-//! The driver takes 80 to 90 ms to compile one, needs a large stack for it, and may wait for the program's work, so this must not
-//! happen inside one of the program's calls. A failed load is not retried.
+//! The driver takes 80 to 90 ms to compile one, and needs a large stack for it. Then it waits for the program's work to load the code, and
+//! holds up its launches meanwhile. So the thread compiles at once, and loads at a quiet moment. A failed load is not retried.
 
+use super::quiet;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::ffi::CStr;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
-use vramctl_driver::{Context, Current, RelaxedCapture};
-use vramctl_host::{Unpoison, worker};
+use vramctl_driver::{Context, Current, Image, RelaxedCapture};
+use vramctl_host::{Unpoison, exit, worker};
 use vramctl_model::Failure;
 
 /// State of a context's kernel.
 pub enum Availability<K> {
-    /// Loading.
+    /// A thread is in the driver to compile or load it.
     Coming,
+    /// Compiled, and waiting for a quiet moment.
+    Waiting,
     /// Loaded.
     Loaded(K),
     /// Could not be loaded.
@@ -52,7 +56,7 @@ impl<K: Send> Kernels<K> {
     }
 
     /// Starts loading the kernel into a context. No-op if that has been done before.
-    pub fn begin(&'static self, context: Context, load: fn(&Current) -> Result<K, Failure>, failed: fn(Failure)) {
+    pub fn begin(&'static self, context: Context, ptx: &'static CStr, load: Load<K>, failed: fn(Failure)) {
         {
             let mut kernels = self.lock();
             let Entry::Vacant(place) = kernels.entry(context) else { return };
@@ -61,9 +65,9 @@ impl<K: Send> Kernels<K> {
         let place = Unsettled { kernels: self, context };
         let load = move || {
             let _relaxed = RelaxedCapture::enter();
-            match Current::push(place.context).and_then(|current| load(&current)) {
-                Ok(kernel) => place.settle(Availability::Loaded(kernel)),
-                Err(failure) => failed(failure),
+            let compiled = Current::push(place.context).and_then(|current| Image::compile(&current, ptx));
+            if let Err(failure) = compiled.and_then(|image| place.load_when_quiet(&image, load)) {
+                failed(failure);
             }
         };
         // If no thread starts, dropping `place` records the failure.
@@ -77,18 +81,25 @@ impl<K: Send> Kernels<K> {
     pub fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         const LONGEST: Duration = Duration::from_secs(5);
         let is_coming = |kernels: &mut BTreeMap<Context, Availability<K>>| {
-            kernels.iter().any(|(place, kernel)| matches!(kernel, Availability::Coming) && context.is_none_or(|context| context == *place))
+            let is_coming = |kernel: &Availability<K>| matches!(kernel, Availability::Coming | Availability::Waiting);
+            kernels.iter().any(|(place, kernel)| is_coming(kernel) && context.is_none_or(|context| context == *place))
         };
         self.changed.wait_timeout_while(self.lock(), LONGEST, is_coming).unpoisoned().0
     }
 
     /// Drops the kernel of a context that is being destroyed or already is.
     pub fn forget(&self, context: Context) {
-        // Nothing may be loading into a context while it is destroyed.
-        let kernel = self.wait(Some(context)).remove(&context);
+        /// Far longer than the driver takes to compile or load one.
+        const LONGEST: Duration = Duration::from_secs(5);
+        // No thread may be in the driver with a context while it is destroyed.
+        let is_inside = |kernels: &mut BTreeMap<Context, Availability<K>>| matches!(kernels.get(&context), Some(Availability::Coming));
+        let kernel = self.changed.wait_timeout_while(self.lock(), LONGEST, is_inside).unpoisoned().0.remove(&context);
         drop(kernel);
     }
 }
+
+/// Loads a compiled kernel into the current context.
+pub type Load<K> = fn(&Current, &Image) -> Result<K, Failure>;
 
 /// A kernel being loaded. Dropping it unsettled records a failure.
 struct Unsettled<K: Send + 'static> {
@@ -97,12 +108,34 @@ struct Unsettled<K: Send + 'static> {
 }
 
 impl<K: Send> Unsettled<K> {
-    /// No-op if the context was forgotten meanwhile.
-    fn settle(&self, kernel: Availability<K>) {
-        if let Some(place @ Availability::Coming) = self.kernels.lock().get_mut(&self.context) {
-            *place = kernel;
+    /// Loads the kernel at the next quiet moment, unless the context is forgotten or the program ends before.
+    fn load_when_quiet(&self, image: &Image, load: Load<K>) -> Result<(), Failure> {
+        let mut patience = quiet::Patience::default();
+        while self.settle(Availability::Waiting) && !exit::is_ending() {
+            if let Some(loaded) = quiet::now(|| self.load(image, load)) {
+                return loaded;
+            }
+            quiet::wait_for_next(&mut patience);
         }
+        Ok(())
+    }
+
+    fn load(&self, image: &Image, load: Load<K>) -> Result<(), Failure> {
+        if self.settle(Availability::Coming) {
+            let kernel = Current::push(self.context).and_then(|current| load(&current, image))?;
+            self.settle(Availability::Loaded(kernel));
+        }
+        Ok(())
+    }
+
+    /// `false` if the context was forgotten meanwhile.
+    fn settle(&self, kernel: Availability<K>) -> bool {
+        let mut kernels = self.kernels.lock();
+        let place = kernels.get_mut(&self.context).filter(|place| matches!(place, Availability::Coming | Availability::Waiting));
+        let is_known = place.map(|place| *place = kernel).is_some();
+        drop(kernels);
         self.kernels.changed.notify_all();
+        is_known
     }
 }
 

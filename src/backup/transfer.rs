@@ -5,6 +5,7 @@
 
 use super::arena::Arena;
 use super::copier::{self, By, Choice};
+use super::quiet;
 use super::stock::HOST_PIECE;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -191,6 +192,10 @@ impl Copier<'_> {
         let worked = self.work();
         if worked.is_err() {
             self.stop.store(true, Ordering::Relaxed);
+        }
+        // No copy uses it any more, but freeing it would wait for the program's work.
+        if let Some(staging) = self.staging.take() {
+            quiet::soon(move || drop(staging));
         }
         worked
     }

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{self as driver, CUdevice, Context, ContextHandle, Current};
 use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::Failure;
 
 type Contexts = BTreeMap<Context, CUdevice>;
 
@@ -65,6 +64,11 @@ pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     read().iter().filter(|(_, device)| devices.contains(device)).map(|(context, _)| *context).collect()
 }
 
+/// All known contexts.
+pub fn all() -> Vec<Context> {
+    read().keys().copied().collect()
+}
+
 /// The devices of known contexts.
 pub fn devices() -> BTreeSet<CUdevice> {
     read().values().copied().collect()
@@ -92,11 +96,10 @@ pub fn enter_any(device: CUdevice) -> Option<Entered> {
     Some(Entered { _current: current, _alive: alive })
 }
 
-/// Makes a context current on this thread, while no call that the library sees destroys it: the driver crashes if one is destroyed between
-/// the check that it exists and its use. Not for threads of the program: such a call waits for work, which may wait for them.
-pub fn enter(context: Context) -> Result<Current, Failure> {
-    let _alive = ALIVE.get().read().unpoisoned();
-    Current::push(context)
+/// While this lives, no call that the library sees destroys a context: the driver crashes if one is destroyed between the check that it
+/// exists and its use. Not for threads of the program: such a call waits for work, which may wait for them.
+pub fn alive() -> RwLockReadGuard<'static, ()> {
+    ALIVE.get().read().unpoisoned()
 }
 
 /// Makes a context of the device current on a thread of the program's that has none there. `None` if none is known, or if a call that may
@@ -124,6 +127,7 @@ pub fn forget_gone() -> Vec<Context> {
     let seen: Vec<_> = read().keys().copied().collect();
     let gone: Vec<_> = seen.into_iter().filter(|context| context.is_gone()).collect();
     gone.iter().map(|context| context.handle()).for_each(note_heir);
+    gone.iter().copied().for_each(driver::streams::forget_context);
     write().retain(|context, _| !gone.contains(context));
     gone
 }

@@ -5,27 +5,22 @@ use std::collections::BTreeSet;
 use std::mem;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use vramctl_driver::{Context, Current};
+use vramctl_driver::{self as driver, Context};
 use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Error, Failure};
 
 /// Waits for all work in these contexts. A destroyed context has no work left.
 pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
-    contexts.into_iter().try_for_each(|context| wait_in(context, Current::push))
-}
-
-fn wait_in(context: Context, enter: fn(Context) -> Result<Current, Failure>) -> Result<(), Failure> {
-    exit::while_waiting(|| match enter(context) {
-        Ok(current) => current.wait_for_work(),
-        Err(failure) if failure.is_of_gone_context() => Ok(()),
-        Err(failure) => Err(failure),
-    })
+    // On a thread of the program's, nothing keeps the context alive: a call that destroys it waits for work, which may wait for this thread.
+    let wait_in = |context| exit::while_waiting(|| driver::wait_for_work(context, || (), || true));
+    contexts.into_iter().try_for_each(|context| wait_in(context).map(drop))
 }
 
 /// Like [`wait`], but gives up after `limit`, or once `wanted` (polled now and then) returns false.
 ///
-/// The driver's own wait has no timeout, so a worker thread does the waiting, for one caller at a time. If it outlives its
-/// caller's limit, the next caller waits for it to finish first. The thread starts on first use and sleeps between waits.
+/// A worker thread does the waiting, for one caller at a time, because with old drivers it cannot be cancelled
+/// ([`driver::wait_for_work`]). If it outlives its caller's limit, the next caller waits for it to finish first. The thread starts on first
+/// use and sleeps between waits.
 pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut dyn FnMut() -> bool) -> Result<(), Error> {
     if contexts.is_empty() {
         return Ok(());
@@ -44,6 +39,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     let answered = waiter.until(deadline, wanted, |turn| matches!(turn, Turn::Answered(_)));
     let Some(mut state) = answered else {
         let mut state = waiter.lock();
+        state.unfinished = state.at;
         // If the worker has not started, it need not start any more. If it has just finished, the answer is dropped.
         state.turn = if matches!(state.turn, Turn::Waiting) { Turn::Unwanted } else { Turn::Free };
         waiter.changed.notify_all();
@@ -55,9 +51,9 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     if let Turn::Answered(answer) = turn { Ok(answer?) } else { Ok(()) }
 }
 
-/// The context whose work was not finished when a caller of [`wait_at_most`] gave up; `None` once it is.
+/// The context whose work was not finished when the last caller of [`wait_at_most`] gave up.
 pub fn unfinished() -> Option<Context> {
-    WAITER.existing()?.lock().at
+    WAITER.existing()?.lock().unfinished
 }
 
 /// Enough time to find that a device is idle.
@@ -83,6 +79,8 @@ struct Desk {
     turn: Turn,
     /// The context that the worker is waiting for.
     at: Option<Context>,
+    /// And the one that it was waiting for when the last caller gave up.
+    unfinished: Option<Context>,
 }
 
 /// State of the one wait that can be in progress.
@@ -126,6 +124,11 @@ impl Waiter {
         !matches!(state.turn, Turn::Unwanted)
     }
 
+    fn wait_in(&self, context: Context) -> Result<(), Failure> {
+        let is_wanted = || !matches!(self.lock().turn, Turn::Unwanted);
+        exit::while_waiting(|| driver::wait_for_work(context, contexts::alive, is_wanted)).map(drop)
+    }
+
     fn serve(&self) {
         let mut state = self.lock();
         loop {
@@ -133,10 +136,7 @@ impl Waiter {
             state = self.changed.wait_while(state, idle).unpoisoned();
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
-            let answer = contexts
-                .into_iter()
-                .take_while(|context| self.goes_on_to(*context))
-                .try_for_each(|context| wait_in(context, contexts::enter));
+            let answer = contexts.into_iter().take_while(|context| self.goes_on_to(*context)).try_for_each(|context| self.wait_in(context));
             state = self.lock();
             state.at = None;
             state.turn = if matches!(state.turn, Turn::Unwanted) { Turn::Free } else { Turn::Answered(answer) };

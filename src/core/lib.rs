@@ -15,6 +15,7 @@ mod holder;
 mod lease;
 pub mod memory;
 pub mod out_of_memory;
+mod quiet;
 mod residue;
 pub mod server;
 mod status;

@@ -1,9 +1,8 @@
 //! Contexts and streams: a thread's current context, and waiting for a context's work.
 
-use super::{CUcontext, CUdevice, CUstream, Driver, vmm};
+use super::{CUcontext, CUdevice, CUstream, Driver};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
 use std::collections::BTreeSet;
-use std::ffi::c_void;
 use std::ptr;
 use std::sync::RwLock;
 use vramctl_host::{PerProcess, Unpoison};
@@ -22,6 +21,10 @@ unsafe impl Send for ContextHandle {}
 unsafe impl Sync for ContextHandle {}
 
 impl ContextHandle {
+    pub(super) fn raw(self) -> CUcontext {
+        self.0
+    }
+
     /// The handle as a number, as some driver functions report it.
     pub fn address(self) -> u64 {
         self.0 as u64
@@ -99,6 +102,14 @@ impl StreamHandle {
     /// context, and the last one in each thread too.
     pub fn is_default(self) -> bool {
         self.0 as usize <= 2
+    }
+
+    /// `cudaStreamLegacy`.
+    pub const LEGACY: Self = Self(1 as CUstream);
+
+    /// Whether this is the legacy stream of a context.
+    pub fn is_legacy(self) -> bool {
+        self.0 as usize <= 1
     }
 
     /// The meaning of the handle in a program built for per-thread default streams.
@@ -228,32 +239,6 @@ impl Current {
     pub fn device(&self) -> CUdevice {
         self.device
     }
-
-    /// Waits for the context's work, on all streams, and returns any error that the work left behind.
-    ///
-    /// `cuCtxSynchronize` would invalidate every stream capture in the context, whatever the thread's capture mode. Freeing
-    /// device memory, even a small block among others in use, waits for the same work (kernels, copies, host functions and
-    /// streams that wait for a value) and in the relaxed mode leaves captures intact. Allocating and freeing 4 KiB takes 80 us
-    /// on an idle H200 (driver 580). On a full device, registering and unregistering a page of host memory does the same,
-    /// slightly slower.
-    pub fn wait_for_work(&self) -> Result<(), Failure> {
-        let _relaxed = RelaxedCapture::enter();
-        let (driver, mut address) = (Driver::get()?, 0);
-        // SAFETY: `address` is writable.
-        match unsafe { driver.cuMemAlloc_v2(&raw mut address, PAGE) } {
-            // SAFETY: just allocated, and not in use.
-            Ok(()) => return unsafe { driver.cuMemFree_v2(address) }.inspect_err(|_| vmm::free_later(address, PAGE)),
-            Err(failure) if failure.is_of_earlier_work() => return Err(failure),
-            Err(_) => (),
-        }
-        match Page::register() {
-            Ok(page) => return page.unregister(),
-            Err(failure) if failure.is_of_earlier_work() => return Err(failure),
-            Err(_) => (),
-        }
-        // SAFETY: a context is current; no arguments.
-        unsafe { driver.cuCtxSynchronize() }
-    }
 }
 
 impl Drop for Current {
@@ -268,39 +253,6 @@ fn pop() {
     let mut context = ptr::null_mut();
     // SAFETY: `context` is writable. If this fails, the context has been destroyed and there is nothing to restore.
     let _ = Driver::get().and_then(|driver| unsafe { driver.cuCtxPopCurrent_v2(&raw mut context) });
-}
-
-const PAGE: usize = 4096;
-
-/// A page of host memory, registered with the driver.
-struct Page(*mut c_void);
-
-impl Page {
-    fn register() -> Result<Self, Failure> {
-        // SAFETY: a new private mapping.
-        let address = unsafe {
-            libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
-        };
-        if address == libc::MAP_FAILED {
-            return Err(Failure { call: "mmap", code: code::OUT_OF_MEMORY });
-        }
-        // SAFETY: just mapped, and stays mapped while registered.
-        let registered = Driver::get().and_then(|driver| unsafe { driver.cuMemHostRegister_v2(address, PAGE, 0) });
-        registered.map(|()| Self(address)).inspect_err(|_| {
-            // SAFETY: our own mapping, which the driver did not register.
-            unsafe { libc::munmap(address, PAGE) };
-        })
-    }
-
-    /// After an error the driver may still use the page, so it stays mapped.
-    fn unregister(self) -> Result<(), Failure> {
-        // SAFETY: registered by `register` and not in use.
-        unsafe {
-            Driver::get()?.cuMemHostUnregister(self.0)?;
-            libc::munmap(self.0, PAGE);
-        }
-        Ok(())
-    }
 }
 
 /// While this value lives, calls on this thread do not disturb stream captures in progress.

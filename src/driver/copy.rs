@@ -1,6 +1,6 @@
 //! Copies between device and host memory, and pinned host memory.
 
-use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, StreamHandle, pointer_attribute};
+use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, StreamHandle, pointer_attribute, wait_for_work};
 use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
 use vramctl_host::exit;
@@ -179,7 +179,7 @@ impl Lane {
             let finished = stream.synchronize().inspect_err(|_| {
                 // The caller is about to unmap or free memory that a copy may still use, so wait in another way. If that
                 // fails too, the context is lost and nothing runs in it.
-                let _ = Current::push(*context).and_then(|current| current.wait_for_work());
+                let _ = wait_for_work(*context, || (), || true);
             });
             first = first.and(finished);
         }
@@ -234,10 +234,7 @@ unsafe impl Sync for Event {}
 impl Event {
     /// Records an event behind everything that the program has queued on a stream of the current context.
     pub fn after(current: &Current, stream: StreamHandle) -> Result<Self, Failure> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: `raw` is writable.
-        unsafe { Driver::get()?.cuEventCreate(&raw mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };
-        let event = Self { raw, context: current.context() };
+        let event = Self::new(current)?;
         // SAFETY: our event, and a stream of the context, as the program passed it to CUDA.
         unsafe { Driver::get()?.cuEventRecord(event.raw, stream.raw())? };
         Ok(event)
@@ -247,6 +244,22 @@ impl Event {
     pub fn record_again(&self, stream: StreamHandle) -> Result<(), Failure> {
         // SAFETY: our event, whose context exists as long as the stream.
         unsafe { Driver::get()?.cuEventRecord(self.raw, stream.raw()) }
+    }
+
+    /// Records an event behind everything that the program has queued in the current context, on any stream. No stream of the context may
+    /// be being captured. Drivers before CUDA 12.5 cannot.
+    pub fn after_all(current: &Current) -> Result<Self, Failure> {
+        let event = Self::new(current)?;
+        // SAFETY: our event, and its context, which is current.
+        unsafe { Driver::get()?.cuCtxRecordEvent(current.context().handle().raw(), event.raw)? };
+        Ok(event)
+    }
+
+    fn new(current: &Current) -> Result<Self, Failure> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: `raw` is writable.
+        unsafe { Driver::get()?.cuEventCreate(&raw mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };
+        Ok(Self { raw, context: current.context() })
     }
 
     /// The stream's context.
@@ -283,7 +296,7 @@ impl Event {
         Ok(event)
     }
 
-    fn has_happened(&self) -> Result<bool, Failure> {
+    pub(super) fn has_happened(&self) -> Result<bool, Failure> {
         // SAFETY: our event.
         match unsafe { Driver::get()?.cuEventQuery(self.raw) } {
             Err(Failure { code: code::NOT_READY, .. }) => Ok(false),

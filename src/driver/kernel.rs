@@ -5,8 +5,8 @@
 
 use super::{CUdeviceptr, Context, Current, Driver, RelaxedCapture, Stream, pointer_attribute};
 use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
-use std::ffi::{CStr, c_void};
-use std::{mem, ptr};
+use std::ffi::{CStr, c_uint, c_void};
+use std::{mem, ptr, slice};
 use vramctl_model::Failure;
 
 /// A kernel loaded in a context, with a stream and a buffer of its own. Users must enter the relaxed capture mode, as for any
@@ -28,18 +28,19 @@ pub struct Parts {
 }
 
 impl Resident {
-    /// Loads the function `name` of a PTX module into the current context and allocates a buffer of `bytes`. `launch` must run
-    /// the kernel with nothing to do, because a driver that loads lazily uploads the code at the first launch.
+    /// Loads the function `name` of a module into the current context and allocates a buffer of `bytes`. `launch` must run the kernel with
+    /// nothing to do, because a driver that loads lazily uploads the code at the first launch.
+    ///
+    /// Waits for the context's work, and holds up all its launches meanwhile: no work may be in flight.
     pub fn new(
         current: &Current,
-        ptx: &CStr,
+        image: &Image,
         name: &CStr,
         bytes: usize,
         launch: impl FnOnce(&Parts) -> Result<(), Failure>,
     ) -> Result<Self, Failure> {
-        // Allocates first: compiling takes long enough for the program to fill the device meanwhile.
         let buffer = DeviceBuffer::new(bytes)?;
-        let parts = Parts { kernel: Kernel::load(ptx, name)?, buffer, stream: Stream::create()? };
+        let parts = Parts { kernel: Kernel::load(image, name)?, buffer, stream: Stream::create()? };
         launch(&parts).and_then(|()| parts.stream.synchronize())?;
         Ok(Self { context: current.context(), parts: Some(parts) })
     }
@@ -63,7 +64,35 @@ impl Drop for Resident {
     }
 }
 
-/// A function of a PTX module, compiled by the driver for the current context's device.
+/// A PTX module, compiled for a device.
+pub struct Image(Vec<u8>);
+
+impl Image {
+    /// Has the driver compile a module for the current context's device, which takes it up to 90 ms. That loads nothing into the context,
+    /// waits for no work and holds nobody up.
+    pub fn compile(_current: &Current, ptx: &CStr) -> Result<Self, Failure> {
+        /// `CU_JIT_INPUT_PTX`.
+        const PTX: c_uint = 1;
+        let (driver, mut linker) = (Driver::get()?, ptr::null_mut());
+        // SAFETY: no options, and `linker` is writable.
+        unsafe { driver.cuLinkCreate_v2(0, ptr::null_mut(), ptr::null_mut(), &raw mut linker)? };
+        let (mut image, mut bytes) = (ptr::null_mut(), 0);
+        let text = ptx.to_bytes_with_nul();
+        // SAFETY: the text has this length; `image` and `bytes` are writable.
+        let compiled = unsafe {
+            let (text, length, name) = (text.as_ptr().cast_mut().cast(), text.len(), c"vramctl".as_ptr());
+            let added = driver.cuLinkAddData_v2(linker, PTX, text, length, name, 0, ptr::null_mut(), ptr::null_mut());
+            added.and_then(|()| driver.cuLinkComplete(linker, &raw mut image, &raw mut bytes))
+        };
+        // SAFETY: the driver's image of this length, which belongs to the linker.
+        let image = compiled.map(|()| Self(unsafe { slice::from_raw_parts(image.cast::<u8>(), bytes) }.to_vec()));
+        // SAFETY: our linker, destroyed once.
+        unsafe { driver.cuLinkDestroy(linker)? };
+        image
+    }
+}
+
+/// A function of a module that is loaded into the current context.
 #[derive(Debug)]
 pub struct Kernel {
     module: CUmodule,
@@ -74,12 +103,12 @@ pub struct Kernel {
 unsafe impl Send for Kernel {}
 
 impl Kernel {
-    /// Compiles a module for the current context and looks up its function `name`.
-    pub fn load(ptx: &CStr, name: &CStr) -> Result<Self, Failure> {
+    /// Loads a module into the current context and looks up its function `name`.
+    fn load(image: &Image, name: &CStr) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let mut kernel = Self { module: ptr::null_mut(), function: ptr::null_mut() };
-        // SAFETY: `module` is writable and the text is NUL-terminated.
-        unsafe { driver.cuModuleLoadData(&raw mut kernel.module, ptx.as_ptr().cast())? };
+        // SAFETY: `module` is writable, and the image is one that the driver has made.
+        unsafe { driver.cuModuleLoadData(&raw mut kernel.module, image.0.as_ptr().cast())? };
         // SAFETY: `function` is writable, the module is loaded, and the name is NUL-terminated.
         unsafe { driver.cuModuleGetFunction(&raw mut kernel.function, kernel.module, name.as_ptr())? };
         Ok(kernel)
@@ -171,7 +200,8 @@ impl DeviceBuffer {
 }
 
 impl Drop for DeviceBuffer {
-    /// The driver first waits for the work of the buffer's context.
+    /// The driver first waits for the work of the buffer's context. So this happens where none is in flight: before the buffer is in use, or
+    /// when the program is destroying the context.
     fn drop(&mut self) {
         if self.address != 0 {
             // SAFETY: allocated by us, and dropped once.

@@ -11,9 +11,11 @@ mod kernel;
 pub mod nccl;
 mod no_cards;
 mod nvml;
+pub mod streams;
 mod survey;
 mod table;
 mod vmm;
+mod work;
 
 pub use account::{Account, device_memory};
 pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle, StreamId};
@@ -23,7 +25,7 @@ pub use cudarc::driver::sys::{
 };
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use extras::{Extras, make_on};
-pub use kernel::{Parts, Resident};
+pub use kernel::{Image, Parts, Resident};
 pub use no_cards::NoCards;
 pub use nvml::{Card, cards, holders, holders_of, keep_nvml, uses, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey, try_memory};
@@ -32,6 +34,8 @@ pub use vmm::{
     Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, is_shareable, leftover_bytes, open,
     supports_vmm, sweep, unmap,
 };
+
+pub use work::{is_idle, wait_for_work};
 
 use std::ffi::c_void;
 use std::ops::Range;

@@ -82,6 +82,7 @@ driver_functions! {
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxSynchronize();
+    cuCtxRecordEvent(context: CUcontext, event: CUevent);
     cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
@@ -94,6 +95,7 @@ driver_functions! {
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
+    cuStreamQuery(stream: CUstream);
     cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
     cuStreamGetId(stream: CUstream, id: *mut c_ulonglong);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
@@ -122,6 +124,13 @@ driver_functions! {
     cuCheckpointProcessUnlock(pid: c_int, arguments: *const NoArgs);
 
     // Kernels and their memory.
+    cuLinkCreate_v2(options: c_uint, kinds: *mut c_uint, values: *mut *mut c_void, linker: *mut *mut c_void);
+    cuLinkAddData_v2(
+        linker: *mut c_void, kind: c_uint, data: *mut c_void, bytes: usize, name: *const c_char, options: c_uint, kinds: *mut c_uint,
+        values: *mut *mut c_void,
+    );
+    cuLinkComplete(linker: *mut c_void, image: *mut *mut c_void, bytes: *mut usize);
+    cuLinkDestroy(linker: *mut c_void);
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     cuModuleUnload(module: CUmodule);
     cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);

@@ -11,7 +11,7 @@ use crate::call::{call, passes};
 use crate::driver_functions;
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, queries, register, resolve, share, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, queries, register, resolve, share, streams, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_driver::{

@@ -25,6 +25,7 @@ mod real;
 mod register;
 pub mod resolve;
 mod share;
+mod streams;
 pub mod table;
 pub mod tms;
 mod unmanaged;

@@ -129,6 +129,8 @@ pub enum Effect {
     Begins,
     /// Destroys a context, and with it the memory in it.
     Ends,
+    /// Creates or destroys a stream, or begins or ends a capture on one.
+    Streams,
     /// Looks up functions, including these.
     Resolves,
     /// Starts kernels, graphs or host functions.
@@ -247,6 +249,26 @@ macro_rules! driver_functions {
         Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => contexts::reset_primary;
         Ends cuDevicePrimaryCtxRelease "cuDevicePrimaryCtxRelease" 7000 Plain (device: CUdevice) => contexts::release_primary_v1;
         Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => contexts::release_primary;
+
+        Streams cuStreamCreate "cuStreamCreate" 2000 Plain (stream: *mut StreamHandle, flags: c_uint) => streams::create;
+        Streams cuStreamCreateWithPriority "cuStreamCreateWithPriority" 5050 Plain (stream: *mut StreamHandle, flags: c_uint, priority: c_int) => streams::create_with_priority;
+        Streams cuGreenCtxStreamCreate "cuGreenCtxStreamCreate" 12050 Plain (stream: *mut StreamHandle, green: *mut c_void, flags: c_uint, priority: c_int) => streams::create_in_green;
+        Streams cuStreamDestroy "cuStreamDestroy" 2000 Plain (stream: StreamHandle) => streams::destroy_v1;
+        Streams cuStreamDestroy_v2 "cuStreamDestroy" 4000 Plain (stream: StreamHandle) => streams::destroy;
+        Streams cuStreamBeginCapture "cuStreamBeginCapture" 10000 Plain (stream: StreamHandle) => streams::begin_v1;
+        Streams cuStreamBeginCapture_ptsz "cuStreamBeginCapture" 10000 PerThread (stream: StreamHandle) => streams::begin_v1_ptsz;
+        Streams cuStreamBeginCapture_v2 "cuStreamBeginCapture" 10010 Plain (stream: StreamHandle, mode: c_uint) => streams::begin;
+        Streams cuStreamBeginCapture_v2_ptsz "cuStreamBeginCapture" 10010 PerThread (stream: StreamHandle, mode: c_uint) => streams::begin_ptsz;
+        Streams cuStreamBeginCaptureToGraph "cuStreamBeginCaptureToGraph" 12030 Plain (stream: StreamHandle, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: c_uint) => streams::begin_to_graph;
+        Streams cuStreamBeginCaptureToGraph_ptsz "cuStreamBeginCaptureToGraph" 12030 PerThread (stream: StreamHandle, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: c_uint) => streams::begin_to_graph_ptsz;
+        Streams cuStreamBeginCaptureToCig "cuStreamBeginCaptureToCig" 13010 Plain (stream: StreamHandle, parameters: *mut c_void) => streams::begin_to_cig;
+        Streams cuStreamBeginCaptureToCig_ptsz "cuStreamBeginCaptureToCig" 13010 PerThread (stream: StreamHandle, parameters: *mut c_void) => streams::begin_to_cig_ptsz;
+        Streams cuStreamBeginRecaptureToGraph "cuStreamBeginRecaptureToGraph" 13030 Plain (stream: StreamHandle, second: usize, third: usize, fourth: usize, fifth: usize) => streams::begin_again;
+        Streams cuStreamBeginRecaptureToGraph_ptsz "cuStreamBeginRecaptureToGraph" 13030 PerThread (stream: StreamHandle, second: usize, third: usize, fourth: usize, fifth: usize) => streams::begin_again_ptsz;
+        Streams cuStreamEndCaptureToCig "cuStreamEndCaptureToCig" 13010 Plain (stream: StreamHandle) => streams::end_to_cig;
+        Streams cuStreamEndCaptureToCig_ptsz "cuStreamEndCaptureToCig" 13010 PerThread (stream: StreamHandle) => streams::end_to_cig_ptsz;
+        Streams cuStreamEndCapture "cuStreamEndCapture" 10000 Plain (stream: StreamHandle, graph: *mut *mut c_void) => streams::end;
+        Streams cuStreamEndCapture_ptsz "cuStreamEndCapture" 10000 PerThread (stream: StreamHandle, graph: *mut *mut c_void) => streams::end_ptsz;
 
         Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => resolve::get_proc_address;
         Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => resolve::get_proc_address_v2;

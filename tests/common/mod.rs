@@ -220,8 +220,6 @@ struct Simulated {
     cuda_stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, u32) -> u32,
     cuda_stream_synchronize: unsafe extern "C" fn(*mut c_void) -> u32,
     cuda_stream_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
-    cuda_stream_begin_capture: unsafe extern "C" fn(*mut c_void, u32) -> u32,
-    cuda_stream_end_capture: unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> u32,
     cuda_graph_instantiate: unsafe extern "C" fn(*mut *mut c_void, *mut c_void, u64) -> u32,
     cuda_graph_launch: unsafe extern "C" fn(*mut c_void, *mut c_void) -> u32,
     cuda_graph_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
@@ -278,8 +276,6 @@ impl Simulated {
             cuda_stream_create_with_flags: find!(runtime, "cudaStreamCreateWithFlags"),
             cuda_stream_synchronize: find!(runtime, "cudaStreamSynchronize"),
             cuda_stream_destroy: find!(runtime, "cudaStreamDestroy"),
-            cuda_stream_begin_capture: find!(runtime, "cudaStreamBeginCapture"),
-            cuda_stream_end_capture: find!(runtime, "cudaStreamEndCapture"),
             cuda_graph_instantiate: find!(runtime, "cudaGraphInstantiate"),
             cuda_graph_launch: find!(runtime, "cudaGraphLaunch"),
             cuda_graph_destroy: find!(runtime, "cudaGraphDestroy"),
@@ -635,7 +631,10 @@ impl Stream {
     pub fn create() -> Self {
         let mut stream = std::ptr::null_mut();
         assert_eq!(unsafe { (simulated().cuda_stream_create_with_flags)(&raw mut stream, 1) }, 0);
-        Self(stream)
+        let stream = Self(stream);
+        // In a program, the runtime calls the driver through our entries.
+        vramctl_driver::streams::created(stream.handle());
+        stream
     }
 
     pub fn copy(&self, to: u64, from: u64, bytes: usize) -> u32 {
@@ -669,18 +668,26 @@ impl Stream {
         assert_eq!(unsafe { (simulated().cu_launch_host_func)(self.0, wait, gate.0) }, 0);
     }
 
+    /// Opens the gate when the stream gets there.
+    pub fn open(&self, gate: &Gate) {
+        extern "C" fn open(word: *mut c_void) {
+            unsafe { AtomicU32::from_ptr(word.cast()) }.store(1, Ordering::Release);
+        }
+        assert_eq!(unsafe { (simulated().cu_launch_host_func)(self.0, open, gate.0) }, 0);
+    }
+
     pub fn handle(&self) -> vramctl_driver::StreamHandle {
         unsafe { transmute(self.0) }
     }
 
     /// Capture mode: 0 global, 1 thread-local, 2 relaxed.
     pub fn begin_capture(&self, mode: u32) {
-        assert_eq!(unsafe { (simulated().cuda_stream_begin_capture)(self.0, mode) }, 0);
+        assert_eq!(unsafe { entries::cuStreamBeginCapture_v2(self.handle(), mode) }, 0);
     }
 
     pub fn end_capture(&self) -> Result<Graph, u32> {
         let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
-        match unsafe { (simulated().cuda_stream_end_capture)(self.0, &raw mut graph) } {
+        match unsafe { entries::cuStreamEndCapture(self.handle(), &raw mut graph) } {
             0 => (),
             code => return Err(code),
         }
@@ -696,6 +703,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        vramctl_driver::streams::ends(self.handle());
         unsafe { (simulated().cuda_stream_destroy)(self.0) };
     }
 }
@@ -739,4 +747,20 @@ pub fn resume(tags: &[&str]) -> Result<Report, vramctl_model::Error> {
 
 pub fn state(tag: &str) -> Option<TagState> {
     Memory::get().status().tags.into_iter().find(|status| status.tag == tag).map(|status| status.state)
+}
+
+/// Does `work`, which must not wait for a stream, and then opens the gate that the stream waits for. Whether it has not waited.
+pub fn without_waiting(gate: &Gate, work: impl FnOnce()) -> bool {
+    std::thread::scope(|scope| {
+        // A call that waits fails the test instead of hanging it.
+        let (done, is_done) = std::sync::mpsc::channel();
+        let late = scope.spawn(move || {
+            let in_time = is_done.recv_timeout(Duration::from_secs(100)).is_ok();
+            gate.open();
+            in_time
+        });
+        work();
+        let _ = done.send(());
+        late.join().unwrap()
+    })
 }

@@ -16,7 +16,7 @@ use super::loading::{Availability, Kernels};
 use super::settings;
 use std::ffi::{CStr, c_void};
 use vramctl_config::CopyBy;
-use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Lane, Parts, Resident, Stream, device_address};
+use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Image, Lane, Parts, Resident, Stream, device_address};
 use vramctl_host::PerProcess;
 use vramctl_model::Failure;
 
@@ -37,9 +37,8 @@ const WORTH_IT: usize = 4 << 30;
 
 static COPIERS: PerProcess<Kernels<Resident>> = PerProcess::new(Kernels::default);
 
-/// Announces that `bytes` will be copied out of a context and later back, and loads the kernel if it may pay off. It loads
-/// in the background, because the driver may wait for the program's work before loading code. Only if the environment forces
-/// the kernel does the pause wait for it.
+/// Announces that `bytes` will be copied out of a context and later back, and loads the kernel in the background if it may pay off. Only if
+/// the environment forces the kernel does the pause wait for it.
 pub fn get_ready(context: Context, bytes: usize) {
     let wait = match settings::copy_by() {
         CopyBy::Engines => return,
@@ -51,7 +50,7 @@ pub fn get_ready(context: Context, bytes: usize) {
     if copiers.knows(context) || !driver::has_to_spare(context) {
         return;
     }
-    copiers.begin(context, load, |failure| log::debug!("{failure}: only the copy engines will copy"));
+    copiers.begin(context, PTX, load, |failure| log::debug!("{failure}: only the copy engines will copy"));
     if wait {
         drop(copiers.wait(Some(context)));
     }
@@ -69,11 +68,11 @@ pub fn forget_context(context: Context) {
     }
 }
 
-fn load(current: &Current) -> Result<Resident, Failure> {
+fn load(current: &Current, image: &Image) -> Result<Resident, Failure> {
     /// The kernel needs no buffer; this one shows whether the context still exists.
     const BUFFER: usize = VECTOR;
     // SAFETY: no bytes are read or written.
-    Resident::new(current, PTX, c"vramctl_copy", BUFFER, |parts| unsafe { launch(parts, &parts.stream, 0, 0, 0) })
+    Resident::new(current, image, c"vramctl_copy", BUFFER, |parts| unsafe { launch(parts, &parts.stream, 0, 0, 0) })
 }
 
 /// Queues a kernel copy from host to device memory. `false` if that is not possible now; then nothing was queued.

@@ -7,7 +7,7 @@
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
 use std::mem;
-use vramctl_driver::{CUdeviceptr, Current, Parts, Resident};
+use vramctl_driver::{CUdeviceptr, Current, Image, Parts, Resident, wait_for_work};
 use vramctl_host::PerProcess;
 use vramctl_host::system::fill_with_random;
 use vramctl_model::{Failure, code};
@@ -114,7 +114,8 @@ fn word(bytes: &[u8]) -> u32 {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
-const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
+/// The kernel, to be compiled.
+pub const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
     Ok(text) => text,
     Err(_) => panic!("a NUL in the kernel"),
 };
@@ -135,9 +136,14 @@ const _: () = assert!(BATCH * mem::size_of::<CUdeviceptr>() <= DIGESTS && DIGEST
 pub struct Hasher(Resident);
 
 impl Hasher {
-    /// Loads the kernel into the current context and allocates 2 MiB on its device.
+    /// Compiles the kernel and [loads](Self::load) it.
     pub fn new(current: &Current) -> Result<Self, Failure> {
-        Resident::new(current, PTX, c"vramctl_digest", BUFFER, |parts| launch(parts, 0)).map(Self)
+        Self::load(current, &Image::compile(current, PTX)?)
+    }
+
+    /// Loads the compiled kernel into the current context and allocates 2 MiB on its device. No work may be in flight.
+    pub fn load(current: &Current, image: &Image) -> Result<Self, Failure> {
+        Resident::new(current, image, c"vramctl_digest", BUFFER, |parts| launch(parts, 0)).map(Self)
     }
 
     /// Digests of device memory, one per piece of each span (address, bytes), in order. A span must start at a multiple of
@@ -160,7 +166,7 @@ impl Hasher {
             digest(parts, addresses, digests).inspect_err(|_| {
                 // The vectors are about to be freed, and the pieces perhaps unmapped. Wait again in a different way, because
                 // the first wait may be what failed; if this one fails too, the context is lost and nothing runs in it.
-                let _ = current.wait_for_work();
+                let _ = wait_for_work(current.context(), || (), || true);
             })?;
         }
         Ok(digests)

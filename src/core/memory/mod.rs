@@ -32,7 +32,7 @@ pub use origin::Origin;
 pub use region::Placement;
 pub use registered::{Binding, RegisteredUntil};
 
-use crate::{contexts, drain};
+use crate::{contexts, drain, quiet};
 use address_index::AddressIndex;
 use freed::{InOrder, Unreleased};
 use keyed::Keyed;
@@ -80,23 +80,28 @@ pub struct Memory {
     pub(crate) refusals: Refusals,
 }
 
-static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
-    allocations: Keyed::default(),
-    plain: AddressIndex::default(),
-    mapped: AddressIndex::default(),
-    registrations: registered::Registrations::default(),
-    bindings: registered::Bindings::default(),
-    freed: Unreleased::default(),
-    transition: RwLock::default(),
-    under_way: Mutex::default(),
-    process_tag: RwLock::new(Config::get().tag.clone()),
-    margin: AtomicU64::new(0),
-    written: AtomicU64::new(0),
-    peers: Peers::default(),
-    refusals: Refusals::default(),
-});
+static MEMORY: PerProcess<Memory> = PerProcess::new(Memory::new);
 
 impl Memory {
+    fn new() -> Self {
+        backup::quiet::set_finder(quiet::find);
+        Self {
+            allocations: Keyed::default(),
+            plain: AddressIndex::default(),
+            mapped: AddressIndex::default(),
+            registrations: registered::Registrations::default(),
+            bindings: registered::Bindings::default(),
+            freed: Unreleased::default(),
+            transition: RwLock::default(),
+            under_way: Mutex::default(),
+            process_tag: RwLock::new(Config::get().tag.clone()),
+            margin: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+            peers: Peers::default(),
+            refusals: Refusals::default(),
+        }
+    }
+
     /// This process's managed memory.
     #[inline]
     pub fn get() -> &'static Self {

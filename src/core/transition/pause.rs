@@ -6,7 +6,7 @@ use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_te
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
 use crate::totals::tallied;
-use crate::{drain, events, residue};
+use crate::{drain, events, gate, quiet, residue};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -118,6 +118,8 @@ impl Memory {
             return Err(Error::Busy(started.elapsed()));
         }
         self.release_freed();
+        // In a held program that has been waited for, nothing begins before this pause has ended.
+        let _quiet = (gate::is_held() && quiet::is_everything_idle()).then(backup::quiet::grant);
         let shown = self.show(TagState::Pausing, &victims);
         let kept = self.save(
             request,

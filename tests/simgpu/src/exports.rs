@@ -287,6 +287,10 @@ functions! {
 
     // Modules and launches. Loading is assumed to be unsafe during captures, like allocating; this has not been observed.
     cuModuleLoadData(module: Out<Handle>, image: In<c_char>) Context CaptureUnsafe => kernel::load(module, image);
+    cuLinkCreate_v2(_options: u32, _kinds: *const u32, _values: *const c_void, linker: Out<Handle>) Context Safe => kernel::create_linker(linker);
+    cuLinkAddData_v2(linker: Handle, kind: u32, data: In<c_char>, _bytes: usize, _name: In<c_char>, _options: u32, _kinds: *const u32, _values: *const c_void) Context Safe => kernel::add_to_linker(linker, kind, data);
+    cuLinkComplete(linker: Handle, image: Out<*const c_char>, bytes: Out<usize>) Context Safe => kernel::link(linker, image, bytes);
+    cuLinkDestroy(linker: Handle) Init Safe => kernel::destroy_linker(linker);
     cuModuleUnload(module: Handle) Context CaptureUnsafe => kernel::unload(module);
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: In<c_char>) Context Safe => kernel::get_function(function, module, name);
     cuLaunchKernel(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], stream, arguments, extra);

@@ -12,7 +12,7 @@ use crate::stream::{self, Ticket};
 use crate::vmm::{self, Piece, READ, READ_WRITE};
 use crate::waiting::{Collective, Persistent};
 use std::collections::HashMap;
-use std::ffi::{c_char, c_void};
+use std::ffi::{CString, c_char, c_void};
 use std::slice;
 use std::sync::Arc;
 
@@ -58,26 +58,28 @@ struct Module {
 /// This process's modules and functions.
 #[derive(Debug, Default)]
 pub struct Modules {
-    modules: HashMap<Handle, Module>,
+    loaded: HashMap<Handle, Module>,
     /// By function handle, the kernel and its module.
     functions: HashMap<Handle, (Kernel, Handle)>,
+    /// What is being compiled.
+    linkers: HashMap<Handle, CString>,
 }
 
 impl Modules {
     /// Drops the modules of a destroyed context.
     pub fn forget_context(&mut self, context: Handle) {
-        self.modules.retain(|_, module| module.context != context);
+        self.loaded.retain(|_, module| module.context != context);
     }
 
     /// Number of loaded modules.
     pub fn live(&self) -> usize {
-        self.modules.len()
+        self.loaded.len()
     }
 
     /// A function's kernel and context.
     fn function(&self, function: Handle) -> Option<(Kernel, Handle)> {
         let (kernel, home) = self.functions.get(&function)?;
-        Some((*kernel, self.modules.get(home)?.context))
+        Some((*kernel, self.loaded.get(home)?.context))
     }
 }
 
@@ -93,18 +95,50 @@ pub fn load(module: Out<Handle>, image: In<c_char>) -> Outcome {
     context.wait_alone(&pending);
     context.check()?;
     let handle = driver::new_handle();
-    state().modules.modules.insert(handle, Module { context: context.handle, text: text.to_owned() });
+    state().modules.loaded.insert(handle, Module { context: context.handle, text: text.to_owned() });
     module.put(handle)
+}
+
+/// `cuLinkCreate`. Compiling touches no context, and waits for nothing.
+pub fn create_linker(linker: Out<Handle>) -> Outcome {
+    linker.required()?;
+    let handle = driver::new_handle();
+    state().modules.linkers.insert(handle, CString::default());
+    linker.put(handle)
+}
+
+/// `cuLinkAddData`, for one PTX module.
+pub fn add_to_linker(linker: Handle, kind: u32, data: In<c_char>) -> Outcome {
+    const PTX: u32 = 1;
+    let text = data.text().map_err(|_| INVALID_IMAGE)?;
+    if kind != PTX {
+        return Err(NOT_SUPPORTED);
+    }
+    *state().modules.linkers.get_mut(&linker).ok_or(INVALID_HANDLE)? = CString::new(text).map_err(|_| INVALID_IMAGE)?;
+    Ok(())
+}
+
+/// `cuLinkComplete`: the image is the text itself, and lives as long as the linker.
+pub fn link(linker: Handle, image: Out<*const c_char>, bytes: Out<usize>) -> Outcome {
+    let state = state();
+    let text = state.modules.linkers.get(&linker).ok_or(INVALID_HANDLE)?;
+    image.put(text.as_ptr())?;
+    bytes.put(text.as_bytes_with_nul().len())
+}
+
+/// `cuLinkDestroy`.
+pub fn destroy_linker(linker: Handle) -> Outcome {
+    state().modules.linkers.remove(&linker).map(drop).ok_or(INVALID_HANDLE)
 }
 
 /// `cuModuleUnload`: waits for the work of the module's context, but holds nobody up.
 pub fn unload(module: Handle) -> Outcome {
-    let home = state().modules.modules.get(&module).ok_or(INVALID_HANDLE)?.context;
+    let home = state().modules.loaded.get(&module).ok_or(INVALID_HANDLE)?.context;
     let pending = state().streams.pending(home);
     Ticket::wait_all(&pending);
     let modules = &mut state().modules;
     modules.functions.retain(|_, (_, home)| *home != module);
-    modules.modules.remove(&module).map(drop).ok_or(INVALID_HANDLE)
+    modules.loaded.remove(&module).map(drop).ok_or(INVALID_HANDLE)
 }
 
 /// `cuModuleGetFunction`: an entry point that exists in the module but is not a known kernel is "not supported".
@@ -112,7 +146,7 @@ pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> 
     function.required()?;
     let name = name.text()?;
     let modules = &mut state().modules;
-    let home = modules.modules.get(&module).ok_or(INVALID_HANDLE)?;
+    let home = modules.loaded.get(&module).ok_or(INVALID_HANDLE)?;
     if !home.text.contains(&format!(".entry {name}(")) {
         return Err(NOT_FOUND);
     }

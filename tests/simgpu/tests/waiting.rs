@@ -129,8 +129,8 @@ const EMPTY: &CStr = c".version 7.0\n.visible .entry nothing() { ret; }\n";
 
 /// Makes a call on another thread while a stream waits for a value, and submits work to another stream meanwhile. Whether the call waits
 /// for the work, and whether it holds up the submission.
-fn meanwhile(gpu: Gpu, call: impl FnOnce(Gpu) + Send) -> (bool, bool) {
-    let (gate, context) = (Gate::new(&gpu), current(gpu));
+fn meanwhile(gpu: &Gpu, call: impl FnOnce(&Gpu) + Send) -> (bool, bool) {
+    let (gate, context) = (Gate::new(gpu), current(gpu));
     let (busy, other, mut event) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), 0);
     ok!(gpu.cuEventCreate(&raw mut event, 2));
     ok!(gpu.cuStreamWaitValue32_v2(busy, gate.0, 1, 0));
@@ -157,7 +157,7 @@ fn meanwhile(gpu: Gpu, call: impl FnOnce(Gpu) + Send) -> (bool, bool) {
     answer
 }
 
-fn current(gpu: Gpu) -> u64 {
+fn current(gpu: &Gpu) -> u64 {
     let mut context = 0;
     ok!(gpu.cuCtxGetCurrent(&raw mut context));
     context
@@ -174,15 +174,15 @@ fn which_calls_wait_and_whom_they_hold_up() {
         let (memory, mut host, mut module) = (gpu.alloc(4096), 0, 0);
         ok!(gpu.cuMemHostAlloc(&raw mut host, 4096, 0));
         ok!(gpu.cuModuleLoadData(&raw mut module, EMPTY.as_ptr()));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemFree_v2(memory))), (true, true));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemHostUnregister(page))), (true, true));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemFreeHost(host))), (true, true));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuModuleLoadData(&mut 0, EMPTY.as_ptr()))), (true, true));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuModuleUnload(module))), (true, false));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuCtxSynchronize())), (true, false));
-        assert_eq!(meanwhile(gpu, |gpu| _ = gpu.alloc(4096)), (false, false));
-        assert_eq!(meanwhile(gpu, |gpu| ok!(gpu.cuMemHostRegister_v2(page, 4096, 0))), (false, false));
-        assert_eq!(meanwhile(gpu, |gpu| _ = gpu.map_new(MIB2)), (false, false));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuMemFree_v2(memory))), (true, true));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuMemHostUnregister(page))), (true, true));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuMemFreeHost(host))), (true, true));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuModuleLoadData(&mut 0, EMPTY.as_ptr()))), (true, true));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuModuleUnload(module))), (true, false));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuCtxSynchronize())), (true, false));
+        assert_eq!(meanwhile(&gpu, |gpu| _ = gpu.alloc(4096)), (false, false));
+        assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuMemHostRegister_v2(page, 4096, 0))), (false, false));
+        assert_eq!(meanwhile(&gpu, |gpu| _ = gpu.map_new(MIB2)), (false, false));
     });
 }
 
@@ -191,7 +191,7 @@ fn which_calls_wait_and_whom_they_hold_up() {
 fn a_call_that_waits_holds_up_its_own_context_alone() {
     isolated("a_call_that_waits_holds_up_its_own_context_alone", &[], || {
         let (gpu, mut other) = (Gpu::start(), 0);
-        let (gate, stream, memory, mine) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING), gpu.alloc(4096), current(gpu));
+        let (gate, stream, memory, mine) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING), gpu.alloc(4096), current(&gpu));
         ok!(gpu.cuStreamWaitValue32_v2(stream, gate.0, 1, 0));
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -212,7 +212,7 @@ fn a_call_that_waits_holds_up_its_own_context_alone() {
 fn an_event_of_a_context_happens_when_all_work_so_far_is_done() {
     isolated("an_event_of_a_context_happens_when_all_work_so_far_is_done", &[], || {
         let gpu = Gpu::start();
-        let (context, mut event) = (current(gpu), 0);
+        let (context, mut event) = (current(&gpu), 0);
         ok!(gpu.cuEventCreate(&raw mut event, 2));
         ok!(gpu.cuCtxRecordEvent(context, event));
         ok!(gpu.cuEventQuery(event));

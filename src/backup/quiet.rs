@@ -1,0 +1,139 @@
+//! Quiet moments: no work is in flight in any context, and none can begin.
+//!
+//! Unregistering and freeing host memory and loading code wait for a context's work, and hold up every launch of the program meanwhile. If
+//! the work needs such a launch to end, neither ever ends. So the library does these things only at quiet moments: while a pause has the
+//! program held and drained, or when every context is idle and the gate is closed for an instant, which only the core can see to.
+
+use once_cell::sync::OnceCell;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+use vramctl_host::{PerProcess, Unpoison, exit, worker};
+
+/// Runs the work if this is a quiet moment, and makes it last meanwhile. `false` if it is none.
+pub type Finder = fn(work: &mut dyn FnMut()) -> bool;
+
+/// Finds moments on demand.
+static FINDER: PerProcess<OnceCell<Finder>> = PerProcess::new(OnceCell::new);
+/// The phase that a pause grants.
+static GRANT: PerProcess<QuietPhase> = PerProcess::new(QuietPhase::default);
+
+/// Sets what finds quiet moments. Without it, all are.
+pub fn set_finder(finder: Finder) {
+    // Once it is set, it stays.
+    let _ = FINDER.get().set(finder);
+}
+
+#[derive(Default)]
+struct QuietPhase {
+    state: Mutex<Guests>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Guests {
+    is_granted: bool,
+    /// How much work is being done in the granted moment.
+    inside: usize,
+}
+
+impl QuietPhase {
+    fn lock(&self) -> MutexGuard<'_, Guests> {
+        self.state.lock().unpoisoned()
+    }
+}
+
+/// A quiet moment for others, until dropped. Dropping it waits for what they have begun.
+pub struct Granted(());
+
+/// Grants a quiet moment: until the value is dropped, no work is in flight and none begins.
+pub fn grant() -> Granted {
+    GRANT.get().lock().is_granted = true;
+    GRANT.get().changed.notify_all();
+    Granted(())
+}
+
+impl Drop for Granted {
+    fn drop(&mut self) {
+        let grant = GRANT.get();
+        let mut state = grant.lock();
+        state.is_granted = false;
+        drop(grant.changed.wait_while(state, |state| state.inside > 0).unpoisoned());
+    }
+}
+
+/// Work in the granted moment, until dropped.
+struct Guest(&'static QuietPhase);
+
+impl Guest {
+    fn enter() -> Option<Self> {
+        let grant = GRANT.existing()?;
+        let mut state = grant.lock();
+        if !state.is_granted {
+            return None;
+        }
+        state.inside += 1;
+        Some(Self(grant))
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.0.lock().inside -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+/// Does the work if now is a quiet moment, or can be made one without delaying the program noticeably. `None` if not.
+pub fn now<R>(work: impl FnOnce() -> R) -> Option<R> {
+    if let Some(_inside) = Guest::enter() {
+        return Some(work());
+    }
+    let Some(find) = FINDER.existing().and_then(OnceCell::get) else { return Some(work()) };
+    let (mut work, mut done) = (Some(work), None);
+    find(&mut || done = work.take().map(|work| work()));
+    done
+}
+
+/// How long to wait for the next try, after each that found no quiet moment.
+pub struct Patience(Duration);
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self(Duration::from_millis(10))
+    }
+}
+
+impl Patience {
+    /// The next time to wait. A look at an idle context takes microseconds, so a program that is never idle is looked at twice a second.
+    fn take(&mut self) -> Duration {
+        const LONGEST: Duration = Duration::from_millis(500);
+        let now = self.0;
+        self.0 = LONGEST.min(now * 2);
+        now
+    }
+}
+
+/// Waits for the next try, or until a pause grants a moment.
+pub fn wait_for_next(patience: &mut Patience) {
+    let grant = GRANT.get();
+    let is_nothing_granted = |state: &mut Guests| !state.is_granted;
+    drop(grant.changed.wait_timeout_while(grant.lock(), patience.take(), is_nothing_granted).unpoisoned());
+}
+
+/// Does the work at the next quiet moment, on a thread of the library's if now is none. Without a thread, it is not done.
+pub fn soon(work: impl FnOnce() + Send + 'static) {
+    let mut work = Some(work);
+    let mut try_now = move || now(|| work.take().map(|work| work())).is_some();
+    if try_now() {
+        return;
+    }
+    let later = move || {
+        let mut patience = Patience::default();
+        while !exit::is_ending() && !try_now() {
+            wait_for_next(&mut patience);
+        }
+    };
+    if let Err(error) = worker::spawn("vramctl-quiet", later) {
+        log::debug!("could not start a thread: {error}");
+    }
+}

@@ -1,0 +1,143 @@
+//! The program's streams, and the captures on them.
+//!
+//! Waiting for a context must not touch a stream that is being captured: that would invalidate the capture, whatever the thread's mode
+//! (driver 580). The driver tells nobody which streams and captures there are, so the library hears of them when they begin and end. None of
+//! these calls is frequent. Streams and captures of a library that hides its calls from ours remain unknown.
+
+use super::{Context, Current, Driver, Event, RelaxedCapture, StreamHandle};
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::{RwLock, RwLockReadGuard};
+use vramctl_host::{PerProcess, Unpoison, exit, stack};
+use vramctl_model::{Failure, StatusCode, code};
+
+/// A stream's handle; for the default streams of threads, which share one, also the thread.
+type StreamName = (usize, u32);
+
+/// What is known.
+#[derive(Debug, Default)]
+pub struct Streams {
+    /// Those that the program has created, with the contexts whose memory they use.
+    created: BTreeMap<StreamName, (StreamHandle, Context)>,
+    /// Captures in progress, by the streams that they began on.
+    captures: BTreeMap<StreamName, Capture>,
+}
+
+#[derive(Debug)]
+struct Capture {
+    context: Context,
+    /// The end of the work that the stream had before. The stream itself can no longer be asked.
+    before: Option<Event>,
+}
+
+/// Held for reading while somebody asks about streams, and for writing while one ends or a capture begins: the driver crashes if it is asked
+/// about a destroyed stream. None of the calls made meanwhile waits for work.
+static STREAMS: PerProcess<RwLock<Streams>> = PerProcess::new(RwLock::default);
+
+/// What is known, until the guard is dropped: no known stream ends meanwhile, and no capture begins.
+pub fn known() -> RwLockReadGuard<'static, Streams> {
+    STREAMS.get().read().unpoisoned()
+}
+
+impl Streams {
+    /// Whether a stream of the context is being captured.
+    pub fn has_capture(&self, context: Context) -> bool {
+        self.captures.values().any(|capture| capture.context == context)
+    }
+
+    /// Whether no work is to be seen in a context some of whose streams are being captured. `false` says that there is some; `true` does
+    /// not say that there is none: the default streams of threads cannot be asked, nor the legacy stream while a blocking stream is being
+    /// captured. The context must be current.
+    pub fn look_idle(&self, context: Context) -> Result<bool, Failure> {
+        for before in self.captures.values().filter(|capture| capture.context == context).filter_map(|capture| capture.before.as_ref()) {
+            if !before.has_happened()? {
+                return Ok(false);
+            }
+        }
+        let created = self.created.values().filter(|(_, of)| *of == context).map(|(stream, _)| *stream);
+        for stream in created.chain([StreamHandle::LEGACY]).filter(|stream| !stream.is_capturing()) {
+            // SAFETY: a stream of the program's that has not been destroyed, as this guard's owner ensures, or the legacy one.
+            match unsafe { Driver::get()?.cuStreamQuery(stream.raw()) } {
+                Err(Failure { code: code::NOT_READY, .. }) => return Ok(false),
+                answer => answer?,
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn name_of(stream: StreamHandle) -> StreamName {
+    (stream.raw() as usize, if stream.is_default() { stack::thread_id() } else { 0 })
+}
+
+/// The context that memory used by a stream belongs to.
+fn owner_of(stream: StreamHandle) -> Option<Context> {
+    Some(Current::push_of_stream(stream).ok()?.owner())
+}
+
+/// Notes a stream that the program has created.
+pub fn created(stream: StreamHandle) {
+    if let Some(context) = owner_of(stream) {
+        STREAMS.get().write().unpoisoned().created.insert(name_of(stream), (stream, context));
+    }
+}
+
+/// Forgets a stream that the program is about to destroy, and its capture.
+pub fn ends(stream: StreamHandle) {
+    if let Some(streams) = STREAMS.existing() {
+        let mut streams = streams.write().unpoisoned();
+        let gone = (streams.created.remove(&name_of(stream)), streams.captures.remove(&name_of(stream)));
+        drop(streams);
+        // Dropping the event calls the driver.
+        drop(gone);
+    }
+}
+
+/// Forgets the streams of a destroyed context.
+pub fn forget_context(context: Context) {
+    if let Some(streams) = STREAMS.existing() {
+        let mut streams = streams.write().unpoisoned();
+        streams.created.retain(|_, (_, of)| *of != context);
+        let captures = mem::take(&mut streams.captures);
+        let (ended, others): (BTreeMap<_, _>, _) = captures.into_iter().partition(|(_, capture)| capture.context == context);
+        streams.captures = others;
+        drop(streams);
+        drop(ended);
+    }
+}
+
+/// Runs a call of the program's that begins a capture, while nobody [asks](known).
+pub fn begin_capture(stream: StreamHandle, begin: impl FnOnce() -> StatusCode) -> StatusCode {
+    // No capture can begin on the legacy stream, and asking about it could invalidate another.
+    let may_begin = !stream.is_legacy() && !exit::is_ending() && !stream.is_capturing();
+    let Some(current) = may_begin.then(|| Current::push_of_stream(stream).ok()).flatten() else { return begin() };
+    let before = if is_busy(stream) { Event::after(&current, stream).ok() } else { None };
+    let context = current.owner();
+    drop(current);
+    let mut streams = STREAMS.get().write().unpoisoned();
+    let answer = begin();
+    let unused = if answer == code::SUCCESS { streams.captures.insert(name_of(stream), Capture { context, before }) } else { None };
+    drop(streams);
+    drop(unused);
+    answer
+}
+
+/// Whether a stream that is not being captured has work.
+fn is_busy(stream: StreamHandle) -> bool {
+    let _relaxed = RelaxedCapture::enter();
+    // SAFETY: a stream that the program is about to use.
+    Driver::get().and_then(|driver| unsafe { driver.cuStreamQuery(stream.raw()) }).is_err()
+}
+
+/// Runs a call of the program's that may end a capture. It goes on if the call is on the wrong thread.
+pub fn end_capture(stream: StreamHandle, end: impl FnOnce() -> StatusCode) -> StatusCode {
+    let answer = end();
+    if !exit::is_ending()
+        && !stream.is_capturing()
+        && let Some(streams) = STREAMS.existing()
+    {
+        let ended = streams.write().unpoisoned().captures.remove(&name_of(stream));
+        drop(ended);
+    }
+    answer
+}
