@@ -242,6 +242,10 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
             _ => (),
         }
     }
+    // While a driver goes on refusing to say whether it is idle, host memory stays pinned.
+    if faults.iter().any(|fault| fault.times > 1) {
+        gpu.clear_faults();
+    }
     vramctl_backup::settle();
     if let Some(counts) = counts {
         counts.extend(CALLS.iter().map(|call| (*call, gpu.calls(call))).filter(|(_, count)| *count > 0));

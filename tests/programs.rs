@@ -451,7 +451,8 @@ print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
         assert_eq!((&plan["reply"], &plan["prefix_cache"]), (&"plan".into(), &Value::Null), "what is kept is not lost: {plan}");
         let tags = plan["tags"].as_array().unwrap();
         assert!(tags.iter().all(|tag| tag["backup"]["host"] == 8 * MIB && tag["bytes"] == 8 * MIB), "{plan}");
-        assert_eq!(plan["host"]["needed_bytes"], 8 * MIB * tags.len() as u64);
+        // Host memory comes in whole pieces, smaller ones in debug builds.
+        assert_eq!(plan["host"]["needed_bytes"], (8 * MIB * tags.len() as u64).next_multiple_of(vramctl_backup::HOST_PIECE as u64));
         assert!(plan["host"]["available_bytes"].as_u64().unwrap() > 0);
         assert_eq!(machine.used(), used, "a plan changes nothing");
 
@@ -757,6 +758,11 @@ fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
     program.ends_well();
 }
 
+/// What a program has logged, without the lines that say who holds it and until when.
+fn besides_holds(log: &str) -> String {
+    log.lines().filter(|line| !line.contains("warn: held by process") && !line.contains("warn: no longer held")).collect()
+}
+
 /// Retries until it succeeds.
 fn succeeds(ask: impl Fn() -> Output) {
     common::eventually("it succeeds", || ask().status.success());
@@ -799,7 +805,7 @@ fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
         let mut said = String::new();
         program.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         program.ends_well();
-        assert_eq!(said, "", "{mode}, {request}");
+        assert_eq!(besides_holds(&said), "", "{mode}, {request}");
         let told = client.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&told.stdout).into_owned() + &String::from_utf8_lossy(&told.stderr);
         // It may have had nothing left to do but this one copy.
@@ -1216,7 +1222,7 @@ fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
     program.ends_well();
     let mut text = String::new();
     errors.read_to_string(&mut text).unwrap();
-    assert_eq!(text, "");
+    assert_eq!(besides_holds(&text), "");
 }
 
 /// With more dependencies the library could not be preloaded everywhere; with more exports it would intercept unrelated

@@ -103,7 +103,7 @@ fn memory_is_managed_without_what_the_driver_refuses() {
 fn a_free_succeeds_whatever_the_driver_refuses_to_take_back() {
     let of_memory = ["cuMemUnmap:1:999:*", "cuMemRelease:1:999:*", "cuMemAddressFree:1:999:*"];
     // Of the wait for the device's work, and of the note of where its stream is.
-    let of_waits = ["cuMemFree_v2:2:999:1", "cuEventCreate:1:999:*", "cuEventRecord:1:999:*"];
+    let of_waits = ["cuCtxRecordEvent:1:999:*", "cuEventCreate:1:999:*", "cuEventRecord:1:999:*"];
     for fault in of_memory.into_iter().chain(of_waits) {
         let seen = run(&[("SIMGPU_FAIL", fault)]);
         seen.expect_what_plain_cuda_gives(fault);

@@ -484,9 +484,9 @@ impl Arena {
     /// Releases expired pieces. If there is no quiet moment soon, the rest is left to the release thread.
     fn release_soon(&self) {
         const SOON: Duration = Duration::from_millis(200);
-        let (begun, mut patience) = (Instant::now(), quiet::Patience::default());
+        let (begun, mut backoff) = (Instant::now(), quiet::Backoff::default());
         while self.release_due() == Released::NotNow && begun.elapsed() < SOON {
-            quiet::wait_for_next(&mut patience);
+            quiet::wait_for_next(&mut backoff);
         }
     }
 
@@ -496,17 +496,17 @@ impl Arena {
         /// How often to check for memory pressure, while there is memory to release.
         const LOOK: Duration = Duration::from_millis(500);
         let mut sign = Some(Sign::put_up(Says::Keeps));
-        let mut patience = quiet::Patience::default();
+        let mut backoff = quiet::Backoff::default();
         loop {
             if limits::is_short() || others::any(Says::Needs) {
                 self.lock().expire();
             }
             let went = self.release_due();
             if went == Released::NotNow {
-                quiet::wait_for_next(&mut patience);
+                quiet::wait_for_next(&mut backoff);
                 continue;
             }
-            patience = quiet::Patience::default();
+            backoff = quiet::Backoff::default();
             let mut state = self.lock();
             let Some(due) = state.next_due().filter(|_| went == Released::All) else {
                 // First, so that this process does not take its own sign for another's.

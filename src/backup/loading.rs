@@ -110,12 +110,12 @@ struct Unsettled<K: Send + 'static> {
 impl<K: Send> Unsettled<K> {
     /// Loads the kernel at the next quiet moment, unless the context is forgotten or the program ends before.
     fn load_when_quiet(&self, image: &Image, load: Load<K>) -> Result<(), Failure> {
-        let mut patience = quiet::Patience::default();
+        let mut backoff = quiet::Backoff::default();
         while self.settle(Availability::Waiting) && !exit::is_ending() {
             if let Some(loaded) = quiet::now(|| self.load(image, load)) {
                 return loaded;
             }
-            quiet::wait_for_next(&mut patience);
+            quiet::wait_for_next(&mut backoff);
         }
         Ok(())
     }

@@ -95,15 +95,15 @@ pub fn now<R>(work: impl FnOnce() -> R) -> Option<R> {
 }
 
 /// How long to wait for the next try, after each that found no quiet moment.
-pub struct Patience(Duration);
+pub struct Backoff(Duration);
 
-impl Default for Patience {
+impl Default for Backoff {
     fn default() -> Self {
         Self(Duration::from_millis(10))
     }
 }
 
-impl Patience {
+impl Backoff {
     /// The next time to wait. A look at an idle context takes microseconds, so a program that is never idle is looked at twice a second.
     fn take(&mut self) -> Duration {
         const LONGEST: Duration = Duration::from_millis(500);
@@ -114,10 +114,10 @@ impl Patience {
 }
 
 /// Waits for the next try, or until a pause grants a moment.
-pub fn wait_for_next(patience: &mut Patience) {
+pub fn wait_for_next(backoff: &mut Backoff) {
     let grant = GRANT.get();
     let is_nothing_granted = |state: &mut Guests| !state.is_granted;
-    drop(grant.changed.wait_timeout_while(grant.lock(), patience.take(), is_nothing_granted).unpoisoned());
+    drop(grant.changed.wait_timeout_while(grant.lock(), backoff.take(), is_nothing_granted).unpoisoned());
 }
 
 /// Does the work at the next quiet moment, on a thread of the library's if now is none. Without a thread, it is not done.
@@ -128,9 +128,9 @@ pub fn soon(work: impl FnOnce() + Send + 'static) {
         return;
     }
     let later = move || {
-        let mut patience = Patience::default();
+        let mut backoff = Backoff::default();
         while !exit::is_ending() && !try_now() {
-            wait_for_next(&mut patience);
+            wait_for_next(&mut backoff);
         }
     };
     if let Err(error) = worker::spawn("vramctl-quiet", later) {

@@ -63,15 +63,19 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
     let found = Found::look(&Target::All)?;
     let mut members = checkpoint::join(&found, &target)?;
-    check_whole(members.iter().map(|member| &member.process), !matches!(target, Target::Pid(_)), args.ranks)?;
+    if !matches!(target, Target::Pid(_)) || args.ranks.is_some() {
+        check_whole(members.iter().map(|member| &member.process), true, args.ranks)?;
+    }
     let cards = cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
     let from = places(&members, &cards)?;
     let to = args.to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
     let swapped = args.swap.map(Target::parse);
     if let Some(other) = &swapped {
         let others = checkpoint::join(&found, other)?;
-        check_whole(others.iter().map(|other| &other.process), !matches!(other, Target::Pid(_)), None)
-            .map_err(|failure| failure.adding(" to a pause or resume of the other job first"))?;
+        if !matches!(other, Target::Pid(_)) {
+            check_whole(others.iter().map(|other| &other.process), true, None)
+                .map_err(|failure| failure.adding(" to a pause or resume of the other job first"))?;
+        }
         if others.iter().any(|other| members.iter().any(|member| member.process.pid == other.process.pid)) {
             return Err(usage("a job cannot change places with itself"));
         }

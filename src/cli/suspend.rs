@@ -86,7 +86,9 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
     let found = Found::look(&target)?;
     let mut members = checkpoint::join(&found, &target)?;
-    check_whole(members.iter().map(|member| &member.process), !matches!(target, Target::Pid(_)), args.ranks)?;
+    if !matches!(target, Target::Pid(_)) || args.ranks.is_some() {
+        check_whole(members.iter().map(|member| &member.process), true, args.ranks)?;
+    }
     let request = Transition {
         backup: args.backup.policy(),
         registered: args.registered,

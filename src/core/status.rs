@@ -48,9 +48,15 @@ pub fn ask(within: Duration) -> Result<Status, Error> {
     let deadline = (asked_since + within).max(now + A_MOMENT);
     while round.done < wanted {
         if round.begun == round.done {
-            worker::spawn("vramctl-status", || rounds.ask_driver()).map_err(|error| Error::NoThread(error.to_string()))?;
             round.begun += 1;
             round.since = Some(Instant::now());
+            if worker::spawn("vramctl-status", || rounds.ask_driver()).is_err() {
+                // At a limit of threads or memory, this thread asks.
+                drop(round);
+                rounds.ask_driver();
+                round = rounds.state.lock().unpoisoned();
+                continue;
+            }
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

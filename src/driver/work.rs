@@ -1,8 +1,8 @@
 //! Waiting for the work of a context without being in the program's way.
 //!
 //! Of the driver's calls that wait for all work of a context, `cuMemFree`, `cuMemHostUnregister`, `cuMemFreeHost` and `cuModuleLoadData` hold
-//! the context's lock meanwhile: launches and event records of all other threads wait until they return (driver 580). They cannot be
-//! cancelled either. If the work needs such a launch to end, as between the stages of a pipeline, it never ends. So none of them is called
+//! the context's lock meanwhile: launches of all other threads wait until they return (H100, driver 580; event records pass). They cannot
+//! be cancelled either. If the work needs such a launch to end, as between the stages of a pipeline, it never ends. So none of them is called
 //! while work may be in flight.
 //!
 //! An event of the whole context (`cuCtxRecordEvent`, CUDA 12.5) tells when all work that the context had at a moment is over, and holds
@@ -35,9 +35,13 @@ fn until_over<G>(context: Context, alive: &impl Fn() -> G, is_wanted: impl Fn() 
             let guard = alive();
             let current = Current::push(context)?;
             // A capture may have ended meanwhile.
-            let now = work.take().filter(|work| !matches!(work, Awaited::OfStreams)).map_or_else(|| Awaited::of(&current), Ok)?;
-            if now.is_over(&current)? {
-                return Ok(true);
+            let mut now = work.take().filter(|work| !matches!(work, Awaited::OfStreams)).map_or_else(|| Awaited::of(&current), Ok)?;
+            match now.is_over(&current) {
+                Ok(true) => return Ok(true),
+                Ok(false) => (),
+                // The driver marks the work, but does not tell of the mark.
+                Err(failure) if failure.is_refusal() && matches!(now, Awaited::Until(_)) => now = Awaited::Unmarked,
+                Err(failure) => return Err(failure),
             }
             if matches!(now, Awaited::Unmarked) {
                 drop(guard);
@@ -99,9 +103,10 @@ impl Awaited {
         }
         match Event::after_all(current) {
             Ok(event) => Ok(Self::Until(event)),
-            Err(Failure { code: code::NOT_FOUND | code::NOT_SUPPORTED, .. }) => Ok(Self::Unmarked),
             // A capture that was not seen to begin.
             Err(failure) if failure.is_capture() => Ok(Self::OfStreams),
+            // It has no such events, or refuses one.
+            Err(failure) if failure.is_refusal() => Ok(Self::Unmarked),
             Err(failure) => Err(failure),
         }
     }

@@ -148,7 +148,8 @@ impl Machine {
 
     pub fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
         let mut command = self.command(super::command_line());
-        command.args(["run", "--name", name, "--", "python3", "-c", PROGRAM]);
+        // Programs of one name belong together.
+        command.env("VRAMCTL_JOB", format!("run-of-{name}")).args(["run", "--name", name, "--", "python3", "-c", PROGRAM]);
         change(&mut command);
         Program::spawn(&mut command)
     }

@@ -7,7 +7,7 @@ extern int cuDevicePrimaryCtxRetain(void **context, int device);
 extern int cuCtxSetCurrent(void *context);
 extern int cuMemAlloc_v2(uint64_t *address, size_t bytes);
 extern int cuMemFree_v2(uint64_t address);
-extern int cuMemGetInfo_v2(size_t *available, size_t *total);
+extern int cuDeviceGetCount(int *count);
 extern int cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags, int *status);
 extern int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *status);
 
@@ -16,10 +16,10 @@ int main(void)
 	void *context = NULL, *function = NULL, *release = NULL;
 	if (cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context))
 		return 1;
-	printf("linked %s %s\n", owner((void *)cuMemAlloc_v2), owner((void *)cuMemGetInfo_v2));
+	printf("linked %s %s\n", owner((void *)cuMemAlloc_v2), owner((void *)cuDeviceGetCount));
 	printf("use %d\n", use((void *)cuMemAlloc_v2, (void *)cuMemFree_v2));
 	printf("runtime %s %s\n", owner((void *)cudaGetDriverEntryPoint), owner((void *)cudaGetDriverEntryPointByVersion));
-	static const char *const names[] = {"cuMemAlloc", "cuMemAllocAsync", "cuMemGetInfo", "cuGetProcAddress", "cuNoSuchThing"};
+	static const char *const names[] = {"cuMemAlloc", "cuMemAllocAsync", "cuDeviceGetCount", "cuGetProcAddress", "cuNoSuchThing"};
 	for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
 		for (unsigned flags = 0; flags < 3; flags += 2) {
 			int status = -1, later = -1;
