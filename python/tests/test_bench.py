@@ -35,7 +35,8 @@ class SmokeTest(unittest.TestCase):
         for row, name, _, _ in report.ROWS:
             self.assertGreater(min(data["samples"]["24x1g"]["vramctl"][row]), 0, row)
             self.assertIn(f"| {name} | ", table)
-        self.assertEqual(data["idle"]["switches"], 0, "a thread of the library woke up")
+        # In two seconds, only the control thread wakes, to see once a second whether its socket is still there.
+        self.assertLessEqual(data["idle"]["switches"], 6, "a thread of the library woke up")
         for row in ("released_first", "released", "retained_first", "retained"):
             self.assertGreater(min(data["swap"][row]), 0, row)
 
