@@ -1,7 +1,7 @@
 //! Waiting for the work of a context without being in the program's way.
 //!
 //! Of the driver's calls that wait for all work of a context, `cuMemFree`, `cuMemHostUnregister`, `cuMemFreeHost` and `cuModuleLoadData` hold
-//! the context's lock meanwhile: launches of all other threads wait until they return (H100, driver 580; event records pass). They cannot
+//! the context's lock meanwhile: launches of all other threads wait until they return (H100, driver 580). They cannot
 //! be cancelled either. If the work needs such a launch to end, as between the stages of a pipeline, it never ends. So none of them is called
 //! while work may be in flight.
 //!
