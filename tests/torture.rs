@@ -17,7 +17,9 @@ mod common;
 
 use common::machine::{Machine, Ran, Rank, pass_on};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Child, Stdio};
@@ -547,4 +549,119 @@ fn schedules(mut random: Random) {
     machine.vramctl("resume --name engine").expect(0, "", "");
     assert_eq!(machine.settled(&ranks.each_ref()), "active");
     ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// What comes to a job from outside.
+#[derive(Debug, Clone, Copy)]
+enum Event {
+    Pause,
+    PausePart,
+    Suspend,
+    Move,
+    Resume,
+}
+
+impl Event {
+    fn of(random: &mut Random) -> Self {
+        [Self::Pause, Self::Pause, Self::PausePart, Self::Suspend, Self::Move, Self::Resume][random.below(6) as usize]
+    }
+
+    fn command(self, random: &mut Random) -> String {
+        let limit = 0.2 + random.below(3000) as f64 / 1e3;
+        match self {
+            Self::Pause => format!("pause --name busy --hold-timeout {limit}"),
+            Self::PausePart => format!("pause --name busy --hold-timeout {limit} even"),
+            Self::Suspend => format!("suspend busy --hold-timeout {limit}"),
+            Self::Move => format!("move busy --to {} --hold-timeout {limit}", random.below(2)),
+            Self::Resume => "resume --name busy".into(),
+        }
+    }
+}
+
+/// What disturbs a command and its job meanwhile.
+fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String {
+    let rank = random.below(ranks.len() as u64) as usize;
+    match random.below(6) {
+        0 => {
+            ranks[rank].signal(libc::SIGSTOP);
+            random.sleep(300);
+            ranks[rank].signal(libc::SIGCONT);
+            format!("rank {rank} was stopped for a while")
+        }
+        1 => {
+            let _ = fs::remove_file(machine.socket_of(&ranks[rank]));
+            format!("rank {rank}'s socket was deleted")
+        }
+        2 => {
+            // More than a process has seats for. Some never end their line, others do not read the answer.
+            let own = machine.socket_of(&ranks[rank]);
+            let guests: Vec<_> = (0..24).filter_map(|_| UnixStream::connect(&own).ok()).collect();
+            for (number, mut guest) in guests.iter().enumerate() {
+                let said: &[u8] = [&b"{\"version\":1,\"request\":\"status\"}\n"[..], b"{\"version\":1,\"req", b"\xff\0]\n"][number % 3];
+                let _ = guest.write_all(said);
+            }
+            random.sleep(50);
+            format!("{} guests came to rank {rank}", guests.len())
+        }
+        3 => {
+            let others = ["ps", "status", "metrics", "status --ledger"].map(|command| start(machine, command));
+            others.into_iter().for_each(|other| _ = end_of(other));
+            "others looked".into()
+        }
+        4 => fail_some(ranks, &OF_PAUSE, random),
+        _ => "nothing".into(),
+    }
+}
+
+/// Everything at once: programs that do everything, in one job, paused, suspended, moved and resumed at any moment, while commands are
+/// killed, ranks stop, drivers fail, sockets are deleted and guests misbehave. Whatever happens, a resume brings the whole job back.
+#[test]
+fn a_job_that_does_everything_survives_everything() {
+    let mut random = Random::new(20);
+    let machine = Machine { devices: 2, ..Machine::new() };
+    let start_rank = |seed: u64| {
+        let both: &[&str] = if seed.is_multiple_of(2) { &["both"] } else { &[] };
+        machine.start("busy", "torture", |command| _ = command.args(["threads", &seed.to_string(), "3"]).args(both))
+    };
+    let mut ranks: [Rank; 2] = std::array::from_fn(|_| start_rank(random.below(1 << 40)));
+    let watchdog = Watchdog::of(&ranks);
+    let (mut done, mut killed) = (BTreeMap::<String, u64>::new(), 0);
+    for round in 0..rounds(16) {
+        let event = Event::of(&mut random);
+        let line = event.command(&mut random);
+        let mut command = start(&machine, &line);
+        let is_killed = random.one_in(4);
+        random.sleep(60);
+        let disturbance = disturb(&machine, &mut ranks, &mut random);
+        if is_killed {
+            random.sleep(200);
+            let _ = command.kill();
+        }
+        let ran = end_of(command);
+        killed += u64::from(is_killed);
+        let case = format!("round {round}, {line}, {disturbance}: {:?} {}{}", ran.code, ran.out, ran.err);
+        clear_faults(&mut ranks);
+        let state = if matches!(event, Event::PausePart) { String::new() } else { machine.settled(&ranks.each_ref()) };
+        if ran.code == Some(0) {
+            *done.entry(format!("{event:?}")).or_default() += 1;
+            let is_right = match event {
+                Event::Pause | Event::Suspend => state == "paused, held",
+                Event::PausePart => true,
+                Event::Move | Event::Resume => state == "active",
+            };
+            assert!(is_right, "{case}: {state}");
+        }
+        println!("{case} -> {state}");
+        let back = run(&machine, "resume --name busy --timeout 20");
+        assert_eq!(back.code, Some(0), "{case}: {}{}", back.out, back.err);
+        assert_eq!(machine.settled(&ranks.each_ref()), "active", "{case}");
+        all_get_on(&mut ranks);
+    }
+    println!("done: {done:?}; {killed} commands were killed");
+    for rank in &mut ranks {
+        assert_eq!(rank.ask("stop"), "ok");
+        assert_eq!(rank.ask("quit"), "");
+        assert!(rank.child.wait().unwrap().success());
+    }
+    drop(watchdog);
 }

@@ -27,6 +27,7 @@ typedef int cudaStreamCaptureMode;
 enum { cudaStreamCaptureModeThreadLocal = 1 };
 
 typedef struct CUstream_st *cudaStream_t;
+#define cudaStreamPerThread ((cudaStream_t)2)
 typedef struct CUgraph_st *cudaGraph_t;
 typedef struct CUgraphExec_st *cudaGraphExec_t;
 typedef struct CUgraphNode_st *cudaGraphNode_t;

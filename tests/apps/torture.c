@@ -1,8 +1,10 @@
 /*
  * Programs that are never idle, to pause at any moment:
  *
- *   torture threads SEED THREADS    threads that at random launch, capture, replay, allocate, free,
- *                                   fork, load modules and queue host functions
+ *   torture threads SEED THREADS [both]
+ *                                   threads that at random launch, capture, replay, allocate, free,
+ *                                   fork, load modules and queue host functions. With `both`, they also
+ *                                   copy while a second device is current
  *   torture rank ID RANK RANKS [ROUNDS]
  *                                   a process in collectives with others. The numbers that they
  *                                   add up depend on all earlier rounds
@@ -114,7 +116,7 @@ struct worker {
 	int number;
 	uint64_t random;
 	atomic_ulong rounds;
-	cudaStream_t stream;
+	cudaStream_t stream, of_second_device;
 	struct block blocks[BLOCKS];
 	/* The first two are never freed: the graph writes one and copies it to the other. */
 	cudaGraphExec_t graph;
@@ -127,6 +129,7 @@ struct worker {
 
 static struct worker workers[MOST_THREADS];
 static int threads;
+static bool uses_both_devices;
 
 static unsigned below(struct worker *w, unsigned limit)
 {
@@ -263,6 +266,54 @@ static void use_stream_order(struct worker *w)
 	TRY(cu.free_async(at, w->stream));
 }
 
+/* Allocates, writes and frees over and over, and nobody waits for it: neither in a stream of its own nor in the thread's default one. */
+static void run_ahead_in_stream_order(struct worker *w)
+{
+	cudaStream_t stream = below(w, 2) == 0 ? w->stream : cudaStreamPerThread;
+	struct block block = {.value = 0};
+	CUdeviceptr at;
+	settle(w);
+	for (unsigned i = 2 + below(w, 10); i > 0; i--) {
+		block.value = (int)below(w, 256);
+		TRY(cu.alloc_async(&at, ROOM << below(w, 4), stream));
+		memcpy(&block.at, &at, sizeof at);
+		TRY(cudaMemsetAsync(block.at, block.value, BYTES, stream));
+		TRY(cudaMemcpyAsync(w->blocks[0].at, block.at, BYTES, cudaMemcpyDeviceToDevice, stream));
+		TRY(cu.free_async(at, stream));
+	}
+	w->blocks[0].value = block.value;
+	TRY(cudaStreamSynchronize(stream));
+	verify(w, &w->blocks[0]);
+}
+
+/* Plain memory can be copied whatever device is current, without access between the devices. */
+static void use_second_device(struct worker *w)
+{
+	struct block *block = &w->blocks[below(w, 2)];
+	CUdeviceptr at;
+	settle(w);
+	memcpy(&at, &block->at, sizeof at);
+	block->value = (int)below(w, 256);
+	memset(w->found, block->value, BYTES);
+	TRY(cudaSetDevice(1));
+	if (w->of_second_device == NULL)
+		TRY(cudaStreamCreateWithFlags(&w->of_second_device, cudaStreamNonBlocking));
+	if (below(w, 2) == 0) {
+		TRY(cu.to_device(at, w->found, BYTES));
+		memset(w->found, block->value + 1, BYTES);
+		TRY(cu.to_host(w->found, at, BYTES));
+	} else {
+		TRY(cudaMemcpyAsync(block->at, w->found, BYTES, cudaMemcpyHostToDevice, w->of_second_device));
+		TRY(cudaStreamSynchronize(w->of_second_device));
+		memset(w->found, block->value + 1, BYTES);
+		TRY(cudaMemcpyAsync(w->found, block->at, BYTES, cudaMemcpyDeviceToHost, w->of_second_device));
+		TRY(cudaStreamSynchronize(w->of_second_device));
+	}
+	if (w->found[0] != block->value || memcmp(w->found, w->found + 1, BYTES - 1) != 0)
+		wrong("what the second device's stream copied", block->value);
+	TRY(cudaSetDevice(0));
+}
+
 static void turn(struct worker *w)
 {
 	struct block *block = &w->blocks[2 + below(w, BLOCKS - 2)];
@@ -291,8 +342,12 @@ static void turn(struct worker *w)
 		use_host_function(w);
 	} else if (what < 36) {
 		have_a_child(w);
-	} else {
+	} else if (what < 38) {
 		use_stream_order(w);
+	} else if (what < 39 || !uses_both_devices) {
+		run_ahead_in_stream_order(w);
+	} else {
+		use_second_device(w);
 	}
 }
 
@@ -420,8 +475,9 @@ int main(int argc, char **argv)
 	char line[128];
 	void *(*begin)(void *) = NULL;
 	look_all_up();
-	if (argc == 4 && strcmp(argv[1], "threads") == 0) {
+	if ((argc == 4 || argc == 5) && strcmp(argv[1], "threads") == 0) {
 		threads = atoi(argv[3]);
+		uses_both_devices = argc == 5 && strcmp(argv[4], "both") == 0;
 		begin = work;
 	} else if (argc >= 5 && strcmp(argv[1], "rank") == 0) {
 		rank.communicator = strtoull(argv[2], NULL, 10);
@@ -436,7 +492,7 @@ int main(int argc, char **argv)
 		begin = run_ahead;
 	}
 	if (threads < 1 || threads > MOST_THREADS) {
-		fprintf(stderr, "usage: torture threads SEED THREADS | torture rank ID RANK RANKS [ROUNDS] | torture ahead WRITES\n");
+		fprintf(stderr, "usage: torture threads SEED THREADS [both] | torture rank ID RANK RANKS [ROUNDS] | torture ahead WRITES\n");
 		return 2;
 	}
 	if (rank.ranks > 0) {

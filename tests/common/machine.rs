@@ -18,6 +18,8 @@ use vramctl_control::descriptors::{self, Passed};
 pub struct Machine {
     pub folder: tempfile::TempDir,
     pub memory: &'static str,
+    /// How many GPUs it has.
+    pub devices: u32,
 }
 
 impl Machine {
@@ -25,7 +27,7 @@ impl Machine {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
         DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
-        Self { folder, memory: "1G" }
+        Self { folder, memory: "1G", devices: 1 }
     }
 
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
@@ -35,6 +37,7 @@ impl Machine {
             .env("LD_LIBRARY_PATH", super::simulated_libraries())
             .env("SIMGPU_DIR", self.folder.path().join("gpu"))
             .env("SIMGPU_MEMORY", self.memory)
+            .env("SIMGPU_DEVICES", self.devices.to_string())
             .env("VRAMCTL_LIB", super::artifacts().join("libvramctl.so"))
             .env("VRAMCTL_DIR", self.sockets());
         command
