@@ -619,11 +619,11 @@ fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String
 fn a_job_that_does_everything_survives_everything() {
     let mut random = Random::new(20);
     let machine = Machine { devices: 2, ..Machine::new() };
-    let start_rank = |seed: u64| {
-        let both: &[&str] = if seed.is_multiple_of(2) { &["both"] } else { &[] };
-        machine.start("busy", "torture", |command| _ = command.args(["threads", &seed.to_string(), "3"]).args(both))
-    };
-    let mut ranks: [Rank; 2] = std::array::from_fn(|_| start_rank(random.below(1 << 40)));
+    // The first one uses both devices, so the job cannot be moved to one of them; then it is refused.
+    let mut ranks: [Rank; 2] = std::array::from_fn(|rank| {
+        let (seed, both) = (random.below(1 << 40).to_string(), if rank == 0 && random.one_in(2) { &["both"][..] } else { &[] });
+        machine.start("busy", "torture", |command| _ = command.env("VRAMCTL_JOB", "busy").args(["threads", &seed, "3"]).args(both))
+    });
     let watchdog = Watchdog::of(&ranks);
     let (mut done, mut killed) = (BTreeMap::<String, u64>::new(), 0);
     for round in 0..rounds(16) {
