@@ -1,10 +1,11 @@
 /*
  * Programs that are never idle, to pause at any moment:
  *
- *   torture threads SEED THREADS [both]
+ *   torture threads SEED THREADS [ahead|both]
  *                                   threads that at random launch, capture, replay, allocate, free,
- *                                   fork, load modules and queue host functions. With `both`, they also
- *                                   copy while a second device is current
+ *                                   fork, load modules and queue host functions. With `ahead`, they also
+ *                                   allocate and free in stream order without waiting, with `both` they
+ *                                   copy while a second device is current, too
  *   torture rank ID RANK RANKS [ROUNDS]
  *                                   a process in collectives with others. The numbers that they
  *                                   add up depend on all earlier rounds
@@ -129,7 +130,7 @@ struct worker {
 
 static struct worker workers[MOST_THREADS];
 static int threads;
-static bool uses_both_devices;
+static bool runs_ahead, uses_both_devices;
 
 static unsigned below(struct worker *w, unsigned limit)
 {
@@ -342,7 +343,7 @@ static void turn(struct worker *w)
 		use_host_function(w);
 	} else if (what < 36) {
 		have_a_child(w);
-	} else if (what < 38) {
+	} else if (what < 38 || !runs_ahead) {
 		use_stream_order(w);
 	} else if (what < 39 || !uses_both_devices) {
 		run_ahead_in_stream_order(w);
@@ -474,10 +475,13 @@ int main(int argc, char **argv)
 {
 	char line[128];
 	void *(*begin)(void *) = NULL;
+	/* A child would write what its parent has in a buffer once more. */
+	setvbuf(stdout, NULL, _IONBF, 0);
 	look_all_up();
 	if ((argc == 4 || argc == 5) && strcmp(argv[1], "threads") == 0) {
 		threads = atoi(argv[3]);
-		uses_both_devices = argc == 5 && strcmp(argv[4], "both") == 0;
+		runs_ahead = argc == 5;
+		uses_both_devices = runs_ahead && strcmp(argv[4], "both") == 0;
 		begin = work;
 	} else if (argc >= 5 && strcmp(argv[1], "rank") == 0) {
 		rank.communicator = strtoull(argv[2], NULL, 10);
@@ -492,7 +496,7 @@ int main(int argc, char **argv)
 		begin = run_ahead;
 	}
 	if (threads < 1 || threads > MOST_THREADS) {
-		fprintf(stderr, "usage: torture threads SEED THREADS [both] | torture rank ID RANK RANKS [ROUNDS] | torture ahead WRITES\n");
+		fprintf(stderr, "usage: torture threads SEED THREADS [ahead|both] | torture rank ID RANK RANKS [ROUNDS] | torture ahead WRITES\n");
 		return 2;
 	}
 	if (rank.ranks > 0) {
