@@ -605,7 +605,9 @@ fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String
         }
         3 => {
             let others = ["ps", "status", "metrics", "status --ledger"].map(|command| start(machine, command));
-            others.into_iter().for_each(|other| _ = end_of(other));
+            for other in others {
+                end_of(other);
+            }
             "others looked".into()
         }
         4 => fail_some(ranks, &OF_PAUSE, random),
