@@ -91,7 +91,7 @@ pub fn make<T>(wanted: Extras, make: impl Fn(Extras) -> Result<T, Failure>) -> R
     }
 }
 
-/// Makes memory on a device, as [`make`] does. What the driver refuses for good, later memory goes without; a warning says so once.
+/// Makes memory on a device, as `make` does. What the driver refuses for good, later memory goes without; a warning says so once.
 pub fn make_on<T>(device: CUdevice, with: impl Fn(Extras) -> Result<T, Failure>) -> Result<T, Failure> {
     let wanted = Extras::of(device);
     let WithExtras { memory, extras, refused } = make(wanted, with)?;
