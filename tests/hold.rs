@@ -9,8 +9,10 @@ use common::{
 use std::ffi::{CStr, c_void};
 use std::mem::transmute;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_backup::quiet;
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::{entries, hooks, launch};
@@ -526,6 +528,47 @@ fn a_pause_ends_when_its_client_is_gone() {
     });
     assert_eq!((paused.unwrap_err(), drained.unwrap_err()), (Kind::Busy, Kind::Busy));
     assert!(took < LONG && !held, "{took:?}");
+}
+
+/// Background work closes the gate for moments, which are no holds: nobody sees one, and whoever pauses or resumes meanwhile gets the answer
+/// that there would be without it.
+#[test]
+fn moments_of_background_work_are_no_holds() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("job", None, 2 * MIB).unwrap();
+    let bytes = pattern(13, MIB);
+    assert_eq!(write(address, &bytes), 0);
+    let at_a_moment = |work: &dyn Fn()| common::eventually("a quiet moment", || quiet::now(work).is_some());
+    thread::scope(|scope| {
+        let (goes_on, is_over) = mpsc::channel::<()>();
+        let moments = scope.spawn(move || {
+            while is_over.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                at_a_moment(&|| thread::sleep(Duration::from_micros(300)));
+            }
+        });
+        for round in 0..50 {
+            let status = Memory::get().status();
+            assert_eq!((status.held, status.waiting_threads, gate::is_held()), (false, 0, false), "round {round}");
+            let asked = TransitionRequest { hold: Some(Duration::ZERO), ..request(&["job"]) };
+            common::patiently(|| Memory::get().pause(&asked, &mut ()).map_err(|error| assert_eq!(error.kind(), Kind::Busy))).unwrap();
+            assert!(gate::is_held() && Memory::get().status().held, "round {round}");
+            resume(&["job"]).unwrap();
+            assert!(!gate::is_held(), "round {round}");
+            assert!(!moments.is_finished());
+        }
+        drop(goes_on);
+    });
+    at_a_moment(&|| {
+        let status = Memory::get().status();
+        assert_eq!((status.held, status.waiting_threads, gate::is_held()), (false, 0, false));
+    });
+    pause_held(&["job"], LONG).unwrap();
+    at_a_moment(&|| {
+        assert!(gate::is_held());
+        resume(&["job"]).unwrap();
+        assert!(!gate::is_held(), "it goes on when the moment is over");
+    });
+    assert_eq!((read(address, MIB).as_ref(), common::free(address)), (Ok(&bytes), 0));
 }
 
 /// An operator who looks at the program's log sees why it stands still, and that it continues: one line each.

@@ -1,6 +1,5 @@
 //! Finds quiet moments ([`vramctl_backup::quiet`]) while the program runs.
 
-use crate::memory::Memory;
 use crate::{contexts, gate};
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, Current};
@@ -16,15 +15,10 @@ pub fn find(work: &mut dyn FnMut()) -> bool {
         return false;
     }
     // Whoever else has closed it is at work on the same memory.
-    let Some(closed) = gate::close(Instant::now()) else { return false };
+    let Some(closed) = gate::close_for_a_moment() else { return false };
     let is_quiet = closed.wait_until_empty(Instant::now() + CALLS, &mut || true).is_ok() && is_everything_idle();
     if is_quiet {
         work();
-    }
-    drop(closed);
-    // The last paused memory may have been resumed or freed meanwhile.
-    if let Some(memory) = Memory::existing() {
-        memory.let_go();
     }
     is_quiet
 }

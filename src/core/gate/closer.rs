@@ -1,12 +1,13 @@
 //! Decides who may close the latch, and whether it stays closed afterwards. `model` explores this, too.
 //!
 //! 1. Only one thread closes it at a time, and nobody opens it meanwhile.
-//! 2. The program stays held as long as there is a reason. Whoever removes a reason, and every closer when it is done, must then call
-//!    [`Closer::let_go`]; this guarantees that the latch opens once no reason is left.
+//! 2. The program stays held as long as there is a reason. Whoever removes a reason, and every closer that holds when it is done, must then
+//!    call [`Closer::let_go`]; this guarantees that the latch opens once no reason is left.
+//! 3. The latch is also closed for moments of the library's own, which end by themselves. They are no hold, and neither begin nor prolong one.
 
 use super::latch::Latch;
 use super::sync::{self, Condvar, Mutex, MutexGuard, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vramctl_host::Unpoison;
 
 /// Whose tenure it is.
@@ -18,10 +19,19 @@ pub struct Closer {
 
 #[derive(Debug)]
 struct Tenure {
-    /// A closer has the latch closed.
-    taken: bool,
+    /// What a closer has the latch closed for.
+    taken: Option<Purpose>,
     /// The latch stays closed when the closer is done: the program is held.
     held: bool,
+}
+
+/// What the latch is closed for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// The program is held, or about to be.
+    Hold,
+    /// Work of the library's that takes an instant.
+    Moment,
 }
 
 /// A closed latch. Opens when dropped, unless the program is held.
@@ -34,31 +44,42 @@ pub struct Closed<'a> {
 impl Closer {
     /// Nobody's tenure.
     pub fn new() -> Self {
-        Self { tenure: Mutex::new(Tenure { taken: false, held: false }), changed: Condvar::new() }
+        Self { tenure: Mutex::new(Tenure { taken: None, held: false }), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Tenure> {
         self.tenure.lock().unpoisoned()
     }
 
-    /// Closes the latch. `None` if somebody else has it closed until the deadline.
-    pub fn close<'a>(&'a self, latch: &'a Latch, deadline: Instant) -> Option<Closed<'a>> {
+    /// Closes the latch. `None` if somebody else has it closed until the deadline. Whoever holds the program waits for a moment even
+    /// without time to wait.
+    pub fn close<'a>(&'a self, latch: &'a Latch, purpose: Purpose, deadline: Instant) -> Option<Closed<'a>> {
+        /// Longer than any moment lasts.
+        const MOMENT: Duration = Duration::from_secs(1);
+        let outlasting_moments = deadline.max(Instant::now() + MOMENT);
         let mut tenure = self.lock();
-        while tenure.taken {
-            let left = deadline.saturating_duration_since(Instant::now());
+        while let Some(other) = tenure.taken {
+            let until = if (purpose, other) == (Purpose::Hold, Purpose::Moment) { outlasting_moments } else { deadline };
+            let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return None;
             }
             tenure = self.changed.wait_timeout(tenure, left).unpoisoned().0;
         }
-        tenure.taken = true;
+        tenure.taken = Some(purpose);
         drop(tenure);
         latch.close();
         Some(Closed { closer: self, latch })
     }
 
-    /// Opens the latch for a held program, unless there is still a reason to hold it. Does nothing while a closer has it closed: the closer
-    /// calls this itself afterwards.
+    /// Whether the program is held, or about to be.
+    pub fn is_holding(&self) -> bool {
+        let tenure = self.lock();
+        tenure.held || tenure.taken == Some(Purpose::Hold)
+    }
+
+    /// Lets a held program go, unless there is still a reason to hold it. Does nothing while a closer holds it: the closer calls this itself
+    /// afterwards.
     pub fn let_go(&self, latch: &Latch, is_reason: impl FnOnce() -> bool) {
         // Either this thread sees that the latch is being closed, or the closer sees that the reason is gone.
         sync::fence(Ordering::SeqCst);
@@ -67,9 +88,12 @@ impl Closer {
         }
         // A thread that removes another reason meanwhile waits for this lock and then checks again.
         let mut tenure = self.lock();
-        if tenure.held && !tenure.taken && !is_reason() {
+        if tenure.held && tenure.taken != Some(Purpose::Hold) && !is_reason() {
             tenure.held = false;
-            latch.open();
+            // A moment opens it when it is over.
+            if tenure.taken.is_none() {
+                latch.open();
+            }
         }
     }
 }
@@ -90,7 +114,7 @@ impl Closed<'_> {
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
         let mut tenure = self.closer.lock();
-        tenure.taken = false;
+        tenure.taken = None;
         if !tenure.held {
             self.latch.open();
         }

@@ -17,7 +17,7 @@ mod sync;
 mod threads;
 
 pub use closer::Closed;
-use closer::Closer;
+use closer::{Closer, Purpose};
 use latch::Latch;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -100,11 +100,21 @@ impl fmt::Display for Stuck {
     }
 }
 
-/// Closes the gate without waiting for calls inside: from now on, new calls wait. `None` if another closer has it until the deadline.
+/// Closes the gate to hold the program, without waiting for calls inside: from now on, new calls wait. `None` if another closer has it until
+/// the deadline.
 pub fn close(deadline: Instant) -> Option<Closed<'static>> {
+    close_for(Purpose::Hold, deadline)
+}
+
+/// Closes the gate for an instant, which is no hold: nobody is told of it. `None` if another closer has it.
+pub fn close_for_a_moment() -> Option<Closed<'static>> {
+    close_for(Purpose::Moment, Instant::now())
+}
+
+fn close_for(purpose: Purpose, deadline: Instant) -> Option<Closed<'static>> {
     threads::start_clean_in_children();
     let_the_end_pass();
-    CLOSER.get().close(&LATCH, deadline)
+    CLOSER.get().close(&LATCH, purpose, deadline)
 }
 
 /// A thread that ends a held program runs its exit handlers and destructors: if one of them waited at the gate, the program would not
@@ -161,14 +171,14 @@ pub fn let_go(is_reason: impl FnOnce() -> bool) {
     }
 }
 
-/// Whether the gate is closed: the program is held, or about to be.
+/// Whether the program is held, or about to be.
 pub fn is_held() -> bool {
-    LATCH.is_closed()
+    LATCH.is_closed() && CLOSER.existing().is_some_and(Closer::is_holding)
 }
 
-/// How many threads wait at the gate.
+/// How many threads of a held program wait at the gate.
 pub fn waiting() -> usize {
-    threads::marks().filter(|(mark, _)| mark.is_waiting()).count()
+    if is_held() { threads::marks().filter(|(mark, _)| mark.is_waiting()).count() } else { 0 }
 }
 
 #[cfg(test)]
@@ -304,6 +314,35 @@ mod tests {
         let_go(|| false);
         assert_eq!(waiting_thread.join().unwrap(), BTreeMap::new(), "nobody waits for a thread that has waited itself");
         assert!(passed.load(Ordering::SeqCst) && !is_held());
+    }
+
+    /// Calls wait in a moment of the library's own as in a hold, but nobody is told of a hold.
+    #[test]
+    fn a_moment_is_no_hold() {
+        let _turn = turn();
+        let is_somebody_waiting = || threads::marks().any(|(mark, _)| mark.is_waiting());
+        let moment = close_for_a_moment().unwrap();
+        let waiting_thread = thread::spawn(|| call(|| ()));
+        while !is_somebody_waiting() {
+            thread::yield_now();
+        }
+        assert_eq!((is_held(), waiting()), (false, 0));
+        assert!(close_for_a_moment().is_none(), "one at a time");
+        thread::scope(|scope| {
+            // With no time to wait, either.
+            let holding = scope.spawn(|| close(Instant::now()).expect("a moment ends by itself").keep());
+            thread::sleep(Duration::from_millis(10));
+            drop(moment);
+            holding.join().unwrap();
+        });
+        assert!(is_held());
+        let moment = close_for_a_moment().unwrap();
+        assert!(is_held(), "the program stays held in a moment");
+        let_go(|| false);
+        assert!(!is_held(), "and is let go in one");
+        drop(moment);
+        waiting_thread.join().unwrap();
+        assert!(!LATCH.is_closed());
     }
 
     /// The closer must not wait for threads that no longer exist.

@@ -56,7 +56,7 @@ mod closer;
 #[allow(clippy::duplicate_mod, dead_code)]
 mod latch;
 
-use closer::Closer;
+use closer::{Closer, Purpose};
 use latch::{ADMITTED, FENCED, Latch, OPEN, ThreadMark};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -99,8 +99,12 @@ impl Program {
         }
     }
 
+    fn close_for(&self, purpose: Purpose) -> closer::Closed<'_> {
+        self.closer.close(&self.latch, purpose, Instant::now() + Duration::from_secs(3600)).unwrap()
+    }
+
     fn close(&self) -> closer::Closed<'_> {
-        self.closer.close(&self.latch, Instant::now() + Duration::from_secs(3600)).unwrap()
+        self.close_for(Purpose::Hold)
     }
 
     /// What a closer does if nobody is inside; threads may stay inside longer than it waits.
@@ -349,6 +353,31 @@ fn a_latch_closed_by_another_is_not_opened() {
         program.let_go();
         resume.join().unwrap();
         thread.join().unwrap();
+        assert!(!program.latch.is_closed());
+    });
+}
+
+/// A moment of the library's, while the memory of a held program is resumed: the program is let go at once, and continues when the moment
+/// is over, at which nobody asks whether there is still a reason.
+#[test]
+fn a_moment_does_not_prolong_a_hold() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        program.paused.store(1, Ordering::Relaxed);
+        program.close().keep();
+        let resume = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                program.paused.store(0, Ordering::Release);
+                program.let_go();
+                assert!(!program.closer.is_holding());
+            })
+        };
+        let moment = program.close_for(Purpose::Moment);
+        program.take_if_nobody_is_inside();
+        drop(moment);
+        program.call(0, || assert_eq!(program.paused.load(Ordering::Acquire), 0));
+        resume.join().unwrap();
         assert!(!program.latch.is_closed());
     });
 }

@@ -76,9 +76,7 @@ pub(crate) fn passing_by() -> Vec<String> {
 impl Memory {
     /// Holds the program at once: from now on, its new calls wait.
     pub fn hold(&self) -> Result<Holding<'_>, Error> {
-        /// Longer than the library closes the gate by itself ([`quiet`](crate::quiet)).
-        const MOMENT: Duration = Duration::from_secs(1);
-        self.hold_until(Instant::now() + MOMENT)
+        self.hold_until(Instant::now())
     }
 
     fn hold_until(&self, deadline: Instant) -> Result<Holding<'_>, Error> {
