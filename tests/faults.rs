@@ -11,7 +11,9 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::process::{Command, Stdio};
 use std::ptr;
-use std::sync::{Mutex, Once};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Once};
+use vramctl_backup::quiet;
 use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::Driver;
@@ -242,10 +244,6 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
             _ => (),
         }
     }
-    // While a driver goes on refusing to say whether it is idle, host memory stays pinned.
-    if faults.iter().any(|fault| fault.times > 1) {
-        gpu.clear_faults();
-    }
     vramctl_backup::settle();
     if let Some(counts) = counts {
         counts.extend(CALLS.iter().map(|call| (*call, gpu.calls(call))).filter(|(_, count)| *count > 0));
@@ -411,6 +409,31 @@ pub unsafe extern "C" fn pthread_create(
         let create = libc::dlsym(libc::RTLD_NEXT, c"pthread_create".as_ptr());
         std::mem::transmute::<*mut libc::c_void, CreateThread>(create)(thread, attributes, start, argument)
     }
+}
+
+/// What waits for a quiet moment is not done before, and is done later.
+#[test]
+fn without_a_thread_nothing_is_freed_under_work() {
+    struct Freed(Arc<AtomicBool>);
+    impl Drop for Freed {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+    let _gpu = Gpu::take();
+    let (stream, blocked) = (Stream::create(), common::Gate::new());
+    stream.wait_for(&blocked);
+    let is_freed = Arc::new(AtomicBool::new(false));
+    let staging = Freed(Arc::clone(&is_freed));
+    *THREADS.lock().unwrap() = (0, 0);
+    quiet::soon(move || drop(staging));
+    let (_, missing) = std::mem::replace(&mut *THREADS.lock().unwrap(), (usize::MAX, 0));
+    assert_eq!((missing, is_freed.load(Ordering::SeqCst)), (1, false));
+    quiet::soon(|| ());
+    assert!(!is_freed.load(Ordering::SeqCst));
+    blocked.open();
+    assert_eq!(stream.synchronize(), 0);
+    common::eventually("it is freed", || is_freed.load(Ordering::SeqCst));
 }
 
 #[test]

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::quiet;
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
+use vramctl_driver::Activity;
 use vramctl_intercept::{entries, hooks, launch};
 use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest, code};
 
@@ -538,7 +539,7 @@ fn moments_of_background_work_are_no_holds() {
     let address = malloc_tagged("job", None, 2 * MIB).unwrap();
     let bytes = pattern(13, MIB);
     assert_eq!(write(address, &bytes), 0);
-    let at_a_moment = |work: &dyn Fn()| common::eventually("a quiet moment", || quiet::now(work).is_some());
+    let at_a_moment = |work: &dyn Fn()| common::eventually("a quiet moment", || quiet::now(work).is_ok());
     thread::scope(|scope| {
         let (goes_on, is_over) = mpsc::channel::<()>();
         let moments = scope.spawn(move || {
@@ -569,6 +570,72 @@ fn moments_of_background_work_are_no_holds() {
         assert!(!gate::is_held(), "it goes on when the moment is over");
     });
     assert_eq!((read(address, MIB).as_ref(), common::free(address)), (Ok(&bytes), 0));
+}
+
+/// A moment that comes between two launches would make the second one wait for as long as unregistering a piece takes. The program is left
+/// alone until it rests.
+#[test]
+fn a_program_that_makes_calls_all_the_time_is_left_alone() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    vramctl_backup::settle();
+    let launch = || assert_eq!(unsafe { launch::cuMemsetD8_v2(address as usize, 1, 16) }, 0);
+    for round in 0..50 {
+        launch();
+        assert_eq!(quiet::now(|| ()), Err(Activity::Busy), "round {round}: it was idle, but not at rest");
+    }
+    common::eventually("it rests", || quiet::now(|| ()).is_ok());
+    launch();
+    assert_eq!(quiet::now(|| ()), Err(Activity::Busy));
+    assert_eq!(common::free(address), 0);
+}
+
+/// Asks for consent only when all background work that waits for a quiet moment is done.
+struct WhenAllIsDone<'a>(&'a Gpu);
+
+impl Observer for WhenAllIsDone<'_> {
+    fn consent(&mut self) -> Result<(), Error> {
+        common::eventually("unpinned", || Memory::get().status().host.ready_bytes == 0);
+        common::eventually("loaded", || self.0.calls("cuModuleLoadData") > 0);
+        Ok(())
+    }
+}
+
+/// Drivers before CUDA 12.5 cannot tell whether a program is at work. Nobody waits for them to, and a pause is a quiet moment for what it has
+/// waited for itself.
+#[test]
+fn with_an_old_driver_a_held_pause_is_the_quiet_moment() {
+    let gpu = Gpu::take();
+    // The pause waits for every device whose memory it has.
+    let others = [0, 1].map(|device| {
+        common::set_device(device);
+        malloc_tagged(common::DISCARDED_TAG, None, 2 * MIB).unwrap()
+    });
+    common::set_device(0);
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    vramctl_backup::settle();
+    gpu.fail("cuCtxRecordEvent", 1, code::NOT_FOUND, u64::MAX);
+    vramctl_backup::set_host_keep(Some(Duration::from_millis(1)), Some(u64::MAX));
+    pause_held(&["t"], LONG).unwrap();
+    resume(&["t"]).unwrap();
+    gpu.reset_counts();
+    vramctl_backup::set_retain(Some("new".into()), Some(true));
+    let context = OwnContext::create(0);
+    let new = malloc_tagged("new", None, 2 * MIB).unwrap();
+    common::set_device(0);
+    vramctl_backup::settle();
+    assert!(Memory::get().status().host.ready_bytes > 0);
+    assert_eq!((gpu.calls("cuLinkComplete"), gpu.calls("cuModuleLoadData")), (1, 0));
+    let held = TransitionRequest { hold: Some(LONG), ..request(&[common::DISCARDED_TAG]) };
+    Memory::get().pause(&held, &mut WhenAllIsDone(&gpu)).unwrap();
+    resume(&[]).unwrap();
+    gpu.clear_faults();
+    vramctl_backup::set_retain(Some("new".into()), None);
+    vramctl_backup::set_host_keep(None, None);
+    assert_eq!(common::free(new), 0);
+    drop(context);
+    common::set_device(0);
+    assert_eq!((others.map(common::free), common::free(address)), ([0; 2], 0));
 }
 
 /// An operator who looks at the program's log sees why it stands still, and that it continues: one line each.

@@ -23,7 +23,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{slice, thread};
 use vramctl_config::Config;
-use vramctl_driver::{Context, Current, Pinned};
+use vramctl_driver::{Activity, Context, Current, Pinned};
 use vramctl_host::{PerProcess, Unpoison, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
 
@@ -446,11 +446,11 @@ impl Arena {
         Self::existing().map_or_else(HostStatus::default, Self::status)
     }
 
-    /// Waits until all memory that is neither in use nor kept for the next pause has been released. For tests and
+    /// Waits until all memory that is neither in use nor kept for the next pause has been released, unless only a pause can. For tests and
     /// measurements.
     pub fn settle() {
         if let Some(arena) = Self::existing() {
-            let busy = |state: &mut Stock| state.releasing && state.is_releasing(Instant::now());
+            let busy = |state: &mut Stock| state.releasing && !state.waits_for_pause && state.is_releasing(Instant::now());
             drop(arena.changed.wait_while(arena.lock(), busy).unpoisoned());
         }
     }
@@ -485,7 +485,7 @@ impl Arena {
     fn release_soon(&self) {
         const SOON: Duration = Duration::from_millis(200);
         let (begun, mut backoff) = (Instant::now(), quiet::Backoff::default());
-        while self.release_due() == Released::NotNow && begun.elapsed() < SOON {
+        while self.release_due() == Released::Not(Activity::Busy) && begun.elapsed() < SOON {
             quiet::wait_for_next(&mut backoff);
         }
     }
@@ -502,7 +502,7 @@ impl Arena {
                 self.lock().expire();
             }
             let went = self.release_due();
-            if went == Released::NotNow {
+            if matches!(went, Released::Not(_)) {
                 quiet::wait_for_next(&mut backoff);
                 continue;
             }
@@ -533,7 +533,7 @@ impl Arena {
             let mut readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
             drop(state);
             if matches!(readiness, Readiness::Ready(Some(_))) {
-                went = quiet::now(|| unregister(&mut readiness)).unwrap_or(Released::NotNow);
+                went = quiet::now(|| unregister(&mut readiness)).unwrap_or_else(Released::Not);
             }
             if went == Released::All {
                 // SAFETY: no range touches it, and `Changing` gives this thread exclusive access.
@@ -544,6 +544,8 @@ impl Arena {
             state.piece(piece).readiness = readiness;
             self.changed.notify_all();
         }
+        state.waits_for_pause = went == Released::Not(Activity::Unknown);
+        self.changed.notify_all();
         self.close(&mut state);
         went
     }
@@ -564,8 +566,8 @@ enum Released {
     All,
     /// The driver refused one, or the program is exiting.
     Refused,
-    /// The program is at work: at the next quiet moment.
-    NotNow,
+    /// At the next quiet moment: what was in the way.
+    Not(Activity),
 }
 
 /// Ends a piece's registration, at a quiet moment.

@@ -4,11 +4,11 @@
 //! pieces whose digests differ from the backup's (`docs/unchanged.md`).
 
 use super::arena::{Arena, Range};
-use super::copier;
 use super::digest::{self, DIGEST_PIECE, Digest, Hasher};
 use super::loading::Kernels;
 use super::transfer::{self, Part};
 use super::{Item, Kept, Saved, Wanted};
+use super::{copier, quiet};
 use std::collections::BTreeMap;
 use std::ops;
 use std::sync::{Arc, Mutex, MutexGuard, Once, mpsc};
@@ -199,13 +199,12 @@ static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 /// Hashes the device memory of allocations whose backups will be retained. Hands the digests over by address, a group at a
 /// time, while hashing continues. Allocations without a working hasher get no digests and are copied whole.
 ///
-/// Waits for a hasher that is still being loaded: the device's work has finished, so that takes only as long as the compiler (90 ms; at
-/// most 5 s), and without digests the next pause would have to copy everything, too.
+/// Waits for a hasher that is still being loaded: in a held program that takes only as long as the compiler (90 ms; at most 5 s), and without digests the next pause would have to copy everything, too.
 fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     if !wanted.iter().any(|new| new.retain) {
         return Ok(());
     }
-    for (context, kernel) in HASHERS.get().wait(None).iter_mut() {
+    for (context, kernel) in HASHERS.get().wait(quiet::PATIENCE).iter_mut() {
         let Some(hasher) = kernel.loaded() else { continue };
         let extents: Vec<_> = wanted
             .iter()
@@ -272,7 +271,7 @@ pub fn prepare_digests(current: &Current) {
 
 /// Waits until no kernel is being loaded. For tests and measurements.
 pub fn settle_digests() {
-    drop(HASHERS.get().wait(None));
+    HASHERS.get().settle();
 }
 
 /// Drops a destroyed context's hasher.

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ffi::CStr;
 use std::sync::{Condvar, Mutex, MutexGuard};
-use std::time::Duration;
-use vramctl_driver::{Context, Current, Image, RelaxedCapture};
+use std::time::{Duration, Instant};
+use vramctl_driver::{Activity, Context, Current, Image, RelaxedCapture};
 use vramctl_host::{Unpoison, exit, worker};
 use vramctl_model::Failure;
 
@@ -17,8 +17,8 @@ use vramctl_model::Failure;
 pub enum Availability<K> {
     /// A thread is in the driver to compile or load it.
     Coming,
-    /// Compiled, and waiting for a quiet moment.
-    Waiting,
+    /// Compiled, and waiting for a quiet moment: what was in the way last.
+    Waiting(Activity),
     /// Loaded.
     Loaded(K),
     /// Could not be loaded.
@@ -45,6 +45,11 @@ impl<K> Default for Kernels<K> {
 }
 
 impl<K: Send> Kernels<K> {
+    /// Waits until none is loading, unless only a pause can load it. For tests and measurements.
+    pub fn settle(&self) {
+        drop(self.wait(Duration::MAX));
+    }
+
     /// The kernels by context.
     pub fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         self.by_context.lock().unpoisoned()
@@ -76,15 +81,17 @@ impl<K: Send> Kernels<K> {
         }
     }
 
-    /// Waits while a kernel is loading into this context, or into any. Limited to 5 s, because the driver may be waiting for
-    /// the program.
-    pub fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
+    /// Waits while a kernel is loading, at most 5 s, because the driver may be waiting for the program. If no pause grants a quiet moment, this
+    /// waits for one only as long as `patience`.
+    pub fn wait(&self, patience: Duration) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         const LONGEST: Duration = Duration::from_secs(5);
-        let is_coming = |kernels: &mut BTreeMap<Context, Availability<K>>| {
-            let is_coming = |kernel: &Availability<K>| matches!(kernel, Availability::Coming | Availability::Waiting);
-            kernels.iter().any(|(place, kernel)| is_coming(kernel) && context.is_none_or(|context| context == *place))
+        let begun = Instant::now();
+        let is_coming = |kernel: &Availability<K>| match kernel {
+            Availability::Coming => true,
+            Availability::Waiting(seen) => quiet::is_granted() || *seen != Activity::Unknown && begun.elapsed() < patience,
+            Availability::Loaded(_) | Availability::Failed => false,
         };
-        self.changed.wait_timeout_while(self.lock(), LONGEST, is_coming).unpoisoned().0
+        self.changed.wait_timeout_while(self.lock(), LONGEST, |kernels| kernels.values().any(is_coming)).unpoisoned().0
     }
 
     /// Drops the kernel of a context that is being destroyed or already is.
@@ -110,10 +117,11 @@ struct Unsettled<K: Send + 'static> {
 impl<K: Send> Unsettled<K> {
     /// Loads the kernel at the next quiet moment, unless the context is forgotten or the program ends before.
     fn load_when_quiet(&self, image: &Image, load: Load<K>) -> Result<(), Failure> {
-        let mut backoff = quiet::Backoff::default();
-        while self.settle(Availability::Waiting) && !exit::is_ending() {
-            if let Some(loaded) = quiet::now(|| self.load(image, load)) {
-                return loaded;
+        let (mut backoff, mut seen) = (quiet::Backoff::default(), Activity::Busy);
+        while self.settle(Availability::Waiting(seen)) && !exit::is_ending() {
+            match quiet::now(|| self.load(image, load)) {
+                Ok(loaded) => return loaded,
+                Err(in_the_way) => seen = in_the_way,
             }
             quiet::wait_for_next(&mut backoff);
         }
@@ -131,7 +139,7 @@ impl<K: Send> Unsettled<K> {
     /// `false` if the context was forgotten meanwhile.
     fn settle(&self, kernel: Availability<K>) -> bool {
         let mut kernels = self.kernels.lock();
-        let place = kernels.get_mut(&self.context).filter(|place| matches!(place, Availability::Coming | Availability::Waiting));
+        let place = kernels.get_mut(&self.context).filter(|place| matches!(place, Availability::Coming | Availability::Waiting(_)));
         let is_known = place.map(|place| *place = kernel).is_some();
         drop(kernels);
         self.kernels.changed.notify_all();

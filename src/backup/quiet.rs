@@ -7,10 +7,11 @@
 use once_cell::sync::OnceCell;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
+use vramctl_driver::Activity;
 use vramctl_host::{PerProcess, Unpoison, exit, worker};
 
-/// Runs the work if this is a quiet moment, and makes it last meanwhile. `false` if it is none.
-pub type Finder = fn(work: &mut dyn FnMut()) -> bool;
+/// Runs the work if this is a quiet moment, and makes it last meanwhile. What was in the way, if anything.
+pub type Finder = fn(work: &mut dyn FnMut()) -> Activity;
 
 /// Finds moments on demand.
 static FINDER: PerProcess<OnceCell<Finder>> = PerProcess::new(OnceCell::new);
@@ -83,16 +84,24 @@ impl Drop for Guest {
     }
 }
 
-/// Does the work if now is a quiet moment, or can be made one without delaying the program noticeably. `None` if not.
-pub fn now<R>(work: impl FnOnce() -> R) -> Option<R> {
+/// Does the work if now is a quiet moment, or can be made one without delaying the program noticeably. If not, what is in the way.
+pub fn now<R>(work: impl FnOnce() -> R) -> Result<R, Activity> {
     if let Some(_inside) = Guest::enter() {
-        return Some(work());
+        return Ok(work());
     }
-    let Some(find) = FINDER.existing().and_then(OnceCell::get) else { return Some(work()) };
+    let Some(find) = FINDER.existing().and_then(OnceCell::get) else { return Ok(work()) };
     let (mut work, mut done) = (Some(work), None);
-    find(&mut || done = work.take().map(|work| work()));
-    done
+    let seen = find(&mut || done = work.take().map(|work| work()));
+    done.ok_or(seen)
 }
+
+/// Whether a pause grants a moment now.
+pub fn is_granted() -> bool {
+    GRANT.existing().is_some_and(|grant| grant.lock().is_granted)
+}
+
+/// How long a pause waits for a quiet moment that it cannot grant.
+pub const PATIENCE: Duration = Duration::from_millis(500);
 
 /// How long to wait for the next try, after each that found no quiet moment.
 pub struct Backoff(Duration);
@@ -120,20 +129,56 @@ pub fn wait_for_next(backoff: &mut Backoff) {
     drop(grant.changed.wait_timeout_while(grant.lock(), backoff.take(), is_nothing_granted).unpoisoned());
 }
 
-/// Does the work at the next quiet moment, on a thread of the library's if now is none. Without a thread, it is not done.
+/// Work for the next quiet moments.
+static DUE: PerProcess<Mutex<Due>> = PerProcess::new(Mutex::default);
+
+#[derive(Default)]
+struct Due {
+    work: Vec<Box<dyn FnOnce() + Send>>,
+    has_thread: bool,
+}
+
+fn due() -> MutexGuard<'static, Due> {
+    DUE.get().lock().unpoisoned()
+}
+
+/// Does the work at the next quiet moment, on a thread of the library's if now is none. Without a thread, when there is work the next time.
 pub fn soon(work: impl FnOnce() + Send + 'static) {
-    let mut work = Some(work);
-    let mut try_now = move || now(|| work.take().map(|work| work())).is_some();
-    if try_now() {
-        return;
-    }
-    let later = move || {
-        let mut backoff = Backoff::default();
-        while !exit::is_ending() && !try_now() {
-            wait_for_next(&mut backoff);
+    due().work.push(Box::new(work));
+    do_what_is_due();
+    {
+        let mut due = due();
+        if due.work.is_empty() || due.has_thread {
+            return;
         }
-    };
-    if let Err(error) = worker::spawn("vramctl-quiet", later) {
-        log::debug!("could not start a thread: {error}");
+        due.has_thread = true;
     }
+    if let Err(error) = worker::spawn("vramctl-quiet", do_until_done) {
+        log::debug!("could not start a thread: {error}");
+        due().has_thread = false;
+    }
+}
+
+fn do_until_done() {
+    let mut backoff = Backoff::default();
+    loop {
+        do_what_is_due();
+        {
+            let mut due = due();
+            if due.work.is_empty() || exit::is_ending() {
+                due.has_thread = false;
+                return;
+            }
+        }
+        wait_for_next(&mut backoff);
+    }
+}
+
+/// Does what is due, one after the other, each at a moment of its own, as long as there are any.
+fn do_what_is_due() {
+    let do_one = || {
+        let next = due().work.pop();
+        next.map(|work| work())
+    };
+    while !due().work.is_empty() && now(do_one).is_ok() {}
 }

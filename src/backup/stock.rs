@@ -28,6 +28,8 @@ pub struct Stock {
     pub kept: usize,
     /// Whether a thread is releasing unused pieces.
     pub releasing: bool,
+    /// Whether that thread waits for a pause, because the driver does not say whether the program is at work.
+    pub waits_for_pause: bool,
 }
 
 /// A part of the arena, [`HOST_PIECE`] bytes long.

@@ -35,7 +35,7 @@ pub use vmm::{
     supports_vmm, sweep, unmap,
 };
 
-pub use work::{is_idle, wait_for_work};
+pub use work::{Activity, activity, wait_for_work};
 
 use std::ffi::c_void;
 use std::ops::Range;

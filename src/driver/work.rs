@@ -63,21 +63,41 @@ fn until_over<G>(context: Context, alive: &impl Fn() -> G, is_wanted: impl Fn() 
     }
 }
 
-/// Whether the current context is idle, for all that can be told without waiting. `false` also where only a wait could tell.
-pub fn is_idle(current: &Current) -> Result<bool, Failure> {
+/// Whether work is in flight, for all that can be told without waiting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activity {
+    /// None.
+    Idle,
+    /// There is some, or may be: a stream is being captured.
+    Busy,
+    /// The driver does not say. It may never do.
+    Unknown,
+}
+
+/// The activity in the current context.
+pub fn activity(current: &Current) -> Activity {
     let _relaxed = RelaxedCapture::enter();
-    match Awaited::of(current)? {
+    let asked = Awaited::of(current).and_then(|now| match now {
         Awaited::Until(event) => {
             let begun = Instant::now();
             loop {
                 let is_over = event.has_happened()?;
                 if is_over || begun.elapsed() > MOMENT {
-                    return Ok(is_over);
+                    return Ok(if is_over { Activity::Idle } else { Activity::Busy });
                 }
                 thread::yield_now();
             }
         }
-        Awaited::OfStreams | Awaited::Unmarked => Ok(false),
+        Awaited::OfStreams => Ok(Activity::Busy),
+        Awaited::Unmarked => Ok(Activity::Unknown),
+    });
+    asked.unwrap_or_else(Activity::of_failure)
+}
+
+impl Activity {
+    /// What a context's failure says. Nothing runs in one that is gone or lost.
+    pub fn of_failure(failure: Failure) -> Self {
+        if failure.is_of_gone_context() || failure.is_of_earlier_work() { Self::Idle } else { Self::Unknown }
     }
 }
 

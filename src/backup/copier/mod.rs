@@ -13,7 +13,7 @@
 //! The kernel is optional: until it is loaded, or if it cannot be, the engines copy.
 
 use super::loading::{Availability, Kernels};
-use super::settings;
+use super::{quiet, settings};
 use std::ffi::{CStr, c_void};
 use vramctl_config::CopyBy;
 use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Image, Lane, Parts, Resident, Stream, device_address};
@@ -52,13 +52,13 @@ pub fn get_ready(context: Context, bytes: usize) {
     }
     copiers.begin(context, PTX, load, |failure| log::debug!("{failure}: only the copy engines will copy"));
     if wait {
-        drop(copiers.wait(Some(context)));
+        drop(copiers.wait(quiet::PATIENCE));
     }
 }
 
 /// Waits until no kernel is being loaded. For tests and measurements.
 pub fn settle() {
-    drop(COPIERS.get().wait(None));
+    COPIERS.get().settle();
 }
 
 /// Drops the kernel of a context that is being destroyed or already is.

@@ -22,6 +22,8 @@ pub const OPEN: u32 = 0;
 pub const FENCED: u32 = 1;
 /// Threads wait.
 pub const CLOSED: u32 = 2;
+/// The next thread that passes removes this: somebody wants to know whether any does.
+pub const WATCHED: u32 = 4;
 
 /// What a thread is doing.
 #[derive(Debug)]
@@ -137,6 +139,9 @@ impl ThreadMark {
             sync::fence(Ordering::SeqCst);
             let seen = latch.0.load(Ordering::Acquire);
             if seen & CLOSED == 0 {
+                if seen & WATCHED != 0 {
+                    latch.0.fetch_and(!WATCHED, Ordering::Relaxed);
+                }
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
             self.leave();
@@ -183,6 +188,11 @@ impl Latch {
     pub fn open(&self) {
         self.0.fetch_and(!CLOSED, Ordering::SeqCst);
         sync::wake(&self.0);
+    }
+
+    /// Begins to watch whether a thread passes. `false` if that has been begun, and none has passed since.
+    pub fn watch(&self) -> bool {
+        self.0.fetch_or(WATCHED, Ordering::Relaxed) & WATCHED == 0
     }
 
     /// Whether it is closed.

@@ -22,10 +22,11 @@ use latch::Latch;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_host::{PerProcess, exit, stack};
+use vramctl_host::{PerProcess, Unpoison, exit, stack};
 
 /// A gated function. Its address is the mark of a thread that is inside it.
 #[derive(Debug)]
@@ -176,6 +177,17 @@ pub fn is_held() -> bool {
     LATCH.is_closed() && CLOSER.existing().is_some_and(Closer::is_holding)
 }
 
+/// How long no call of the program's has passed, for all that is known: from the first question on, and from each that finds that one has.
+pub fn at_rest_for() -> Duration {
+    static SINCE: PerProcess<Mutex<Option<Instant>>> = PerProcess::new(Mutex::default);
+    let mut since = SINCE.get().lock().unpoisoned();
+    if LATCH.watch() {
+        *since = Some(Instant::now());
+        return Duration::ZERO;
+    }
+    since.map_or(Duration::ZERO, |since| since.elapsed())
+}
+
 /// How many threads of a held program wait at the gate.
 pub fn waiting() -> usize {
     if is_held() { threads::marks().filter(|(mark, _)| mark.is_waiting()).count() } else { 0 }
@@ -185,8 +197,7 @@ pub fn waiting() -> usize {
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
-    use std::sync::{Arc, Mutex, MutexGuard};
-    use vramctl_host::Unpoison;
+    use std::sync::{Arc, MutexGuard};
 
     static CALL: Gated = Gated("call");
 
@@ -314,6 +325,18 @@ mod tests {
         let_go(|| false);
         assert_eq!(waiting_thread.join().unwrap(), BTreeMap::new(), "nobody waits for a thread that has waited itself");
         assert!(passed.load(Ordering::SeqCst) && !is_held());
+    }
+
+    #[test]
+    fn a_call_ends_the_programs_rest_once() {
+        let _turn = turn();
+        call(|| ());
+        at_rest_for();
+        assert!(!LATCH.watch(), "nobody has come since");
+        assert!(enter(&CALL).is_none(), "it looks closer");
+        call(|| call(|| ()));
+        assert!(enter(&CALL).is_some(), "and passes again as if nothing were");
+        assert_eq!(at_rest_for(), Duration::ZERO);
     }
 
     /// Calls wait in a moment of the library's own as in a hold, but nobody is told of a hold.

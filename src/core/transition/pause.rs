@@ -7,12 +7,12 @@ use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
 use crate::totals::tallied;
 use crate::{drain, events, gate, quiet, residue};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_config::Config;
-use vramctl_driver::{self as driver, RelaxedCapture};
+use vramctl_driver::{self as driver, Activity, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Stage, TagState, TransitionRequest, Verb};
 
@@ -108,18 +108,19 @@ impl Memory {
         chosen.spare_registered(request)?;
         refuse_if_lent(&chosen.active, request)?;
         let Chosen { all, active: victims, paused: already } = chosen;
+        let mut idle = BTreeSet::new();
         // This process's work may use its open memory of partners.
         if !victims.is_empty() || !request.partners.is_empty() {
-            let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
-            clock.time(Stage::Wait, || drain::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
+            idle = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
+            clock.time(Stage::Wait, || drain::wait_at_most(idle.clone(), WAIT_LOCKED, &mut || true))?;
         }
         // The client may have gone while this waited for the lock, or for the driver.
         if !observer.is_wanted() {
             return Err(Error::Busy(started.elapsed()));
         }
         self.release_freed();
-        // In a held program that has been waited for, nothing begins before this pause has ended.
-        let _quiet = (gate::is_held() && quiet::is_everything_idle()).then(backup::quiet::grant);
+        // In a held program, nothing begins before this pause has ended, and most contexts have been waited for.
+        let _quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
         let shown = self.show(TagState::Pausing, &victims);
         let kept = self.save(
             request,
