@@ -1,13 +1,13 @@
 //! `vramctl completions`. Its scripts call `vramctl` back to complete tags and processes.
 
-use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::processes::{Found, Process, Target};
 use clap::CommandFactory;
 use clap_complete::engine::CompletionCandidate;
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
 use std::collections::BTreeMap;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Process, Target};
 
 /// The variable that a script sets when it asks for candidates.
 const VARIABLE: &str = "VRAMCTL_COMPLETE";

@@ -1,6 +1,5 @@
 //! `vramctl doctor`.
 
-use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::places;
 use crate::preloading;
@@ -16,6 +15,7 @@ use std::time::Instant;
 use std::{env, fmt, fs, io, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_driver as driver;
 use vramctl_host::limits;
 use vramctl_host::system::resource_limit;

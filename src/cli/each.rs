@@ -1,11 +1,11 @@
 //! One question to each of several processes, and their answers.
 
-use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::processes::{Found, Process};
 use serde::Serialize;
 use serde_json::json;
 use vramctl_control::client::{Client, ClientError};
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Process};
 
 /// Asks one after the other, as the answers are taken.
 pub fn ask<T>(

@@ -4,13 +4,13 @@
 //! difference is the driver's: the context, loaded code, small allocations.
 
 use crate::output;
-use crate::proc;
-use crate::processes::Process;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::fs;
 use vramctl_control::protocol::ProcessStatus;
+use vramctl_coordinator::proc;
+use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards, cards, holders_of};
 use vramctl_host::limits;
 use vramctl_model::{Bytes, Holder, TagState, left_to_cuda};
@@ -388,8 +388,8 @@ fn rows(share: &Share) -> Vec<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::failure::{CommandError, Exit};
-    use crate::processes::tests::process;
+    use vramctl_coordinator::failure::{CommandError, Exit};
+    use vramctl_coordinator::processes::made_up::process;
     use vramctl_model::{Cycle, DeviceStatus, GpuUse, LeftAlone, TagStatus};
 
     const UUID: &str = "GPU-0";

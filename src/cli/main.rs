@@ -1,29 +1,20 @@
 //! `vramctl`: starts programs under the library, shows the memory they hold, and pauses and resumes them.
 
-mod checkpoint;
 mod completions;
 mod doctor;
 mod dry_run;
 mod each;
-mod engine;
-mod failure;
-mod gpus;
 mod interrupt;
 mod ledger;
-mod lock;
 mod metrics;
-mod nccl;
 mod output;
 mod places;
 mod preloading;
-mod proc;
-mod processes;
 mod progress;
 mod ps;
 mod python_path;
 mod relocate;
 mod run;
-mod shared;
 mod status;
 mod suspend;
 mod tag;
@@ -32,12 +23,13 @@ mod top;
 mod trace;
 mod transition;
 mod trim;
+mod ui;
 mod watch;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use failure::{CommandError, Exit};
 use std::fmt::Write;
 use std::process::ExitCode;
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_host::system::raise_descriptor_limit;
 
 /// Take GPU memory away from running, unmodified CUDA programs, by tag, and give it back at the same addresses.
@@ -92,11 +84,20 @@ fn main() -> ExitCode {
     if !matches!(command, Command::Run(_)) {
         raise_descriptor_limit();
     }
+    if command.drives_checkpoints() {
+        see_all_gpus();
+    }
     let exit = command.carry_out().unwrap_or_else(|failure| {
         output::fail(&failure, json);
         failure.exit()
     });
     exit.into()
+}
+
+/// Makes all GPUs visible: a job may be on a GPU that `CUDA_VISIBLE_DEVICES` hides from this command.
+fn see_all_gpus() {
+    // SAFETY: there is no other thread yet.
+    unsafe { std::env::remove_var("CUDA_VISIBLE_DEVICES") };
 }
 
 /// The commands and their options. A negative number after an option is its value, so that the option can say what is wrong with it; clap
@@ -132,6 +133,11 @@ impl Command {
             Self::PythonPath(args) => python_path::python_path(&args),
             Self::Completions(args) => completions::completions(&args),
         }
+    }
+
+    /// Whether it asks the driver about checkpoints of other processes.
+    fn drives_checkpoints(&self) -> bool {
+        matches!(self, Self::Ps(_) | Self::Status(_) | Self::Resume(_) | Self::Suspend(_) | Self::Move(_))
     }
 
     fn wants_json(&self) -> bool {

@@ -1,9 +1,9 @@
 //! Finds the library and the Python package: in a checkout, an unpacked archive, or where pip installs a wheel.
 
-use crate::failure::{CommandError, Exit};
 use std::env;
 use std::fs;
 use std::path::{self, Path, PathBuf};
+use vramctl_coordinator::failure::{CommandError, Exit};
 
 pub const LIBRARY: &str = "libvramctl.so";
 

@@ -1,12 +1,13 @@
 //! `vramctl ps`.
 
-use crate::checkpoint;
-use crate::failure::{CommandError, Exit};
-use crate::gpus;
 use crate::output;
-use crate::processes::{Found, Process, Target};
 use crate::target::GpuArgs;
 use std::collections::BTreeMap;
+use vramctl_coordinator::checkpoint;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::gpus;
+use vramctl_coordinator::processes::{Found, Process, Target};
+use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::{Bytes, short_uuid};
 
@@ -29,7 +30,6 @@ pub struct Args {
 }
 
 pub fn ps(args: &Args) -> Result<Exit, CommandError> {
-    checkpoint::see_all_gpus();
     let mut found = Found::look(&Target::All)?;
     let jobs = Jobs::of(&found.processes);
     found.keep_on(&args.gpu.gpu)?;
@@ -67,7 +67,7 @@ impl Jobs {
             .as_ref()
             .ok()
             .and_then(|status| status.process.age_s)
-            .map_or_else(String::new, |age| format!(" for {}", output::age(age)));
+            .map_or_else(String::new, |age| format!(" for {}", text::age(age)));
         let run = if is_of_several { format!(" ({}{age})", process.run().unwrap_or("no run")) } else { String::new() };
         format!("{job} {rank}/{}{run}", members.len())
     }

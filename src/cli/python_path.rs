@@ -1,9 +1,9 @@
 //! `vramctl python-path`.
 
-use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::places;
 use std::env;
+use vramctl_coordinator::failure::{CommandError, Exit};
 
 #[derive(clap::Args)]
 #[command(after_help = "\

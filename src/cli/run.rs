@@ -1,10 +1,8 @@
 //! `vramctl run`.
 
-use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::places::{self, LIBRARY};
 use crate::preloading::{self, Unmanaged};
-use crate::processes::{Found, Target};
 use crate::target::{checked_tag, size};
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -14,6 +12,9 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{self, Path, PathBuf};
 use std::process::Command;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Target};
+use vramctl_coordinator::text;
 use vramctl_model::Backup;
 
 #[derive(clap::Args)]
@@ -101,7 +102,7 @@ fn warn_of_others(name: &str) {
         let text = format!(
             "the name {} is in use: {}. `--name` in other commands will mean all of them as one job. Choose another name, or end those first; \
              for ranks of one job, set the same VRAMCTL_JOB for all of them",
-            output::one_line(name),
+            text::one_line(name),
             others.iter().map(|process| process.in_words()).collect::<Vec<_>>().join("; ")
         );
         output::complain("warning", &text);

@@ -1,16 +1,18 @@
 //! `vramctl status`.
 
-use crate::checkpoint;
 use crate::completions;
-use crate::failure::{CommandError, Exit};
-use crate::gpus;
-use crate::processes::{Found, Process, Target};
 use crate::target::{GpuArgs, TargetArgs};
-use crate::{ledger, nccl, output};
+use crate::{ledger, output};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use vramctl_control::protocol::{Hello, ProcessStatus};
+use vramctl_coordinator::checkpoint;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::gpus;
+use vramctl_coordinator::nccl;
+use vramctl_coordinator::processes::{Found, Process, Target};
+use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
 use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, Status, TagState, TagStatus, left_to_cuda, short_uuid};
@@ -47,7 +49,6 @@ pub struct Args {
 }
 
 pub fn status(args: Args) -> Result<Exit, CommandError> {
-    checkpoint::see_all_gpus();
     // Reading is harmless, so show all processes.
     let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
     if args.ledger {
@@ -126,10 +127,10 @@ fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
 }
 
 fn head(process: &Hello) -> String {
-    let [name, program] = [&process.name, &process.program].map(|text| output::one_line(text));
+    let [name, program] = [&process.name, &process.program].map(|text| text::one_line(text));
     let mut text = format!("{name} (pid {}): {program}\n", process.pid);
     if let (Some(run), Some(age)) = (&process.run, process.age_s) {
-        let _ = writeln!(text, "Started by {run}, running for {}.", output::age(age));
+        let _ = writeln!(text, "Started by {run}, running for {}.", text::age(age));
     }
     if let Some(engine) = &process.engine {
         let _ = writeln!(text, "Inference engine: {engine}.");
@@ -159,7 +160,7 @@ fn standing(memory: &Status, state: Option<&ProcessState>) -> String {
     } else if memory.held {
         let waiting = match memory.waiting_threads {
             0 => "no thread waits".to_owned(),
-            several => output::count(several, "thread waits", "threads wait"),
+            several => text::count(several, "thread waits", "threads wait"),
         };
         let _ = writeln!(text, "Held until everything is resumed: {waiting} to start GPU work.");
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {

@@ -1,23 +1,22 @@
-//! `vramctl suspend`, and the way back in `vramctl resume`.
+//! `vramctl suspend`.
 
-use crate::checkpoint::{self, Done, Patience};
 use crate::completions;
-use crate::dry_run::{self, Foretold};
-use crate::failure::{CommandError, Exit};
+use crate::dry_run;
 use crate::interrupt;
-use crate::nccl;
 use crate::output;
-use crate::processes::{Found, Process, Target, check_whole};
-use crate::shared;
-use crate::target::{BackupArgs, TargetArgs, WaitingArgs, count, milliseconds, registered, seconds};
+use crate::target::{BackupArgs, TargetArgs, WaitingArgs, count, registered, seconds};
+use crate::ui::Ui;
 use clap_complete::ArgValueCandidates;
-use std::collections::BTreeMap;
-use std::thread;
-use std::time::{Duration, Instant};
-use vramctl_control::protocol::Transition;
-use vramctl_control::queue::InQueue;
-use vramctl_driver::checkpoint::GpuMap;
-use vramctl_model::{Bytes, Kind, Registered, TagState};
+use serde_json::json;
+use std::time::Duration;
+use vramctl_coordinator::checkpoint::Done;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::outcome::ProcessOutcome;
+use vramctl_coordinator::processes::{Process, Target};
+use vramctl_coordinator::retry::Deadline;
+use vramctl_coordinator::{Observer, Operation, Outcome, Scope, Suspend};
+use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -82,139 +81,53 @@ pub struct Args {
 }
 
 pub fn suspend(args: Args) -> Result<Exit, CommandError> {
-    checkpoint::see_all_gpus();
-    let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
-    let found = Found::look(&target)?;
-    let mut members = checkpoint::join(&found, &target)?;
-    if !matches!(target, Target::Pid(_)) || args.ranks.is_some() {
-        check_whole(members.iter().map(|member| &member.process), true, args.ranks)?;
-    }
-    let request = Transition {
-        backup: args.backup.policy(),
-        registered: args.registered,
-        force: args.force,
-        hold_ms: Some(milliseconds(args.hold_timeout)),
-        ..Transition::default()
-    };
-
-    let chosen = if args.nccl { checkpoint::choose_communicators(&found, &members)? } else { nccl::ChosenCommunicators::default() };
-    let pids: Vec<_> = members.iter().map(|member| member.process.pid).collect();
-    let along = if args.shared { Some(shared::find(&found, shared::lent_by(&found, &pids, &request))?) } else { None };
-    args.waiting.check_not_held(pids.into_iter().chain(along.iter().flatten().map(|along| along.process.pid)))?;
-    let advise = |failure: CommandError| {
-        let might_help = failure.is(Kind::Shared) && !args.shared;
-        failure.adding(if might_help { ". To suspend only this, and hold those that have it open, add --shared" } else { "" })
-    };
+    let ui = Ui::new(args.json, args.quiet);
+    let mut plan = Suspend::plan(&args.operation(), &ui)?;
     if args.dry_run {
-        chosen.tell_what_is_left();
-        let along = along.unwrap_or_default();
-        let request = Transition { borrowers: along.iter().map(|along| along.process.pid).collect(), ..request };
-        let foretold = checkpoint::foretell(&mut members, &request).map_err(advise)?;
-        let own = foretold.into_iter().map(|one| one.with_communicators(&chosen));
-        let along = along.iter().map(|along| Foretold::along(&along.process, along.bytes));
-        return dry_run::tell(&own.chain(along).collect::<Vec<_>>(), args.json);
+        return dry_run::print(&plan.forecast(&ui)?, args.json);
     }
     interrupt::hold();
-    let again = ["suspend", "resume"].map(|command| target.command(command));
+    let [suspend, resume] = ["suspend", "resume"].map(|command| plan.target().command(command));
     interrupt::watch(move || {
-        let [suspend, resume] = again;
         let next = format!("`vramctl status` shows how far it has come, `{suspend}` continues it, and `{resume}` undoes it");
         output::complain("interrupted", &format!("the suspend is not complete; {next}"));
     });
-    // Loading the driver takes a while, so do it during the pause.
-    let loading = thread::spawn(checkpoint::load);
-    let patience = Patience::new(args.hold_timeout);
-    let held = checkpoint::pause(&found, &mut members, &request, &chosen, along, &patience).map_err(advise)?;
-    found.tell_what_nvml_counts(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
-    if !args.json && !args.quiet {
-        held.iter().try_for_each(|(process, report)| output::say(&shared::text(process, report)))?;
-    }
-    chosen.tell_what_is_left();
-    members.iter().flat_map(checkpoint::Member::failures_of_nccl).for_each(|why| output::complain("error", &why));
-    let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    let able = checkpoint::can_be_taken(&members).and(loaded);
-    match able.and_then(|()| checkpoint::take(&mut members, &patience)) {
-        Ok(()) => {
-            let line = |member: &checkpoint::Member| match member.process.suspended() {
-                Some(_) if member.done.bytes() == 0 => format!("nothing to do: {} is already suspended", member.process),
-                _ => format!("suspended {}: {} freed {}", member.process, member.bytes(), member.done.took()),
-            };
-            checkpoint::tell(&members, held, args.json, args.quiet, line)
-        }
-        Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays paused until `vramctl resume`")),
-        Err(failure) => {
-            let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();
-            let given: u64 = members.iter().map(checkpoint::Member::given_back).sum();
-            let given = if given > 0 { format!("; NCCL has given back {}", Bytes(given)) } else { String::new() };
-            let libraries = if left > 0 { format!(" and {} of libraries", Bytes(left)) } else { String::new() };
-            let resumed = resumed_meanwhile(&found, &members);
-            let paused = match resumed.len() {
-                0 => "All tags are paused".into(),
-                all if all == members.len() => format!("Resumed meanwhile: {}", resumed.join(", ")),
-                _ => format!("Resumed meanwhile: {}. All other tags are paused", resumed.join(", ")),
-            };
-            Err(failure.adding(&format!(
-                ". {paused}{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
-            )))
-        }
-    }
+    let outcome = plan.run(&ui)?;
+    print(&outcome, &ui, |process, done| match process.suspended() {
+        Some(_) if done.bytes() == 0 => format!("nothing to do: {process} is already suspended"),
+        _ => format!("suspended {process}: {} freed {}", Bytes(done.bytes()), done.took()),
+    })
 }
 
-/// Those whose memory another command has brought back since it was paused.
-fn resumed_meanwhile(found: &Found, members: &[checkpoint::Member]) -> Vec<String> {
-    let now = found.look_again(&members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
-    // A held program may allocate, so a tag that is not paused is not enough.
-    let runs = |process: &&Process| !process.is_held() && process.tags().iter().any(|tag| tag.state != TagState::Paused);
-    now.iter().filter(runs).map(ToString::to_string).collect()
+/// Prints what came of a suspend or move, as JSON or one line per process from `line`. Returns the exit code.
+pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> String) -> Result<Exit, CommandError> {
+    let own = || outcome.processes.iter().filter_map(|one| Some((&one.process, one.device.as_ref()?)));
+    let held: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::stays_held).collect();
+    if ui.json {
+        let answer = |process: &Process, done: &Done| json!({ "pid": process.pid, "name": process.name(), "report": done });
+        let borrowers = outcome.borrowers.iter().filter_map(|one| Some(answer(&one.process, &Done::of_borrower(one.report()?))));
+        output::json(&own().map(|(process, done)| answer(process, done)).chain(borrowers).collect::<Vec<_>>())?;
+    } else {
+        own().filter(|_| !ui.quiet).try_for_each(|(process, done)| output::say(&line(process, done)))?;
+        held.iter().for_each(|why| ui.fail(why));
+    }
+    Ok(if held.is_empty() { Exit::Done } else { Exit::Busy })
 }
 
-/// Restores those of these processes that do not answer because the driver has locked or checkpointed them without their libraries' knowledge.
-/// Returns whether there were any.
-pub fn free_stuck(found: &Found, target: &Target, until: Option<Instant>) -> Result<bool, CommandError> {
-    let mut stuck = found.choose(target).map_or_else(|_| Vec::new(), |chosen| checkpoint::stuck(found, &chosen));
-    if stuck.is_empty() {
-        return Ok(false);
+impl Args {
+    /// The operation that they ask for.
+    fn operation(&self) -> Operation {
+        let target = self.process.clone().map_or_else(|| Target::from(self.target.clone()), Target::parse);
+        let pause = PauseOptions {
+            backup: self.backup.policy(),
+            registered: self.registered,
+            force: self.force,
+            hold: Hold::Within(self.hold_timeout),
+            shared: self.shared,
+            nccl: self.nccl,
+            waiting: self.waiting.pid(),
+            ..PauseOptions::default()
+        };
+        Operation { verb: Verb::Pause, target, scope: Scope::Device, ranks: self.ranks, deadline: Deadline::new(None), pause }
     }
-    checkpoint::restore(&mut stuck, &GpuMap::new(), until).map_err(|failure| {
-        let is_short = failure.exit() == Exit::NoMemory;
-        let why = if is_short { ". A process that does not answer may need as much as it has in host memory, on any GPU" } else { "" };
-        failure.adding(&format!("{why}. Processes that are not back stay suspended; `vramctl resume` tries again"))
-    })?;
-    for member in &stuck {
-        let why = "did not answer because the driver had locked or checkpointed it; it is restored";
-        output::complain("note", &format!("{} {why}", member.process));
-    }
-    Ok(true)
-}
-
-/// Before a resume: brings the suspended ones among these processes back to the GPU. Returns what was done, by process. `wanted`: what is to be
-/// resumed then. `place`: this command's, in the queue for memory.
-pub fn bring_back(
-    found: &Found,
-    target: &Target,
-    wanted: &Transition,
-    until: Option<Instant>,
-    place: Option<&mut InQueue>,
-    quiet: bool,
-) -> Result<BTreeMap<u32, Done>, CommandError> {
-    if found.choose(target)?.iter().all(|process| process.suspended().is_none()) {
-        return Ok(BTreeMap::new());
-    }
-    let mut members = checkpoint::join(found, target)?;
-    members.retain(|member| member.process.suspended().is_some());
-    checkpoint::can_be_seen(&members)?;
-    checkpoint::load()?;
-    // The memory on other GPUs stays paused, so it needs no room.
-    let tags_on = wanted.tags.is_empty().then_some(&*wanted.gpus);
-    checkpoint::restore_with_room(&mut members, &GpuMap::new(), tags_on, until, place).map_err(|failure| {
-        let lost = members.iter().filter(|member| member.is_lost).count();
-        failure.adding(match members.len() - lost {
-            0 => "",
-            _ if lost > 0 => ". Any others that are not back stay suspended; `vramctl resume` tries again",
-            _ => ". Processes that are not back stay suspended, and nothing is lost; `vramctl resume` tries again",
-        })
-    })?;
-    let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());
-    members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
-    Ok(members.into_iter().map(|member| (member.process.pid, member.done)).collect())
 }

@@ -2,10 +2,10 @@
 
 use crate::completions;
 use crate::each;
-use crate::failure::{CommandError, Exit};
-use crate::processes::{Found, Target};
 use crate::target::{TargetArgs, checked_tag};
 use clap_complete::ArgValueCandidates;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Target};
 
 #[derive(clap::Args)]
 #[command(

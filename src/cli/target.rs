@@ -1,12 +1,11 @@
 //! Arguments that several commands have.
 
 use crate::completions;
-use crate::failure::CommandError;
-use crate::processes::Target;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
-use vramctl_model::{self as model, Backup, Error, Registered, parse_bytes};
+use vramctl_coordinator::processes::Target;
+use vramctl_model::{self as model, Backup, Registered, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
@@ -40,10 +39,9 @@ pub struct WaitingArgs {
 }
 
 impl WaitingArgs {
-    /// Fails if the process that waits is one of those to be held. The processes themselves see only the command, not who has started it.
-    pub fn check_not_held(&self, mut held: impl Iterator<Item = u32>) -> Result<(), CommandError> {
-        let holds_itself = self.waiting.is_some_and(|pid| held.any(|held| held == pid));
-        if holds_itself { Err(CommandError::from(&Error::holds_itself())) } else { Ok(()) }
+    /// The process.
+    pub fn pid(&self) -> Option<u32> {
+        self.waiting
     }
 }
 
@@ -123,11 +121,6 @@ fn is_negative(text: &str) -> bool {
 /// A number of processes as an argument.
 pub fn count(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "not a number of processes".into())
-}
-
-/// Such a duration as requests have it.
-pub fn milliseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

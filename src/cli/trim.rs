@@ -2,15 +2,15 @@
 
 use crate::completions;
 use crate::each;
-use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::processes::{Found, Process, Target};
 use crate::target::{TargetArgs, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::thread;
 use std::time::Duration;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_model::{Bytes, Cached, Trimmed};
 
 #[derive(clap::Args)]
@@ -117,7 +117,7 @@ fn describe(process: &Process, Trimmed { returned_bytes, cache, ms }: &Trimmed) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::processes::tests::process;
+    use vramctl_coordinator::processes::made_up::process;
 
     #[test]
     fn returned_and_stuck_bytes_are_reported_by_tag() {

@@ -2,11 +2,11 @@
 
 use crate::completions;
 use crate::each;
-use crate::failure::{CommandError, Exit};
-use crate::processes::{Found, Target};
 use crate::target::{self, TargetArgs};
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Target};
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]

@@ -190,7 +190,7 @@ impl Client {
     }
 
     /// Sends a request, with a descriptor, and waits for the answer as long as the process exists. `progress` gets the progress lines.
-    pub(crate) fn ask(
+    pub fn ask(
         &mut self,
         request: Request,
         file: Option<BorrowedFd<'_>>,
@@ -210,12 +210,12 @@ impl Client {
     }
 
     /// Renews the lease. Never waits: a process that does not read does not need it.
-    pub(crate) fn renew(&mut self) {
+    pub fn renew(&mut self) {
         let _ = self.send(Request::Renew, None, libc::MSG_DONTWAIT);
     }
 
     /// What the process sends without a request: its lease has ended, or it has exited.
-    pub(crate) fn unasked(&mut self) -> Option<ClientError> {
+    pub fn unasked(&mut self) -> Option<ClientError> {
         let has_nothing = || matches!(system::poll(self.stream.get_ref().as_fd(), libc::POLLIN, 0), Ok(0));
         if self.stream.buffer().is_empty() && has_nothing() {
             return None;
@@ -286,7 +286,7 @@ impl Client {
         Ok(reply)
     }
 
-    pub(crate) fn unexpected(&self, reply: &Reply) -> ClientError {
+    pub fn unexpected(&self, reply: &Reply) -> ClientError {
         self.failed(io::Error::new(io::ErrorKind::InvalidData, format!("the answer does not match the request: {reply:?}")))
     }
 

@@ -93,7 +93,7 @@ impl Directory {
 
     /// A directory of a test.
     #[cfg(test)]
-    pub(crate) fn at(path: &Path) -> io::Result<Self> {
+    pub fn at(path: &Path) -> io::Result<Self> {
         fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
         Self::check(path, false)
     }

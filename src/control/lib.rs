@@ -9,6 +9,4 @@ pub mod decision;
 pub mod descriptors;
 pub mod discovery;
 pub mod gauge;
-pub mod job;
 pub mod protocol;
-pub mod queue;

@@ -36,7 +36,7 @@ fn builder(name: &str) -> Builder {
 }
 
 /// Blocks all signals while `work` runs. A thread started in it has them blocked from its first instruction.
-fn with_signals_blocked<R>(work: impl FnOnce() -> R) -> R {
+pub fn with_signals_blocked<R>(work: impl FnOnce() -> R) -> R {
     // SAFETY: both sets are plain data and writable. The mask is this thread's alone and restored below.
     let before = unsafe {
         let (mut all, mut before) = (mem::zeroed(), mem::zeroed());

@@ -1,13 +1,13 @@
 //! The metrics, and their values on a page.
 
 use crate::ledger::{self, Ledger, Share, What};
-use crate::processes::Process;
 use prometheus::core::Collector;
 use prometheus::{CounterVec, GaugeVec, Opts, Registry, TextEncoder};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 use vramctl_control::protocol::ProcessStatus;
+use vramctl_coordinator::processes::Process;
 use vramctl_model::{Kind, Stage, Status, Totals, Verb};
 
 /// A metric.
@@ -263,11 +263,11 @@ fn text(pid: Option<u32>) -> String {
 #[allow(clippy::float_cmp)] // whole numbers
 mod tests {
     use super::*;
-    use crate::failure::{CommandError, Exit};
-    use crate::processes::tests::process;
     use serde_json::Value;
     use std::fs;
     use std::path::Path;
+    use vramctl_coordinator::failure::{CommandError, Exit};
+    use vramctl_coordinator::processes::made_up::process;
     use vramctl_model::{Cycle, Growth, LeftAlone, TagState, TagStatus};
 
     fn of(process: &Process) -> String {

@@ -3,10 +3,8 @@
 mod families;
 mod serve;
 
-use crate::failure::{CommandError, Exit};
 use crate::ledger;
 use crate::output;
-use crate::processes::{Found, Target};
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::Write;
 use std::net::SocketAddr;
@@ -15,6 +13,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::time::Instant;
 use std::{io, process};
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Found, Target};
 use vramctl_driver::keep_nvml;
 
 #[derive(clap::Args)]

@@ -1,6 +1,5 @@
 //! A web server for one page. No client can stop it: requests are limited in size and time, and connections in number.
 
-use crate::failure::{CommandError, Exit};
 use crate::output;
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -8,6 +7,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_host::Unpoison;
 
 /// The longest request that is read.

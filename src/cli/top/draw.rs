@@ -2,7 +2,6 @@
 
 use super::keys::KEYS;
 use super::model::{GpuBar, Model, Overlay, Rate, Slice, TableRow, View};
-use crate::output;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Margin, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -11,6 +10,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Paragraph, Widget, Wrap};
 use std::fmt::Write;
 use std::time::Instant;
+use vramctl_coordinator::text;
 use vramctl_model::{Bytes, Progress, Verb};
 
 /// With at least this width, the table has more columns.
@@ -71,7 +71,7 @@ fn put(buffer: &mut Buffer, area: Rect, y: &mut u16, line: &Line<'_>) {
 /// The part above the table, in at most this many lines.
 fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'a>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    let count = output::count(model.processes(), "process", "processes");
+    let count = text::count(model.processes(), "process", "processes");
     let title = format!("vramctl top: {count}, every {} s", model.interval.as_secs_f64());
     let mut lines = vec![Line::styled(title, bold)];
     // Room for the part below the bars, and the header.
@@ -80,11 +80,11 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     let shown = if bars.len() > room { room.saturating_sub(1).max(1) } else { bars.len() };
     lines.extend(bars[..shown].iter().map(|one| bar(one, width)));
     if shown < bars.len() {
-        let gpus = output::count(bars.len() - shown, "more GPU", "more GPUs");
+        let gpus = text::count(bars.len() - shown, "more GPU", "more GPUs");
         lines.push(Line::raw(format!("and {gpus}, not shown for lack of room")));
     }
     match (bars.is_empty(), model.gpus_silent(now)) {
-        (true, _) => lines.extend(wrapped(&output::plain(&model.no_bars()), usize::from(width)).into_iter().map(Line::raw)),
+        (true, _) => lines.extend(wrapped(&text::plain(&model.no_bars()), usize::from(width)).into_iter().map(Line::raw)),
         (false, Some(age)) => lines.push(Line::raw(format!("NVML has not answered for {} s: the bars are from then", age.as_secs()))),
         (false, None) => lines.push(legend()),
     }
@@ -204,7 +204,7 @@ fn table(buffer: &mut Buffer, area: Rect, model: &Model, now: Instant, is_live: 
         let text = model.trouble.clone().unwrap_or_else(|| {
             "no process is managed: start one with `vramctl run -- COMMAND`; it appears once it has allocated GPU memory".into()
         });
-        Paragraph::new(output::plain(&text))
+        Paragraph::new(text::plain(&text))
             .wrap(Wrap { trim: true })
             .render(Rect { y, height: area.bottom().saturating_sub(y), ..area }, buffer);
         return;
@@ -248,7 +248,7 @@ fn message<'a>(model: &Model, now: Instant, width: usize) -> Vec<Line<'a>> {
         return vec![Line::styled(fit(&format!("$ vramctl {}   {seconds} s, x cancels", words.join(" ")), width), bold)];
     }
     let Some(text) = model.message(now) else { return Vec::new() };
-    let text = output::plain(text);
+    let text = text::plain(text);
     let mut lines: Vec<_> = text.lines().filter(|line| !line.is_empty()).flat_map(|line| wrapped(line, width)).collect();
     if lines.len() > MESSAGE_LINES {
         // Keep the end: a job's last lines report its result, and errors come last.
@@ -282,7 +282,7 @@ fn overlay(buffer: &mut Buffer, area: Rect, overlay: &Overlay) {
         }
     };
     let most = usize::from(area.width).saturating_sub(4).max(1);
-    let lines: Vec<_> = lines.iter().flat_map(|line| wrapped(&output::plain(line), most)).collect();
+    let lines: Vec<_> = lines.iter().flat_map(|line| wrapped(&text::plain(line), most)).collect();
     let width = lines.iter().map(|line| width_of(line)).max().unwrap_or(0).max(title.len()) + 4;
     let (width, height) = ((width as u16).min(area.width), (lines.len() as u16 + 2).min(area.height));
     let place = Rect { x: area.x + (area.width - width) / 2, y: area.y + (area.height - height) / 2, width, height };
@@ -298,7 +298,7 @@ fn width_of(text: &str) -> usize {
 
 /// Cuts a text to this width.
 fn fit(text: &str, width: usize) -> String {
-    let text = output::plain(text).replace('\n', "\u{fffd}");
+    let text = text::plain(text).replace('\n', "\u{fffd}");
     if width_of(&text) <= width {
         return text;
     }
@@ -380,12 +380,12 @@ fn codes(colour: Color, modifier: Modifier) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::failure::{CommandError, Exit};
-    use crate::processes::{Process, tests::process};
     use crate::top::model::{Gpus, Sample};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::time::Duration;
+    use vramctl_coordinator::failure::{CommandError, Exit};
+    use vramctl_coordinator::processes::{Process, made_up::process};
     use vramctl_driver::{Card, NoCards};
     use vramctl_host::limits::Room;
     use vramctl_model::{DeviceStatus, Holder, LeftAlone, Stage, TagState, Totals};

@@ -8,7 +8,6 @@ mod keys;
 mod model;
 mod poll;
 
-use crate::failure::{CommandError, Exit};
 use crate::interrupt;
 use crate::output;
 use crate::target::seconds;
@@ -30,6 +29,7 @@ use std::process::{self, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 use std::{env, panic, thread};
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_model::Verb;
 
 #[derive(clap::Args)]

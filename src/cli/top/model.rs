@@ -1,9 +1,9 @@
 //! The state of `vramctl top`, and the rows to show. Does no drawing and no I/O; the time is passed in.
 
 use crate::ledger::{self, What};
-use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
+use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards};
 use vramctl_host::limits::Room;
 use vramctl_model::{Backup, Holder, Progress, Stage, TagState, TagStatus, Verb};

@@ -1,9 +1,7 @@
 //! Polls the processes and NVML, each in its own thread, so that one that does not answer delays nobody.
 
 use super::model::{Gpus, Sample, is_under_way};
-use crate::failure::{CommandError, Exit};
 use crate::ledger;
-use crate::processes::{Process, silent};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,6 +9,8 @@ use std::thread;
 use std::time::Duration;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::processes::{Process, silent};
 use vramctl_driver::{cards, holders_of, keep_nvml};
 use vramctl_host::{Unpoison, limits};
 

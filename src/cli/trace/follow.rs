@@ -1,12 +1,12 @@
 //! Follows the events of processes, each in its own thread.
 
 use crate::interrupt;
-use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
+use vramctl_coordinator::processes::{Found, Process};
 use vramctl_model::{Events, MemoryOwner, TraceEvent};
 
 /// How often to ask. A ring holds 40 s of ten thousand events per second.

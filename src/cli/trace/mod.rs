@@ -6,10 +6,7 @@ mod page;
 mod timeline;
 
 use crate::completions;
-use crate::failure::{CommandError, Exit};
-use crate::gpus;
 use crate::output;
-use crate::processes::{Found, Target};
 use crate::target::{TargetArgs, seconds};
 use clap_complete::ArgValueCandidates;
 use follow::{Followed, Until};
@@ -20,6 +17,10 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use timeline::Timeline;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::gpus;
+use vramctl_coordinator::processes::{Found, Target};
+use vramctl_coordinator::text;
 use vramctl_model::{MemoryOwner, left_to_cuda, short_uuid};
 
 #[derive(clap::Args)]
@@ -206,7 +207,7 @@ impl Recording {
 
     fn summary(&self, file: &Path) -> String {
         let time = Duration::from_nanos(self.to() - self.from()).as_secs_f64();
-        let processes = output::count(self.processes.len(), "process", "processes");
+        let processes = text::count(self.processes.len(), "process", "processes");
         let missed: u64 = self.processes.iter().map(|process| process.timeline.missed).sum();
         let older = if missed == 0 { String::new() } else { format!("; {missed} older events were overwritten") };
         format!("{}: {time:.1} s of {processes}{older}", file.display())

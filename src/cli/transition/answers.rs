@@ -1,148 +1,117 @@
-//! The results of a pause or resume, as text and as JSON.
+//! The outcome of a pause or resume, as text and as JSON.
 
-use super::task::Task;
-use crate::failure::CommandError;
-use crate::nccl;
 use crate::output;
-use crate::processes::{Found, Process};
-use crate::shared;
-use serde::Serialize;
-use serde_json::Value;
+use crate::ui::Ui;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::io::ErrorKind;
-use vramctl_control::client::ClientError;
-use vramctl_control::job::JobReport;
-use vramctl_model::{Bytes, Report, Trimmed, Verb};
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
+use vramctl_coordinator::processes::Process;
+use vramctl_coordinator::{Outcome, Plan, Scope, nccl, shared};
+use vramctl_model::{Bytes, Communicator, Report, Trimmed, Verb};
 
-/// The result for one process.
-#[derive(Debug, Serialize)]
-pub struct Outcome {
-    pub pid: u32,
-    pub name: Option<String>,
-    pub tags: Vec<String>,
-    /// For a suspended process: how it was restored to the GPU, before its tags were resumed.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub restored: Option<Value>,
-    /// With `--trim`: what its own allocator returned before the pause.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub trimmed: Option<Trimmed>,
-    #[serde(flatten)]
-    pub result: Answer,
+/// Prints what came of the plan. `trimmed`: what the programs' own allocators returned before. Returns the exit code.
+pub fn print(plan: &Plan, outcome: Outcome, trimmed: BTreeMap<u32, Trimmed>, ui: &Ui) -> Result<Exit, CommandError> {
+    let verb = plan.operation().verb;
+    if ui.json {
+        let Outcome { processes, borrowers, jobs } = &outcome;
+        let processes: Vec<_> = processes.iter().chain(borrowers).map(|one| process_json(one, trimmed.get(&one.process.pid))).collect();
+        let jobs: Vec<_> = jobs.iter().map(job_json).collect();
+        output::print(&format!("{}\n", json!({ "processes": processes, "jobs": jobs })))?;
+    } else {
+        let on_some_gpus = matches!(&plan.operation().scope, Scope::Tags { gpus, .. } if !gpus.is_empty());
+        let printing = Printing { plan, quiet: ui.quiet, on_some_gpus };
+        outcome.processes.iter().try_for_each(|one| printing.process(one))?;
+        outcome.borrowers.iter().try_for_each(|one| printing.borrower(one))?;
+        outcome.jobs.iter().filter(|job| job.pids.len() > 1).try_for_each(|job| printing.job(job, &outcome.processes))?;
+    }
+    let all = || outcome.processes.iter().chain(&outcome.borrowers);
+    let cause = CommandError::original(all().filter_map(|one| one.result.as_ref().err()));
+    let is_amiss = |one: &Communicator| one.error.is_some() || one.state.is_in_progress();
+    let stays_held = |report: &Report| verb == Verb::Resume && !report.missing.is_empty() || report.communicators.iter().any(is_amiss);
+    let otherwise = if all().filter_map(ProcessOutcome::report).any(stays_held) { Exit::Busy } else { Exit::Done };
+    Ok(cause.map_or(otherwise, CommandError::exit))
 }
 
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Answer {
-    Report(Report),
-    Error(CommandError),
+fn process_json(one: &ProcessOutcome, trimmed: Option<&Trimmed>) -> Value {
+    let mut answer = json!({ "pid": one.process.pid, "name": one.process.name(), "tags": one.tags });
+    if let Some(done) = &one.device {
+        answer["restored"] = json!(done);
+    }
+    if let Some(trimmed) = trimmed {
+        answer["trimmed"] = json!(trimmed);
+    }
+    match &one.result {
+        Ok(report) => answer["report"] = json!(report),
+        Err(failure) => answer["error"] = json!(failure),
+    }
+    answer
 }
 
-/// The result for a job.
-#[derive(Debug, Serialize)]
-pub struct JobOutcome {
-    pub job: Option<String>,
-    pub pids: Vec<u32>,
-    pub committed: bool,
-    /// How often it was tried.
-    pub attempts: u32,
-    /// From the request until the last process was done.
-    pub ms: f64,
+fn job_json(JobOutcome { job, pids, committed, attempts, ms }: &JobOutcome) -> Value {
+    json!({ "job": job, "pids": pids, "committed": committed, "attempts": attempts, "ms": ms })
 }
 
-impl JobOutcome {
-    pub fn of(processes: &[&Process], done: &JobReport) -> Self {
-        Self {
-            job: processes[0].job().map(str::to_owned),
-            pids: processes.iter().map(|process| process.pid).collect(),
-            committed: done.committed,
-            attempts: done.attempts,
-            ms: done.ms,
-        }
+fn job_text(verb: Verb, job: &JobOutcome, processes: &[ProcessOutcome]) -> String {
+    let reports = processes.iter().filter(|one| job.pids.contains(&one.process.pid)).filter_map(ProcessOutcome::report);
+    let (done, bytes) = reports.fold((0, 0), |(done, bytes), report| (done + 1, bytes + report.bytes));
+    let (did, moved) = match verb {
+        Verb::Pause => ("paused", "freed"),
+        Verb::Resume => ("resumed", "allocated"),
+    };
+    let name = job.job.as_deref().unwrap_or_default();
+    let all = job.pids.len();
+    let count = if done == all { format!("{all} processes") } else { format!("{done} of {all} processes") };
+    let mut text = format!("{did} job {name}: {count}, {} {moved}, {} ms", Bytes(bytes), whole(job.ms));
+    if job.attempts > 1 {
+        let _ = write!(text, ", {} attempts", job.attempts);
     }
-
-    fn text(&self, direction: Verb, outcomes: &[Outcome]) -> String {
-        let reports = outcomes.iter().filter(|outcome| self.pids.contains(&outcome.pid)).filter_map(|outcome| outcome.result.report());
-        let (done, bytes) = reports.fold((0, 0), |(done, bytes), report| (done + 1, bytes + report.bytes));
-        let (did, moved) = match direction {
-            Verb::Pause => ("paused", "freed"),
-            Verb::Resume => ("resumed", "allocated"),
-        };
-        let job = self.job.as_deref().unwrap_or_default();
-        let all = self.pids.len();
-        let processes = if done == all { format!("{all} processes") } else { format!("{done} of {all} processes") };
-        let mut text = format!("{did} job {job}: {processes}, {} {moved}, {} ms", Bytes(bytes), whole(self.ms));
-        if self.attempts > 1 {
-            let _ = write!(text, ", {} attempts", self.attempts);
-        }
-        text
-    }
+    text
 }
 
-impl Answer {
-    /// `committed`: whether the job as a whole is done.
-    pub fn of(result: Result<Report, ClientError>, direction: Verb, committed: bool) -> Self {
-        match result {
-            Ok(report) => Self::Report(report),
-            Err(error) => {
-                let is_stopped = matches!(&error, ClientError::Io { error, .. } if error.kind() == ErrorKind::TimedOut);
-                let later = format!("; the {} of its job is complete, and this process completes it when it continues", direction.name());
-                Self::Error(CommandError::from(error).adding(if committed && is_stopped { &later } else { "" }))
-            }
-        }
-    }
-
-    pub fn report(&self) -> Option<&Report> {
-        match self {
-            Self::Report(report) => Some(report),
-            Self::Error(_) => None,
-        }
-    }
-
-    pub fn failure(&self) -> Option<&CommandError> {
-        match self {
-            Self::Report(_) => None,
-            Self::Error(failure) => Some(failure),
-        }
-    }
-}
-
-/// Tells the user.
-pub struct Telling {
-    pub direction: Verb,
-    /// Only of errors.
-    pub quiet: bool,
+/// As text.
+struct Printing<'a> {
+    plan: &'a Plan,
+    /// Only errors.
+    quiet: bool,
     /// Whether only the memory of some GPUs is selected.
-    pub on_some_gpus: bool,
+    on_some_gpus: bool,
 }
 
-impl Telling {
-    pub fn tell(&self, task: &Task, answer: &Answer, found: &Found) -> Result<(), CommandError> {
-        match answer {
-            Answer::Report(report) => {
+impl Printing<'_> {
+    fn verb(&self) -> Verb {
+        self.plan.operation().verb
+    }
+
+    fn process(&self, one: &ProcessOutcome) -> Result<(), CommandError> {
+        let process = &one.process;
+        match &one.result {
+            Ok(report) => {
                 if !self.quiet {
-                    output::say(&success(self.direction, task, report, self.on_some_gpus))?;
+                    output::say(&success(self.verb(), one, report, self.on_some_gpus))?;
                 }
-                if let Some(text) = nccl::success(self.direction, &task.process, &report.communicators).filter(|_| !self.quiet) {
+                if let Some(text) = nccl::success(self.verb(), process, &report.communicators).filter(|_| !self.quiet) {
                     output::say(&text)?;
                 }
-                for why in nccl::failures(&task.process, &report.communicators) {
+                for why in nccl::failures(process, &report.communicators) {
                     output::complain("error", &why);
                 }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
-                    let text = format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
+                    let text = format!("{process}: the driver has not taken {late} back yet; every pause and resume retries");
                     output::complain("warning", &text);
                 }
                 for text in guard_warnings(report) {
-                    output::complain("warning", &format!("{}: {text}", task.process));
+                    output::complain("warning", &format!("{process}: {text}"));
                 }
                 for missing in &report.missing {
-                    output::complain("error", &task.process.stays_held(missing));
+                    output::complain("error", &process.stays_held(missing));
                 }
             }
-            Answer::Error(failure) => {
-                output::complain("error", &format!("{}: {failure}", task.process));
-                for hint in hints(&found.look_again(&holders(failure))) {
+            Err(failure) => {
+                output::complain("error", &format!("{process}: {failure}"));
+                for hint in hints(&self.plan.found().look_again(&holders(failure))) {
                     output::complain("hint", &hint);
                 }
             }
@@ -150,25 +119,23 @@ impl Telling {
         Ok(())
     }
 
-    /// Prints the result of a borrower.
-    pub fn tell_along(&self, process: &Process, answer: &Answer) -> Result<(), CommandError> {
-        match answer {
-            Answer::Report(report) if !self.quiet => output::say(&shared::text(process, report)),
-            Answer::Report(_) => Ok(()),
-            Answer::Error(failure) => {
-                output::complain("error", &format!("{process}: {failure}"));
+    fn borrower(&self, one: &ProcessOutcome) -> Result<(), CommandError> {
+        match &one.result {
+            Ok(report) if !self.quiet => output::say(&shared::text(&one.process, report)),
+            Ok(_) => Ok(()),
+            Err(failure) => {
+                output::complain("error", &format!("{}: {failure}", one.process));
                 Ok(())
             }
         }
     }
 
-    /// Prints the result of a job as a whole.
-    pub fn tell_job(&self, job: &JobOutcome, outcomes: &[Outcome]) -> Result<(), CommandError> {
+    fn job(&self, job: &JobOutcome, processes: &[ProcessOutcome]) -> Result<(), CommandError> {
         if job.committed {
-            return if self.quiet { Ok(()) } else { output::say(&job.text(self.direction, outcomes)) };
+            return if self.quiet { Ok(()) } else { output::say(&job_text(self.verb(), job, processes)) };
         }
         let name = job.job.as_deref().unwrap_or_default();
-        let left = match self.direction {
+        let left = match self.verb() {
             Verb::Pause => "nothing was paused; its processes go on as before",
             Verb::Resume => "nothing was resumed; its processes stay as they were, and can be resumed again",
         };
@@ -177,11 +144,11 @@ impl Telling {
     }
 }
 
-fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) -> String {
-    let process = &task.process;
+fn success(direction: Verb, one: &ProcessOutcome, report: &Report, on_some_gpus: bool) -> String {
+    let process = &one.process;
     if report.allocations == 0 {
         let state = direction.end().name();
-        return match &task.meant[..] {
+        return match &one.tags[..] {
             // A tag's state covers all GPUs.
             [_, ..] if on_some_gpus => format!("nothing to do: {process} has nothing there to {}", direction.name()),
             [] if process.has_memory() => format!("nothing to do: {process} has none of these tags"),
@@ -191,7 +158,7 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
         };
     }
     // If nothing was due, the state of a matching tag has changed since.
-    let tags = if task.due.is_empty() { &task.meant } else { &task.due }.join(", ");
+    let tags = if one.due.is_empty() { &one.tags } else { &one.due }.join(", ");
     let (did, moved, kept, discarded) = match direction {
         Verb::Pause => ("paused", "freed", "kept", "discarded"),
         Verb::Resume => ("resumed", "allocated", "restored", "zeroed"),
@@ -255,15 +222,18 @@ fn hints(holders: &[Process]) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::task::plan;
     use super::*;
-    use crate::failure::Exit;
-    use crate::processes::tests::process;
     use vramctl_control::protocol::Refusal;
+    use vramctl_coordinator::failure::Exit;
+    use vramctl_coordinator::processes::made_up::process;
     use vramctl_model::{Error, Holder, Shortage, Stage, TagState};
 
     fn names(tags: &[&str]) -> Vec<String> {
         tags.iter().map(ToString::to_string).collect()
+    }
+
+    fn outcome(process: Process, tags: &[&str], due: &[&str]) -> ProcessOutcome {
+        ProcessOutcome { tags: names(tags), due: names(due), ..ProcessOutcome::borrower(process, Ok(Report::default())) }
     }
 
     fn engine(state: TagState) -> Process {
@@ -272,7 +242,8 @@ mod tests {
 
     #[test]
     fn a_success_reports_bytes_and_milliseconds() {
-        let tasks = plan(Verb::Pause, vec![engine(TagState::Active)], &[]).unwrap();
+        let both = ["kv_cache", "weights"];
+        let paused = outcome(engine(TagState::Active), &both, &both);
         let report = Report {
             allocations: 3,
             bytes: 40 << 30,
@@ -291,20 +262,20 @@ mod tests {
             ms: 912.3,
         };
         assert_eq!(
-            success(Verb::Pause, &tasks[0], &report, false),
+            success(Verb::Pause, &paused, &report, false),
             "paused kv_cache, weights of engine (pid 4711): 40.00 GiB freed in 912 ms (wait 3, save 850, unmap 20, release 39); \
              38.00 GiB kept, 2.00 GiB discarded"
         );
-        let tasks = plan(Verb::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
+        let resumed = outcome(engine(TagState::Paused), &["weights"], &["weights"]);
         let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };
         assert_eq!(
-            success(Verb::Resume, &tasks[0], &report, false),
+            success(Verb::Resume, &resumed, &report, false),
             "resumed weights of engine (pid 4711): 40.00 GiB allocated in 912 ms (map 1); 38.00 GiB restored"
         );
         assert!(guard_warnings(&report).is_empty());
         let guarded = Report { guarded_bytes: 40 << 30, guard_bytes: 62 << 20, kept_bytes: 0, ..report };
         assert_eq!(
-            success(Verb::Pause, &tasks[0], &guarded, false),
+            success(Verb::Pause, &resumed, &guarded, false),
             "paused weights of engine (pid 4711): 40.00 GiB freed in 912 ms (map 1); 40.00 GiB guarded by 62.00 MiB on the GPU"
         );
         let stray = guard_warnings(&Report { unguarded_bytes: 1 << 30, guard_written_bytes: 4096, ..Report::default() });
@@ -314,14 +285,13 @@ mod tests {
 
     #[test]
     fn nothing_to_do_is_reported() {
-        let text = |process: Process, tags: &[&str]| {
-            let other = self::process(1, "other", &[("x", TagState::Active)]);
-            let tasks = plan(Verb::Pause, vec![process, other], &names(tags)).unwrap();
-            success(Verb::Pause, &tasks[0], &Report::default(), false)
-        };
-        assert_eq!(text(engine(TagState::Paused), &[]), "nothing to do: kv_cache, weights of engine (pid 4711) are already paused");
+        let text = |process, tags: &[&str]| success(Verb::Pause, &outcome(process, tags, &[]), &Report::default(), false);
+        assert_eq!(
+            text(engine(TagState::Paused), &["kv_cache", "weights"]),
+            "nothing to do: kv_cache, weights of engine (pid 4711) are already paused"
+        );
         assert_eq!(text(engine(TagState::Paused), &["weights"]), "nothing to do: weights of engine (pid 4711) is already paused");
-        assert_eq!(text(engine(TagState::Active), &["x"]), "nothing to do: engine (pid 4711) has none of these tags");
+        assert_eq!(text(engine(TagState::Active), &[]), "nothing to do: engine (pid 4711) has none of these tags");
         assert_eq!(text(process(2, "idle", &[]), &[]), "nothing to do: idle (pid 2) has no managed memory");
     }
 

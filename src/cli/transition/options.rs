@@ -1,14 +1,16 @@
 //! The options of `vramctl pause` and `vramctl resume`.
 
 use crate::completions;
-use crate::engine;
-use crate::target::{BackupArgs, GpuArgs, TargetArgs, WaitingArgs, checked_tag, count, milliseconds, registered, seconds};
+use crate::target::{BackupArgs, GpuArgs, TargetArgs, WaitingArgs, checked_tag, count, registered, seconds};
 use clap_complete::ArgValueCandidates;
+use std::env;
 use std::time::Duration;
-use vramctl_model::Registered;
-
-/// How long the program's GPU work in flight may take once it is held.
-const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
+use vramctl_coordinator::engine::{self, checked_address};
+use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::processes::Target;
+use vramctl_coordinator::retry::Deadline;
+use vramctl_coordinator::{Operation, Scope};
+use vramctl_model::{Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -75,7 +77,7 @@ pub struct PauseArgs {
     #[command(flatten)]
     pub waiting: WaitingArgs,
     #[command(flatten)]
-    pub engine: engine::EngineArgs,
+    pub engine: EngineArgs,
 }
 
 #[derive(clap::Args)]
@@ -136,9 +138,63 @@ pub struct HoldArgs {
 }
 
 impl HoldArgs {
-    /// How long to wait for work in flight, in milliseconds; `None` if the program is not to be held.
-    pub fn ms(&self, timeout: Option<Duration>) -> Option<u64> {
-        let limit = self.hold_timeout.or(timeout).unwrap_or(HOLD_TIMEOUT);
-        (!self.no_hold).then(|| milliseconds(limit))
+    fn hold(&self) -> Hold {
+        match (self.no_hold, self.hold_timeout) {
+            (true, _) => Hold::No,
+            (false, None) => Hold::Yes,
+            (false, Some(limit)) => Hold::Within(limit),
+        }
+    }
+}
+
+/// The options of a pause that concern engines.
+#[derive(clap::Args)]
+pub struct EngineArgs {
+    /// Ask the inference engine at this address first (docs/engines.md); may be repeated
+    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
+    engine: Vec<String>,
+    /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
+    #[arg(long)]
+    force: bool,
+}
+
+impl EngineArgs {
+    fn addresses(&self) -> engine::Addresses {
+        // An empty variable counts as unset. The key is no option: every user of the machine can read command lines.
+        let addresses = self.engine.iter().filter(|address| !address.is_empty()).cloned().collect();
+        engine::Addresses { addresses, key: env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty()) }
+    }
+}
+
+impl Args {
+    /// The operation that they ask for.
+    fn operation(&self, verb: Verb, deadline: Deadline, pause: PauseOptions) -> Operation {
+        let scope = Scope::Tags { words: self.words.clone(), gpus: self.gpu.gpu.clone() };
+        Operation { verb, target: Target::from(self.target.clone()), scope, ranks: self.ranks, deadline, pause }
+    }
+}
+
+impl PauseArgs {
+    /// The operation that they ask for.
+    pub fn operation(&self, deadline: Deadline) -> Operation {
+        let pause = PauseOptions {
+            backup: self.backup.policy(),
+            registered: self.registered,
+            guard: self.guard,
+            force: self.engine.force,
+            engines: self.engine.addresses(),
+            hold: self.hold.hold(),
+            shared: self.shared,
+            nccl: self.nccl,
+            waiting: self.waiting.pid(),
+        };
+        self.transition.operation(Verb::Pause, deadline, pause)
+    }
+}
+
+impl ResumeArgs {
+    /// The operation that they ask for.
+    pub fn operation(&self) -> Operation {
+        self.transition.operation(Verb::Resume, Deadline::new(self.transition.timeout), PauseOptions::default())
     }
 }

@@ -14,19 +14,30 @@ use vramctl_model::{Error, Kind};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Exit {
+    /// Done, or nothing to do.
     Done = 0,
+    /// Refused or failed.
     Failed = 1,
+    /// Wrong arguments.
     Usage = 2,
+    /// No such process.
     NoProcess = 3,
+    /// Too little GPU or host memory.
     NoMemory = 4,
+    /// Timed out.
     Busy = 5,
+    /// No allocation has this tag.
     UnknownTag = 6,
+    /// The driver could not restore the program.
     Unsuspendable = 7,
+    /// `run`: the command cannot be executed.
     NotExecutable = 126,
+    /// `run`: the command was not found.
     NotFound = 127,
 }
 
 impl Exit {
+    /// All of them, in order.
     pub const ALL: [Self; 10] = [
         Self::Done,
         Self::Failed,
@@ -84,6 +95,19 @@ impl From<Exit> for ExitCode {
     }
 }
 
+/// A process to choose, as people see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// Its id.
+    pub pid: u32,
+    /// Its name, or `?`.
+    pub name: String,
+    /// The state of its memory.
+    pub state: String,
+    /// Its managed memory.
+    pub bytes: String,
+}
+
 /// Why a command failed. As JSON, an object with `code` and `message`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
@@ -92,18 +116,21 @@ pub enum CommandError {
     Refused(Box<Refusal>),
     /// Failed in the command itself. The exit code's name is the code.
     Here {
+        /// The exit code.
         #[serde(rename = "code")]
         exit: Exit,
+        /// Why, in words.
         message: String,
-        /// A table of the choices, for people.
+        /// What to choose from, for people.
         #[serde(skip)]
-        table: Option<String>,
+        choices: Vec<Choice>,
     },
 }
 
 impl CommandError {
+    /// A failure in the command itself.
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self::Here { exit, message: message.into(), table: None }
+        Self::Here { exit, message: message.into(), choices: Vec::new() }
     }
 
     /// The first of several failures that is not only an undoing because of another one.
@@ -111,11 +138,20 @@ impl CommandError {
         failures.into_iter().min_by_key(|failure| failure.borrow().is(Kind::Aborted))
     }
 
-    /// Adds a table below the message, which must make sense without it.
-    pub fn with_table(self, rows: String) -> Self {
+    /// Adds what to choose from. The message must make sense without it.
+    #[must_use]
+    pub fn with_choices(self, choices: Vec<Choice>) -> Self {
         match self {
-            Self::Here { exit, message, .. } => Self::Here { exit, message, table: Some(rows) },
+            Self::Here { exit, message, .. } => Self::Here { exit, message, choices },
             refused @ Self::Refused(_) => refused,
+        }
+    }
+
+    /// What to choose from, if the command did not say which.
+    pub fn choices(&self) -> &[Choice] {
+        match self {
+            Self::Here { choices, .. } => choices,
+            Self::Refused(_) => &[],
         }
     }
 
@@ -139,10 +175,12 @@ impl CommandError {
         }
     }
 
+    /// Whether a process refused for this reason.
     pub fn is(&self, kind: Kind) -> bool {
         matches!(self, Self::Refused(refusal) if refusal.code == kind)
     }
 
+    /// The exit code.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Refused(refusal) => Exit::of(refusal.code),
@@ -155,8 +193,7 @@ impl fmt::Display for CommandError {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(refusal) => out.write_str(&refusal.message),
-            Self::Here { message, table: None, .. } => out.write_str(message),
-            Self::Here { message, table: Some(table), .. } => write!(out, "{message}:\n{table}"),
+            Self::Here { message, .. } => out.write_str(message),
         }
     }
 }

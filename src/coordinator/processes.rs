@@ -1,10 +1,11 @@
 //! Finding the managed processes and choosing among them.
 
-use crate::failure::{CommandError, Exit};
-use crate::gpus;
-use crate::interrupt;
-use crate::output;
+use crate::failure::{Choice, CommandError, Exit};
+use crate::gpus::{self, Gpus, ThisMachine};
+use crate::observer::Observer;
 use crate::proc;
+use crate::queue::{Claim, InQueue};
+use crate::text;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,11 +16,10 @@ use vramctl_config as config;
 use vramctl_control::address::{ListenerName, hidden};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
-use vramctl_control::job::{Follower, Job, JobReport};
-use vramctl_control::protocol::ProcessStatus;
-use vramctl_control::queue::{Claim, InQueue};
+use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::{self as driver, uuid_of_index};
 use vramctl_host::system::program_of;
+use vramctl_host::worker::with_signals_blocked;
 use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
 
 /// Which processes to act on.
@@ -27,9 +27,11 @@ use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
 pub enum Target {
     /// The only managed process, or the processes of the only job.
     Only,
+    /// The process with this id.
     Pid(u32),
     /// All with this name.
     Name(String),
+    /// All managed processes.
     All,
 }
 
@@ -49,7 +51,7 @@ impl Target {
         match self {
             Self::Only => format!("vramctl {command}"),
             Self::Pid(pid) => format!("vramctl {command} --pid={pid}"),
-            Self::Name(name) => format!("vramctl {command} --name={}", output::quoted(name)),
+            Self::Name(name) => format!("vramctl {command} --name={}", text::quoted(name)),
             Self::All => format!("vramctl {command} --all"),
         }
     }
@@ -58,13 +60,16 @@ impl Target {
 /// A managed process, with its status or the reason why there is none.
 #[derive(Debug, Clone)]
 pub struct Process {
+    /// Its id, as seen from here.
     pub pid: u32,
     /// `None` if it does not answer, and neither its socket nor its environment has a name.
     pub name: Option<String>,
+    /// Its answer.
     pub status: Result<ProcessStatus, CommandError>,
 }
 
 impl Process {
+    /// Its name, if it is known.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
@@ -82,9 +87,9 @@ impl Process {
     /// Which process it is, for a user who must tell it from others of its name.
     pub fn in_words(&self) -> String {
         let Ok(status) = &self.status else { return format!("pid {}, which does not answer", self.pid) };
-        let since = status.process.age_s.map_or_else(String::new, |age| format!(", running for {}", output::age(age)));
+        let since = status.process.age_s.map_or_else(String::new, |age| format!(", running for {}", text::age(age)));
         let state = if self.is_held() { format!("held, {}", self.state()) } else { self.state() };
-        format!("pid {}{since}, {state}: {}", self.pid, output::one_line(&status.process.program))
+        format!("pid {}{since}, {state}: {}", self.pid, text::one_line(&status.process.program))
     }
 
     /// Its job in words, or the process itself if it has none.
@@ -107,6 +112,7 @@ impl Process {
         self.tags().iter().map(|tag| tag.bytes.saturating_sub(tag.paused_bytes)).sum()
     }
 
+    /// Whether it has managed memory.
     pub fn has_memory(&self) -> bool {
         !self.tags().is_empty()
     }
@@ -137,6 +143,14 @@ impl Process {
         )
     }
 
+    /// As a row of a list to choose from.
+    fn as_choice(&self) -> Choice {
+        let bytes = || Bytes(self.tags().iter().map(|tag| tag.bytes).sum()).to_string();
+        let (state, bytes) = if self.status.is_ok() { (self.state(), bytes()) } else { ("?".into(), "?".into()) };
+        Choice { pid: self.pid, name: self.name().unwrap_or("?").to_owned(), state, bytes }
+    }
+
+    /// The states of its tags.
     pub fn tags(&self) -> &[TagStatus] {
         self.status.as_ref().map_or(&[], |status| &status.memory.tags)
     }
@@ -186,7 +200,7 @@ impl fmt::Display for Process {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let out_of_sight = hidden(self.pid).map_or_else(String::new, |pid| format!(": pid {pid} in a container out of sight"));
         match self.name() {
-            Some(name) => write!(out, "{} (pid {}{out_of_sight})", output::one_line(name), self.pid),
+            Some(name) => write!(out, "{} (pid {}{out_of_sight})", text::one_line(name), self.pid),
             None => write!(out, "process {}{out_of_sight}", self.pid),
         }
     }
@@ -205,6 +219,7 @@ impl Serialize for Process {
 #[derive(Clone)]
 pub struct Found {
     directory: Option<Directory>,
+    gpus: &'static dyn Gpus,
     /// Those that listen, by id.
     listening: Vec<u32>,
     /// Those that were asked.
@@ -221,10 +236,15 @@ const STATUS_WITHIN: Duration = Duration::from_secs(5);
 impl Found {
     /// Finds the processes and asks those that may match for their status.
     pub fn look(target: &Target) -> Result<Self, CommandError> {
+        Self::look_on(&ThisMachine, target)
+    }
+
+    /// The same, on these GPUs.
+    pub fn look_on(gpus: &'static dyn Gpus, target: &Target) -> Result<Self, CommandError> {
         let failed =
             |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
         let Some(directory) = Directory::open().map_err(failed)? else {
-            return Ok(Self { directory: None, listening: Vec::new(), processes: Vec::new() });
+            return Ok(Self { directory: None, gpus, listening: Vec::new(), processes: Vec::new() });
         };
         let begun = Instant::now();
         loop {
@@ -233,7 +253,7 @@ impl Found {
                 Target::Pid(pid) if listening.contains(pid) => std::slice::from_ref(pid),
                 _ => listening.as_slice(),
             };
-            let found = Self { processes: ask(&directory, asked), directory: Some(directory.clone()), listening };
+            let found = Self { processes: ask(&directory, asked), directory: Some(directory.clone()), gpus, listening };
             if !found.misses_a_rank() || begun.elapsed() >= NEW_SOCKET_WITHIN {
                 return Ok(found);
             }
@@ -322,7 +342,7 @@ impl Found {
     /// The names to choose from, for a user whose word is neither a tag nor a process.
     pub fn names(&self) -> String {
         let names: BTreeSet<_> = self.processes.iter().filter_map(Process::name).collect();
-        names.into_iter().map(output::one_line).collect::<Vec<_>>().join(", ")
+        names.into_iter().map(text::one_line).collect::<Vec<_>>().join(", ")
     }
 
     /// The process or processes that the word means, if it is no tag.
@@ -368,6 +388,11 @@ impl Found {
         });
     }
 
+    /// The GPUs that they use.
+    pub fn gpus(&self) -> &'static dyn Gpus {
+        self.gpus
+    }
+
     /// Connects to one of them.
     pub fn connect(&self, pid: u32) -> Result<Client, ClientError> {
         Client::connect(&self.directory(pid)?, pid)
@@ -378,14 +403,6 @@ impl Found {
         self.directory.clone().ok_or_else(|| ClientError::Io { pid, error: io::ErrorKind::NotFound.into() })
     }
 
-    /// Pauses or resumes a job of them.
-    pub fn carry_out(&self, job: &Job, follower: &dyn Follower) -> JobReport {
-        match &self.directory {
-            Some(directory) => job.carry_out(directory, follower),
-            None => JobReport { results: Vec::new(), committed: false, objected: false, attempts: 0, ms: 0.0 },
-        }
-    }
-
     /// Waits for a turn in the queue, if there is one. `told` is called with the tickets ahead.
     pub fn queue(
         &self,
@@ -394,9 +411,9 @@ impl Found {
         timeout: Option<Duration>,
         turn_within: Duration,
         told: &mut dyn FnMut(&[Claim]),
-    ) -> Result<Option<InQueue>, CommandError> {
+    ) -> Result<Option<InQueue>, Box<Refusal>> {
         let Some(directory) = &self.directory else { return Ok(None) };
-        ticket.queue(directory, begun, timeout, turn_within, told).map_err(CommandError::Refused)
+        ticket.queue(directory, begun, timeout, turn_within, told)
     }
 
     /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.
@@ -462,11 +479,8 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     let (work, (answer, answers)) = (Arc::new(work), mpsc::channel());
     for (pid, one) in each {
         let (work, answer) = (Arc::clone(&work), answer.clone());
-        // Never joined: one that takes too long is abandoned.
-        thread::spawn(move || {
-            interrupt::hold();
-            _ = answer.send((pid, work(one).map_err(CommandError::from)));
-        });
+        // Never joined: one that takes too long is abandoned. Signals are for the caller's own threads.
+        with_signals_blocked(|| thread::spawn(move || _ = answer.send((pid, work(one).map_err(CommandError::from)))));
     }
     drop(answer);
     let deadline = Instant::now() + within;
@@ -514,7 +528,7 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Comman
         .collect();
     let fail = |exit, why: String| {
         let failure = CommandError::new(exit, why);
-        Err(if processes.is_empty() { failure } else { failure.with_table(list(processes)) })
+        Err(failure.with_choices(processes.iter().map(Process::as_choice).collect()))
     };
     let is_one_job = || chosen[0].job().is_some() && chosen.iter().all(|process| process.job() == chosen[0].job());
     match (target, chosen.len()) {
@@ -552,9 +566,10 @@ pub fn check_whole<'a>(
     processes: impl Iterator<Item = &'a Process> + Clone,
     remembers: bool,
     wanted: Option<usize>,
+    observer: &dyn Observer,
 ) -> Result<(), CommandError> {
     if wanted.is_none() {
-        tell_of_runs(processes.clone());
+        note_runs(processes.clone(), observer);
     }
     let there: BTreeSet<_> = processes.clone().map(|process| process.pid).collect();
     let remembered: BTreeSet<_> = processes.flat_map(Process::ranks).copied().collect();
@@ -573,8 +588,8 @@ pub fn check_whole<'a>(
     Err(CommandError::new(Exit::NoProcess, text))
 }
 
-/// Says so if a name means processes of several runs: they need not belong together.
-fn tell_of_runs<'a>(processes: impl Iterator<Item = &'a Process>) {
+/// Notes that a name means processes of several runs: they need not belong together.
+fn note_runs<'a>(processes: impl Iterator<Item = &'a Process>, observer: &dyn Observer) {
     let mut jobs = BTreeMap::<_, BTreeMap<_, Vec<_>>>::new();
     for process in processes {
         if let Some(job) = process.job() {
@@ -590,10 +605,10 @@ fn tell_of_runs<'a>(processes: impl Iterator<Item = &'a Process>) {
             "{} runs have the name {}, and count as one job: {}. If they do not belong together, choose with --pid; if they do, say how many \
              processes there are with --ranks, or start them with the same VRAMCTL_JOB",
             runs.len(),
-            output::one_line(job),
+            text::one_line(job),
             runs.iter().map(|(name, members)| run(*name, members)).collect::<Vec<_>>().join(", ")
         );
-        output::complain("note", &text);
+        observer.note(&text);
     }
 }
 
@@ -609,19 +624,11 @@ fn not_managed(pid: u32) -> String {
     }
 }
 
-/// A table of the processes to choose from.
-fn list(processes: &[Process]) -> String {
-    let row = |process: &Process| {
-        let bytes = || Bytes(process.tags().iter().map(|tag| tag.bytes).sum()).to_string();
-        let (state, bytes) = if process.status.is_ok() { (process.state(), bytes()) } else { ("?".into(), "?".into()) };
-        vec![process.pid.to_string(), process.name().unwrap_or("?").to_owned(), state, bytes]
-    };
-    output::table(&["PID", "NAME", "STATE", "BYTES"], processes.iter().map(row))
-}
-
-#[cfg(test)]
-pub mod tests {
-    use super::*;
+/// Made up, for tests.
+#[cfg(any(test, feature = "test-support"))]
+pub mod made_up {
+    use super::{Process, ProcessStatus, TagState, TagStatus};
+    use std::collections::BTreeMap;
     use vramctl_control::protocol::Hello;
     use vramctl_model::Status;
 
@@ -666,13 +673,12 @@ pub mod tests {
         };
         Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
     }
+}
 
-    impl Found {
-        /// Where nobody listens.
-        pub fn of_nobody() -> Self {
-            Self { directory: None, listening: Vec::new(), processes: Vec::new() }
-        }
-    }
+#[cfg(test)]
+mod tests {
+    use super::made_up::process;
+    use super::*;
 
     fn pids(chosen: Result<Vec<Process>, CommandError>) -> Vec<u32> {
         chosen.unwrap().iter().map(|process| process.pid).collect()
@@ -686,7 +692,9 @@ pub mod tests {
         let failure = choose(&two, &Target::Only).unwrap_err();
         assert_eq!(failure.exit(), Exit::Usage);
         let text = failure.to_string();
-        assert!(text.contains("--all") && text.contains("1    a") && text.contains("2    b"), "{text}");
+        assert!(text.contains("--all"), "{text}");
+        let names: Vec<_> = failure.choices().iter().map(|choice| (choice.pid, &*choice.name)).collect();
+        assert_eq!(names, [(1, "a"), (2, "b")]);
         assert_eq!(choose(&[], &Target::Only).unwrap_err().exit(), Exit::NoProcess);
     }
 

@@ -4,8 +4,6 @@
 //! A ticket is a file in the socket directory, locked while its owner is in the queue. The lock is released when the owner dies, so nobody
 //! waits for a dead process.
 
-use crate::discovery::Directory;
-use crate::protocol::Refusal;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -14,6 +12,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_control::discovery::Directory;
+use vramctl_control::protocol::Refusal;
 use vramctl_model::Error;
 
 /// How often to check whether it is this job's turn.
@@ -127,6 +127,11 @@ impl InQueue {
             }
             thread::sleep(LOOK_EVERY);
         }
+    }
+
+    /// The command that it belongs to.
+    pub fn command(&self) -> u64 {
+        self.ticket.command
     }
 
     /// Marks the ticket as waiting for memory, which may take long.

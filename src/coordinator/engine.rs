@@ -4,41 +4,29 @@ use crate::failure::{CommandError, Exit};
 use crate::processes::Process;
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{env, thread};
 
-/// The options of a pause that concern engines.
-#[derive(clap::Args)]
-pub struct EngineArgs {
-    /// Ask the inference engine at this address first (docs/engines.md); may be repeated
-    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
-    engine: Vec<String>,
-    /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
-    #[arg(long)]
-    force: bool,
+/// The engines to ask before a pause.
+#[derive(Debug, Clone, Default)]
+pub struct Addresses {
+    /// Each a checked address ([`checked_address`]).
+    pub addresses: Vec<String>,
+    /// Their API key, if they require one.
+    pub key: Option<String>,
 }
 
-impl EngineArgs {
-    /// Whether to force the pause. Then no engine is asked.
-    pub fn force(&self) -> bool {
-        self.force
-    }
-
-    /// Whether to ask an engine first.
-    pub fn asks(&self) -> bool {
-        self.addresses().next().is_some()
-    }
-
-    /// The engines' addresses. An empty variable counts as unset.
-    fn addresses(&self) -> impl Iterator<Item = &str> {
-        self.engine.iter().map(String::as_str).filter(|address| !address.is_empty())
+impl Addresses {
+    /// Whether there is an engine to ask.
+    pub fn any(&self) -> bool {
+        !self.addresses.is_empty()
     }
 
     /// The engines to ask before a pause in which the processes `losing` lose their KV caches.
     pub fn find(&self, losing: &[&Process]) -> Result<Engines, CommandError> {
         // The processes of one engine share its name.
         let names: BTreeSet<_> = losing.iter().filter_map(|process| process.name()).collect();
-        if names.len() > self.addresses().count() {
+        if names.len() > self.addresses.len() {
             let names: Vec<_> = names.into_iter().collect();
             let text = format!(
                 "the KV caches of {} would be discarded, and each engine must reset its prefix cache first: give --engine for each, or \
@@ -47,9 +35,7 @@ impl EngineArgs {
             );
             return Err(CommandError::new(Exit::Failed, text));
         }
-        // Not an option: every user of the machine can read command lines.
-        let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
-        let engines = self.addresses().map(|address| Engine::find(address, key.as_deref())).collect::<Result<_, _>>()?;
+        let engines = self.addresses.iter().map(|address| Engine::find(address, self.key.as_deref())).collect::<Result<_, _>>()?;
         Ok(Engines { engines, lose: !losing.is_empty() })
     }
 }
@@ -243,7 +229,8 @@ fn first_line(text: &str) -> String {
     text.lines().next().unwrap_or_default().chars().take(200).collect()
 }
 
-fn checked_address(text: &str) -> Result<String, String> {
+/// An engine's address, or why it is none. Empty for an empty text, as an empty variable has it.
+pub fn checked_address(text: &str) -> Result<String, String> {
     match text.strip_prefix("http://") {
         None if text.is_empty() => Ok(String::new()),
         Some(host) if !host.is_empty() => Ok(text.trim_end_matches('/').to_owned()),

@@ -1,44 +1,54 @@
 //! A job: processes that are paused and resumed as one.
 //!
-//! The coordinator, this code in the command line, talks to all of them in parallel, over one connection each. Each process completes a
-//! step and waits (`Step`). When all have arrived, they go on; if one fails, all undo what they have done. The [`Decision`] that they share
-//! makes them commit or abort together, even if one dies.
+//! The coordinator talks to all of them in parallel, over one connection each. Each process completes a step and waits ([`Step`]). When
+//! all have arrived, they go on; if one fails, all undo what they have done. The [`Decision`] that they share makes them commit or abort
+//! together, even if one dies.
 //!
 //! A held program need not be idle, but its processes may have stopped at different points: one's GPU waits for a collective that another,
-//! held at its gate, has not started. Then all gates open, and a little later all close again.
+//! held at its gate, has not started. Then all gates open, and a little later all close again. [`Retry`] decides about every further
+//! attempt.
 
-use crate::client::{Client, ClientError};
-use crate::decision::Decision;
-use crate::discovery::Directory;
-use crate::protocol::{Prepare, Refusal, Reply, Request, Transition};
+use crate::Observer;
+use crate::engine::Engines;
+use crate::processes::Found;
 use crate::queue::{Claim, InQueue};
+use crate::retry::{FIRST_DRAIN, Limits, Retry, TURN_WITHIN, kind};
+use crate::shared::{self, Borrower};
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::{Condvar, Mutex, MutexGuard};
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{io, thread};
+use vramctl_control::client::{Client, ClientError};
+use vramctl_control::decision::Decision;
+use vramctl_control::protocol::{Prepare, Refusal, Reply, Request, Transition};
 use vramctl_host::Unpoison;
-use vramctl_model::{Error, Kind, Progress, Report, Verb};
+use vramctl_model::{Error, Kind, Report, Verb};
 
 /// What a job is to do.
-#[derive(Debug)]
-pub struct Job {
+pub struct Job<'a> {
+    /// Where its processes listen.
+    pub found: &'a Found,
     /// A pause or a resume.
     pub verb: Verb,
     /// The request, without tags: those differ by process.
     pub wanted: Transition,
     /// Its processes.
     pub ranks: Vec<Rank>,
-    /// Whether these are all processes of the job. Then each remembers the others.
+    /// The borrowers, which are held as well, if that is wanted (`--shared`). They are looked for again if an attempt fails.
+    pub borrowers: Option<Vec<Borrower>>,
+    /// Whether the ranks are all processes of the job. Then each remembers the others.
     pub is_whole: bool,
     /// The job's name and GPUs, for the queue. Without it, a resume does not queue.
     pub ticket: Option<Claim>,
+    /// The inference engines that must have no requests when the memory is released, and until when to try again if one has got a request.
+    pub engines: Option<(&'a Engines, Option<Instant>)>,
 }
 
 /// A process of a job.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Rank {
     /// Its id.
     pub pid: u32,
@@ -55,51 +65,25 @@ pub struct Rank {
 /// What came of it.
 #[derive(Debug)]
 pub struct JobReport {
-    /// For each process, in order.
+    /// For each rank, in order.
     pub results: Vec<Result<Report, ClientError>>,
+    /// The borrowers that took part in the last attempt, with their results.
+    pub borrowers: Vec<(Borrower, Result<Report, ClientError>)>,
     /// Whether it was committed; otherwise everything was undone. After a commit, a process can only fail to answer: it has ended, or is
     /// stopped and completes the commit when it continues.
     pub committed: bool,
-    /// Whether the [`Follower`] has objected to the last attempt.
-    pub objected: bool,
     /// How often it was tried.
     pub attempts: u32,
     /// Milliseconds from the request until the last process was done.
     pub ms: f64,
+    /// How long it took until all work had ended.
+    pub waited: Duration,
 }
-
-/// Follows along.
-pub trait Follower: Sync {
-    /// A connection to a process, which ends the attempt when it is shut down.
-    fn connected(&self, _pid: u32, _stream: UnixStream) {}
-
-    /// The connection is no longer needed. The process counts it until every handle on it is closed.
-    fn disconnected(&self, _pid: u32) {}
-
-    /// Of a pause: nothing is released yet, and the work of all processes has ended; if they are held, none begins. An error undoes
-    /// everything, and there is no further attempt. Must return well within the lease of 5 s.
-    fn drained(&self) -> Result<(), Box<Refusal>> {
-        Ok(())
-    }
-
-    /// Other jobs are ahead in the queue for the same GPUs.
-    fn queued(&self, _before: &[Claim]) {}
-
-    /// Progress of the process with this number in the job.
-    fn progress(&self, _member: usize, _now: Progress) {}
-}
-
-impl Follower for () {}
 
 /// How long a process waits for this coordinator before it undoes everything.
 const LEASE: Duration = Duration::from_secs(5);
 /// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
-/// How long to wait while another client uses a process, or resumes a job on the same GPUs.
-const TURN_WITHIN: Duration = Duration::from_secs(10);
-/// How long the first attempt waits for the work of several processes to drain; no attempt waits less.
-const FIRST_DRAIN: Duration = Duration::from_millis(100);
-
 /// The points at which the processes wait for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
@@ -113,89 +97,131 @@ enum Step {
     Prepared,
 }
 
-impl Job {
+impl Job<'_> {
     /// Pauses or resumes all of them, or none.
-    pub fn carry_out(&self, directory: &Directory, follower: &dyn Follower) -> JobReport {
-        let (begun, mut attempts, mut next_drain, mut early) = (Instant::now(), 0, FIRST_DRAIN, BTreeSet::new());
-        let mut place = match self.queue(directory, begun, follower) {
+    pub fn run(mut self, observer: &dyn Observer) -> JobReport {
+        let begun = Instant::now();
+        let mut limits = Limits { verb: self.verb, hold: self.hold(), timeout: self.timeout(), begun };
+        let mut place = match self.queue(begun, observer) {
             Ok(place) => place,
-            Err(refusal) => {
-                let results = self.ranks.iter().map(|_| Err(ClientError::Refused(refusal.clone()))).collect();
-                return JobReport { results, committed: false, objected: false, attempts, ms: begun.elapsed().as_secs_f64() * 1e3 };
-            }
+            Err(refusal) => return self.refused(&refusal, begun),
         };
+        let (mut attempts, mut next_drain, mut early) = (0, FIRST_DRAIN, BTreeSet::new());
         loop {
             attempts += 1;
-            let drain_within = self.drain_within(next_drain, begun);
-            let (mut results, committed, objected) = match Attempt::new(self, begun, drain_within, &early) {
-                Ok(attempt) => (attempt.run(directory, follower), !attempt.decision.abort(), attempt.gathering().objected),
-                Err(error) => (self.ranks.iter().map(|member| Err(failed(member.pid, error.kind().into()))).collect(), false, false),
-            };
-            // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
-            let is_short = |member: &usize| results[*member].as_ref().is_err_and(|error| kind(error) == Some(Kind::DeviceMemory));
-            early.extend((0..results.len()).filter(is_short));
+            let drain_within = limits.drain_within(next_drain, self.ranks.len() + self.borrowers.iter().flatten().count());
+            let done = self.attempt(&limits, drain_within, &early, observer);
             let rest = a_little();
-            if committed || objected || !self.is_worth_another(&results, begun.elapsed() + rest) {
-                let ms = begun.elapsed().as_secs_f64() * 1e3;
-                if attempts > 1 {
-                    for error in results.iter_mut().filter_map(|result| result.as_mut().err()) {
-                        add(error, &format!(" ({attempts} attempts in {ms:.0} ms)"));
+            let retry = if done.committed { None } else { self.retry(&done, &limits, rest) };
+            let Some(retry) = retry else { return self.report(done, attempts, begun) };
+            match retry {
+                Retry::Memory => {
+                    // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
+                    early.extend(done.short());
+                    if let Some(place) = &mut place {
+                        place.waits_for_memory();
                     }
                 }
-                return JobReport { results, committed, objected, attempts, ms };
-            }
-            if let Some(place) = place.as_mut().filter(|_| !early.is_empty()) {
-                place.waits_for_memory();
-            }
-            if results.iter().any(|result| result.as_ref().is_err_and(|error| kind(error) == Some(Kind::Busy))) {
-                next_drain = drain_within * 2;
+                Retry::Work => next_drain = drain_within * 2,
+                Retry::Lease => (),
+                Retry::Borrowers(now) => self.borrowers = Some(now),
+                // The program ran on meanwhile, so the time for its work begins anew.
+                Retry::Engine(until) => limits = limits.anew(until),
             }
             thread::sleep(rest);
         }
     }
 
-    /// How long an attempt may wait for the work to drain. Aligned ranks need as long as their work takes, others wait in vain: so of
-    /// several processes' time, half is left for further attempts.
-    fn drain_within(&self, next: Duration, begun: Instant) -> Duration {
-        let hold = Duration::from_millis(self.wanted.hold_ms.unwrap_or_default());
-        let left = hold.saturating_sub(begun.elapsed());
-        let limit = if self.ranks.len() > 1 { next.min(left / 2) } else { left };
-        limit.max(FIRST_DRAIN.min(hold))
+    /// It sets aside what the request selects of the others' memory.
+    fn borrower(&self, Borrower { process, .. }: &Borrower) -> Rank {
+        let Transition { tags, lenient, .. } = &self.wanted;
+        Rank { pid: process.pid, tags: tags.clone(), lenient: *lenient, communicators: Vec::new(), is_borrower: true }
+    }
+
+    fn hold(&self) -> Option<Duration> {
+        self.wanted.hold_ms.filter(|_| self.verb == Verb::Pause).map(Duration::from_millis)
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        self.wanted.timeout_ms.map(Duration::from_millis)
     }
 
     /// Waits for its turn in the queue, if it needs one.
-    fn queue(&self, directory: &Directory, begun: Instant, follower: &dyn Follower) -> Result<Option<InQueue>, Box<Refusal>> {
+    fn queue(&self, begun: Instant, observer: &dyn Observer) -> Result<Option<InQueue>, Box<Refusal>> {
         let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume) else { return Ok(None) };
-        let timeout = self.wanted.timeout_ms.map(Duration::from_millis);
-        ticket.queue(directory, begun, timeout, TURN_WITHIN, &mut |before| follower.queued(before))
+        self.found.queue(ticket, begun, self.timeout(), TURN_WITHIN, &mut |before| observer.queued(before))
     }
 
-    /// Whether a retry may succeed, and there is time left for it.
-    fn is_worth_another(&self, results: &[Result<Report, ClientError>], elapsed: Duration) -> bool {
-        let hold = self.wanted.hold_ms.filter(|_| self.verb == Verb::Pause).map(Duration::from_millis);
-        let patience = self.wanted.timeout_ms.map(Duration::from_millis);
-        let limit = |error: &ClientError| match (kind(error), self.verb) {
-            (Some(Kind::Aborted), _) => None,
-            (Some(Kind::Leased), _) => Some(hold.or(patience).unwrap_or_default().max(TURN_WITHIN)),
-            (Some(Kind::Busy | Kind::Capturing), Verb::Pause) if hold.is_some() => hold.map(|hold| hold.saturating_sub(FIRST_DRAIN)),
-            (Some(Kind::DeviceMemory), Verb::Resume) if patience.is_some() => patience,
-            _ => Some(Duration::ZERO),
+    /// Whether another attempt may succeed, and why this one failed.
+    fn retry(&self, done: &Attempted, limits: &Limits, rest: Duration) -> Option<Retry> {
+        if done.objected {
+            let (engines, until) = self.engines?;
+            let until = until.filter(|until| Instant::now() < *until)?;
+            return engines.prepare(Some(until)).is_ok().then_some(Retry::Engine(until));
+        }
+        limits.retry(done.results.iter().filter_map(|result| result.as_ref().err()), rest).or_else(|| {
+            let known = self.borrowers.as_ref().filter(|_| limits.hold_left().is_some_and(|left| !left.is_zero()))?;
+            let own: Vec<_> = self.ranks.iter().map(|rank| rank.pid).collect();
+            let now = shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()?;
+            let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();
+            (pids(&now) != pids(known)).then_some(Retry::Borrowers(now))
+        })
+    }
+
+    fn attempt(&self, limits: &Limits, drain_within: Duration, early: &BTreeSet<usize>, observer: &dyn Observer) -> Attempted {
+        let borrowers = self.borrowers.iter().flatten().map(|one| self.borrower(one));
+        let ranks: Vec<_> = self.ranks.iter().cloned().chain(borrowers).collect();
+        match Decision::create() {
+            Ok((decision, file)) => Attempt {
+                job: self,
+                ranks,
+                begun: limits.begun,
+                drain_within,
+                early,
+                decision,
+                file,
+                gathering: Mutex::default(),
+                changed: Condvar::new(),
+                observer,
+            }
+            .run(),
+            Err(error) => {
+                let results = ranks.iter().map(|rank| Err(failed(rank.pid, error.kind().into()))).collect();
+                Attempted { results, committed: false, objected: false, drained: None }
+            }
+        }
+    }
+
+    fn report(self, done: Attempted, attempts: u32, begun: Instant) -> JobReport {
+        let ms = begun.elapsed().as_secs_f64() * 1e3;
+        let Attempted { mut results, committed, drained, .. } = done;
+        if attempts > 1 {
+            for error in results.iter_mut().filter_map(|result| result.as_mut().err()) {
+                add(error, &format!(" ({attempts} attempts in {ms:.0} ms)"));
+            }
+        }
+        let of_borrowers = results.split_off(self.ranks.len());
+        let gone = |error: &ClientError| matches!(error, ClientError::Io { error, .. } if error.kind() != ErrorKind::TimedOut);
+        // A borrower that has ended has nothing open any more.
+        let settled = |result: Result<Report, ClientError>| match result {
+            Err(error) if committed && gone(&error) => Ok(Report::default()),
+            result => result,
         };
-        let limit = results.iter().filter_map(|result| limit(result.as_ref().err()?)).min();
-        limit.is_some_and(|limit| elapsed < limit)
+        let borrowers = self.borrowers.into_iter().flatten().zip(of_borrowers.into_iter().map(settled)).collect();
+        let waited = drained.map_or_else(|| begun.elapsed(), |drained| drained.saturating_duration_since(begun));
+        JobReport { results, borrowers, committed, attempts, ms, waited }
+    }
+
+    fn refused(&self, refusal: &Refusal, begun: Instant) -> JobReport {
+        let waited = begun.elapsed();
+        let results = self.ranks.iter().map(|_| Err(ClientError::Refused(Box::new(refusal.clone())))).collect();
+        JobReport { results, borrowers: Vec::new(), committed: false, attempts: 0, ms: waited.as_secs_f64() * 1e3, waited }
     }
 }
 
 /// Ten to fifty milliseconds. Random, so that two coordinators, or a coordinator and a loop of the program, do not collide repeatedly.
 fn a_little() -> Duration {
     Duration::from_millis(10 + RandomState::new().build_hasher().finish() % 41)
-}
-
-fn kind(error: &ClientError) -> Option<Kind> {
-    match error {
-        ClientError::Refused(refusal) => Some(refusal.code),
-        ClientError::Io { .. } => None,
-    }
 }
 
 fn add(error: &mut ClientError, more: &str) {
@@ -218,7 +244,9 @@ fn expect(client: &mut Client, request: Request, file: Option<BorrowedFd<'_>>, w
 
 /// One attempt.
 struct Attempt<'a> {
-    job: &'a Job,
+    job: &'a Job<'a>,
+    /// Its processes, the borrowers last.
+    ranks: Vec<Rank>,
     begun: Instant,
     drain_within: Duration,
     /// The members that have to wait for memory.
@@ -228,15 +256,37 @@ struct Attempt<'a> {
     file: OwnedFd,
     gathering: Mutex<Gathering>,
     changed: Condvar,
+    observer: &'a dyn Observer,
+}
+
+/// What came of an attempt.
+struct Attempted {
+    /// For each rank, the borrowers last.
+    results: Vec<Result<Report, ClientError>>,
+    committed: bool,
+    /// An engine has got a request.
+    objected: bool,
+    /// When all work had ended.
+    drained: Option<Instant>,
+}
+
+impl Attempted {
+    /// The ranks that were short of memory.
+    fn short(&self) -> impl Iterator<Item = usize> {
+        let is_short = |result: &Result<Report, ClientError>| result.as_ref().is_err_and(|error| kind(error) == Some(Kind::DeviceMemory));
+        self.results.iter().enumerate().filter(move |(_, result)| is_short(result)).map(|(rank, _)| rank)
+    }
 }
 
 #[derive(Default)]
 struct Gathering {
     /// How many members have reached each step.
     arrived: [usize; 4],
-    /// How many members' work has ended; the last one asks the follower.
+    /// How many members' work has ended; the last one asks the engines.
     drained: usize,
-    /// The follower has objected.
+    /// When the last one's had.
+    all_drained: Option<Instant>,
+    /// An engine has objected.
     objected: bool,
     /// The first member that failed.
     failed: Option<usize>,
@@ -255,20 +305,16 @@ impl From<ClientError> for Stop {
     }
 }
 
-impl<'a> Attempt<'a> {
-    fn new(job: &'a Job, begun: Instant, drain_within: Duration, early: &'a BTreeSet<usize>) -> io::Result<Self> {
-        let (decision, file) = Decision::create()?;
-        Ok(Self { job, begun, drain_within, early, decision, file, gathering: Mutex::default(), changed: Condvar::new() })
-    }
-
-    fn run(&self, directory: &Directory, follower: &dyn Follower) -> Vec<Result<Report, ClientError>> {
-        let members = 0..self.job.ranks.len();
-        let mut results: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = members.map(|member| scope.spawn(move || self.member(member, directory, follower))).collect();
+impl Attempt<'_> {
+    fn run(&self) -> Attempted {
+        let members = 0..self.ranks.len();
+        let stopped: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = members.map(|member| scope.spawn(move || self.member(member))).collect();
             let broken = || Err(Stop::Failed(failed(0, io::Error::other("vramctl itself failed here; please report it"))));
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
         });
-        let first = self.gathering().failed.map(|member| self.job.ranks[member].pid);
+        let Gathering { failed, objected, all_drained, .. } = *self.gathering();
+        let first = failed.map(|member| self.ranks[member].pid);
         let others = |stop| match stop {
             Stop::Failed(error) => error,
             Stop::Others => {
@@ -276,13 +322,14 @@ impl<'a> Attempt<'a> {
                 ClientError::Refused(Box::new(Refusal::from(&Error::Aborted(why))))
             }
         };
-        results.drain(..).map(|result| result.map_err(others)).collect()
+        let results = stopped.into_iter().map(|result| result.map_err(others)).collect();
+        Attempted { results, committed: !self.decision.abort(), objected, drained: all_drained }
     }
 
     /// Drives one process through all steps.
-    fn member(&self, member: usize, directory: &Directory, follower: &dyn Follower) -> Result<Report, Stop> {
-        let done = self.prepare_and_commit(member, directory, follower);
-        follower.disconnected(self.job.ranks[member].pid);
+    fn member(&self, member: usize) -> Result<Report, Stop> {
+        let done = self.prepare_and_commit(member);
+        self.observer.disconnected(self.ranks[member].pid);
         // If it is committed, this process does not answer, but the others are done.
         if let Err(Stop::Failed(_)) = done {
             // Locked, so that whoever learns that it is aborted also learns by whom.
@@ -295,18 +342,18 @@ impl<'a> Attempt<'a> {
         done
     }
 
-    fn prepare_and_commit(&self, member: usize, directory: &Directory, follower: &dyn Follower) -> Result<Report, Stop> {
-        let pid = self.job.ranks[member].pid;
+    fn prepare_and_commit(&self, member: usize) -> Result<Report, Stop> {
+        let pid = self.ranks[member].pid;
         let is_early = self.early.contains(&member);
         if !is_early {
             // Not connected yet: waiting for other processes' memory may take longer than a process waits for a request.
             self.meet(Step::Early, None)?;
         }
-        let mut client = Client::connect(directory, pid)?;
+        let mut client = self.job.found.connect(pid)?;
         if let Ok(stream) = client.connection() {
-            follower.connected(pid, stream);
+            self.observer.connected(pid, stream);
         }
-        let prepared = self.prepare(member, is_early, &mut client, follower);
+        let prepared = self.prepare(member, is_early, &mut client);
         if let Err(Stop::Others) = prepared {
             // It answers when everything is undone.
             return Err(match client.ask(Request::Abort, None, &mut |_| ()) {
@@ -326,13 +373,13 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    fn prepare(&self, member: usize, is_early: bool, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
+    fn prepare(&self, member: usize, is_early: bool, client: &mut Client) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
-        let Rank { pid, tags, lenient, is_borrower, communicators } = &self.job.ranks[member];
+        let Rank { pid, tags, lenient, is_borrower, communicators } = &self.ranks[member];
         // Processes that are not held may be using memory of each other.
         let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold_ms.is_some();
         let others = |are_borrowers: bool| {
-            let others = self.job.ranks.iter().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
+            let others = self.ranks.iter().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
             others.map(|rank| rank.pid).collect::<Vec<_>>()
         };
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
@@ -343,7 +390,7 @@ impl<'a> Attempt<'a> {
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
             expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
-            self.ask_when_all_are_drained(follower)?;
+            self.vote_when_all_are_drained()?;
             self.meet(Step::Drained, Some(client))?;
             transition.timeout_ms = Some(limit_ms);
         } else if self.job.verb == Verb::Resume {
@@ -351,13 +398,13 @@ impl<'a> Attempt<'a> {
             transition.tries_again = !is_early && left.is_some_and(|left| !left.is_zero());
             transition.timeout_ms = left.filter(|_| is_early).map(|left| left.as_millis() as u64);
         }
-        let ranks = self.job.ranks.iter().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
+        let ranks = self.ranks.iter().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
         let prepare = if *is_borrower {
             Request::SetAside(transition)
         } else {
             Request::Prepare(Prepare { of: self.job.verb, lease_ms, ranks, transition })
         };
-        match client.ask(prepare, Some(self.file.as_fd()), &mut |now| follower.progress(member, now)) {
+        match client.ask(prepare, Some(self.file.as_fd()), &mut |now| self.observer.progress(*pid, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),
             Err(ClientError::Refused(_)) if is_early && self.has_failed() => return Err(Stop::Others),
@@ -367,22 +414,23 @@ impl<'a> Attempt<'a> {
             self.meet(Step::Early, Some(client))?;
         }
         if self.job.verb == Verb::Pause && !is_held_pause {
-            self.ask_when_all_are_drained(follower)?;
+            self.vote_when_all_are_drained()?;
         }
         self.meet(Step::Prepared, Some(client))
     }
 
-    /// Has the last member to get here ask the follower. The others wait for that member at the next step.
-    fn ask_when_all_are_drained(&self, follower: &dyn Follower) -> Result<(), Stop> {
+    /// Has the last member to get here ask the engines. The others wait for that member at the next step.
+    fn vote_when_all_are_drained(&self) -> Result<(), Stop> {
         let mut gathering = self.gathering();
         gathering.drained += 1;
-        if gathering.drained < self.job.ranks.len() {
+        if gathering.drained < self.ranks.len() {
             return Ok(());
         }
+        gathering.all_drained = Some(Instant::now());
         drop(gathering);
-        follower.drained().map_err(|refusal| {
+        self.job.engines.map_or(Ok(()), |(engines, _)| engines.confirm()).map_err(|failure| {
             self.gathering().objected = true;
-            Stop::Failed(ClientError::Refused(refusal))
+            Stop::Failed(ClientError::Refused(failure.into_refusal()))
         })
     }
 
@@ -394,7 +442,7 @@ impl<'a> Attempt<'a> {
         gathering.arrived[step as usize] += 1;
         self.changed.notify_all();
         let mut renewed = Instant::now();
-        while gathering.arrived[step as usize] < self.job.ranks.len() {
+        while gathering.arrived[step as usize] < self.ranks.len() {
             if gathering.failed.is_some() {
                 return Err(Stop::Others);
             }

@@ -1,8 +1,9 @@
 //! `--nccl`: selects the communicators that NCCL is to suspend, and reports the results.
 
 use crate::failure::CommandError;
-use crate::output;
+use crate::observer::Observer;
 use crate::processes::{Found, Process};
+use crate::text;
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_model::{Bytes, Communicator, CommunicatorState, Verb};
 
@@ -75,9 +76,9 @@ impl ChosenCommunicators {
         self.left.extend(other.left);
     }
 
-    /// Prints which communicators are left as they are.
-    pub fn tell_what_is_left(&self) {
-        self.left.iter().for_each(|why| output::complain("note", why));
+    /// Notes which communicators are left as they are.
+    pub fn note_what_is_left(&self, observer: &dyn Observer) {
+        self.left.iter().for_each(|why| observer.note(why));
     }
 }
 
@@ -89,12 +90,12 @@ pub fn bytes(communicators: &[Communicator], state: CommunicatorState) -> u64 {
 fn ranks(ranks: u32) -> String {
     match ranks {
         0 => "unknown size".to_owned(),
-        ranks => output::count(ranks as usize, "rank", "ranks"),
+        ranks => text::count(ranks as usize, "rank", "ranks"),
     }
 }
 
 fn several(count: usize) -> String {
-    output::count(count, "communicator", "communicators")
+    text::count(count, "communicator", "communicators")
 }
 
 /// NCCL's successes in one line. `None` if there are none.
@@ -170,7 +171,7 @@ pub fn described(communicators: &[Communicator]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::processes::tests::process;
+    use crate::processes::made_up::process;
 
     fn one(id: &str, ranks: u32) -> Communicator {
         Communicator { id: id.into(), ranks, bytes: 1 << 30, kept_bytes: 1 << 20, ..Communicator::default() }

@@ -2,27 +2,24 @@
 
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process};
-use crate::target::milliseconds;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::ErrorKind;
-use std::time::Instant;
 use vramctl_control::client::ClientError;
-use vramctl_control::job::JobReport;
 use vramctl_control::protocol::Transition;
 use vramctl_model::{Bytes, Registered, Report};
 
 /// Processes that are paused or resumed as one.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct AsOne<A> {
+pub struct Group<B> {
     /// The indices of the processes whose memory is paused or resumed.
-    pub places: Vec<usize>,
-    /// The borrowers: they have it open, and pause nothing of their own.
-    pub along: Vec<A>,
+    pub members: Vec<usize>,
+    /// Those that have it open, and pause nothing of their own.
+    pub borrowers: Vec<B>,
 }
 
-/// A borrower.
+/// A process that has memory of others open.
 #[derive(Debug, Clone)]
-pub struct Along {
+pub struct Borrower {
+    /// The process.
     pub process: Process,
     /// How much of the memory to pause it has open.
     pub bytes: u64,
@@ -33,26 +30,26 @@ pub type OpenBy = BTreeMap<u32, u64>;
 
 /// Merges jobs that have memory of each other open into one group: two coordinators would block each other. `lent`: what others have open
 /// of the processes at these indices.
-pub fn groups(jobs: Vec<Vec<usize>>, pid: impl Fn(usize) -> u32, lent: impl Fn(&[usize]) -> OpenBy) -> Vec<AsOne<(u32, u64)>> {
-    let group = |places: Vec<usize>| AsOne { along: lent(&places).into_iter().collect(), places };
+pub fn groups(jobs: Vec<Vec<usize>>, pid: impl Fn(usize) -> u32, lent: impl Fn(&[usize]) -> OpenBy) -> Vec<Group<(u32, u64)>> {
+    let group = |members: Vec<usize>| Group { borrowers: lent(&members).into_iter().collect(), members };
     let mut groups: Vec<_> = jobs.into_iter().map(group).collect();
     while let Some((one, other)) = related(&groups, &pid) {
         let (later, sooner) = (groups.swap_remove(one.max(other)), groups.swap_remove(one.min(other)));
-        groups.push(group([sooner.places, later.places].concat()));
+        groups.push(group([sooner.members, later.members].concat()));
     }
     for group in &mut groups {
-        group.places.sort_unstable();
+        group.members.sort_unstable();
     }
-    groups.sort_by_key(|group| group.places.first().copied());
+    groups.sort_by_key(|group| group.members.first().copied());
     groups
 }
 
 /// Two groups, one of which has memory of the other open.
-fn related(groups: &[AsOne<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<(usize, usize)> {
+fn related(groups: &[Group<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<(usize, usize)> {
     let place_of: BTreeMap<_, _> =
-        groups.iter().enumerate().flat_map(|(at, group)| group.places.iter().map(move |place| (pid(*place), at))).collect();
-    let other = |(at, group): (usize, &AsOne<(u32, u64)>)| {
-        group.along.iter().find_map(|(pid, _)| place_of.get(pid).filter(|other| **other != at).map(|other| (at, *other)))
+        groups.iter().enumerate().flat_map(|(at, group)| group.members.iter().map(move |place| (pid(*place), at))).collect();
+    let other = |(at, group): (usize, &Group<(u32, u64)>)| {
+        group.borrowers.iter().find_map(|(pid, _)| place_of.get(pid).filter(|other| **other != at).map(|other| (at, *other)))
     };
     groups.iter().enumerate().find_map(other)
 }
@@ -74,40 +71,6 @@ pub fn lent_by(found: &Found, pids: &[u32], wanted: &Transition) -> OpenBy {
     lent
 }
 
-/// Carries out a pause of these processes with their borrowers, whose results come last. Tries again if the borrowers have changed
-/// meanwhile, and returns those that took part. `job` gets the borrowers, and how many milliseconds are left to wait for work.
-pub fn carry_out(
-    found: &Found,
-    pids: &[u32],
-    wanted: &Transition,
-    mut along: Vec<Along>,
-    job: impl Fn(&[Along], Option<u64>) -> JobReport,
-) -> (JobReport, Vec<Along>) {
-    let begun = Instant::now();
-    let left = || wanted.hold_ms.map(|hold| hold.saturating_sub(milliseconds(begun.elapsed())));
-    let pids_of = |along: &[Along]| along.iter().map(|along| along.process.pid).collect::<BTreeSet<_>>();
-    loop {
-        let mut done = job(&along, left());
-        if !done.committed && !done.objected && left().is_some_and(|left| left > 0) {
-            match find(found, lent_by(found, pids, wanted)) {
-                Ok(now) if pids_of(&now) != pids_of(&along) => {
-                    along = now;
-                    continue;
-                }
-                _ => (),
-            }
-        }
-        let own = done.results.len().saturating_sub(along.len());
-        for result in done.results.iter_mut().skip(own).filter(|_| done.committed) {
-            // A process that has ended has nothing open any more.
-            if matches!(result, Err(ClientError::Io { error, .. }) if error.kind() != ErrorKind::TimedOut) {
-                *result = Ok(Report::default());
-            }
-        }
-        return (done, along);
-    }
-}
-
 /// The result of a borrower, as text.
 pub fn text(process: &Process, report: &Report) -> String {
     let open =
@@ -119,7 +82,7 @@ pub fn text(process: &Process, report: &Report) -> String {
 }
 
 /// Finds the borrowers; fails if one cannot set aside its open memory.
-pub fn find(found: &Found, lent: impl IntoIterator<Item = (u32, u64)>) -> Result<Vec<Along>, CommandError> {
+pub fn find(found: &Found, lent: impl IntoIterator<Item = (u32, u64)>) -> Result<Vec<Borrower>, CommandError> {
     let lent: OpenBy = lent.into_iter().collect();
     let now = found.look_again(&lent.keys().copied().collect::<Vec<_>>());
     let silent: BTreeSet<_> = lent.keys().filter(|pid| now.iter().all(|process| process.pid != **pid)).collect();
@@ -141,7 +104,7 @@ pub fn find(found: &Found, lent: impl IntoIterator<Item = (u32, u64)>) -> Result
         let why = match &process.status {
             Err(failure) => failure.to_string(),
             Ok(_) if process.suspended().is_some() => "it is suspended; resume it first".into(),
-            Ok(_) => return Ok(Along { process, bytes }),
+            Ok(_) => return Ok(Borrower { process, bytes }),
         };
         Err(cannot(process.to_string(), bytes, &why))
     };
@@ -161,23 +124,7 @@ mod tests {
             meant.map(|(by, _)| (*by, 1)).collect()
         };
         let groups = groups(jobs.iter().map(|job| job.to_vec()).collect(), pid, lent);
-        groups.into_iter().map(|group| (group.places, group.along.into_iter().map(|(pid, _)| pid).collect())).collect()
-    }
-
-    /// The borrowers have changed, so it is tried again.
-    #[test]
-    fn all_attempts_share_the_time_to_wait_for_work() {
-        let nobody = Found::of_nobody();
-        let along = vec![Along { process: crate::processes::tests::process(1, "gone", &[]), bytes: 1 }];
-        let wanted = Transition { hold_ms: Some(10_000), ..Transition::default() };
-        let limits = std::cell::RefCell::new(Vec::new());
-        carry_out(&nobody, &[2], &wanted, along, |along, hold_ms| {
-            limits.borrow_mut().push((along.len(), hold_ms.unwrap()));
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            JobReport { results: Vec::new(), committed: false, objected: false, attempts: 1, ms: 20.0 }
-        });
-        let limits = limits.into_inner();
-        assert!(matches!(limits[..], [(1, 9_000..=10_000), (0, ..=9_980)]), "{limits:?}");
+        groups.into_iter().map(|group| (group.members, group.borrowers.into_iter().map(|(pid, _)| pid).collect())).collect()
     }
 
     #[test]

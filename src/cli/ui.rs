@@ -1,0 +1,135 @@
+//! How people and scripts hear of an operation: notes and progress while it runs, and its outcome.
+
+use crate::output;
+use crate::progress::{Bar, Bars};
+use std::collections::{BTreeMap, BTreeSet};
+use std::mem;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard};
+use std::thread;
+use vramctl_coordinator::queue::Claim;
+use vramctl_coordinator::{Observer, Plan};
+use vramctl_host::Unpoison;
+use vramctl_model::Progress;
+
+/// The terminal of one command.
+pub struct Ui {
+    /// Print JSON, and no notes.
+    pub json: bool,
+    /// Print errors and warnings only.
+    pub quiet: bool,
+    bars: Bars,
+    /// By process.
+    shown: Mutex<BTreeMap<u32, Bar>>,
+    connections: Mutex<Connections>,
+    /// What has been printed to stderr: nothing is said twice.
+    said: Mutex<BTreeSet<String>>,
+}
+
+#[derive(Default)]
+struct Connections {
+    /// By process.
+    open: BTreeMap<u32, UnixStream>,
+    /// ^C was pressed: all connections are being closed.
+    interrupted: bool,
+}
+
+impl Ui {
+    pub fn new(json: bool, quiet: bool) -> Self {
+        Self {
+            json,
+            quiet,
+            bars: Bars::on_terminal(!quiet && !json),
+            shown: Mutex::default(),
+            connections: Mutex::default(),
+            said: Mutex::default(),
+        }
+    }
+
+    /// Shows a bar for each process that takes part.
+    pub fn show(&self, plan: &Plan) {
+        let bar = |pid| (pid, self.bars.bar(&plan.process(pid).map_or_else(String::new, ToString::to_string)));
+        *self.shown.lock().unpoisoned() = plan.taking_part().into_iter().map(bar).collect();
+    }
+
+    /// Ends the display of progress.
+    pub fn end(&self) {
+        self.shown.lock().unpoisoned().clear();
+        self.stay_if_interrupted();
+    }
+
+    fn connections(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock().unpoisoned()
+    }
+
+    /// After ^C, parks the thread forever: the interrupting thread prints the outcome and ends the process.
+    fn stay_if_interrupted(&self) {
+        while self.connections().interrupted {
+            thread::park();
+        }
+    }
+
+    /// Closes all connections, which cancels requests that are only waiting, and ends the display. From now on, threads park.
+    pub fn interrupt(&self) {
+        let mut state = self.connections();
+        state.interrupted = true;
+        for connection in mem::take(&mut state.open).values() {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+        self.bars.wipe();
+    }
+
+    fn complain(&self, what: &str, text: &str) {
+        if self.said.lock().unpoisoned().insert(text.to_owned()) {
+            output::complain(what, text);
+        }
+    }
+}
+
+impl Observer for Ui {
+    fn note(&self, text: &str) {
+        if !self.json && !self.quiet {
+            self.complain("note", text);
+        }
+    }
+
+    fn warn(&self, text: &str) {
+        self.complain("warning", text);
+    }
+
+    fn fail(&self, text: &str) {
+        self.complain("error", text);
+    }
+
+    fn done(&self, text: &str) {
+        if !self.json && !self.quiet {
+            // The outcome reports what is wrong with stdout.
+            let _ = output::say(text);
+        }
+    }
+
+    fn queued(&self, ahead: &[Claim]) {
+        let first: Vec<_> = ahead.iter().map(|ticket| ticket.who.as_str()).collect();
+        self.note(&format!("number {} in the queue for GPU memory, behind {}", ahead.len() + 1, first.join(", ")));
+    }
+
+    fn follows_progress(&self) -> bool {
+        self.bars.shown()
+    }
+
+    fn progress(&self, pid: u32, now: Progress) {
+        if let Some(bar) = self.shown.lock().unpoisoned().get_mut(&pid) {
+            bar.show(now);
+        }
+    }
+
+    fn connected(&self, pid: u32, stream: UnixStream) {
+        self.connections().open.insert(pid, stream);
+        self.stay_if_interrupted();
+    }
+
+    fn disconnected(&self, pid: u32) {
+        self.connections().open.remove(&pid);
+    }
+}

@@ -1,0 +1,751 @@
+//! Takes processes off their GPUs and brings them back: keeps their libraries out of the driver, and has the driver lock and checkpoint them.
+//!
+//! Each step leaves a state that the next operation can continue from. The state is always read from the driver, so an operation may die at
+//! any point, and what undoes a step follows from the state alone:
+//!
+//! | step | state after it | undone by |
+//! | --- | --- | --- |
+//! | set aside ([`Client::suspend`]) | running | [`Client::awake`] |
+//! | lock | locked | unlock, then as above |
+//! | checkpoint | checkpointed | restore, then as above |
+//!
+//! While an operation is between two steps, no other may take one: a lock per process ([`crate::lock`]) keeps others out.
+
+use crate::failure::{CommandError, Exit};
+use crate::forecast::Forecast;
+use crate::gpus::Gpus;
+use crate::job::{Job, Rank};
+use crate::lock::{FileLock, Others};
+use crate::nccl::{self, ChosenCommunicators};
+use crate::proc;
+use crate::processes::{self, Found, Process, Target};
+use crate::queue::InQueue;
+use crate::retry::{Deadline, Patience};
+use crate::shared::Borrower;
+use crate::{Observer, outcome};
+use serde::{Serialize, Serializer};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::client::{Client, ClientError};
+use vramctl_control::discovery::Directory;
+use vramctl_control::protocol::{self, Refusal, Transition};
+use vramctl_driver::Card;
+use vramctl_driver::checkpoint::{GpuMap, ProcessState};
+use vramctl_model::{
+    Borrowed, Communicator, CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState,
+    Verb, code,
+};
+
+/// Processes that leave their GPUs and come back together.
+pub struct Checkpoint {
+    /// Among these.
+    pub found: Found,
+    /// The processes.
+    pub members: Vec<Member>,
+    /// Whether they are whole jobs, not only one process.
+    is_whole: bool,
+}
+
+/// One of them.
+pub struct Member {
+    /// The process, as it was found.
+    pub process: Process,
+    gpus_of_machine: &'static dyn Gpus,
+    /// Where its socket is. Each request has its own connection: the process closes one that is not used for a while.
+    directory: Directory,
+    /// The process id for the driver; 0 if the process is not visible from here.
+    pub pid: i32,
+    /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.
+    pub gpus: Vec<GpuUse>,
+    /// The tags that were active and are to be resumed. `None`: all, also those that it has got since.
+    active: Option<Vec<String>>,
+    /// What has been done so far.
+    pub done: Done,
+    /// The driver will never restore it.
+    pub is_lost: bool,
+    /// Its memory has been restored on other GPUs.
+    pub has_moved: bool,
+    /// This operation has set its library aside, and the driver has not locked it: it is woken even if the driver does not tell its state.
+    is_only_aside: bool,
+    /// Keeps other operations from suspending and restoring it.
+    alone: Option<FileLock>,
+}
+
+/// For messages.
+const FAILED: &str = "the driver reports the process as FAILED. It is lost: end it and start it again";
+
+/// What was done to one process.
+#[derive(Debug, Clone, Default)]
+pub struct Done {
+    /// Bytes of its tags that were paused or resumed.
+    pub tag_bytes: u64,
+    /// Bytes of the rest that were checkpointed or restored.
+    pub rest_bytes: u64,
+    /// Memory of other processes: after a resume, what is not back yet, so the program stays held; of a borrower, what it has set aside.
+    pub missing: Vec<Borrowed>,
+    /// The communicators that NCCL was asked to suspend or resume.
+    pub communicators: Vec<Communicator>,
+    /// After a move: the GPUs that it is on, by their indices.
+    pub now_on: Vec<u32>,
+    /// Milliseconds in each step, in order.
+    stages: Vec<(&'static str, f64)>,
+}
+
+impl Serialize for Done {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let stages: BTreeMap<_, _> = self.stages.iter().copied().collect();
+        let mut report =
+            json!({ "bytes": self.bytes(), "tag_bytes": self.tag_bytes, "rest_bytes": self.rest_bytes, "stages": stages, "ms": self.ms() });
+        if !self.missing.is_empty() {
+            report["missing"] = json!(self.missing);
+        }
+        report.serialize(serializer)
+    }
+}
+
+impl Done {
+    /// A borrower's.
+    pub fn of_borrower(report: &Report) -> Self {
+        let Report { bytes, missing, ms, .. } = report;
+        Self { tag_bytes: *bytes, missing: missing.clone(), stages: vec![(Verb::Pause.name(), *ms)], ..Self::default() }
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> u64 {
+        self.tag_bytes + self.rest_bytes
+    }
+
+    fn add(&mut self, stage: &'static str, took: Duration) {
+        self.stages.push((stage, took.as_secs_f64() * 1e3));
+    }
+
+    /// The total; the steps run one after another.
+    pub fn ms(&self) -> f64 {
+        self.stages.iter().map(|(_, ms)| ms).sum()
+    }
+
+    /// The times as text.
+    pub fn took(&self) -> String {
+        let stages: Vec<_> = self.stages.iter().map(|(stage, ms)| format!("{stage} {ms:.0}")).collect();
+        format!("in {:.0} ms ({})", self.ms(), stages.join(", "))
+    }
+}
+
+/// Loads the driver, to checkpoint or restore.
+pub fn load(gpus: &dyn Gpus) -> Result<(), CommandError> {
+    gpus.prepare().map_err(|failure| {
+        let is_old = failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint");
+        let why = format!("the driver cannot be used from here: {failure}");
+        CommandError::new(Exit::Unsuspendable, if is_old { "the driver is older than 570 and cannot checkpoint".into() } else { why })
+    })
+}
+
+/// The GPUs, for checks. None without NVML; the checks are then skipped, with a warning.
+fn cards_to_check(gpus: &dyn Gpus, observer: &dyn Observer) -> Vec<Card> {
+    gpus.cards().unwrap_or_else(|none| {
+        let unchecked = "cannot check for room on the GPUs, nor for MIG mode, in which nothing can be restored";
+        observer.warn(&format!("{unchecked}: {none}"));
+        Vec::new()
+    })
+}
+
+fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
+    if obstacles.is_empty() { Ok(()) } else { Err(CommandError::from(&Error::NotRestorable(obstacles))) }
+}
+
+/// What the driver says of the processes that are suspended, or are being suspended or restored; as far as it can be asked from here.
+pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessState> {
+    let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
+    if suspended.is_empty() || load(found.gpus()).is_err() {
+        return BTreeMap::new();
+    }
+    let state = |pid| Some((pid, found.gpus().state(found.connect(pid).ok()?.seen_as()).ok()?));
+    suspended.into_iter().filter_map(state).collect()
+}
+
+fn at_once<R: Send>(members: &mut [Member], step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
+    let step = &step;
+    thread::scope(|scope| {
+        let threads: Vec<_> = members.iter_mut().map(|member| scope.spawn(move || step(member))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// The first failure of a step.
+fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
+    answers.into_iter().collect()
+}
+
+/// How long to wait, without a limit, for another operation's restore. Restores come one after the other, and the driver takes its time.
+pub const RESTORE_WITHIN: Duration = Duration::from_secs(60);
+
+impl Checkpoint {
+    /// Connects to the processes that match.
+    pub fn of(found: &Found, target: &Target) -> Result<Self, CommandError> {
+        let members = found.choose_answering(target)?.into_iter().map(|process| Member::new(found, process)).collect::<Result<_, _>>()?;
+        Ok(Self { found: found.clone(), members, is_whole: !matches!(target, Target::Pid(_)) })
+    }
+
+    /// Those of the processes that do not answer because the driver has locked or checkpointed them and their library does not know it: its
+    /// own calls wait.
+    pub fn stuck(found: &Found, processes: &[Process]) -> Self {
+        let silent: Vec<_> = processes.iter().filter(|process| process.status.is_err()).collect();
+        if silent.is_empty() || load(found.gpus()).is_err() {
+            return Self { found: found.clone(), members: Vec::new(), is_whole: false };
+        }
+        let cards = found.gpus().cards().ok();
+        let find = |process: &Process| {
+            // A stopped one does not even greet. It is left alone: only its library knows what a restore needs.
+            let mut member = Member::new(found, process.clone()).ok().filter(|member| member.pid != 0)?;
+            match member.state().ok()? {
+                ProcessState::Locked => (),
+                // Its library cannot tell what it needs, or where. It is at most what the process has in host memory, on any of the GPUs: the
+                // driver tells nobody what it has saved, and a program may choose its GPUs after its start, so its environment does not tell
+                // them either. Too little room would lose the process, so this asks for too much. Without NVML, the room cannot be checked,
+                // so it is left alone.
+                ProcessState::Checkpointed => {
+                    let [resident, swapped] = proc::bytes(member.pid, ["VmRSS", "VmSwap"]);
+                    let bytes = resident? + swapped.unwrap_or(0);
+                    member.gpus = cards.as_ref()?.iter().map(|card| GpuUse { uuid: card.uuid.clone(), bytes }).collect();
+                }
+                ProcessState::Running | ProcessState::Failed => return None,
+            }
+            Some(member)
+        };
+        let members = thread::scope(|scope| {
+            let find = &find;
+            let threads: Vec<_> = silent.into_iter().map(|process| scope.spawn(move || find(process))).collect();
+            threads.into_iter().filter_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        });
+        Self { found: found.clone(), members, is_whole: false }
+    }
+
+    /// Adds other processes, which leave and come back with these.
+    pub fn join(&mut self, other: Self) {
+        self.members.extend(other.members);
+    }
+
+    /// The processes' ids.
+    pub fn pids(&self) -> Vec<u32> {
+        self.members.iter().map(|member| member.process.pid).collect()
+    }
+
+    fn gpus(&self) -> &'static dyn Gpus {
+        self.found.gpus()
+    }
+
+    /// Fails if the driver cannot reach the processes from here, or if they use a GPU whose checkpoints cannot be restored.
+    pub fn can_be_taken(&self, observer: &dyn Observer) -> Result<(), CommandError> {
+        self.can_be_seen()?;
+        let cards = cards_to_check(self.gpus(), observer);
+        self.members.iter().try_for_each(|member| unless_in_the_way(member.mig(&cards)).map_err(|failure| member.named(failure)))
+    }
+
+    /// Fails if a process's id here is not the one that the driver uses.
+    pub fn can_be_seen(&self) -> Result<(), CommandError> {
+        self.members.iter().try_for_each(|member| member.can_be_seen().map_err(|failure| member.named(failure)))
+    }
+
+    /// Dry run: what a suspend would do to each process, and why it would fail.
+    pub fn forecast(&mut self, wanted: &Transition, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
+        let (gpus, pids) = (self.gpus(), self.pids());
+        let (loaded, cards) = (load(gpus), cards_to_check(gpus, observer));
+        let forecast = |member: &mut Member| {
+            let untold = |failure| CommandError::new(Exit::Failed, format!("the driver does not tell its state: {failure}"));
+            let state = || gpus.state(member.pid).map(drop).map_err(untold);
+            let asked = member.can_be_seen().and(loaded.clone()).and_then(|()| state());
+            // A suspended process has nothing to pause, and no obstacles.
+            if !member.gpus.is_empty() {
+                let nothing = protocol::DryRun { plan: Plan::default(), refused: None };
+                return Ok(Forecast { failure: asked.err(), ..Forecast::new(&member.process, nothing, true) });
+            }
+            let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
+            let mut answer =
+                member.ask(|client| client.plan(Transition { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
+            answer.plan.obstacles.extend(member.mig(&cards));
+            let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
+            let paused = Forecast::new(&member.process, answer, wanted.force);
+            Ok(Forecast { failure: able.err().or(paused.failure.clone()), ..paused })
+        };
+        self.members.iter_mut().map(forecast).collect()
+    }
+
+    /// The communicators that NCCL can suspend.
+    pub fn choose_communicators(&self) -> Result<ChosenCommunicators, CommandError> {
+        let mut chosen = ChosenCommunicators::default();
+        let jobs: BTreeSet<_> = self.members.iter().map(|member| member.process.job().ok_or(member.process.pid)).collect();
+        for job in jobs {
+            let of_job = |member: &&Member| member.gpus.is_empty() && member.process.job().ok_or(member.process.pid) == job;
+            let processes: Vec<_> = self.members.iter().filter(of_job).map(|member| &member.process).collect();
+            chosen.add(ChosenCommunicators::ask(&self.found, &processes)?);
+        }
+        Ok(chosen)
+    }
+
+    /// Holds and pauses all tags of all members, or of none. Then NCCL suspends the chosen communicators. `borrowers`: those to hold as well,
+    /// if that is wanted; returns what has come of them.
+    pub fn pause(
+        &mut self,
+        wanted: &Transition,
+        chosen: &ChosenCommunicators,
+        borrowers: Option<Vec<Borrower>>,
+        patience: &mut Patience,
+        observer: &dyn Observer,
+    ) -> Result<Vec<(Process, Report)>, CommandError> {
+        self.transition(Verb::Pause, wanted, chosen, borrowers, patience, observer)
+    }
+
+    /// Resumes the tags that were active, and the open memory of members without tags.
+    pub fn resume(&mut self, observer: &dyn Observer) -> Result<(), CommandError> {
+        let (nothing, none) = (Transition::default(), ChosenCommunicators::default());
+        self.transition(Verb::Resume, &nothing, &none, None, &mut Patience::new(Duration::ZERO), observer).map(drop)
+    }
+
+    /// Pauses or resumes as one job.
+    fn transition(
+        &mut self,
+        verb: Verb,
+        wanted: &Transition,
+        chosen: &ChosenCommunicators,
+        borrowers: Option<Vec<Borrower>>,
+        patience: &mut Patience,
+        observer: &dyn Observer,
+    ) -> Result<Vec<(Process, Report)>, CommandError> {
+        // The members may be several jobs, as in a swap.
+        let jobs: BTreeSet<_> = self.members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
+        let mut due: Vec<_> = self.members.iter_mut().filter_map(|member| Some((member.due(verb)?, member))).collect();
+        let rank = |(tags, member): &(Vec<String>, &mut Member)| Rank {
+            pid: member.process.pid,
+            tags: tags.clone(),
+            lenient: false,
+            communicators: chosen.ids(member.process.pid),
+            is_borrower: false,
+        };
+        let report = Job {
+            found: &self.found,
+            verb,
+            wanted: wanted.clone(),
+            ranks: due.iter().map(rank).collect(),
+            borrowers,
+            is_whole: self.is_whole && jobs.len() == 1 && !jobs.contains(&None),
+            ticket: None,
+            engines: None,
+        }
+        .run(observer);
+        patience.spend(report.waited);
+        let mut failures = Vec::new();
+        for ((_, member), result) in due.iter_mut().zip(report.results) {
+            member.done.stages.push((verb.name(), report.ms));
+            match result {
+                Ok(report) => {
+                    (member.done.tag_bytes, member.done.missing, member.done.communicators) =
+                        (report.bytes, report.missing, report.communicators);
+                }
+                Err(error) => failures.push(member.failed(error)),
+            }
+        }
+        let mut held = Vec::new();
+        for (Borrower { process, .. }, result) in report.borrowers {
+            match outcome::result(result, verb, false) {
+                Ok(report) => held.push((process, report)),
+                Err(failure) => failures.push(failure.adding(&format!(" ({process})"))),
+            }
+        }
+        CommandError::original(failures).map_or(Ok(held), Err)
+    }
+
+    /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other operation
+    /// suspends or restores them until the members are dropped.
+    pub fn take(&mut self, patience: &mut Patience, observer: &dyn Observer) -> Result<(), CommandError> {
+        patience.wait(|left| self.keep_others_out(left))?;
+        // If the driver does not tell the state of one of them, it would not checkpoint it either, nor restore it.
+        first(at_once(&mut self.members, |member| member.state().map(drop)))?;
+        let limit = patience.left();
+        let taken = first(self.all("aside", Member::stand_aside))
+            .and_then(|()| first(self.all("lock", |member| member.lock(limit))))
+            .and_then(|()| first(self.all("checkpoint", Member::checkpoint)));
+        taken.map_err(|failure| match self.restore(&GpuMap::new(), &Deadline::new(None), observer) {
+            Ok(()) => failure,
+            Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
+        })
+    }
+
+    /// Runs a step for all members at once. `stage`: the name for its time.
+    fn all<R: Send>(&mut self, stage: &'static str, step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
+        at_once(&mut self.members, |member| member.time(stage, &step))
+    }
+
+    /// Waits until no other operation is suspending or restoring the processes, and keeps others out from then on.
+    fn keep_others_out(&mut self, within: Duration) -> Result<(), CommandError> {
+        let deadline = Instant::now() + within;
+        let mut lacking: Vec<_> = self.members.iter_mut().filter(|member| member.alone.is_none()).collect();
+        // All operations in the same order, so that none waits for another that waits for it.
+        lacking.sort_by_key(|member| member.process.pid);
+        let taken = lacking.iter_mut().try_for_each(|member| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let name = member.directory.beside(member.process.pid, "lock");
+            member.alone = FileLock::take(&name, left).map_err(|others| member.in_use(&others, within))?;
+            Ok(())
+        });
+        if taken.is_err() {
+            for member in lacking {
+                member.alone = None;
+            }
+        }
+        taken
+    }
+
+    /// Brings processes back to running, from whatever state each is in. `deadline`: of the waits for room, and for other operations.
+    pub fn restore(&mut self, map: &GpuMap, deadline: &Deadline, observer: &dyn Observer) -> Result<(), CommandError> {
+        self.restore_with_room(map, None, deadline, None, observer)
+    }
+
+    /// `tags_on`: starts only if there is room for the paused memory on these GPUs, too, so that the job either comes back completely or stays
+    /// as it is; empty means on all. `turn`: the operation's, in the queue for memory.
+    pub fn restore_with_room(
+        &mut self,
+        map: &GpuMap,
+        tags_on: Option<&[String]>,
+        deadline: &Deadline,
+        mut turn: Option<&mut InQueue>,
+        observer: &dyn Observer,
+    ) -> Result<(), CommandError> {
+        const LOOK_AGAIN: Duration = Duration::from_millis(50);
+        /// How long to wait, without a limit, for an operation that is about to finish.
+        const OTHERS_WITHIN: Duration = Duration::from_secs(10);
+        /// Others that wait for room look for it in turns.
+        const A_MOMENT: Duration = Duration::from_secs(1);
+        let left = |otherwise| deadline.left().map_or(otherwise, |left| left.max(A_MOMENT));
+        let begun = Instant::now();
+        let (loosened, _room) = loop {
+            let is_alone = self.members.iter().all(|member| member.alone.is_some());
+            self.keep_others_out(left(OTHERS_WITHIN))?;
+            if !is_alone {
+                at_once(&mut self.members, Member::look_again);
+            }
+            // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
+            let loosened = first(at_once(&mut self.members, Member::loosen));
+            self.known()?;
+            match self.room(&self.needs(map, tags_on), left(RESTORE_WITHIN), observer) {
+                Ok(room) => break (loosened, room),
+                Err(short) if loosened.is_ok() && !deadline.is_over() && short.exit() == Exit::NoMemory => (),
+                Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
+            }
+            if let Some(turn) = &mut turn {
+                turn.waits_for_memory();
+            }
+            if !is_alone {
+                for member in &mut self.members {
+                    member.alone = None;
+                }
+            }
+            thread::sleep(LOOK_AGAIN);
+        };
+        for member in &mut self.members {
+            member.done.add("room", begun.elapsed());
+        }
+        let restored = first(self.all("restore", |member| member.restore(map)));
+        let unlocked = first(self.all("unlock", Member::loosen));
+        loosened.and(restored).and(unlocked)
+    }
+
+    /// Fails if nothing is known of what a member's restore needs: the driver had only locked it when it was found ([`Self::stuck`]), and has
+    /// checkpointed it since, for another tool.
+    fn known(&self) -> Result<(), CommandError> {
+        let is_unknown = |member: &&Member| member.process.status.is_err() && member.gpus.is_empty();
+        let is_gone = |member: &&Member| matches!(self.gpus().state(member.pid), Ok(ProcessState::Checkpointed));
+        let Some(member) = self.members.iter().filter(is_unknown).find(is_gone) else { return Ok(()) };
+        Err(CommandError::new(Exit::Busy, format!("{} has just been checkpointed by somebody else; try again", member.process)))
+    }
+
+    /// Bytes that a restore needs, by GPU. `tags_on`: including paused memory on these GPUs, or on all if there are none.
+    fn needs(&self, map: &GpuMap, tags_on: Option<&[String]>) -> BTreeMap<String, u64> {
+        let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
+        let mut needs = BTreeMap::<_, u64>::new();
+        // If the driver does not report the state now, it may still restore the process.
+        let comes_back = |member: &&Member| matches!(self.gpus().state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
+        for member in self.members.iter().filter(comes_back) {
+            for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
+                *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
+            }
+            let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+            for device in devices {
+                if let Some(uuid) = &device.uuid
+                    && tags_on.is_some_and(|gpus| gpus.is_empty() || gpus.contains(uuid))
+                {
+                    *needs.entry(onto(uuid)).or_default() += device.paused_bytes;
+                }
+            }
+        }
+        needs
+    }
+
+    /// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
+    fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, observer: &dyn Observer) -> Result<Option<FileLock>, CommandError> {
+        let turn = FileLock::take("restore.lock", within).map_err(|others| {
+            let text = format!(
+                "{} has been restoring a job for {} s; see who has {} open",
+                others.who(),
+                within.as_secs(),
+                others.place.display()
+            );
+            CommandError::new(Exit::Failed, text)
+        })?;
+        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.gpus(), observer) };
+        let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
+        cards.iter().find(is_short).map_or(Ok(turn), |card| Err(short(self.gpus(), card, needs[&card.uuid])))
+    }
+
+    /// Why programs stay held after a resume.
+    pub fn stay_held(&self) -> Vec<String> {
+        self.members
+            .iter()
+            .flat_map(|member| outcome::stays_held(&member.process, &member.done.missing, &member.done.communicators))
+            .collect()
+    }
+}
+
+/// Bytes that must be free to restore this much. A restore that runs out of memory cannot be retried, so this is more.
+pub fn room_for(bytes: u64) -> u64 {
+    bytes + bytes / 4
+}
+
+/// Somebody else pauses, resumes or suspends the process, or has just done so.
+fn leased(message: String) -> CommandError {
+    CommandError::Refused(Box::new(Refusal { message, ..Refusal::from(&Error::Leased) }))
+}
+
+/// Too little memory on a GPU.
+pub fn short(gpus: &dyn Gpus, card: &Card, needed: u64) -> CommandError {
+    let (uuid, holders) = (Some(card.uuid.clone()), gpus.holders_of(&card.uuid));
+    CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
+}
+
+impl Member {
+    fn new(found: &Found, process: Process) -> Result<Self, CommandError> {
+        let directory = found.directory(process.pid)?;
+        let pid = Client::connect(&directory, process.pid)?.seen_as();
+        let gpus = process.suspended().unwrap_or_default().to_vec();
+        let is_active = |state| state != TagState::Paused || !gpus.is_empty();
+        let active: Vec<_> = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
+        let active = Some(active).filter(|active| active.len() < process.tags().len());
+        Ok(Self {
+            gpus_of_machine: found.gpus(),
+            directory,
+            pid,
+            gpus,
+            active,
+            process,
+            done: Done::default(),
+            is_lost: false,
+            has_moved: false,
+            is_only_aside: false,
+            alone: None,
+        })
+    }
+
+    fn ask<R>(&self, request: impl FnOnce(&mut Client) -> Result<R, ClientError>) -> Result<R, ClientError> {
+        request(&mut Client::connect(&self.directory, self.process.pid)?)
+    }
+
+    /// Others may have moved it before they were kept out.
+    fn look_again(&mut self) {
+        // One that did not answer is locked, and does not answer now.
+        if self.process.status.is_ok()
+            && let Some(now) = processes::ask(&self.directory, &[self.process.pid]).pop()
+            && let Some(gpus) = now.suspended()
+        {
+            self.gpus = gpus.to_vec();
+            self.process = now;
+        }
+    }
+
+    /// The tags to pause or resume; empty means all, `None` leaves the process out. One without memory of its own may have the others' memory
+    /// open.
+    fn due(&self, verb: Verb) -> Option<Vec<String>> {
+        match (verb, &self.active) {
+            (Verb::Pause, _) => self.gpus.is_empty().then(Vec::new),
+            (Verb::Resume, None) => Some(Vec::new()),
+            (Verb::Resume, Some(active)) => (!active.is_empty()).then(|| active.clone()),
+        }
+    }
+
+    fn time<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> R) -> R {
+        let started = Instant::now();
+        let result = step(self);
+        self.done.add(stage, started.elapsed());
+        result
+    }
+
+    fn failed(&self, error: ClientError) -> CommandError {
+        if let ClientError::Refused(refusal) = &error
+            && let Some(lent) = refusal.lent.as_ref().filter(|_| refusal.code == Kind::Shared)
+        {
+            // The refusal's own advice is about the options of a pause.
+            let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
+            let message = format!(
+                "other processes have memory of {} open (CUDA IPC): {}. Have them close it, or end them; or name all of these \
+                 processes in one command (--all, or a name that they have in common), which then includes this memory. Nothing has changed",
+                self.process,
+                lent.join(", ")
+            );
+            return CommandError::Refused(Box::new(Refusal { message, ..(**refusal).clone() }));
+        }
+        self.named(CommandError::from(error))
+    }
+
+    fn stand_aside(&mut self) -> Result<(), CommandError> {
+        // The answer may be lost although the library is aside.
+        self.is_only_aside = self.gpus.is_empty();
+        self.gpus = self.ask(Client::suspend).map_err(|error| self.not_aside(error))?;
+        Ok(())
+    }
+
+    fn not_aside(&self, error: ClientError) -> CommandError {
+        match self.failed(error) {
+            // There is no other reason to refuse this.
+            failure if failure.is(Kind::Leased) => leased(format!("{} has been resumed meanwhile, and runs; try again", self.process)),
+            failure => failure,
+        }
+    }
+
+    /// Adds the process to the message.
+    fn named(&self, failure: CommandError) -> CommandError {
+        failure.adding(&format!(" ({})", self.process))
+    }
+
+    fn can_be_seen(&self) -> Result<(), CommandError> {
+        let away = || CommandError::new(Exit::Unsuspendable, "it is in another container: run vramctl there");
+        if self.pid == 0 { Err(away()) } else { Ok(()) }
+    }
+
+    /// The obstacles that the process itself does not know: GPUs in MIG mode.
+    fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
+        // Without memory of its own, it may still have a context there.
+        let has_context = |card: &Card| self.gpus_of_machine.holders_of(&card.uuid).iter().any(|holder| holder.pid == self.pid as u32);
+        let is_there = |card: &&Card| self.process.gpus().any(|gpu| gpu == card.uuid) || has_context(card);
+        let obstacle = |card: &Card| Obstacle {
+            kind: ObstacleKind::Mig,
+            what: format!("GPU {0} is in MIG mode (`nvidia-smi -i {0} -mig 0` ends that, once no program uses it)", card.index),
+            bytes: 0,
+        };
+        cards.iter().filter(|card| card.mig).filter(is_there).map(obstacle).collect()
+    }
+
+    fn state(&mut self) -> Result<ProcessState, CommandError> {
+        self.gpus_of_machine.state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
+    }
+
+    fn in_use(&self, others: &Others, within: Duration) -> CommandError {
+        let stopped = others.pid.map_or_else(String::new, |pid| format!(" (if that is stopped: kill -CONT {pid})"));
+        let message = format!(
+            "{} has been suspending or restoring {} for {} s; try again when it is done{stopped}",
+            others.who(),
+            self.process,
+            within.as_secs()
+        );
+        leased(message)
+    }
+
+    /// The driver's refusal, with the state that it has left the process in.
+    fn refused(&mut self, step: &str, failure: Failure) -> CommandError {
+        if !proc::exists(self.pid) {
+            return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
+        }
+        let lost = match self.gpus_of_machine.state(self.pid) {
+            Ok(ProcessState::Failed) => format!("; {FAILED}"),
+            // Driver 580 answers this from then on.
+            Ok(ProcessState::Checkpointed) if step == "restore" && failure.code == code::OPERATING_SYSTEM => {
+                "; an earlier restore has failed for lack of memory. It is lost: end it and start it again".into()
+            }
+            _ => String::new(),
+        };
+        self.is_lost = !lost.is_empty();
+        CommandError::new(Exit::Failed, format!("the driver did not {step} {}: {failure}{lost}", self.process))
+    }
+
+    fn lock(&mut self, limit: Duration) -> Result<(), CommandError> {
+        match self.state()? {
+            ProcessState::Running => self.gpus_of_machine.lock(self.pid, limit).map_err(|failure| match failure.code {
+                code::NOT_READY => {
+                    CommandError::new(Exit::Busy, format!("{}: a CUDA call has not ended in {} ms", self.process, limit.as_millis()))
+                }
+                _ => self.refused("lock", failure),
+            })?,
+            ProcessState::Locked => (),
+            ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
+        }
+        self.is_only_aside = false;
+        // The program kept running until now, and may have created new obstacles.
+        let obstacles = self.ask(Client::status).map_err(|error| self.failed(error))?.memory.obstacles;
+        unless_in_the_way(obstacles).map_err(|failure| self.named(failure))
+    }
+
+    fn checkpoint(&mut self) -> Result<(), CommandError> {
+        if self.state()? == ProcessState::Checkpointed {
+            return Ok(());
+        }
+        self.gpus_of_machine.checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
+        self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
+        Ok(())
+    }
+
+    /// Lets the process continue if it is on its GPUs: before a restore, one that has not left them, and after it, all of them. Also tells its
+    /// library that it may use the driver again.
+    fn loosen(&mut self) -> Result<(), CommandError> {
+        match self.state() {
+            Ok(ProcessState::Running) => (),
+            Ok(ProcessState::Locked) => self.gpus_of_machine.unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
+            Ok(ProcessState::Checkpointed) => return Ok(()),
+            Ok(ProcessState::Failed) => {
+                self.is_lost = true;
+                return Err(CommandError::new(Exit::Failed, format!("{}: {FAILED}", self.process)));
+            }
+            // Only a locked process can be unlocked, so this changes no other.
+            Err(unknown) => {
+                let is_unlocked = self.gpus_of_machine.unlock(self.pid).is_ok();
+                if !is_unlocked && !self.is_only_aside {
+                    return Err(unknown);
+                }
+            }
+        }
+        self.ask(Client::awake).map_err(|error| self.failed(error))?;
+        self.is_only_aside = false;
+        Ok(())
+    }
+
+    fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {
+        match self.state()? {
+            ProcessState::Checkpointed => (),
+            // Nothing to restore. `Failed` has been reported.
+            ProcessState::Running | ProcessState::Locked | ProcessState::Failed => return Ok(()),
+        }
+        let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
+        let restored = match self.gpus_of_machine.restore(self.pid, map) {
+            // The driver requires every GPU that is visible to the process, but does not report which those are.
+            Err(failure) if failure.code == code::INVALID_VALUE && own != *map => self.gpus_of_machine.restore(self.pid, &own),
+            answer => answer,
+        };
+        restored.map_err(|failure| self.refused("restore", failure))?;
+        self.has_moved = map.iter().any(|(old, new)| old != new && self.process.gpus().any(|gpu| gpu == old));
+        self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
+        Ok(())
+    }
+
+    /// Device memory that is left to CUDA, which a pause by tag does not release.
+    pub fn left_alone(&self) -> u64 {
+        self.process.status.iter().flat_map(|status| &status.memory.left_alone).map(|left| left.bytes).sum()
+    }
+
+    /// Bytes that NCCL has given back.
+    pub fn given_back(&self) -> u64 {
+        nccl::bytes(&self.done.communicators, CommunicatorState::Suspended)
+    }
+
+    /// NCCL's failures.
+    pub fn failures_of_nccl(&self) -> Vec<String> {
+        nccl::failures(&self.process, &self.done.communicators)
+    }
+}

@@ -1,0 +1,37 @@
+//! Plans and runs operations on jobs: pause, resume, suspend and move.
+//!
+//! The command line uses it, and prints what it returns. This crate prints nothing: whoever runs an operation hears of it through an
+//! [`Observer`].
+
+pub mod checkpoint;
+pub mod engine;
+pub mod failure;
+pub mod forecast;
+pub mod gpus;
+mod job;
+mod lock;
+pub mod nccl;
+mod observer;
+pub mod operation;
+pub mod outcome;
+pub mod plan;
+pub mod proc;
+pub mod processes;
+pub mod queue;
+mod relocate;
+pub mod retry;
+pub mod shared;
+mod suspend;
+pub mod text;
+
+pub use observer::Observer;
+pub use operation::{Operation, Scope};
+pub use outcome::Outcome;
+pub use plan::Plan;
+pub use relocate::Move;
+pub use suspend::Suspend;
+
+/// A duration as requests have it.
+pub fn milliseconds(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

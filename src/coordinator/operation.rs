@@ -1,0 +1,118 @@
+//! What a caller asks for.
+
+use crate::engine;
+use crate::failure::CommandError;
+use crate::processes::Target;
+use crate::retry::Deadline;
+use std::time::Duration;
+use vramctl_control::protocol::Transition;
+use vramctl_model::{Backup, Error, Registered, Verb};
+
+/// How long the program's GPU work in flight may take once it is held, if the caller gives no limit.
+pub const HOLD_WITHIN: Duration = Duration::from_secs(10);
+
+/// An operation on jobs.
+#[derive(Debug, Clone)]
+pub struct Operation {
+    /// Take memory away, or give it back.
+    pub verb: Verb,
+    /// The processes.
+    pub target: Target,
+    /// Which of their memory.
+    pub scope: Scope,
+    /// How many processes there must be; `None`: as many as when the job was last paused or resumed.
+    pub ranks: Option<usize>,
+    /// The limit of all waits but that for work in flight.
+    pub deadline: Deadline,
+    /// Pause only: how.
+    pub pause: PauseOptions,
+}
+
+/// Which memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Scope {
+    /// That of tags, all if there are none, on these GPUs, all if there are none. If the target is [`Target::Only`], one of the words may name
+    /// a process instead.
+    Tags {
+        /// The tags.
+        words: Vec<String>,
+        /// The GPUs, as users name them.
+        gpus: Vec<String>,
+    },
+    /// All of it: the tags, and then contexts and loaded code by the driver's checkpoint.
+    Device,
+    /// The same, and back on other GPUs at once.
+    Elsewhere {
+        /// The GPUs, as users name them, one for each of the job's own.
+        to: Vec<String>,
+        /// The job that comes to this one's GPUs.
+        swap: Option<Target>,
+    },
+}
+
+/// How to pause.
+#[derive(Debug, Clone, Default)]
+#[allow(clippy::struct_excessive_bools)] // independent
+pub struct PauseOptions {
+    /// Where contents go, overriding the tags' policies.
+    pub backup: Option<Backup>,
+    /// What to do with memory that another process, a network card or NCCL has registered.
+    pub registered: Registered,
+    /// Map a small block of memory under the paused addresses.
+    pub guard: bool,
+    /// Discard a KV cache even if an engine's prefix cache still describes it.
+    pub force: bool,
+    /// The inference engines to ask first.
+    pub engines: engine::Addresses,
+    /// Whether to hold the programs.
+    pub hold: Hold,
+    /// Also hold the borrowers: other processes that have the memory open.
+    pub shared: bool,
+    /// Have NCCL suspend its communicators, too.
+    pub nccl: bool,
+    /// A process that waits for this operation, and must not be held by it.
+    pub waiting: Option<u32>,
+}
+
+/// Whether to hold programs during a pause.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Hold {
+    /// The program must be idle, or not use the paused memory.
+    No,
+    /// For as long as the work in flight may take: what is left of the deadline, or [`HOLD_WITHIN`].
+    #[default]
+    Yes,
+    /// For this long.
+    Within(Duration),
+}
+
+impl Hold {
+    /// How long to wait for work in flight. `None` if the programs are not held.
+    pub fn limit(self, deadline: &Deadline) -> Option<Duration> {
+        match self {
+            Self::No => None,
+            Self::Yes => Some(deadline.left().unwrap_or(HOLD_WITHIN)),
+            Self::Within(limit) => Some(limit),
+        }
+    }
+}
+
+impl PauseOptions {
+    /// As a request to a process.
+    pub fn request(&self, deadline: &Deadline) -> Transition {
+        Transition {
+            backup: self.backup,
+            registered: self.registered,
+            guard: self.guard,
+            force: self.force,
+            hold_ms: self.hold.limit(deadline).map(crate::milliseconds),
+            ..Transition::default()
+        }
+    }
+
+    /// Fails if the process that waits is one of those to be held. The processes themselves see only the operation, not who has started it.
+    pub fn check_not_held(&self, mut held: impl Iterator<Item = u32>) -> Result<(), CommandError> {
+        let holds_itself = self.waiting.is_some_and(|pid| held.any(|held| held == pid));
+        if holds_itself { Err(CommandError::from(&Error::holds_itself())) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,99 @@
+//! What came of an operation.
+
+use crate::checkpoint::Done;
+use crate::failure::CommandError;
+use crate::job::JobReport;
+use crate::nccl;
+use crate::processes::Process;
+use std::io::ErrorKind;
+use vramctl_control::client::ClientError;
+use vramctl_model::{Borrowed, Communicator, Report, Verb};
+
+/// What came of an operation.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// The processes that were meant, in order.
+    pub processes: Vec<ProcessOutcome>,
+    /// The borrowers that were held as well.
+    pub borrowers: Vec<ProcessOutcome>,
+    /// The jobs.
+    pub jobs: Vec<JobOutcome>,
+}
+
+/// What came of it for one process.
+#[derive(Debug)]
+pub struct ProcessOutcome {
+    /// As it was before.
+    pub process: Process,
+    /// Its tags that were meant.
+    pub tags: Vec<String>,
+    /// Those of them that were not in the wanted state yet.
+    pub due: Vec<String>,
+    /// What the driver's checkpoint did: for a suspend, all of it; for a resume, how it was restored before its tags.
+    pub device: Option<Done>,
+    /// What came of its tags.
+    pub result: Result<Report, CommandError>,
+}
+
+impl ProcessOutcome {
+    /// Its report, if it did not fail.
+    pub fn report(&self) -> Option<&Report> {
+        self.result.as_ref().ok()
+    }
+
+    /// Why the program stays held after this.
+    pub fn stays_held(&self) -> Vec<String> {
+        let none = || (&[][..], &[][..]);
+        let of_report = || self.report().map_or_else(none, |report| (&report.missing[..], &report.communicators[..]));
+        let (missing, communicators) = self.device.as_ref().map_or_else(of_report, |done| (&done.missing[..], &done.communicators[..]));
+        stays_held(&self.process, missing, communicators)
+    }
+
+    /// A borrower's.
+    pub fn borrower(process: Process, result: Result<Report, CommandError>) -> Self {
+        Self { process, tags: Vec::new(), due: Vec::new(), device: None, result }
+    }
+}
+
+/// What came of it for a job as a whole.
+#[derive(Debug)]
+pub struct JobOutcome {
+    /// Its name.
+    pub job: Option<String>,
+    /// Its processes.
+    pub pids: Vec<u32>,
+    /// Whether all of it is done; else nothing is.
+    pub committed: bool,
+    /// How often it was tried.
+    pub attempts: u32,
+    /// From the request until the last process was done.
+    pub ms: f64,
+}
+
+impl JobOutcome {
+    /// From its report.
+    pub fn new(processes: &[&Process], report: &JobReport) -> Self {
+        Self {
+            job: processes.first().and_then(|process| process.job()).map(str::to_owned),
+            pids: processes.iter().map(|process| process.pid).collect(),
+            committed: report.committed,
+            attempts: report.attempts,
+            ms: report.ms,
+        }
+    }
+}
+
+/// A process's result. `committed`: whether its job as a whole is done.
+pub fn result(result: Result<Report, ClientError>, verb: Verb, committed: bool) -> Result<Report, CommandError> {
+    result.map_err(|error| {
+        let is_stopped = matches!(&error, ClientError::Io { error, .. } if error.kind() == ErrorKind::TimedOut);
+        let later = format!("; the {} of its job is complete, and this process completes it when it continues", verb.name());
+        CommandError::from(error).adding(if committed && is_stopped { &later } else { "" })
+    })
+}
+
+/// Why a program stays held after a resume: other processes' memory is missing, or NCCL could not take back its own.
+pub fn stays_held(process: &Process, missing: &[Borrowed], communicators: &[Communicator]) -> Vec<String> {
+    let missing: Vec<_> = missing.iter().map(|missing| process.stays_held(missing)).collect();
+    [missing, nccl::failures(process, communicators)].concat()
+}

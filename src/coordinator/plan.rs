@@ -1,0 +1,568 @@
+//! Plans a pause or resume of tags. A dry run shows the plan; [`Plan::run`] executes it.
+
+use crate::Observer;
+use crate::checkpoint::Done;
+use crate::engine::Engines;
+use crate::failure::{CommandError, Exit};
+use crate::forecast::Forecast;
+use crate::job::{Job, JobReport, Rank};
+use crate::milliseconds;
+use crate::nccl::ChosenCommunicators;
+use crate::operation::{Operation, Scope};
+use crate::outcome::{self, JobOutcome, Outcome, ProcessOutcome};
+use crate::processes::{Found, Process, Target, check_whole};
+use crate::queue::{Claim, InQueue};
+use crate::shared::{self, Borrower, Group};
+use crate::text;
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::thread;
+use std::time::Duration;
+use vramctl_control::protocol::{self, Refusal, Transition};
+use vramctl_driver as driver;
+use vramctl_model::{Error, Kind, Report, TagState, TagStatus, Verb};
+
+/// What a pause or resume of tags will do.
+pub struct Plan {
+    operation: Operation,
+    found: Found,
+    target: Target,
+    members: Vec<Member>,
+    /// Who is asked as one.
+    groups: Vec<Group<Borrower>>,
+    /// The same for each process: it applies to their own memory and to open memory of each other.
+    request: Transition,
+    communicators: ChosenCommunicators,
+    /// Whether whole jobs are selected, not only some of their processes or memory.
+    is_whole: bool,
+    /// This operation in the queue for memory: a random number.
+    in_queue: u64,
+    /// The place there that it has for all of its jobs, kept until their memory is resumed, too.
+    pub(crate) turn: Option<InQueue>,
+    /// How suspended processes were restored to the GPU.
+    pub(crate) restored: BTreeMap<u32, Done>,
+}
+
+/// A process, and what the operation does to it.
+#[derive(Debug, Clone)]
+pub struct Member {
+    /// The process.
+    pub process: Process,
+    /// Its tags that match. Empty if it has none of them.
+    pub meant: Vec<String>,
+    /// Of these, the tags not yet in the wanted state.
+    pub due: Vec<String>,
+}
+
+/// Who has agreed to a pause.
+#[derive(Default)]
+pub struct Consent {
+    /// The engines that must still have no requests when the memory is released.
+    engines: Option<Engines>,
+    /// A KV cache that a prefix cache describes may be discarded.
+    may_lose: bool,
+}
+
+impl Plan {
+    /// Finds the processes and plans. A resume first frees processes that do not answer because the driver has locked them; else nothing
+    /// changes.
+    pub fn make(operation: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+        let found = Found::look(&operation.target)?;
+        let planned = Self::among(operation.clone(), found.clone(), observer);
+        match planned {
+            Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
+                let (target, _) = found.tell_apart(operation.target.clone(), operation.words().to_vec());
+                if crate::suspend::free_stuck(&found, &target, &operation.deadline, observer)? {
+                    Self::again(operation, observer)
+                } else {
+                    Err(failure)
+                }
+            }
+            planned => planned,
+        }
+    }
+
+    /// Plans the same anew, after the processes have changed.
+    pub(crate) fn again(operation: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+        let found = Found::look(&operation.target)?;
+        Self::among(operation, found, observer)
+    }
+
+    fn among(operation: Operation, mut found: Found, observer: &dyn Observer) -> Result<Self, CommandError> {
+        let Operation { verb, ranks, .. } = operation;
+        let (target, tags) = found.tell_apart(operation.target.clone(), operation.words().to_vec());
+        let gpus = found.keep_on(operation.gpus())?;
+        let members = found.choose_answering(&target).and_then(|chosen| members(verb, chosen, &tags)).map_err(|failure| {
+            let meant = found.taken_for_tag(verb.name(), &tags);
+            match failure.exit() {
+                Exit::UnknownTag => failure.adding(&meant.unwrap_or_else(|| format!("; processes: {}", found.names()))),
+                Exit::Usage => failure.adding(&meant.unwrap_or_default()),
+                _ => failure,
+            }
+        })?;
+        let is_whole = gpus.is_empty() && !matches!(target, Target::Pid(_));
+        if is_whole || ranks.is_some() {
+            // Without `ranks`, a resume continues without processes that have ended.
+            check_whole(members.iter().map(|member| &member.process), verb == Verb::Pause, ranks, observer)?;
+        }
+        if verb == Verb::Pause && matches!(target, Target::Pid(_)) {
+            members.iter().for_each(|member| warn_of_the_rest(&found, &member.process, observer));
+        }
+        // It has been checked that each tag is known to one of them.
+        let lenient = !tags.is_empty();
+        let progress = observer.follows_progress();
+        let own = if verb == Verb::Pause { operation.pause.request(&operation.deadline) } else { Transition::default() };
+        let request = Transition { tags, lenient, gpus, progress, ..own };
+        let mut plan = Self {
+            operation,
+            found,
+            target,
+            members,
+            groups: Vec::new(),
+            request,
+            communicators: ChosenCommunicators::default(),
+            is_whole,
+            in_queue: RandomState::new().build_hasher().finish(),
+            turn: None,
+            restored: BTreeMap::new(),
+        };
+        plan.groups = match verb {
+            Verb::Pause if plan.operation.pause.shared => plan.with_borrowers(plan.jobs())?,
+            Verb::Pause => without_borrowers(plan.jobs()),
+            Verb::Resume => plan.joining_those_that_wait(plan.jobs()),
+        };
+        if plan.request.hold_ms.is_some() {
+            plan.operation.pause.check_not_held(plan.held())?;
+        }
+        if plan.operation.pause.nccl {
+            plan.communicators = plan.choose_communicators(observer)?;
+        }
+        Ok(plan)
+    }
+
+    /// The members that take part, by job.
+    fn jobs(&self) -> Vec<Vec<usize>> {
+        let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
+        for (place, member) in self.members.iter().enumerate() {
+            jobs.entry(member.process.job().ok_or(member.process.pid)).or_default().push(place);
+        }
+        let is_asked = |place: &usize| {
+            let member = &self.members[*place];
+            !member.meant.is_empty() || (self.operation.verb == Verb::Resume && member.process.is_held())
+        };
+        // A process with none of the tags may have memory of the others open: it is held and resumed with them.
+        let all_take_part = self.request.tags.is_empty() || self.operation.verb == Verb::Resume || self.request.hold_ms.is_some();
+        let part = |mut places: Vec<usize>| {
+            let any = places.iter().any(is_asked);
+            places.retain(|place| any && (all_take_part || is_asked(place)));
+            places
+        };
+        jobs.into_values().map(part).filter(|places| !places.is_empty()).collect()
+    }
+
+    /// Finds the processes that have the memory to pause open.
+    fn with_borrowers(&self, jobs: Vec<Vec<usize>>) -> Result<Vec<Group<Borrower>>, CommandError> {
+        let lent = |places: &[usize]| shared::lent_by(&self.found, &self.pids(places), &self.request);
+        let found = |Group { members, borrowers }: Group<_>| Ok(Group { members, borrowers: shared::find(&self.found, borrowers)? });
+        shared::groups(jobs, |place| self.members[place].process.pid, lent).into_iter().map(found).collect()
+    }
+
+    /// Merges jobs whose processes wait for memory of each other into one group; otherwise one job would wait for the other to be finished.
+    fn joining_those_that_wait(&self, jobs: Vec<Vec<usize>>) -> Vec<Group<Borrower>> {
+        let waiting = |places: &[usize]| {
+            let owners = self.pids(places);
+            let waits =
+                |process: &Process| !owners.contains(&process.pid) && process.waits_for().iter().any(|owner| owners.contains(owner));
+            self.members.iter().filter(|member| waits(&member.process)).map(|member| (member.process.pid, 0)).collect()
+        };
+        let groups = shared::groups(jobs, |place| self.members[place].process.pid, waiting);
+        without_borrowers(groups.into_iter().map(|group| group.members).collect())
+    }
+
+    /// Which communicators NCCL can suspend.
+    fn choose_communicators(&self, observer: &dyn Observer) -> Result<ChosenCommunicators, CommandError> {
+        let mut all = ChosenCommunicators::default();
+        for group in &self.groups {
+            let processes: Vec<_> = group.members.iter().map(|place| &self.members[*place].process).collect();
+            all.add(ChosenCommunicators::ask(&self.found, &processes)?);
+        }
+        all.note_what_is_left(observer);
+        Ok(all)
+    }
+
+    /// A dry run: what the pause would do, as far as it can be predicted. Asks no engine.
+    pub fn forecast(&self) -> Vec<Forecast> {
+        let may_lose = self.request.force || self.operation.pause.engines.any();
+        let forecast = |member: &Member| match self.ask_plan(member) {
+            Ok(answer) => Forecast::new(&member.process, answer, may_lose).with_communicators(&self.communicators),
+            Err(failure) => Forecast::refused(&member.process, failure),
+        };
+        let meant = self.members.iter().filter(|member| !member.meant.is_empty()).map(forecast);
+        let borrowers = self.groups.iter().flat_map(|group| &group.borrowers);
+        meant.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect()
+    }
+
+    /// Waits until no other process has the memory to pause open, and asks the inference engines. Nothing changes, and the programs keep
+    /// running meanwhile.
+    pub fn consent(&self, observer: &dyn Observer) -> Result<Consent, CommandError> {
+        self.wait_for_borrowers(observer);
+        let force = self.operation.pause.force;
+        // If everything is paused already, there is nothing to ask.
+        if force || self.due().next().is_none() {
+            return Ok(Consent { engines: None, may_lose: force });
+        }
+        let engines = &self.operation.pause.engines;
+        let mut losing = Vec::new();
+        for member in self.due() {
+            if let Some(name) = self.ask_plan(member)?.plan.prefix_cache {
+                if !engines.any() {
+                    let refusal = Refusal::from(&Error::PrefixCache(name));
+                    let message = format!("{}: {}", member.process, refusal.message);
+                    return Err(CommandError::Refused(Box::new(Refusal { message, ..refusal })));
+                }
+                losing.push(&member.process);
+            }
+        }
+        let may_lose = !losing.is_empty();
+        // The requests of a held engine lose nothing if all contents are kept.
+        if !engines.any() || (!may_lose && self.request.hold_ms.is_some()) {
+            return Ok(Consent { engines: None, may_lose });
+        }
+        let engines = engines.find(&losing)?;
+        engines.prepare(self.operation.deadline.at())?;
+        Ok(Consent { engines: Some(engines), may_lose })
+    }
+
+    /// If that takes too long, the pause is refused.
+    fn wait_for_borrowers(&self, observer: &dyn Observer) {
+        const LOOK_AGAIN: Duration = Duration::from_millis(100);
+        for member in self.due() {
+            let mut is_known = false;
+            while let Err(CommandError::Refused(refusal)) = self.ask_plan(member) {
+                if refusal.code != Kind::Shared || self.operation.deadline.is_over() {
+                    break;
+                }
+                if !std::mem::replace(&mut is_known, true) {
+                    let lent: Vec<_> = refusal.lent.iter().flatten().map(ToString::to_string).collect();
+                    observer.note(&format!("{}: waiting until this is closed: {}", member.process, lent.join(", ")));
+                }
+                thread::sleep(LOOK_AGAIN);
+            }
+        }
+    }
+
+    /// What a pause of the process would do.
+    fn ask_plan(&self, member: &Member) -> Result<protocol::DryRun, CommandError> {
+        let has_it = |group: &&Group<_>| group.members.iter().any(|place| self.members[*place].process.pid == member.process.pid);
+        // Processes that are not held keep their open memory.
+        let group = self.groups.iter().find(has_it).filter(|_| self.request.hold_ms.is_some());
+        let partners = group.map_or_else(Vec::new, |group| self.pids(&group.members));
+        let borrowers = group.map_or_else(Vec::new, |group| group.borrowers.iter().map(|borrower| borrower.process.pid).collect());
+        let request = Transition { partners, borrowers, ..self.request.clone() };
+        Ok(self.found.connect(member.process.pid)?.plan(request)?)
+    }
+
+    /// Pauses or resumes all groups at once, each as a whole or not at all.
+    pub fn run(&self, consent: &Consent, observer: &dyn Observer) -> Outcome {
+        let (reports, nvml) = thread::scope(|scope| {
+            // Loading NVML takes a while, so it happens during the pause.
+            let nvml = (self.operation.verb == Verb::Pause).then(|| scope.spawn(driver::keep_nvml));
+            let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.run_group(group, consent, observer))).collect();
+            let reports: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
+            (reports, nvml.map(thread::ScopedJoinHandle::join))
+        });
+        let outcome = self.outcome(reports);
+        if nvml.is_some() {
+            let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
+            self.found.tell_what_nvml_counts(outcome.processes.iter().filter(is_paused).map(|one| &one.process));
+        }
+        outcome
+    }
+
+    fn run_group(&self, group: &Group<Borrower>, consent: &Consent, observer: &dyn Observer) -> JobReport {
+        let Operation { verb, deadline, pause, .. } = &self.operation;
+        let members = || group.members.iter().map(|place| &self.members[*place]);
+        // Jobs that share memory do not remember each other's processes.
+        let jobs: BTreeSet<_> = members().map(|member| member.process.job()).collect();
+        let hold_ms = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause).map(milliseconds);
+        let wanted = Transition {
+            hold_ms,
+            timeout_ms: deadline.left().map(milliseconds),
+            force: self.request.force || consent.may_lose,
+            ..self.request.clone()
+        };
+        let rank = |member: &Member| Rank {
+            pid: member.process.pid,
+            tags: wanted.tags.clone(),
+            lenient: wanted.lenient,
+            communicators: self.communicators.ids(member.process.pid),
+            is_borrower: false,
+        };
+        let who = members().next().map(|member| member.process.job_or_itself()).unwrap_or_default();
+        Job {
+            found: &self.found,
+            verb: *verb,
+            ranks: members().map(rank).collect(),
+            wanted,
+            borrowers: pause.shared.then(|| group.borrowers.clone()),
+            is_whole: self.is_whole && jobs.len() == 1,
+            ticket: Some(self.ticket(who, members())),
+            engines: consent.engines.as_ref().map(|engines| (engines, deadline.at())),
+        }
+        .run(observer)
+    }
+
+    /// A thread that panicked has no report.
+    fn outcome(&self, reports: Vec<thread::Result<JobReport>>) -> Outcome {
+        let verb = self.operation.verb;
+        let (mut results, mut outcome) = (BTreeMap::new(), Outcome::default());
+        for (group, report) in self.groups.iter().zip(reports) {
+            let Ok(report) = report else { continue };
+            let processes: Vec<_> = group.members.iter().map(|place| &self.members[*place].process).collect();
+            outcome.jobs.push(JobOutcome::new(&processes, &report));
+            let JobReport { results: own, borrowers, committed, .. } = report;
+            results.extend(group.members.iter().copied().zip(own.into_iter().map(|result| outcome::result(result, verb, committed))));
+            outcome.borrowers.extend(
+                borrowers
+                    .into_iter()
+                    .map(|(borrower, result)| ProcessOutcome::borrower(borrower.process, outcome::result(result, verb, committed))),
+            );
+        }
+        let unasked = |member: &Member| {
+            let broken = CommandError::new(Exit::Failed, "vramctl itself failed here; please report it");
+            if member.meant.is_empty() { Ok(Report::default()) } else { Err(broken) }
+        };
+        let of_process = |(place, member): (usize, &Member)| ProcessOutcome {
+            process: member.process.clone(),
+            tags: member.meant.clone(),
+            due: member.due.clone(),
+            device: self.restored.get(&member.process.pid).cloned(),
+            result: results.remove(&place).unwrap_or_else(|| unasked(member)),
+        };
+        outcome.processes = self.members.iter().enumerate().map(of_process).collect();
+        outcome
+    }
+
+    /// A ticket for the memory that these processes lack.
+    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a Member>) -> Claim {
+        // A process that has all of its memory need not queue.
+        let lacking = members.filter(|member| !member.due.is_empty() || member.process.is_held()).map(|member| &member.process);
+        let gpus_of = |process: &'a Process| {
+            let contexts = process.suspended().unwrap_or_default().iter().filter(|gpu| gpu.bytes > 0).map(|gpu| &*gpu.uuid);
+            process.gpus().filter(|gpu| self.wants(gpu)).chain(contexts).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
+        let within = self.turn.as_ref().map(InQueue::command);
+        Claim { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.in_queue), waits: false, within }
+    }
+
+    /// Waits for a turn in the queue, for the contexts and the memory of all suspended jobs of this operation.
+    pub(crate) fn queue(&self, observer: &dyn Observer) -> Result<Option<InQueue>, CommandError> {
+        let suspended = self.members.iter().filter(|member| member.process.suspended().is_some());
+        let jobs: BTreeSet<_> = suspended.map(|member| member.process.job_or_itself()).collect();
+        if jobs.is_empty() {
+            return Ok(None);
+        }
+        let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter());
+        let (begun, timeout) = (self.operation.deadline.begun, self.operation.deadline.timeout);
+        let mut queued = |ahead: &[Claim]| observer.queued(ahead);
+        self.found.queue(ticket, begun, timeout, crate::checkpoint::RESTORE_WITHIN, &mut queued).map_err(CommandError::Refused)
+    }
+
+    /// Whether memory on this GPU is selected.
+    fn wants(&self, gpu: &str) -> bool {
+        self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
+    }
+
+    /// How an operation whose connections have been closed leaves its processes. Requests that only wait are cancelled by that; processes
+    /// notice it within this time.
+    pub fn left_behind(&self) -> Vec<(&Process, Left)> {
+        /// Processes check for a vanished client twice as often.
+        const NOTICED_WITHIN: Duration = Duration::from_secs(1);
+        let asked: Vec<_> = self.members.iter().filter(|member| !member.meant.is_empty()).collect();
+        let pids: Vec<_> = asked.iter().map(|member| member.process.pid).collect();
+        let deadline = std::time::Instant::now() + NOTICED_WITHIN;
+        loop {
+            let now = self.found.look_again(&pids);
+            let found = |member: &Member| now.iter().find(|process| process.pid == member.process.pid);
+            let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, found(member))).collect();
+            // It may be just about to start.
+            if !left.contains(&Left::AsItWas) || std::time::Instant::now() >= deadline {
+                return asked.into_iter().map(|member| &member.process).zip(left).collect();
+            }
+            thread::sleep(NOTICED_WITHIN / 10);
+        }
+    }
+
+    /// The members with something to do.
+    fn due(&self) -> impl Iterator<Item = &Member> {
+        self.members.iter().filter(|member| !member.due.is_empty())
+    }
+
+    /// The processes that a pause with hold holds.
+    fn held(&self) -> impl Iterator<Item = u32> {
+        let all_of = |Group { members, borrowers }: &Group<Borrower>| {
+            self.pids(members).into_iter().chain(borrowers.iter().map(|borrower| borrower.process.pid)).collect::<Vec<_>>()
+        };
+        self.groups.iter().flat_map(all_of)
+    }
+
+    fn pids(&self, places: &[usize]) -> Vec<u32> {
+        places.iter().map(|place| self.members[*place].process.pid).collect()
+    }
+
+    pub(crate) fn into_operation(self) -> Operation {
+        self.operation
+    }
+
+    /// The operation.
+    pub fn operation(&self) -> &Operation {
+        &self.operation
+    }
+
+    /// The processes that were found.
+    pub fn found(&self) -> &Found {
+        &self.found
+    }
+
+    /// Which of them are meant.
+    pub fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// The processes that take part, but for borrowers.
+    pub fn taking_part(&self) -> Vec<u32> {
+        self.groups.iter().flat_map(|group| self.pids(&group.members)).collect()
+    }
+
+    /// One of the processes.
+    pub fn process(&self, pid: u32) -> Option<&Process> {
+        self.members.iter().map(|member| &member.process).find(|process| process.pid == pid)
+    }
+
+    /// Each process, and what is done to it.
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    pub(crate) fn request(&self) -> &Transition {
+        &self.request
+    }
+}
+
+fn without_borrowers(jobs: Vec<Vec<usize>>) -> Vec<Group<Borrower>> {
+    jobs.into_iter().map(|members| Group { members, borrowers: Vec::new() }).collect()
+}
+
+/// Warns if a process is only a part of its job.
+fn warn_of_the_rest(found: &Found, process: &Process, observer: &dyn Observer) {
+    let others = found.others_of_job(process);
+    let Some(job) = process.job().filter(|_| !others.is_empty()) else { return };
+    let pids: Vec<_> = others.iter().map(|other| other.pid.to_string()).collect();
+    let whole = Target::Name(job.to_owned()).command("pause");
+    observer.warn(&format!(
+        "{process} is one of {} processes of the job {}; the others are not paused (pid {}), and may soon wait for it. {}",
+        1 + others.len(),
+        text::one_line(job),
+        pids.join(", "),
+        if process.name() == Some(job) {
+            format!("`{whole}` pauses all of them")
+        } else {
+            "`vramctl pause` with no --pid pauses all of them".into()
+        }
+    ));
+}
+
+/// What the operation does to each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
+fn members(verb: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec<Member>, CommandError> {
+    let known: BTreeSet<_> = processes
+        .iter()
+        .filter_map(|process| process.status.as_ref().ok())
+        .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
+        .collect();
+    let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
+    if !unknown.is_empty() {
+        return Err(CommandError::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
+    }
+    Ok(processes.into_iter().map(|process| Member::new(verb, process, tags)).collect())
+}
+
+impl Member {
+    pub(crate) fn new(verb: Verb, process: Process, tags: &[String]) -> Self {
+        let meant: Vec<_> = process.tags().iter().filter(|tag| tags.is_empty() || tags.contains(&tag.tag)).collect();
+        let names = |tags: &[&TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
+        let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != verb.end()).collect();
+        let (meant, due) = (names(&meant), names(&due));
+        Self { process, meant, due }
+    }
+
+    /// The state in which an interrupted operation leaves the process.
+    fn left(&self, verb: Verb, now: Option<&Process>) -> Left {
+        let status = match now.map(|process| &process.status) {
+            Some(Ok(status)) => status,
+            Some(Err(failure)) => return Left::Unknown(failure.to_string()),
+            None => return Left::Unknown("the process has ended".into()),
+        };
+        let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
+        match meant.iter().find(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming)) {
+            Some(tag) => Left::Undoing(Box::new((*tag).clone())),
+            None if meant.iter().all(|tag| tag.state == verb.end()) => Left::Done,
+            None => Left::AsItWas,
+        }
+    }
+}
+
+/// How an interrupted operation leaves a process.
+#[derive(Debug, PartialEq)]
+pub enum Left {
+    /// It is being undone; the tag has its progress.
+    Undoing(Box<TagStatus>),
+    /// It is complete.
+    Done,
+    /// Nothing has changed.
+    AsItWas,
+    /// Why nobody knows.
+    Unknown(String),
+}
+
+impl Operation {
+    fn words(&self) -> &[String] {
+        match &self.scope {
+            Scope::Tags { words, .. } => words,
+            Scope::Device | Scope::Elsewhere { .. } => &[],
+        }
+    }
+
+    fn gpus(&self) -> &[String] {
+        match &self.scope {
+            Scope::Tags { gpus, .. } => gpus,
+            Scope::Device | Scope::Elsewhere { .. } => &[],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::processes::made_up::process;
+
+    fn names(tags: &[&str]) -> Vec<String> {
+        tags.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_tag_must_be_known_somewhere() {
+        let two = || vec![process(1, "a", &[("x", TagState::Active)]), process(2, "b", &[("y", TagState::Active)])];
+        let both = members(Verb::Pause, two(), &names(&["y"])).unwrap();
+        assert_eq!((&both[0].meant, &both[1].meant), (&names(&[]), &names(&["y"])));
+        let failure = members(Verb::Pause, two(), &names(&["y", "z"])).unwrap_err();
+        assert_eq!(failure.exit(), Exit::UnknownTag);
+        assert_eq!(failure.to_string(), "no allocation has the tag z; the tags are x, y");
+    }
+
+    #[test]
+    fn only_tags_that_need_a_change_are_named() {
+        let half = Member::new(Verb::Pause, process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &[]);
+        assert_eq!((&half.meant, &half.due), (&names(&["x", "y"]), &names(&["y"])));
+    }
+}
