@@ -58,7 +58,7 @@ pub struct Args {
     quiet: bool,
 }
 
-pub fn relocate(args: Args) -> Result<Exit, CommandError> {
+pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.quiet);
     let plan = Move::plan(&args.operation(), &ui)?;
     interrupt::hold();

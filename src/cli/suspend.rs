@@ -9,10 +9,9 @@ use crate::ui::Ui;
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;
-use vramctl_coordinator::checkpoint::Done;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
-use vramctl_coordinator::outcome::ProcessOutcome;
+use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::processes::{Process, Target};
 use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Observer, Operation, Outcome, Scope, Suspend};
@@ -80,7 +79,7 @@ pub struct Args {
     quiet: bool,
 }
 
-pub fn suspend(args: Args) -> Result<Exit, CommandError> {
+pub fn suspend(args: &Args) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.quiet);
     let mut plan = Suspend::plan(&args.operation(), &ui)?;
     if args.dry_run {
@@ -109,7 +108,9 @@ pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> Strin
         output::json(&own().map(|(process, done)| answer(process, done)).chain(borrowers).collect::<Vec<_>>())?;
     } else {
         own().filter(|_| !ui.quiet).try_for_each(|(process, done)| output::say(&line(process, done)))?;
-        held.iter().for_each(|why| ui.fail(why));
+        for why in &held {
+            ui.fail(why);
+        }
     }
     Ok(if held.is_empty() { Exit::Done } else { Exit::Busy })
 }

@@ -286,6 +286,7 @@ impl Client {
         Ok(reply)
     }
 
+    /// The error for an answer to another question.
     pub fn unexpected(&self, reply: &Reply) -> ClientError {
         self.failed(io::Error::new(io::ErrorKind::InvalidData, format!("the answer does not match the request: {reply:?}")))
     }

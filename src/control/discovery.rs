@@ -91,8 +91,7 @@ impl Directory {
         PathBuf::from(format!("/proc/self/fd/{}", self.open.as_raw_fd()))
     }
 
-    /// A directory of a test.
-    #[cfg(test)]
+    /// This directory, for tests.
     pub fn at(path: &Path) -> io::Result<Self> {
         fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
         Self::check(path, false)

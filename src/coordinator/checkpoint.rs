@@ -11,20 +11,19 @@
 //!
 //! While an operation is between two steps, no other may take one: a lock per process ([`crate::lock`]) keeps others out.
 
+use crate::Observer;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::gpus::Gpus;
 use crate::job::{Job, Rank};
 use crate::lock::{FileLock, Others};
 use crate::nccl::{self, ChosenCommunicators};
+use crate::outcome::{self, Done};
 use crate::proc;
-use crate::processes::{self, Found, Process, Target};
+use crate::processes::{self, Found, Process, Target, check_whole};
 use crate::queue::InQueue;
 use crate::retry::{Deadline, Patience};
 use crate::shared::Borrower;
-use crate::{Observer, outcome};
-use serde::{Serialize, Serializer};
-use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -34,8 +33,7 @@ use vramctl_control::protocol::{self, Refusal, Transition};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_model::{
-    Borrowed, Communicator, CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState,
-    Verb, code,
+    CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState, Verb, code,
 };
 
 /// Processes that leave their GPUs and come back together.
@@ -75,63 +73,6 @@ pub struct Member {
 
 /// For messages.
 const FAILED: &str = "the driver reports the process as FAILED. It is lost: end it and start it again";
-
-/// What was done to one process.
-#[derive(Debug, Clone, Default)]
-pub struct Done {
-    /// Bytes of its tags that were paused or resumed.
-    pub tag_bytes: u64,
-    /// Bytes of the rest that were checkpointed or restored.
-    pub rest_bytes: u64,
-    /// Memory of other processes: after a resume, what is not back yet, so the program stays held; of a borrower, what it has set aside.
-    pub missing: Vec<Borrowed>,
-    /// The communicators that NCCL was asked to suspend or resume.
-    pub communicators: Vec<Communicator>,
-    /// After a move: the GPUs that it is on, by their indices.
-    pub now_on: Vec<u32>,
-    /// Milliseconds in each step, in order.
-    stages: Vec<(&'static str, f64)>,
-}
-
-impl Serialize for Done {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let stages: BTreeMap<_, _> = self.stages.iter().copied().collect();
-        let mut report =
-            json!({ "bytes": self.bytes(), "tag_bytes": self.tag_bytes, "rest_bytes": self.rest_bytes, "stages": stages, "ms": self.ms() });
-        if !self.missing.is_empty() {
-            report["missing"] = json!(self.missing);
-        }
-        report.serialize(serializer)
-    }
-}
-
-impl Done {
-    /// A borrower's.
-    pub fn of_borrower(report: &Report) -> Self {
-        let Report { bytes, missing, ms, .. } = report;
-        Self { tag_bytes: *bytes, missing: missing.clone(), stages: vec![(Verb::Pause.name(), *ms)], ..Self::default() }
-    }
-
-    /// All bytes.
-    pub fn bytes(&self) -> u64 {
-        self.tag_bytes + self.rest_bytes
-    }
-
-    fn add(&mut self, stage: &'static str, took: Duration) {
-        self.stages.push((stage, took.as_secs_f64() * 1e3));
-    }
-
-    /// The total; the steps run one after another.
-    pub fn ms(&self) -> f64 {
-        self.stages.iter().map(|(_, ms)| ms).sum()
-    }
-
-    /// The times as text.
-    pub fn took(&self) -> String {
-        let stages: Vec<_> = self.stages.iter().map(|(stage, ms)| format!("{stage} {ms:.0}")).collect();
-        format!("in {:.0} ms ({})", self.ms(), stages.join(", "))
-    }
-}
 
 /// Loads the driver, to checkpoint or restore.
 pub fn load(gpus: &dyn Gpus) -> Result<(), CommandError> {
@@ -220,6 +161,15 @@ impl Checkpoint {
             threads.into_iter().filter_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
         Self { found: found.clone(), members, is_whole: false }
+    }
+
+    /// Fails if some processes of whole jobs are missing.
+    pub fn check_whole(&self, ranks: Option<usize>, observer: &dyn Observer) -> Result<(), CommandError> {
+        if self.is_whole || ranks.is_some() {
+            check_whole(self.members.iter().map(|member| &member.process), true, ranks, observer)
+        } else {
+            Ok(())
+        }
     }
 
     /// Adds other processes, which leave and come back with these.

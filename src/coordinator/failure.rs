@@ -74,6 +74,7 @@ impl Exit {
     }
 
     /// The first failure of several.
+    #[must_use]
     pub fn or(self, next: Self) -> Self {
         if self == Self::Done { next } else { self }
     }
@@ -156,6 +157,7 @@ impl CommandError {
     }
 
     /// Appends to the message.
+    #[must_use]
     pub fn adding(mut self, more: &str) -> Self {
         match &mut self {
             Self::Refused(refusal) => refusal.message += more,

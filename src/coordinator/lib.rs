@@ -19,8 +19,10 @@ pub mod proc;
 pub mod processes;
 pub mod queue;
 mod relocate;
+mod resume;
 pub mod retry;
 pub mod shared;
+mod stuck;
 mod suspend;
 pub mod text;
 

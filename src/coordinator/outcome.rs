@@ -1,11 +1,14 @@
 //! What came of an operation.
 
-use crate::checkpoint::Done;
 use crate::failure::CommandError;
 use crate::job::JobReport;
 use crate::nccl;
 use crate::processes::Process;
+use serde::{Serialize, Serializer};
+use serde_json::json;
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
+use std::time::Duration;
 use vramctl_control::client::ClientError;
 use vramctl_model::{Borrowed, Communicator, Report, Verb};
 
@@ -52,6 +55,63 @@ impl ProcessOutcome {
     /// A borrower's.
     pub fn borrower(process: Process, result: Result<Report, CommandError>) -> Self {
         Self { process, tags: Vec::new(), due: Vec::new(), device: None, result }
+    }
+}
+
+/// What was done to one process.
+#[derive(Debug, Clone, Default)]
+pub struct Done {
+    /// Bytes of its tags that were paused or resumed.
+    pub tag_bytes: u64,
+    /// Bytes of the rest that were checkpointed or restored.
+    pub rest_bytes: u64,
+    /// Memory of other processes: after a resume, what is not back yet, so the program stays held; of a borrower, what it has set aside.
+    pub missing: Vec<Borrowed>,
+    /// The communicators that NCCL was asked to suspend or resume.
+    pub communicators: Vec<Communicator>,
+    /// After a move: the GPUs that it is on, by their indices.
+    pub now_on: Vec<u32>,
+    /// Milliseconds in each step, in order.
+    pub(crate) stages: Vec<(&'static str, f64)>,
+}
+
+impl Serialize for Done {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let stages: BTreeMap<_, _> = self.stages.iter().copied().collect();
+        let mut report =
+            json!({ "bytes": self.bytes(), "tag_bytes": self.tag_bytes, "rest_bytes": self.rest_bytes, "stages": stages, "ms": self.ms() });
+        if !self.missing.is_empty() {
+            report["missing"] = json!(self.missing);
+        }
+        report.serialize(serializer)
+    }
+}
+
+impl Done {
+    /// A borrower's.
+    pub fn of_borrower(report: &Report) -> Self {
+        let Report { bytes, missing, ms, .. } = report;
+        Self { tag_bytes: *bytes, missing: missing.clone(), stages: vec![(Verb::Pause.name(), *ms)], ..Self::default() }
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> u64 {
+        self.tag_bytes + self.rest_bytes
+    }
+
+    pub(crate) fn add(&mut self, stage: &'static str, took: Duration) {
+        self.stages.push((stage, took.as_secs_f64() * 1e3));
+    }
+
+    /// The total; the steps run one after another.
+    pub fn ms(&self) -> f64 {
+        self.stages.iter().map(|(_, ms)| ms).sum()
+    }
+
+    /// The times as text.
+    pub fn took(&self) -> String {
+        let stages: Vec<_> = self.stages.iter().map(|(stage, ms)| format!("{stage} {ms:.0}")).collect();
+        format!("in {:.0} ms ({})", self.ms(), stages.join(", "))
     }
 }
 

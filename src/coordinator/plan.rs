@@ -1,7 +1,7 @@
 //! Plans a pause or resume of tags. A dry run shows the plan; [`Plan::run`] executes it.
 
 use crate::Observer;
-use crate::checkpoint::Done;
+use crate::checkpoint::RESTORE_WITHIN;
 use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
@@ -9,15 +9,15 @@ use crate::job::{Job, JobReport, Rank};
 use crate::milliseconds;
 use crate::nccl::ChosenCommunicators;
 use crate::operation::{Operation, Scope};
-use crate::outcome::{self, JobOutcome, Outcome, ProcessOutcome};
+use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::queue::{Claim, InQueue};
 use crate::shared::{self, Borrower, Group};
-use crate::text;
+use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_control::protocol::{self, Refusal, Transition};
 use vramctl_driver as driver;
 use vramctl_model::{Error, Kind, Report, TagState, TagStatus, Verb};
@@ -72,11 +72,7 @@ impl Plan {
         match planned {
             Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
                 let (target, _) = found.tell_apart(operation.target.clone(), operation.words().to_vec());
-                if crate::suspend::free_stuck(&found, &target, &operation.deadline, observer)? {
-                    Self::again(operation, observer)
-                } else {
-                    Err(failure)
-                }
+                if stuck::free(&found, &target, &operation.deadline, observer)? { Self::again(operation, observer) } else { Err(failure) }
             }
             planned => planned,
         }
@@ -106,7 +102,9 @@ impl Plan {
             check_whole(members.iter().map(|member| &member.process), verb == Verb::Pause, ranks, observer)?;
         }
         if verb == Verb::Pause && matches!(target, Target::Pid(_)) {
-            members.iter().for_each(|member| warn_of_the_rest(&found, &member.process, observer));
+            for member in &members {
+                warn_of_the_rest(&found, &member.process, observer);
+            }
         }
         // It has been checked that each tag is known to one of them.
         let lenient = !tags.is_empty();
@@ -366,7 +364,7 @@ impl Plan {
         let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter());
         let (begun, timeout) = (self.operation.deadline.begun, self.operation.deadline.timeout);
         let mut queued = |ahead: &[Claim]| observer.queued(ahead);
-        self.found.queue(ticket, begun, timeout, crate::checkpoint::RESTORE_WITHIN, &mut queued).map_err(CommandError::Refused)
+        self.found.queue(ticket, begun, timeout, RESTORE_WITHIN, &mut queued).map_err(CommandError::Refused)
     }
 
     /// Whether memory on this GPU is selected.
@@ -381,13 +379,13 @@ impl Plan {
         const NOTICED_WITHIN: Duration = Duration::from_secs(1);
         let asked: Vec<_> = self.members.iter().filter(|member| !member.meant.is_empty()).collect();
         let pids: Vec<_> = asked.iter().map(|member| member.process.pid).collect();
-        let deadline = std::time::Instant::now() + NOTICED_WITHIN;
+        let deadline = Instant::now() + NOTICED_WITHIN;
         loop {
             let now = self.found.look_again(&pids);
             let found = |member: &Member| now.iter().find(|process| process.pid == member.process.pid);
             let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, found(member))).collect();
             // It may be just about to start.
-            if !left.contains(&Left::AsItWas) || std::time::Instant::now() >= deadline {
+            if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
                 return asked.into_iter().map(|member| &member.process).zip(left).collect();
             }
             thread::sleep(NOTICED_WITHIN / 10);

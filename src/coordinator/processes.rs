@@ -42,6 +42,7 @@ impl Target {
     }
 
     /// All, if none were chosen.
+    #[must_use]
     pub fn or_all(self) -> Self {
         if self == Self::Only { Self::All } else { self }
     }
@@ -706,7 +707,7 @@ mod tests {
         assert_eq!(pids(choose(&processes, &Target::All)), [1, 2, 3]);
         let failure = choose(&processes, &Target::Name("c".into())).unwrap_err();
         assert_eq!(failure.exit(), Exit::NoProcess);
-        assert!(failure.to_string().contains("named c:"), "{failure}");
+        assert!(failure.to_string().contains("named c"), "{failure}");
     }
 
     #[test]

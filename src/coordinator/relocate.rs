@@ -36,12 +36,19 @@ impl Move {
         let Scope::Elsewhere { to, swap } = &operation.scope else { return Err(usage("a move needs GPUs to go to")) };
         let swap = swap.as_ref();
         let found = Found::look(&Target::All)?;
-        let mut checkpoint = suspend::whole(&found, target, *ranks, observer)?;
+        let mut checkpoint = Checkpoint::of(&found, target)?;
+        checkpoint.check_whole(*ranks, observer)?;
         let cards = found.gpus().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;
         let to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = swap {
-            let others = suspend::whole(&found, other, None, observer)?;
+            let others = Checkpoint::of(&found, other)?;
+            let first = " to a pause or resume of the other job first";
+            others.check_whole(None, observer).map_err(|failure| failure.adding(first))?;
+            let own = checkpoint.pids();
+            if others.pids().iter().any(|pid| own.contains(pid)) {
+                return Err(usage("a job cannot change places with itself"));
+            }
             let there = places(&others.members, &cards)?;
             if there.iter().map(|card| &card.uuid).collect::<BTreeSet<_>>() != to.iter().map(|card| &card.uuid).collect() {
                 return Err(usage(format!("the other job is on {}, not where this one is to go", list(&there))));
@@ -55,7 +62,7 @@ impl Move {
         check_room(found.gpus(), &checkpoint.members, &cards, &map)?;
         let arrived = if swap.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
         let again = [Some(target), swap].into_iter().flatten().map(|target| target.command("resume")).collect();
-        Ok(Self { checkpoint, request, map, arrived, again, cards })
+        Ok(Self { checkpoint, request, cards, map, arrived, again })
     }
 
     /// The commands that continue an interrupted move where the jobs are.

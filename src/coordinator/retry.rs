@@ -110,6 +110,7 @@ impl Limits {
     }
 
     /// The same limits from now on, but not beyond `until`.
+    #[must_use]
     pub fn anew(self, until: Instant) -> Self {
         let now = Instant::now();
         Self { hold: self.hold.map(|hold| hold.min(until.saturating_duration_since(now))), begun: now, ..self }

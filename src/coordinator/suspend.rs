@@ -1,20 +1,18 @@
-//! Suspends jobs, and brings suspended ones back before a resume.
+//! Suspends jobs: pauses their tags, then has the driver take the rest.
 
 use crate::Observer;
-use crate::checkpoint::{self, Checkpoint, Done, Member};
-use crate::failure::{CommandError, Exit};
+use crate::checkpoint::{self, Checkpoint, Member};
+use crate::failure::CommandError;
 use crate::forecast::Forecast;
 use crate::nccl::ChosenCommunicators;
 use crate::operation::Operation;
 use crate::outcome::{Outcome, ProcessOutcome};
-use crate::plan::Plan;
-use crate::processes::{Found, Process, Target, check_whole};
-use crate::retry::{Deadline, Patience};
+use crate::processes::{Found, Process, Target};
+use crate::retry::Patience;
 use crate::shared::{self, Borrower};
 use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
-use vramctl_driver::checkpoint::GpuMap;
 use vramctl_model::{Bytes, Kind, Report, TagState};
 
 /// What a suspend will do.
@@ -32,7 +30,8 @@ impl Suspend {
     pub fn plan(operation: &Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let found = Found::look(target)?;
-        let checkpoint = whole(&found, target, *ranks, observer)?;
+        let checkpoint = Checkpoint::of(&found, target)?;
+        checkpoint.check_whole(*ranks, observer)?;
         let request = pause.request(deadline);
         let communicators = if pause.nccl { checkpoint.choose_communicators()? } else { ChosenCommunicators::default() };
         let lent = || shared::find(&found, shared::lent_by(&found, &checkpoint.pids(), &request));
@@ -68,7 +67,9 @@ impl Suspend {
         let held = paused.map_err(|failure| self.advise(failure))?;
         let Checkpoint { found, members, .. } = &self.checkpoint;
         found.tell_what_nvml_counts(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
-        held.iter().for_each(|(process, report)| observer.done(&shared::text(process, report)));
+        for (process, report) in &held {
+            observer.done(&shared::text(process, report));
+        }
         self.communicators.note_what_is_left(observer);
         members.iter().flat_map(Member::failures_of_nccl).for_each(|why| observer.fail(&why));
         let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -102,15 +103,6 @@ impl Suspend {
     }
 }
 
-/// The processes of a suspend or move. Fails if some of their job are missing.
-pub(crate) fn whole(found: &Found, target: &Target, ranks: Option<usize>, observer: &dyn Observer) -> Result<Checkpoint, CommandError> {
-    let checkpoint = Checkpoint::of(found, target)?;
-    if !matches!(target, Target::Pid(_)) || ranks.is_some() {
-        check_whole(checkpoint.members.iter().map(|member| &member.process), true, ranks, observer)?;
-    }
-    Ok(checkpoint)
-}
-
 /// What came of a suspend or move.
 pub(crate) fn outcome(checkpoint: Checkpoint, held: Vec<(Process, Report)>) -> Outcome {
     let own =
@@ -125,60 +117,4 @@ fn resumed_meanwhile(found: &Found, pids: &[u32]) -> Vec<String> {
     // A held program may allocate, so a tag that is not paused is not enough.
     let runs = |process: &&Process| !process.is_held() && process.tags().iter().any(|tag| tag.state != TagState::Paused);
     found.look_again(pids).iter().filter(runs).map(ToString::to_string).collect()
-}
-
-/// Restores those of these processes that do not answer because the driver has locked or checkpointed them without their libraries' knowledge.
-/// Returns whether there were any.
-pub(crate) fn free_stuck(found: &Found, target: &Target, deadline: &Deadline, observer: &dyn Observer) -> Result<bool, CommandError> {
-    let Ok(chosen) = found.choose(target) else { return Ok(false) };
-    let mut stuck = Checkpoint::stuck(found, &chosen);
-    if stuck.members.is_empty() {
-        return Ok(false);
-    }
-    stuck.restore(&GpuMap::new(), deadline, observer).map_err(|failure| {
-        let is_short = failure.exit() == Exit::NoMemory;
-        let why = if is_short { ". A process that does not answer may need as much as it has in host memory, on any GPU" } else { "" };
-        failure.adding(&format!("{why}. Processes that are not back stay suspended; `vramctl resume` tries again"))
-    })?;
-    for member in &stuck.members {
-        let why = "did not answer because the driver had locked or checkpointed it; it is restored";
-        observer.note(&format!("{} {why}", member.process));
-    }
-    Ok(true)
-}
-
-impl Plan {
-    /// Before a resume: waits for a turn in the queue and brings the suspended processes back to their GPUs. Returns the plan for what is left
-    /// to resume.
-    pub fn bring_back(self, observer: &dyn Observer) -> Result<Self, CommandError> {
-        let mut turn = self.queue(observer)?;
-        let (found, target) = (self.found(), self.target());
-        if found.choose(target)?.iter().all(|process| process.suspended().is_none()) {
-            return Ok(self);
-        }
-        let mut checkpoint = Checkpoint::of(found, target)?;
-        checkpoint.members.retain(|member| member.process.suspended().is_some());
-        checkpoint.can_be_seen()?;
-        checkpoint::load(found.gpus())?;
-        // The memory on other GPUs stays paused, so it needs no room.
-        let tags_on = self.request().tags.is_empty().then_some(&*self.request().gpus);
-        let deadline = &self.operation().deadline;
-        let restored = checkpoint.restore_with_room(&GpuMap::new(), tags_on, deadline, turn.as_mut(), observer);
-        restored.map_err(|failure| {
-            let lost = checkpoint.members.iter().filter(|member| member.is_lost).count();
-            failure.adding(match checkpoint.members.len() - lost {
-                0 => "",
-                _ if lost > 0 => ". Any others that are not back stay suspended; `vramctl resume` tries again",
-                _ => ". Processes that are not back stay suspended, and nothing is lost; `vramctl resume` tries again",
-            })
-        })?;
-        for Member { process, done, .. } in &checkpoint.members {
-            observer.done(&format!("restored {process} {}", done.took()));
-        }
-        let restored: Vec<(u32, Done)> = checkpoint.members.into_iter().map(|member| (member.process.pid, member.done)).collect();
-        let mut rest = Self::again(self.into_operation(), observer)?;
-        rest.restored = restored.into_iter().collect();
-        rest.turn = turn;
-        Ok(rest)
-    }
 }

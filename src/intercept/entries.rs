@@ -1,6 +1,6 @@
 //! The functions that the program calls instead of the driver's, generated from the table `driver_functions!`.
 //!
-//! A program reaches these whether it links against the driver or looks the functions up, by `dlsym` or `cuGetProcAddress` ([`resolve`]).
+//! A program reaches these whether it links against the driver or looks the functions up, by `dlsym` or `cuGetProcAddress` (`resolve`).
 //! An entry calls its handler or, if the table says `forward`, the original.
 //!
 //! Allocating entries also pass the return address to their handler, which identifies the calling library. Lookup entries do the same,
@@ -11,7 +11,7 @@ use crate::call::{call, passes};
 use crate::driver_functions;
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, queries, register, resolve, share, streams, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, proc_address, queries, register, share, streams, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_driver::{
@@ -90,10 +90,10 @@ macro_rules! entry {
 
 /// The Rust function behind an entry.
 macro_rules! guard {
-    (Resolves $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+    (Resolves $symbol:ident ($($argument:ident: $type:ty),*) ($($handler:ident)::+)) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
-            guarded(|| unsafe { handle!($handler $symbol($($argument),*) caller) }).unwrap_or(code::UNKNOWN)
+            guarded(|| unsafe { $($handler)::+($($argument,)* caller, all()) }).unwrap_or(code::UNKNOWN)
         }
     };
     (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {

@@ -3,6 +3,8 @@
 use crate::real::Symbol;
 use crate::table::{Effect, Flavour};
 use std::ffi::{CStr, c_int, c_void};
+use std::ptr::NonNull;
+use vramctl_host::symbols::Loaded;
 
 /// A line of the table.
 #[derive(Debug)]
@@ -27,6 +29,15 @@ pub struct DriverFunction {
 
 // SAFETY: a function's address is the same for all threads.
 unsafe impl Sync for DriverFunction {}
+
+impl DriverFunction {
+    /// Whether the caller is the library whose function the entry calls: another interposer after this library, or a stand-in for the driver.
+    /// It is looking for the function that its own one forwards to. If it got the entry, the two would call each other forever.
+    pub(crate) fn is_behind(&self, caller: *const c_void) -> bool {
+        let own = Loaded::around(caller).and_then(|library| library.symbol(self.symbol)).and_then(NonNull::new);
+        own.is_some() && own == self.original.address()
+    }
+}
 
 /// A symbol of the table.
 pub(crate) const fn symbol(name: &'static str) -> &'static CStr {

@@ -20,6 +20,7 @@ pub mod nccl;
 pub mod opens;
 mod peers;
 mod pools;
+mod proc_address;
 mod queries;
 mod real;
 mod register;

@@ -1,6 +1,5 @@
-//! The lookup functions: `dlsym` and `dlvsym`, and the driver's `cuGetProcAddress`. If a lookup finds a driver function that has an entry
-//! ([`entries`]), it returns the entry instead; the same goes for functions of NCCL ([`nccl`]). The runtime's `cudaGetDriverEntryPoint`
-//! uses `cuGetProcAddress`, so it needs no hook.
+//! The lookup functions `dlsym` and `dlvsym`. If a lookup finds a driver function that has an entry ([`entries`]), it returns the entry
+//! instead; the same goes for functions of NCCL ([`nccl`]).
 //!
 //! The real lookup always comes first. Its result is replaced only if it is exactly the function that the entry stands for. There is no
 //! caching, and no lookup finds more than it would otherwise. Nothing here allocates or takes a lock of ours: a lookup may come from
@@ -13,14 +12,12 @@ use crate::entries;
 use crate::entry::DriverFunction;
 use crate::nccl::NcclFunction;
 use crate::real::DRIVER;
-use crate::table::Flavour;
-use crate::{copies, driver_originals, nccl};
+use crate::{copies, nccl};
 use std::arch::naked_asm;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::panic;
-use std::ptr::{self, NonNull};
+use std::ptr;
 use vramctl_host::symbols::{self, Loaded};
-use vramctl_model::{StatusCode, code};
 
 /// The names of this module's functions that are exported in addition to the entries.
 pub const RESOLVERS: [&str; 2] = ["dlsym", "dlvsym"];
@@ -273,7 +270,7 @@ unsafe fn judge_driver(
         return Ruling::answer(ptr::null_mut());
     }
     // SAFETY: the lookup succeeded, so the handle is open.
-    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !is_behind(function, caller) {
+    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !function.is_behind(caller) {
         return Ruling::answer(function.entry.cast_mut());
     }
     // If nothing was found, the real function's error stays unchanged. The default scope depends on the caller.
@@ -288,13 +285,6 @@ unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *m
     through_its_handle() || Loaded::around(found).is_some_and(itself)
 }
 
-/// Whether the caller is the library whose function the entry calls: another interposer after this library, or a stand-in for the driver.
-/// It is looking for the function that its own one forwards to. If it got the entry, the two would call each other forever.
-fn is_behind(function: &DriverFunction, caller: *const c_void) -> bool {
-    let own = Loaded::around(caller).and_then(|library| library.symbol(function.symbol)).and_then(NonNull::new);
-    own.is_some() && own == function.original.address()
-}
-
 /// Whether any other library has the function. If not, leaves the loader's error for `dlerror`.
 fn is_function_elsewhere(function: &DriverFunction) -> bool {
     // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. A library that is loaded already stays loaded and is not initialised
@@ -303,75 +293,4 @@ fn is_function_elsewhere(function: &DriverFunction) -> bool {
         let driver = libc::dlopen(DRIVER.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
         !driver.is_null() || !symbols::dlsym(libc::RTLD_NEXT, function.symbol).is_null()
     }
-}
-
-/// The handler of `cuGetProcAddress`.
-pub(crate) unsafe fn get_proc_address(
-    name: *const c_char,
-    function: *mut *mut c_void,
-    version: c_int,
-    flags: c_ulonglong,
-    caller: *const c_void,
-) -> StatusCode {
-    // SAFETY: the arguments are passed on unchanged; the program promises that the pointers are valid.
-    unsafe {
-        let answer = driver_originals::cuGetProcAddress(name, function, version, flags);
-        replace_if(answer == code::SUCCESS, name, function, caller);
-        answer
-    }
-}
-
-/// The handler of `cuGetProcAddress_v2`.
-pub(crate) unsafe fn get_proc_address_v2(
-    name: *const c_char,
-    function: *mut *mut c_void,
-    version: c_int,
-    flags: c_ulonglong,
-    status: *mut c_uint,
-    caller: *const c_void,
-) -> StatusCode {
-    // SAFETY: as in `get_proc_address`.
-    unsafe {
-        let answer = driver_originals::cuGetProcAddress_v2(name, function, version, flags, status);
-        replace_if(answer == code::SUCCESS, name, function, caller);
-        answer
-    }
-}
-
-/// Replaces a function that the driver has returned by its entry, if it has one.
-///
-/// The variant that a lookup gets depends on the requested version and flags, with rules that newer drivers extend. So the driver is asked
-/// again: an entry replaces only the function that the driver returns for exactly the entry's version and flavour.
-unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void, caller: *const c_void) {
-    if !told || name.is_null() || function.is_null() || copies::another_answers() {
-        return;
-    }
-    // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
-    unsafe {
-        let (name, found) = (CStr::from_ptr(name), *function);
-        let mut same = entries::all().filter(|line| line.name.as_bytes() == name.to_bytes());
-        if !found.is_null()
-            && let Some(line) = same.find(|line| told_for(name, line) == found)
-            && !is_behind(line, caller)
-        {
-            *function = line.entry.cast_mut();
-        }
-    }
-}
-
-/// The driver's function for a line of the table.
-unsafe fn told_for(name: &CStr, line: &DriverFunction) -> *mut c_void {
-    /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 0 is the default.
-    const PER_THREAD: c_ulonglong = 2;
-    let (mut found, mut status) = (ptr::null_mut(), 0);
-    let flags = if line.flavour == Flavour::PerThread { PER_THREAD } else { 0 };
-    // SAFETY: the name is NUL-terminated, and both outputs are writable.
-    unsafe {
-        // Before CUDA 12 there is only the first version.
-        match driver_originals::cuGetProcAddress_v2(name.as_ptr(), &raw mut found, line.version, flags, &raw mut status) {
-            code::NOT_FOUND => driver_originals::cuGetProcAddress(name.as_ptr(), &raw mut found, line.version, flags),
-            answer => answer,
-        };
-    }
-    found
 }

@@ -12,10 +12,10 @@ use vramctl_coordinator::{Outcome, Plan, Scope, nccl, shared};
 use vramctl_model::{Bytes, Communicator, Report, Trimmed, Verb};
 
 /// Prints what came of the plan. `trimmed`: what the programs' own allocators returned before. Returns the exit code.
-pub fn print(plan: &Plan, outcome: Outcome, trimmed: BTreeMap<u32, Trimmed>, ui: &Ui) -> Result<Exit, CommandError> {
+pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, ui: &Ui) -> Result<Exit, CommandError> {
     let verb = plan.operation().verb;
     if ui.json {
-        let Outcome { processes, borrowers, jobs } = &outcome;
+        let Outcome { processes, borrowers, jobs } = outcome;
         let processes: Vec<_> = processes.iter().chain(borrowers).map(|one| process_json(one, trimmed.get(&one.process.pid))).collect();
         let jobs: Vec<_> = jobs.iter().map(job_json).collect();
         output::print(&format!("{}\n", json!({ "processes": processes, "jobs": jobs })))?;

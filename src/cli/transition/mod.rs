@@ -37,17 +37,17 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
         return dry_run::print(&plan.forecast(), json);
     }
     let consent = plan.consent(&ui)?;
-    run(plan, &consent, trimmed, ui)
+    run(plan, &consent, &trimmed, ui)
 }
 
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.transition.json, args.transition.quiet);
     let plan = Plan::make(args.operation(), &ui)?.bring_back(&ui)?;
-    run(plan, &Consent::default(), BTreeMap::new(), ui)
+    run(plan, &Consent::default(), &BTreeMap::new(), ui)
 }
 
 /// Runs the plan and prints its outcome. ^C undoes what is not complete.
-fn run(plan: Plan, consent: &Consent, trimmed: BTreeMap<u32, Trimmed>, ui: Ui) -> Result<Exit, CommandError> {
+fn run(plan: Plan, consent: &Consent, trimmed: &BTreeMap<u32, Trimmed>, ui: Ui) -> Result<Exit, CommandError> {
     let (plan, ui) = (Arc::new(plan), Arc::new(ui));
     interrupt::hold();
     let interrupted = (Arc::clone(&plan), Arc::clone(&ui));
@@ -55,7 +55,7 @@ fn run(plan: Plan, consent: &Consent, trimmed: BTreeMap<u32, Trimmed>, ui: Ui) -
     ui.show(&plan);
     let outcome = plan.run(consent, &*ui);
     ui.end();
-    answers::print(&plan, outcome, trimmed, &ui)
+    answers::print(&plan, &outcome, trimmed, &ui)
 }
 
 /// Cancels the requests, and prints how each process is left.

@@ -1,0 +1,59 @@
+//! Brings suspended processes back to their GPUs before their tags are resumed.
+//!
+//! A resume that waits for memory:
+//!
+//! ```text
+//!                        some are suspended
+//! plan ────────────────────────────────────▶ queue ─▶ room? ─ yes ─▶ restore ─▶ unlock ─▶ plan again
+//!   │ none is                        ticket: "waits" ▲   │ no, and there is time left         │
+//!   │                                                └───┘                                    │
+//!   └──────────────────────────────┬───────────────────────────────────────────────◀──────────┘
+//!                                  ▼ each job
+//!   queue (within the operation's own place) ─▶ attempt ─▶ committed
+//!                                    ticket: "waits" ▲   │ short of memory, and there is time left: those that were short
+//!                                                    └───┘ wait for it in their processes first, and the others only then take part
+//! ```
+//!
+//! Whatever fails leaves the processes suspended, or restored and paused: the next resume goes on from there.
+
+use crate::checkpoint::{self, Checkpoint, Member};
+use crate::failure::CommandError;
+use crate::outcome::Done;
+use crate::{Observer, Plan};
+use vramctl_driver::checkpoint::GpuMap;
+
+impl Plan {
+    /// Before a resume: waits for a turn in the queue and brings the suspended processes back to their GPUs. Returns the plan for what is left
+    /// to resume.
+    pub fn bring_back(self, observer: &dyn Observer) -> Result<Self, CommandError> {
+        let mut turn = self.queue(observer)?;
+        let (found, target) = (self.found(), self.target());
+        if found.choose(target)?.iter().all(|process| process.suspended().is_none()) {
+            return Ok(self);
+        }
+        let mut checkpoint = Checkpoint::of(found, target)?;
+        checkpoint.members.retain(|member| member.process.suspended().is_some());
+        checkpoint.can_be_seen()?;
+        checkpoint::load(found.gpus())?;
+        // The memory on other GPUs stays paused, so it needs no room.
+        let tags_on = self.request().tags.is_empty().then_some(&*self.request().gpus);
+        let deadline = &self.operation().deadline;
+        let restored = checkpoint.restore_with_room(&GpuMap::new(), tags_on, deadline, turn.as_mut(), observer);
+        restored.map_err(|failure| {
+            let lost = checkpoint.members.iter().filter(|member| member.is_lost).count();
+            failure.adding(match checkpoint.members.len() - lost {
+                0 => "",
+                _ if lost > 0 => ". Any others that are not back stay suspended; `vramctl resume` tries again",
+                _ => ". Processes that are not back stay suspended, and nothing is lost; `vramctl resume` tries again",
+            })
+        })?;
+        for Member { process, done, .. } in &checkpoint.members {
+            observer.done(&format!("restored {process} {}", done.took()));
+        }
+        let restored: Vec<(u32, Done)> = checkpoint.members.into_iter().map(|member| (member.process.pid, member.done)).collect();
+        let mut rest = Self::again(self.into_operation(), observer)?;
+        rest.restored = restored.into_iter().collect();
+        rest.turn = turn;
+        Ok(rest)
+    }
+}
