@@ -9,6 +9,7 @@ use crate::ui::Ui;
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
@@ -80,6 +81,6 @@ impl Args {
         let target = self.process.clone().map_or_else(|| Target::from(self.target.clone()), Target::parse);
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
         let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), waiting: self.waiting.pid(), ..PauseOptions::default() };
-        Operation { verb: Verb::Pause, target, scope, ranks: self.ranks, deadline: Deadline::new(None), pause }
+        Operation { machine: &ThisMachine, verb: Verb::Pause, target, scope, ranks: self.ranks, deadline: Deadline::new(None), pause }
     }
 }

@@ -10,6 +10,7 @@ use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::processes::{Process, Target};
@@ -129,6 +130,14 @@ impl Args {
             waiting: self.waiting.pid(),
             ..PauseOptions::default()
         };
-        Operation { verb: Verb::Pause, target, scope: Scope::Device, ranks: self.ranks, deadline: Deadline::new(None), pause }
+        Operation {
+            machine: &ThisMachine,
+            verb: Verb::Pause,
+            target,
+            scope: Scope::Device,
+            ranks: self.ranks,
+            deadline: Deadline::new(None),
+            pause,
+        }
     }
 }

@@ -14,9 +14,9 @@
 use crate::Observer;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
-use crate::gpus::Gpus;
 use crate::job::{Job, Rank};
 use crate::lock::{FileLock, Others};
+use crate::machine::Machine;
 use crate::nccl::{self, ChosenCommunicators};
 use crate::outcome::{self, Done};
 use crate::proc;
@@ -50,7 +50,7 @@ pub struct Checkpoint {
 pub struct Member {
     /// The process, as it was found.
     pub process: Process,
-    gpus_of_machine: &'static dyn Gpus,
+    machine: &'static dyn Machine,
     /// Where its socket is. Each request has its own connection: the process closes one that is not used for a while.
     directory: Directory,
     /// The process id for the driver; 0 if the process is not visible from here.
@@ -75,8 +75,8 @@ pub struct Member {
 const FAILED: &str = "the driver reports the process as FAILED. It is lost: end it and start it again";
 
 /// Loads the driver, to checkpoint or restore.
-pub fn load(gpus: &dyn Gpus) -> Result<(), CommandError> {
-    gpus.prepare().map_err(|failure| {
+pub fn load(machine: &dyn Machine) -> Result<(), CommandError> {
+    machine.prepare().map_err(|failure| {
         let is_old = failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint");
         let why = format!("the driver cannot be used from here: {failure}");
         CommandError::new(Exit::Unsuspendable, if is_old { "the driver is older than 570 and cannot checkpoint".into() } else { why })
@@ -84,8 +84,8 @@ pub fn load(gpus: &dyn Gpus) -> Result<(), CommandError> {
 }
 
 /// The GPUs, for checks. None without NVML; the checks are then skipped, with a warning.
-fn cards_to_check(gpus: &dyn Gpus, observer: &dyn Observer) -> Vec<Card> {
-    gpus.cards().unwrap_or_else(|none| {
+fn cards_to_check(machine: &dyn Machine, observer: &dyn Observer) -> Vec<Card> {
+    machine.cards().unwrap_or_else(|none| {
         let unchecked = "cannot check for room on the GPUs, nor for MIG mode, in which nothing can be restored";
         observer.warn(&format!("{unchecked}: {none}"));
         Vec::new()
@@ -99,10 +99,10 @@ fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
 /// What the driver says of the processes that are suspended, or are being suspended or restored; as far as it can be asked from here.
 pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessState> {
     let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
-    if suspended.is_empty() || load(found.gpus()).is_err() {
+    if suspended.is_empty() || load(found.machine()).is_err() {
         return BTreeMap::new();
     }
-    let state = |pid| Some((pid, found.gpus().state(found.connect(pid).ok()?.seen_as()).ok()?));
+    let state = |pid| Some((pid, found.machine().state(found.connect(pid).ok()?.seen_as()).ok()?));
     suspended.into_iter().filter_map(state).collect()
 }
 
@@ -133,10 +133,10 @@ impl Checkpoint {
     /// own calls wait.
     pub fn stuck(found: &Found, processes: &[Process]) -> Self {
         let silent: Vec<_> = processes.iter().filter(|process| process.status.is_err()).collect();
-        if silent.is_empty() || load(found.gpus()).is_err() {
+        if silent.is_empty() || load(found.machine()).is_err() {
             return Self { found: found.clone(), members: Vec::new(), is_whole: false };
         }
-        let cards = found.gpus().cards().ok();
+        let cards = found.machine().cards().ok();
         let find = |process: &Process| {
             // A stopped one does not even greet. It is left alone: only its library knows what a restore needs.
             let mut member = Member::new(found, process.clone()).ok().filter(|member| member.pid != 0)?;
@@ -182,14 +182,14 @@ impl Checkpoint {
         self.members.iter().map(|member| member.process.pid).collect()
     }
 
-    fn gpus(&self) -> &'static dyn Gpus {
-        self.found.gpus()
+    fn machine(&self) -> &'static dyn Machine {
+        self.found.machine()
     }
 
     /// Fails if the driver cannot reach the processes from here, or if they use a GPU whose checkpoints cannot be restored.
     pub fn can_be_taken(&self, observer: &dyn Observer) -> Result<(), CommandError> {
         self.can_be_seen()?;
-        let cards = cards_to_check(self.gpus(), observer);
+        let cards = cards_to_check(self.machine(), observer);
         self.members.iter().try_for_each(|member| unless_in_the_way(member.mig(&cards)).map_err(|failure| member.named(failure)))
     }
 
@@ -200,11 +200,11 @@ impl Checkpoint {
 
     /// Dry run: what a suspend would do to each process, and why it would fail.
     pub fn forecast(&mut self, wanted: &Transition, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
-        let (gpus, pids) = (self.gpus(), self.pids());
-        let (loaded, cards) = (load(gpus), cards_to_check(gpus, observer));
+        let (machine, pids) = (self.machine(), self.pids());
+        let (loaded, cards) = (load(machine), cards_to_check(machine, observer));
         let forecast = |member: &mut Member| {
             let untold = |failure| CommandError::new(Exit::Failed, format!("the driver does not tell its state: {failure}"));
-            let state = || gpus.state(member.pid).map(drop).map_err(untold);
+            let state = || machine.state(member.pid).map(drop).map_err(untold);
             let asked = member.can_be_seen().and(loaded.clone()).and_then(|()| state());
             // A suspended process has nothing to pause, and no obstacles.
             if !member.gpus.is_empty() {
@@ -405,7 +405,7 @@ impl Checkpoint {
     /// checkpointed it since, for another tool.
     fn known(&self) -> Result<(), CommandError> {
         let is_unknown = |member: &&Member| member.process.status.is_err() && member.gpus.is_empty();
-        let is_gone = |member: &&Member| matches!(self.gpus().state(member.pid), Ok(ProcessState::Checkpointed));
+        let is_gone = |member: &&Member| matches!(self.machine().state(member.pid), Ok(ProcessState::Checkpointed));
         let Some(member) = self.members.iter().filter(is_unknown).find(is_gone) else { return Ok(()) };
         Err(CommandError::new(Exit::Busy, format!("{} has just been checkpointed by somebody else; try again", member.process)))
     }
@@ -415,7 +415,7 @@ impl Checkpoint {
         let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
         let mut needs = BTreeMap::<_, u64>::new();
         // If the driver does not report the state now, it may still restore the process.
-        let comes_back = |member: &&Member| matches!(self.gpus().state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
+        let comes_back = |member: &&Member| matches!(self.machine().state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
         for member in self.members.iter().filter(comes_back) {
             for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
                 *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
@@ -443,9 +443,9 @@ impl Checkpoint {
             );
             CommandError::new(Exit::Failed, text)
         })?;
-        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.gpus(), observer) };
+        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), observer) };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
-        cards.iter().find(is_short).map_or(Ok(turn), |card| Err(short(self.gpus(), card, needs[&card.uuid])))
+        cards.iter().find(is_short).map_or(Ok(turn), |card| Err(short(self.machine(), card, needs[&card.uuid])))
     }
 
     /// Why programs stay held after a resume.
@@ -468,8 +468,8 @@ fn leased(message: String) -> CommandError {
 }
 
 /// Too little memory on a GPU.
-pub fn short(gpus: &dyn Gpus, card: &Card, needed: u64) -> CommandError {
-    let (uuid, holders) = (Some(card.uuid.clone()), gpus.holders_of(&card.uuid));
+pub fn short(machine: &dyn Machine, card: &Card, needed: u64) -> CommandError {
+    let (uuid, holders) = (Some(card.uuid.clone()), machine.holders_of(&card.uuid));
     CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
 }
 
@@ -482,7 +482,7 @@ impl Member {
         let active: Vec<_> = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
         let active = Some(active).filter(|active| active.len() < process.tags().len());
         Ok(Self {
-            gpus_of_machine: found.gpus(),
+            machine: found.machine(),
             directory,
             pid,
             gpus,
@@ -574,7 +574,7 @@ impl Member {
     /// The obstacles that the process itself does not know: GPUs in MIG mode.
     fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
         // Without memory of its own, it may still have a context there.
-        let has_context = |card: &Card| self.gpus_of_machine.holders_of(&card.uuid).iter().any(|holder| holder.pid == self.pid as u32);
+        let has_context = |card: &Card| self.machine.holders_of(&card.uuid).iter().any(|holder| holder.pid == self.pid as u32);
         let is_there = |card: &&Card| self.process.gpus().any(|gpu| gpu == card.uuid) || has_context(card);
         let obstacle = |card: &Card| Obstacle {
             kind: ObstacleKind::Mig,
@@ -585,7 +585,7 @@ impl Member {
     }
 
     fn state(&mut self) -> Result<ProcessState, CommandError> {
-        self.gpus_of_machine.state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
+        self.machine.state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
     }
 
     fn in_use(&self, others: &Others, within: Duration) -> CommandError {
@@ -604,7 +604,7 @@ impl Member {
         if !proc::exists(self.pid) {
             return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
         }
-        let lost = match self.gpus_of_machine.state(self.pid) {
+        let lost = match self.machine.state(self.pid) {
             Ok(ProcessState::Failed) => format!("; {FAILED}"),
             // Driver 580 answers this from then on.
             Ok(ProcessState::Checkpointed) if step == "restore" && failure.code == code::OPERATING_SYSTEM => {
@@ -618,7 +618,7 @@ impl Member {
 
     fn lock(&mut self, limit: Duration) -> Result<(), CommandError> {
         match self.state()? {
-            ProcessState::Running => self.gpus_of_machine.lock(self.pid, limit).map_err(|failure| match failure.code {
+            ProcessState::Running => self.machine.lock(self.pid, limit).map_err(|failure| match failure.code {
                 code::NOT_READY => {
                     CommandError::new(Exit::Busy, format!("{}: a CUDA call has not ended in {} ms", self.process, limit.as_millis()))
                 }
@@ -637,7 +637,7 @@ impl Member {
         if self.state()? == ProcessState::Checkpointed {
             return Ok(());
         }
-        self.gpus_of_machine.checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
+        self.machine.checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
         self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
         Ok(())
     }
@@ -647,7 +647,7 @@ impl Member {
     fn loosen(&mut self) -> Result<(), CommandError> {
         match self.state() {
             Ok(ProcessState::Running) => (),
-            Ok(ProcessState::Locked) => self.gpus_of_machine.unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
+            Ok(ProcessState::Locked) => self.machine.unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
             Ok(ProcessState::Checkpointed) => return Ok(()),
             Ok(ProcessState::Failed) => {
                 self.is_lost = true;
@@ -655,7 +655,7 @@ impl Member {
             }
             // Only a locked process can be unlocked, so this changes no other.
             Err(unknown) => {
-                let is_unlocked = self.gpus_of_machine.unlock(self.pid).is_ok();
+                let is_unlocked = self.machine.unlock(self.pid).is_ok();
                 if !is_unlocked && !self.is_only_aside {
                     return Err(unknown);
                 }
@@ -673,9 +673,9 @@ impl Member {
             ProcessState::Running | ProcessState::Locked | ProcessState::Failed => return Ok(()),
         }
         let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
-        let restored = match self.gpus_of_machine.restore(self.pid, map) {
+        let restored = match self.machine.restore(self.pid, map) {
             // The driver requires every GPU that is visible to the process, but does not report which those are.
-            Err(failure) if failure.code == code::INVALID_VALUE && own != *map => self.gpus_of_machine.restore(self.pid, &own),
+            Err(failure) if failure.code == code::INVALID_VALUE && own != *map => self.machine.restore(self.pid, &own),
             answer => answer,
         };
         restored.map_err(|failure| self.refused("restore", failure))?;

@@ -10,6 +10,7 @@ pub mod forecast;
 pub mod gpus;
 mod job;
 mod lock;
+pub mod machine;
 pub mod nccl;
 mod observer;
 pub mod operation;

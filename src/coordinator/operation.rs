@@ -2,6 +2,7 @@
 
 use crate::engine;
 use crate::failure::CommandError;
+use crate::machine::Machine;
 use crate::processes::Target;
 use crate::retry::Deadline;
 use std::time::Duration;
@@ -14,6 +15,8 @@ pub const HOLD_WITHIN: Duration = Duration::from_secs(10);
 /// An operation on jobs.
 #[derive(Debug, Clone)]
 pub struct Operation {
+    /// Where.
+    pub machine: &'static dyn Machine,
     /// Take memory away, or give it back.
     pub verb: Verb,
     /// The processes.

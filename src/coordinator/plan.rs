@@ -67,7 +67,7 @@ impl Plan {
     /// Finds the processes and plans. A resume first frees processes that do not answer because the driver has locked them; else nothing
     /// changes.
     pub fn make(operation: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
-        let found = Found::look(&operation.target)?;
+        let found = Found::look_on(operation.machine, &operation.target)?;
         let planned = Self::among(operation.clone(), found.clone(), observer);
         match planned {
             Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
@@ -80,7 +80,7 @@ impl Plan {
 
     /// Plans the same anew, after the processes have changed.
     pub(crate) fn again(operation: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
-        let found = Found::look(&operation.target)?;
+        let found = Found::look_on(operation.machine, &operation.target)?;
         Self::among(operation, found, observer)
     }
 

@@ -1,7 +1,8 @@
 //! Finding the managed processes and choosing among them.
 
 use crate::failure::{Choice, CommandError, Exit};
-use crate::gpus::{self, Gpus, ThisMachine};
+use crate::gpus;
+use crate::machine::{Machine, ThisMachine};
 use crate::observer::Observer;
 use crate::proc;
 use crate::queue::{Claim, InQueue};
@@ -220,7 +221,7 @@ impl Serialize for Process {
 #[derive(Clone)]
 pub struct Found {
     directory: Option<Directory>,
-    gpus: &'static dyn Gpus,
+    machine: &'static dyn Machine,
     /// Those that listen, by id.
     listening: Vec<u32>,
     /// Those that were asked.
@@ -240,12 +241,12 @@ impl Found {
         Self::look_on(&ThisMachine, target)
     }
 
-    /// The same, on these GPUs.
-    pub fn look_on(gpus: &'static dyn Gpus, target: &Target) -> Result<Self, CommandError> {
+    /// The same, on this machine.
+    pub fn look_on(machine: &'static dyn Machine, target: &Target) -> Result<Self, CommandError> {
         let failed =
             |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
         let Some(directory) = Directory::open().map_err(failed)? else {
-            return Ok(Self { directory: None, gpus, listening: Vec::new(), processes: Vec::new() });
+            return Ok(Self { directory: None, machine, listening: Vec::new(), processes: Vec::new() });
         };
         let begun = Instant::now();
         loop {
@@ -254,7 +255,7 @@ impl Found {
                 Target::Pid(pid) if listening.contains(pid) => std::slice::from_ref(pid),
                 _ => listening.as_slice(),
             };
-            let found = Self { processes: ask(&directory, asked), directory: Some(directory.clone()), gpus, listening };
+            let found = Self { processes: ask(&directory, asked), directory: Some(directory.clone()), machine, listening };
             if !found.misses_a_rank() || begun.elapsed() >= NEW_SOCKET_WITHIN {
                 return Ok(found);
             }
@@ -389,9 +390,9 @@ impl Found {
         });
     }
 
-    /// The GPUs that they use.
-    pub fn gpus(&self) -> &'static dyn Gpus {
-        self.gpus
+    /// The machine that they run on.
+    pub fn machine(&self) -> &'static dyn Machine {
+        self.machine
     }
 
     /// Connects to one of them.

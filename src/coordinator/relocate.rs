@@ -3,7 +3,8 @@
 use crate::Observer;
 use crate::checkpoint::{self, Checkpoint, Member};
 use crate::failure::{CommandError, Exit};
-use crate::gpus::{self, Gpus};
+use crate::gpus;
+use crate::machine::Machine;
 use crate::nccl::ChosenCommunicators;
 use crate::operation::{Operation, Scope};
 use crate::outcome::Outcome;
@@ -35,10 +36,10 @@ impl Move {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let Scope::Elsewhere { to, swap } = &operation.scope else { return Err(usage("a move needs GPUs to go to")) };
         let swap = swap.as_ref();
-        let found = Found::look(&Target::All)?;
+        let found = Found::look_on(operation.machine, &Target::All)?;
         let mut checkpoint = Checkpoint::of(&found, target)?;
         checkpoint.check_whole(*ranks, observer)?;
-        let cards = found.gpus().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
+        let cards = found.machine().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;
         let to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = swap {
@@ -59,7 +60,7 @@ impl Move {
         let map = permutation(&cards, &from, &to)?;
         let request = pause.request(deadline);
         check_able(&mut checkpoint, &request, observer)?;
-        check_room(found.gpus(), &checkpoint.members, &cards, &map)?;
+        check_room(found.machine(), &checkpoint.members, &cards, &map)?;
         let arrived = if swap.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
         let again = [Some(target), swap].into_iter().flatten().map(|target| target.command("resume")).collect();
         Ok(Self { checkpoint, request, cards, map, arrived, again })
@@ -255,10 +256,10 @@ fn check_able(checkpoint: &mut Checkpoint, request: &Transition, observer: &dyn 
 }
 
 /// Checks that everything fits once all moving jobs have left.
-fn check_room(gpus: &dyn Gpus, members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
+fn check_room(machine: &dyn Machine, members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
     let (mut arriving, mut leaving) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
     for (old, new) in map {
-        let holders = gpus.holders_of(old);
+        let holders = machine.holders_of(old);
         for member in members {
             let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
             let device = devices.iter().find(|device| device.uuid.as_ref() == Some(old));
@@ -275,7 +276,7 @@ fn check_room(gpus: &dyn Gpus, members: &[Member], cards: &[Card], map: &GpuMap)
         let needed = arriving.get(&*card.uuid).copied().unwrap_or(0);
         let free = card.free + leaving.get(&*card.uuid).copied().unwrap_or(0);
         if needed > free {
-            return Err(checkpoint::short(gpus, &Card { free, ..card.clone() }, needed).adding(". Nothing has changed"));
+            return Err(checkpoint::short(machine, &Card { free, ..card.clone() }, needed).adding(". Nothing has changed"));
         }
     }
     Ok(())

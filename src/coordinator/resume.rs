@@ -34,7 +34,7 @@ impl Plan {
         let mut checkpoint = Checkpoint::of(found, target)?;
         checkpoint.members.retain(|member| member.process.suspended().is_some());
         checkpoint.can_be_seen()?;
-        checkpoint::load(found.gpus())?;
+        checkpoint::load(found.machine())?;
         // The memory on other GPUs stays paused, so it needs no room.
         let tags_on = self.request().tags.is_empty().then_some(&*self.request().gpus);
         let deadline = &self.operation().deadline;

@@ -29,7 +29,7 @@ impl Suspend {
     /// Finds the processes and plans. Changes nothing.
     pub fn plan(operation: &Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
-        let found = Found::look(target)?;
+        let found = Found::look_on(operation.machine, target)?;
         let checkpoint = Checkpoint::of(&found, target)?;
         checkpoint.check_whole(*ranks, observer)?;
         let request = pause.request(deadline);
@@ -59,8 +59,8 @@ impl Suspend {
     /// Holds and pauses the tags, then has the driver take the rest. If only that fails, the tags stay paused.
     pub fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
         // Loading the driver takes a while, so it happens during the pause.
-        let gpus = self.checkpoint.found.gpus();
-        let loading = thread::spawn(move || checkpoint::load(gpus));
+        let machine = self.checkpoint.found.machine();
+        let loading = thread::spawn(move || checkpoint::load(machine));
         let mut patience = Patience::new(self.request.hold_ms.map(Duration::from_millis).unwrap_or_default());
         let borrowers = self.borrowers.take();
         let paused = self.checkpoint.pause(&self.request, &self.communicators, borrowers, &mut patience, observer);

@@ -6,6 +6,7 @@ use clap_complete::ArgValueCandidates;
 use std::env;
 use std::time::Duration;
 use vramctl_coordinator::engine::{self, checked_address};
+use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
@@ -170,7 +171,7 @@ impl Args {
     /// The operation that they ask for.
     fn operation(&self, verb: Verb, deadline: Deadline, pause: PauseOptions) -> Operation {
         let scope = Scope::Tags { words: self.words.clone(), gpus: self.gpu.gpu.clone() };
-        Operation { verb, target: Target::from(self.target.clone()), scope, ranks: self.ranks, deadline, pause }
+        Operation { machine: &ThisMachine, verb, target: Target::from(self.target.clone()), scope, ranks: self.ranks, deadline, pause }
     }
 }
 
