@@ -287,7 +287,7 @@ fn a_suspended_process_has_no_guard() {
     let (address, contents) = filled("one", 1, 4 * MIB);
     pause(&[]).unwrap();
     let used = gpu.used(0);
-    Memory::get().suspend().unwrap();
+    Memory::get().suspend(|| false).unwrap();
     assert_eq!((guard_bytes(), gpu.used(0)), (0, used - BLOCK));
     Memory::get().awake();
     resume(&[]).unwrap();

@@ -23,7 +23,7 @@ fn obstacles() -> Vec<String> {
 #[track_caller]
 fn there_are(what: &str) {
     assert_eq!(obstacles(), [what]);
-    let refused = Memory::get().suspend().unwrap_err().to_string();
+    let refused = Memory::get().suspend(|| false).unwrap_err().to_string();
     assert!(refused.contains(what), "{refused}");
 }
 

@@ -790,6 +790,27 @@ fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
     engine.is_well();
 }
 
+/// Nobody would wake the library again: the next command finds a process that can be resumed.
+#[test]
+fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    machine.vramctl("pause --name engine").expect(0, "paused");
+    let socket = machine.sockets().join(format!("{}.sock", engine.child.id()));
+    for _ in 0..5 {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        stream.write_all(b"{\"version\":1,\"request\":\"suspend\"}\n").unwrap();
+        drop(stream);
+    }
+    // Its request waits for the earlier ones.
+    let mut last = UnixStream::connect(&socket).unwrap();
+    last.write_all(b"{\"version\":1,\"request\":\"plan\"}\n").unwrap();
+    BufReader::new(last).read_line(&mut String::new()).unwrap();
+    common::eventually("the library is awake", || machine.status("engine")["processes"][0]["suspended"].is_null());
+    machine.vramctl("resume --name engine").expect(0, "resumed");
+    engine.is_well();
+}
+
 /// The process may be killed at any step: the command reports that it is gone, and nothing of it is left.
 #[test]
 fn a_process_may_be_killed_at_any_step() {
@@ -1507,7 +1528,7 @@ fn obstacles_to_a_restore_are_known_in_advance() {
     assert_eq!(obstacles(), []);
     let refused = |kind: ObstacleKind| {
         assert_eq!(obstacles(), [kind]);
-        let error = Memory::get().suspend().unwrap_err();
+        let error = Memory::get().suspend(|| false).unwrap_err();
         assert_eq!(error.kind(), Kind::NotRestorable, "{error}");
         // It goes on as before.
         assert_eq!(common::pause(&["managed"]).and_then(|_| common::resume(&["managed"])).map(|report| report.allocations).unwrap(), 1);
@@ -1536,7 +1557,7 @@ fn obstacles_to_a_restore_are_known_in_advance() {
     assert_eq!(obstacles(), []);
     // What comes when it stands aside already is told too, with none of the library's calls: the driver may have locked the process.
     let meanwhile = |kind, make: &dyn Fn()| {
-        Memory::get().suspend().unwrap();
+        Memory::get().suspend(|| false).unwrap();
         assert_eq!(obstacles(), []);
         make();
         assert_eq!(obstacles(), [kind]);
@@ -1584,14 +1605,14 @@ fn a_driver_that_refuses_the_library_loses_nothing() {
     assert_eq!(common::write(address, &bytes), 0);
     common::pause(&[]).unwrap();
     gpu.reset_counts();
-    Memory::get().suspend().unwrap();
+    Memory::get().suspend(|| false).unwrap();
     let made: Vec<_> = CALLS.iter().map(|call| (*call, common::calls(call))).collect();
     assert_eq!(made.iter().map(|(_, count)| count).sum::<u64>(), common::calls(""), "all of them are listed: {made:?}");
     Memory::get().awake();
     let every = made.into_iter().flat_map(|(call, count)| (1..=count).map(move |nth| (call, nth)));
     for (call, nth) in every {
         gpu.fail(call, nth, 999, 1);
-        let suspended = Memory::get().suspend().is_ok();
+        let suspended = Memory::get().suspend(|| false).is_ok();
         gpu.clear_faults();
         assert_eq!(Memory::get().status().suspended.is_some(), suspended, "{call} {nth}");
         Memory::get().awake();
@@ -1613,7 +1634,7 @@ fn a_suspended_process_makes_no_driver_calls() {
         gpu.reset_counts();
         common::pause(&[]).unwrap();
         let before = Memory::get().status();
-        let gpus = Memory::get().suspend().unwrap();
+        let gpus = Memory::get().suspend(|| false).unwrap();
         if common::calls("cuMemCreate") == 0 {
             break (before, gpus);
         }
@@ -1628,7 +1649,7 @@ fn a_suspended_process_makes_no_driver_calls() {
     thread::sleep(Duration::from_millis(200));
     let status = Memory::get().status();
     assert_eq!((status.suspended.as_ref(), &status.tags), (Some(&gpus), &before.tags));
-    assert_eq!(Memory::get().suspend().unwrap(), gpus, "again");
+    assert_eq!(Memory::get().suspend(|| false).unwrap(), gpus, "again");
     assert_eq!(common::calls(""), 0);
     Memory::get().awake();
     cleaning::settle();
@@ -1648,14 +1669,14 @@ fn a_transition_of_a_suspended_process_is_refused() {
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
     common::pause(&[]).unwrap();
     let late = common::malloc_tagged("late", None, 2 << 20).unwrap();
-    Memory::get().suspend().unwrap();
+    Memory::get().suspend(|| false).unwrap();
     let in_time = |work: fn() -> Result<Report, Error>| {
         thread::scope(|scope| {
             let answer = scope.spawn(work);
             let answered = common::patiently(|| if answer.is_finished() { Ok(()) } else { Err(()) }).is_ok();
             Memory::get().awake();
             let answer = answer.join().unwrap();
-            Memory::get().suspend().unwrap();
+            Memory::get().suspend(|| false).unwrap();
             (answered, answer.map_err(|error| error.kind()).map(|report| report.allocations))
         })
     };
@@ -1675,10 +1696,10 @@ fn a_process_that_runs_is_not_suspended() {
     let _awake = Awake;
     let (address, paused) = (common::malloc_tagged("tag", None, 2 << 20).unwrap(), paused());
     assert_eq!(common::resume(&[]).unwrap().allocations, 1);
-    assert_eq!(Memory::get().suspend().unwrap_err().kind(), Kind::Leased);
+    assert_eq!(Memory::get().suspend(|| false).unwrap_err().kind(), Kind::Leased);
     assert!(Memory::get().status().suspended.is_none());
     common::pause(&[]).unwrap();
-    Memory::get().suspend().unwrap();
+    Memory::get().suspend(|| false).unwrap();
     Memory::get().awake();
     assert_eq!(common::resume(&[]).unwrap().allocations, 2);
     assert_eq!((common::free(address), common::free(paused)), (0, 0));
@@ -1692,7 +1713,7 @@ fn a_suspend_that_waits_delays_no_answer() {
     let paused = paused();
     let in_driver = exit::as_worker(exit::enter_driver).unwrap();
     thread::scope(|scope| {
-        let suspended = scope.spawn(|| Memory::get().suspend().map(drop).map_err(|error| error.kind()));
+        let suspended = scope.spawn(|| Memory::get().suspend(|| false).map(drop).map_err(|error| error.kind()));
         common::eventually("it waits", exit::is_resting);
         let begun = Instant::now();
         let status = Memory::get().status();
@@ -1705,7 +1726,7 @@ fn a_suspend_that_waits_delays_no_answer() {
     Memory::get().awake();
     // It gives up: as before.
     let in_driver = exit::as_worker(exit::enter_driver).unwrap();
-    assert_eq!(Memory::get().suspend().unwrap_err().kind(), Kind::Busy);
+    assert_eq!(Memory::get().suspend(|| false).unwrap_err().kind(), Kind::Busy);
     drop(in_driver);
     assert!(Memory::get().status().suspended.is_none());
     assert_eq!((common::resume(&[]).unwrap().allocations, common::free(paused)), (1, 0));
@@ -1726,7 +1747,7 @@ fn a_call_in_the_driver_prevents_a_suspend() {
     request.timeout = Some(Duration::from_millis(50));
     assert!(matches!(Memory::get().pause(&request, &mut ()), Err(Error::Busy(_))));
     let opened = thread::scope(|scope| {
-        let suspended = scope.spawn(|| Memory::get().suspend());
+        let suspended = scope.spawn(|| Memory::get().suspend(|| false));
         thread::sleep(Duration::from_millis(30));
         let waits = !suspended.is_finished();
         blocked.open();

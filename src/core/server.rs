@@ -258,7 +258,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
             Err(Error::Invalid("nothing is held or prepared here: the lease has ended, or never began".into()))
         }
         Request::Communicators => Ok(Reply::Communicators { communicators: communicators::measured() }),
-        Request::Suspend => memory.suspend().map(|gpus| Reply::Suspended { gpus }),
+        Request::Suspend => memory.suspend(|| connection.is_gone()).map(|gpus| Reply::Suspended { gpus }),
         Request::Awake => {
             memory.awake();
             Ok(Reply::Awake)

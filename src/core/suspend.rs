@@ -32,8 +32,9 @@ struct Aside {
 }
 
 impl Memory {
-    /// Prepares for the checkpoint. Returns the process's memory on each GPU, which a restore needs.
-    pub fn suspend(&self) -> Result<Vec<GpuUse>, Error> {
+    /// Prepares for the checkpoint. Returns the process's memory on each GPU, which a restore needs. `is_gone`: whether the client has hung up
+    /// meanwhile. Then nobody would wake the library again, so it stays as it was.
+    pub fn suspend(&self, is_gone: impl FnOnce() -> bool) -> Result<Vec<GpuUse>, Error> {
         /// Longer than any driver call of the library takes, unless it waits for the program's work.
         const CALLS: Duration = Duration::from_secs(5);
         // A second request waits for the first.
@@ -65,6 +66,11 @@ impl Memory {
                 set_aside(None);
                 self.guard(&guarded);
                 return Err(Error::Busy(CALLS));
+            }
+            if is_gone() {
+                self.awake();
+                self.guard(&guarded);
+                return Err(Error::Aborted("the client has hung up".into()));
             }
             Ok(gpus)
         })

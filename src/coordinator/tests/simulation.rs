@@ -38,6 +38,7 @@ use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Operation, Plan, Scope, Suspend};
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_driver::{Card, NoCards};
+use vramctl_host::system::poll;
 use vramctl_model::{DeviceStatus, Error, Failure, GpuUse, Holder, Report, Shortage, TagState, Verb, code};
 
 /// Who is in which job.
@@ -297,6 +298,10 @@ impl Client {
         descriptors::send_line(&self.stream, &protocol::line(reply), &[], 0).map_err(|_| Gone)
     }
 
+    fn is_gone(&self) -> bool {
+        poll(self.stream.as_fd(), 0, 0).is_ok_and(|found| found & (libc::POLLHUP | libc::POLLERR) != 0)
+    }
+
     fn refuse(&self, error: &Error) -> Result<(), Gone> {
         self.answer(&Reply::Error(Refusal::from(error)))
     }
@@ -365,6 +370,10 @@ impl Rank {
                 return client.refuse(&Error::Leased);
             }
             self.slot.aside.store(1, SeqCst);
+            if client.is_gone() {
+                self.slot.aside.store(0, SeqCst);
+                return Err(Gone);
+            }
         }
         client.answer(&Reply::Suspended { gpus: vec![GpuUse { uuid: UUID.into(), bytes: CONTEXT }] })
     }
@@ -711,7 +720,7 @@ fn main() {
     }
     let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
     let seed = seed.unwrap_or_else(now);
-    let steps = env::var("SIMULATION_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(60);
+    let steps = env::var("SIMULATION_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(200);
     let mut simulation = Simulation::new(seed);
     for step in 0..steps {
         let before = simulation.told.len();
