@@ -1,6 +1,6 @@
 //! `vramctl completions`. Its scripts call `vramctl` back to complete tags and processes.
 
-use crate::output;
+use crate::ui::output;
 use clap::CommandFactory;
 use clap_complete::engine::CompletionCandidate;
 use clap_complete::env::Shells;

@@ -1,32 +1,13 @@
 //! `vramctl`: starts programs under the library, shows the memory they hold, and pauses and resumes them.
 
+mod arguments;
+mod commands;
 mod completions;
-mod doctor;
-mod dry_run;
-mod each;
-mod interrupt;
-mod ledger;
-mod metrics;
-mod output;
-mod places;
-mod preloading;
-mod progress;
-mod ps;
-mod python_path;
-mod relocate;
-mod run;
-mod status;
-mod suspend;
-mod tag;
-mod target;
 mod top;
-mod trace;
-mod transition;
-mod trim;
 mod ui;
-mod watch;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use commands::{doctor, metrics, ps, python_path, relocate, run, status, suspend, tag, trace, transition, trim, watch};
 use std::fmt::Write;
 use std::process::ExitCode;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -88,7 +69,7 @@ fn main() -> ExitCode {
         see_all_gpus();
     }
     let exit = command.carry_out().unwrap_or_else(|failure| {
-        output::fail(&failure, json);
+        ui::output::fail(&failure, json);
         failure.exit()
     });
     exit.into()

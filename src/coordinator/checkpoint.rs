@@ -9,7 +9,7 @@
 //! | lock | locked | unlock, then as above |
 //! | checkpoint | checkpointed | restore, then as above |
 //!
-//! While an operation is between two steps, no other may take one: a lock per process ([`crate::lock`]) keeps others out.
+//! While an operation is between two steps, no other may take one: a lock per process (`lock.rs`) keeps others out.
 
 use crate::Observer;
 use crate::failure::{CommandError, Exit};

@@ -8,9 +8,9 @@ mod keys;
 mod model;
 mod poll;
 
-use crate::interrupt;
-use crate::output;
-use crate::target::seconds;
+use crate::arguments::seconds;
+use crate::ui::interrupt;
+use crate::ui::output;
 use keys::Wish;
 use model::Model;
 use poll::{Interval, Listener, News};

@@ -1,7 +1,7 @@
 //! Writes a recording as a self-contained HTML page: for each GPU, a chart of each owner's memory.
 
 use super::{Recorded, Recording};
-use crate::trace::timeline::{Ending, Stretch};
+use crate::commands::trace::timeline::{Ending, Stretch};
 use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;

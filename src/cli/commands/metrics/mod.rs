@@ -3,8 +3,8 @@
 mod families;
 mod serve;
 
-use crate::ledger;
-use crate::output;
+use crate::commands::ledger;
+use crate::ui::output;
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::Write;
 use std::net::SocketAddr;

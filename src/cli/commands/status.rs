@@ -1,8 +1,9 @@
 //! `vramctl status`.
 
+use crate::arguments::{GpuArgs, TargetArgs};
+use crate::commands::ledger;
 use crate::completions;
-use crate::target::{GpuArgs, TargetArgs};
-use crate::{ledger, output};
+use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;

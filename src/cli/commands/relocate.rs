@@ -1,11 +1,11 @@
 //! `vramctl move`.
 
+use crate::arguments::{TargetArgs, WaitingArgs, checked_gpu, count, seconds};
+use crate::commands::suspend::print;
 use crate::completions;
-use crate::interrupt;
-use crate::output;
-use crate::suspend::print;
-use crate::target::{TargetArgs, WaitingArgs, checked_gpu, count, seconds};
 use crate::ui::Ui;
+use crate::ui::interrupt;
+use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};

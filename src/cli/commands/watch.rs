@@ -1,8 +1,8 @@
 //! `vramctl watch`.
 
+use crate::arguments::{self, TargetArgs};
+use crate::commands::each;
 use crate::completions;
-use crate::each;
-use crate::target::{self, TargetArgs};
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -41,7 +41,7 @@ pub struct Args {
 }
 
 fn size(text: &str) -> Result<u64, String> {
-    match target::size(text)? {
+    match arguments::size(text)? {
         0 => Err("the size must be more than 0; to stop watching, use --off".into()),
         bytes => Ok(bytes as u64),
     }

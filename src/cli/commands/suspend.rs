@@ -1,11 +1,11 @@
 //! `vramctl suspend`.
 
+use crate::arguments::{BackupArgs, TargetArgs, WaitingArgs, count, registered, seconds};
 use crate::completions;
-use crate::dry_run;
-use crate::interrupt;
-use crate::output;
-use crate::target::{BackupArgs, TargetArgs, WaitingArgs, count, registered, seconds};
 use crate::ui::Ui;
+use crate::ui::dry_run;
+use crate::ui::interrupt;
+use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Follows the events of processes, each in its own thread.
 
-use crate::interrupt;
+use crate::ui::interrupt;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;

@@ -1,9 +1,9 @@
 //! `vramctl doctor`.
 
-use crate::output;
-use crate::places;
-use crate::preloading;
-use crate::run;
+use crate::commands::places;
+use crate::commands::preloading;
+use crate::commands::run;
+use crate::ui::output;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! `vramctl ps`.
 
-use crate::output;
-use crate::target::GpuArgs;
+use crate::arguments::GpuArgs;
+use crate::ui::output;
 use std::collections::BTreeMap;
 use vramctl_coordinator::checkpoint;
 use vramctl_coordinator::failure::{CommandError, Exit};

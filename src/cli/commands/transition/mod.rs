@@ -3,12 +3,12 @@
 mod answers;
 mod options;
 
-use crate::dry_run;
-use crate::interrupt;
-use crate::output;
-use crate::status::come_so_far;
-use crate::trim;
+use crate::commands::status::come_so_far;
+use crate::commands::trim;
 use crate::ui::Ui;
+use crate::ui::dry_run;
+use crate::ui::interrupt;
+use crate::ui::output;
 pub use options::{PauseArgs, ResumeArgs};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! `vramctl trim`, and the trim before a pause.
 
+use crate::arguments::{TargetArgs, seconds};
+use crate::commands::each;
 use crate::completions;
-use crate::each;
-use crate::output;
-use crate::target::{TargetArgs, seconds};
+use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -1,6 +1,6 @@
 //! One question to each of several processes, and their answers.
 
-use crate::output;
+use crate::ui::output;
 use serde::Serialize;
 use serde_json::json;
 use vramctl_control::client::{Client, ClientError};

@@ -1,9 +1,9 @@
 //! `vramctl run`.
 
-use crate::output;
-use crate::places::{self, LIBRARY};
-use crate::preloading::{self, Unmanaged};
-use crate::target::{checked_tag, size};
+use crate::arguments::{checked_tag, size};
+use crate::commands::places::{self, LIBRARY};
+use crate::commands::preloading::{self, Unmanaged};
+use crate::ui::output;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, Hasher, RandomState};

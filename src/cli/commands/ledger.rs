@@ -3,7 +3,7 @@
 //! A process with the library reports its memory by tag and what its libraries got from CUDA. NVML reports each process's total. The
 //! difference is the driver's: the context, loaded code, small allocations.
 
-use crate::output;
+use crate::ui::output;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt::Write;

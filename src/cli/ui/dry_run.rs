@@ -1,6 +1,6 @@
 //! Prints dry runs.
 
-use crate::output;
+use crate::ui::output;
 use serde_json::json;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::forecast::Forecast;

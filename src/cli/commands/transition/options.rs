@@ -1,7 +1,7 @@
 //! The options of `vramctl pause` and `vramctl resume`.
 
+use crate::arguments::{BackupArgs, GpuArgs, TargetArgs, WaitingArgs, checked_tag, count, registered, seconds};
 use crate::completions;
-use crate::target::{BackupArgs, GpuArgs, TargetArgs, WaitingArgs, checked_tag, count, registered, seconds};
 use clap_complete::ArgValueCandidates;
 use std::env;
 use std::time::Duration;

@@ -5,9 +5,9 @@ mod follow;
 mod page;
 mod timeline;
 
+use crate::arguments::{TargetArgs, seconds};
 use crate::completions;
-use crate::output;
-use crate::target::{TargetArgs, seconds};
+use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use follow::{Followed, Until};
 use std::collections::BTreeMap;

@@ -1,7 +1,11 @@
 //! How people and scripts hear of an operation: notes and progress while it runs, and its outcome.
 
-use crate::output;
-use crate::progress::{Bar, Bars};
+pub mod dry_run;
+pub mod interrupt;
+pub mod output;
+mod progress;
+
+use progress::{Bar, Bars};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::net::Shutdown;

@@ -82,7 +82,7 @@ fn told(slice: &Stretch) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::follow::Followed;
+    use crate::commands::trace::follow::Followed;
     use vramctl_model::{Happening, MemoryOwner, OwnersBytes, TraceEvent, Verb};
 
     #[test]

@@ -1,6 +1,6 @@
 //! A web server for one page. No client can stop it: requests are limited in size and time, and connections in number.
 
-use crate::output;
+use crate::ui::output;
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};

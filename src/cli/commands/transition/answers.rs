@@ -1,7 +1,7 @@
 //! The outcome of a pause or resume, as text and as JSON.
 
-use crate::output;
 use crate::ui::Ui;
+use crate::ui::output;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;

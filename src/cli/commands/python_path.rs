@@ -1,7 +1,7 @@
 //! `vramctl python-path`.
 
-use crate::output;
-use crate::places;
+use crate::commands::places;
+use crate::ui::output;
 use std::env;
 use vramctl_coordinator::failure::{CommandError, Exit};
 

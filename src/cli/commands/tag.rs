@@ -1,8 +1,8 @@
 //! `vramctl set-tag`.
 
+use crate::arguments::{TargetArgs, checked_tag};
+use crate::commands::each;
 use crate::completions;
-use crate::each;
-use crate::target::{TargetArgs, checked_tag};
 use clap_complete::ArgValueCandidates;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
