@@ -727,6 +727,64 @@ fn a_pause_waits_for_the_work_before_a_capture() {
     assert_eq!((read(address, 1), common::free(address)), (Ok(vec![0x5A]), 0));
 }
 
+/// A launch that waits for room in its stream's queue holds up the library's calls in that context, too, but through them nobody else: what
+/// other devices' streams do goes on.
+#[test]
+fn a_pause_beside_a_full_stream_holds_up_no_other_device() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let (mut module, mut function) = (0_usize, 0_usize);
+    let code = c".version 7.0\n.target sm_70\n.entry nothing() { ret; }";
+    assert_eq!(unsafe { launch::cuModuleLoadData((&raw mut module) as usize, code.as_ptr() as usize) }, 0);
+    let get = [(&raw mut function) as usize, module, c"nothing".as_ptr() as usize, 0];
+    assert_eq!(call_entry(c"cuModuleGetFunction", get), 0);
+    let (full, beside, gate, launched) = (Stream::create(), Stream::create(), Gate::new(), AtomicUsize::new(0));
+    full.wait_for(&gate);
+    let goes_on_elsewhere = || {
+        common::set_device(1);
+        let stream = Stream::create();
+        stream.begin_capture(0);
+        drop(stream.end_capture().unwrap());
+        assert_eq!(unsafe { entries::cuStreamDestroy_v2(stream.handle()) }, 0);
+        common::set_device(0);
+    };
+    // A context of the other device.
+    goes_on_elsewhere();
+    gpu.reset_counts();
+    let calls = |names: &[&str]| names.iter().map(|name| gpu.calls(name)).sum::<u64>();
+    let (first, second) = thread::scope(|scope| {
+        let (queue, beside, launched) = (full.0 as usize, beside.handle(), &launched);
+        scope.spawn(move || {
+            common::set_device(0);
+            for _ in 0..1021 {
+                assert_eq!(unsafe { launch::cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, queue, 0, 0) }, 0);
+                launched.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        let is_full = || launched.load(Ordering::SeqCst) == 1020 && calls(&["cuLaunchKernel"]) == 1021;
+        common::eventually("the stream is full", is_full);
+        let before = calls(&["cuEventCreate"]);
+        scope.spawn(|| Memory::get().pause(&TransitionRequest { timeout: Some(LONG), ..request(&["t"]) }, &mut ()).unwrap());
+        common::eventually("the pause asks the driver", || calls(&["cuEventCreate"]) > before);
+        let first = without_waiting(&gate, goes_on_elsewhere);
+        let begins = ["cuStreamBeginCapture_v2", "cuEventCreate"];
+        let before = calls(&begins);
+        scope.spawn(move || {
+            common::set_device(0);
+            let mut graph = std::ptr::null_mut();
+            assert_eq!(unsafe { entries::cuStreamBeginCapture_v2(beside, 1) }, 0);
+            assert_eq!(unsafe { entries::cuStreamEndCapture(beside, &raw mut graph) }, 0);
+        });
+        common::eventually("a capture is to begin", || calls(&begins) > before);
+        let second = without_waiting(&gate, goes_on_elsewhere);
+        gate.open();
+        (first, second)
+    });
+    assert_eq!((first, second), (true, true));
+    resume(&["t"]).unwrap();
+    assert_eq!((full.synchronize(), common::free(address)), (0, 0));
+}
+
 /// The library's kernels are loaded, and its host memory is unpinned, once the program has no work in flight.
 #[test]
 fn background_work_holds_up_no_launch() {

@@ -246,16 +246,15 @@ impl Event {
         unsafe { Driver::get()?.cuEventRecord(self.raw, stream.raw()) }
     }
 
-    /// Records an event behind everything that the program has queued in the current context, on any stream. No stream of the context may
-    /// be being captured. Drivers before CUDA 12.5 cannot.
-    pub fn after_all(current: &Current) -> Result<Self, Failure> {
-        let event = Self::new(current)?;
-        // SAFETY: our event, and its context, which is current.
-        unsafe { Driver::get()?.cuCtxRecordEvent(current.context().handle().raw(), event.raw)? };
-        Ok(event)
+    /// Records the event behind everything that the program has queued in the event's context, on any stream. None of them may be being
+    /// captured. Drivers before CUDA 12.5 cannot.
+    pub(super) fn record_after_all(&self) -> Result<(), Failure> {
+        // SAFETY: our event, and its context, which exists as long as the event.
+        unsafe { Driver::get()?.cuCtxRecordEvent(self.context.handle().raw(), self.raw) }
     }
 
-    fn new(current: &Current) -> Result<Self, Failure> {
+    /// An event of the current context. While a launch waits for room in a stream's queue, so does this.
+    pub(super) fn new(current: &Current) -> Result<Self, Failure> {
         let mut raw = ptr::null_mut();
         // SAFETY: `raw` is writable.
         unsafe { Driver::get()?.cuEventCreate(&raw mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };

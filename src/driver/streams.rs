@@ -26,12 +26,14 @@ pub struct Streams {
 #[derive(Debug)]
 struct Capture {
     context: Context,
+    /// Whether the driver has said so; until then, no stream of the context must be asked.
+    has_begun: bool,
     /// The end of the work that the stream had before. The stream itself can no longer be asked.
     before: Option<Event>,
 }
 
-/// Held for reading while somebody asks about streams, and for writing while one ends or a capture begins: the driver crashes if it is asked
-/// about a destroyed stream. None of the calls made meanwhile waits for work.
+/// Held for reading while somebody asks about streams, and for writing before one ends or a capture begins: the driver crashes if it is asked
+/// about a destroyed stream. None of the calls made meanwhile waits for work, or for another call of the program's.
 static STREAMS: PerProcess<RwLock<Streams>> = PerProcess::new(RwLock::default);
 
 /// What is known, until the guard is dropped: no known stream ends meanwhile, and no capture begins.
@@ -49,8 +51,9 @@ impl Streams {
     /// not say that there is none: the default streams of threads cannot be asked, nor the legacy stream while a blocking stream is being
     /// captured. The context must be current.
     pub fn look_idle(&self, context: Context) -> Result<bool, Failure> {
-        for before in self.captures.values().filter(|capture| capture.context == context).filter_map(|capture| capture.before.as_ref()) {
-            if !before.has_happened()? {
+        for capture in self.captures.values().filter(|capture| capture.context == context) {
+            let is_over = capture.before.as_ref().map_or(Ok(true), Event::has_happened);
+            if !capture.has_begun || !is_over? {
                 return Ok(false);
             }
         }
@@ -106,7 +109,8 @@ pub fn forget_context(context: Context) {
     }
 }
 
-/// Runs a call of the program's that begins a capture, while nobody [asks](known).
+/// Runs a call of the program's that begins a capture, while nobody [asks](known) about its context's streams. The call may wait for another
+/// call of the program's in the context, so not under the guard.
 pub fn begin_capture(stream: StreamHandle, begin: impl FnOnce() -> StatusCode) -> StatusCode {
     // No capture can begin on the legacy stream, and asking about it could invalidate another.
     let may_begin = !stream.is_legacy() && !exit::is_ending() && !stream.is_capturing();
@@ -114,9 +118,17 @@ pub fn begin_capture(stream: StreamHandle, begin: impl FnOnce() -> StatusCode) -
     let before = if is_busy(stream) { Event::after(&current, stream).ok() } else { None };
     let context = current.owner();
     drop(current);
-    let mut streams = STREAMS.get().write().unpoisoned();
+    let name = name_of(stream);
+    let stale = STREAMS.get().write().unpoisoned().captures.insert(name, Capture { context, has_begun: false, before });
+    drop(stale);
     let answer = begin();
-    let unused = if answer == code::SUCCESS { streams.captures.insert(name_of(stream), Capture { context, before }) } else { None };
+    let mut streams = STREAMS.get().write().unpoisoned();
+    let unused = if answer == code::SUCCESS {
+        streams.captures.entry(name).and_modify(|capture| capture.has_begun = true);
+        None
+    } else {
+        streams.captures.remove(&name)
+    };
     drop(streams);
     drop(unused);
     answer

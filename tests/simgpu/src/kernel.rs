@@ -179,13 +179,16 @@ pub fn launch(
         Kernel::Persistent => Work::Kernel(Launch::Persistent(persistent_of(arguments)?)),
         Kernel::Empty => Work::Marker,
     };
-    let mut state = state();
-    let stream = stream::find(&mut state, handle)?;
-    if context != stream.context.handle {
-        return Err(INVALID_HANDLE);
+    loop {
+        let mut state = state();
+        let stream = stream::find(&mut state, handle)?;
+        if context != stream.context.handle {
+            return Err(INVALID_HANDLE);
+        }
+        let Some(first) = stream.first_if_full() else { return stream::submit(&mut state, &stream, work).map(drop) };
+        drop(state);
+        stream.context.wait_alone(&[first]);
     }
-    stream::submit(&mut state, &stream, work)?;
-    Ok(())
 }
 
 /// The arguments of a launch, each a pointer to a value.

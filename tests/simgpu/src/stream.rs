@@ -135,6 +135,15 @@ impl Stream {
         self.kind == Kind::Blocking
     }
 
+    /// What must begin before there is room for another launch. One waits with its context's lock, as observed: meanwhile no other thread
+    /// can create an event.
+    pub fn first_if_full(&self) -> Option<Arc<Ticket>> {
+        /// As many launches fit on an H100.
+        const MOST: usize = 1020;
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        if queue.operations.len() < MOST { None } else { queue.operations.front().map(|first| Arc::clone(&first.ticket)) }
+    }
+
     /// The ticket of the last operation, if unfinished.
     fn unfinished(&self) -> Option<Arc<Ticket>> {
         let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);

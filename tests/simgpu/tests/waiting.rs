@@ -7,7 +7,7 @@
 mod common;
 use common::{Gate, Gpu, MIB2, Scratch, command, isolated, start_until};
 use std::ffi::{CStr, CString, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -183,6 +183,42 @@ fn which_calls_wait_and_whom_they_hold_up() {
         assert_eq!(meanwhile(&gpu, |gpu| _ = gpu.alloc(4096)), (false, false));
         assert_eq!(meanwhile(&gpu, |gpu| ok!(gpu.cuMemHostRegister_v2(page, 4096, 0))), (false, false));
         assert_eq!(meanwhile(&gpu, |gpu| _ = gpu.map_new(MIB2)), (false, false));
+    });
+}
+
+/// A launch that waits for room in a stream's queue holds the context's lock.
+#[test]
+fn a_launch_on_a_full_stream_holds_others_up() {
+    isolated("a_launch_on_a_full_stream_holds_others_up", &[], || {
+        let gpu = Gpu::start();
+        let (context, gate, mut module, mut nothing) = (current(&gpu), Gate::new(&gpu), 0, 0);
+        ok!(gpu.cuModuleLoadData(&raw mut module, EMPTY.as_ptr()));
+        ok!(gpu.cuModuleGetFunction(&raw mut nothing, module, c"nothing".as_ptr()));
+        let (full, launched, created) = (gpu.stream(NON_BLOCKING), AtomicU64::new(0), AtomicBool::new(false));
+        ok!(gpu.cuStreamWaitValue32_v2(full, gate.0, 1, 0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                ok!(gpu.cuCtxSetCurrent(context));
+                for _ in 0..1100 {
+                    ok!(gpu.cuLaunchKernel(nothing, 1, 1, 1, 1, 1, 1, 0, full, std::ptr::null(), 0));
+                    launched.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            while launched.load(Ordering::SeqCst) < 1020 {
+                sleep(Duration::from_millis(1));
+            }
+            sleep(MOMENT);
+            scope.spawn(|| {
+                ok!(gpu.cuCtxSetCurrent(context));
+                ok!(gpu.cuEventCreate(&mut 0, 2));
+                created.store(true, Ordering::SeqCst);
+            });
+            sleep(MOMENT);
+            assert_eq!((launched.load(Ordering::SeqCst), created.load(Ordering::SeqCst)), (1020, false));
+            fails!(600, gpu.cuStreamQuery(full));
+            gate.set(1);
+        });
+        assert_eq!((launched.load(Ordering::SeqCst), created.load(Ordering::SeqCst)), (1100, true));
     });
 }
 
