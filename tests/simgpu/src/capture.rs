@@ -13,6 +13,7 @@ use crate::driver::{self, State, state};
 use crate::stream::{self, Stream, Streams};
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// How a capture responds to illegal calls.
 pub mod rules {
@@ -171,7 +172,8 @@ impl Captures {
     }
 
     /// Adds work to the stream's capture as a graph node.
-    pub fn add(&mut self, stream: Handle, work: Work) -> Outcome {
+    pub fn add(&mut self, stream: &Stream, work: Work) -> Outcome {
+        let (context, stream) = (&stream.context, stream.handle);
         let Some((_, capture)) = self.of(stream) else { return Err(ILLEGAL_STATE) };
         if capture.invalid {
             return Err(CAPTURE_INVALIDATED);
@@ -183,7 +185,8 @@ impl Captures {
             Work::Marker => {}
             // A graph launched into a capture becomes a child graph; here its nodes are inlined.
             Work::Graph { nodes } => capture.nodes.extend(nodes.iter().cloned()),
-            node => capture.nodes.push(node),
+            node if context.handle == capture.context => capture.nodes.push(node),
+            node => capture.nodes.push(Work::Within { context: Arc::clone(context), work: Arc::new(node) }),
         }
         Ok(())
     }

@@ -29,6 +29,17 @@ pub enum Work {
         from: Address,
         /// Number of bytes.
         bytes: usize,
+        /// The devices that write and read, if the call named a context for each side; else the stream's device does both.
+        by: Option<(usize, usize)>,
+    },
+    /// Does several things in order: the rows of one copy or memset, or the copies of a batch.
+    Several(Arc<[Work]>),
+    /// A graph node of another context than the graph's.
+    Within {
+        /// The context.
+        context: Arc<Context>,
+        /// The node.
+        work: Arc<Work>,
     },
     /// Copies bytes that were read from pageable host memory when the call was made.
     Upload {
@@ -176,9 +187,10 @@ enum Side {
 }
 
 impl Side {
-    fn find(state: &State, context: &Context, address: Address, bytes: usize, access: u32) -> Outcome<Self> {
+    fn find(state: &State, device: usize, address: Address, bytes: usize, access: u32, copies: bool) -> Outcome<Self> {
         if state.space.is_device(address) {
-            state.space.touch(address, bytes, context.device, access).map(Self::Device)
+            let touch = if copies { vmm::Space::touch_in_copy } else { vmm::Space::touch };
+            touch(&state.space, address, bytes, device, access).map(Self::Device)
         } else {
             Ok(Self::Host(address))
         }
@@ -197,12 +209,15 @@ impl Side {
 struct Touched {
     read: Option<(Address, usize)>,
     written: Option<(Address, usize)>,
+    by: Option<(usize, usize)>,
+    copies: bool,
 }
 
 impl Work {
     /// The code for an illegal address in a graph node.
     fn fault_in_graph(&self, code: Code) -> Code {
         let between_devices = match *self {
+            Self::Within { ref work, .. } => return work.fault_in_graph(code),
             Self::Copy { to, from, .. } => {
                 let state = state();
                 state.space.is_device(to) && state.space.is_device(from)
@@ -216,13 +231,15 @@ impl Work {
     pub fn finds_its_target(&self, state: &State, device: usize) -> bool {
         match *self {
             Self::Fill { to, width, count, .. } => is_reachable(state, to, width * count, device, READ_WRITE),
+            Self::Several(ref all) => all.iter().all(|work| work.finds_its_target(state, device)),
+            Self::Within { ref context, ref work } => work.finds_its_target(state, context.device),
             _ => true,
         }
     }
 
     fn touched(&self) -> Touched {
         let (read, written) = match *self {
-            Self::Copy { to, from, bytes } => (Some((from, bytes)), Some((to, bytes))),
+            Self::Copy { to, from, bytes, .. } => (Some((from, bytes)), Some((to, bytes))),
             Self::Upload { to, ref bytes } => (None, Some((to, bytes.len()))),
             Self::Fill { to, width, count, .. } => (None, Some((to, width * count))),
             Self::Marker
@@ -231,19 +248,22 @@ impl Work {
             | Self::Wait { .. }
             | Self::Kernel(_)
             | Self::Free { .. }
+            | Self::Several(_)
+            | Self::Within { .. }
             | Self::Graph { .. } => (None, None),
         };
-        Touched { read, written }
+        Touched { read, written, by: if let Self::Copy { by, .. } = *self { by } else { None }, copies: !matches!(self, Self::Fill { .. }) }
     }
 }
 
 impl Touched {
     fn sides(&self, context: &Context) -> Outcome<(Option<Side>, Option<Side>)> {
         let state = state();
-        let find = |range: Option<(Address, usize)>, access| {
-            range.map(|(address, bytes)| Side::find(&state, context, address, bytes, access)).transpose()
+        let (writer, reader) = self.by.unwrap_or((context.device, context.device));
+        let find = |range: Option<(Address, usize)>, device, access| {
+            range.map(|(address, bytes)| Side::find(&state, device, address, bytes, access, self.copies)).transpose()
         };
-        Ok((find(self.read, READ)?, find(self.written, READ_WRITE)?))
+        Ok((find(self.read, reader, READ)?, find(self.written, writer, READ_WRITE)?))
     }
 
     fn mappings(&self, context: &Context) -> Outcome<(Vec<u64>, Vec<u64>)> {
@@ -287,6 +307,11 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
     if let Work::Wait { address, width, until } = *work {
         return wait_for(context, address, width, until);
     }
+    match work {
+        Work::Several(all) => return all.iter().try_for_each(|work| execute_one(context, work)),
+        Work::Within { context, work } => return execute_one(context, work),
+        _ => (),
+    }
     let touched = work.touched();
     let at_first = touched.mappings(context)?;
     delay();
@@ -315,7 +340,7 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
 fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> Outcome {
     let mut bytes = [0; 8];
     loop {
-        let found = Side::find(&state(), context, address, width, READ)?;
+        let found = Side::find(&state(), context.device, address, width, READ, false)?;
         match found {
             // SAFETY: part of a backing that the piece keeps alive. The value is aligned, so it does not span pieces.
             Side::Device(pieces) => unsafe {
@@ -463,7 +488,7 @@ pub enum Sides {
 }
 
 /// Whether an address may be passed as a device address.
-fn is_device_address(state: &State, address: Address) -> bool {
+pub fn is_device_address(state: &State, address: Address) -> bool {
     state.space.is_device(address) || state.host.find(address).is_some()
 }
 
@@ -472,12 +497,15 @@ pub fn is_reachable(state: &State, address: Address, bytes: usize, device: usize
     !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
 }
 
-/// The checks of a copy call before anything is queued or captured.
-fn check_sides(state: &State, sides: Sides, to: Address, from: Address, bytes: usize, device: usize) -> Outcome {
+/// The checks of a copy call before anything is queued or captured. `by`: the devices that write and read.
+pub fn check_sides(state: &State, sides: Sides, to: Address, from: Address, bytes: usize, by: (usize, usize)) -> Outcome {
     let written = matches!(sides, Sides::Upload | Sides::Device);
     let read = matches!(sides, Sides::Download | Sides::Device);
     let wrong = (written && !is_device_address(state, to)) || (read && !is_device_address(state, from)) || to == 0 || from == 0;
-    let reachable = is_reachable(state, to, bytes, device, READ_WRITE) && is_reachable(state, from, bytes, device, READ);
+    let reaches = |address, device, access| {
+        !state.space.is_device(address) || state.space.touch_in_copy(address, bytes, device, access).is_ok()
+    };
+    let reachable = reaches(to, by.0, READ_WRITE) && reaches(from, by.1, READ);
     if wrong || !reachable { Err(INVALID_VALUE) } else { Ok(()) }
 }
 
@@ -490,10 +518,10 @@ pub fn copy_and_wait(sides: Sides, to: Address, from: Address, bytes: usize, str
     let both_on_devices = {
         let state = state();
         let device = context::current_in(&state.contexts)?.device;
-        check_sides(&state, sides, to, from, bytes, device)?;
+        check_sides(&state, sides, to, from, bytes, (device, device))?;
         state.space.is_device(to) && state.space.is_device(from)
     };
-    let work = Work::Copy { to, from, bytes };
+    let work = Work::Copy { to, from, bytes, by: None };
     if !both_on_devices {
         return stream::run(stream, work);
     }
@@ -512,10 +540,10 @@ pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream
     if bytes == 0 {
         return Ok(());
     }
-    check_sides(&state, sides, to, from, bytes, stream.context.device)?;
+    check_sides(&state, sides, to, from, bytes, (stream.context.device, stream.context.device))?;
     let pageable = |address| !is_device_address(&state, address);
     let (to_pageable, from_pageable) = (pageable(to), pageable(from));
-    let mut work = Work::Copy { to, from, bytes };
+    let mut work = Work::Copy { to, from, bytes, by: None };
     // A captured copy looks up its memory when the graph runs.
     if from_pageable && !state.captures.is_capturing(stream.handle) {
         // "If pageable memory must first be staged to pinned memory, the driver may synchronize with the stream and stage

@@ -7,6 +7,7 @@ use crate::abi::{
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
+use crate::shaped::{self, Copy2D, Copy3D, Reach, Until};
 use crate::pool::{PointerData, PoolProps};
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
 use crate::{capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
@@ -218,6 +219,42 @@ functions! {
     cuMemsetD32Async(to: Address, value: u32, count: usize, stream: Handle) Context Safe => copy::set(to, value, 4, count, stream);
     cuMemsetD32Async_ptsz(to: Address, value: u32, count: usize, stream: Handle) Context Safe => copy::set(to, value, 4, count, per_thread(stream));
 
+    // Several rows, two contexts, batches.
+    cuMemcpy2D_v2(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, LEGACY);
+    cuMemcpy2D_v2_ptds(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, PER_THREAD);
+    cuMemcpy2DUnaligned_v2(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, LEGACY);
+    cuMemcpy2DUnaligned_v2_ptds(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, PER_THREAD);
+    cuMemcpy3D_v2(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Done, LEGACY);
+    cuMemcpy3D_v2_ptds(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Done, PER_THREAD);
+    cuMemcpy3DPeer(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Done, LEGACY);
+    cuMemcpy3DPeer_ptds(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Done, PER_THREAD);
+    cuMemcpy2DAsync_v2(copy: In<Copy2D>, stream: Handle) Context Safe => shaped::copy_2d(copy, Until::Queued, stream);
+    cuMemcpy2DAsync_v2_ptsz(copy: In<Copy2D>, stream: Handle) Context Safe => shaped::copy_2d(copy, Until::Queued, per_thread(stream));
+    cuMemcpy3DAsync_v2(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Queued, stream);
+    cuMemcpy3DAsync_v2_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Queued, per_thread(stream));
+    cuMemcpy3DPeerAsync(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Queued, stream);
+    cuMemcpy3DPeerAsync_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Queued, per_thread(stream));
+    cuMemcpyPeer(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, LEGACY);
+    cuMemcpyPeer_ptds(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, PER_THREAD);
+    cuMemcpyPeerAsync(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, stream: Handle) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Queued, stream);
+    cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, _attribute_count: usize, _failed: Out<usize>, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, stream);
+    cuMemcpyBatchAsync_v2(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, _attribute_count: usize, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, stream);
+    cuMemcpyPeerAsync_ptsz(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, stream: Handle) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Queued, per_thread(stream));
+    cuMemcpyBatchAsync_ptsz(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, _attribute_count: usize, _failed: Out<usize>, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, per_thread(stream));
+    cuMemcpyBatchAsync_v2_ptsz(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, _attribute_count: usize, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, per_thread(stream));
+    cuMemsetD2D8_v2(to: Address, pitch: usize, value: u8, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 1, width, height, LEGACY);
+    cuMemsetD2D8_v2_ptds(to: Address, pitch: usize, value: u8, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 1, width, height, PER_THREAD);
+    cuMemsetD2D8Async(to: Address, pitch: usize, value: u8, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 1, width, height, stream);
+    cuMemsetD2D8Async_ptsz(to: Address, pitch: usize, value: u8, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 1, width, height, per_thread(stream));
+    cuMemsetD2D16_v2(to: Address, pitch: usize, value: u16, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 2, width, height, LEGACY);
+    cuMemsetD2D16_v2_ptds(to: Address, pitch: usize, value: u16, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 2, width, height, PER_THREAD);
+    cuMemsetD2D16Async(to: Address, pitch: usize, value: u16, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 2, width, height, stream);
+    cuMemsetD2D16Async_ptsz(to: Address, pitch: usize, value: u16, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 2, width, height, per_thread(stream));
+    cuMemsetD2D32_v2(to: Address, pitch: usize, value: u32, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value, 4, width, height, LEGACY);
+    cuMemsetD2D32_v2_ptds(to: Address, pitch: usize, value: u32, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value, 4, width, height, PER_THREAD);
+    cuMemsetD2D32Async(to: Address, pitch: usize, value: u32, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value, 4, width, height, stream);
+    cuMemsetD2D32Async_ptsz(to: Address, pitch: usize, value: u32, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value, 4, width, height, per_thread(stream));
+
     // Streams and events.
     cuStreamCreate(stream: Out<Handle>, flags: u32) Context Safe => stream::create(stream, flags);
     cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) Context Safe => stream::create_with_priority(stream, flags, priority);
@@ -239,6 +276,8 @@ functions! {
     cuStreamGetFlags_ptsz(stream: Handle, flags: Out<u32>) Context Safe => stream::get_flags(per_thread(stream), flags);
     cuStreamGetPriority(stream: Handle, priority: Out<i32>) Context Safe => stream::get_priority(stream, priority);
     cuStreamGetPriority_ptsz(stream: Handle, priority: Out<i32>) Context Safe => stream::get_priority(per_thread(stream), priority);
+    cuStreamWriteValue32_v2(stream: Handle, address: Address, value: u32, _flags: u32) Context Safe => copy::set(address, value, 4, 1, stream);
+    cuStreamWriteValue32_v2_ptsz(stream: Handle, address: Address, value: u32, _flags: u32) Context Safe => copy::set(address, value, 4, 1, per_thread(stream));
     cuStreamWaitValue32_v2(stream: Handle, address: Address, value: u32, flags: u32) Context Safe => stream::wait_value(stream, address, value.into(), 4, flags);
     cuStreamWaitValue32_v2_ptsz(stream: Handle, address: Address, value: u32, flags: u32) Context Safe => stream::wait_value(per_thread(stream), address, value.into(), 4, flags);
     cuStreamWaitValue64_v2(stream: Handle, address: Address, value: u64, flags: u32) Context Safe => stream::wait_value(stream, address, value, 8, flags);
@@ -274,6 +313,7 @@ functions! {
     cuThreadExchangeStreamCaptureMode(mode: Out<u32>) Init Safe => capture::exchange_mode(mode);
     cuGraphCreate(graph: Out<Handle>, flags: u32) Init Safe => graph::create(graph, flags);
     cuGraphDestroy(graph: Handle) Init Safe => graph::destroy(graph);
+    cuGraphAddMemcpyNode(node: Out<Handle>, graph: Handle, _after: In<Handle>, _after_count: usize, copy: In<Copy3D>, context: Handle) Init Safe => shaped::add_copy(node, graph, copy, context);
     cuGraphGetNodes(graph: Handle, nodes: Out<Handle>, count: Out<usize>) Init Safe => graph::nodes(graph, nodes, count);
     cuGraphInstantiate_v2(executable: Out<Handle>, graph: Handle, _node: *mut c_void, _log: *mut c_char, _room: usize) Context Safe => graph::instantiate(executable, graph);
     cuGraphInstantiateWithFlags(executable: Out<Handle>, graph: Handle, _flags: u64) Context Safe => graph::instantiate(executable, graph);

@@ -1,4 +1,4 @@
-//! Graphs: the nodes collected by a capture, replayed in capture order.
+//! Graphs: the nodes collected by a capture, or added one by one, replayed in that order.
 
 use crate::abi::{Handle, InstantiateParams, Out};
 use crate::codes::{INVALID_HANDLE, INVALID_VALUE, Outcome};
@@ -30,6 +30,15 @@ impl Graphs {
         let handles = nodes.iter().map(|_| driver::new_handle()).collect();
         self.graphs.insert(handle, Graph { nodes: nodes.into(), handles });
         handle
+    }
+
+    /// Adds a node to a graph.
+    pub fn push(&mut self, graph: Handle, work: Work) -> Outcome<Handle> {
+        let graph = self.graphs.get_mut(&graph).ok_or(INVALID_VALUE)?;
+        let handle = driver::new_handle();
+        graph.nodes = graph.nodes.iter().cloned().chain([work]).collect();
+        graph.handles.push(handle);
+        Ok(handle)
     }
 
     /// Number of graphs and executable graphs.

@@ -14,7 +14,7 @@
 //! - [`memory`]: the `cuMemAlloc` family, pointer attributes; [`pool`]: memory pools;
 //! - [`host`]: pinned and registered host memory;
 //! - [`kernel`]: modules and launches of known kernels; [`waiting`]: those that wait for other processes or the host;
-//! - [`stream`]: streams, events and synchronisation; [`mod@copy`]: stream operations;
+//! - [`stream`]: streams, events and synchronisation; [`mod@copy`]: stream operations; [`shaped`]: copies of several rows and contexts;
 //! - [`capture`] and [`graph`]: operations that are recorded and replayed;
 //! - [`checkpoint`]: what other processes do to a process;
 //! - [`nvml`]: the monitoring functions.
@@ -47,6 +47,7 @@ pub mod memory;
 pub mod nvml;
 pub mod pool;
 pub mod settings;
+pub mod shaped;
 pub mod sharing;
 pub mod stream;
 pub mod vmm;

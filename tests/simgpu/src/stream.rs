@@ -353,7 +353,7 @@ fn submit_after(state: &mut State, stream: &Arc<Stream>, work: Work, mut after: 
     stream.context.check()?;
     let State { streams, captures, .. } = state;
     if captures.is_capturing(stream.handle) {
-        captures.add(stream.handle, work)?;
+        captures.add(stream, work)?;
         return Ok(None);
     }
     if stream.is_legacy() {

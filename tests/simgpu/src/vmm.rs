@@ -254,6 +254,10 @@ pub enum Purpose {
 }
 
 impl Purpose {
+    fn is_copied_from_everywhere(self) -> bool {
+        !matches!(self, Self::Virtual | Self::Plain { pool: Some(_), .. })
+    }
+
     /// The memory pool that it came from.
     pub fn pool(self) -> Option<Handle> {
         if let Self::Plain { pool, .. } = self { pool } else { None }
@@ -386,6 +390,13 @@ impl Space {
             at += bytes as u64;
         }
         Ok(pieces)
+    }
+
+    /// The same for a copy: the driver finds its way to memory of `cuMemAlloc` on any device, whether or not peer access is enabled. To
+    /// virtual memory and that of pools it does not.
+    pub fn touch_in_copy(&self, address: Address, bytes: usize, device: usize, access: u32) -> Outcome<Vec<Piece>> {
+        let of_owner = self.find(address).filter(|range| range.purpose.is_copied_from_everywhere());
+        self.touch(address, bytes, of_owner.map_or(device, |range| range.device), access)
     }
 
     /// Number of ranges reserved by `cuMemAddressReserve`.
