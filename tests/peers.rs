@@ -12,7 +12,7 @@ use std::process::Command;
 use std::ptr;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::{ContextHandle, Current, StreamHandle};
-use vramctl_intercept::{entries, hooks};
+use vramctl_intercept::{entries, hooks, launch};
 use vramctl_model::ObstacleKind;
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
@@ -419,4 +419,25 @@ assert cuda.cudaDeviceDisablePeerAccess(1) == 705
             .unwrap();
         assert!(output.status.success(), "{way}: {output:?}");
     }
+}
+
+/// A copy that names contexts needs no access, so a pause waits for those of every device.
+#[test]
+fn copies_between_contexts_are_waited_for() {
+    let gpu = take();
+    // A pause that copies nothing takes no time otherwise.
+    let address = there(common::DISCARDED_TAG);
+    let (stream, here) = (Stream::create(), malloc_tagged("here", None, 2 * MIB).unwrap());
+    let word = |handle: ContextHandle| handle.address() as usize;
+    let peer = Current::primary_of(PEER).unwrap().unwrap().handle();
+    gpu.set_op_delay_ms(200);
+    let copied =
+        unsafe { launch::cuMemcpyPeerAsync(here as usize, word(peer), address as usize, word(owner()), 2 * MIB, stream.0 as usize) };
+    assert_eq!(copied, 0);
+    pause(&[common::DISCARDED_TAG]).unwrap();
+    gpu.set_op_delay_ms(0);
+    assert_eq!(stream.synchronize(), 0, "nothing was taken from under the copy");
+    resume(&[]).unwrap();
+    assert_eq!(free(here), 0);
+    release([address]);
 }

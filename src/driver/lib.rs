@@ -3,6 +3,7 @@
 //! No other crate calls the driver, and this one knows nothing of tags, backups or sockets.
 
 mod account;
+mod between;
 pub mod checkpoint;
 mod context;
 mod copy;
@@ -18,6 +19,7 @@ mod vmm;
 mod work;
 
 pub use account::{Account, device_memory};
+pub use between::{CopyBetween, CopySide, NodeParameters, Plane};
 pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle, StreamId};
 pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
 pub use cudarc::driver::sys::{

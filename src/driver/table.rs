@@ -4,6 +4,7 @@
 //! [`code::NOT_FOUND`]. cudarc's loader would panic instead and take the host process down, so only its types and constants
 //! are used here.
 
+use crate::between::CopyBetween;
 use crate::checkpoint::{LockArgs, NoArgs, RestoreArgs};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule,
@@ -149,6 +150,7 @@ driver_functions! {
     cuMemFreeHost(address: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    cuMemcpy3DPeerAsync(copy: *const CopyBetween, stream: CUstream);
 }
 
 impl Driver {

@@ -11,12 +11,12 @@ use crate::call::{call, passes};
 use crate::driver_functions;
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, proc_address, queries, register, share, streams, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, proc_address, queries, reach, register, share, streams, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
-    ContextHandle, StreamHandle,
+    ContextHandle, CopyBetween, NodeParameters, StreamHandle,
 };
 use vramctl_host::guarded;
 use vramctl_model::{StatusCode, code};

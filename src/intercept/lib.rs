@@ -22,6 +22,7 @@ mod peers;
 mod pools;
 mod proc_address;
 mod queries;
+mod reach;
 mod real;
 mod register;
 pub mod resolve;

@@ -135,8 +135,12 @@ pub enum Effect {
     Resolves,
     /// Starts kernels, graphs or host functions.
     Launches,
-    /// Writes device memory: copies, sets, prefetches.
+    /// Copies, by finding its own way to plain memory ([`reach`](crate::reach)).
     Copies,
+    /// The same, naming a context for each side.
+    Crosses,
+    /// Writes device memory otherwise: sets, prefetches.
+    Writes,
     /// Waits for or writes a value in stream order.
     Signals,
     /// Waits for work on the host. Its handler runs after it.
@@ -270,6 +274,19 @@ macro_rules! driver_functions {
         Streams cuStreamEndCapture "cuStreamEndCapture" 10000 Plain (stream: StreamHandle, graph: *mut *mut c_void) => streams::end;
         Streams cuStreamEndCapture_ptsz "cuStreamEndCapture" 10000 PerThread (stream: StreamHandle, graph: *mut *mut c_void) => streams::end_ptsz;
 
+        Copies cuGraphAddMemcpyNode "cuGraphAddMemcpyNode" 10000 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize, copy: *const CopyBetween, context: ContextHandle) => reach::add_copy_node;
+        Copies cuGraphAddMemsetNode "cuGraphAddMemsetNode" 10000 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize, set: *const CUdeviceptr, context: ContextHandle) => reach::add_set_node;
+        Copies cuGraphAddNode "cuGraphAddNode" 12020 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize, parameters: *const NodeParameters) => reach::add_node;
+        Copies cuGraphAddNode_v2 "cuGraphAddNode" 12030 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, edges: *const c_void, count: usize, parameters: *const NodeParameters) => reach::add_node_v2;
+        Copies cuGraphAddNode_v3 "cuGraphAddNode" 13040 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, edges: *const c_void, count: usize, parameters: *const NodeParameters) => reach::add_node_v3;
+        Copies cuGraphMemcpyNodeSetParams "cuGraphMemcpyNodeSetParams" 10000 Plain (node: *mut c_void, copy: *const CopyBetween) => reach::change_copy_node;
+        Copies cuGraphMemsetNodeSetParams "cuGraphMemsetNodeSetParams" 10000 Plain (node: *mut c_void, set: *const CUdeviceptr) => reach::change_set_node;
+        Copies cuGraphNodeSetParams "cuGraphNodeSetParams" 12020 Plain (node: *mut c_void, parameters: *const NodeParameters) => reach::change_node;
+        Copies cuGraphNodeSetParams_v2 "cuGraphNodeSetParams" 13040 Plain (node: *mut c_void, parameters: *const NodeParameters) => reach::change_node_v2;
+        Copies cuGraphExecMemcpyNodeSetParams "cuGraphExecMemcpyNodeSetParams" 10020 Plain (executable: *mut c_void, node: *mut c_void, copy: *const CopyBetween, context: ContextHandle) => reach::change_copy_in;
+        Copies cuGraphExecMemsetNodeSetParams "cuGraphExecMemsetNodeSetParams" 10020 Plain (executable: *mut c_void, node: *mut c_void, set: *const CUdeviceptr, context: ContextHandle) => reach::change_set_in;
+        Copies cuGraphExecNodeSetParams "cuGraphExecNodeSetParams" 12020 Plain (executable: *mut c_void, node: *mut c_void, parameters: *const NodeParameters) => reach::change_node_in;
+
         Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => proc_address::get_proc_address;
         Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => proc_address::get_proc_address_v2;
     } };
@@ -317,20 +334,20 @@ macro_rules! gated_functions {
             Launches cuStreamAddCallback "cuStreamAddCallback" 5000 Plain (a b c d);
             Launches cuStreamAddCallback_ptsz "cuStreamAddCallback" 7000 PerThread (a b c d);
 
-            Copies cuFabricCpyBatchAsync_ptsz "cuFabricCpyBatchAsync" 13050 PerThread (a b c d);
-            Copies cuFabricCpyBatchAsync "cuFabricCpyBatchAsync" 13050 Plain (a b c d);
-            Copies cuMemBatchDecompressAsync "cuMemBatchDecompressAsync" 12060 Plain (a b c d e);
-            Copies cuMemBatchDecompressAsync_ptsz "cuMemBatchDecompressAsync" 12060 PerThread (a b c d e);
-            Copies cuMemDiscardAndPrefetchBatchAsync "cuMemDiscardAndPrefetchBatchAsync" 13000 Plain (a b c d e f g h);
-            Copies cuMemDiscardAndPrefetchBatchAsync_ptsz "cuMemDiscardAndPrefetchBatchAsync" 13000 PerThread (a b c d e f g h);
-            Copies cuMemDiscardBatchAsync "cuMemDiscardBatchAsync" 13000 Plain (a b c d e);
-            Copies cuMemDiscardBatchAsync_ptsz "cuMemDiscardBatchAsync" 13000 PerThread (a b c d e);
-            Copies cuMemPrefetchAsync "cuMemPrefetchAsync" 8000 Plain (a b c d);
-            Copies cuMemPrefetchAsync_ptsz "cuMemPrefetchAsync" 8000 PerThread (a b c d);
-            Copies cuMemPrefetchAsync_v2 "cuMemPrefetchAsync" 12020 Plain (a b c d e);
-            Copies cuMemPrefetchAsync_v2_ptsz "cuMemPrefetchAsync" 12020 PerThread (a b c d e);
-            Copies cuMemPrefetchBatchAsync "cuMemPrefetchBatchAsync" 13000 Plain (a b c d e f g h);
-            Copies cuMemPrefetchBatchAsync_ptsz "cuMemPrefetchBatchAsync" 13000 PerThread (a b c d e f g h);
+            Writes cuFabricCpyBatchAsync_ptsz "cuFabricCpyBatchAsync" 13050 PerThread (a b c d);
+            Writes cuFabricCpyBatchAsync "cuFabricCpyBatchAsync" 13050 Plain (a b c d);
+            Writes cuMemBatchDecompressAsync "cuMemBatchDecompressAsync" 12060 Plain (a b c d e);
+            Writes cuMemBatchDecompressAsync_ptsz "cuMemBatchDecompressAsync" 12060 PerThread (a b c d e);
+            Writes cuMemDiscardAndPrefetchBatchAsync "cuMemDiscardAndPrefetchBatchAsync" 13000 Plain (a b c d e f g h);
+            Writes cuMemDiscardAndPrefetchBatchAsync_ptsz "cuMemDiscardAndPrefetchBatchAsync" 13000 PerThread (a b c d e f g h);
+            Writes cuMemDiscardBatchAsync "cuMemDiscardBatchAsync" 13000 Plain (a b c d e);
+            Writes cuMemDiscardBatchAsync_ptsz "cuMemDiscardBatchAsync" 13000 PerThread (a b c d e);
+            Writes cuMemPrefetchAsync "cuMemPrefetchAsync" 8000 Plain (a b c d);
+            Writes cuMemPrefetchAsync_ptsz "cuMemPrefetchAsync" 8000 PerThread (a b c d);
+            Writes cuMemPrefetchAsync_v2 "cuMemPrefetchAsync" 12020 Plain (a b c d e);
+            Writes cuMemPrefetchAsync_v2_ptsz "cuMemPrefetchAsync" 12020 PerThread (a b c d e);
+            Writes cuMemPrefetchBatchAsync "cuMemPrefetchBatchAsync" 13000 Plain (a b c d e f g h);
+            Writes cuMemPrefetchBatchAsync_ptsz "cuMemPrefetchBatchAsync" 13000 PerThread (a b c d e f g h);
             Copies cuMemcpy "cuMemcpy" 4000 Plain (a b c);
             Copies cuMemcpy_ptds "cuMemcpy" 7000 PerThread (a b c);
             Copies cuMemcpy2D "cuMemcpy2D" 2000 Plain (a);
@@ -352,10 +369,10 @@ macro_rules! gated_functions {
             Copies cuMemcpy3DBatchAsync_ptsz "cuMemcpy3DBatchAsync" 12080 PerThread (a b c d e);
             Copies cuMemcpy3DBatchAsync_v2 "cuMemcpy3DBatchAsync" 13000 Plain (a b c d);
             Copies cuMemcpy3DBatchAsync_v2_ptsz "cuMemcpy3DBatchAsync" 13000 PerThread (a b c d);
-            Copies cuMemcpy3DPeer "cuMemcpy3DPeer" 4000 Plain (a);
-            Copies cuMemcpy3DPeer_ptds "cuMemcpy3DPeer" 7000 PerThread (a);
-            Copies cuMemcpy3DPeerAsync "cuMemcpy3DPeerAsync" 4000 Plain (a b);
-            Copies cuMemcpy3DPeerAsync_ptsz "cuMemcpy3DPeerAsync" 7000 PerThread (a b);
+            Crosses cuMemcpy3DPeer "cuMemcpy3DPeer" 4000 Plain (a);
+            Crosses cuMemcpy3DPeer_ptds "cuMemcpy3DPeer" 7000 PerThread (a);
+            Crosses cuMemcpy3DPeerAsync "cuMemcpy3DPeerAsync" 4000 Plain (a b);
+            Crosses cuMemcpy3DPeerAsync_ptsz "cuMemcpy3DPeerAsync" 7000 PerThread (a b);
             Copies cuMemcpy3DWithAttributesAsync "cuMemcpy3DWithAttributesAsync" 13020 Plain (a b c);
             Copies cuMemcpy3DWithAttributesAsync_ptsz "cuMemcpy3DWithAttributesAsync" 13020 PerThread (a b c);
             Copies cuMemcpyAsync "cuMemcpyAsync" 4000 Plain (a b c d);
@@ -403,44 +420,44 @@ macro_rules! gated_functions {
             Copies cuMemcpyHtoDAsync "cuMemcpyHtoDAsync" 2000 Plain (a b c d);
             Copies cuMemcpyHtoDAsync_v2 "cuMemcpyHtoDAsync" 3020 Plain (a b c d);
             Copies cuMemcpyHtoDAsync_v2_ptsz "cuMemcpyHtoDAsync" 7000 PerThread (a b c d);
-            Copies cuMemcpyPeer "cuMemcpyPeer" 4000 Plain (a b c d e);
-            Copies cuMemcpyPeer_ptds "cuMemcpyPeer" 7000 PerThread (a b c d e);
-            Copies cuMemcpyPeerAsync "cuMemcpyPeerAsync" 4000 Plain (a b c d e f);
-            Copies cuMemcpyPeerAsync_ptsz "cuMemcpyPeerAsync" 7000 PerThread (a b c d e f);
+            Crosses cuMemcpyPeer "cuMemcpyPeer" 4000 Plain (a b c d e);
+            Crosses cuMemcpyPeer_ptds "cuMemcpyPeer" 7000 PerThread (a b c d e);
+            Crosses cuMemcpyPeerAsync "cuMemcpyPeerAsync" 4000 Plain (a b c d e f);
+            Crosses cuMemcpyPeerAsync_ptsz "cuMemcpyPeerAsync" 7000 PerThread (a b c d e f);
             Copies cuMemcpyWithAttributesAsync "cuMemcpyWithAttributesAsync" 13020 Plain (a b c d e);
             Copies cuMemcpyWithAttributesAsync_ptsz "cuMemcpyWithAttributesAsync" 13020 PerThread (a b c d e);
-            Copies cuMemsetD16 "cuMemsetD16" 2000 Plain (a b c);
-            Copies cuMemsetD16_v2 "cuMemsetD16" 3020 Plain (a b c);
-            Copies cuMemsetD16_v2_ptds "cuMemsetD16" 7000 PerThread (a b c);
-            Copies cuMemsetD16Async "cuMemsetD16Async" 3020 Plain (a b c d);
-            Copies cuMemsetD16Async_ptsz "cuMemsetD16Async" 7000 PerThread (a b c d);
-            Copies cuMemsetD2D16 "cuMemsetD2D16" 2000 Plain (a b c d e);
-            Copies cuMemsetD2D16_v2 "cuMemsetD2D16" 3020 Plain (a b c d e);
-            Copies cuMemsetD2D16_v2_ptds "cuMemsetD2D16" 7000 PerThread (a b c d e);
-            Copies cuMemsetD2D16Async "cuMemsetD2D16Async" 3020 Plain (a b c d e f);
-            Copies cuMemsetD2D16Async_ptsz "cuMemsetD2D16Async" 7000 PerThread (a b c d e f);
-            Copies cuMemsetD2D32 "cuMemsetD2D32" 2000 Plain (a b c d e);
-            Copies cuMemsetD2D32_v2 "cuMemsetD2D32" 3020 Plain (a b c d e);
-            Copies cuMemsetD2D32_v2_ptds "cuMemsetD2D32" 7000 PerThread (a b c d e);
-            Copies cuMemsetD2D32Async "cuMemsetD2D32Async" 3020 Plain (a b c d e f);
-            Copies cuMemsetD2D32Async_ptsz "cuMemsetD2D32Async" 7000 PerThread (a b c d e f);
-            Copies cuMemsetD2D8 "cuMemsetD2D8" 2000 Plain (a b c d e);
-            Copies cuMemsetD2D8_v2 "cuMemsetD2D8" 3020 Plain (a b c d e);
-            Copies cuMemsetD2D8_v2_ptds "cuMemsetD2D8" 7000 PerThread (a b c d e);
-            Copies cuMemsetD2D8Async "cuMemsetD2D8Async" 3020 Plain (a b c d e f);
-            Copies cuMemsetD2D8Async_ptsz "cuMemsetD2D8Async" 7000 PerThread (a b c d e f);
-            Copies cuMemsetD32 "cuMemsetD32" 2000 Plain (a b c);
-            Copies cuMemsetD32_v2 "cuMemsetD32" 3020 Plain (a b c);
-            Copies cuMemsetD32_v2_ptds "cuMemsetD32" 7000 PerThread (a b c);
-            Copies cuMemsetD32Async "cuMemsetD32Async" 3020 Plain (a b c d);
-            Copies cuMemsetD32Async_ptsz "cuMemsetD32Async" 7000 PerThread (a b c d);
-            Copies cuMemsetD8 "cuMemsetD8" 2000 Plain (a b c);
-            Copies cuMemsetD8_v2 "cuMemsetD8" 3020 Plain (a b c);
-            Copies cuMemsetD8_v2_ptds "cuMemsetD8" 7000 PerThread (a b c);
-            Copies cuMemsetD8Async "cuMemsetD8Async" 3020 Plain (a b c d);
-            Copies cuMemsetD8Async_ptsz "cuMemsetD8Async" 7000 PerThread (a b c d);
-            Copies cuStreamAttachMemAsync "cuStreamAttachMemAsync" 6000 Plain (a b c d);
-            Copies cuStreamAttachMemAsync_ptsz "cuStreamAttachMemAsync" 7000 PerThread (a b c d);
+            Writes cuMemsetD16 "cuMemsetD16" 2000 Plain (a b c);
+            Writes cuMemsetD16_v2 "cuMemsetD16" 3020 Plain (a b c);
+            Writes cuMemsetD16_v2_ptds "cuMemsetD16" 7000 PerThread (a b c);
+            Writes cuMemsetD16Async "cuMemsetD16Async" 3020 Plain (a b c d);
+            Writes cuMemsetD16Async_ptsz "cuMemsetD16Async" 7000 PerThread (a b c d);
+            Writes cuMemsetD2D16 "cuMemsetD2D16" 2000 Plain (a b c d e);
+            Writes cuMemsetD2D16_v2 "cuMemsetD2D16" 3020 Plain (a b c d e);
+            Writes cuMemsetD2D16_v2_ptds "cuMemsetD2D16" 7000 PerThread (a b c d e);
+            Writes cuMemsetD2D16Async "cuMemsetD2D16Async" 3020 Plain (a b c d e f);
+            Writes cuMemsetD2D16Async_ptsz "cuMemsetD2D16Async" 7000 PerThread (a b c d e f);
+            Writes cuMemsetD2D32 "cuMemsetD2D32" 2000 Plain (a b c d e);
+            Writes cuMemsetD2D32_v2 "cuMemsetD2D32" 3020 Plain (a b c d e);
+            Writes cuMemsetD2D32_v2_ptds "cuMemsetD2D32" 7000 PerThread (a b c d e);
+            Writes cuMemsetD2D32Async "cuMemsetD2D32Async" 3020 Plain (a b c d e f);
+            Writes cuMemsetD2D32Async_ptsz "cuMemsetD2D32Async" 7000 PerThread (a b c d e f);
+            Writes cuMemsetD2D8 "cuMemsetD2D8" 2000 Plain (a b c d e);
+            Writes cuMemsetD2D8_v2 "cuMemsetD2D8" 3020 Plain (a b c d e);
+            Writes cuMemsetD2D8_v2_ptds "cuMemsetD2D8" 7000 PerThread (a b c d e);
+            Writes cuMemsetD2D8Async "cuMemsetD2D8Async" 3020 Plain (a b c d e f);
+            Writes cuMemsetD2D8Async_ptsz "cuMemsetD2D8Async" 7000 PerThread (a b c d e f);
+            Writes cuMemsetD32 "cuMemsetD32" 2000 Plain (a b c);
+            Writes cuMemsetD32_v2 "cuMemsetD32" 3020 Plain (a b c);
+            Writes cuMemsetD32_v2_ptds "cuMemsetD32" 7000 PerThread (a b c);
+            Writes cuMemsetD32Async "cuMemsetD32Async" 3020 Plain (a b c d);
+            Writes cuMemsetD32Async_ptsz "cuMemsetD32Async" 7000 PerThread (a b c d);
+            Writes cuMemsetD8 "cuMemsetD8" 2000 Plain (a b c);
+            Writes cuMemsetD8_v2 "cuMemsetD8" 3020 Plain (a b c);
+            Writes cuMemsetD8_v2_ptds "cuMemsetD8" 7000 PerThread (a b c);
+            Writes cuMemsetD8Async "cuMemsetD8Async" 3020 Plain (a b c d);
+            Writes cuMemsetD8Async_ptsz "cuMemsetD8Async" 7000 PerThread (a b c d);
+            Writes cuStreamAttachMemAsync "cuStreamAttachMemAsync" 6000 Plain (a b c d);
+            Writes cuStreamAttachMemAsync_ptsz "cuStreamAttachMemAsync" 7000 PerThread (a b c d);
 
             Signals cuSignalExternalSemaphoresAsync "cuSignalExternalSemaphoresAsync" 10000 Plain (a b c d);
             Signals cuSignalExternalSemaphoresAsync_ptsz "cuSignalExternalSemaphoresAsync" 10000 PerThread (a b c d);

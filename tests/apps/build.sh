@@ -100,6 +100,7 @@ compile handlers handlers.c
 compile hog hog.c pattern.c
 compile overhead overhead.c
 compile overhead_driver overhead_driver.c
+compile copies copies.c
 compile odd odd.c
 compile stream_ordered stream_ordered.c
 compile torture torture.c

@@ -29,6 +29,7 @@ mod under_way;
 pub use allocation::Allocation;
 pub use handles::is_ours;
 pub use origin::Origin;
+pub use peers::note_crossing;
 pub use region::Placement;
 pub use registered::{Binding, RegisteredUntil};
 
@@ -326,7 +327,8 @@ impl Memory {
         drain::wait(contexts)
     }
 
-    /// The contexts whose work may use these allocations: every context of their devices and of peers with access.
+    /// The contexts whose work may use these allocations: every context of their devices and of peers with access, and of all devices once
+    /// a copy has named contexts.
     pub(crate) fn contexts_that_use<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> BTreeSet<Context> {
         let (mut owners, mut devices) = (BTreeSet::new(), BTreeSet::new());
         for allocation in allocations {
@@ -335,6 +337,9 @@ impl Memory {
         }
         devices.extend(&owners);
         devices.extend(self.peers.of_owners(&owners));
+        if peers::has_crossed() {
+            devices.extend(driver::devices());
+        }
         devices.extend(borrow::contexts().into_iter().filter_map(contexts::device_of));
         contexts::of_devices(&devices)
     }

@@ -7,7 +7,7 @@
 use super::{Allocation, Memory};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{self as driver, Access, CUdevice, Context, Current};
 use vramctl_host::Unpoison;
@@ -29,6 +29,8 @@ struct Enabled {
     /// `cuCtxEnablePeerAccess`: for each pair the contexts of both, because each context enables and disables access for itself. A pair
     /// without contexts has no entry.
     contexts: BTreeMap<Pair, BTreeSet<(Context, Context)>>,
+    /// Opened for copies, which may reach plain memory from everywhere ([`Memory::open_to_copies`]).
+    copies: BTreeSet<Pair>,
     /// `cuMemPoolSetAccess`: what the device may do with memory from the other's default pool, if anything.
     pools: BTreeMap<Pair, Access>,
 }
@@ -36,6 +38,11 @@ struct Enabled {
 impl Enabled {
     fn pairs(&self) -> BTreeSet<Pair> {
         self.contexts.keys().chain(self.pools.keys()).copied().collect()
+    }
+
+    /// Whether the device may use the other's memory of `cudaMalloc`.
+    fn is_open(&self, pair: Pair) -> bool {
+        self.contexts.contains_key(&pair) || self.copies.contains(&pair)
     }
 
     fn of_pool(&self, (device, owner): Pair) -> Access {
@@ -57,14 +64,16 @@ impl Peers {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// All pairs.
+    /// The pairs that the program has enabled.
     pub fn pairs(&self) -> BTreeSet<Pair> {
         self.read().pairs()
     }
 
     /// The devices that may use memory of these.
     pub fn of_owners(&self, owners: &BTreeSet<CUdevice>) -> BTreeSet<CUdevice> {
-        self.pairs().into_iter().filter(|(_, owner)| owners.contains(owner)).map(|(device, _)| device).collect()
+        let enabled = self.read();
+        let pairs = enabled.pairs().into_iter().chain(enabled.copies.iter().copied());
+        pairs.filter(|(_, owner)| owners.contains(owner)).map(|(device, _)| device).collect()
     }
 
     /// The contexts that may use plain memory of a device.
@@ -81,7 +90,8 @@ impl Peers {
         let others: Vec<_> = if from_pool {
             enabled.pools.iter().filter(|(pair, _)| of_owner(pair)).map(|(_, access)| *access).collect()
         } else {
-            enabled.contexts.keys().filter(|pair| of_owner(pair)).map(|(device, _)| Access::of_device(*device)).collect()
+            let open: BTreeSet<_> = enabled.contexts.keys().chain(&enabled.copies).filter(|pair| of_owner(pair)).collect();
+            open.into_iter().map(|(device, _)| Access::of_device(*device)).collect()
         };
         std::iter::once(Access::of_device(owner)).chain(others).collect()
     }
@@ -99,6 +109,22 @@ impl Peers {
     }
 }
 
+/// Whether a copy has named a context for each side. Such copies need no access: any context's work may reach any memory.
+static CROSSED: AtomicBool = AtomicBool::new(false);
+
+/// Records that a copy is about to name a context for each side.
+#[inline]
+pub fn note_crossing() {
+    if !CROSSED.load(Ordering::Relaxed) {
+        CROSSED.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whether one has.
+pub(super) fn has_crossed() -> bool {
+    CROSSED.load(Ordering::Relaxed)
+}
+
 /// The devices of two contexts, which pauses then know of.
 fn pair_of(current: &Current, other: Context) -> Result<Pair, Failure> {
     let other = Current::push(other)?;
@@ -112,7 +138,7 @@ impl Memory {
     pub fn enable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
         let pair = pair_of(current, other)?;
         let _exclusive = self.exclude();
-        if !self.peers.read().contexts.contains_key(&pair) {
+        if !self.peers.read().is_open(pair) {
             self.set_device_access(pair.1, false, &[Access::of_device(pair.0)], &[Access::none(pair.0)])?;
         }
         self.peers.write().contexts.entry(pair).or_default().insert((current.context(), other));
@@ -139,6 +165,33 @@ impl Memory {
         }
         self.peers.forget(|one| *one == contexts);
         Ok(())
+    }
+
+    /// Opens plain memory of these devices, present and future, to the process's other devices, for copies that plain memory of CUDA's own
+    /// permits without enabled peer access. Where no path connects two devices, nothing changes. Returns whether anything did.
+    ///
+    /// More than CUDA permits: a kernel of the other device, which would fail with an illegal address, can then use the memory too.
+    pub fn open_to_copies(&self, owners: &BTreeSet<CUdevice>) -> Result<bool, Error> {
+        contexts::of_devices(&driver::devices().collect());
+        let devices = contexts::devices();
+        let _exclusive = self.exclude_awake()?;
+        let mut any = false;
+        for owner in owners {
+            let is_new = |device: &CUdevice| {
+                let pair = (*device, *owner);
+                device != owner && !self.peers.read().is_open(pair) && Access::of_device(*device).check(*owner).is_ok()
+            };
+            let new: Vec<_> = devices.iter().copied().filter(is_new).collect();
+            if new.is_empty() {
+                continue;
+            }
+            let access: Vec<_> = new.iter().copied().map(Access::of_device).collect();
+            let before: Vec<_> = new.iter().copied().map(Access::none).collect();
+            self.set_device_access(*owner, false, &access, &before)?;
+            self.peers.write().copies.extend(new.into_iter().map(|device| (device, *owner)));
+            any = true;
+        }
+        Ok(any)
     }
 
     /// Sets what other devices may do with memory from a device's default pool, present and future. On error nothing changes.

@@ -185,7 +185,8 @@ impl Captures {
             Work::Marker => {}
             // A graph launched into a capture becomes a child graph; here its nodes are inlined.
             Work::Graph { nodes } => capture.nodes.extend(nodes.iter().cloned()),
-            node if context.handle == capture.context => capture.nodes.push(node),
+            node if context.handle == capture.context && !matches!(node, Work::Fill { .. }) => capture.nodes.push(node),
+            // The target of a memset is checked when the graph is instantiated, in whichever context.
             node => capture.nodes.push(Work::Within { context: Arc::clone(context), work: Arc::new(node) }),
         }
         Ok(())

@@ -4,7 +4,7 @@ use crate::abi::{Handle, Out};
 use crate::capture;
 use crate::codes::{
     CONTEXT_IS_DESTROYED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome,
-    PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED,
+    PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED, PEER_ACCESS_UNSUPPORTED,
 };
 use crate::driver::{self, State, machine, settings, state};
 use crate::pool;
@@ -124,6 +124,12 @@ impl Contexts {
     /// Fails if the process can no longer have a context on a device.
     fn admit(&self, device: usize) -> Outcome {
         if self.lost.contains(&device) { Err(DEVICE_UNAVAILABLE) } else { Ok(()) }
+    }
+
+    /// Whether a context of the device has access to plain memory of one of the other's.
+    pub fn are_peers(&self, device: usize, owner: usize) -> bool {
+        let is_of = |handle: &Handle, device| self.known.get(handle).is_some_and(|context| context.device == device);
+        self.peers.iter().any(|(from, to)| is_of(from, device) && is_of(to, owner))
     }
 
     /// Number of live contexts.
@@ -447,10 +453,15 @@ pub fn record_event(context: Handle, event: Handle) -> Outcome {
     state.streams.record(event, &context, pending)
 }
 
-/// `cuDeviceCanAccessPeer`: all simulated devices can access each other.
+/// Whether one device's memory can be reached from the other: from all, unless the machine has no paths between its devices.
+pub fn has_path(device: usize, owner: usize) -> bool {
+    device == owner || !settings().no_p2p
+}
+
+/// `cuDeviceCanAccessPeer`.
 pub fn can_access_peer(answer: Out<i32>, device: i32, peer: i32) -> Outcome {
     let (device, peer) = (driver::device(device)?, driver::device(peer)?);
-    answer.put(i32::from(device != peer))
+    answer.put(i32::from(device != peer && has_path(device, peer)))
 }
 
 /// `cuCtxEnablePeerAccess`.
@@ -463,6 +474,9 @@ pub fn enable_peer(peer: Handle, flags: u32) -> Outcome {
     }
     if peer.device == context.device {
         return Err(INVALID_DEVICE);
+    }
+    if !has_path(context.device, peer.device) {
+        return Err(PEER_ACCESS_UNSUPPORTED);
     }
     if state.contexts.peers.insert((context.handle, peer.handle)) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
 }

@@ -29,7 +29,7 @@ pub enum Work {
         from: Address,
         /// Number of bytes.
         bytes: usize,
-        /// The devices that write and read, if the call named a context for each side; else the stream's device does both.
+        /// The devices that write and read, if it is not the stream's for both.
         by: Option<(usize, usize)>,
     },
     /// Does several things in order: the rows of one copy or memset, or the copies of a batch.
@@ -45,6 +45,8 @@ pub enum Work {
     Upload {
         /// Destination.
         to: Address,
+        /// As above.
+        by: Option<(usize, usize)>,
         /// The bytes.
         bytes: Arc<[u8]>,
     },
@@ -240,7 +242,7 @@ impl Work {
     fn touched(&self) -> Touched {
         let (read, written) = match *self {
             Self::Copy { to, from, bytes, .. } => (Some((from, bytes)), Some((to, bytes))),
-            Self::Upload { to, ref bytes } => (None, Some((to, bytes.len()))),
+            Self::Upload { to, ref bytes, .. } => (None, Some((to, bytes.len()))),
             Self::Fill { to, width, count, .. } => (None, Some((to, width * count))),
             Self::Marker
             | Self::Call { .. }
@@ -252,7 +254,12 @@ impl Work {
             | Self::Within { .. }
             | Self::Graph { .. } => (None, None),
         };
-        Touched { read, written, by: if let Self::Copy { by, .. } = *self { by } else { None }, copies: !matches!(self, Self::Fill { .. }) }
+        Touched {
+            read,
+            written,
+            by: if let Self::Copy { by, .. } | Self::Upload { by, .. } = *self { by } else { None },
+            copies: !matches!(self, Self::Fill { .. }),
+        }
     }
 }
 
@@ -494,7 +501,13 @@ pub fn is_device_address(state: &State, address: Address) -> bool {
 
 /// Whether a device has access to the whole range now. Host memory is checked when it is used.
 pub fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
-    !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
+    !state.space.is_device(address) || (state.space.touch(address, bytes, device, access).is_ok() && is_of_peer(state, address, device))
+}
+
+/// Whether a device may use plain memory otherwise than by copies: its own, and that of peers.
+fn is_of_peer(state: &State, address: Address, device: usize) -> bool {
+    let owner = state.space.find(address).filter(|range| matches!(range.purpose, vmm::Purpose::Plain { pool: None, .. }));
+    owner.is_none_or(|range| range.device == device || state.contexts.are_peers(device, range.device))
 }
 
 /// The checks of a copy call before anything is queued or captured. `by`: the devices that write and read.
@@ -502,9 +515,8 @@ pub fn check_sides(state: &State, sides: Sides, to: Address, from: Address, byte
     let written = matches!(sides, Sides::Upload | Sides::Device);
     let read = matches!(sides, Sides::Download | Sides::Device);
     let wrong = (written && !is_device_address(state, to)) || (read && !is_device_address(state, from)) || to == 0 || from == 0;
-    let reaches = |address, device, access| {
-        !state.space.is_device(address) || state.space.touch_in_copy(address, bytes, device, access).is_ok()
-    };
+    let reaches =
+        |address, device, access| !state.space.is_device(address) || state.space.touch_in_copy(address, bytes, device, access).is_ok();
     let reachable = reaches(to, by.0, READ_WRITE) && reaches(from, by.1, READ);
     if wrong || !reachable { Err(INVALID_VALUE) } else { Ok(()) }
 }
@@ -540,10 +552,13 @@ pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream
     if bytes == 0 {
         return Ok(());
     }
-    check_sides(&state, sides, to, from, bytes, (stream.context.device, stream.context.device))?;
+    // The current context reaches the memory, not the stream's.
+    let device = context::current_in(&state.contexts)?.device;
+    let by = (device != stream.context.device).then_some((device, device));
+    check_sides(&state, sides, to, from, bytes, (device, device))?;
     let pageable = |address| !is_device_address(&state, address);
     let (to_pageable, from_pageable) = (pageable(to), pageable(from));
-    let mut work = Work::Copy { to, from, bytes, by: None };
+    let mut work = Work::Copy { to, from, bytes, by };
     // A captured copy looks up its memory when the graph runs.
     if from_pageable && !state.captures.is_capturing(stream.handle) {
         // "If pageable memory must first be staged to pinned memory, the driver may synchronize with the stream and stage
@@ -551,7 +566,7 @@ pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream
         if bytes <= 64 << 10 || to_pageable {
             let mut staged = vec![0u8; bytes];
             transfer(Direction::FromHost, staged.as_mut_ptr(), from, bytes).map_err(|_| INVALID_VALUE)?;
-            work = Work::Upload { to, bytes: staged.into() };
+            work = Work::Upload { to, by, bytes: staged.into() };
         }
     }
     let wait = to_pageable || (from_pageable && matches!(work, Work::Copy { .. }));

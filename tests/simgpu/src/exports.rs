@@ -7,8 +7,8 @@ use crate::abi::{
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
-use crate::shaped::{self, Copy2D, Copy3D, Reach, Until};
 use crate::pool::{PointerData, PoolProps};
+use crate::shaped::{self, Copy2D, Copy3D, Reach, Until};
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
 use crate::{capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
@@ -224,14 +224,14 @@ functions! {
     cuMemcpy2D_v2_ptds(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, PER_THREAD);
     cuMemcpy2DUnaligned_v2(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, LEGACY);
     cuMemcpy2DUnaligned_v2_ptds(copy: In<Copy2D>) Context Safe => shaped::copy_2d(copy, Until::Done, PER_THREAD);
-    cuMemcpy3D_v2(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Done, LEGACY);
-    cuMemcpy3D_v2_ptds(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Done, PER_THREAD);
+    cuMemcpy3D_v2(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Current, Until::Done, LEGACY);
+    cuMemcpy3D_v2_ptds(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Current, Until::Done, PER_THREAD);
     cuMemcpy3DPeer(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Done, LEGACY);
     cuMemcpy3DPeer_ptds(copy: In<Copy3D>) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Done, PER_THREAD);
     cuMemcpy2DAsync_v2(copy: In<Copy2D>, stream: Handle) Context Safe => shaped::copy_2d(copy, Until::Queued, stream);
     cuMemcpy2DAsync_v2_ptsz(copy: In<Copy2D>, stream: Handle) Context Safe => shaped::copy_2d(copy, Until::Queued, per_thread(stream));
-    cuMemcpy3DAsync_v2(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Queued, stream);
-    cuMemcpy3DAsync_v2_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Stream, Until::Queued, per_thread(stream));
+    cuMemcpy3DAsync_v2(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Current, Until::Queued, stream);
+    cuMemcpy3DAsync_v2_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Current, Until::Queued, per_thread(stream));
     cuMemcpy3DPeerAsync(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Queued, stream);
     cuMemcpy3DPeerAsync_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Queued, per_thread(stream));
     cuMemcpyPeer(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, LEGACY);

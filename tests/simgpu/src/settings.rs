@@ -32,6 +32,8 @@ pub struct Settings {
     pub faults: String,
     /// `SIMGPU_NO_VMM`: the devices lack virtual memory management.
     pub no_vmm: bool,
+    /// `SIMGPU_NO_P2P`: no device reaches another's memory.
+    pub no_p2p: bool,
     /// `SIMGPU_NO_SHARING`: the devices' virtual memory cannot be exported.
     pub no_sharing: bool,
     /// `SIMGPU_NO_RDMA`: the driver refuses access to memory for `GPUDirect` RDMA, although it reports support for it.
@@ -75,6 +77,7 @@ pub fn get() -> &'static Settings {
             link: Some(number("SIMGPU_LINK", 0)).filter(|rate| *rate > 0),
             faults: text("SIMGPU_FAIL"),
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
+            no_p2p: !matches!(text("SIMGPU_NO_P2P").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
             no_rdma: !matches!(text("SIMGPU_NO_RDMA").as_str(), "" | "0"),
             decompression: !matches!(text("SIMGPU_DECOMPRESSION").as_str(), "" | "0"),

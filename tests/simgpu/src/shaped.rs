@@ -1,7 +1,8 @@
 //! Copies of several rows, between two contexts, and in batches; memsets of several rows; graph nodes of these. Arrays are not simulated.
 
 use crate::abi::{Address, Handle, In, Out};
-use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
+use crate::codes::{CAPTURE_UNSUPPORTED, INVALID_VALUE, NOT_SUPPORTED, Outcome};
+use crate::context;
 use crate::copy::{self, Sides, Work};
 use crate::driver::{State, state};
 use crate::stream;
@@ -104,6 +105,8 @@ impl Volume {
 /// Which contexts reach the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
+    /// The current one reaches both.
+    Current,
     /// The stream's reaches both.
     Stream,
     /// Each side's own.
@@ -122,7 +125,7 @@ pub enum Until {
 /// A copy as a stream's work: its rows.
 fn rows(state: &State, copy: &Copy3D, reach: Reach, device: usize) -> Outcome<Vec<Work>> {
     let device_of = |side: &Volume| -> Outcome<usize> {
-        if reach == Reach::Stream || side.kind == HOST { Ok(device) } else { Ok(state.contexts.get(side.context)?.device) }
+        if reach != Reach::Contexts || side.kind == HOST { Ok(device) } else { Ok(state.contexts.get(side.context)?.device) }
     };
     let by = (device_of(&copy.to)?, device_of(&copy.from)?);
     let sides = match (copy.from.kind, copy.to.kind) {
@@ -136,7 +139,7 @@ fn rows(state: &State, copy: &Copy3D, reach: Reach, device: usize) -> Outcome<Ve
         for y in 0..copy.height {
             let (to, from) = (copy.to.row(y, z)?, copy.from.row(y, z)?);
             copy::check_sides(state, sides, to, from, copy.width, by)?;
-            rows.push(Work::Copy { to, from, bytes: copy.width, by: (reach == Reach::Contexts).then_some(by) });
+            rows.push(Work::Copy { to, from, bytes: copy.width, by: (reach != Reach::Stream).then_some(by) });
         }
     }
     Ok(rows)
@@ -155,12 +158,14 @@ fn several(mut rows: Vec<Work>) -> Work {
 fn perform(copies: &[Copy3D], reach: Reach, until: Until, handle: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, handle)?;
-    if until == Until::Done {
+    // Copies between contexts, too, cannot be captured.
+    if until == Until::Done || reach == Reach::Contexts {
         state.captures.refuse(stream.handle)?;
     }
+    let device = if reach == Reach::Stream { stream.context.device } else { context::current_in(&state.contexts)?.device };
     let mut all = Vec::new();
     for copy in copies {
-        all.extend(rows(&state, copy, reach, stream.context.device)?);
+        all.extend(rows(&state, copy, reach, device)?);
     }
     let on_host = |address| !state.space.is_device(address);
     let pageable = |address| !copy::is_device_address(&state, address);
@@ -177,7 +182,7 @@ fn perform(copies: &[Copy3D], reach: Reach, until: Until, handle: Handle) -> Out
 
 /// `cuMemcpy2D` and `cuMemcpy2DAsync`.
 pub fn copy_2d(copy: In<Copy2D>, until: Until, stream: Handle) -> Outcome {
-    perform(&[copy.get()?.into()], Reach::Stream, until, stream)
+    perform(&[copy.get()?.into()], Reach::Current, until, stream)
 }
 
 /// `cuMemcpy3D`, `cuMemcpy3DPeer` and their asynchronous forms.
@@ -186,20 +191,22 @@ pub fn copy_3d(copy: In<Copy3D>, reach: Reach, until: Until, stream: Handle) -> 
 }
 
 /// `cuMemcpyPeer` and `cuMemcpyPeerAsync`.
-pub fn copy_between(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, until: Until, stream: Handle) -> Outcome {
+pub fn copy_between(
+    to: Address,
+    to_context: Handle,
+    from: Address,
+    from_context: Handle,
+    bytes: usize,
+    until: Until,
+    stream: Handle,
+) -> Outcome {
     {
         let state = state();
         if !copy::is_device_address(&state, to) || !copy::is_device_address(&state, from) {
             return Err(INVALID_VALUE);
         }
     }
-    let copy = Copy3D {
-        from: Volume::linear(from, from_context),
-        to: Volume::linear(to, to_context),
-        width: bytes,
-        height: 1,
-        depth: 1,
-    };
+    let copy = Copy3D { from: Volume::linear(from, from_context), to: Volume::linear(to, to_context), width: bytes, height: 1, depth: 1 };
     perform(&[copy], Reach::Contexts, until, stream)
 }
 
@@ -208,12 +215,18 @@ pub fn batch(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize,
     if stream <= stream::LEGACY {
         return Err(INVALID_VALUE);
     }
+    {
+        let mut state = state();
+        let handle = stream::find(&mut state, stream)?.handle;
+        if state.captures.is_capturing(handle) {
+            return Err(CAPTURE_UNSUPPORTED);
+        }
+    }
     let (to, from, bytes) = (to.get_all(count)?, from.get_all(count)?, bytes.get_all(count)?);
     let linear = |address| Volume::linear(address, 0);
     let copies = to.iter().zip(&from).zip(&bytes);
-    let copies: Vec<_> = copies
-        .map(|((to, from), bytes)| Copy3D { from: linear(*from), to: linear(*to), width: *bytes, height: 1, depth: 1 })
-        .collect();
+    let copies: Vec<_> =
+        copies.map(|((to, from), bytes)| Copy3D { from: linear(*from), to: linear(*to), width: *bytes, height: 1, depth: 1 }).collect();
     perform(&copies, Reach::Stream, Until::Queued, stream)
 }
 

@@ -7,7 +7,10 @@
 //! move to a file in memory.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
-use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome, UNKNOWN};
+use crate::codes::{
+    ILLEGAL_ADDRESS, INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome, UNKNOWN,
+};
+use crate::context;
 use crate::device;
 use crate::driver::{self, machine, state};
 use crate::machine::{Key, MAX_DEVICES};
@@ -845,6 +848,10 @@ pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count:
     let is_refused = |base: &Address| state.space.mappings.get(base).is_some_and(|mapping| mapping.physical.is_for_rdma());
     if driver::settings().no_rdma && mappings.iter().any(is_refused) {
         return Err(UNKNOWN);
+    }
+    let owners = mappings.iter().filter_map(|base| Some(state.space.mappings.get(base)?.physical.device));
+    if owners.into_iter().any(|owner| changes.iter().any(|&(device, flags)| flags != 0 && !context::has_path(device, owner))) {
+        return Err(INVALID_DEVICE);
     }
     for base in mappings {
         if let Some(mapping) = state.space.mappings.get_mut(&base) {

@@ -1,0 +1,305 @@
+//! Copies that the driver refuses because managed memory is virtual memory.
+//!
+//! In CUDA, a copy finds its way to memory of `cuMemAlloc` whichever context is current. Virtual memory must be open to the current context's
+//! device, and for batches to the stream's; otherwise the call answers "invalid value", queues nothing and leaves a capture valid (observed
+//! with driver 580 on two H100). Managed memory is open to its own device and to peers. So a refused call is made again:
+//!
+//! - as a copy that names a context for each side (`cuMemcpy3DPeerAsync`), in the same stream. It keeps the order, needs no access and no
+//!   path between the devices, and is as fast as the copy of plain memory (37 GB/s between two devices, 55 from a device to the host);
+//! - if a capture would be invalidated by that, and all memory is of one device: with its context current, in the same stream;
+//! - if there is no such form (batches of volumes, arrays and graph nodes, captured copies between devices) by opening all memory of the
+//!   device, as enabled peer access does, and repeating the call. This needs a path between the devices. Opening all memory at its allocation
+//!   instead would cost every program with several devices 40 µs an allocation, and would not help where there is no path.
+//!
+//! Nothing is looked up before a call, so a call that is accepted costs one comparison. Memsets and stream memory operations are not here:
+//! CUDA refuses them for plain memory, too, and so it does copies of memory from pools and of the program's own virtual memory.
+
+use crate::{copies, driver_originals};
+use std::collections::BTreeSet;
+use std::ffi::c_void;
+use std::ptr;
+use vramctl_core::gate::{self, Gated};
+use vramctl_core::memory::{Memory, borrow, note_crossing};
+use vramctl_driver::{
+    CUdevice, CUdeviceptr, Context, ContextHandle, CopyBetween, CopySide, Current, NodeParameters, Plane, RelaxedCapture, StreamHandle,
+};
+use vramctl_host::{exit, guarded};
+use vramctl_model::{StatusCode, code};
+
+/// Makes a refused call again in another form, if managed memory may be the reason. Returns the driver's answer.
+///
+/// # Safety
+/// `arguments` are those of the driver's function `symbol`, which has accepted their pointers to structures and arrays as readable.
+pub unsafe fn again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: impl Fn() -> StatusCode) -> StatusCode {
+    // SAFETY: the caller's promise.
+    let answer = guarded(|| unsafe { try_again(symbol, gated, arguments, repeat) });
+    answer.flatten().unwrap_or(code::INVALID_VALUE)
+}
+
+unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: impl Fn() -> StatusCode) -> Option<StatusCode> {
+    let memory = Memory::existing().filter(|_| !copies::another_is_first() && !exit::is_ending())?;
+    // SAFETY: the caller's promise.
+    let call = unsafe { CopyCall::of(symbol, arguments)? };
+    let touched: Vec<_> = call.addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
+    if touched.is_empty() || touched.iter().any(|home| home.is_paused) {
+        return None;
+    }
+    let current = Current::of_thread().ok()??.context();
+    if !call.copies.is_empty() && !call.stream.is_capturing() {
+        let mut named = call.copies.clone();
+        for side in named.iter_mut().flat_map(|copy| [&mut copy.from, &mut copy.to]) {
+            match side.address().and_then(|address| Home::of(memory, address)) {
+                Some(home) => side.is_in(home.context),
+                None => side.is_as_the_driver_knows(current),
+            }
+        }
+        note_crossing();
+        // SAFETY: the program's copies, with their contexts named.
+        return Some(gate::pass(gated, || unsafe { call.start(&named) }));
+    }
+    // In a capture, which keeps the memory's context with the copy. Default streams are others in another context.
+    if let [home, others @ ..] = &touched[..]
+        && others.iter().all(|other| other.device == home.device)
+        && !call.copies.is_empty()
+        && !call.stream.is_default()
+        && let Ok(_there) = Current::push(home.context)
+        && let answer = repeat()
+        && answer != code::INVALID_VALUE
+    {
+        return Some(answer);
+    }
+    open(memory, &touched).then(repeat)
+}
+
+macro_rules! nodes {
+    ($($(#[$doc:meta])* $handler:ident calls $symbol:ident($($argument:ident: $type:ty),*) about $what:ident as $addresses:path;)*) => {
+        $(
+            /// The driver's function; called again if managed memory may be the reason for its refusal.
+            pub unsafe fn $handler($($argument: $type),*) -> StatusCode {
+                // SAFETY: the real function gets the arguments unchanged.
+                let real = || unsafe { driver_originals::$symbol($($argument),*) };
+                let answer = real();
+                if answer != code::INVALID_VALUE || $what.is_null() {
+                    return answer;
+                }
+                // SAFETY: not null, and readable by the program's promise.
+                node_with(&unsafe { $addresses($what) }, answer, real)
+            }
+        )*
+    };
+}
+
+type Graph = *mut c_void;
+type Node = *mut c_void;
+
+nodes! {
+    add_copy_node calls cuGraphAddMemcpyNode(node: *mut Node, graph: Graph, after: *const Node, count: usize, copy: *const CopyBetween, context: ContextHandle) about copy as of_copy;
+    add_set_node calls cuGraphAddMemsetNode(node: *mut Node, graph: Graph, after: *const Node, count: usize, set: *const CUdeviceptr, context: ContextHandle) about set as of_set;
+    add_node calls cuGraphAddNode(node: *mut Node, graph: Graph, after: *const Node, count: usize, parameters: *const NodeParameters) about parameters as of_node;
+    add_node_v2 calls cuGraphAddNode_v2(node: *mut Node, graph: Graph, after: *const Node, edges: *const c_void, count: usize, parameters: *const NodeParameters) about parameters as of_node;
+    add_node_v3 calls cuGraphAddNode_v3(node: *mut Node, graph: Graph, after: *const Node, edges: *const c_void, count: usize, parameters: *const NodeParameters) about parameters as of_node;
+    change_copy_node calls cuGraphMemcpyNodeSetParams(node: Node, copy: *const CopyBetween) about copy as of_copy;
+    change_set_node calls cuGraphMemsetNodeSetParams(node: Node, set: *const CUdeviceptr) about set as of_set;
+    change_node calls cuGraphNodeSetParams(node: Node, parameters: *const NodeParameters) about parameters as of_node;
+    change_node_v2 calls cuGraphNodeSetParams_v2(node: Node, parameters: *const NodeParameters) about parameters as of_node;
+    change_copy_in calls cuGraphExecMemcpyNodeSetParams(executable: Graph, node: Node, copy: *const CopyBetween, context: ContextHandle) about copy as of_copy;
+    change_set_in calls cuGraphExecMemsetNodeSetParams(executable: Graph, node: Node, set: *const CUdeviceptr, context: ContextHandle) about set as of_set;
+    change_node_in calls cuGraphExecNodeSetParams(executable: Graph, node: Node, parameters: *const NodeParameters) about parameters as of_node;
+}
+
+/// The addresses of a copy.
+///
+/// # Safety
+/// Here and below: the pointer must be readable.
+unsafe fn of_copy(copy: *const CopyBetween) -> Vec<CUdeviceptr> {
+    // SAFETY: the caller's promise.
+    unsafe { copy.read_unaligned() }.addresses().collect()
+}
+
+/// The address of a memset, the first field of its parameters. As a node, it reaches plain memory of other devices.
+unsafe fn of_set(set: *const CUdeviceptr) -> Vec<CUdeviceptr> {
+    // SAFETY: the caller's promise.
+    vec![unsafe { set.read_unaligned() }]
+}
+
+unsafe fn of_node(parameters: *const NodeParameters) -> Vec<CUdeviceptr> {
+    // SAFETY: the caller's promise.
+    unsafe { parameters.read_unaligned() }.addresses()
+}
+
+fn node_with(addresses: &[CUdeviceptr], answer: StatusCode, real: impl Fn() -> StatusCode) -> StatusCode {
+    let Some(memory) = Memory::existing() else { return answer };
+    let touched: Vec<_> = addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
+    if !touched.is_empty() && open(memory, &touched) { real() } else { answer }
+}
+
+/// Opens the memory to the process's other devices. Returns whether it was closed to one of them before.
+fn open(memory: &Memory, touched: &[Home]) -> bool {
+    let _relaxed = RelaxedCapture::enter();
+    let owners: BTreeSet<CUdevice> = touched.iter().filter(|home| home.is_ours).map(|home| home.device).collect();
+    memory.open_to_copies(&owners).unwrap_or_else(|error| {
+        log::warn!("cannot open managed memory for a copy of another device: {error}");
+        false
+    })
+}
+
+/// What virtual memory in place of CUDA's own belongs to.
+struct Home {
+    context: Context,
+    device: CUdevice,
+    is_paused: bool,
+    /// Whether it is managed here, not another process's.
+    is_ours: bool,
+}
+
+impl Home {
+    /// `None` for memory that CUDA would not copy from everywhere, and for what is not the library's.
+    fn of(memory: &Memory, address: CUdeviceptr) -> Option<Self> {
+        if let Some(found) = memory.find(address) {
+            let (context, device, is_paused) = (found.context(), found.device, found.is_paused());
+            return (found.wanted().is_none() && !found.from_pool).then_some(Self { context, device, is_paused, is_ours: true });
+        }
+        let opened = borrow::at(address)?;
+        Some(Self { context: opened.context?, device: opened.device, is_paused: opened.is_paused, is_ours: false })
+    }
+}
+
+/// A call for copies.
+struct CopyCall {
+    /// The device addresses, and those that may be.
+    addresses: Vec<CUdeviceptr>,
+    /// The copies, if contexts can be named for them.
+    copies: Vec<CopyBetween>,
+    stream: StreamHandle,
+    /// Whether the call returns only when a copy from or to the host is over.
+    waits: bool,
+}
+
+impl CopyCall {
+    /// `None` for other functions.
+    ///
+    /// # Safety
+    /// As for [`again`].
+    unsafe fn of(symbol: &str, arguments: &[usize]) -> Option<Self> {
+        let of_thread = symbol.strip_suffix("_ptsz").or_else(|| symbol.strip_suffix("_ptds"));
+        let argument = |index: usize| arguments.get(index).copied().unwrap_or(0);
+        let address = |index| argument(index) as u64;
+        let any = |index| CopySide::of_any(address(index));
+        let device = |index| CopySide::of_device(address(index));
+        let host = |index| CopySide::of_host(address(index));
+        // SAFETY: the caller's promise: the driver's function has read these structures.
+        let plane = || CopyBetween::from(unsafe { ptr::with_exposed_provenance::<Plane>(argument(0)).read_unaligned() });
+        // SAFETY: as above.
+        let volume = || unsafe { ptr::with_exposed_provenance::<CopyBetween>(argument(0)).read_unaligned() };
+        let linear = |to, from, bytes| CopyBetween::linear(to, from, argument(bytes));
+        // Those before `_v2` take 32-bit addresses.
+        let (copy, stream) = match of_thread.unwrap_or(symbol) {
+            "cuMemcpy" => (linear(any(0), any(1), 2), None),
+            "cuMemcpyDtoD_v2" => (linear(device(0), device(1), 2), None),
+            "cuMemcpyHtoD_v2" => (linear(device(0), host(1), 2), None),
+            "cuMemcpyDtoH_v2" => (linear(host(0), device(1), 2), None),
+            "cuMemcpyAsync" => (linear(any(0), any(1), 2), Some(3)),
+            "cuMemcpyDtoDAsync_v2" => (linear(device(0), device(1), 2), Some(3)),
+            "cuMemcpyHtoDAsync_v2" => (linear(device(0), host(1), 2), Some(3)),
+            "cuMemcpyDtoHAsync_v2" => (linear(host(0), device(1), 2), Some(3)),
+            // A context that is not the memory's does not matter to plain memory.
+            "cuMemcpyPeer" => (linear(device(0), device(2), 4), None),
+            "cuMemcpyPeerAsync" => (linear(device(0), device(2), 4), Some(5)),
+            "cuMemcpy2D_v2" | "cuMemcpy2DUnaligned_v2" => (plane(), None),
+            "cuMemcpy2DAsync_v2" => (plane(), Some(1)),
+            "cuMemcpy3D_v2" | "cuMemcpy3DPeer" => (volume(), None),
+            "cuMemcpy3DAsync_v2" | "cuMemcpy3DPeerAsync" => (volume(), Some(1)),
+            // SAFETY: the caller's promise.
+            "cuMemcpyBatchAsync" => return unsafe { Self::batch(arguments, argument(8), of_thread.is_some()) },
+            // SAFETY: as above.
+            "cuMemcpyBatchAsync_v2" => return unsafe { Self::batch(arguments, argument(7), of_thread.is_some()) },
+            // SAFETY: as above.
+            other => return unsafe { Self::without_contexts(other, arguments) },
+        };
+        let stream_handle = StreamHandle::of_argument(stream.map_or(0, argument));
+        Some(Self {
+            addresses: copy.addresses().collect(),
+            copies: if copy.from.is_array() || copy.to.is_array() { Vec::new() } else { vec![copy] },
+            stream: if of_thread.is_some() { stream_handle.of_per_thread_program() } else { stream_handle },
+            waits: stream.is_none(),
+        })
+    }
+
+    /// A batch, as single copies. What it has copied before it was refused is copied again. `None` in the legacy stream, which CUDA refuses.
+    ///
+    /// # Safety
+    /// As for [`again`].
+    unsafe fn batch(arguments: &[usize], stream: usize, is_of_thread: bool) -> Option<Self> {
+        /// `CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL`, in the first field of `CUmemcpyAttributes`, which are three words long.
+        const DURING_THE_CALL: u64 = 2;
+        let stream = StreamHandle::of_argument(stream);
+        let stream = if is_of_thread { stream.of_per_thread_program() } else { stream };
+        if stream.is_legacy() {
+            return None;
+        }
+        let &[to, from, bytes, count, attributes, _, kinds, ..] = arguments else { return None };
+        // SAFETY: the caller's promise.
+        let (to, from, bytes, attributes) =
+            unsafe { (words(to, count), words(from, count), words(bytes, count), words(attributes, 3 * kinds)) };
+        let both = to.iter().zip(&from).zip(&bytes);
+        let linear = |((to, from), bytes): ((&u64, &u64), &u64)| {
+            CopyBetween::linear(CopySide::of_any(*to), CopySide::of_any(*from), *bytes as usize)
+        };
+        Some(Self {
+            copies: both.map(linear).collect(),
+            addresses: [to, from].concat(),
+            stream,
+            waits: attributes.chunks(3).any(|one| one[0] & u64::from(u32::MAX) == DURING_THE_CALL),
+        })
+    }
+
+    /// # Safety
+    /// As for [`again`].
+    unsafe fn without_contexts(name: &str, arguments: &[usize]) -> Option<Self> {
+        /// `CUDA_MEMCPY3D_BATCH_OP` in words: each side's type and address, four more words of each, and six of the shape.
+        type BatchOperation = [u64; 14];
+        let argument = |index: usize| arguments.get(index).copied().unwrap_or(0);
+        // SAFETY: the caller's promise, here and below.
+        let words = |index, count| unsafe { words(argument(index), count) };
+        let operations = |index, count: usize| {
+            let all = words(index, count * size_of::<BatchOperation>() / 8);
+            all.chunks(size_of::<BatchOperation>() / 8).flat_map(|one| [one[1], one[6]]).collect()
+        };
+        let addresses = match name {
+            "cuMemcpyAtoD_v2" => vec![argument(0) as u64],
+            "cuMemcpyDtoA_v2" => vec![argument(2) as u64],
+            "cuMemcpyWithAttributesAsync" => vec![argument(0) as u64, argument(1) as u64],
+            "cuMemcpy3DBatchAsync" | "cuMemcpy3DBatchAsync_v2" => operations(1, argument(0)),
+            "cuMemcpy3DWithAttributesAsync" => operations(0, 1),
+            _ => return None,
+        };
+        Some(Self { addresses, copies: Vec::new(), stream: StreamHandle::of_argument(0), waits: false })
+    }
+
+    /// # Safety
+    /// As for the driver's copies.
+    unsafe fn start(&self, copies: &[CopyBetween]) -> StatusCode {
+        for copy in copies {
+            // SAFETY: the caller's promise.
+            let answer = unsafe { copy.start(self.stream) };
+            if answer != code::SUCCESS {
+                return answer;
+            }
+        }
+        if self.waits && copies.iter().any(CopyBetween::touches_the_host) {
+            return self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS);
+        }
+        code::SUCCESS
+    }
+}
+
+/// # Safety
+/// Readable, if the driver has read it.
+unsafe fn words(address: usize, count: usize) -> Vec<u64> {
+    if address == 0 {
+        return Vec::new();
+    }
+    let first = ptr::with_exposed_provenance::<u64>(address);
+    // SAFETY: the caller's promise.
+    (0..count).map(|index| unsafe { first.add(index).read_unaligned() }).collect()
+}

@@ -1,0 +1,116 @@
+//! Copies of one device's memory while another device is current, or in its streams: with managed memory, every copy does what it does
+//! with memory of CUDA's own. The sample program `copies` makes them all.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{
+    Gpu, MIB, Stream, artifacts, free, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, simulated_libraries, write,
+};
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::sync::OnceLock;
+use vramctl_intercept::launch;
+
+fn program() -> &'static std::path::Path {
+    static BUILT: OnceLock<std::path::PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let program = own_folder().join("copies");
+        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        compiler.args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&program);
+        compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/apps/copies.c")).arg("-ldl");
+        assert!(compiler.status().unwrap().success());
+        program
+    })
+}
+
+/// What each copy has answered and changed.
+fn table(arguments: &[&str], managed: bool, has_path: bool) -> BTreeMap<String, String> {
+    let mut command = Command::new("timeout");
+    command.arg("100").arg(program()).args(arguments);
+    command.env("LD_LIBRARY_PATH", simulated_libraries()).env("SIMGPU_DEVICES", "2").env("SIMGPU_MEMORY", "256M");
+    if managed {
+        command.env("LD_PRELOAD", artifacts().join("libvramctl.so"));
+        command.env("VRAMCTL_TAG", "default").env("VRAMCTL_DIR", own_folder().join("sockets"));
+    }
+    if !has_path {
+        command.env("SIMGPU_NO_P2P", "1");
+    }
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let table: BTreeMap<_, _> = text.lines().filter_map(|line| line.split_once(": ")).map(|(a, b)| (a.to_owned(), b.to_owned())).collect();
+    assert!(table.len() > 600, "{}", table.len());
+    table
+}
+
+#[track_caller]
+fn compare(arguments: &[&str], has_path: bool, may_differ: fn(&str) -> bool) {
+    let (plain, managed) = (table(arguments, false, has_path), table(arguments, true, has_path));
+    assert!(plain.keys().eq(managed.keys()));
+    let differ = plain.iter().filter(|(copy, result)| managed[*copy] != **result && !may_differ(copy));
+    let differ: Vec<_> = differ.map(|(copy, result)| format!("{copy}: {result}, managed: {}", managed[copy])).collect();
+    assert!(differ.is_empty(), "{arguments:?}: {} differ:\n{}", differ.len(), differ.join("\n"));
+}
+
+/// Once memory is open to the other device, what is no copy can use it, too. CUDA refuses that without peer access.
+fn is_no_copy(copy: &str) -> bool {
+    copy.contains("set")
+}
+
+#[test]
+fn managed_memory_is_copied_from_every_device_as_plain_memory_is() {
+    compare(&["plain"], true, is_no_copy);
+}
+
+#[test]
+fn and_with_peer_access() {
+    compare(&["plain", "peers"], true, |_| false);
+}
+
+/// Without a path between the devices, what can name no contexts stays refused: captured copies between devices, and graph nodes in a
+/// context of the other device.
+#[test]
+fn and_without_a_path_between_the_devices() {
+    compare(&["plain"], false, |copy| {
+        let is_between = ["in", "out", "IN", "OUT", "OUT_ANY"]
+            .iter()
+            .any(|way| copy.split(' ').next().is_some_and(|name| name.ends_with(&format!("_{way}"))));
+        (is_between && copy.ends_with("captured")) || copy.starts_with("node_")
+    });
+}
+
+/// Memory that CUDA does not copy from everywhere stays as it is: the program's own virtual memory, and that of pools.
+#[test]
+fn other_memory_is_as_closed_as_without_the_library() {
+    compare(&["virtual"], true, |_| false);
+    compare(&["pool"], true, |_| false);
+}
+
+/// A graph that was captured with a copy between devices works after pauses of both memories: what was opened for it stays open.
+#[test]
+fn a_captured_copy_between_devices_survives_pauses() {
+    let _gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("there", None, 2 * MIB).unwrap();
+    set_device(0);
+    let here = malloc_tagged("here", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    stream.begin_capture(1);
+    assert_eq!(unsafe { launch::cuMemcpyDtoDAsync_v2(here as usize, there as usize, 2 * MIB, stream.0 as usize) }, 0);
+    let graph = stream.end_capture().unwrap();
+    for seed in 1..4 {
+        let contents = pattern(seed, 2 * MIB);
+        set_device(1);
+        assert_eq!(write(there, &contents), 0);
+        set_device(0);
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
+        assert!(read(here, 2 * MIB).unwrap() == contents);
+    }
+    assert_eq!(free(here), 0);
+    set_device(1);
+    assert_eq!(free(there), 0);
+    set_device(0);
+}
