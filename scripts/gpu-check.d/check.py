@@ -742,6 +742,7 @@ class Check:
                 lambda: self.script("stream_ordered.py", 170, self.options.libcudart),
                 180,
             ),
+            "copies": (lambda: self.script("copies.py", 110), 120),
             "guard": (lambda: self.preloaded("guard.py", 80, VRAMCTL_GUARD="1"), 90),
             "hold": (lambda: self.script("hold.py", 150), 160),
             "kill": (lambda: self.script("kill.py", 110), 120),

@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
 	cat <<'HELP'
-Builds the sample programs of tests/apps: allocates, churn, engine, engine_regions,
+Builds the sample programs of tests/apps: allocates, churn, copies, engine, engine_regions,
 guest, handlers, hog, overhead, overhead_driver, odd, stream_ordered, torture,
 and copies engine.py beside them.
 
