@@ -727,6 +727,15 @@ fn a_pause_waits_for_the_work_before_a_capture() {
     assert_eq!((read(address, 1), common::free(address)), (Ok(vec![0x5A]), 0));
 }
 
+/// Opens a gate at the end.
+struct Opens<'a>(&'a Gate);
+
+impl Drop for Opens<'_> {
+    fn drop(&mut self) {
+        self.0.open();
+    }
+}
+
 /// A launch that waits for room in its stream's queue holds up the library's calls in that context, too, but through them nobody else: what
 /// other devices' streams do goes on.
 #[test]
@@ -753,6 +762,8 @@ fn a_pause_beside_a_full_stream_holds_up_no_other_device() {
     gpu.reset_counts();
     let calls = |names: &[&str]| names.iter().map(|name| gpu.calls(name)).sum::<u64>();
     let (first, second) = thread::scope(|scope| {
+        // A failure ends the scope's threads.
+        let _opens = Opens(&gate);
         let (queue, beside, launched) = (full.0 as usize, beside.handle(), &launched);
         scope.spawn(move || {
             common::set_device(0);
@@ -776,9 +787,7 @@ fn a_pause_beside_a_full_stream_holds_up_no_other_device() {
             assert_eq!(unsafe { entries::cuStreamEndCapture(beside, &raw mut graph) }, 0);
         });
         common::eventually("a capture is to begin", || calls(&begins) > before);
-        let second = without_waiting(&gate, goes_on_elsewhere);
-        gate.open();
-        (first, second)
+        (first, without_waiting(&gate, goes_on_elsewhere))
     });
     assert_eq!((first, second), (true, true));
     resume(&["t"]).unwrap();

@@ -83,6 +83,8 @@ struct Operation {
 #[derive(Debug, Default)]
 struct Queue {
     operations: VecDeque<Operation>,
+    /// The one that its worker has taken.
+    running: Option<Arc<Ticket>>,
     has_worker: bool,
 }
 
@@ -135,13 +137,15 @@ impl Stream {
         self.kind == Kind::Blocking
     }
 
-    /// What must begin before there is room for another launch. One waits with its context's lock, as observed: meanwhile no other thread
+    /// What must end before there is room for another launch. One waits with its context's lock, as observed: meanwhile no other thread
     /// can create an event.
     pub fn first_if_full(&self) -> Option<Arc<Ticket>> {
-        /// As many launches fit on an H100.
+        /// As many launches fit on an H100, behind what is running.
         const MOST: usize = 1020;
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        if queue.operations.len() < MOST { None } else { queue.operations.front().map(|first| Arc::clone(&first.ticket)) }
+        let running = queue.running.as_ref();
+        let first = || running.or(queue.operations.front().map(|first| &first.ticket)).map(Arc::clone);
+        if queue.operations.len() + usize::from(running.is_some()) <= MOST { None } else { first() }
     }
 
     /// The ticket of the last operation, if unfinished.
@@ -177,10 +181,12 @@ impl Stream {
                     queue.has_worker = false;
                     return;
                 };
+                queue.running = Some(Arc::clone(&operation.ticket));
                 operation
             };
             Ticket::wait_all(&operation.after);
             copy::execute(&self.context, operation.work);
+            self.queue.lock().unwrap_or_else(PoisonError::into_inner).running = None;
             operation.ticket.punch();
         }
     }
