@@ -32,6 +32,10 @@ impl Extras {
     /// None of them.
     pub const NONE: Self = Self { decompression: false, rdma: false, shareable: false };
 
+    /// Those of memory from a device's default pool: neither can a network card register it (<https://github.com/NVIDIA/cudf-spark/issues/3603>)
+    /// nor another process open it. Without them, the driver maps it in less time.
+    pub const OF_POOLS: Self = Self::NONE;
+
     /// Those of new memory on a device: what the driver supports and has not refused.
     pub fn of(device: CUdevice) -> Self {
         let known = accepted().get(&device).copied();

@@ -33,8 +33,8 @@ pub use nvml::{Card, cards, holders, holders_of, keep_nvml, uses, uuid, uuid_of_
 pub use survey::{Gpu, Survey, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{
-    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, is_shareable, leftover_bytes, open,
-    supports_vmm, sweep, unmap,
+    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, free_spare_addresses, granularity, is_shareable,
+    leftover_bytes, open, supports_vmm, sweep, unmap,
 };
 
 pub use work::{Activity, activity, wait_for_work};

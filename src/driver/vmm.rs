@@ -185,7 +185,14 @@ impl Access {
 pub struct Addresses {
     base: CUdeviceptr,
     bytes: usize,
+    /// Kept for the next of this size instead, as pools do: reserving and freeing takes the driver as long as mapping a few pages.
+    is_of_pool: bool,
 }
+
+/// Ranges that nothing is mapped at.
+static SPARE: PerProcess<Mutex<Vec<(CUdeviceptr, usize)>>> = PerProcess::new(Mutex::default);
+/// The most of them.
+const MOST_SPARE: usize = 16;
 
 /// The end of the last reservation.
 static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -203,7 +210,18 @@ impl Addresses {
         // At the end of the address space (2^47) the driver fails instead of choosing another address.
         reserve(wish).or_else(|failure| if wish == 0 { Err(failure) } else { reserve(0) })?;
         NEXT.store(base + bytes as u64, Ordering::Relaxed);
-        Ok(Self { base, bytes })
+        Ok(Self { base, bytes, is_of_pool: false })
+    }
+
+    /// For memory that stands for a device's default pool: the last range of this size that is spare, or a new one.
+    pub fn reserve_in_pool(bytes: usize) -> Result<Self, Failure> {
+        let spare = {
+            let mut spare = SPARE.get().lock().unpoisoned();
+            let last = spare.iter().rposition(|(_, size)| *size == bytes);
+            last.map(|place| spare.remove(place))
+        };
+        let base = spare.map_or_else(|| Self::reserve(bytes).map(|new| mem::ManuallyDrop::new(new).base), |(base, _)| Ok(base))?;
+        Ok(Self { base, bytes, is_of_pool: true })
     }
 
     /// First address.
@@ -217,9 +235,24 @@ impl Addresses {
     }
 }
 
+/// Frees the ranges that are kept for pools. For tests: what is reserved then is in use.
+pub fn free_spare_addresses() {
+    for range in mem::take(&mut *SPARE.get().lock().unpoisoned()) {
+        undo(Leftover { addresses: Some(range), ..Leftover::default() });
+    }
+}
+
 impl Drop for Addresses {
     fn drop(&mut self) {
-        undo(Leftover { addresses: Some((self.base, self.bytes)), ..Leftover::default() });
+        let mut freed = Some((self.base, self.bytes));
+        if self.is_of_pool {
+            let mut spare = SPARE.get().lock().unpoisoned();
+            spare.extend(freed.take());
+            freed = (spare.len() > MOST_SPARE).then(|| spare.remove(0));
+        }
+        if freed.is_some() {
+            undo(Leftover { addresses: freed, ..Leftover::default() });
+        }
     }
 }
 

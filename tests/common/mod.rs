@@ -427,6 +427,7 @@ impl Gpu {
     }
 
     pub fn footprint(&self) -> Footprint {
+        vramctl_driver::free_spare_addresses();
         let live = |kind: &'static str| (kind, self.live(kind));
         Footprint {
             used: (0..DEVICES).map(|device| self.used(device)).collect(),

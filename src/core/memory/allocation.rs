@@ -12,7 +12,9 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
-use vramctl_driver::{self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
+use vramctl_driver::{
+    self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Extent, Extras, Physical, Place, Properties,
+};
 use vramctl_host::Unpoison;
 use vramctl_model::{Backup, Failure, Span, TransitionRequest};
 
@@ -307,6 +309,7 @@ impl Allocation {
         let account = Account::of(self.device, &self.tag);
         let mut memory = match &self.wanted {
             Some(wanted) => Physical::create_as(wanted, account, self.bytes)?,
+            None if self.from_pool => Physical::create_with(account, self.bytes, Extras::OF_POOLS)?,
             None => Physical::create(account, self.bytes)?,
         };
         let places: Vec<_> = self.contents().mappings.iter().map(|mapping| mapping.place.clone()).collect();

@@ -250,7 +250,11 @@ impl Memory {
         }
         self.check_margin(device, size)?;
         let account = Account::of(device, &policy.tag);
-        let taken = driver::make_on(device, |extras| self.take(&account, size, from_pool, extras));
+        let taken = if from_pool {
+            self.take(&account, size, true, Extras::OF_POOLS)
+        } else {
+            driver::make_on(device, |extras| self.take(&account, size, false, extras))
+        };
         self.refusals.note(device, &taken);
         let (memory, addresses) = taken?;
         let allocation = Allocation::new(policy.clone(), bytes, current, memory, &addresses, from_pool);
@@ -263,7 +267,7 @@ impl Memory {
     fn take(&self, account: &Account, bytes: usize, from_pool: bool, extras: Extras) -> Result<(Physical, Arc<Addresses>), Failure> {
         let device = account.device;
         let mut memory = self.physical(|| Physical::create_with(account.clone(), bytes, extras))?;
-        let addresses = Arc::new(Addresses::reserve(bytes)?);
+        let addresses = Arc::new(if from_pool { Addresses::reserve_in_pool(bytes) } else { Addresses::reserve(bytes) }?);
         let place = Place::of(&addresses);
         memory.map(&place)?;
         driver::open([(place.span(), self.peers.usual_access(device, from_pool))])?;
