@@ -21,6 +21,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -57,10 +58,27 @@ static atomic_bool stopping;
 /* Whether faults have been injected into the driver: then calls may fail, and are retried. */
 static atomic_bool faulty;
 
+/*
+ * Writes a line, without stdio: a child that is forked while another thread prints has a copy of the stream in the middle of that,
+ * also if the stream has no buffer, and its `exit` would write the rest once more.
+ */
+__attribute__((format(printf, 1, 2))) static void say(const char *format, ...)
+{
+	char line[512];
+	va_list arguments;
+	va_start(arguments, format);
+	int length = vsnprintf(line, sizeof line - 1, format, arguments);
+	va_end(arguments);
+	if (length < 0 || length > (int)sizeof line - 2)
+		length = (int)sizeof line - 2;
+	line[length++] = '\n';
+	if (write(STDOUT_FILENO, line, (size_t)length) != length)
+		_exit(1);
+}
+
 static void wrong(const char *what, int code)
 {
-	printf("wrong: %s (%d)\n", what, code);
-	fflush(stdout);
+	say("wrong: %s (%d)", what, code);
 	_exit(1);
 }
 
@@ -440,35 +458,37 @@ static void answer(char *line)
 	char name[64];
 	unsigned long nth;
 	if (strncmp(line, "progress", 8) == 0) {
+		char counts[MOST_THREADS * 21 + 1];
+		int end = 0;
 		for (int i = 0; i < threads; i++)
-			printf("%lu ", atomic_load(rank.ranks > 0 ? &rank.rounds : &workers[i].rounds));
+			end += sprintf(counts + end, "%lu ", atomic_load(rank.ranks > 0 ? &rank.rounds : &workers[i].rounds));
 		if (atomic_load(&rank.over))
-			printf("over %llu", (unsigned long long)rank.value);
-		printf("\n");
+			say("%sover %llu", counts, (unsigned long long)rank.value);
+		else
+			say("%s", counts);
 	} else if (strncmp(line, "queued", 6) == 0) {
-		printf("%lu\n", atomic_load(&rank.queued));
+		say("%lu", atomic_load(&rank.queued));
 	} else if (strncmp(line, "verify", 6) == 0) {
 		/* While the other threads work. */
 		static struct worker own;
 		if (own.stream == NULL)
 			TRY(cudaStreamCreateWithFlags(&own.stream, cudaStreamNonBlocking));
 		verify(&own, &workers[0].blocks[0]);
-		printf("ok\n");
+		say("ok");
 	} else if (sscanf(line, "fail %63s %lu", name, &nth) == 2) {
 		atomic_store(&faulty, true);
-		printf(cu.fail(name, nth, INJECTED, 1) == 0 ? "ok\n" : "unknown\n");
+		say(cu.fail(name, nth, INJECTED, 1) == 0 ? "ok" : "unknown");
 	} else if (strncmp(line, "clear", 5) == 0) {
 		cu.clear();
-		printf("ok\n");
+		say("ok");
 	} else if (strncmp(line, "stop", 4) == 0) {
 		atomic_store(&stopping, true);
 		for (int i = 0; rank.ranks == 0 && i < threads; i++)
 			pthread_join(workers[i].thread, NULL);
-		printf("ok\n");
+		say("ok");
 	} else {
-		printf("what?\n");
+		say("what?");
 	}
-	fflush(stdout);
 }
 
 int main(int argc, char **argv)
@@ -516,8 +536,7 @@ int main(int argc, char **argv)
 	for (int i = 0; rank.ranks == 0 && i < threads; i++)
 		while (atomic_load(&workers[i].rounds) == 0)
 			usleep(100);
-	printf("ready\n");
-	fflush(stdout);
+	say("ready");
 	while (fgets(line, sizeof line, stdin) != NULL && strcmp(line, "quit\n") != 0)
 		answer(line);
 	return 0;
