@@ -229,10 +229,18 @@ static void replay(struct worker *w)
 		wrong("a graph's host function was not called as often as the graph was launched", 0);
 }
 
+/*
+ * Loading and unloading waits for the device's work and keeps others from launching: so nobody does it while work waits for a thread that
+ * is still to launch something. That program would stop without vramctl, too.
+ */
+static pthread_rwlock_t launching = PTHREAD_RWLOCK_INITIALIZER;
+
 static void use_module(struct worker *w)
 {
 	CUmodule module;
+	pthread_rwlock_wrlock(&launching);
 	TRY(cu.load(&module, ptx));
+	pthread_rwlock_unlock(&launching);
 	if (below(w, 2) == 0) {
 		launch("nothing", w->stream, NULL, module);
 	} else {
@@ -244,17 +252,21 @@ static void use_module(struct worker *w)
 		*(volatile unsigned *)word = 1;
 	}
 	settle(w);
+	pthread_rwlock_wrlock(&launching);
 	TRY(cu.unload(module));
+	pthread_rwlock_unlock(&launching);
 }
 
 static void use_host_function(struct worker *w)
 {
+	pthread_rwlock_rdlock(&launching);
 	*(volatile unsigned *)w->word = 0;
 	TRY(cudaLaunchHostFunc(w->stream, wait_for_word, w->word));
 	/* If this thread is held here, the device waits for it, so the program cannot be paused at such a moment. */
 	if (below(w, 8) == 0)
 		fill(w, &w->blocks[0], (int)below(w, 256));
 	*(volatile unsigned *)w->word = 1;
+	pthread_rwlock_unlock(&launching);
 	settle(w);
 }
 
@@ -495,8 +507,6 @@ int main(int argc, char **argv)
 {
 	char line[128];
 	void *(*begin)(void *) = NULL;
-	/* A child would write what its parent has in a buffer once more. */
-	setvbuf(stdout, NULL, _IONBF, 0);
 	look_all_up();
 	if ((argc == 4 || argc == 5) && strcmp(argv[1], "threads") == 0) {
 		threads = atoi(argv[3]);
