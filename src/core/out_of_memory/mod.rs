@@ -57,7 +57,7 @@ const LONGEST: Duration = Duration::from_secs(30);
 /// The longest that a failed call waits for its page to be written.
 const PATIENCE: Duration = Duration::from_millis(250);
 
-/// The most open episodes: each has a worker.
+/// The most open episodes: each has a worker. Those that are over do not count, as their workers end.
 const MOST_OPEN: usize = 8;
 
 static REPORTS: PerProcess<Reports> = PerProcess::new(Reports::default);
@@ -268,7 +268,8 @@ impl Books {
 
     /// Whether to follow a failure. One that is tried again may not become a page, so it does not use up the limit yet.
     fn may_open(&mut self, asked: &Asked) -> bool {
-        (self.open.len() < MOST_OPEN || self.make_way()) && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
+        let going_on = self.open.iter().filter(|episode| !episode.course().is_over).count();
+        (going_on < MOST_OPEN || self.make_way()) && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
     }
 
     /// Ends an episode whose retry has got a piece, if there is one. It would go on a little, in case the next piece is refused.
@@ -426,11 +427,12 @@ fn tell_what_is_held_back() {
     }
     let Some(reports) = REPORTS.existing() else { return };
     let deadline = Instant::now() + PATIENCE;
-    // Never dropped: that could free memory. Twice the room, for some may be ending to make way.
+    // Never dropped: that could free memory. Twice the room, for some may be ending; the latest, if there are still more.
     let mut open: [Option<ManuallyDrop<Arc<Episode>>>; 2 * MOST_OPEN] = Default::default();
     wait_until(deadline, || {
         let Some(books) = reports.try_books() else { return false };
-        open.iter_mut().zip(&books.open).for_each(|(place, episode)| *place = Some(ManuallyDrop::new(Arc::clone(episode))));
+        let latest = books.open.iter().skip(books.open.len().saturating_sub(open.len()));
+        open.iter_mut().zip(latest).for_each(|(place, episode)| *place = Some(ManuallyDrop::new(Arc::clone(episode))));
         true
     });
     for episode in open.into_iter().flatten() {
@@ -465,6 +467,23 @@ mod tests {
         assert_eq!((left(6, 1, until_now(), false, true), left(6, 1, Frees::InProgress, false, true)), (1.0, 24.0));
         assert_eq!((left(31, 1, until_now(), false, true), left(31, 1, Frees::InProgress, false, true)), (0.0, 0.0));
         assert_eq!((left(2, 2, until_now(), false, true), left(2, 1, until_now(), true, true)), (0.0, 0.0), "it has been tried again");
+    }
+
+    /// The worker of a retry that has succeeded may be slow to end, and the next failure comes at once.
+    #[test]
+    fn an_episode_that_is_over_takes_up_no_room() {
+        let asked = || Asked { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
+        let episodes = |is_over| {
+            (0..MOST_OPEN).map(move |_| {
+                let episode = Episode::new(Scene::now(asked()));
+                episode.course().is_over = is_over;
+                Arc::new(episode)
+            })
+        };
+        let mut books = Books { open: episodes(true).collect(), ..Books::default() };
+        assert!(books.may_open(&asked()), "all have ended");
+        books.open.extend(episodes(false));
+        assert!(!books.may_open(&asked()), "as many as may be open");
     }
 
     /// The worker of a page that waits for a second attempt has the lock whenever it looks whether the time is over.
