@@ -166,7 +166,15 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     top.shows(&["resumed job engine: 2 processes"]);
     engine.iter_mut().for_each(common::machine::Rank::verify);
 
-    // A single tag: three rows below are those of the trainer, of which the last is its largest.
+    // Three rows below are those of the trainer, whose KV cache is not kept: the question says so.
+    top.press("\x1b[Fkkkp");
+    top.shows(&["$ vramctl pause --name=trainer"]);
+    // The box breaks its last words.
+    top.shows(&["the contents of 8.00 MiB will"]);
+    top.press("n");
+    top.expect("no question", |screen| !screen.contains("Really?"));
+
+    // A single tag, of which the last is its largest.
     top.press("\x1b[F");
     top.shows(&["> ", "weights"]);
     top.press("p");
