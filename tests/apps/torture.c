@@ -188,6 +188,21 @@ static void allocate(struct worker *w, struct block *block)
 	fill(w, block, (int)below(w, 256));
 }
 
+/*
+ * Loading and unloading waits for the device's work and keeps others from launching, and so does freeing what CUDA has allocated (after the
+ * driver has failed): nobody does it while work waits for a thread that is still to launch something. That program would stop without
+ * vramctl, too.
+ */
+static pthread_rwlock_t launching = PTHREAD_RWLOCK_INITIALIZER;
+
+static cudaError_t waiting_free(void *at)
+{
+	pthread_rwlock_wrlock(&launching);
+	cudaError_t error = cudaFree(at);
+	pthread_rwlock_unlock(&launching);
+	return error;
+}
+
 static void called(void *argument)
 {
 	atomic_fetch_add(&((struct worker *)argument)->called, 1);
@@ -229,12 +244,6 @@ static void replay(struct worker *w)
 		wrong("a graph's host function was not called as often as the graph was launched", 0);
 }
 
-/*
- * Loading and unloading waits for the device's work and keeps others from launching: so nobody does it while work waits for a thread that
- * is still to launch something. That program would stop without vramctl, too.
- */
-static pthread_rwlock_t launching = PTHREAD_RWLOCK_INITIALIZER;
-
 static void use_module(struct worker *w)
 {
 	CUmodule module;
@@ -259,14 +268,17 @@ static void use_module(struct worker *w)
 
 static void use_host_function(struct worker *w)
 {
-	pthread_rwlock_rdlock(&launching);
+	bool launches = below(w, 8) == 0;
+	if (launches)
+		pthread_rwlock_rdlock(&launching);
 	*(volatile unsigned *)w->word = 0;
 	TRY(cudaLaunchHostFunc(w->stream, wait_for_word, w->word));
 	/* If this thread is held here, the device waits for it, so the program cannot be paused at such a moment. */
-	if (below(w, 8) == 0)
+	if (launches)
 		fill(w, &w->blocks[0], (int)below(w, 256));
 	*(volatile unsigned *)w->word = 1;
-	pthread_rwlock_unlock(&launching);
+	if (launches)
+		pthread_rwlock_unlock(&launching);
 	settle(w);
 }
 
@@ -354,7 +366,7 @@ static void turn(struct worker *w)
 			allocate(w, block);
 		} else {
 			verify(w, block);
-			TRY(cudaFree(block->at));
+			TRY(waiting_free(block->at));
 			block->at = NULL;
 		}
 	} else if (what < 22) {
