@@ -9,7 +9,8 @@ fn root() -> &'static Path {
 }
 
 fn pages() -> Vec<PathBuf> {
-    let mut pages = ["README.md", "tests/simgpu/README.md", "tests/apps/README.md"].map(|page| root().join(page)).to_vec();
+    let mut pages =
+        ["README.md", "ARCHITECTURE.md", "tests/simgpu/README.md", "tests/apps/README.md"].map(|page| root().join(page)).to_vec();
     pages.extend(
         fs::read_dir(root().join("docs"))
             .unwrap()

@@ -1,5 +1,5 @@
 //! Functions that start device work or change device memory, generated from the table `gated_functions!`. They wait at the gate, and are
-//! otherwise unchanged, except that copies which the driver refuses may be made in another way ([`reach`]).
+//! otherwise unchanged, except that copies which the driver refuses may be made in another way (`reach.rs`).
 
 use crate::entry::{DriverFunction, symbol};
 use crate::real::Symbol;

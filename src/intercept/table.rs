@@ -135,7 +135,7 @@ pub enum Effect {
     Resolves,
     /// Starts kernels, graphs or host functions.
     Launches,
-    /// Copies, by finding its own way to plain memory ([`reach`](crate::reach)).
+    /// Copies, by finding its own way to plain memory (`reach.rs`).
     Copies,
     /// The same, naming a context for each side.
     Crosses,
