@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::abi::*;
-use vramctl_model::Backup;
+use vramctl_model::Policy;
 
 fn begin(tag: &str, backup: i32) -> VramctlResult {
     let tag = CString::new(tag).unwrap();
@@ -50,7 +50,7 @@ fn regions_set_the_current_tag() {
     assert_eq!(begin("kv_cache", VramctlBackup::Discard as i32), VramctlResult::Ok);
     assert_eq!(current(), "kv_cache");
     let address = malloc(2 * MIB).unwrap();
-    assert_eq!(Memory::get().find(address).unwrap().backup, Backup::Discard);
+    assert_eq!(Memory::get().find(address).unwrap().backup, Policy::Discard);
     assert_eq!(unsafe { vramctl_region_begin(ptr::null(), 0) }, VramctlResult::Ok);
     assert_eq!(current(), "", "a region without a tag leaves allocations to CUDA");
     for _ in 0..3 {

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 use vramctl_config::CopyBy;
 use vramctl_core::transition::cleaning::{self, When};
-use vramctl_model::Backup;
+use vramctl_model::Policy;
 
 /// Lets looks run only when the test calls `settle`.
 struct Looks;
@@ -30,7 +30,7 @@ impl Drop for Looks {
 }
 
 fn cache(bytes: usize) -> u64 {
-    malloc_tagged("cache", Some(Backup::Discard), bytes).unwrap()
+    malloc_tagged("cache", Some(Policy::Discard), bytes).unwrap()
 }
 
 /// Number of allocations and releases of physical memory.
@@ -157,7 +157,7 @@ fn ends_during_a_call() {
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     cleaning::set_when(When { after: Duration::ZERO, bytes: 0 });
     vramctl_backup::set_copy_by(None::<CopyBy>, Some(0));
-    malloc_tagged("weights", Some(Backup::Host), 8 * MIB).expect("memory");
+    malloc_tagged("weights", Some(Policy::Host), 8 * MIB).expect("memory");
     // This call releases host memory after a resume. A pause makes it too.
     let after_a_resume = call == "cuMemHostUnregister";
     if after_a_resume {

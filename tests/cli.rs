@@ -22,7 +22,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
 use vramctl_model::{
-    Backup, Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
+    Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Policy, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
     Verb,
 };
 
@@ -289,13 +289,13 @@ impl State {
     }
 
     fn foretell(&self, wanted: &Transition) -> DryRun {
-        let policy = wanted.backup.unwrap_or(Backup::Host);
+        let policy = wanted.backup.unwrap_or(Policy::Host);
         let meant =
             |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
         let tag = |(tag, _): &(String, TagState)| TagPlan { tag: tag.clone(), allocations: 1, bytes: GIB, backup: [(policy, GIB)].into() };
         let tags: Vec<_> = self.tags.iter().filter(meant).map(tag).collect();
-        let lost = policy == Backup::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
-        let needed_bytes = if policy == Backup::Host { GIB * tags.len() as u64 } else { 0 };
+        let lost = policy == Policy::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
+        let needed_bytes = if policy == Policy::Host { GIB * tags.len() as u64 } else { 0 };
         let host = HostRoom { needed_bytes, available_bytes: 3 * GIB / 2 };
         let short = Error::HostMemory { needed: needed_bytes, available: host.available_bytes, capped: false };
         let refused = (needed_bytes > host.available_bytes).then(|| Box::new(Refusal::from(&short)));
@@ -317,7 +317,7 @@ impl State {
                 report.bytes += GIB;
             }
         }
-        let discarded = if wanted.backup == Some(Backup::Discard) { report.bytes } else { 0 };
+        let discarded = if wanted.backup == Some(Policy::Discard) { report.bytes } else { 0 };
         Reply::Done(Report { kept_bytes: report.bytes - discarded, discarded_bytes: discarded, ..report })
     }
 
@@ -347,7 +347,7 @@ impl State {
             paused_bytes: if *state == TagState::Paused { GIB } else { 0 },
             host_bytes: if *state == TagState::Paused { GIB } else { 0 },
             disk_bytes: 0,
-            backup: [(Backup::Host, GIB)].into(),
+            backup: [(Policy::Host, GIB)].into(),
             retained: false,
             progress: None,
         };
@@ -672,7 +672,7 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     let wanted = Transition {
         tags: vec!["kv_cache".into()],
         lenient: true,
-        backup: Some(Backup::Discard),
+        backup: Some(Policy::Discard),
         hold_ms: Some(10_000),
         ..Transition::default()
     };
@@ -1567,7 +1567,7 @@ fn scripts_pause_and_resume_through_every_transport() {
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
         let held = Transition { hold_ms: Some(10_000), ..Transition::default() };
-        let wanted = Transition { tags, backup: Some(Backup::Discard), hold_ms: Some(2500), timeout_ms: Some(2500), ..held.clone() };
+        let wanted = Transition { tags, backup: Some(Policy::Discard), hold_ms: Some(2500), timeout_ms: Some(2500), ..held.clone() };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");

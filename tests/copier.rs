@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vramctl_backup::set_copy_by;
 use vramctl_config::CopyBy;
-use vramctl_model::Backup;
+use vramctl_model::Policy;
 
 /// Large enough that its copy time is meaningful.
 const LARGE: usize = 16 * MIB;
@@ -79,7 +79,7 @@ fn with_everything_paused_both_copiers_are_tried() {
 fn with_active_memory_only_the_engines_copy() {
     let gpu = Gpu::take();
     let program = Program::start(&[LARGE; 4]);
-    let active = common::malloc_tagged("active", Some(Backup::Discard), LARGE).unwrap();
+    let active = common::malloc_tagged("active", Some(Policy::Discard), LARGE).unwrap();
     common::set_device(1);
     // Small pieces, which are left to the engines. With these bytes, nearly all would be paused.
     let elsewhere = Program::start(&[MIB; 48]);

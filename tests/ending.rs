@@ -12,7 +12,7 @@ use std::process::{ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vramctl_config::CopyBy;
-use vramctl_model::Backup;
+use vramctl_model::Policy;
 
 /// Environment variables of the program: the transition in progress when it exits and who requested it, and the driver call.
 const PATH: &str = "ENDING_PATH";
@@ -24,7 +24,7 @@ const WITHOUT_IT: i32 = 43;
 /// Allocates contents for host memory, for retained and hashed host memory, for a file, and to be discarded.
 fn start(path: &str) -> Gpu {
     let gpu = Gpu::take();
-    let tags = [("weights", Backup::Host), (common::RETAINED_TAG, Backup::Host), ("cold", Backup::Disk), ("cache", Backup::Discard)];
+    let tags = [("weights", Policy::Host), (common::RETAINED_TAG, Policy::Host), ("cold", Policy::Disk), ("cache", Policy::Discard)];
     let addresses = tags.map(|(tag, backup)| malloc_tagged(tag, Some(backup), 2 * MIB).unwrap());
     // Makes a retained copy, part of which is then written to.
     pause(&[common::RETAINED_TAG]).and_then(|_| resume(&[common::RETAINED_TAG])).unwrap();

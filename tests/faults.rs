@@ -18,7 +18,7 @@ use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::Driver;
 use vramctl_intercept::hooks as interpose;
-use vramctl_model::{Backup, Error, Report, TransitionRequest};
+use vramctl_model::{Error, Policy, Report, TransitionRequest};
 
 /// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = Driver::NAMES;
@@ -49,11 +49,11 @@ impl Program {
             (address, contents)
         };
         let kept = vec![
-            allocate(1, "weights", Backup::Host, MIB),
-            allocate(2, common::RETAINED_TAG, Backup::Host, 3 * MIB),
-            allocate(3, "cold", Backup::Disk, MIB),
+            allocate(1, "weights", Policy::Host, MIB),
+            allocate(2, common::RETAINED_TAG, Policy::Host, 3 * MIB),
+            allocate(3, "cold", Policy::Disk, MIB),
         ];
-        let dropped = (4..7).map(|seed| allocate(seed, "cache", Backup::Discard, MIB)).collect();
+        let dropped = (4..7).map(|seed| allocate(seed, "cache", Policy::Discard, MIB)).collect();
         let program = Self { kept, dropped };
         // Makes a retained copy, one piece of which has been written to since.
         pause(&[common::RETAINED_TAG]).unwrap();
@@ -453,7 +453,7 @@ fn with_too_few_threads_a_transition_is_slower_or_refused() {
             }
         })
     };
-    for policy in [Backup::Host, Backup::Disk] {
+    for policy in [Policy::Host, Policy::Disk] {
         let address = malloc_tagged("t", Some(policy), 40 * MIB).unwrap();
         let contents = contents(8, 40 * MIB);
         assert_eq!(write(address, contents), 0);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::{entries, launch};
-use vramctl_model::{Backup, Error, Kind, Observer, Report, TransitionRequest};
+use vramctl_model::{Error, Kind, Observer, Policy, Report, TransitionRequest};
 
 /// Device memory that a guard uses in debug builds: pieces of 8, 4 and 2 MiB.
 const BLOCK: u64 = 14 * MIB as u64;
@@ -124,7 +124,7 @@ fn without_memory_for_it_a_pause_succeeds_and_says_so() {
 fn a_resume_uses_the_guards_memory_and_a_failed_one_restores_the_guard() {
     struct Unwilling;
     impl Observer for Unwilling {
-        fn consent(&mut self) -> Result<(), Error> {
+        fn vote(&mut self) -> Result<(), Error> {
             Err(Error::Aborted("no".into()))
         }
     }
@@ -313,7 +313,7 @@ fn a_programs_own_mappings_are_guarded_and_can_change() {
         assert_eq!(entries::cuMemMap(base, BYTES, 0, handle, 0), 0);
         assert_eq!(entries::cuMemSetAccess(base, BYTES, access.as_ptr().cast(), 1), 0);
     };
-    region::begin(Some("own"), Some(Backup::Host)).unwrap();
+    region::begin(Some("own"), Some(Policy::Host)).unwrap();
     assert_eq!(unsafe { entries::cuMemCreate(&raw mut handle, BYTES, wanted.as_ptr().cast(), 0) }, 0);
     region::end().unwrap();
     map(places[0], handle);

@@ -365,7 +365,7 @@ fn a_failed_pause_lets_the_program_go() {
 struct Refuses<'a>(&'a Gpu, Option<u64>);
 
 impl Observer for Refuses<'_> {
-    fn consent(&mut self) -> Result<(), Error> {
+    fn vote(&mut self) -> Result<(), Error> {
         self.1 = Some(self.0.footprint().used()[0]);
         Err(Error::Aborted("a test".into()))
     }
@@ -453,7 +453,7 @@ impl Observer for Frees {
         Some(false)
     }
 
-    fn consent(&mut self) -> Result<(), Error> {
+    fn vote(&mut self) -> Result<(), Error> {
         Err(Error::Aborted("a test".into()))
     }
 }
@@ -594,7 +594,7 @@ fn a_program_that_makes_calls_all_the_time_is_left_alone() {
 struct WhenAllIsDone<'a>(&'a Gpu);
 
 impl Observer for WhenAllIsDone<'_> {
-    fn consent(&mut self) -> Result<(), Error> {
+    fn vote(&mut self) -> Result<(), Error> {
         common::eventually("unpinned", || Memory::get().status().host.ready_bytes == 0);
         common::eventually("loaded", || self.0.calls("cuModuleLoadData") > 0);
         Ok(())

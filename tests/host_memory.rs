@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, set_host_keep};
 use vramctl_core::memory::Memory;
-use vramctl_model::{Backup, Bytes, Error, HostStatus};
+use vramctl_model::{Bytes, Error, HostStatus, Policy};
 
 /// Longer than any test.
 const LONG: Option<Duration> = Some(Duration::from_secs(600));
@@ -141,7 +141,7 @@ fn a_dry_run_tells_what_a_pause_takes_and_what_there_is() {
     };
     let _kept = Kept::for_long();
     set_host_keep(LONG, Some(ROOM));
-    let all = [make(common::RETAINED_TAG, None, 40), make("d", Some(Backup::Discard), 6), make("file", Some(Backup::Disk), 4)];
+    let all = [make(common::RETAINED_TAG, None, 40), make("d", Some(Policy::Discard), 6), make("file", Some(Policy::Disk), 4)];
     // With the file's staging memory, in whole pieces.
     assert_eq!(plan(), (64, 100));
     set_host_keep(LONG, Some(u64::MAX));
@@ -199,7 +199,7 @@ proptest! {
             vramctl_backup::settle();
         };
         let make = |&(mib, kind): &(usize, usize)| {
-            let (tag, policy) = [("kept", None), (common::RETAINED_TAG, None), ("file", Some(Backup::Disk)), ("d", Some(Backup::Discard))][kind];
+            let (tag, policy) = [("kept", None), (common::RETAINED_TAG, None), ("file", Some(Policy::Disk)), ("d", Some(Policy::Discard))][kind];
             malloc_tagged(tag, policy, mib * MIB).unwrap()
         };
         let before: Vec<_> = sizes[..1].iter().map(make).collect();

@@ -23,7 +23,7 @@ use vramctl_intercept::entries;
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Backup, Kind, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
+use vramctl_model::{Kind, Observer, Policy, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -324,9 +324,9 @@ fn policies_discard_or_keep_by_request_region_and_environment() {
     let kept = |address| read(address, 2 * MIB).unwrap() == contents;
     let zero = |address| read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0);
     let by_default = allocate("plain", None);
-    let by_region = allocate("plain", Some(Backup::Discard));
+    let by_region = allocate("plain", Some(Policy::Discard));
     let by_environment = allocate(common::DISCARDED_TAG, None);
-    let region_over_environment = allocate(common::DISCARDED_TAG, Some(Backup::Host));
+    let region_over_environment = allocate(common::DISCARDED_TAG, Some(Policy::Host));
     let report = pause(&[]).unwrap();
     assert_eq!((report.kept_bytes, report.discarded_bytes), (4 << 20, 4 << 20));
     resume(&[]).unwrap();
@@ -334,10 +334,10 @@ fn policies_discard_or_keep_by_request_region_and_environment() {
     assert!(zero(by_region) && zero(by_environment));
 
     assert_eq!(write(by_region, &contents), 0);
-    Memory::get().pause(&TransitionRequest { backup: Some(Backup::Host), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { backup: Some(Policy::Host), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(kept(by_region), "a request overrules the region");
-    Memory::get().pause(&TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { backup: Some(Policy::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(zero(by_default));
 }
@@ -691,7 +691,7 @@ fn a_former_peer_gets_no_access() {
     };
     let opened_for = || {
         set_device(1);
-        let address = malloc_tagged("t", Some(Backup::Discard), 2 * MIB).unwrap();
+        let address = malloc_tagged("t", Some(Policy::Discard), 2 * MIB).unwrap();
         let has_access = |device: &u32| {
             let (mut flags, location) = (0, [1, *device]);
             assert_eq!(unsafe { entries::cuMemGetAccess(&raw mut flags, location.as_ptr().cast(), address) }, 0);
@@ -1180,7 +1180,7 @@ fn a_partly_replaced_retained_copy_is_not_trusted() {
 #[test]
 fn work_that_is_started_during_the_first_wait_is_waited_for() {
     let gpu = Gpu::take();
-    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    let address = malloc_tagged("t", Some(Policy::Discard), 4 * MIB).unwrap();
     let (one, other) = (Stream::create(), Stream::create());
     let (first, second) = (Gate::new(), Gate::new());
     one.wait_for(&first);
@@ -1206,7 +1206,7 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
 #[test]
 fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
     let gpu = Gpu::take();
-    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    let address = malloc_tagged("t", Some(Policy::Discard), 4 * MIB).unwrap();
     for timeout in [None, Some(Duration::from_secs(60))] {
         let (one, other) = (Stream::create(), Stream::create());
         let (first, gate) = (Gate::new(), Gate::new());
@@ -1221,7 +1221,7 @@ fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
         // The first stream is idle, and the wait under the lock is over, too.
         std::thread::sleep(Duration::from_secs(1));
         assert!(!pausing.is_finished());
-        let allocated = malloc_tagged("u", Some(Backup::Discard), 2 * MIB).expect("nobody holds the lock");
+        let allocated = malloc_tagged("u", Some(Policy::Discard), 2 * MIB).expect("nobody holds the lock");
         gate.open();
         pausing.join().unwrap().unwrap();
         assert_eq!(state("t"), Some(TagState::Paused));
@@ -1235,7 +1235,7 @@ fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
 #[test]
 fn a_context_that_cannot_be_waited_for_keeps_its_memory() {
     let gpu = Gpu::take();
-    let address = malloc_tagged("t", Some(Backup::Discard), 2 * MIB).unwrap();
+    let address = malloc_tagged("t", Some(Policy::Discard), 2 * MIB).unwrap();
     let (gate, stream) = (Gate::new(), Stream::create());
     stream.wait_for(&gate);
     assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
@@ -1251,7 +1251,7 @@ fn a_context_that_cannot_be_waited_for_keeps_its_memory() {
 #[test]
 fn kept_parts_of_several_allocations_do_not_mix() {
     let _gpu = Gpu::take();
-    let all: Vec<_> = (1..4).map(|seed| (malloc_tagged("t", Some(Backup::Host), 8 * MIB).unwrap(), pattern(seed, 8 * MIB))).collect();
+    let all: Vec<_> = (1..4).map(|seed| (malloc_tagged("t", Some(Policy::Host), 8 * MIB).unwrap(), pattern(seed, 8 * MIB))).collect();
     for (address, contents) in &all {
         assert_eq!(write(*address, contents), 0);
     }
@@ -1276,7 +1276,7 @@ fn kept_parts_of_several_allocations_do_not_mix() {
 fn a_refused_sweep_is_retried() {
     let gpu = Gpu::take();
     let before = gpu.used(0);
-    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    let address = malloc_tagged("t", Some(Policy::Discard), 4 * MIB).unwrap();
     gpu.fail("cuMemRelease", 1, 999, 3);
     assert_eq!(pause(&[]).unwrap().late_bytes, 4 << 20);
     for _ in 0..2 {
@@ -1323,7 +1323,7 @@ fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
 #[test]
 fn a_resume_without_enough_memory_takes_none() {
     let gpu = Gpu::take();
-    let addresses = [(); 2].map(|()| malloc_tagged("t", Some(Backup::Discard), 64 * MIB).unwrap());
+    let addresses = [(); 2].map(|()| malloc_tagged("t", Some(Policy::Discard), 64 * MIB).unwrap());
     pause(&[]).unwrap();
     gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize - 100 * MIB);
     gpu.reset_counts();
@@ -1457,7 +1457,7 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(write(address, &contents[..1]), 0);
     assert_eq!(cycle(), 10 * PIECE);
     // A discarding pause drops the copy.
-    Memory::get().pause(&TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { backup: Some(Policy::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
     assert_eq!(cycle(), 0);
@@ -1582,7 +1582,7 @@ fn contents_go_to_a_file_and_come_back() {
         .iter()
         .enumerate()
         .map(|(number, bytes)| {
-            let address = malloc_tagged(if number % 2 == 0 { "even" } else { "odd" }, Some(Backup::Disk), *bytes).unwrap();
+            let address = malloc_tagged(if number % 2 == 0 { "even" } else { "odd" }, Some(Policy::Disk), *bytes).unwrap();
             let contents = pattern(number as u64, *bytes);
             assert_eq!(write(address, &contents), 0);
             (address, contents)
@@ -1613,7 +1613,7 @@ fn any_part_of_a_file_comes_back_alone() {
     let tags = ["a", "b", "c", "d"];
     let allocations = [3, 1, 2, 5].map(|mib| mib * MIB).map(|bytes| (bytes, pattern(bytes as u64, bytes)));
     let addresses: Vec<_> =
-        tags.iter().zip(&allocations).map(|(tag, (bytes, _))| malloc_tagged(tag, Some(Backup::Disk), *bytes).unwrap()).collect();
+        tags.iter().zip(&allocations).map(|(tag, (bytes, _))| malloc_tagged(tag, Some(Policy::Disk), *bytes).unwrap()).collect();
     for first in [["a", "c"], ["b", "d"], ["a", "d"], ["a", "b"], ["b", "c"]] {
         for (address, (_, contents)) in addresses.iter().zip(&allocations) {
             assert_eq!(write(*address, contents), 0);
@@ -1739,7 +1739,7 @@ fn a_mistake_in_the_environment_is_reported_even_if_nothing_is_managed() {
 #[test]
 fn a_report_says_how_long_each_stage_took() {
     let gpu = Gpu::take();
-    let address = malloc_tagged("t", Some(Backup::Host), 4 * MIB).unwrap();
+    let address = malloc_tagged("t", Some(Policy::Host), 4 * MIB).unwrap();
     let slow = [("cuMemRelease", 120), ("cuMemUnmap", 60), ("cuMemMap", 60), ("cuMemcpyHtoDAsync_v2", 120)];
     for (function, milliseconds) in slow {
         gpu.slow_down(function, milliseconds);
@@ -1768,7 +1768,7 @@ fn a_report_says_how_long_each_stage_took() {
 #[test]
 fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
     let gpu = Gpu::take();
-    let allocate = |tag| malloc_tagged(tag, Some(Backup::Discard), 2 * MIB).unwrap();
+    let allocate = |tag| malloc_tagged(tag, Some(Policy::Discard), 2 * MIB).unwrap();
     // Not neighbours, so that each is unmapped in a call.
     let all = ["t", "u", "t", "u", "t"].map(allocate);
     gpu.fail("cuMemUnmap", 3, 999, u64::MAX);

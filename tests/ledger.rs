@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 use vramctl_core::memory::Memory;
-use vramctl_model::{Backup, TransitionRequest};
+use vramctl_model::{Policy, TransitionRequest};
 
 /// Small blocks that the library needs for a moment.
 const OWN: u64 = 64 << 10;
@@ -81,8 +81,8 @@ fn a_pause_and_a_resume_are_counted_at_every_moment() {
     malloc_tagged("kept", None, 2 * MIB).unwrap();
     set_device(0);
     malloc_tagged("kept", None, 2 * MIB).unwrap();
-    malloc_tagged("dropped", Some(Backup::Discard), 34 * MIB).unwrap();
-    malloc_tagged("file", Some(Backup::Disk), 2 * MIB).unwrap();
+    malloc_tagged("dropped", Some(Policy::Discard), 34 * MIB).unwrap();
+    malloc_tagged("file", Some(Policy::Disk), 2 * MIB).unwrap();
     let pausing = compare_at_calls(&gpu, || _ = resume(&[]).unwrap(), || _ = pause(&[]).unwrap());
     let resuming = compare_at_calls(&gpu, || _ = pause(&[]).unwrap(), || _ = resume(&[]).unwrap());
     resume(&[]).unwrap();

@@ -10,13 +10,13 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vramctl_core::memory::{Memory, region};
-use vramctl_model::{Backup, Span, TransitionRequest};
+use vramctl_model::{Policy, Span, TransitionRequest};
 
 const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    Begin(usize, Option<Backup>),
+    Begin(usize, Option<Policy>),
     BeginUntagged,
     End,
     Allocate(usize),
@@ -24,12 +24,12 @@ enum Step {
     Write(usize, u64),
     /// An optional unused range, which may reach into the next allocations: index of the one that it is counted from, offset and
     /// length. And whether with a guard.
-    Pause(Option<usize>, Option<Backup>, Option<(usize, usize, usize)>, bool),
+    Pause(Option<usize>, Option<Policy>, Option<(usize, usize, usize)>, bool),
     Resume(Option<usize>),
 }
 
-fn backup() -> impl Strategy<Value = Option<Backup>> {
-    prop_oneof![2 => Just(None), 2 => Just(Some(Backup::Host)), 2 => Just(Some(Backup::Discard)), 1 => Just(Some(Backup::Disk))]
+fn backup() -> impl Strategy<Value = Option<Policy>> {
+    prop_oneof![2 => Just(None), 2 => Just(Some(Policy::Host)), 2 => Just(Some(Policy::Discard)), 1 => Just(Some(Policy::Disk))]
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -48,7 +48,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 /// An allocation's expected state. Contents are what was last written, or `None` for zeroes.
 struct Model {
-    tag: Option<(usize, Backup)>,
+    tag: Option<(usize, Policy)>,
     bytes: usize,
     contents: Option<Vec<u8>>,
     paused: bool,
@@ -71,7 +71,7 @@ impl Model {
 #[derive(Default)]
 struct World {
     allocations: BTreeMap<u64, Model>,
-    regions: Vec<Option<(usize, Option<Backup>)>>,
+    regions: Vec<Option<(usize, Option<Policy>)>>,
     /// Whether something was written to a guard and not reported yet.
     strays: bool,
 }
@@ -107,7 +107,7 @@ impl World {
                 match malloc(bytes) {
                     Ok(address) => {
                         prop_assert_eq!(Memory::get().find(address).is_some(), tag.is_some());
-                        let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Backup::Host)));
+                        let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Policy::Host)));
                         let model = Model { tag, bytes, contents: None, paused: false, guarded: false };
                         // Plain memory is not guaranteed to be zero, so clear it.
                         if model.tag.is_none() {
@@ -151,8 +151,8 @@ impl World {
                     changed += 1;
                     let (tag, policy) = model.tag.unwrap();
                     match (backup.unwrap_or(policy), unused) {
-                        (Backup::Discard, _) => model.contents = None,
-                        (Backup::Host, Some(span)) if TAGS[tag] != common::RETAINED_TAG => {
+                        (Policy::Discard, _) => model.contents = None,
+                        (Policy::Host, Some(span)) if TAGS[tag] != common::RETAINED_TAG => {
                             let from = span.address.max(*address);
                             model.forget((from - address) as usize, (span.address + span.bytes as u64).saturating_sub(from) as usize);
                         }
@@ -253,7 +253,7 @@ fn work(number: u64, until: Instant) -> u64 {
     let tag = format!("thread-{number}");
     // Half of them discard their contents.
     let dropped = number % 4 >= 2;
-    region::begin(Some(&tag), dropped.then_some(Backup::Discard)).unwrap();
+    region::begin(Some(&tag), dropped.then_some(Policy::Discard)).unwrap();
     common::set_device((number % 2) as i32);
     let mut seed = number << 32;
     let mut rounds = 0;

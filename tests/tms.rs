@@ -12,7 +12,7 @@ use std::thread;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::abi::{VramctlBackup, VramctlResult, vramctl_last_error, vramctl_region_begin, vramctl_region_end};
 use vramctl_intercept::tms::*;
-use vramctl_model::Backup;
+use vramctl_model::Policy;
 
 fn set_tag(tag: &str) {
     let tag = CString::new(tag).unwrap();
@@ -45,7 +45,7 @@ fn settings() -> (String, bool, bool, bool) {
     (tag(), tms_get_interesting_region(), tms_get_enable_cpu_backup(), tms_get_enable_disk_backup())
 }
 
-fn policy(address: u64) -> (String, Backup) {
+fn policy(address: u64) -> (String, Policy) {
     let allocation = Memory::get().find(address).expect("it is managed");
     (allocation.tag.to_string(), allocation.backup)
 }
@@ -88,7 +88,7 @@ fn settings_are_per_thread_and_persist() {
         assert_eq!(settings(), ("weights".into(), false, false, false), "what else was said is not forgotten");
         assert_eq!(
             [discarded, in_memory, on_disk].map(policy),
-            [Backup::Discard, Backup::Host, Backup::Disk].map(|backup| ("weights".to_owned(), backup))
+            [Policy::Discard, Policy::Host, Policy::Disk].map(|backup| ("weights".to_owned(), backup))
         );
         in_a_new_thread(|| {
             assert_eq!(settings(), ("default".into(), false, false, false));
@@ -117,7 +117,7 @@ fn inside_a_region_the_settings_are_the_regions() {
         tms_set_interesting_region(true);
         set_tag("chunk_0");
         let chunk = malloc(2 * MIB).unwrap();
-        assert_eq!(policy(chunk), ("chunk_0".into(), Backup::Host));
+        assert_eq!(policy(chunk), ("chunk_0".into(), Policy::Host));
         vramctl_region_end();
         assert_eq!(settings(), ("ground".into(), true, false, false));
         unsafe { vramctl_region_begin(ptr::null(), 0) };
@@ -495,7 +495,7 @@ fn a_thread_of_a_tagged_process_keeps_its_backup_setting() {
         tms_set_interesting_region(true);
         assert!(tms_get_enable_cpu_backup());
         let address = malloc(2 * MIB).unwrap();
-        assert_eq!(Memory::get().find(address).unwrap().backup, Backup::Host);
+        assert_eq!(Memory::get().find(address).unwrap().backup, Policy::Host);
         assert_eq!(free(address), 0);
     })
     .join()

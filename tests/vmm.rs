@@ -18,7 +18,7 @@ use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::{entries, launch};
-use vramctl_model::{Backup, Error, Kind, ObstacleKind, Registered, TagState, TransitionRequest};
+use vramctl_model::{Error, Kind, ObstacleKind, Policy, Registered, TagState, TransitionRequest};
 
 const PAGE: usize = 2 * MIB;
 
@@ -27,11 +27,11 @@ fn properties(device: i32) -> [u32; 8] {
     [1, 0, 1, device as u32, 0, 0, 0, 0]
 }
 
-fn create(tag: &str, backup: Option<Backup>, bytes: usize) -> Result<u64, u32> {
+fn create(tag: &str, backup: Option<Policy>, bytes: usize) -> Result<u64, u32> {
     create_on(0, tag, backup, bytes)
 }
 
-fn create_on(device: i32, tag: &str, backup: Option<Backup>, bytes: usize) -> Result<u64, u32> {
+fn create_on(device: i32, tag: &str, backup: Option<Policy>, bytes: usize) -> Result<u64, u32> {
     let (mut handle, wanted) = (0, properties(device));
     region::begin(Some(tag), backup).unwrap();
     let code = unsafe { entries::cuMemCreate(&raw mut handle, bytes, wanted.as_ptr().cast(), 0) };
@@ -277,7 +277,7 @@ fn discarded_memory_comes_back_empty_and_short_memory_is_reported() {
     let gpu = Gpu::take();
     let bytes = DEVICE_BYTES / 2;
     let place = Reserved::new(bytes);
-    let handle = create("scratch", Some(Backup::Discard), bytes).unwrap();
+    let handle = create("scratch", Some(Policy::Discard), bytes).unwrap();
     assert_eq!((map(place.0, bytes, handle), open(place.0, bytes), write(place.0, &pattern(4, PAGE))), (0, 0, 0));
     pause(&["scratch"]).unwrap();
     gpu.occupy(0, DEVICE_BYTES - PAGE);

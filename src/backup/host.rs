@@ -7,7 +7,7 @@ use super::arena::{Arena, Range};
 use super::digest::{self, DIGEST_PIECE, Digest, Hasher};
 use super::loading::Kernels;
 use super::transfer::{self, Part};
-use super::{Item, Kept, Saved, Wanted};
+use super::{Backup, Item, Kept, Wanted};
 use super::{copier, quiet};
 use std::collections::BTreeMap;
 use std::ops;
@@ -16,7 +16,7 @@ use std::thread;
 use vramctl_config::{Config, Unchanged};
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
 use vramctl_host::{PerProcess, Unpoison, log_once, worker};
-use vramctl_model::{Backup, Error, Progress};
+use vramctl_model::{Error, Policy, Progress};
 
 /// An allocation's contents in the arena.
 #[derive(Debug)]
@@ -104,7 +104,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dy
     let items = places(wanted)?;
     expect_restore(wanted);
     let contents =
-        || items.iter().filter_map(|(extent, saved)| if let Saved::Host(saved) = &**saved { Some((*extent, saved)) } else { None });
+        || items.iter().filter_map(|(extent, saved)| if let Backup::Host(saved) = &**saved { Some((*extent, saved)) } else { None });
     let of_address: BTreeMap<_, _> = contents().map(|(extent, saved)| (extent.address, saved)).collect();
     let (mut digests, mut outdated) = (BTreeMap::new(), BTreeMap::new());
     hash(wanted, &mut |group| {
@@ -162,7 +162,7 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
     let place = |wanted: &Wanted| {
         let make = |mut range: Range| {
             range.give_back_at_once(wanted.at_once);
-            Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }))
+            Arc::new(Backup::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }))
         };
         Some((wanted.extent, wanted.saved_over().cloned().or_else(|| fresh.next().map(make))?))
     };
@@ -178,17 +178,17 @@ pub fn sizes_of_new(wanted: &[&Wanted]) -> Vec<usize> {
 impl Wanted {
     /// The earlier backup that these contents will overwrite: one that keeps the same parts. A backup saved before its tag
     /// was retained may keep other parts.
-    pub fn saved_over(&self) -> Option<&Arc<Saved>> {
-        let same = |saved: &&Arc<Saved>| matches!(&***saved, Saved::Host(saved) if saved.live == self.live);
-        self.before.as_ref().filter(|_| self.policy == Backup::Host).filter(same)
+    pub fn saved_over(&self) -> Option<&Arc<Backup>> {
+        let same = |saved: &&Arc<Backup>| matches!(&***saved, Backup::Host(saved) if saved.live == self.live);
+        self.before.as_ref().filter(|_| self.policy == Policy::Host).filter(same)
     }
 }
 
 /// Indices of the backups to drop to make room for ranges of these sizes ([`Arena::in_the_way`]).
-pub fn in_the_way(retained: &[Arc<Saved>], sizes: &[usize]) -> Option<Vec<usize>> {
-    let in_memory = |saved: &'_ Arc<Saved>| matches!(&**saved, Saved::Host(_));
+pub fn in_the_way(retained: &[Arc<Backup>], sizes: &[usize]) -> Option<Vec<usize>> {
+    let in_memory = |saved: &'_ Arc<Backup>| matches!(&**saved, Backup::Host(_));
     let places: Vec<_> = (0..retained.len()).filter(|place| in_memory(&retained[*place])).collect();
-    let range = |place: &usize| if let Saved::Host(saved) = &*retained[*place] { Some(&saved.range) } else { None };
+    let range = |place: &usize| if let Backup::Host(saved) = &*retained[*place] { Some(&saved.range) } else { None };
     let ranges: Vec<_> = places.iter().filter_map(range).collect();
     let found = Arena::get().ok()?.in_the_way(&ranges, sizes)?;
     Some(found.into_iter().map(|place| places[place]).collect())

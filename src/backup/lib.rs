@@ -29,18 +29,18 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
-use vramctl_model::{Backup, Error, HostRoom, HostStatus, Progress, Stage};
+use vramctl_model::{Error, HostRoom, HostStatus, Policy, Progress, Stage};
 
 /// One allocation's contents, saved off the device.
 #[derive(Debug)]
-pub enum Saved {
+pub enum Backup {
     /// In host memory.
     Host(host::InMemory),
     /// In a file.
     Disk(spill::OnDisk),
 }
 
-impl Saved {
+impl Backup {
     /// The contents kept in host memory from a byte of the allocation on; valid as long as the value.
     pub fn kept_from(&self, byte: usize) -> Option<&[u8]> {
         match self {
@@ -59,7 +59,7 @@ impl Saved {
 }
 
 /// An allocation's location and its backup.
-pub type Item = (Extent, Arc<Saved>);
+pub type Item = (Extent, Arc<Backup>);
 
 /// Contents to save.
 #[derive(Debug)]
@@ -67,13 +67,13 @@ pub struct Wanted {
     /// Where they are.
     pub extent: Extent,
     /// Where they go.
-    pub policy: Backup,
+    pub policy: Policy,
     /// Whether they stay in host memory after the resume, so that the next pause can detect changes.
     pub retain: bool,
     /// Whether their host memory is released before the resume returns.
     pub at_once: bool,
     /// The backup left from an earlier pause.
-    pub before: Option<Arc<Saved>>,
+    pub before: Option<Arc<Backup>>,
     /// The parts to keep, as offsets into the allocation, in order. A file keeps everything.
     pub live: Vec<Range<usize>>,
 }
@@ -98,7 +98,7 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut
         Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),
         refused => refused?,
     }
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Policy::Disk);
     let mut kept = host::save(&in_memory, progress, saved)?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
@@ -107,7 +107,7 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut
 /// The host memory that saving these contents would take, and why it would be refused for lack of host memory or disk space. Both a pause
 /// and a dry run decide by this.
 pub fn admit(wanted: &[Wanted]) -> (HostRoom, Result<(), Error>) {
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Backup::Disk);
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Policy::Disk);
     let mut sizes = host::sizes_of_new(&in_memory);
     sizes.extend(spill::size_of_staging(&on_disk));
     let need = match Arena::get().and_then(|arena| arena.need(&sizes)) {
@@ -120,8 +120,8 @@ pub fn admit(wanted: &[Wanted]) -> (HostRoom, Result<(), Error>) {
 }
 
 /// Indices of the retained backups to drop to make room for `wanted`; `None` if dropping all would not be enough.
-pub fn in_the_way(retained: &[Arc<Saved>], wanted: &[Wanted]) -> Option<Vec<usize>> {
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Backup::Disk);
+pub fn in_the_way(retained: &[Arc<Backup>], wanted: &[Wanted]) -> Option<Vec<usize>> {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Policy::Disk);
     let mut sizes = host::sizes_of_new(&in_memory);
     sizes.extend(spill::size_of_staging(&on_disk));
     host::in_the_way(retained, &sizes)
@@ -135,11 +135,11 @@ pub fn restore(
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
+    let in_memory = |(_, saved): &Item| if let Backup::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
     let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
     transfer::restore(bytes, idle, progress, |give| {
         produce(&mut |(extent, saved)| {
-            if let Saved::Host(saved) = &**saved {
+            if let Backup::Host(saved) = &**saved {
                 saved.parts(*extent).for_each(|part| give(vec![part]));
             }
         })

@@ -2,7 +2,7 @@
 
 use super::arena::{Arena, Range};
 use super::disk::{self, Spill, SpillError, StagingPiece};
-use super::{Item, Meter, Saved, Wanted, settings};
+use super::{Backup, Item, Meter, Wanted, settings};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -117,7 +117,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
     let file = Arc::new(File { spill: Some(spill), staging: Arc::clone(staging) });
     let saved = |(place, extent): (ops::Range<u64>, Extent)| {
         let contents = OnDisk { file: Arc::clone(&file), offset: place.start, bytes: extent.bytes as u64 };
-        (extent, Arc::new(Saved::Disk(contents)))
+        (extent, Arc::new(Backup::Disk(contents)))
     };
     Ok(layout.into_iter().map(saved).collect())
 }
@@ -125,8 +125,8 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
 /// Reads contents back from their files into mapped memory.
 pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
     let on_disk = |(extent, saved): &Item| match &**saved {
-        Saved::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
-        Saved::Host(_) => None,
+        Backup::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
+        Backup::Host(_) => None,
     };
     let mut wanted: Vec<_> = items.iter().filter_map(on_disk).collect();
     if wanted.is_empty() {

@@ -5,7 +5,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
 use vramctl_coordinator::processes::Target;
-use vramctl_model::{self as model, Backup, Registered, parse_bytes};
+use vramctl_model::{self as model, Policy, Registered, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
@@ -53,18 +53,18 @@ pub struct BackupArgs {
     discard: bool,
     /// Where to keep the contents, overriding the tags' policies: host, disk or discard
     #[arg(long, value_name = "POLICY", value_parser = backup(), hide_possible_values = true)]
-    backup: Option<Backup>,
+    backup: Option<Policy>,
 }
 
 impl BackupArgs {
     /// `None`: as the tags' policies say.
-    pub fn policy(&self) -> Option<Backup> {
-        self.discard.then_some(Backup::Discard).or(self.backup)
+    pub fn policy(&self) -> Option<Policy> {
+        self.discard.then_some(Policy::Discard).or(self.backup)
     }
 }
 
-fn backup() -> impl TypedValueParser<Value = Backup> {
-    PossibleValuesParser::new([Backup::Host, Backup::Disk, Backup::Discard].map(Backup::name)).try_map(|name| name.parse())
+fn backup() -> impl TypedValueParser<Value = Policy> {
+    PossibleValuesParser::new([Policy::Host, Policy::Disk, Policy::Discard].map(Policy::name)).try_map(|name| name.parse())
 }
 
 /// What to do with registered memory, as an argument: one of these choices.

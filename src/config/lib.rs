@@ -43,7 +43,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
-use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
+use vramctl_model::{DEFAULT_TAG, Policy, checked_tag, parse_bytes};
 
 /// All variables of this name that the project reads.
 const VARIABLES: [&str; 24] = [
@@ -147,11 +147,11 @@ pub struct Config {
     /// `VRAMCTL_TAG`.
     pub tag: Option<Arc<str>>,
     /// The policy of allocations outside regions whose tag `VRAMCTL_BACKUP` does not mention, from the `TMS_INIT_` variables.
-    pub ground_backup: Option<Backup>,
+    pub ground_backup: Option<Policy>,
     /// `TMS_INIT_CPU_BACKUP_BACKEND`.
     pub cpu_backup_backend: CpuBackupBackend,
     /// `VRAMCTL_BACKUP`, in the order given.
-    pub backup: Vec<(Arc<str>, Backup)>,
+    pub backup: Vec<(Arc<str>, Policy)>,
     /// `VRAMCTL_RETAIN`; `*` means every tag.
     pub retain: Vec<String>,
     /// `VRAMCTL_UNCHANGED`.
@@ -245,7 +245,7 @@ impl Config {
         let name = variables.set("VRAMCTL_NAME");
         Self {
             tag: variables.tag().or_else(|| manages_all.then(|| DEFAULT_TAG.into())),
-            ground_backup: variables.ground_backup().or_else(|| manages_all.then_some(Backup::Discard)),
+            ground_backup: variables.ground_backup().or_else(|| manages_all.then_some(Policy::Discard)),
             cpu_backup_backend: variables
                 .one_of("TMS_INIT_CPU_BACKUP_BACKEND", [("pinned", CpuBackupBackend::Pinned), ("mmap", CpuBackupBackend::Mmap)]),
             backup: variables.backup(),
@@ -280,7 +280,7 @@ impl Config {
     }
 
     /// The policy that `VRAMCTL_BACKUP` gives a tag. The last mention wins.
-    pub fn backup_of(&self, tag: &str) -> Option<Backup> {
+    pub fn backup_of(&self, tag: &str) -> Option<Policy> {
         self.backup.iter().rev().find(|(known, _)| &**known == tag).map(|(_, policy)| *policy)
     }
 }
@@ -333,7 +333,7 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
         tag.map_err(|error| self.complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok()
     }
 
-    fn backup(&mut self) -> Vec<(Arc<str>, Backup)> {
+    fn backup(&mut self) -> Vec<(Arc<str>, Policy)> {
         let list = self.set("VRAMCTL_BACKUP").unwrap_or_default();
         let entry = |item: &str| {
             let (tag, policy) = item.trim().split_once('=')?;
@@ -350,15 +350,15 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
     }
 
     /// As the `TMS_INIT_` variables say.
-    fn ground_backup(&mut self) -> Option<Backup> {
+    fn ground_backup(&mut self) -> Option<Policy> {
         match (self.switch("TMS_INIT_ENABLE_CPU_BACKUP"), self.switch("TMS_INIT_ENABLE_DISK_BACKUP")) {
             (Some(true), Some(true)) => {
                 let both = "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both 1; keeping contents on disk";
                 self.complaints.push(both.into());
-                Some(Backup::Disk)
+                Some(Policy::Disk)
             }
-            (_, Some(true)) => Some(Backup::Disk),
-            (Some(true), _) => Some(Backup::Host),
+            (_, Some(true)) => Some(Policy::Disk),
+            (Some(true), _) => Some(Policy::Host),
             _ => None,
         }
     }
@@ -488,7 +488,7 @@ mod tests {
     #[test]
     fn the_variables_of_torch_memory_saver_are_fallbacks() {
         let all = config(&[("TMS_INIT_ENABLE", "1"), ("TMS_RETAIN_CPU_BACKUP", "TRUE"), ("TMS_INIT_CPU_BACKUP_BACKEND", "mmap")]);
-        assert_eq!((all.tag.as_deref(), all.ground_backup), (Some("default"), Some(Backup::Discard)));
+        assert_eq!((all.tag.as_deref(), all.ground_backup), (Some("default"), Some(Policy::Discard)));
         assert!(all.retains("anything") && all.complaints.is_empty(), "{:?}", all.complaints);
         assert_eq!(all.cpu_backup_backend.name(), c"mmap");
 
@@ -499,13 +499,13 @@ mod tests {
             ("VRAMCTL_TAG", "mine"),
             ("VRAMCTL_RETAIN", "weights"),
         ]);
-        assert_eq!((ours.tag.as_deref(), ours.ground_backup), (Some("mine"), Some(Backup::Host)));
+        assert_eq!((ours.tag.as_deref(), ours.ground_backup), (Some("mine"), Some(Policy::Host)));
         assert!(ours.retains("weights") && !ours.retains("mine"));
 
         let off = config(&[("TMS_INIT_ENABLE", "0"), ("TMS_INIT_ENABLE_CPU_BACKUP", "no"), ("TMS_RETAIN_CPU_BACKUP", "false")]);
         assert_eq!((off.tag, off.ground_backup, off.retain.len(), off.complaints.len()), (None, None, 0, 0));
         let both = config(&[("TMS_INIT_ENABLE_CPU_BACKUP", "1"), ("TMS_INIT_ENABLE_DISK_BACKUP", "1")]);
-        assert_eq!((both.ground_backup, both.complaints.len()), (Some(Backup::Disk), 1));
+        assert_eq!((both.ground_backup, both.complaints.len()), (Some(Policy::Disk), 1));
         let nonsense = config(&[("TMS_INIT_ENABLE", "maybe"), ("TMS_INIT_CPU_BACKUP_BACKEND", "tape")]);
         assert_eq!((nonsense.tag, nonsense.complaints.len()), (None, 2), "{:?}", nonsense.complaints);
     }
@@ -528,8 +528,8 @@ mod tests {
             ("VRAMCTL_MIN_BYTES", "lots"),
             ("VRAMCTL_HOST_KEEP", "1h"),
         ]);
-        assert_eq!(config.backup_of("kv_cache"), Some(Backup::Discard));
-        assert_eq!(config.backup_of("weights"), Some(Backup::Host));
+        assert_eq!(config.backup_of("kv_cache"), Some(Policy::Discard));
+        assert_eq!(config.backup_of("weights"), Some(Policy::Host));
         assert_eq!(config.backup_of("x"), None);
         assert_eq!(config.min_bytes, 1 << 20);
         assert_eq!(config.host_keep, Duration::from_secs(60));

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::iter;
 use std::time::Duration;
 use vramctl_model::{
-    Backup, Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage,
+    Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Policy, Progress, Registered, Registration, Report, Shortage,
     Status, TransitionRequest, Trimmed, Verb,
 };
 
@@ -151,10 +151,10 @@ pub struct Transition {
     pub gpus: Vec<String>,
     /// Pause only: the backup policy, overriding the allocations' own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub backup: Option<Backup>,
+    pub backup: Option<Policy>,
     /// Pause only: the policy for single tags, overriding `backup`. Null means the allocations' own policies.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub backups: BTreeMap<String, Option<Backup>>,
+    pub backups: BTreeMap<String, Option<Policy>>,
     /// How long to wait, in milliseconds. A pause waits for the device's work (absent: without limit), a resume for memory
     /// that others hold (absent: not at all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -487,11 +487,11 @@ mod tests {
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
         let wanted =
-            Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), ..Transition::default() };
+            Transition { tags: vec!["kv_cache".into()], backup: Some(Policy::Discard), timeout_ms: Some(5), ..Transition::default() };
         assert_eq!(pause, Request::Pause(wanted));
         let pause = parse(br#"{"version":1,"request":"pause","backup":"discard","backups":{"weights":"host","lora":null}}"#).unwrap();
-        let backups = [("weights".into(), Some(Backup::Host)), ("lora".into(), None)].into();
-        assert_eq!(pause, Request::Pause(Transition { backup: Some(Backup::Discard), backups, ..Transition::default() }));
+        let backups = [("weights".into(), Some(Policy::Host)), ("lora".into(), None)].into();
+        assert_eq!(pause, Request::Pause(Transition { backup: Some(Policy::Discard), backups, ..Transition::default() }));
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });

@@ -21,7 +21,7 @@ use crate::nccl::{self, ChosenCommunicators};
 use crate::outcome::{self, Done};
 use crate::proc;
 use crate::processes::{self, Found, Process, Target, check_whole};
-use crate::queue::InQueue;
+use crate::queue::Place;
 use crate::retry::{Deadline, Patience};
 use crate::shared::Borrower;
 use std::collections::{BTreeMap, BTreeSet};
@@ -359,7 +359,7 @@ impl Checkpoint {
         map: &GpuMap,
         tags_on: Option<&[String]>,
         deadline: &Deadline,
-        mut turn: Option<&mut InQueue>,
+        mut turn: Option<&mut Place>,
         observer: &dyn Observer,
     ) -> Result<(), CommandError> {
         const LOOK_AGAIN: Duration = Duration::from_millis(50);

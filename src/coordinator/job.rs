@@ -11,7 +11,7 @@
 use crate::Observer;
 use crate::engine::Engines;
 use crate::processes::Found;
-use crate::queue::{Claim, InQueue};
+use crate::queue::{Place, Ticket};
 use crate::retry::{FIRST_DRAIN, Limits, Retry, TURN_WITHIN, kind};
 use crate::shared::{self, Borrower};
 use std::collections::BTreeSet;
@@ -42,7 +42,7 @@ pub struct Job<'a> {
     /// Whether the ranks are all processes of the job. Then each remembers the others.
     pub is_whole: bool,
     /// The job's name and GPUs, for the queue. Without it, a resume does not queue.
-    pub ticket: Option<Claim>,
+    pub ticket: Option<Ticket>,
     /// The inference engines that must have no requests when the memory is released, and until when to try again if one has got a request.
     pub engines: Option<(&'a Engines, Option<Instant>)>,
 }
@@ -147,7 +147,7 @@ impl Job<'_> {
     }
 
     /// Waits for its turn in the queue, if it needs one.
-    fn queue(&self, begun: Instant, observer: &dyn Observer) -> Result<Option<InQueue>, Box<Refusal>> {
+    fn queue(&self, begun: Instant, observer: &dyn Observer) -> Result<Option<Place>, Box<Refusal>> {
         let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume) else { return Ok(None) };
         self.found.queue(ticket, begun, self.timeout(), TURN_WITHIN, &mut |before| observer.queued(before))
     }

@@ -1,6 +1,6 @@
 //! How a user interface hears of an operation.
 
-use crate::queue::Claim;
+use crate::queue::Ticket;
 use std::os::unix::net::UnixStream;
 use vramctl_model::Progress;
 
@@ -19,7 +19,7 @@ pub trait Observer: Sync {
     fn done(&self, _text: &str) {}
 
     /// Other jobs are ahead in the queue for the same GPUs.
-    fn queued(&self, _ahead: &[Claim]) {}
+    fn queued(&self, _ahead: &[Ticket]) {}
 
     /// Whether to ask the processes for their progress.
     fn follows_progress(&self) -> bool {

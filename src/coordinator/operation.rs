@@ -7,7 +7,7 @@ use crate::processes::Target;
 use crate::retry::Deadline;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
-use vramctl_model::{Backup, Error, Registered, Verb};
+use vramctl_model::{Error, Policy, Registered, Verb};
 
 /// How long the program's GPU work in flight may take once it is held, if the caller gives no limit.
 pub const HOLD_WITHIN: Duration = Duration::from_secs(10);
@@ -58,7 +58,7 @@ pub enum Scope {
 #[allow(clippy::struct_excessive_bools)] // independent
 pub struct PauseOptions {
     /// Where contents go, overriding the tags' policies.
-    pub backup: Option<Backup>,
+    pub backup: Option<Policy>,
     /// What to do with memory that another process, a network card or NCCL has registered.
     pub registered: Registered,
     /// Map a small block of memory under the paused addresses.

@@ -11,7 +11,7 @@ use crate::nccl::ChosenCommunicators;
 use crate::operation::{Operation, Scope};
 use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target, check_whole};
-use crate::queue::{Claim, InQueue};
+use crate::queue::{Place, Ticket};
 use crate::shared::{self, Borrower, Group};
 use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,7 +38,7 @@ pub struct Plan {
     /// This operation in the queue for memory: a random number.
     in_queue: u64,
     /// The place there that it has for all of its jobs, kept until their memory is resumed, too.
-    pub(crate) turn: Option<InQueue>,
+    pub(crate) turn: Option<Place>,
     /// How suspended processes were restored to the GPU.
     pub(crate) restored: BTreeMap<u32, Done>,
 }
@@ -342,7 +342,7 @@ impl Plan {
     }
 
     /// A ticket for the memory that these processes lack.
-    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a Member>) -> Claim {
+    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a Member>) -> Ticket {
         // A process that has all of its memory need not queue.
         let lacking = members.filter(|member| !member.due.is_empty() || member.process.is_held()).map(|member| &member.process);
         let gpus_of = |process: &'a Process| {
@@ -350,12 +350,12 @@ impl Plan {
             process.gpus().filter(|gpu| self.wants(gpu)).chain(contexts).map(str::to_owned).collect::<Vec<_>>()
         };
         let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
-        let within = self.turn.as_ref().map(InQueue::command);
-        Claim { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.in_queue), waits: false, within }
+        let within = self.turn.as_ref().map(Place::command);
+        Ticket { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.in_queue), waits: false, within }
     }
 
     /// Waits for a turn in the queue, for the contexts and the memory of all suspended jobs of this operation.
-    pub(crate) fn queue(&self, observer: &dyn Observer) -> Result<Option<InQueue>, CommandError> {
+    pub(crate) fn queue(&self, observer: &dyn Observer) -> Result<Option<Place>, CommandError> {
         let suspended = self.members.iter().filter(|member| member.process.suspended().is_some());
         let jobs: BTreeSet<_> = suspended.map(|member| member.process.job_or_itself()).collect();
         if jobs.is_empty() {
@@ -363,7 +363,7 @@ impl Plan {
         }
         let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter());
         let (begun, timeout) = (self.operation.deadline.begun, self.operation.deadline.timeout);
-        let mut queued = |ahead: &[Claim]| observer.queued(ahead);
+        let mut queued = |ahead: &[Ticket]| observer.queued(ahead);
         self.found.queue(ticket, begun, timeout, RESTORE_WITHIN, &mut queued).map_err(CommandError::Refused)
     }
 

@@ -5,7 +5,7 @@ use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
 use crate::observer::Observer;
 use crate::proc;
-use crate::queue::{Claim, InQueue};
+use crate::queue::{Place, Ticket};
 use crate::text;
 use serde::{Serialize, Serializer};
 use serde_json::json;
@@ -408,12 +408,12 @@ impl Found {
     /// Waits for a turn in the queue, if there is one. `told` is called with the tickets ahead.
     pub fn queue(
         &self,
-        ticket: Claim,
+        ticket: Ticket,
         begun: Instant,
         timeout: Option<Duration>,
         turn_within: Duration,
-        told: &mut dyn FnMut(&[Claim]),
-    ) -> Result<Option<InQueue>, Box<Refusal>> {
+        told: &mut dyn FnMut(&[Ticket]),
+    ) -> Result<Option<Place>, Box<Refusal>> {
         let Some(directory) = &self.directory else { return Ok(None) };
         ticket.queue(directory, begun, timeout, turn_within, told)
     }

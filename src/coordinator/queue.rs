@@ -25,7 +25,7 @@ const LONGEST_TICKET: u64 = 1 << 20;
 
 /// The contents of a ticket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Claim {
+pub struct Ticket {
     /// Its owner, for messages.
     pub who: String,
     /// The GPUs, by UUID.
@@ -41,7 +41,7 @@ pub struct Claim {
     pub within: Option<u64>,
 }
 
-impl Claim {
+impl Ticket {
     /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. Without one,
     /// it waits for `turn_within`. `None` if it needs none. `told` is called with the tickets ahead.
     pub fn queue(
@@ -51,12 +51,12 @@ impl Claim {
         timeout: Option<Duration>,
         turn_within: Duration,
         told: &mut dyn FnMut(&[Self]),
-    ) -> Result<Option<InQueue>, Box<Refusal>> {
+    ) -> Result<Option<Place>, Box<Refusal>> {
         if self.gpus.is_empty() {
             return Ok(None);
         }
         // Continue without the queue if the directory is not writable.
-        let Ok(place) = InQueue::take(directory, self) else { return Ok(None) };
+        let Ok(place) = Place::take(directory, self) else { return Ok(None) };
         place.wait(begun + timeout.unwrap_or(turn_within), timeout.is_some(), told).map_err(|before| {
             let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
             let why = format!(
@@ -73,16 +73,16 @@ impl Claim {
 
 /// A place in the queue. Given up when dropped.
 #[derive(Debug)]
-pub struct InQueue {
+pub struct Place {
     directory: Directory,
     number: u64,
     file: File,
-    ticket: Claim,
+    ticket: Ticket,
 }
 
-impl InQueue {
+impl Place {
     /// Takes the last place.
-    pub fn take(directory: &Directory, ticket: Claim) -> io::Result<Self> {
+    pub fn take(directory: &Directory, ticket: Ticket) -> io::Result<Self> {
         let directory = directory.clone();
         let folder = directory.within_process();
         // Only one process at a time reads or changes the queue.
@@ -96,7 +96,7 @@ impl InQueue {
     }
 
     /// The tickets ahead of this one that want memory of the same GPUs.
-    fn before(&self) -> io::Result<Vec<Claim>> {
+    fn before(&self) -> io::Result<Vec<Ticket>> {
         let folder = self.directory.within_process();
         let _turn = turn(&folder)?;
         let others = numbers(&folder)?.into_iter().take_while(|number| *number < self.number);
@@ -107,7 +107,7 @@ impl InQueue {
     /// Waits until it is first in the queue. Gives up at `deadline`, or, unless `patient`, as soon as a ticket ahead waits for memory; the
     /// error has the tickets ahead. While all tickets ahead are jobs that this same command is resuming, it never gives up: the command is
     /// making progress. `told` is called with the tickets ahead.
-    pub fn wait(&self, deadline: Instant, patient: bool, told: &mut dyn FnMut(&[Claim])) -> Result<(), Vec<Claim>> {
+    pub fn wait(&self, deadline: Instant, patient: bool, told: &mut dyn FnMut(&[Ticket])) -> Result<(), Vec<Ticket>> {
         let mut known = 0;
         loop {
             // Do not wait if the queue cannot be read.
@@ -115,7 +115,7 @@ impl InQueue {
             if before.is_empty() {
                 return Ok(());
             }
-            let is_progress = |ahead: &Claim| ahead.command == self.ticket.command && !ahead.waits;
+            let is_progress = |ahead: &Ticket| ahead.command == self.ticket.command && !ahead.waits;
             if !before.iter().all(is_progress) {
                 if Instant::now() >= deadline || (!patient && before.iter().any(|ticket| ticket.waits)) {
                     return Err(before);
@@ -151,7 +151,7 @@ impl InQueue {
     }
 }
 
-impl Drop for InQueue {
+impl Drop for Place {
     fn drop(&mut self) {
         let _ = fs::remove_file(self.directory.within_process().join(name(self.number)));
     }
@@ -170,7 +170,7 @@ fn numbers(folder: &Path) -> io::Result<Vec<u64>> {
 }
 
 /// The ticket in a file. Removes the file of an owner that has died.
-fn read(directory: &Directory, name: &str) -> Option<Claim> {
+fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     let file = directory.file(name, File::options().read(true)).ok()?;
     if lock(&file, libc::LOCK_SH | libc::LOCK_NB).is_ok() {
         let _ = fs::remove_file(directory.within_process().join(name));
@@ -205,8 +205,8 @@ fn lock(file: &File, how: libc::c_int) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn ticket(command: u64, who: &str, gpus: &[&str]) -> Claim {
-        Claim { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None }
+    fn ticket(command: u64, who: &str, gpus: &[&str]) -> Ticket {
+        Ticket { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None }
     }
 
     #[test]
@@ -214,11 +214,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let mut first = InQueue::take(&directory, ticket(1, "first", &["a", "b"])).unwrap();
-        let second = InQueue::take(&directory, ticket(2, "second", &["b"])).unwrap();
-        let third = InQueue::take(&directory, ticket(3, "third", &["b", "c"])).unwrap();
-        let other = InQueue::take(&directory, ticket(4, "other", &["d"])).unwrap();
-        let names = |result: Result<(), Vec<Claim>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
+        let mut first = Place::take(&directory, ticket(1, "first", &["a", "b"])).unwrap();
+        let second = Place::take(&directory, ticket(2, "second", &["b"])).unwrap();
+        let third = Place::take(&directory, ticket(3, "third", &["b", "c"])).unwrap();
+        let other = Place::take(&directory, ticket(4, "other", &["d"])).unwrap();
+        let names = |result: Result<(), Vec<Ticket>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
         assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(other.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(third.wait(now, false, &mut |_| ())), Err(vec!["first".into(), "second".into()]));
@@ -238,9 +238,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let first = InQueue::take(&directory, ticket(1, "first", &["a"])).unwrap();
-        let second = InQueue::take(&directory, ticket(1, "second", &["a"])).unwrap();
-        let other = InQueue::take(&directory, ticket(2, "other", &["a"])).unwrap();
+        let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let second = Place::take(&directory, ticket(1, "second", &["a"])).unwrap();
+        let other = Place::take(&directory, ticket(2, "other", &["a"])).unwrap();
         thread::scope(|scope| {
             let waiting = scope.spawn(|| second.wait(now, false, &mut |before| panic!("behind {before:?}")));
             // It would have given up by then.
@@ -249,9 +249,9 @@ mod tests {
             drop(first);
             assert_eq!(waiting.join().unwrap(), Ok(()));
         });
-        let mut third = InQueue::take(&directory, ticket(2, "third", &["a"])).unwrap();
+        let mut third = Place::take(&directory, ticket(2, "third", &["a"])).unwrap();
         third.waits_for_memory();
-        let fourth = InQueue::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
+        let fourth = Place::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
         drop((second, other));
         assert!(fourth.wait(now, true, &mut |_| ()).is_err());
     }
@@ -262,14 +262,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let place = InQueue::take(&directory, ticket(1, "all", &["a", "b"])).unwrap();
-        let other = InQueue::take(&directory, ticket(2, "other", &["a"])).unwrap();
-        let within = |who| Claim { within: Some(1), ..ticket(3, who, &["a"]) };
-        let first = InQueue::take(&directory, within("first")).unwrap();
+        let place = Place::take(&directory, ticket(1, "all", &["a", "b"])).unwrap();
+        let other = Place::take(&directory, ticket(2, "other", &["a"])).unwrap();
+        let within = |who| Ticket { within: Some(1), ..ticket(3, who, &["a"]) };
+        let first = Place::take(&directory, within("first")).unwrap();
         let mut second = within("second");
         second.command = 4;
-        let second = InQueue::take(&directory, second).unwrap();
-        let names = |result: Result<(), Vec<Claim>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
+        let second = Place::take(&directory, second).unwrap();
+        let names = |result: Result<(), Vec<Ticket>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
         assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(second.wait(now, false, &mut |_| ())), Err(vec!["first".into()]));
         assert_eq!(names(other.wait(now, false, &mut |_| ())), Err(vec!["all".into()]));
@@ -281,9 +281,9 @@ mod tests {
     fn a_stopped_owner_of_the_queues_lock_stops_nobody() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
-        let first = InQueue::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
         let stopped = turn(folder.path()).unwrap();
-        let second = InQueue::take(&directory, ticket(2, "second", &["a"])).unwrap();
+        let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
         assert!(second.wait(Instant::now(), true, &mut |_| ()).is_err(), "the first is ahead all the same");
         drop(first);
         assert_eq!(second.wait(Instant::now(), true, &mut |_| ()), Ok(()));
@@ -299,11 +299,11 @@ mod tests {
         // SAFETY: the name ends with NUL.
         assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
         std::os::unix::fs::symlink("/dev/zero", folder.path().join("2.ticket")).unwrap();
-        let place = InQueue::take(&directory, ticket(1, "third", &["a"])).unwrap();
+        let place = Place::take(&directory, ticket(1, "third", &["a"])).unwrap();
         assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
         drop(place);
         fs::write(folder.path().join(name(u64::MAX)), "").unwrap();
-        assert!(InQueue::take(&directory, ticket(1, "beyond", &["a"])).is_err());
+        assert!(Place::take(&directory, ticket(1, "beyond", &["a"])).is_err());
     }
 
     /// The system lets go of its lock.
@@ -312,7 +312,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         fs::write(folder.path().join("7.ticket"), r#"{"who":"dead","gpus":["a"]}"#).unwrap();
-        let place = InQueue::take(&directory, ticket(1, "next", &["a"])).unwrap();
+        let place = Place::take(&directory, ticket(1, "next", &["a"])).unwrap();
         assert_eq!(place.number, 8);
         assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
     }

@@ -37,11 +37,11 @@ pub struct Segment {
 /// The allocator's memory, by GPU and tag.
 type ByTag = BTreeMap<(Option<String>, Option<Arc<str>>), Cached>;
 
-static WICKET: PerProcess<Wicket> = PerProcess::new(Wicket::default);
+static WICKET: PerProcess<Rendezvous> = PerProcess::new(Rendezvous::default);
 
 /// Where a caller and the serving thread meet.
 #[derive(Default)]
-struct Wicket {
+struct Rendezvous {
     state: Mutex<Meeting>,
     changed: Condvar,
 }
@@ -66,7 +66,7 @@ enum Deal {
     Answered(Result<(), String>),
 }
 
-impl Wicket {
+impl Rendezvous {
     fn lock(&self) -> MutexGuard<'_, Meeting> {
         self.state.lock().unpoisoned()
     }

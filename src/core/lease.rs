@@ -152,7 +152,7 @@ impl<'a, 'b> Grant<'a, 'b> {
     }
 
     /// Everything is prepared: does the client commit?
-    fn consent(&mut self) -> Result<(), Error> {
+    fn vote(&mut self) -> Result<(), Error> {
         let why_not = match self.tell(&Reply::Prepared).and_then(|()| self.next()) {
             Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
             Ok(Request::Commit) => aborted_by_others(),
@@ -238,7 +238,7 @@ impl Observer for Asker<'_, '_, '_> {
         Some(self.connection.is_gone())
     }
 
-    fn consent(&mut self) -> Result<(), Error> {
-        self.grant.as_mut().map_or(Ok(()), |grant| grant.consent())
+    fn vote(&mut self) -> Result<(), Error> {
+        self.grant.as_mut().map_or(Ok(()), |grant| grant.vote())
     }
 }

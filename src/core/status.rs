@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
-use vramctl_backup::{self as backup, Saved};
+use vramctl_backup::{self as backup, Backup};
 use vramctl_driver::{self as driver, Account, CUdevice};
 use vramctl_host::{PerProcess, Unpoison, worker};
 use vramctl_model::{Cycle, DeviceStatus, Error, Status, TagState, TagStatus};
@@ -95,8 +95,8 @@ impl Memory {
             let (paused_bytes, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
                 let (host, disk) = match contents.saved.as_deref() {
-                    Some(saved @ Saved::Host(_)) => (saved.kept_bytes(), 0),
-                    Some(Saved::Disk(_)) => (0, bytes),
+                    Some(saved @ Backup::Host(_)) => (saved.kept_bytes(), 0),
+                    Some(Backup::Disk(_)) => (0, bytes),
                     None => (0, 0),
                 };
                 // Until a pause is complete, it can be undone.

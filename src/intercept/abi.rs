@@ -15,7 +15,7 @@ use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
 use vramctl_core::watch;
 use vramctl_host::guarded;
-use vramctl_model::{Backup, Error, Kind, Span, TransitionRequest};
+use vramctl_model::{Error, Kind, Policy, Span, TransitionRequest};
 
 /// A result code. Codes never change their meaning; new ones may be added.
 #[repr(i32)]
@@ -640,12 +640,12 @@ unsafe fn array<'a, T>(first: *const T, count: usize, what: &str) -> Result<&'a 
     }
 }
 
-fn policy(backup: i32) -> Result<Option<Backup>, Error> {
+fn policy(backup: i32) -> Result<Option<Policy>, Error> {
     match backup {
         0 => Ok(None),
-        1 => Ok(Some(Backup::Discard)),
-        2 => Ok(Some(Backup::Host)),
-        3 => Ok(Some(Backup::Disk)),
+        1 => Ok(Some(Policy::Discard)),
+        2 => Ok(Some(Policy::Host)),
+        3 => Ok(Some(Policy::Disk)),
         other => Err(Error::Invalid(format!("{other} is not a VramctlBackup"))),
     }
 }

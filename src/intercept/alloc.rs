@@ -22,7 +22,7 @@ use vramctl_host::log_once;
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 /// The functions through which a request came.
-pub trait Door {
+pub trait ApiLayer {
     /// The context in which a call without a stream allocates on this thread. `None` if there is none: then the real function is called,
     /// and returns the error.
     fn current_context(&self) -> Result<Option<Current>, StatusCode>;
@@ -34,7 +34,7 @@ pub trait Door {
 /// Calls of the driver's functions.
 struct DriverDoor;
 
-impl Door for DriverDoor {
+impl ApiLayer for DriverDoor {
     fn current_context(&self) -> Result<Option<Current>, StatusCode> {
         Current::of_thread().map_err(|failure| failure.code)
     }
@@ -283,7 +283,7 @@ pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn provide(
-    door: &impl Door,
+    door: &impl ApiLayer,
     caller: *const c_void,
     pointer: *mut *mut c_void,
     bytes: usize,
@@ -303,7 +303,7 @@ pub unsafe fn provide(
 /// # Safety
 /// As [`provide`].
 unsafe fn provide_now(
-    door: &impl Door,
+    door: &impl ApiLayer,
     caller: *const c_void,
     pointer: *mut *mut c_void,
     bytes: usize,
@@ -334,7 +334,7 @@ unsafe fn provide_now(
 
 /// Allocates managed memory; `None` if the real function must allocate.
 fn allocate(
-    door: &impl Door,
+    door: &impl ApiLayer,
     policy: &Placement,
     bytes: usize,
     source: Source,
@@ -468,7 +468,7 @@ fn with_room(bytes: usize, mut real: impl FnMut() -> StatusCode) -> StatusCode {
 }
 
 /// A stream's context. For a default stream, that is the thread's current context, or the one that the runtime would create.
-fn context_of(door: &impl Door, stream: StreamHandle) -> Result<Option<Current>, StatusCode> {
+fn context_of(door: &impl ApiLayer, stream: StreamHandle) -> Result<Option<Current>, StatusCode> {
     if stream.is_default() { door.current_context() } else { Current::push_of_stream(stream).map(Some).map_err(|failure| failure.code) }
 }
 
@@ -498,12 +498,12 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 }
 
 /// Frees memory in stream order: managed, or by the real function.
-pub fn release_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn release_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let _freeing = out_of_memory::freeing();
     release_managed_async(door, pointer, stream).unwrap_or_else(|| release_left(pointer, real))
 }
 
-fn release_managed_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
+fn release_managed_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
     let memory = Memory::existing()?;
     // A free during capture becomes part of the graph, which only the real function can do or reject.
     if !memory.manages(pointer) || stream.is_capturing() {

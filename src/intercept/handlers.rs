@@ -1,6 +1,6 @@
 //! The handlers of the hooked functions of the CUDA runtime. Invalid arguments are left for the real function to reject.
 
-use crate::alloc::{Door, Source, provide, release, release_async, reported, rows};
+use crate::alloc::{ApiLayer, Source, provide, release, release_async, reported, rows};
 use crate::copies;
 use crate::real::{self, originals};
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
@@ -171,7 +171,7 @@ pub unsafe fn torch_free(pointer: *mut c_void) {
 /// Calls through the runtime.
 struct RuntimeDoor;
 
-impl Door for RuntimeDoor {
+impl ApiLayer for RuntimeDoor {
     fn current_context(&self) -> Result<Option<Current>, CudaError> {
         real::current_context().map(Some)
     }

@@ -16,7 +16,7 @@ use std::ptr;
 use vramctl_backup as backup;
 use vramctl_config::{self as config, CpuBackupBackend};
 use vramctl_core::memory::{Memory, region};
-use vramctl_model::{Backup, Error};
+use vramctl_model::{Error, Policy};
 
 thread_local! {
     /// The string that [`tms_get_current_tag`] last returned.
@@ -86,25 +86,25 @@ pub extern "C" fn tms_set_interesting_region(managed: bool) {
 /// Whether a pause keeps the contents of the calling thread's managed allocations in host memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_enable_cpu_backup() -> bool {
-    guarded(false, || region::prospective().backup == Backup::Host)
+    guarded(false, || region::prospective().backup == Policy::Host)
 }
 
 /// Sets whether a pause keeps the contents of the calling thread's future allocations in host memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_enable_cpu_backup(keep: bool) {
-    said("tms_set_enable_cpu_backup", || set_backup(Backup::Host, keep));
+    said("tms_set_enable_cpu_backup", || set_backup(Policy::Host, keep));
 }
 
 /// Whether a pause keeps the contents of the calling thread's managed allocations on disk.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_enable_disk_backup() -> bool {
-    guarded(false, || region::prospective().backup == Backup::Disk)
+    guarded(false, || region::prospective().backup == Policy::Disk)
 }
 
 /// Sets whether a pause keeps the contents of the calling thread's future allocations on disk.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_enable_disk_backup(keep: bool) {
-    said("tms_set_enable_disk_backup", || set_backup(Backup::Disk, keep));
+    said("tms_set_enable_disk_backup", || set_backup(Policy::Disk, keep));
 }
 
 /// `pinned` or `mmap`, as set by the calling thread or by `TMS_INIT_CPU_BACKUP_BACKEND`. The string is static.
@@ -196,11 +196,11 @@ pub unsafe extern "C" fn tms_torch_free(pointer: *mut c_void, _bytes: isize, _de
 
 /// Switches a policy on or off. The policies exclude each other: switching one on switches the other off, and switching the
 /// current one off leaves `Discard`.
-fn set_backup(backup: Backup, keep: bool) -> Result<(), Error> {
+fn set_backup(backup: Policy, keep: bool) -> Result<(), Error> {
     if keep {
         region::set_backup(backup)
     } else if region::prospective().backup == backup {
-        region::set_backup(Backup::Discard)
+        region::set_backup(Policy::Discard)
     } else {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The vocabulary that all layers share: policies ([`Backup`], tags), requests ([`TransitionRequest`]), their results
+//! The vocabulary that all layers share: policies ([`Policy`], tags), requests ([`TransitionRequest`]), their results
 //! ([`Report`], [`Error`]) and the current state ([`Status`]).
 //!
 //! This crate depends on no other crate of the project and holds no state.
@@ -29,7 +29,7 @@ pub use failure::{Failure, StatusCode, code};
 pub use holder::{Holder, Lent};
 pub use obstacle::{GpuUse, Obstacle, ObstacleKind};
 pub use plan::{HostRoom, Plan, TagPlan};
-pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
+pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, checked_tag};
 pub use refusal::RefusingDevice;
 pub use registration::{Registered, Registration};
 pub use report::{Observer, Progress, Report, Stage, TransitionRequest, Verb};

@@ -1,6 +1,6 @@
 //! Dry runs.
 
-use crate::{Backup, Communicator, Obstacle};
+use crate::{Communicator, Obstacle, Policy};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ pub struct TagPlan {
     /// Their bytes of device memory.
     pub bytes: u64,
     /// Those bytes by policy.
-    pub backup: BTreeMap<Backup, u64>,
+    pub backup: BTreeMap<Policy, u64>,
 }
 
 /// Host memory for backups.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// What happens to an allocation's contents while it is paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Backup {
+pub enum Policy {
     /// Discarded; after the resume the memory reads as zero.
     Discard,
     /// Kept in host memory.
@@ -18,7 +18,7 @@ pub enum Backup {
     Disk,
 }
 
-impl Backup {
+impl Policy {
     /// The name used in `VRAMCTL_BACKUP`, on the command line and in the protocol.
     pub fn name(self) -> &'static str {
         match self {
@@ -29,13 +29,13 @@ impl Backup {
     }
 }
 
-impl fmt::Display for Backup {
+impl fmt::Display for Policy {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.pad(self.name())
     }
 }
 
-impl FromStr for Backup {
+impl FromStr for Policy {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
@@ -82,10 +82,10 @@ mod tests {
 
     #[test]
     fn policies_are_read_by_name() {
-        for policy in [Backup::Discard, Backup::Host, Backup::Disk] {
-            assert_eq!(policy.to_string().parse::<Backup>().ok(), Some(policy));
+        for policy in [Policy::Discard, Policy::Host, Policy::Disk] {
+            assert_eq!(policy.to_string().parse::<Policy>().ok(), Some(policy));
         }
-        assert_eq!("disk".parse::<Backup>().ok(), Some(Backup::Disk));
-        assert!("tape".parse::<Backup>().is_err());
+        assert_eq!("disk".parse::<Policy>().ok(), Some(Policy::Disk));
+        assert!("tape".parse::<Policy>().is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! A pause or resume: request, progress and report.
 
 use crate::status::is_zero;
-use crate::{Backup, Borrowed, Bytes, Communicator, Error, Registered, Span, TagState};
+use crate::{Borrowed, Bytes, Communicator, Error, Policy, Registered, Span, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,9 +18,9 @@ pub struct TransitionRequest {
     /// The UUIDs of the GPUs; empty means all.
     pub gpus: Vec<String>,
     /// Overrides the allocations' own policies. Pause only.
-    pub backup: Option<Backup>,
+    pub backup: Option<Policy>,
     /// Overrides `backup` for single tags; `None` means the allocations' own policies.
-    pub backups: BTreeMap<String, Option<Backup>>,
+    pub backups: BTreeMap<String, Option<Policy>>,
     /// How long to wait: a pause for the device's work, a resume for memory held by others. With `None`, a pause waits
     /// without limit and a resume does not wait.
     pub timeout: Option<Duration>,
@@ -210,7 +210,7 @@ pub trait Observer {
 
     /// Called when every step that can fail is done and can still be undone. May wait. Without consent, everything is undone; the error
     /// says why.
-    fn consent(&mut self) -> Result<(), Error> {
+    fn vote(&mut self) -> Result<(), Error> {
         Ok(())
     }
 }

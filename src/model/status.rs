@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Progress, RefusingDevice, Totals, Verb};
+use crate::{Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Policy, Progress, RefusingDevice, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -113,7 +113,7 @@ pub struct TagStatus {
     /// Bytes of contents in files.
     pub disk_bytes: u64,
     /// Bytes by the policy that a pause follows by default.
-    pub backup: BTreeMap<Backup, u64>,
+    pub backup: BTreeMap<Policy, u64>,
     /// Whether backups in host memory are retained after a resume.
     #[serde(default)]
     pub retained: bool,

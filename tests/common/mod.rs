@@ -470,7 +470,7 @@ pub fn malloc(bytes: usize) -> Result<u64, u32> {
     }
 }
 
-pub fn malloc_tagged(tag: &str, backup: Option<vramctl_model::Backup>, bytes: usize) -> Result<u64, u32> {
+pub fn malloc_tagged(tag: &str, backup: Option<vramctl_model::Policy>, bytes: usize) -> Result<u64, u32> {
     vramctl_core::memory::region::begin(Some(tag), backup).unwrap();
     let answer = malloc(bytes);
     vramctl_core::memory::region::end().unwrap();

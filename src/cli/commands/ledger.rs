@@ -92,7 +92,7 @@ pub enum What {
     /// Memory that NVML attributes to nobody.
     Unexplained,
     /// Host memory: contents of paused memory, by tag.
-    Backup,
+    Policy,
     /// Host memory: contents of active memory, by tag, kept for the next pause.
     Retained,
     /// Host memory for the next backups.
@@ -122,7 +122,7 @@ impl What {
             Self::Process => "process",
             Self::OutOfSight => "out_of_sight",
             Self::Unexplained => "unexplained",
-            Self::Backup => "backup",
+            Self::Policy => "backup",
             Self::Retained => "retained",
             Self::Ready => "ready",
             Self::Own => "own",
@@ -165,7 +165,7 @@ impl Share {
             What::Process => "all of it".into(),
             What::OutOfSight => "processes out of sight".into(),
             What::Unexplained => "unexplained".into(),
-            What::Backup => format!("backup of {of}"),
+            What::Policy => format!("backup of {of}"),
             What::Retained => format!("backup of {of}, which is active (retained)"),
             What::Ready => "ready for backups".into(),
             What::Own => "all else of its own".into(),
@@ -309,7 +309,7 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
         Share { pid, name, of: of.cloned(), ..Share::new(what, signed(bytes)) }
     };
     let backups = memory.tags.iter().map(|tag| {
-        let what = if tag.paused_bytes == 0 { What::Retained } else { What::Backup };
+        let what = if tag.paused_bytes == 0 { What::Retained } else { What::Policy };
         part(what, Some(&tag.tag), tag.host_bytes)
     });
     let mut shares: Vec<_> = backups.collect();

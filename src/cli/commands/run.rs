@@ -15,7 +15,7 @@ use std::process::Command;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::text;
-use vramctl_model::Backup;
+use vramctl_model::Policy;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -220,7 +220,7 @@ fn checked_name(text: &str) -> Result<String, String> {
 fn checked_backup(text: &str) -> Result<String, String> {
     let (tag, policy) = text.split_once('=').ok_or("not TAG=POLICY, for example kv_cache=discard")?;
     let tag = checked_tag(tag)?;
-    let policy: Backup = policy.parse().map_err(|error: vramctl_model::Error| error.to_string())?;
+    let policy: Policy = policy.parse().map_err(|error: vramctl_model::Error| error.to_string())?;
     Ok(format!("{tag}={policy}"))
 }
 

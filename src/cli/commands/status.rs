@@ -16,7 +16,7 @@ use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, Status, TagState, TagStatus, left_to_cuda, short_uuid};
+use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, left_to_cuda, short_uuid};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -264,7 +264,7 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
         ref several => several.iter().map(|(policy, bytes)| format!("{policy} {}", Bytes(**bytes))).collect::<Vec<_>>().join(", "),
     };
     // Discarded contents are not retained.
-    let retained = if tag.retained && tag.backup.contains_key(&Backup::Host) { ", retained" } else { "" };
+    let retained = if tag.retained && tag.backup.contains_key(&Policy::Host) { ", retained" } else { "" };
     let [bytes, host, disk] = [tag.bytes, tag.host_bytes, tag.disk_bytes].map(|bytes| Bytes(bytes).to_string());
     vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]
 }
@@ -302,7 +302,7 @@ mod tests {
             paused_bytes: 1 << 30,
             host_bytes: 0,
             disk_bytes: 0,
-            backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
+            backup: [(Policy::Discard, 1 << 30), (Policy::Host, 2 << 30)].into(),
             retained: false,
             progress: None,
         };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards};
 use vramctl_host::limits::Room;
-use vramctl_model::{Backup, Holder, Progress, Stage, TagState, TagStatus, Verb};
+use vramctl_model::{Holder, Policy, Progress, Stage, TagState, TagStatus, Verb};
 
 /// The minimum time after which a process counts as silent.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -493,5 +493,5 @@ fn rank(state: &str) -> (usize, String) {
 }
 /// Bytes of a tag whose contents the next pause discards by the tag's policy.
 fn discarded(tag: &TagStatus) -> u64 {
-    tag.backup.get(&Backup::Discard).map_or(0, |bytes| (*bytes).min(tag.bytes.saturating_sub(tag.paused_bytes)))
+    tag.backup.get(&Policy::Discard).map_or(0, |bytes| (*bytes).min(tag.bytes.saturating_sub(tag.paused_bytes)))
 }

@@ -5,7 +5,7 @@ use serde_json::json;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::forecast::Forecast;
 use vramctl_coordinator::nccl;
-use vramctl_model::{Backup, Bytes, Plan, TagPlan};
+use vramctl_model::{Bytes, Plan, Policy, TagPlan};
 
 /// What would be done to a process, in words. Nothing for one that would refuse.
 fn text(one: &Forecast) -> Option<String> {
@@ -20,7 +20,7 @@ fn tags_text(one: &Forecast, plan: &Plan) -> String {
     if plan.tags.is_empty() {
         return format!("{process}: nothing to pause");
     }
-    let contents = |(policy, bytes): (&Backup, &u64)| format!("{} {policy}", Bytes(*bytes));
+    let contents = |(policy, bytes): (&Policy, &u64)| format!("{} {policy}", Bytes(*bytes));
     let row = |tag: &TagPlan| {
         let contents: Vec<_> = tag.backup.iter().map(contents).collect();
         vec![tag.tag.clone(), Bytes(tag.bytes).to_string(), tag.allocations.to_string(), contents.join(", ")]

@@ -12,7 +12,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
-use vramctl_coordinator::queue::Claim;
+use vramctl_coordinator::queue::Ticket;
 use vramctl_coordinator::{Observer, Plan};
 use vramctl_host::Unpoison;
 use vramctl_model::Progress;
@@ -113,7 +113,7 @@ impl Observer for Ui {
         }
     }
 
-    fn queued(&self, ahead: &[Claim]) {
+    fn queued(&self, ahead: &[Ticket]) {
         let first: Vec<_> = ahead.iter().map(|ticket| ticket.who.as_str()).collect();
         self.note(&format!("number {} in the queue for GPU memory, behind {}", ahead.len() + 1, first.join(", ")));
     }

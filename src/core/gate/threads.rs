@@ -14,20 +14,20 @@ use vramctl_host::stack;
 
 /// A mark in its own cache line. Never freed; reused by later threads.
 #[repr(align(128))]
-struct Berth {
+struct Slot {
     mark: ThreadMark,
     /// The thread's id, for messages.
     thread: AtomicU32,
     /// Whether a thread uses it.
     taken: AtomicBool,
-    next: *const Berth,
+    next: *const Slot,
 }
 
 // SAFETY: `next` does not change once others see the berth.
-unsafe impl Sync for Berth {}
+unsafe impl Sync for Slot {}
 
 /// All berths, as a list without a lock: signal handlers use it, too.
-static BERTHS: AtomicPtr<Berth> = AtomicPtr::new(ptr::null_mut());
+static BERTHS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 global_asm!(
     ".pushsection .tbss.vramctl_berth,\"awT\",@nobits",
@@ -43,7 +43,7 @@ global_asm!(
 
 /// This thread's berth, or null.
 #[inline]
-fn own() -> *const Berth {
+fn own() -> *const Slot {
     let berth;
     // SAFETY: reads the variable above.
     unsafe {
@@ -69,7 +69,7 @@ fn own() -> *const Berth {
 }
 
 /// Sets the value that [`own`] returns.
-fn set_own(berth: *const Berth) {
+fn set_own(berth: *const Slot) {
     // SAFETY: writes the variable above.
     unsafe {
         #[cfg(target_arch = "x86_64")]
@@ -113,7 +113,7 @@ fn take() -> Option<&'static ThreadMark> {
         static OWNED: Cell<Option<Owned>> = const { Cell::new(None) };
     }
     start_clean_in_children();
-    let free = |berth: &&'static Berth| berth.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    let free = |berth: &&'static Slot| berth.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
     let berth = berths().find(free).unwrap_or_else(add);
     if OWNED.try_with(|owned| owned.set(Some(Owned(berth)))).is_err() {
         berth.taken.store(false, Ordering::Release);
@@ -139,7 +139,7 @@ pub fn stay_inside() {
     }
 }
 
-struct Owned(&'static Berth);
+struct Owned(&'static Slot);
 
 impl Drop for Owned {
     fn drop(&mut self) {
@@ -148,7 +148,7 @@ impl Drop for Owned {
     }
 }
 
-impl Berth {
+impl Slot {
     /// Clears the mark: a thread that ends inside a call never leaves it.
     fn give_back(&self) {
         self.mark.clear();
@@ -157,14 +157,14 @@ impl Berth {
 }
 
 /// A new berth, taken.
-fn add() -> &'static Berth {
-    let berth = Box::into_raw(Box::new(Berth {
+fn add() -> &'static Slot {
+    let berth = Box::into_raw(Box::new(Slot {
         mark: ThreadMark::new(),
         thread: AtomicU32::new(0),
         taken: AtomicBool::new(true),
         next: ptr::null(),
     }));
-    let publish = |before: *mut Berth| {
+    let publish = |before: *mut Slot| {
         // SAFETY: nobody else knows it yet.
         unsafe { (*berth).next = before };
         Some(berth)
@@ -174,9 +174,9 @@ fn add() -> &'static Berth {
     unsafe { &*berth }
 }
 
-fn berths() -> impl Iterator<Item = &'static Berth> {
+fn berths() -> impl Iterator<Item = &'static Slot> {
     // SAFETY: null, or a berth, which is never freed.
-    let berth = |berth: *const Berth| unsafe { berth.as_ref() };
+    let berth = |berth: *const Slot| unsafe { berth.as_ref() };
     iter::successors(berth(BERTHS.load(Ordering::Acquire)), move |before| berth(before.next))
 }
 

@@ -10,13 +10,13 @@ use super::{Origin, Placement};
 use crate::events::{self, Change, Who};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
-use vramctl_backup::Saved;
+use vramctl_backup::Backup;
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{
     self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Extent, Extras, Physical, Place, Properties,
 };
 use vramctl_host::Unpoison;
-use vramctl_model::{Backup, Failure, Span, TransitionRequest};
+use vramctl_model::{Failure, Policy, Span, TransitionRequest};
 
 /// What the program got, and the physical memory that currently backs it.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub struct Allocation {
     /// The tag that selects it in pauses and resumes.
     pub tag: Arc<str>,
     /// What happens to its contents while it is paused, unless the pause overrides it.
-    pub backup: Backup,
+    pub backup: Policy,
     /// The kind of host memory for its contents.
     pub backend: CpuBackupBackend,
     /// Bytes the program asked for.
@@ -54,7 +54,7 @@ pub struct Contents {
     /// While paused with a guard: the block that is mapped in place of the memory (`guard`).
     pub guard: Option<Physical>,
     /// While paused: the contents, or `None` if they were discarded. While active: the last saved contents, if retained.
-    pub saved: Option<Arc<Saved>>,
+    pub saved: Option<Arc<Backup>>,
     /// Where it is mapped when active.
     pub mappings: Vec<Mapping>,
     /// How often the program must still release its handle.
@@ -289,7 +289,7 @@ impl Allocation {
     }
 
     /// Replaces the memory and the saved contents. The old ones are freed after the lock is released.
-    pub fn replace(&self, memory: Option<Physical>, saved: Option<Arc<Saved>>) {
+    pub fn replace(&self, memory: Option<Physical>, saved: Option<Arc<Backup>>) {
         self.record(if memory.is_none() { Change::Paused } else { Change::Resumed });
         let before = {
             let mut contents = self.contents();

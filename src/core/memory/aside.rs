@@ -2,7 +2,7 @@
 //!
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
-use super::borrow::{BORROWED, Behind, Borrowings, LeaseState, Meant, Opened, Rounds, WhatIsLent, borrowed, listed};
+use super::borrow::{BORROWED, Behind, Borrowings, LeaseState, Meant, Opened, Passed, Rounds, borrowed, listed};
 use super::lender::{Refused, patiently};
 use super::lending::Token;
 use super::{Memory, sightings};
@@ -158,7 +158,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
+    let Passed { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
     // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
     sightings::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(&pieces)?;

@@ -110,7 +110,7 @@ impl<'a> Meant<'a> {
 }
 
 /// What an owner passes for an allocation.
-pub(super) struct WhatIsLent {
+pub(super) struct Passed {
     pub(super) pieces: Vec<(Held, usize)>,
     tag: Option<String>,
     /// How often it has been paused.
@@ -333,7 +333,7 @@ pub fn count_after(pause: &TransitionRequest) -> usize {
 }
 
 impl Opened {
-    fn map(lease: &Arc<Lease>, WhatIsLent { pieces, tag, pauses }: &WhatIsLent, current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, Passed { pieces, tag, pauses }: &Passed, current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces)?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
@@ -409,7 +409,7 @@ impl Borrowings {
 /// Called with the connection locked, so that an open and a close of the same memory do not overlap.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
-    pub(super) fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<WhatIsLent, Refused> {
+    pub(super) fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Passed, Refused> {
         let (reply, files) = self.lender.open(token).map_err(|error| {
             self.retire(state);
             if error.kind() == io::ErrorKind::TimedOut {
@@ -421,7 +421,7 @@ impl Lease {
         match reply {
             Reply::Opened { pieces, tag, pauses } if pieces.len() == files.len() => {
                 let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
-                Ok(WhatIsLent { pieces, tag, pauses })
+                Ok(Passed { pieces, tag, pauses })
             }
             Reply::Error(refusal) => {
                 log::debug!("process {} does not share its memory: {}", self.lender.pid, refusal.message);

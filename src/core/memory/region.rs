@@ -8,7 +8,7 @@ use super::Memory;
 use std::cell::RefCell;
 use std::sync::Arc;
 use vramctl_config::{Config, CpuBackupBackend};
-use vramctl_model::{Backup, DEFAULT_TAG, Error, checked_tag};
+use vramctl_model::{DEFAULT_TAG, Error, Policy, checked_tag};
 
 /// What an allocation is recorded under.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub struct Placement {
     /// The tag that selects it in pauses and resumes.
     pub tag: Arc<str>,
     /// What happens to its contents while it is paused.
-    pub backup: Backup,
+    pub backup: Policy,
     /// Whether host memory for its contents may stay after a resume (`pinned`) or is freed before the resume returns
     /// (`mmap`).
     pub backend: CpuBackupBackend,
@@ -24,31 +24,31 @@ pub struct Placement {
 
 /// The settings of one region or of a thread's ground; `None` if unset.
 #[derive(Debug, Clone, Default)]
-struct Said {
+struct Settings {
     /// Whether allocations are managed instead of left to CUDA.
     managed: Option<bool>,
     tag: Option<Arc<str>>,
-    backup: Option<Backup>,
+    backup: Option<Policy>,
 }
 
 #[derive(Debug)]
 struct Regions {
-    ground: Said,
-    nested: Vec<Said>,
+    ground: Settings,
+    nested: Vec<Settings>,
     /// Applies to the whole thread.
     backend: Option<CpuBackupBackend>,
 }
 
 thread_local! {
     static REGIONS: RefCell<Regions> =
-        const { RefCell::new(Regions { ground: Said { managed: None, tag: None, backup: None }, nested: Vec::new(), backend: None }) };
+        const { RefCell::new(Regions { ground: Settings { managed: None, tag: None, backup: None }, nested: Vec::new(), backend: None }) };
 }
 
 /// Begins a region on this thread, nested in the current one. Without a tag, its allocations are left to CUDA. Without a
 /// backup, `VRAMCTL_BACKUP` decides, and defaults to `host`.
-pub fn begin(tag: Option<&str>, backup: Option<Backup>) -> Result<(), Error> {
+pub fn begin(tag: Option<&str>, backup: Option<Policy>) -> Result<(), Error> {
     let tag = tag.map(checked_tag).transpose()?;
-    with_regions(|regions| regions.nested.push(Said { managed: Some(tag.is_some()), tag, backup }))
+    with_regions(|regions| regions.nested.push(Settings { managed: Some(tag.is_some()), tag, backup }))
 }
 
 /// Ends this thread's innermost region.
@@ -82,7 +82,7 @@ pub fn set_tag(tag: &str) -> Result<(), Error> {
 }
 
 /// Sets the backup of this thread's current region (or its ground).
-pub fn set_backup(backup: Backup) -> Result<(), Error> {
+pub fn set_backup(backup: Policy) -> Result<(), Error> {
     change(|said| said.backup = Some(backup))
 }
 
@@ -97,23 +97,23 @@ pub fn set_backend(backend: CpuBackupBackend) -> Result<(), Error> {
 }
 
 /// The settings in effect on this thread, and whether they are its ground's.
-fn innermost() -> (Said, bool) {
+fn innermost() -> (Settings, bool) {
     with_regions(|regions| regions.nested.last().map_or_else(|| (regions.ground.clone(), true), |said| (said.clone(), false)))
         .unwrap_or_default()
 }
 
 /// Fills in unset values from the process and the environment.
-fn policy(said: Said, on_ground: bool, process_tag: Option<Arc<str>>) -> Placement {
+fn policy(said: Settings, on_ground: bool, process_tag: Option<Arc<str>>) -> Placement {
     let config = Config::get();
     // Without a process tag, only torch_memory_saver's functions manage a ground, and they drop contents by default.
-    let unsaid = if !on_ground || process_tag.is_some() { Backup::Host } else { Backup::Discard };
+    let unsaid = if !on_ground || process_tag.is_some() { Policy::Host } else { Policy::Discard };
     let tag = said.tag.or(process_tag).unwrap_or_else(|| DEFAULT_TAG.into());
     let environments = || if on_ground { config.ground_backup } else { None };
     let backup = said.backup.or_else(|| config.backup_of(&tag)).or_else(environments).unwrap_or(unsaid);
     Placement { tag, backup, backend: backend() }
 }
 
-fn change(change: impl FnOnce(&mut Said)) -> Result<(), Error> {
+fn change(change: impl FnOnce(&mut Settings)) -> Result<(), Error> {
     with_regions(|regions| change(regions.nested.last_mut().unwrap_or(&mut regions.ground)))
 }
 
@@ -133,16 +133,16 @@ mod tests {
 
     #[test]
     fn regions_nest_and_belong_to_their_thread() {
-        begin(Some("outer"), Some(Backup::Discard)).unwrap();
+        begin(Some("outer"), Some(Policy::Discard)).unwrap();
         begin(Some("inner"), None).unwrap();
         assert_eq!(tag().as_deref(), Some("inner"));
-        assert_eq!(current().unwrap().backup, Backup::Host);
+        assert_eq!(current().unwrap().backup, Policy::Host);
         std::thread::spawn(|| assert_eq!(tag(), None)).join().unwrap();
         begin(None, None).unwrap();
         assert_eq!(tag(), None, "a region without a tag leaves allocations to CUDA");
         end().unwrap();
         end().unwrap();
-        assert_eq!(current().unwrap().backup, Backup::Discard);
+        assert_eq!(current().unwrap().backup, Policy::Discard);
         end().unwrap();
         assert!(end().is_err());
     }
@@ -153,22 +153,22 @@ mod tests {
         std::thread::spawn(|| {
             set_tag("mine").unwrap();
             assert_eq!(tag(), None, "a tag alone does not manage anything");
-            assert_eq!((&*prospective().tag, prospective().backup), ("mine", Backup::Discard));
+            assert_eq!((&*prospective().tag, prospective().backup), ("mine", Policy::Discard));
             set_managed(true).unwrap();
-            set_backup(Backup::Host).unwrap();
+            set_backup(Policy::Host).unwrap();
             let placement = |tag: &str, backup| Some(Placement { tag: tag.into(), backup, backend: CpuBackupBackend::Pinned });
-            assert_eq!(current(), placement("mine", Backup::Host));
+            assert_eq!(current(), placement("mine", Policy::Host));
 
-            begin(Some("inner"), Some(Backup::Discard)).unwrap();
+            begin(Some("inner"), Some(Policy::Discard)).unwrap();
             set_managed(false).unwrap();
             assert_eq!(tag(), None);
             set_managed(true).unwrap();
             assert_eq!(tag().as_deref(), Some("inner"), "the tag was not forgotten");
             set_tag("other").unwrap();
-            set_backup(Backup::Disk).unwrap();
-            assert_eq!(current(), placement("other", Backup::Disk));
+            set_backup(Policy::Disk).unwrap();
+            assert_eq!(current(), placement("other", Policy::Disk));
             end().unwrap();
-            assert_eq!(current(), placement("mine", Backup::Host), "the ground is as it was");
+            assert_eq!(current(), placement("mine", Policy::Host), "the ground is as it was");
 
             begin(None, None).unwrap();
             assert_eq!(tag(), None);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver as driver;
-use vramctl_model::{Backup, Error, Registered, Registration, TransitionRequest};
+use vramctl_model::{Error, Policy, Registered, Registration, TransitionRequest};
 
 /// How long to wait for the disconnect of an ended process that had memory open.
 const NOTICED: Duration = Duration::from_millis(200);
@@ -74,7 +74,7 @@ impl Chosen {
         // If nothing has the tag (an unknown engine version), assume the cache is in everything else.
         let tagged = self.all.iter().any(|allocation| &*allocation.tag == KV_CACHE);
         let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
-        let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Backup::Discard);
+        let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Policy::Discard);
         if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
     }
 

@@ -4,10 +4,10 @@ use crate::memory::Allocation;
 use std::ops::Range;
 use vramctl_backup as backup;
 use vramctl_config::CpuBackupBackend;
-use vramctl_model::{Backup, Span, TransitionRequest};
+use vramctl_model::{Policy, Span, TransitionRequest};
 
 /// The request's policy for an allocation, or the allocation's own.
-pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
+pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Policy {
     request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
 }
 
@@ -17,7 +17,7 @@ pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) ->
     let retain = backup::retains(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };
     let live = match policy {
-        Backup::Discard => Vec::new(),
+        Policy::Discard => Vec::new(),
         // Contents that are not kept could not be compared next time.
         _ if retain => vec![all],
         _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),

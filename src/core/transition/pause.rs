@@ -10,11 +10,11 @@ use crate::{drain, events, gate, quiet, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vramctl_backup::{self as backup, Kept, Saved};
+use vramctl_backup::{self as backup, Backup, Kept};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, Activity, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Stage, TagState, TransitionRequest, Verb};
+use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Progress, Report, Stage, TagState, TransitionRequest, Verb};
 
 /// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
 /// work.
@@ -132,7 +132,7 @@ impl Memory {
             clock,
         )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
-        observer.consent().map_err(|refused| self.map_back(&victims, refused))?;
+        observer.vote().map_err(|refused| self.map_back(&victims, refused))?;
         aside::set_aside(request);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
@@ -171,7 +171,7 @@ impl Memory {
         progress: &mut dyn FnMut(Progress),
         clock: &mut Clock,
     ) -> Result<Kept, Error> {
-        let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(request, allocation) != Backup::Discard).map(Arc::clone).collect();
+        let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(request, allocation) != Policy::Discard).map(Arc::clone).collect();
         self.make_reachable(&kept)?;
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();
@@ -245,7 +245,7 @@ fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
 
 /// Releases the memory. From here on, the contents are only where they were saved.
 fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
-    let mut saved: BTreeMap<_, Arc<Saved>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
+    let mut saved: BTreeMap<_, Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {
         let saved = saved.remove(&allocation.address());
         allocation.replace(None, saved);

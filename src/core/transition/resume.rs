@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_backup::{self as backup, Saved};
+use vramctl_backup::{self as backup, Backup};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, Verb, code};
@@ -120,7 +120,7 @@ impl Memory {
         // Without consent, the new memory is released; the backups are untouched.
         let brought = self
             .bring_back(&paused, &needed, &nearly_idle(&all), &mut clock, &mut progress)
-            .and_then(|memories| observer.consent().map(|()| memories));
+            .and_then(|memories| observer.vote().map(|()| memories));
         let memories = brought.inspect_err(|_| _ = self.guard(&guarded))?;
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
@@ -209,10 +209,10 @@ fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
 
 /// Marks a paused allocation active again. Returns the backup if it is not retained, to be dropped without the lock: that may
 /// wait for the device's work, and the program may need to allocate in order to finish that work.
-fn activate(allocation: &Allocation, memory: Physical) -> Option<Arc<Saved>> {
+fn activate(allocation: &Allocation, memory: Physical) -> Option<Arc<Backup>> {
     let saved = allocation.contents().saved.take();
     // Comparing with a file would be slower than writing a new one.
-    let retained = |saved: &Arc<Saved>| backup::retains(&allocation.tag) && matches!(**saved, Saved::Host(_));
+    let retained = |saved: &Arc<Backup>| backup::retains(&allocation.tag) && matches!(**saved, Backup::Host(_));
     let (saved, done_with) = if saved.as_ref().is_some_and(retained) { (saved, None) } else { (None, saved) };
     allocation.replace(Some(memory), saved);
     done_with
