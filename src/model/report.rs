@@ -208,7 +208,7 @@ pub trait Observer {
         self.is_gone() != Some(true)
     }
 
-    /// Called when every step that can fail is done and can still be undone. May wait. Without consent, everything is undone; the error
+    /// Called when every step that can fail is done and can still be undone. May wait. If the vote is no, everything is undone; the error
     /// says why.
     fn vote(&mut self) -> Result<(), Error> {
         Ok(())

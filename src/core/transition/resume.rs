@@ -117,7 +117,7 @@ impl Memory {
         if !guarded.is_empty() {
             clock.add(Stage::Guard, unguarding.elapsed());
         }
-        // Without consent, the new memory is released; the backups are untouched.
+        // Without the vote, the new memory is released; the backups are untouched.
         let brought = self
             .bring_back(&paused, &needed, &nearly_idle(&all), &mut clock, &mut progress)
             .and_then(|memories| observer.vote().map(|()| memories));
