@@ -117,14 +117,14 @@ enum Awaited {
 impl Awaited {
     fn of(current: &Current) -> Result<Self, Failure> {
         // Before the guard is taken: this may wait for a launch of the program's.
-        let event = Event::new(current)?;
+        let event = Event::new(current);
         // No capture begins while the event is being recorded.
         let streams = streams::known();
         if streams.has_capture(current.owner()) {
             return Ok(Self::OfStreams);
         }
-        match event.record_after_all() {
-            Ok(()) => Ok(Self::Until(event)),
+        match event.and_then(|event| event.record_after_all().map(|()| event)) {
+            Ok(event) => Ok(Self::Until(event)),
             // A capture that was not seen to begin.
             Err(failure) if failure.is_capture() => Ok(Self::OfStreams),
             // It has no such events, or refuses one.
