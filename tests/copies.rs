@@ -10,7 +10,7 @@ use common::{
 use std::collections::BTreeMap;
 use std::process::Command;
 use std::sync::OnceLock;
-use vramctl_intercept::launch;
+use vramctl_intercept::{hooks, launch};
 
 fn program() -> &'static std::path::Path {
     static BUILT: OnceLock<std::path::PathBuf> = OnceLock::new();
@@ -110,6 +110,65 @@ fn a_captured_copy_between_devices_survives_pauses() {
         assert!(read(here, 2 * MIB).unwrap() == contents);
     }
     assert_eq!(free(here), 0);
+    set_device(1);
+    assert_eq!(free(there), 0);
+    set_device(0);
+}
+
+/// What a captured copy needs stays open when the program disables peer access, which plain copies do not need either.
+#[test]
+fn copies_are_made_after_peer_access_was_disabled() {
+    let _gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("there", None, 2 * MIB).unwrap();
+    set_device(0);
+    let here = malloc_tagged("here", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    let capture = || {
+        stream.begin_capture(1);
+        let answer = unsafe { launch::cuMemcpyDtoDAsync_v2(here as usize, there as usize, 2 * MIB, stream.0 as usize) };
+        (answer, stream.end_capture().unwrap())
+    };
+    let (answer, before) = capture();
+    assert_eq!(answer, 0);
+    unsafe {
+        assert_eq!(hooks::cudaDeviceEnablePeerAccess(1, 0), 0);
+        assert_eq!(hooks::cudaDeviceDisablePeerAccess(1), 0);
+    }
+    let (answer, after) = capture();
+    assert_eq!(answer, 0, "a new copy");
+    for graph in [before, after] {
+        assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
+    }
+    assert_eq!(free(here), 0);
+    set_device(1);
+    assert_eq!(free(there), 0);
+    set_device(0);
+}
+
+/// The driver refuses these before it reads anything, so nothing may be there to be read.
+#[test]
+fn a_call_without_its_structure_is_refused() {
+    let _gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("there", None, 2 * MIB).unwrap();
+    set_device(0);
+    let stream = Stream::create();
+    let handle = stream.0 as usize;
+    let (address, bytes, attributes) = ([there], [MIB], [0_u64; 3]);
+    let (address, bytes, attributes) = (address.as_ptr() as usize, bytes.as_ptr() as usize, attributes.as_ptr() as usize);
+    unsafe {
+        assert_eq!(launch::cuMemcpy2D_v2(0), 1);
+        assert_eq!(launch::cuMemcpy2DAsync_v2(0, handle), 1);
+        assert_eq!(launch::cuMemcpy3D_v2(0), 1);
+        assert_eq!(launch::cuMemcpy3DPeerAsync(0, handle), 1);
+        assert_eq!(launch::cuMemcpyBatchAsync_v2(address, 0, bytes, 1, attributes, 0, 1, handle), 1);
+        assert_eq!(
+            launch::cuMemcpyBatchAsync_v2(address, address, bytes, 1, attributes, 0, 1 << 40, handle),
+            1,
+            "one attribute a copy at most"
+        );
+    }
     set_device(1);
     assert_eq!(free(there), 0);
     set_device(0);

@@ -29,7 +29,8 @@ use vramctl_model::{StatusCode, code};
 /// Makes a refused call again in another form, if managed memory may be the reason. Returns the driver's answer.
 ///
 /// # Safety
-/// `arguments` are those of the driver's function `symbol`, which has accepted their pointers to structures and arrays as readable.
+/// `arguments` are those of the driver's function `symbol`. Their pointers to structures and arrays are null, or readable by the program's
+/// promise.
 pub unsafe fn again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: impl Fn() -> StatusCode) -> StatusCode {
     // SAFETY: the caller's promise.
     let answer = guarded(|| unsafe { try_again(symbol, gated, arguments, repeat) });
@@ -187,10 +188,10 @@ impl CopyCall {
         let any = |index| CopySide::of_any(address(index));
         let device = |index| CopySide::of_device(address(index));
         let host = |index| CopySide::of_host(address(index));
-        // SAFETY: the caller's promise: the driver's function has read these structures.
-        let plane = || CopyBetween::from(unsafe { ptr::with_exposed_provenance::<Plane>(argument(0)).read_unaligned() });
+        // SAFETY: the caller's promise.
+        let plane = || unsafe { structure::<Plane>(argument(0)) }.map(CopyBetween::from);
         // SAFETY: as above.
-        let volume = || unsafe { ptr::with_exposed_provenance::<CopyBetween>(argument(0)).read_unaligned() };
+        let volume = || unsafe { structure::<CopyBetween>(argument(0)) };
         let linear = |to, from, bytes| CopyBetween::linear(to, from, argument(bytes));
         // Those before `_v2` take 32-bit addresses.
         let (copy, stream) = match of_thread.unwrap_or(symbol) {
@@ -205,10 +206,10 @@ impl CopyCall {
             // A context that is not the memory's does not matter to plain memory.
             "cuMemcpyPeer" => (linear(device(0), device(2), 4), None),
             "cuMemcpyPeerAsync" => (linear(device(0), device(2), 4), Some(5)),
-            "cuMemcpy2D_v2" | "cuMemcpy2DUnaligned_v2" => (plane(), None),
-            "cuMemcpy2DAsync_v2" => (plane(), Some(1)),
-            "cuMemcpy3D_v2" | "cuMemcpy3DPeer" => (volume(), None),
-            "cuMemcpy3DAsync_v2" | "cuMemcpy3DPeerAsync" => (volume(), Some(1)),
+            "cuMemcpy2D_v2" | "cuMemcpy2DUnaligned_v2" => (plane()?, None),
+            "cuMemcpy2DAsync_v2" => (plane()?, Some(1)),
+            "cuMemcpy3D_v2" | "cuMemcpy3DPeer" => (volume()?, None),
+            "cuMemcpy3DAsync_v2" | "cuMemcpy3DPeerAsync" => (volume()?, Some(1)),
             // SAFETY: the caller's promise.
             "cuMemcpyBatchAsync" => return unsafe { Self::batch(arguments, argument(8), of_thread.is_some()) },
             // SAFETY: as above.
@@ -238,6 +239,10 @@ impl CopyCall {
             return None;
         }
         let &[to, from, bytes, count, attributes, _, kinds, ..] = arguments else { return None };
+        // The driver refuses these before it reads the arrays.
+        if [to, from, bytes].contains(&0) || kinds > count {
+            return None;
+        }
         // SAFETY: the caller's promise.
         let (to, from, bytes, attributes) =
             unsafe { (words(to, count), words(from, count), words(bytes, count), words(attributes, 3 * kinds)) };
@@ -293,8 +298,19 @@ impl CopyCall {
     }
 }
 
+/// `None` for a null pointer, which the driver refuses.
+///
 /// # Safety
-/// Readable, if the driver has read it.
+/// Any other pointer must be readable.
+unsafe fn structure<T: Copy>(address: usize) -> Option<T> {
+    // SAFETY: the caller's promise.
+    (address != 0).then(|| unsafe { ptr::with_exposed_provenance::<T>(address).read_unaligned() })
+}
+
+/// None at a null pointer.
+///
+/// # Safety
+/// Any other pointer must be readable.
 unsafe fn words(address: usize, count: usize) -> Vec<u64> {
     if address == 0 {
         return Vec::new();

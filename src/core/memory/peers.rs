@@ -45,6 +45,11 @@ impl Enabled {
         self.contexts.contains_key(&pair) || self.copies.contains(&pair)
     }
 
+    /// Whether the device may use it for these contexts alone.
+    fn is_open_only_for(&self, pair: Pair, contexts: &(Context, Context)) -> bool {
+        !self.copies.contains(&pair) && self.contexts.get(&pair).is_some_and(|enabled| enabled.iter().eq([contexts]))
+    }
+
     fn of_pool(&self, (device, owner): Pair) -> Access {
         self.pools.get(&(device, owner)).copied().unwrap_or_else(|| Access::none(device))
     }
@@ -145,8 +150,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes it away again, unless another context of the device has it too. On error nothing changes. If the driver refuses, active memory
-    /// stays open: to the program, nothing is left that uses it there.
+    /// Takes it away again, unless another context of the device has it too, or copies need it. On error nothing changes. If the driver
+    /// refuses, active memory stays open: to the program, nothing is left that uses it there.
     pub fn disable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
         let pair = pair_of(current, other)?;
         let contexts = (current.context(), other);
@@ -156,7 +161,7 @@ impl Memory {
         // The context's work may use the memory. Before taking the lock, as in `free`.
         drain::wait(BTreeSet::from([current.context()]))?;
         let _exclusive = self.exclude();
-        let is_last = self.peers.read().contexts.get(&pair).is_some_and(|enabled| enabled.iter().eq([&contexts]));
+        let is_last = self.peers.read().is_open_only_for(pair, &contexts);
         if is_last && let Err(failure) = self.set_device_access(pair.1, false, &[Access::none(pair.0)], &[Access::of_device(pair.0)]) {
             if !failure.is_refusal() {
                 return Err(failure.into());
