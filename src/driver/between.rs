@@ -113,6 +113,15 @@ impl CopySide {
         matches!(self.kind, DEVICE | UNIFIED).then_some(self.device)
     }
 
+    /// Begins as many bytes later.
+    fn advance(&mut self, bytes: u64) {
+        if self.is_host() {
+            self.host += bytes;
+        } else {
+            self.device += bytes;
+        }
+    }
+
     /// Names the context of memory on a device.
     pub fn is_in(&mut self, context: Context) {
         self.kind = DEVICE;
@@ -167,8 +176,8 @@ impl CopyBetween {
                 return started.map_or_else(|failure| failure.code, |()| code::SUCCESS);
             }
             rest.width -= ROW;
-            rest.from.x += ROW;
-            rest.to.x += ROW;
+            rest.from.advance(ROW as u64);
+            rest.to.advance(ROW as u64);
         }
     }
 }

@@ -90,14 +90,21 @@ impl Peers {
 
     /// Who has access to a device's memory, itself first.
     pub fn usual_access(&self, owner: CUdevice, from_pool: bool) -> Arc<[Access]> {
-        let enabled = self.read();
-        let of_owner = |pair: &Pair| pair.1 == owner;
-        let others: Vec<_> = if from_pool {
-            enabled.pools.iter().filter(|(pair, _)| of_owner(pair)).map(|(_, access)| *access).collect()
-        } else {
-            let open: BTreeSet<_> = enabled.contexts.keys().chain(&enabled.copies).filter(|pair| of_owner(pair)).collect();
-            open.into_iter().map(|(device, _)| Access::of_device(*device)).collect()
+        let of_owner = |pair: &&Pair| pair.1 == owner;
+        if from_pool {
+            let enabled = self.read();
+            let others = enabled.pools.iter().filter(|(pair, _)| of_owner(pair)).map(|(_, access)| *access);
+            return std::iter::once(Access::of_device(owner)).chain(others).collect();
+        }
+        let (by_program, for_copies): (BTreeSet<_>, BTreeSet<_>) = {
+            let enabled = self.read();
+            let devices = |pairs: &mut dyn Iterator<Item = &Pair>| pairs.filter(of_owner).map(|(device, _)| *device).collect();
+            (devices(&mut enabled.contexts.keys()), devices(&mut enabled.copies.iter()))
         };
+        // Since a move, there may be no path. The program has not asked for it.
+        let has_path = |device: &CUdevice| Access::of_device(*device).check(owner).is_ok();
+        let for_copies: Vec<_> = for_copies.difference(&by_program).copied().filter(has_path).collect();
+        let others = by_program.iter().chain(&for_copies).map(|device| Access::of_device(*device));
         std::iter::once(Access::of_device(owner)).chain(others).collect()
     }
 

@@ -211,8 +211,9 @@ pub fn copy_between(
 }
 
 /// `cuMemcpyBatchAsync`: in a stream, but not the legacy one.
-pub fn batch(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, stream: Handle) -> Outcome {
-    if stream <= stream::LEGACY {
+pub fn batch(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, attributes: usize, stream: Handle) -> Outcome {
+    // There are at most as many attributes as copies.
+    if stream <= stream::LEGACY || attributes > count {
         return Err(INVALID_VALUE);
     }
     {
