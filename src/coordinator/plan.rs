@@ -438,11 +438,6 @@ impl Plan {
         self.members.iter().map(|member| &member.process).find(|process| process.pid == pid)
     }
 
-    /// Each process, and what is done to it.
-    pub fn members(&self) -> &[Member] {
-        &self.members
-    }
-
     pub(crate) fn request(&self) -> &Transition {
         &self.request
     }

@@ -220,8 +220,12 @@ impl Addresses {
             let last = spare.iter().rposition(|(_, size)| *size == bytes);
             last.map(|place| spare.remove(place))
         };
-        let base = spare.map_or_else(|| Self::reserve(bytes).map(|new| mem::ManuallyDrop::new(new).base), |(base, _)| Ok(base))?;
-        Ok(Self { base, bytes, is_of_pool: true })
+        if let Some((base, _)) = spare {
+            return Ok(Self { base, bytes, is_of_pool: true });
+        }
+        let mut new = Self::reserve(bytes)?;
+        new.is_of_pool = true;
+        Ok(new)
     }
 
     /// First address.
