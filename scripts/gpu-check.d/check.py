@@ -739,8 +739,8 @@ class Check:
             "waits": (lambda: self.preloaded("waits.py", 50), 60),
             "stalls": (lambda: self.script("stalls.py", 170), 180),
             "stream-ordered": (
-                lambda: self.script("stream_ordered.py", 170, self.options.libcudart),
-                180,
+                lambda: self.script("stream_ordered.py", 300, self.options.libcudart),
+                310,
             ),
             "copies": (lambda: self.script("copies.py", 110), 120),
             "guard": (lambda: self.preloaded("guard.py", 80, VRAMCTL_GUARD="1"), 90),

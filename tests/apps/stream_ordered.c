@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "cudart.h"
 
@@ -12,6 +13,11 @@ static const char help[] =
 	"the host was done and until the GPU was. Loops: `free` does not synchronise, `synced` does\n"
 	"so in each round, `kept` too, with a pool that may keep what is freed. Sizes that do not\n"
 	"fit are left out. Then `left BYTES`: what is still in use afterwards.\n";
+
+/* The driver cleans large released memory for this long, in microseconds, and slows down whatever
+ * runs meanwhile. */
+static const useconds_t cleaning = 500000;
+static const size_t large = 1024;
 
 enum loop { FREE, SYNCED, KEPT };
 static const char *const names[] = {"free", "synced", "kept"};
@@ -84,12 +90,15 @@ int main(int argc, char **argv)
 		error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
 	if (error == cudaSuccess)
 		error = cudaDeviceGetDefaultMemPool(&pool, 0);
-	size_t before = free_bytes();
+	size_t before = free_bytes(), last = 0;
 	for (size_t i = 0; error == cudaSuccess && i < sizeof loops / sizeof *loops; i++) {
 		unsigned long long keep = loops[i].loop == KEPT ? ~0ull : 0;
 		size_t bytes = loops[i].mib << 20;
 		if (bytes > before / 10 * 9)
 			continue;
+		if (last >= large)
+			usleep(cleaning);
+		last = loops[i].mib;
 		error = cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep);
 		if (error == cudaSuccess)
 			error = run(loops[i].loop, bytes, loops[i].rounds, stream);
