@@ -712,6 +712,41 @@ fn a_pause_that_gives_up_holds_up_no_launch() {
     assert_eq!(common::free(address), 0);
 }
 
+/// A driver that fails at one question is asked in another way, and none of these ways invalidates a capture that has begun meanwhile.
+#[test]
+fn a_capture_survives_a_question_that_the_driver_does_not_answer() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    for (call, code) in [("cuEventQuery", code::NOT_SUPPORTED), ("cuEventQuery", 999), ("cuStreamGetCtx_v2", 999), ("cuCtxGetId", 999)] {
+        let (captured, pipeline) = (Stream::create(), Pipeline::start(address));
+        let timeout = Some(LONG);
+        let graph = thread::scope(|scope| {
+            let opens = Opens(&pipeline.gate);
+            gpu.reset_counts();
+            let pause = scope.spawn(|| Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut ()));
+            common::eventually("the pause asks", || gpu.calls("cuEventQuery") > 2);
+            if call != "cuEventQuery" {
+                // Nor does it say where the capture begins.
+                gpu.fail(call, 1, code, u64::MAX);
+            }
+            captured.begin_capture(1);
+            gpu.clear_faults();
+            let others = || ["cuStreamQuery", "cuCtxSynchronize"].map(|call| gpu.calls(call)).iter().sum::<u64>();
+            let before = others();
+            gpu.fail("cuEventQuery", 1, code, 1);
+            common::eventually("the pause asks in another way", || others() > before);
+            let graph = captured.end_capture();
+            drop(opens);
+            pause.join().unwrap().unwrap();
+            graph
+        });
+        gpu.clear_faults();
+        drop(graph.unwrap_or_else(|answer| panic!("{call}, {code}: the capture ended with {answer}")));
+        resume(&["t"]).unwrap();
+    }
+    assert_eq!(common::free(address), 0);
+}
+
 /// What a stream had to do before it was captured is work in flight, although the stream can no longer be asked.
 #[test]
 fn a_pause_waits_for_the_work_before_a_capture() {

@@ -25,7 +25,8 @@ pub struct Streams {
 
 #[derive(Debug)]
 struct Capture {
-    context: Context,
+    /// `None`: the driver did not say, so it may be any.
+    context: Option<Context>,
     /// Whether the driver has said so; until then, no stream of the context must be asked.
     has_begun: bool,
     /// The end of the work that the stream had before. The stream itself can no longer be asked.
@@ -44,14 +45,18 @@ pub fn known() -> RwLockReadGuard<'static, Streams> {
 impl Streams {
     /// Whether a stream of the context is being captured.
     pub fn has_capture(&self, context: Context) -> bool {
-        self.captures.values().any(|capture| capture.context == context)
+        self.captures_in(context).next().is_some()
+    }
+
+    fn captures_in(&self, context: Context) -> impl Iterator<Item = &Capture> {
+        self.captures.values().filter(move |capture| capture.context.is_none_or(|of| of == context))
     }
 
     /// Whether no work is to be seen in a context some of whose streams are being captured. `false` says that there is some; `true` does
     /// not say that there is none: the default streams of threads cannot be asked, nor the legacy stream while a blocking stream is being
     /// captured. The context must be current.
     pub fn look_idle(&self, context: Context) -> Result<bool, Failure> {
-        for capture in self.captures.values().filter(|capture| capture.context == context) {
+        for capture in self.captures_in(context) {
             let is_over = capture.before.as_ref().map_or(Ok(true), Event::has_happened);
             if !capture.has_begun || !is_over? {
                 return Ok(false);
@@ -102,7 +107,7 @@ pub fn forget_context(context: Context) {
         let mut streams = streams.write().unpoisoned();
         streams.created.retain(|_, (_, of)| *of != context);
         let captures = mem::take(&mut streams.captures);
-        let (ended, others): (BTreeMap<_, _>, _) = captures.into_iter().partition(|(_, capture)| capture.context == context);
+        let (ended, others): (BTreeMap<_, _>, _) = captures.into_iter().partition(|(_, capture)| capture.context == Some(context));
         streams.captures = others;
         drop(streams);
         drop(ended);
@@ -113,10 +118,12 @@ pub fn forget_context(context: Context) {
 /// call of the program's in the context, so not under the guard.
 pub fn begin_capture(stream: StreamHandle, begin: impl FnOnce() -> StatusCode) -> StatusCode {
     // No capture can begin on the legacy stream, and asking about it could invalidate another.
-    let may_begin = !stream.is_legacy() && !exit::is_ending() && !stream.is_capturing();
-    let Some(current) = may_begin.then(|| Current::push_of_stream(stream).ok()).flatten() else { return begin() };
-    let before = if is_busy(stream) { Event::after(&current, stream).ok() } else { None };
-    let context = current.owner();
+    if stream.is_legacy() || exit::is_ending() || stream.is_capturing() {
+        return begin();
+    }
+    let current = Current::push_of_stream(stream).ok();
+    let before = current.as_ref().filter(|_| is_busy(stream)).and_then(|current| Event::after(current, stream).ok());
+    let context = current.as_ref().map(Current::owner);
     drop(current);
     let name = name_of(stream);
     let stale = STREAMS.get().write().unpoisoned().captures.insert(name, Capture { context, has_begun: false, before });

@@ -8,8 +8,8 @@
 //! An event of the whole context (`cuCtxRecordEvent`, CUDA 12.5) tells when all work that the context had at a moment is over, and holds
 //! nobody up. Recording it would invalidate the captures of the context, so that happens only while there are none
 //! ([`streams`](super::streams)); asking about it disturbs none. In a context with captures, each stream that is not being captured is
-//! asked. Once all look idle, freeing a small block confirms it: that leaves captures valid in the relaxed mode. Drivers without such events
-//! have `cuCtxSynchronize`, which cannot be cancelled, but holds nobody up.
+//! asked, and so it is where the driver has no such events or refuses one. Once all look idle, a call that waits confirms it. During captures,
+//! freeing a small block does: that leaves them valid in the relaxed mode. Otherwise, `cuCtxSynchronize` does, which holds nobody up.
 
 use super::{Context, Current, Driver, Event, RelaxedCapture, streams, vmm};
 use std::ffi::c_void;
@@ -32,7 +32,7 @@ fn until_over<G>(context: Context, alive: &impl Fn() -> G, is_wanted: impl Fn() 
     let mut work = None;
     loop {
         {
-            let guard = alive();
+            let _alive = alive();
             let current = Current::push(context)?;
             // A capture may have ended meanwhile.
             let mut now = work.take().filter(|work| !matches!(work, Awaited::OfStreams)).map_or_else(|| Awaited::of(&current), Ok)?;
@@ -42,11 +42,6 @@ fn until_over<G>(context: Context, alive: &impl Fn() -> G, is_wanted: impl Fn() 
                 // The driver marks the work, but does not tell of the mark.
                 Err(failure) if failure.is_refusal() && matches!(now, Awaited::Until(_)) => now = Awaited::Unmarked,
                 Err(failure) => return Err(failure),
-            }
-            if matches!(now, Awaited::Unmarked) {
-                drop(guard);
-                // SAFETY: a context is current; no arguments.
-                return unsafe { Driver::get()?.cuCtxSynchronize() }.map(|()| true);
             }
             if !is_wanted() {
                 return Ok(false);
@@ -110,7 +105,7 @@ enum Awaited {
     Until(Event),
     /// Some streams are being captured; the others are asked.
     OfStreams,
-    /// The driver cannot mark it.
+    /// The driver does not mark it, so all streams are asked.
     Unmarked,
 }
 
@@ -137,8 +132,21 @@ impl Awaited {
     fn is_over(&self, current: &Current) -> Result<bool, Failure> {
         match self {
             Self::Until(event) => event.has_happened(),
-            Self::OfStreams if streams::known().look_idle(current.owner())? => confirm().map(|()| true),
-            Self::OfStreams | Self::Unmarked => Ok(false),
+            Self::OfStreams | Self::Unmarked => {
+                let streams = streams::known();
+                if !streams.look_idle(current.owner())? {
+                    return Ok(false);
+                }
+                if streams.has_capture(current.owner()) {
+                    drop(streams);
+                    confirm()?;
+                } else {
+                    // Under the guard: a capture that began before the call would be invalidated.
+                    // SAFETY: a context is current; no arguments.
+                    unsafe { Driver::get()?.cuCtxSynchronize() }?;
+                }
+                Ok(true)
+            }
         }
     }
 }
