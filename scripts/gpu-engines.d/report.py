@@ -270,7 +270,7 @@ def of_kind(parts, kind):
 
 
 def markdown(parts):
-    """The tables, for docs/performance-data.md."""
+    """The tables, for docs/performance.md."""
     sections = (
         machines,
         step_table,
