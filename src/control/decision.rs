@@ -2,6 +2,9 @@
 //!
 //! Whoever sets it first decides, and it is set only once. The coordinator commits only when all are prepared; a process that has lost the
 //! coordinator aborts, or finds that the job has committed. So all of them take the same decision, no matter who dies at what moment.
+//!
+//! A process has lost the coordinator when the connection ends, or nothing is heard on it for five seconds (or as long as the coordinator
+//! has said). The memory's file is sealed: shrinking it would kill the processes that have it mapped.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};

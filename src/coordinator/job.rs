@@ -7,6 +7,11 @@
 //! A held program need not be idle, but its processes may have stopped at different points: one's GPU waits for a collective that another,
 //! held at its gate, has not started. Then all gates open, and a little later all close again. [`Retry`] decides about every further
 //! attempt.
+//!
+//! A first attempt waits 100 ms for the work of several processes to drain, each further one twice as long, and none longer than half of
+//! what is left of the limit. So queued work of up to a quarter of it always drains, and processes that are not aligned get more attempts.
+//! Nothing is saved before all have drained: a failed attempt costs little. Counting collectives would align the processes, too, but
+//! engines drain at the first attempt, and training loops mostly at the first or second (`docs/performance.md`).
 
 use crate::Observer;
 use crate::engine::Engines;

@@ -2,6 +2,10 @@
 //!
 //! No client can disturb the program, whether it sends garbage, stalls or never reads: requests are limited in size and
 //! time, connections in number, and a running pause does not wait for its client.
+//!
+//! The only way to a program is the name of its socket, which others may delete. So the control thread looks each second whether the name
+//! still leads to the socket, and otherwise creates the socket, and the directory, again. That needs neither the driver nor the gate: it
+//! works for a program that is paused, held or suspended.
 
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::{Memory, communicators};

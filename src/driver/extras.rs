@@ -1,4 +1,8 @@
 //! What memory for `cudaMalloc` has beyond plain virtual memory. A driver may refuse what it reports as supported.
+//!
+//! Whether memory can be shared must be chosen when it is created, before anybody knows who will share it; it costs no time. A refused
+//! request is tried once more, then without what not every driver grants. What a device has refused twice in a row and done without is left
+//! out from then on.
 
 use super::{CUdevice, attribute};
 use cudarc::driver::sys::CUdevice_attribute;

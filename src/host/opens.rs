@@ -3,6 +3,16 @@
 //!
 //! What the program opens that way is noted at its `dlopen`. Only if there is something, the loaded objects are examined: that takes a lock
 //! of the loader.
+//!
+//! A program with such a library is not held: the library's launches would pass by the gate and meet paused memory. Clearing the flag in
+//! our `dlopen`, as heaptrack does, would break what the flag is for: a plug-in that brings its own version of a function would get the
+//! program's, without a word (`tests/deepbind.rs`). Patching the library's calls afterwards would miss what its constructors have looked
+//! up.
+//!
+//! An object is in the way if it has bound a function of the table, or `dlsym`, past this library, or may still do so because it binds
+//! lazily; for `dlsym`, only if it has names of the driver's functions in it, too. In a namespace of `dlmopen` objects are not visible:
+//! there, a second mapping of libcuda's file counts. Not noticed: a library that gets the functions' names from elsewhere, and one that is
+//! opened while the program is held.
 
 use crate::symbols::{self, Loaded};
 use std::cell::UnsafeCell;

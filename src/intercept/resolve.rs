@@ -7,6 +7,18 @@
 //!
 //! The meaning of `RTLD_NEXT` and `RTLD_DEFAULT` depends on the caller. So [`dlsym`] does not call the real one but jumps to it, which
 //! leaves the program's return address in place.
+//!
+//! A library that an entry calls gets the real function: it comes later in the search order, has a function of that name of its own or
+//! stands in for `libcuda.so.1`, and with our entry the two would call each other forever. It is recognised by the return address, so it
+//! must do the lookup itself.
+//!
+//! Not covered:
+//!
+//! - `cuGetExportTable`, whose functions have no names, and a copy of `dlsym` from the C library's own handle;
+//! - a library opened with `RTLD_DEEPBIND` or in a namespace of `dlmopen` ([`vramctl_host::opens`]);
+//! - a weak reference to a driver function: it finds ours, and gets `CUDA_ERROR_NOT_FOUND` without a driver;
+//! - a library with *variables* named like driver functions (CUEW and other loaders that fill in pointers) that does not hide them: they
+//!   are bound to the exported functions, and the library crashes when it writes to them.
 
 use crate::entries;
 use crate::entry::DriverFunction;

@@ -5,7 +5,7 @@
 //! to the driver. *Resuming* it maps new physical memory at the same addresses and restores the contents. No address changes, so
 //! CUDA graphs and captured pointers stay valid.
 //!
-//! This crate only exports the symbols; `docs/design.md` describes the code behind them.
+//! This crate only exports the symbols; `ARCHITECTURE.md` shows the way to the code behind them.
 
 use std::arch::naked_asm;
 use vramctl_intercept::{entries, hooks, launch, nccl, opens, resolve};

@@ -2,6 +2,11 @@
 //!
 //! `cudaMalloc` and similar functions make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a handle
 //! from the library and maps it wherever and as often as it likes (`handles`).
+//!
+//! Each allocation has physical memory of its own. Sharing pieces between adjacent ones made many small ones faster to pause, but not a
+//! swap of two processes; the driver takes a piece back only as a whole, so frees were late; and a program that maps physical memory itself
+//! needs a handle for each allocation. An allocation that is copied although the program has it mapped nowhere, or read-only, gets
+//! addresses of the library's own.
 
 use super::freed::FreedAt;
 use super::lending::Lending;

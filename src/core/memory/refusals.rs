@@ -1,6 +1,9 @@
 //! Devices whose driver refuses virtual memory: what the program asks for there is left to CUDA.
 //!
 //! A refusal may be the only one, so the driver is asked again, but ever more rarely while it keeps refusing.
+//!
+//! What fails for another reason than lack of memory may fail for virtual memory alone, so the real function answers: plain CUDA meets the
+//! same error, or does not. Only the program's own `cuMemCreate` gets the driver's answer.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};

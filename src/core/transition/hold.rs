@@ -1,4 +1,7 @@
 //! A held program: its new calls wait at the gate, so that it need not be idle to be paused.
+//!
+//! A program cannot hold itself: a waiting thread may hold Python's interpreter lock, and then no other thread could resume it. So only the
+//! socket accepts a hold, and not from the process itself.
 
 use super::{unless_ending, with_communicators};
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators};
