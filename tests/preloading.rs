@@ -149,7 +149,7 @@ fn a_program_of_musl_runs_without_the_library() {
     let real = compile(runs.folder(), "real", "musl-gcc", &[]);
     let real = real.to_str().unwrap();
     runs.is_not_managed(&[real], "real is not managed: it is linked with musl");
-    // As docs/troubleshooting.md says of programs that a managed program starts.
+    // As docs/limits.md says of programs that a managed program starts.
     let child = format!("{real}; echo $?; env -u LD_PRELOAD {real}; echo $?");
     runs.run(&["sh", "-c", &child]).expect(0, "127\nalone\n0\n", "Error");
 }
