@@ -10,9 +10,10 @@ use std::collections::BTreeMap;
 use std::env;
 use std::process::Command;
 use std::sync::Once;
-use vramctl_core::events::{self, Change, Who};
+use vramctl_core::events::{self, Change, Owner};
 use vramctl_intercept::entries;
 use vramctl_model::{Happening, MemoryOwner, OwnersBytes, Stage, TraceEvent, Verb};
+use vramctl_observe::trace;
 
 /// The simulated GPU in this process, which records.
 fn gpu() -> Gpu {
@@ -24,9 +25,9 @@ fn gpu() -> Gpu {
 
 /// The events recorded during `work`, and the owners.
 fn recorded(work: impl FnOnce()) -> (Vec<Happening>, BTreeMap<u16, MemoryOwner>) {
-    let before = events::since(u64::MAX, None).next;
+    let before = trace::since(u64::MAX, None).next;
     work();
-    let after = events::since(before, None);
+    let after = trace::since(before, None);
     let numbers: Vec<_> = after.events.iter().map(|event| event.number).collect();
     assert_eq!((numbers, after.more), ((before..after.next).collect(), false));
     assert!(
@@ -130,14 +131,14 @@ fn a_failed_request_is_recorded_with_its_size() {
 fn a_forked_child_starts_empty() {
     let _gpu = gpu();
     free(malloc_tagged("parent", None, 2 * MIB).unwrap());
-    let before = events::since(0, None);
+    let before = trace::since(0, None);
     assert!(before.next > 0);
     // SAFETY: the child leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let empty = events::since(0, None);
-        events::change(Change::Allocated, Who::Library("child"), None, 1);
-        let after = events::since(0, None);
+        let empty = trace::since(0, None);
+        events::change(Change::Allocated, Owner::Library("child"), None, 1);
+        let after = trace::since(0, None);
         let fine = empty.on && empty.events.is_empty() && empty.owners.is_empty() && (after.events.len(), after.next) == (1, 1);
         // SAFETY: ends the child without running the test harness's exit handlers.
         unsafe { libc::_exit(i32::from(!fine)) };
@@ -146,7 +147,7 @@ fn a_forked_child_starts_empty() {
     // SAFETY: `child` is ours and `ended` is writable.
     unsafe { libc::waitpid(child, &raw mut ended, 0) };
     assert_eq!(ended, 0);
-    assert_eq!(events::since(0, None).next, before.next);
+    assert_eq!(trace::since(0, None).next, before.next);
 }
 
 fn traced(command: &mut Command) {

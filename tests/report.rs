@@ -19,10 +19,10 @@ use std::sync::{Mutex, Once, OnceLock};
 use std::time::{Duration, Instant};
 use std::{env, mem, ptr, thread};
 use vramctl_core::cache::{self, Segment};
+use vramctl_core::events::{self, Cause, Event, FailedRequest};
 use vramctl_core::memory::{Memory, region};
-use vramctl_core::out_of_memory::{self, Asked, Cause};
-use vramctl_core::watch;
 use vramctl_intercept::{entries, hooks};
+use vramctl_observe::{out_of_memory, watch};
 
 const OUT_OF_MEMORY: u32 = 2;
 /// More than the device has.
@@ -551,8 +551,13 @@ fn a_failure_in_a_capture_is_reported_and_leaves_the_capture_valid() {
     assert_eq!(free(address), 0);
 }
 
-fn asked(library: &'static str, bytes: u64) -> Asked {
-    Asked { bytes, device: None, tag: None, library, caller: 1, cause: Cause::Refused(None) }
+/// A request of the program that fails.
+fn fail(request: FailedRequest) {
+    events::publish(Event::Failed(request));
+}
+
+fn asked(library: &'static str, bytes: u64) -> FailedRequest {
+    FailedRequest { bytes, device: None, tag: None, library, caller: 1, cause: Cause::Refused(None) }
 }
 
 /// Only the last ten of this process are kept; all other files in the directory belong to others.
@@ -567,7 +572,7 @@ fn a_process_keeps_its_last_ten_files_and_removes_only_its_own() {
     fs::create_dir_all(folder().join("out-of-memory-0.000000-1")).unwrap();
     for (number, name) in ["one", "two", "three", "four", "five"].into_iter().enumerate() {
         for bytes in 0..3 {
-            out_of_memory::failed(asked(name, number as u64 * 10 + bytes));
+            fail(asked(name, number as u64 * 10 + bytes));
         }
         out_of_memory::settle();
         assert_eq!(reports(name).len(), 3);
@@ -589,7 +594,7 @@ fn a_forked_child_writes_reports_of_its_own() {
     let told = || warned_about("The full report is in").len();
     let before = told();
     for bytes in 0..5 {
-        out_of_memory::failed(asked("before the fork", bytes));
+        fail(asked("before the fork", bytes));
     }
     // By then, no other thread has the lock of the test's logger.
     eventually("three reports", || told() == before + 3);
@@ -597,8 +602,8 @@ fn a_forked_child_writes_reports_of_its_own() {
     // SAFETY: the child leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        out_of_memory::went_on(1 << 30, false);
-        out_of_memory::failed(asked("before the fork", 77));
+        events::succeeded(1 << 30, false);
+        fail(asked("before the fork", 77));
         out_of_memory::settle();
         let own: Vec<_> = reports("before the fork").into_iter().filter(|report| report["process"]["pid"] == std::process::id()).collect();
         let fine = own.len() == 1 && own[0]["request"]["bytes"] == 77;
@@ -662,7 +667,7 @@ fn a_forked_child_does_not_keep_the_connections_to_the_others() {
     DirBuilder::new().recursive(true).mode(0o700).create(&sockets).unwrap();
     // In the place of another process.
     let listener = UnixListener::bind(sockets.join("1.sock")).unwrap();
-    let asking = thread::spawn(|| out_of_memory::failed(Asked { device: Some(0), ..asked("while another thread forks", 5) }));
+    let asking = thread::spawn(|| fail(FailedRequest { device: Some(0), ..asked("while another thread forks", 5) }));
     let asked = loop {
         let (mut stream, _) = listener.accept().unwrap();
         // It first only looks who is there.

@@ -4,8 +4,9 @@
 //! threads never run program code. A library thread that took Python's interpreter lock could wait for it forever, and would be killed in
 //! mid-stack when the interpreter exits. Callers wait with a timeout, whatever the serving thread waits for.
 
+use crate::events::{self, Event};
+use crate::gate;
 use crate::memory::Memory;
-use crate::{events, gate};
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -167,7 +168,7 @@ pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
     }
     let cache: Vec<_> = all.into_values().collect();
     let returned_bytes = cache.iter().map(|part| part.returned_bytes).sum();
-    events::trimmed(begun.elapsed(), returned_bytes);
+    events::publish(Event::Trimmed(returned_bytes, begun.elapsed()));
     let ms = begun.elapsed().as_secs_f64() * 1e3;
     log::info!("the program's allocator has returned {} in {ms:.0} ms", Bytes(returned_bytes));
     Ok(Trimmed { returned_bytes, cache, ms })

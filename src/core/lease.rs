@@ -6,7 +6,6 @@
 
 use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;
-use crate::totals::tallied;
 use crate::transition::Holding;
 use crate::{engine, events};
 use std::os::fd::AsFd;
@@ -35,7 +34,7 @@ pub fn at_once(of: Verb, wanted: Transition, connection: &Connection) -> Result<
 /// Holds the program, and does what the client asks for next.
 pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
     let grant = Grant::take(lease_ms, connection, lines)?;
-    tallied(Verb::Pause, events::transition(Verb::Pause, || hold_and_pause(grant)))
+    events::transition(Verb::Pause, || hold_and_pause(grant))
 }
 
 fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {

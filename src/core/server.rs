@@ -10,7 +10,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
-use crate::{cache, engine, events, holder, lease, residue, status, watch};
+use crate::{cache, engine, events, holder, lease, status};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, Once};
@@ -249,7 +249,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: status::ask(STATUS_WITHIN)? })),
-        Request::Events { since, most } => Ok(Reply::Events(events::since(since, most))),
+        Request::Events { .. } | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => {
             let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), ..wanted.into() })?;
@@ -271,18 +271,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
         }
-        Request::Counted { gpus } => {
-            residue::counted(gpus);
-            Ok(Reply::Counted)
-        }
         Request::Cache => cache::ask(CACHE_WITHIN).map(|cache| Reply::Cache { cache }),
-        Request::Watch { below_bytes, trim } => {
-            if let Some(below) = below_bytes {
-                watch::set(below, trim);
-            }
-            let (below_bytes, trim) = watch::get();
-            Ok(Reply::Watch { below_bytes, trim })
-        }
         Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;

@@ -3,7 +3,7 @@
 use crate::memory::{Memory, borrow, communicators, left};
 use crate::suspend::status_aside;
 use crate::transition::passing_by;
-use crate::{contexts, gate, residue, totals};
+use crate::{contexts, events, gate};
 use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Backup};
 use vramctl_driver::{self as driver, Account, CUdevice};
 use vramctl_host::{PerProcess, Unpoison, worker};
-use vramctl_model::{Cycle, DeviceStatus, Error, Status, TagState, TagStatus};
+use vramctl_model::{DeviceStatus, Error, Status, TagState, TagStatus};
 
 /// Rounds of asking the driver: one thread at a time asks, and its answer is for all who have asked before it began.
 #[derive(Default)]
@@ -141,8 +141,7 @@ impl Memory {
             let uuid = driver::uuid(device.device);
             DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
-        let cycles = residue::cycles();
-        Status {
+        events::complete(Status {
             held: gate::is_held(),
             waiting_threads: gate::waiting(),
             suspended: None,
@@ -157,10 +156,11 @@ impl Memory {
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
             left_alone: left::status(),
-            growing: Cycle::growing(&cycles),
             cache: Vec::new(),
-            cycles,
-            totals: totals::so_far(),
-        }
+            // The subscriber counts these.
+            growing: Vec::new(),
+            cycles: Vec::new(),
+            totals: BTreeMap::new(),
+        })
     }
 }

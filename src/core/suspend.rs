@@ -4,9 +4,10 @@
 //! the driver and stay out, and the status is saved, so that the control socket can answer without the driver. The caller may die at any
 //! step. So the process's state is always read from the driver (`cuCheckpointProcessGetState`), never stored here.
 
+use crate::events::{self, Event};
+use crate::gate;
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
-use crate::{events, gate};
 use std::sync::{Mutex, RwLock, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -80,7 +81,7 @@ impl Memory {
     pub fn awake(&self) {
         set_aside(None);
         exit::wake();
-        events::gpus_may_have_changed();
+        events::publish(Event::MayHaveMoved);
     }
 
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.

@@ -13,9 +13,9 @@ use vramctl_control::protocol::Refusal;
 use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
-use vramctl_core::watch;
 use vramctl_host::guarded;
 use vramctl_model::{Error, Kind, Policy, Span, TransitionRequest};
+use vramctl_observe::watch;
 
 /// A result code. Codes never change their meaning; new ones may be added.
 #[repr(i32)]

@@ -10,13 +10,11 @@ use std::ffi::{c_uint, c_void};
 use std::sync::Arc;
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_core::events::{self, Who};
+use vramctl_core::events::{self, Cause, Event, FailedRequest};
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Memory, Origin, Placement, is_ours, left, region};
-use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
-use vramctl_core::watch;
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Current, StreamHandle};
 use vramctl_host::log_once;
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
@@ -184,16 +182,9 @@ pub fn leave(
     let owner = exclude::library_at(caller).name();
     let noted = || {
         let answer = reported(caller, bytes, device, real);
-        match answer {
-            code::SUCCESS => {
-                note(Origin::of_request(owner, bytes, caller));
-                has_memory();
-            }
-            code::OUT_OF_MEMORY => {
-                let device = device.or_else(|| Some(Current::of_thread().ok()??.device()));
-                events::failed(Who::Library(owner), device, bytes, answer);
-            }
-            _ => (),
+        if answer == code::SUCCESS {
+            note(Origin::of_request(owner, bytes, caller));
+            has_memory();
         }
         answer
     };
@@ -209,7 +200,7 @@ pub fn reported(caller: *const c_void, bytes: usize, device: Option<CUdevice>, r
     let answer = decided::known_answer().unwrap_or_else(|| decided::pass_by(real));
     match answer {
         // Only `cuMemCreate` names a device.
-        code::SUCCESS => out_of_memory::went_on(bytes, device.is_some()),
+        code::SUCCESS => events::succeeded(bytes, device.is_some()),
         code::OUT_OF_MEMORY => report(bytes, caller, device, None, Cause::Refused(None)),
         _ => (),
     }
@@ -218,11 +209,11 @@ pub fn reported(caller: *const c_void, bytes: usize, device: Option<CUdevice>, r
 
 /// Reports that a request has failed for lack of memory.
 #[cold]
-fn report(bytes: usize, caller: *const c_void, device: Option<CUdevice>, tag: Option<&str>, cause: Cause) {
+fn report(bytes: usize, caller: *const c_void, device: Option<CUdevice>, tag: Option<&Arc<str>>, cause: Cause) {
     // The library's own CUDA calls here are not requests of the program.
     decided::pass_by(|| {
-        let (bytes, tag, library) = (bytes as u64, tag.map(str::to_owned), asker(caller));
-        out_of_memory::failed(Asked { bytes, device, tag, library, caller: caller as usize, cause });
+        let (bytes, tag, library) = (bytes as u64, tag.map(Arc::clone), asker(caller));
+        events::publish(Event::Failed(FailedRequest { bytes, device, tag, library, caller: caller as usize, cause }));
     });
 }
 
@@ -234,7 +225,7 @@ fn asker(caller: *const c_void) -> &'static str {
 /// Whether a request can go straight to the real function: it is too small to be managed, and nobody is waiting for the next request.
 #[inline]
 pub fn is_of_no_concern(bytes: usize) -> bool {
-    is_small(bytes) && !out_of_memory::is_open()
+    is_small(bytes) && !events::is_retry_expected()
 }
 
 /// Whether a free can go straight to the real function: the address is not known here.
@@ -395,7 +386,7 @@ fn allocate_again(policy: &Placement, bytes: usize, source: Source, caller: *con
     };
     let made = memory.reuse_again(policy, bytes, stream, is_default)?;
     memory.note_origin(made, Origin::of_request(asker(caller), bytes, caller));
-    out_of_memory::went_on(bytes, false);
+    events::succeeded(bytes, false);
     Some(made)
 }
 
@@ -412,7 +403,7 @@ pub fn managed(
     match answer {
         Ok(made) => {
             Memory::get().note_origin(made, Origin::of_request(asker(caller), bytes, caller));
-            out_of_memory::went_on(bytes, is_ours(made));
+            events::succeeded(bytes, is_ours(made));
             has_memory();
             backup::get_ready(current, tag);
             Some(Ok(made))
@@ -426,7 +417,6 @@ pub fn managed(
             if error.cuda_code() != code::OUT_OF_MEMORY {
                 return None;
             }
-            events::failed(Who::Tag(tag), Some(current.device()), bytes, code::OUT_OF_MEMORY);
             let cause = match error {
                 Error::Driver(Failure { call, .. }) => Cause::Refused(Some(call)),
                 _ => Cause::Margin,
@@ -440,7 +430,7 @@ pub fn managed(
 /// The process has GPU memory now, managed or not: from now on it can be asked about it.
 fn has_memory() {
     server::ensure_running();
-    watch::ensure_running();
+    events::publish(Event::HasMemory);
 }
 
 /// The pitch and the total size, as the real function computes them: rows begin at multiples of 512 bytes. `None` on overflow,
@@ -474,7 +464,7 @@ fn context_of(door: &impl ApiLayer, stream: StreamHandle) -> Result<Option<Curre
 
 /// Frees memory: managed, or by the real function.
 pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let _freeing = out_of_memory::freeing();
+    let _freeing = events::freeing();
     release_managed(pointer).unwrap_or_else(|| release_left(pointer, real))
 }
 
@@ -499,7 +489,7 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 
 /// Frees memory in stream order: managed, or by the real function.
 pub fn release_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let _freeing = out_of_memory::freeing();
+    let _freeing = events::freeing();
     release_managed_async(door, pointer, stream).unwrap_or_else(|| release_left(pointer, real))
 }
 

@@ -51,6 +51,7 @@ fn begin() -> bool {
     // This is the program's first hooked call. Report errors in the environment now: they may be why nothing is managed.
     KNOWN.store(THIS, Ordering::Relaxed);
     config::set_up_logger();
+    vramctl_observe::subscribe();
     false
 }
 

@@ -27,9 +27,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::{env, mem, ptr, slice};
+use vramctl_core::events::{self, Event};
 use vramctl_core::memory::Memory;
 use vramctl_core::memory::communicators::{self, CommunicatorOrigin, NewCommunicator, Sharing};
-use vramctl_core::watch;
 use vramctl_driver::nccl::answer::{CUDA_ERROR, IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
 use vramctl_driver::nccl::{Nccl, NcclResult};
 use vramctl_host::guarded;
@@ -326,7 +326,7 @@ fn shrink(
 /// Programs ask this of every error, no matter which function has returned it.
 fn explain(_: *mut c_void, code: NcclResult, real: impl FnOnce() -> *const c_char) -> *const c_char {
     if matches!(code, CUDA_ERROR | SYSTEM_ERROR | INTERNAL_ERROR) {
-        watch::nccl_explains(code);
+        events::publish(Event::NcclFailed(None, code));
     }
     real()
 }
@@ -541,7 +541,7 @@ macro_rules! functions {
                     }
                     let answer = $handler(found, $($argument,)* real);
                     if let Some(error) = answer.error() {
-                        watch::nccl_failed(names::$symbol, error);
+                        events::publish(Event::NcclFailed(Some(names::$symbol), error));
                     }
                     answer
                 };

@@ -6,10 +6,10 @@ use crate::{driver_originals, unmanaged};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
 use vramctl_core::contexts;
+use vramctl_core::events;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left};
-use vramctl_core::out_of_memory;
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -62,7 +62,7 @@ fn context_on(device: CUdevice) -> Option<Current> {
 }
 
 pub unsafe fn release(handle: Handle) -> StatusCode {
-    let _freeing = out_of_memory::freeing();
+    let _freeing = events::freeing();
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMemRelease(handle) };
     existing(|memory| {
@@ -87,7 +87,7 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
 }
 
 pub unsafe fn unmap(address: CUdeviceptr, bytes: usize) -> StatusCode {
-    let _freeing = out_of_memory::freeing();
+    let _freeing = events::freeing();
     // SAFETY: as above.
     let unmap = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
     let span = Span { address, bytes };

@@ -12,7 +12,7 @@ use super::freed::FreedAt;
 use super::lending::Lending;
 use super::registrant::{Registrant, RegistrantMark};
 use super::{Origin, Placement};
-use crate::events::{self, Change, Who};
+use crate::events::{self, Change, Owner};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Backup;
@@ -215,7 +215,7 @@ impl Allocation {
     }
 
     fn record(&self, change: Change) {
-        events::change(change, Who::Tag(&self.tag), Some(self.device), self.bytes);
+        events::change(change, Owner::Tag(&self.tag), Some(self.device), self.bytes);
     }
 
     /// Its key in the registry: the address that `cudaMalloc` returned, or the handle that `cuMemCreate` did.

@@ -6,7 +6,7 @@
 use super::Origin;
 use super::keyed::{Keyed, Spread};
 use super::sightings::{self, ObstacleKey};
-use crate::events::{self, Change, Who};
+use crate::events::{self, Change, Owner};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::ptr;
@@ -34,7 +34,7 @@ struct Given {
 
 impl Given {
     fn record(&self, change: Change) {
-        events::change(change, Who::Library(self.origin.library), self.context.map(|(_, device)| device), self.bytes);
+        events::change(change, Owner::Library(self.origin.library), self.context.map(|(_, device)| device), self.bytes);
     }
 }
 
@@ -66,7 +66,7 @@ impl Created {
     }
 
     fn record(&self, change: Change) {
-        events::change(change, Who::Library(self.origin.library), Some(self.device), self.bytes);
+        events::change(change, Owner::Library(self.origin.library), Some(self.device), self.bytes);
     }
 }
 
@@ -209,7 +209,7 @@ pub struct LeftBlock {
 }
 
 /// All memory left to CUDA, as recorded; the driver is not asked whether it still exists.
-pub(crate) fn blocks() -> Vec<LeftBlock> {
+pub fn blocks() -> Vec<LeftBlock> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
     let of_given = |given: &Given| LeftBlock {
         bytes: given.bytes as u64,

@@ -284,7 +284,7 @@ impl Memory {
     }
 
     /// Bytes an allocation must leave free on its device.
-    pub(crate) fn margin(&self) -> u64 {
+    pub fn margin(&self) -> u64 {
         self.margin.load(Ordering::Relaxed)
     }
 
@@ -475,12 +475,12 @@ impl Memory {
     }
 
     /// All allocations; does not hold the map.
-    pub(crate) fn all(&self) -> Vec<Arc<Allocation>> {
+    pub fn all(&self) -> Vec<Arc<Allocation>> {
         self.allocations.iter().map(|entry| Arc::clone(&entry)).collect()
     }
 
     /// The same in address order.
-    pub(crate) fn snapshot(&self) -> Vec<Arc<Allocation>> {
+    pub fn snapshot(&self) -> Vec<Arc<Allocation>> {
         let mut all = self.all();
         all.sort_by_cached_key(|allocation| allocation.address());
         all

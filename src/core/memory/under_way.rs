@@ -45,6 +45,11 @@ impl Drop for Shown<'_> {
 
 impl Memory {
     /// The pause or resume in progress, if any.
+    /// Whether a pause or resume is in progress.
+    pub fn is_in_transition(&self) -> bool {
+        self.under_way().is_some()
+    }
+
     pub(crate) fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
         self.under_way.lock().unpoisoned()
     }

@@ -4,8 +4,9 @@
 //! socket accepts a hold, and not from the process itself.
 
 use super::{unless_ending, with_communicators};
+use crate::events::{self, Event};
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators};
-use crate::{contexts, drain, events, gate, holder};
+use crate::{contexts, drain, gate, holder};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -135,7 +136,7 @@ impl Holding<'_> {
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
         let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_wanted()));
-        events::stage(Stage::Wait, begun.elapsed());
+        events::publish(Event::Stage(Stage::Wait, begun.elapsed()));
         drained.map_err(|error| match error {
             Error::Busy(_) => not_held(limit, &StillWorking::now()),
             other => other,

@@ -21,8 +21,9 @@ pub use hold::Holding;
 
 pub(crate) use hold::passing_by;
 
+use crate::events::{self, Event};
 use crate::memory::{Allocation, Memory, aside, communicators};
-use crate::{events, gate, holder};
+use crate::{gate, holder};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use vramctl_driver::CUdevice;
@@ -75,7 +76,7 @@ fn with_communicators(report: Report, ask_nccl: impl FnOnce() -> Vec<Communicato
     if communicators.is_empty() {
         return report;
     }
-    events::stage(Stage::Nccl, started.elapsed());
+    events::publish(Event::Stage(Stage::Nccl, started.elapsed()));
     let ms = milliseconds(started.elapsed());
     let mut stages = report.stages;
     *stages.entry(Stage::Nccl).or_default() += ms;
@@ -107,7 +108,7 @@ impl Clock {
     }
 
     fn add(&mut self, stage: Stage, duration: Duration) {
-        events::stage(stage, duration);
+        events::publish(Event::Stage(stage, duration));
         *self.0.entry(stage).or_default() += milliseconds(duration);
     }
 }

@@ -5,8 +5,7 @@ use super::contents::{policy_for, wanted_of};
 use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
-use crate::totals::tallied;
-use crate::{drain, events, gate, quiet, residue};
+use crate::{drain, events, gate, quiet};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +23,7 @@ impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
     /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        let paused = events::transition(Verb::Pause, || {
+        events::transition(Verb::Pause, || {
             unless_ending(|| match request.hold {
                 Some(limit) => self.hold_and_pause(request, limit, observer),
                 None if !request.communicators.is_empty() => {
@@ -35,8 +34,7 @@ impl Memory {
                     self.pause_when_idle(&TransitionRequest { partners: Vec::new(), borrowers: Vec::new(), ..request.clone() }, observer)
                 }
             })
-        });
-        tallied(Verb::Pause, paused)
+        })
     }
 
     pub(super) fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
@@ -56,9 +54,6 @@ impl Memory {
                             log::info!("set aside {bytes} of paused memory of processes {:?}", request.partners);
                         } else {
                             log::info!("paused {}: {report}", tags_text(request));
-                        }
-                        if report.allocations > 0 {
-                            residue::paused();
                         }
                     });
                 }

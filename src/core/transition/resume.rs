@@ -3,10 +3,9 @@
 use super::choose::Chosen;
 use super::pause::WAIT_LOCKED;
 use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
+use crate::events::{self, Cause, Event, FailedRequest};
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
-use crate::out_of_memory::{self, Asked, Cause};
-use crate::totals::tallied;
-use crate::{drain, events, gate, residue};
+use crate::{drain, gate};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -41,7 +40,7 @@ impl Memory {
         });
         // After a failure as well: it may have closed the gate, and the program may have freed what was paused meanwhile.
         self.let_go();
-        tallied(Verb::Resume, resumed)
+        resumed
     }
 
     fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
@@ -56,12 +55,7 @@ impl Memory {
                 // Work that may use a guard has begun since.
                 Err(Error::Busy(_)) => WORK.max(request.timeout.unwrap_or_default()),
                 _ => {
-                    return attempt.inspect(|report| {
-                        log::info!("resumed {}: {report}", tags_text(request));
-                        if report.allocations > 0 {
-                            residue::resumed();
-                        }
-                    });
+                    return attempt.inspect(|report| log::info!("resumed {}: {report}", tags_text(request)));
                 }
             };
             let left = limit.saturating_sub(started.elapsed());
@@ -111,7 +105,7 @@ impl Memory {
             shown.progress(now);
             observer.progress(now);
         };
-        events::stage(Stage::Wait, started.elapsed());
+        events::publish(Event::Stage(Stage::Wait, started.elapsed()));
         let unguarding = Instant::now();
         let guarded = self.unguard(&paused, WAIT_LOCKED)?;
         if !guarded.is_empty() {
@@ -264,14 +258,14 @@ fn shortage(device: CUdevice, context: Context, needed: u64) -> Error {
 /// Reports a shortage that made a resume fail for good.
 fn report(request: &TransitionRequest, error: &Error) {
     let Error::DeviceMemory(Shortage { device, needed, holders, .. }) = error else { return };
-    out_of_memory::failed(Asked {
+    events::publish(Event::Failed(FailedRequest {
         bytes: *needed,
         device: Some(*device),
-        tag: (!request.tags.is_empty()).then(|| request.tags.join(", ")),
+        tag: (!request.tags.is_empty()).then(|| request.tags.join(", ").into()),
         library: "vramctl",
         caller: 0,
         cause: Cause::Resume(holders.clone()),
-    });
+    }));
 }
 
 fn with_holders(error: Error) -> Error {

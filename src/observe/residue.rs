@@ -1,12 +1,12 @@
 //! Records what this process still holds after each pause, over the last cycles. An owner that grows in each cycle is named once in the
 //! log, and in the status as long as it grows.
 
-use crate::memory::{Memory, left};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard};
+use vramctl_core::memory::{Memory, left};
 use vramctl_driver::{self as driver, Account};
-use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{Cycle, Growth};
+use vramctl_host::{PerProcess, Unpoison, exit};
+use vramctl_model::{Cycle, Error, Growth, Report, Verb};
 
 /// How many cycles are kept.
 const KEPT: usize = 8;
@@ -31,16 +31,19 @@ pub(crate) fn cycles() -> Vec<Cycle> {
     residue().cycles.iter().cloned().collect()
 }
 
-/// The next pause begins another cycle.
-pub(crate) fn resumed() {
-    residue().is_over = true;
-}
-
-/// Records the process's memory after a pause.
-pub(crate) fn paused() {
-    let (cycle, _) = known();
-    let grown = residue().put(cycle);
-    warn(&grown);
+/// Records the process's memory after a pause that has paused something. After such a resume, the next pause begins another cycle.
+pub(crate) fn ended(verb: Verb, outcome: &Result<Report, Error>) {
+    if !outcome.as_ref().is_ok_and(|report| report.allocations > 0) {
+        return;
+    }
+    match verb {
+        Verb::Pause => {
+            let (cycle, _) = exit::as_worker(known);
+            let grown = residue().put(cycle);
+            warn(&grown);
+        }
+        Verb::Resume => residue().is_over = true,
+    }
 }
 
 fn warn(grown: &[Growth]) {

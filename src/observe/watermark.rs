@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::thread::Thread;
 use vramctl_config::Config;
+use vramctl_core::events::Change;
 use vramctl_driver::CUdevice;
 use vramctl_host::PerProcess;
 
@@ -40,13 +41,22 @@ pub fn level() -> &'static Watermark {
     LEVEL.get()
 }
 
-/// Records that an allocation or free changes a device's free memory by this much.
+/// Records that an allocation or free changes a device's free memory.
 #[inline]
-pub fn passes(device: Option<CUdevice>, given: i64) {
+pub fn changed(change: Change, device: Option<CUdevice>, bytes: usize) {
     if let (Some(level), Some(device)) = (LEVEL.existing(), device)
         && level.below() != 0
     {
-        level.passes(device, given);
+        level.freed(device, freed_by(change, bytes as i64));
+    }
+}
+
+/// Bytes that a change frees on the device; negative if it allocates.
+fn freed_by(change: Change, bytes: i64) -> i64 {
+    match change {
+        Change::Allocated | Change::Resumed => -bytes,
+        Change::Freed | Change::Paused => bytes,
+        Change::FreedPaused => 0,
     }
 }
 
@@ -90,12 +100,12 @@ impl Watermark {
         (free < UNKNOWN / 2).then_some(free.max(0) as u64)
     }
 
-    fn passes(&self, device: CUdevice, given: i64) {
+    fn freed(&self, device: CUdevice, bytes: i64) {
         let Some(place) = self.free.get(device as usize) else { return };
-        let before = place.fetch_add(given, Ordering::Relaxed);
+        let before = place.fetch_add(bytes, Ordering::Relaxed);
         let below = self.below() as i64;
         if before >= below
-            && before + given < below
+            && before + bytes < below
             && let Some(watcher) = self.watcher.get()
         {
             watcher.unpark();
@@ -115,15 +125,15 @@ mod tests {
             free: [const { AtomicI64::new(UNKNOWN) }; MOST],
             watcher: OnceLock::new(),
         };
-        level.passes(1, -50);
+        level.freed(1, -50);
         assert_eq!(level.free(1), None, "of a device that was never sampled");
         level.is(1, 300);
-        level.passes(1, -150);
-        level.passes(1, -100);
+        level.freed(1, -150);
+        level.freed(1, -100);
         assert_eq!(level.free(1), Some(50));
-        level.passes(1, -90);
+        level.freed(1, -90);
         assert_eq!(level.free(1), Some(0), "somebody else has given some back");
-        level.passes(1, 110);
+        level.freed(1, 110);
         assert_eq!((level.free(1), level.free(0), level.free(-1), level.free(64)), (Some(70), None, None, None));
         level.is(1, u64::MAX);
         assert_eq!(level.free(1), None);

@@ -1,53 +1,17 @@
 //! The state when a request has failed, as far as its thread can tell at once, without waiting.
 
-use crate::memory::{Memory, Origin, left};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
+use vramctl_core::events::{Cause, FailedRequest};
+use vramctl_core::memory::{Memory, Origin, left};
 use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
 use vramctl_host::stack::{self, Stack};
-use vramctl_model::{Bytes, Holder};
+use vramctl_model::Bytes;
 
-/// A request for device memory that has failed.
-#[derive(Debug)]
-pub struct Asked {
-    /// Bytes.
-    pub bytes: u64,
-    /// The device; `None`: the calling thread's.
-    pub device: Option<CUdevice>,
-    /// The tag that the memory would have got; `None` if it was left to CUDA.
-    pub tag: Option<String>,
-    /// The file name of the library that made the request.
-    pub library: &'static str,
-    /// The address to which its call returns; 0 if that is not known.
-    pub caller: usize,
-    /// Why it has failed.
-    pub cause: Cause,
-}
-
-/// Why a request has failed.
-#[derive(Debug, Clone)]
-pub enum Cause {
-    /// The driver refused it, in this function if known.
-    Refused(Option<&'static str>),
-    /// It would have left less than the memory margin free.
-    Margin,
-    /// A resume needs more than is free. The other processes that NVML reports.
-    Resume(Vec<Holder>),
-}
-
-impl Cause {
-    /// Whether a resume has failed.
-    pub fn is_resume(&self) -> bool {
-        matches!(self, Self::Resume(_))
-    }
-}
-
-impl Asked {
-    /// Whether the same thread is certain to retry: torch's allocator does, after emptying its cache.
-    pub fn is_tried_again(&self) -> bool {
-        !self.cause.is_resume() && (self.caller == 0 || self.library.starts_with("libc10_cuda"))
-    }
+/// Whether the same thread is certain to retry: torch's allocator does, after emptying its cache.
+pub fn is_tried_again(request: &FailedRequest) -> bool {
+    !request.cause.is_resume() && (request.caller == 0 || request.library.starts_with("libc10_cuda"))
 }
 
 /// A device.
@@ -76,7 +40,7 @@ pub struct Placed {
 }
 
 pub struct Scene {
-    pub asked: Asked,
+    pub asked: FailedRequest,
     pub when: SystemTime,
     pub thread: u32,
     pub thread_name: String,
@@ -94,7 +58,7 @@ pub struct Scene {
 
 impl Scene {
     /// Records the current state. Makes no call that would invalidate a capture.
-    pub fn now(asked: Asked) -> Self {
+    pub fn now(asked: FailedRequest) -> Self {
         const FRAMES: usize = 48;
         let (thread, thread_name, stack) = (stack::thread_id(), stack::thread_name(), Stack::here(FRAMES, asked.caller));
         let room = room_on(asked.device);
@@ -133,7 +97,7 @@ impl Scene {
 
     /// The failure in one sentence.
     pub fn headline(&self) -> String {
-        let Asked { bytes, tag, library, cause, device, .. } = &self.asked;
+        let FailedRequest { bytes, tag, library, cause, device, .. } = &self.asked;
         let tag = tag.as_ref().map_or_else(String::new, |tag| format!(" (tag {tag})"));
         let who = if cause.is_resume() { format!("a resume{tag} needs") } else { format!("{library} asked for") };
         let tag = if cause.is_resume() { String::new() } else { tag };

@@ -2,26 +2,20 @@
 //! program's own allocator return what it has cached.
 //!
 //! One process per GPU asks the driver every 50 ms and shares the answer (`control/gauge.rs`). In between, each process tracks its own
-//! allocations (`free`). It logs only if the driver confirms the shortage.
+//! allocations (`watermark`). It logs only if the driver confirms the shortage.
 
 use crate::allowance::Allowance;
-use crate::cache;
-use crate::contexts;
-use crate::free::{Watermark, level};
-use crate::memory::{Memory, left};
-use std::cell::Cell;
+use crate::watermark::{Watermark, level};
 use std::collections::BTreeMap;
-use std::ffi::CStr;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
-use vramctl_driver::nccl::NcclResult;
-use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS};
+use vramctl_core::memory::{Memory, left};
+use vramctl_core::{cache, contexts};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_host::{PerProcess, Unpoison, exit, worker};
+use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Bytes, Error, left_to_cuda};
 
 /// How often the driver is asked for a device.
@@ -30,8 +24,7 @@ const EVERY: Duration = Duration::from_millis(50);
 const STALE: Duration = Duration::from_millis(250);
 /// By how much, at least, free memory must recover above the level before the next fall is logged.
 const REARM: u64 = 64 << 20;
-/// How long the program's allocator may take to report what it has cached, and to return it. A thread whose NCCL call has failed also waits
-/// at most this long for the warning.
+/// How long the program's allocator may take to report what it has cached, and to return it.
 const ASK_WITHIN: Duration = Duration::from_millis(200);
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 
@@ -130,7 +123,7 @@ impl Watched {
         }
         level.is(device, free);
         // During a pause or resume, it is not clear whose memory is moving. A later sample will do.
-        if Memory::get().under_way().is_none() && self.is_news(free, below, Instant::now()) {
+        if !Memory::get().is_in_transition() && self.is_news(free, below, Instant::now()) {
             // In its own thread: the program's allocator may take longer than until the next sample.
             if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, free)) {
                 log::debug!("could not start a thread: {error}");
@@ -197,63 +190,6 @@ fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
             Err(error) => log::warn!("nothing could be returned: {error}"),
         }
     }
-}
-
-thread_local! {
-    /// The last failure of an NCCL call on this thread that is logged under the call's name.
-    static NAMED: Cell<NcclResult> = const { Cell::new(SUCCESS) };
-}
-
-/// Warns of a call of NCCL's that has failed. Arguments that NCCL rejects have nothing to do with memory.
-pub fn nccl_failed(function: &'static CStr, answer: NcclResult) {
-    if !matches!(answer, INVALID_ARGUMENT | INVALID_USAGE) {
-        NAMED.set(answer);
-        warn_of_nccl(function.to_str().unwrap_or_default(), answer);
-    }
-}
-
-/// Warns of an error that the program asks NCCL to explain, unless [`nccl_failed`] has just done so.
-pub fn nccl_explains(error: NcclResult) {
-    if NAMED.replace(SUCCESS) != error {
-        warn_of_nccl("a call of NCCL", error);
-    }
-}
-
-/// Warns with what is free on each device: NCCL itself rarely says that it ran out of memory.
-fn warn_of_nccl(what: &'static str, error: NcclResult) {
-    static TOLD: PerProcess<Mutex<Option<Allowance>>> = PerProcess::new(Mutex::default);
-    let now = Instant::now();
-    let may_tell = || {
-        let mut told = TOLD.get().lock().unpoisoned();
-        told.get_or_insert_with(|| Allowance::full(now)).take(now)
-    };
-    // Without CUDA, nothing can have failed for lack of memory, and no worker may start: its exit handler must run before the driver's.
-    if exit::is_ending() || contexts::devices().is_empty() || !may_tell() {
-        return;
-    }
-    let (asked, told) = mpsc::channel::<()>();
-    let warn = move || {
-        let _asked = asked;
-        log::warn!(
-            "{what} failed (code {error}); free now: {}. `vramctl status --ledger` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why",
-            // The collective may never end, and the program's exit must not wait for it.
-            exit::while_waiting(free_by_device)
-        );
-    };
-    // In its own thread: the driver may be waiting for the very collective that the calling thread is about to abort.
-    match worker::spawn("vramctl-nccl", warn) {
-        Ok(()) => _ = told.recv_timeout(ASK_WITHIN),
-        Err(error) => log::debug!("could not start a thread: {error}"),
-    }
-}
-
-fn free_by_device() -> String {
-    let free = |device| {
-        let (free, total) = contexts::memory_info(device)?;
-        Some(format!("{} of {} on device {device}", Bytes(free), Bytes(total)))
-    };
-    let free: Vec<_> = contexts::devices().into_iter().filter_map(free).collect();
-    if free.is_empty() { "unknown".into() } else { free.join(", ") }
 }
 
 #[cfg(test)]

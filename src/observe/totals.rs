@@ -1,5 +1,4 @@
-//! Sums over the pauses and resumes of this process, for monitoring. Counted where they are requested: in the C ABI and single requests
-//! (`Memory::pause`, `Memory::resume`), and in pauses in steps (`lease::hold`).
+//! Sums over the pauses and resumes of this process, for monitoring.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -12,15 +11,14 @@ fn totals() -> MutexGuard<'static, BTreeMap<Verb, Totals>> {
     TOTALS.get().lock().unpoisoned()
 }
 
-/// Counts one, and returns its outcome.
-pub(crate) fn tallied(verb: Verb, outcome: Result<Report, Error>) -> Result<Report, Error> {
+/// Counts one.
+pub(crate) fn ended(verb: Verb, outcome: &Result<Report, Error>) {
     let mut totals = totals();
     let totals = totals.entry(verb).or_default();
-    match &outcome {
+    match outcome {
         Ok(report) => totals.add(report),
         Err(error) => *totals.failed.entry(error.kind()).or_default() += 1,
     }
-    outcome
 }
 
 /// The totals so far.

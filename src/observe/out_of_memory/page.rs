@@ -1,14 +1,16 @@
 //! The page: what is known about an episode, for people and as JSON. `docs/out-of-memory.md` describes both.
 
 use super::others::{self, Neighbour};
-use super::scene::{Cause, DeviceRoom, Placed, Scene};
-use crate::{cache, engine, events, gate};
+use super::scene::{self, DeviceRoom, Placed, Scene};
+use crate::trace;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, UNIX_EPOCH};
 use vramctl_backup as backup;
 use vramctl_config::Config;
+use vramctl_core::events::Cause;
+use vramctl_core::{cache, engine, gate};
 use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, is_zero, left_to_cuda};
 
 /// Changes if readers would misunderstand a new page.
@@ -167,11 +169,11 @@ impl ReportPage {
     /// Asks the others on the GPU, and looks names up.
     pub fn of(scene: Scene, attempts: u32, untold: u64) -> Self {
         let gpu = scene.room.as_ref().and_then(|room| room.uuid.as_deref());
-        let own_cached = gpu.map_or(0, |gpu| cached_on(gpu, attempts > 1 && scene.asked.is_tried_again()));
+        let own_cached = gpu.map_or(0, |gpu| cached_on(gpu, attempts > 1 && scene::is_tried_again(&scene.asked)));
         let neighbours = gpu.map(others::on_gpu).unwrap_or_default();
         let own = Own::now();
         let request = Failed::of(&scene, attempts);
-        let (events, covered) = events::last(LAST, MOST_EVENTS).unzip();
+        let (events, covered) = trace::last(LAST, MOST_EVENTS).unzip();
         let mut largest = groups(&scene.blocks);
         let lines = by_line(&largest);
         largest.truncate(LARGEST);
@@ -224,7 +226,7 @@ impl Failed {
         };
         Self {
             bytes: scene.asked.bytes,
-            tag: scene.asked.tag.clone(),
+            tag: scene.asked.tag.as_deref().map(str::to_owned),
             library: scene.asked.library,
             refused_by,
             call,
@@ -520,9 +522,9 @@ impl fmt::Display for ReportPage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Origin;
-    use crate::out_of_memory::scene::Asked;
     use std::sync::Arc;
+    use vramctl_core::events::FailedRequest;
+    use vramctl_core::memory::Origin;
     use vramctl_host::stack::Stack;
 
     fn frames(list: &[&str]) -> Vec<String> {
@@ -593,7 +595,7 @@ mod tests {
     fn page_on(room: Option<DeviceRoom>, blocks: Vec<Placed>) -> ReportPage {
         let cause = Cause::Refused(Some("cuMemCreate"));
         let scene = Scene {
-            asked: Asked { bytes: 1 << 30, device: None, tag: None, library: "libffi.so.8", caller: 0, cause },
+            asked: FailedRequest { bytes: 1 << 30, device: None, tag: None, library: "libffi.so.8", caller: 0, cause },
             when: UNIX_EPOCH,
             thread: 1,
             thread_name: "main".into(),

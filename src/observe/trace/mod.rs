@@ -4,43 +4,32 @@
 
 mod ring;
 
-use crate::free;
 use ring::{Ring, WORDS};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vramctl_config::Config;
-use vramctl_driver::{self as driver, CUdevice};
+use vramctl_core::events::{Change, FailedRequest, Owner};
+use vramctl_driver::{self as driver, CUdevice, Current};
 use vramctl_host::PerProcess;
 use vramctl_host::stack::thread_id;
 use vramctl_host::system::{nanoseconds, now};
-use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, StatusCode, TraceEvent, Verb};
+use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, TraceEvent, Verb, code};
 
 /// The most events in one answer.
 const MOST: usize = 8192;
 
-/// Who has memory.
-#[derive(Debug, Clone, Copy)]
-pub enum Who<'a> {
-    /// A tag.
-    Tag(&'a Arc<str>),
-    /// A library whose memory is left to CUDA.
-    Library(&'static str),
-}
-
-impl Who<'_> {
-    /// Two owners with the same 64-bit hash would be shown as one. `gpu`: see [`Recorder::gpu`].
-    fn hash(self, device: Option<CUdevice>, gpu: u64) -> u64 {
-        let (name, kind) = match self {
-            Who::Tag(tag) => (&**tag, 1),
-            Who::Library(name) => (name, 2),
-        };
-        let device = device.map_or([0; 5], |device| {
-            let [a, b, c, d] = device.to_le_bytes();
-            [1, a, b, c, d]
-        });
-        fnv(name.as_bytes().iter().chain(&device).chain(&gpu.to_le_bytes()).chain(&[kind]))
-    }
+/// Two owners with the same 64-bit hash would be shown as one. `gpu`: see [`Recorder::gpu`].
+fn hash_of_owner(owner: Owner<'_>, device: Option<CUdevice>, gpu: u64) -> u64 {
+    let (name, kind) = match owner {
+        Owner::Tag(tag) => (&**tag, 1),
+        Owner::Library(name) => (name, 2),
+    };
+    let device = device.map_or([0; 5], |device| {
+        let [a, b, c, d] = device.to_le_bytes();
+        [1, a, b, c, d]
+    });
+    fnv(name.as_bytes().iter().chain(&device).chain(&gpu.to_le_bytes()).chain(&[kind]))
 }
 
 /// FNV-1a; never 0.
@@ -55,21 +44,21 @@ enum Name {
 }
 
 impl Name {
-    fn who(&self) -> Who<'_> {
+    fn owner(&self) -> Owner<'_> {
         match self {
-            Self::Tag(tag) => Who::Tag(tag),
-            Self::Library(name) => Who::Library(name),
+            Self::Tag(tag) => Owner::Tag(tag),
+            Self::Library(name) => Owner::Library(name),
         }
     }
 }
 
-/// Who has memory on a GPU.
+/// What an owner has on a GPU.
 #[derive(Debug, Default)]
-struct Owner {
+struct Entry {
     /// 0: not taken.
     hash: AtomicU64,
-    /// Its name for display, set by the thread that claimed the entry.
-    told: OnceLock<(Name, Option<CUdevice>, Option<String>)>,
+    /// The owner, its device and the GPU's UUID, set by the thread that has taken the entry.
+    name: OnceLock<(Name, Option<CUdevice>, Option<String>)>,
     /// The sum of its changes: see [`MemoryOwner::in_use_of`].
     in_use: AtomicU64,
 }
@@ -83,7 +72,7 @@ const DEVICES: usize = 64;
 #[derive(Debug)]
 struct Recorder {
     ring: Ring,
-    owners: Box<[Owner]>,
+    owners: Box<[Entry]>,
     /// By device: which GPU it is now, as a hash of its UUID. 0: not known yet.
     gpus: [AtomicU64; DEVICES],
 }
@@ -117,70 +106,46 @@ fn find_recorder() -> Option<&'static Recorder> {
     RECORDER.get().as_ref()
 }
 
-/// What can happen to an owner's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
-    /// It was allocated.
-    Allocated,
-    /// It was freed while it was there.
-    Freed,
-    /// It was freed while it was paused.
-    FreedPaused,
-    /// A pause took it.
-    Paused,
-    /// A resume gave it back.
-    Resumed,
-}
-
-impl Change {
-    /// Bytes that this frees on the device; negative if it allocates.
-    #[inline]
-    fn gives(self, bytes: i64) -> i64 {
-        match self {
-            Self::Allocated | Self::Resumed => -bytes,
-            Self::Freed | Self::Paused => bytes,
-            Self::FreedPaused => 0,
-        }
-    }
-}
-
 /// Records a change of what an owner has on a device.
 #[inline]
-pub fn change(change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: usize) {
-    free::passes(device, change.gives(bytes as i64));
+pub(crate) fn changed(change: Change, owner: Owner<'_>, device: Option<CUdevice>, bytes: usize) {
     if let Some(recorder) = recorder() {
-        recorder.change(change, who, device, bytes as u64);
+        recorder.change(change, owner, device, bytes as u64);
     }
 }
 
-/// Records that a request for memory has failed.
-#[inline]
-pub fn failed(who: Who<'_>, device: Option<CUdevice>, bytes: usize, code: StatusCode) {
+/// Records that a request for memory has failed. The failure of a resume is recorded with the end of the resume.
+pub(crate) fn failed(request: &FailedRequest) {
+    let Some(recorder) = recorder().filter(|_| !request.cause.is_resume()) else { return };
+    let device = request.device.or_else(|| Some(Current::of_thread().ok()??.device()));
+    let owner = request.tag.as_ref().map_or(Owner::Library(request.library), Owner::Tag);
+    recorder.record(&Happening::Failed { owner: recorder.owner(owner, device).0, bytes: request.bytes, code: code::OUT_OF_MEMORY });
+}
+
+/// Records that a pause or resume begins on this thread.
+pub(crate) fn began(verb: Verb) {
     if let Some(recorder) = recorder() {
-        recorder.record(&Happening::Failed { owner: recorder.owner(who, device).0, bytes: bytes as u64, code });
+        recorder.record(&Happening::Began { verb, thread: thread_id() });
     }
 }
 
 /// Records the stage of a pause or resume on this thread that ends now.
-pub fn stage(stage: Stage, took: Duration) {
+pub(crate) fn stage(stage: Stage, took: Duration) {
     if let Some(recorder) = recorder() {
         recorder.record(&Happening::Stage { stage, thread: thread_id(), ns: took.as_nanos() as u64 });
     }
 }
 
-/// Records a pause or resume from its beginning to its end.
-pub fn transition(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
-    let Some(recorder) = recorder() else { return work() };
-    let (thread, started) = (thread_id(), Instant::now());
-    recorder.record(&Happening::Began { verb, thread });
-    let done = work();
-    let (bytes, error) = done.as_ref().map_or_else(|error| (0, Some(error.kind())), |report| (report.bytes, None));
-    recorder.record(&Happening::Ended { verb, thread, ns: started.elapsed().as_nanos() as u64, bytes, error });
-    done
+/// Records that a pause or resume on this thread ends.
+pub(crate) fn ended(verb: Verb, outcome: &Result<Report, Error>, took: Duration) {
+    if let Some(recorder) = recorder() {
+        let (bytes, error) = outcome.as_ref().map_or_else(|error| (0, Some(error.kind())), |report| (report.bytes, None));
+        recorder.record(&Happening::Ended { verb, thread: thread_id(), ns: took.as_nanos() as u64, bytes, error });
+    }
 }
 
 /// Records a trim that ends now.
-pub fn trimmed(took: Duration, bytes: u64) {
+pub(crate) fn trimmed(bytes: u64, took: Duration) {
     if let Some(recorder) = recorder() {
         recorder.record(&Happening::Trimmed { thread: thread_id(), ns: took.as_nanos() as u64, bytes });
     }
@@ -188,7 +153,7 @@ pub fn trimmed(took: Duration, bytes: u64) {
 
 /// The process may have moved to other GPUs. What it has there then belongs to new owners, so that earlier events stay with the old GPU.
 /// Tags are paused during a move; memory that the driver has moved is recorded as freed on one GPU, and allocated on the other.
-pub(crate) fn gpus_may_have_changed() {
+pub(crate) fn may_have_moved() {
     if let Some(recorder) = recorder() {
         recorder.ask_for_gpus(driver::uuid);
     }
@@ -203,7 +168,7 @@ pub fn since(number: u64, most: Option<usize>) -> Events {
     told.more = page.records.len() == most.unwrap_or(MOST).clamp(1, MOST);
     told.events = page.records.into_iter().filter_map(|(number, record)| read(number, record)).collect();
     told.next = page.next;
-    told.owners = recorder.told_owners();
+    told.owners = recorder.owners_now();
     told
 }
 
@@ -228,7 +193,7 @@ fn covered(events: &Events, most: Duration) -> Duration {
 
 impl Recorder {
     fn new(ring: Ring) -> Self {
-        Self { ring, owners: (0..OWNERS).map(|_| Owner::default()).collect(), gpus: [const { AtomicU64::new(0) }; DEVICES] }
+        Self { ring, owners: (0..OWNERS).map(|_| Entry::default()).collect(), gpus: [const { AtomicU64::new(0) }; DEVICES] }
     }
 
     /// Which GPU a device is now. The driver is asked only the first time: the process may be suspended later.
@@ -258,27 +223,27 @@ impl Recorder {
             }
         }
         for (device, before) in moved {
-            for (owner, entry) in self.owners.iter().enumerate() {
-                let Some((name, at, _)) = entry.told.get() else { continue };
-                let who = name.who();
-                if *at != Some(device) || entry.hash.load(Ordering::Relaxed) != who.hash(*at, before) {
+            for (number, entry) in self.owners.iter().enumerate() {
+                let Some((name, at, _)) = entry.name.get() else { continue };
+                let owner = name.owner();
+                if *at != Some(device) || entry.hash.load(Ordering::Relaxed) != hash_of_owner(owner, *at, before) {
                     continue;
                 }
                 // The program may be freeing memory meanwhile, so the bytes that move are exactly those that this takes.
                 let bytes = MemoryOwner::in_use_of(entry.in_use.swap(0, Ordering::Relaxed));
                 if bytes > 0 {
-                    self.record(&Happening::Freed(OwnersBytes { owner: owner as u16, bytes, in_use: 0 }));
-                    self.change(Change::Allocated, who, *at, bytes);
+                    self.record(&Happening::Freed(OwnersBytes { owner: number as u16, bytes, in_use: 0 }));
+                    self.change(Change::Allocated, owner, *at, bytes);
                 }
             }
         }
     }
 
-    fn change(&self, change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: u64) {
-        self.change_at(change, self.owner(who, device), bytes);
+    fn change(&self, change: Change, owner: Owner<'_>, device: Option<CUdevice>, bytes: u64) {
+        self.change_at(change, self.owner(owner, device), bytes);
     }
 
-    fn change_at(&self, change: Change, (owner, entry): (u16, &Owner), bytes: u64) {
+    fn change_at(&self, change: Change, (owner, entry): (u16, &Entry), bytes: u64) {
         let sum = match change {
             Change::Allocated | Change::Resumed => entry.in_use.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes),
             Change::Freed | Change::Paused => entry.in_use.fetch_sub(bytes, Ordering::Relaxed).wrapping_sub(bytes),
@@ -295,8 +260,8 @@ impl Recorder {
     }
 
     /// The owner's entry, created if there is none yet.
-    fn owner(&self, who: Who<'_>, device: Option<CUdevice>) -> (u16, &Owner) {
-        let hash = who.hash(device, self.gpu(device));
+    fn owner(&self, owner: Owner<'_>, device: Option<CUdevice>) -> (u16, &Entry) {
+        let hash = hash_of_owner(owner, device, self.gpu(device));
         let shared = (0, &self.owners[0]);
         for step in 0..OWNERS - 1 {
             let place = 1 + (hash as usize).wrapping_add(step) % (OWNERS - 1);
@@ -305,11 +270,11 @@ impl Recorder {
             if there == 0 {
                 match entry.hash.compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
                     Ok(_) => {
-                        let name = match who {
-                            Who::Tag(tag) => Name::Tag(Arc::clone(tag)),
-                            Who::Library(name) => Name::Library(name),
+                        let name = match owner {
+                            Owner::Tag(tag) => Name::Tag(Arc::clone(tag)),
+                            Owner::Library(name) => Name::Library(name),
                         };
-                        let _ = entry.told.set((name, device, device.and_then(driver::uuid)));
+                        let _ = entry.name.set((name, device, device.and_then(driver::uuid)));
                         there = hash;
                     }
                     Err(other) => there = other,
@@ -322,10 +287,10 @@ impl Recorder {
         shared
     }
 
-    fn told_owners(&self) -> Vec<MemoryOwner> {
-        let told = |(owner, entry): (usize, &Owner)| {
+    fn owners_now(&self) -> Vec<MemoryOwner> {
+        let told = |(owner, entry): (usize, &Entry)| {
             let in_use = MemoryOwner::in_use_of(entry.in_use.load(Ordering::Relaxed));
-            let (tag, library, device, gpu) = match entry.told.get() {
+            let (tag, library, device, gpu) = match entry.name.get() {
                 Some((Name::Tag(tag), device, gpu)) => (Some(tag.to_string()), None, *device, gpu.clone()),
                 Some((Name::Library(name), device, gpu)) => (None, Some((*name).to_owned()), *device, gpu.clone()),
                 None if owner == 0 && in_use > 0 => (None, None, None, None),
@@ -437,56 +402,56 @@ mod tests {
         let recorder = recorder(64 << 10);
         let (a, b): (Arc<str>, Arc<str>) = ("libx.so".into(), "b".into());
         for (who, device) in [
-            (Who::Tag(&a), Some(0)),
-            (Who::Tag(&b), Some(0)),
-            (Who::Tag(&a), Some(1)),
-            (Who::Library("libx.so"), Some(0)),
-            (Who::Library("libx.so"), None),
+            (Owner::Tag(&a), Some(0)),
+            (Owner::Tag(&b), Some(0)),
+            (Owner::Tag(&a), Some(1)),
+            (Owner::Library("libx.so"), Some(0)),
+            (Owner::Library("libx.so"), None),
         ] {
             recorder.change(Change::Allocated, who, device, 5);
             recorder.change(Change::Paused, who, device, 3);
             assert_eq!(recorder.owner(who, device).1.in_use.load(Ordering::Relaxed), 2);
         }
-        let told = recorder.told_owners();
-        assert_eq!(told.len(), 5);
-        assert!(told.iter().all(|owner| owner.in_use == 2 && owner.owner != 0));
+        let owners = recorder.owners_now();
+        assert_eq!(owners.len(), 5);
+        assert!(owners.iter().all(|owner| owner.in_use == 2 && owner.owner != 0));
     }
 
     #[test]
     fn what_has_moved_belongs_to_owners_on_the_new_gpu_and_back() {
         let recorder = recorder(64 << 10);
-        let in_use = || recorder.told_owners().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
-        recorder.change(Change::Allocated, Who::Library("libx.so"), Some(0), 5);
-        recorder.change(Change::Allocated, Who::Library("libx.so"), Some(1), 7);
-        recorder.change(Change::Allocated, Who::Library("libx.so"), None, 9);
+        let in_use = || recorder.owners_now().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
+        recorder.change(Change::Allocated, Owner::Library("libx.so"), Some(0), 5);
+        recorder.change(Change::Allocated, Owner::Library("libx.so"), Some(1), 7);
+        recorder.change(Change::Allocated, Owner::Library("libx.so"), None, 9);
         // There is no driver here that tells another.
         let as_at_first = |_| Some(String::new());
         recorder.ask_for_gpus(as_at_first);
         recorder.ask_for_gpus(|_| None);
-        assert_eq!((recorder.told_owners().len(), in_use()), (3, [5, 7, 9].into()), "nothing has moved");
+        assert_eq!((recorder.owners_now().len(), in_use()), (3, [5, 7, 9].into()), "nothing has moved");
         let moved = |device| Some(if device == 0 { "GPU-1".to_owned() } else { String::new() });
         recorder.ask_for_gpus(moved);
-        assert_eq!((recorder.told_owners().len(), in_use()), (4, [0, 5, 7, 9].into()));
-        recorder.change(Change::Freed, Who::Library("libx.so"), Some(0), 2);
+        assert_eq!((recorder.owners_now().len(), in_use()), (4, [0, 5, 7, 9].into()));
+        recorder.change(Change::Freed, Owner::Library("libx.so"), Some(0), 2);
         assert_eq!(in_use(), [0, 3, 7, 9].into());
         for _ in 0..OWNERS {
             recorder.ask_for_gpus(as_at_first);
             recorder.ask_for_gpus(moved);
         }
-        assert_eq!((recorder.told_owners().len(), in_use()), (4, [0, 3, 7, 9].into()), "the same owners again");
+        assert_eq!((recorder.owners_now().len(), in_use()), (4, [0, 3, 7, 9].into()), "the same owners again");
     }
 
     #[test]
     fn memory_that_is_freed_while_it_moves_is_never_less_than_nothing() {
         let recorder = recorder(64 << 10);
-        let who = Who::Library("libx.so");
+        let who = Owner::Library("libx.so");
         recorder.change(Change::Allocated, who, Some(0), 5);
         let (old, entry) = recorder.owner(who, Some(0));
         // The new GPU is known, and the memory has not moved yet.
         recorder.gpus[0].store(hash_of_gpu(Some("GPU-1")), Ordering::Relaxed);
         recorder.change(Change::Freed, who, Some(0), 2);
         recorder.change(Change::FreedPaused, who, Some(0), 1);
-        let told = || recorder.told_owners().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
+        let told = || recorder.owners_now().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
         assert_eq!(told(), [0, 5].into());
         recorder.gpus[0].store(hash_of_gpu(Some("")), Ordering::Relaxed);
         recorder.ask_for_gpus(|_| Some("GPU-1".to_owned()));
@@ -513,14 +478,14 @@ mod tests {
                 let recorder = &recorder;
                 scope.spawn(move || {
                     for number in 0..OWNERS {
-                        recorder.change(Change::Allocated, Who::Tag(&format!("{}", number * 2 + half).into()), None, 1);
+                        recorder.change(Change::Allocated, Owner::Tag(&format!("{}", number * 2 + half).into()), None, 1);
                     }
                 });
             }
         });
-        let told = recorder.told_owners();
-        assert_eq!(told.len(), OWNERS);
-        assert_eq!(told.iter().map(|owner| owner.in_use).sum::<u64>(), 2 * OWNERS as u64);
-        assert!(told[0].tag.is_none() && told[0].in_use > OWNERS as u64, "{:?}", told[0]);
+        let owners = recorder.owners_now();
+        assert_eq!(owners.len(), OWNERS);
+        assert_eq!(owners.iter().map(|owner| owner.in_use).sum::<u64>(), 2 * OWNERS as u64);
+        assert!(owners[0].tag.is_none() && owners[0].in_use > OWNERS as u64, "{:?}", owners[0]);
     }
 }

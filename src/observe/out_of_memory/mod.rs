@@ -20,19 +20,18 @@ mod others;
 mod page;
 mod scene;
 
-pub use scene::{Asked, Cause};
-
 use crate::allowance::Allowance;
 use page::ReportPage;
 use scene::Scene;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_config as config;
+use vramctl_core::events::{self, FailedRequest};
 use vramctl_host::{PerProcess, Unpoison, exit, stack, worker};
 use vramctl_model::Bytes;
 
@@ -62,10 +61,9 @@ const MOST_OPEN: usize = 8;
 
 static REPORTS: PerProcess<Reports> = PerProcess::new(Reports::default);
 
+/// While an episode is open, the thread's retry is expected ([`events::expect_retry`]).
 #[derive(Default)]
 struct Reports {
-    /// How many episodes are open. Every allocation reads it.
-    open: AtomicUsize,
     books: Mutex<Books>,
 }
 
@@ -120,7 +118,7 @@ enum Frees {
 }
 
 /// Reports that a request for device memory has failed.
-pub fn failed(asked: Asked) {
+pub(crate) fn failed(asked: FailedRequest) {
     if exit::is_ending() || !is_wanted() {
         return;
     }
@@ -128,7 +126,7 @@ pub fn failed(asked: Asked) {
     let _ = panic::catch_unwind(AssertUnwindSafe(|| take_up(asked)));
 }
 
-fn take_up(asked: Asked) {
+fn take_up(asked: FailedRequest) {
     let reports = REPORTS.get();
     let episode = {
         // Another thread is recording an episode right now: reporting this one is not worth waiting.
@@ -145,66 +143,39 @@ fn take_up(asked: Asked) {
     }
 }
 
-/// A request of the calling thread has succeeded. `may_be_piece`: the memory may be one of several pieces for one larger request, as in
-/// torch's expandable segments.
-#[inline]
-pub fn went_on(bytes: usize, may_be_piece: bool) {
-    if is_open() {
-        note_success(bytes as u64, may_be_piece);
-    }
-}
-
-/// Whether a request has failed whose thread may try again.
-#[inline]
-pub fn is_open() -> bool {
-    REPORTS.existing().is_some_and(|reports| reports.open.load(Ordering::Relaxed) > 0)
-}
-
-#[cold]
-fn note_success(bytes: u64, may_be_piece: bool) {
+/// A request of the calling thread has succeeded. `is_piece`: the memory may be one of several pieces for one larger request.
+pub(crate) fn succeeded(bytes: u64, is_piece: bool) {
     let thread = stack::thread_id();
     let Some(books) = REPORTS.get().try_books() else { return };
     for episode in books.open.iter().filter(|episode| episode.thread == thread && episode.bytes <= bytes) {
         let mut course = episode.course();
         course.got_it = true;
         // The retry has got all that it wanted, so the same request's next failure is another episode.
-        if episode.is_tried_again && !may_be_piece {
+        if episode.is_tried_again && !is_piece {
             course.is_over = true;
             episode.changed.notify_all();
         }
     }
 }
 
-/// A free by the calling thread, until dropped: its retry may follow.
-pub struct Freeing(Option<Arc<Episode>>);
-
-/// The calling thread frees memory, which may have to wait for the GPU.
-#[inline]
-pub fn freeing() -> Freeing {
-    Freeing(if is_open() { note_free() } else { None })
-}
-
-#[cold]
-fn note_free() -> Option<Arc<Episode>> {
-    let thread = stack::thread_id();
-    let episode = REPORTS.get().try_books()?.open.iter().rfind(|episode| episode.thread == thread).cloned()?;
-    episode.course().frees = Frees::InProgress;
-    Some(episode)
-}
-
-impl Drop for Freeing {
-    #[inline]
-    fn drop(&mut self) {
-        if let Some(episode) = self.0.take() {
-            episode.course().frees = Frees::Until(Instant::now());
-        }
+/// The calling thread frees memory, which may have to wait for the GPU. Its retry may follow.
+pub(crate) fn free_begun() {
+    let reports = REPORTS.get();
+    if let Some(books) = reports.try_books() {
+        books.of_thread().inspect(|episode| episode.course().frees = Frees::InProgress);
     }
+}
+
+/// The calling thread has freed memory.
+pub(crate) fn free_ended() {
+    // Waits, unlike above: an episode would go on for long if its free never ended.
+    REPORTS.get().books().of_thread().inspect(|episode| episode.course().frees.end());
 }
 
 /// Ends the open episodes as if their time were over, and waits until all are reported. For tests.
 pub fn settle() {
-    while let Some(reports) = REPORTS.existing().filter(|reports| reports.open.load(Ordering::Relaxed) > 0) {
-        let open = reports.books().open.clone();
+    while events::is_retry_expected() {
+        let open = REPORTS.get().books().open.clone();
         for episode in open {
             episode.course().is_over = true;
             episode.changed.notify_all();
@@ -234,7 +205,7 @@ impl Reports {
     fn begin(&'static self, episode: Episode) {
         let episode = Arc::new(episode);
         self.books().open.push(Arc::clone(&episode));
-        self.open.fetch_add(1, Ordering::Relaxed);
+        events::expect_retry();
         let own = Arc::clone(&episode);
         if let Err(error) = worker::spawn("vramctl-report", move || {
             let _ = panic::catch_unwind(AssertUnwindSafe(|| own.follow()));
@@ -251,13 +222,13 @@ impl Reports {
 
     fn close(&self, episode: &Arc<Episode>) {
         self.books().open.retain(|other| !Arc::ptr_eq(other, episode));
-        self.open.fetch_sub(1, Ordering::Relaxed);
+        events::retry_over();
     }
 }
 
 impl Books {
     /// The episode that this failure belongs to. A resume may be retried by another thread.
-    fn same(&self, thread: u32, asked: &Asked) -> Option<Arc<Episode>> {
+    fn same(&self, thread: u32, asked: &FailedRequest) -> Option<Arc<Episode>> {
         let is_same = |episode: &&Arc<Episode>| {
             (episode.library, episode.bytes) == (asked.library, asked.bytes)
                 && (episode.is_resume || episode.thread == thread)
@@ -266,10 +237,16 @@ impl Books {
         self.open.iter().find(is_same).cloned()
     }
 
+    /// The calling thread's last episode.
+    fn of_thread(&self) -> Option<&Arc<Episode>> {
+        let thread = stack::thread_id();
+        self.open.iter().rfind(|episode| episode.thread == thread)
+    }
+
     /// Whether to follow a failure. One that is tried again may not become a page, so it does not use up the limit yet.
-    fn may_open(&mut self, asked: &Asked) -> bool {
+    fn may_open(&mut self, asked: &FailedRequest) -> bool {
         let going_on = self.open.iter().filter(|episode| !episode.course().is_over).count();
-        (going_on < MOST_OPEN || self.make_way()) && (asked.is_tried_again() || self.may_tell(asked.library, Told::Page))
+        (going_on < MOST_OPEN || self.make_way()) && (scene::is_tried_again(asked) || self.may_tell(asked.library, Told::Page))
     }
 
     /// Ends an episode whose retry has got a piece, if there is one. It would go on a little, in case the next piece is refused.
@@ -296,6 +273,14 @@ impl Books {
     }
 }
 
+impl Frees {
+    fn end(&mut self) {
+        if !matches!(self, Self::Nothing) {
+            *self = Self::Until(Instant::now());
+        }
+    }
+}
+
 impl Course {
     /// How long the episode still goes on if nothing happens.
     fn left(&self, is_tried_again: bool, same: Duration) -> Duration {
@@ -318,9 +303,9 @@ impl Course {
 
 impl Episode {
     fn new(scene: Scene) -> Self {
-        let Scene { thread, asked: Asked { bytes, library, .. }, .. } = scene;
+        let Scene { thread, asked: FailedRequest { bytes, library, .. }, .. } = scene;
         let is_resume = scene.asked.cause.is_resume();
-        let is_tried_again = scene.asked.is_tried_again();
+        let is_tried_again = scene::is_tried_again(&scene.asked);
         let (is_due, is_told) = (AtomicBool::new(!is_tried_again), AtomicBool::new(false));
         let (last_failed, frees) = (Instant::now(), Frees::Nothing);
         let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed, frees, got_it: false, is_over: false });
@@ -452,6 +437,7 @@ fn tell_what_is_held_back() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vramctl_core::events::Cause;
 
     #[test]
     fn an_episode_goes_on_while_its_thread_frees_memory_but_not_for_ever() {
@@ -472,7 +458,8 @@ mod tests {
     /// The worker of a retry that has succeeded may be slow to end, and the next failure comes at once.
     #[test]
     fn an_episode_that_is_over_takes_up_no_room() {
-        let asked = || Asked { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
+        let asked =
+            || FailedRequest { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
         let episodes = |is_over| {
             (0..MOST_OPEN).map(move |_| {
                 let episode = Episode::new(Scene::now(asked()));
@@ -490,7 +477,8 @@ mod tests {
     #[test]
     fn a_page_is_told_at_exit_although_its_worker_has_the_lock() {
         set_same(Duration::from_secs(600));
-        let asked = Asked { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
+        let asked =
+            FailedRequest { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
         REPORTS.get().begin(Episode::new(Scene::now(asked)));
         let episode = Arc::clone(&REPORTS.get().books().open[0]);
         let course = episode.course();
