@@ -1,42 +1,67 @@
-//! The environment variables. Each is read once.
+//! The environment variables. Each is read once. `scripts/settings` makes `docs/settings.md` of what follows.
+//!
+//! # What is managed
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
-//! | `VRAMCTL_TAG` | the tag of allocations outside regions; if unset or empty, those are left to CUDA | unset; `vramctl run` sets `default` |
-//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with a tag's contents | every tag `host` |
-//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose backups stay in host memory after a resume, to speed up the next pause | none |
-//! | `VRAMCTL_UNCHANGED` | `hash`: copy only those retained contents that have changed; `off`: copy everything | `hash` |
-//! | `VRAMCTL_COPY` | what copies contents back: `engines`, `kernel`, or `auto` (the copy engines, or the kernel while they are slower) | `auto` |
-//! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
-//! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
-//! | `VRAMCTL_HOST_KEEP` | how many seconds host memory stays ready for the next pause after a resume, unless the host runs short | 60 |
-//! | `VRAMCTL_PREWARM` | how much host memory to prepare in the background at the first allocation, and to keep ready, in bytes | 0 |
-//! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
-//! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
-//! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does | `0` |
-//! | `VRAMCTL_TRACE` | `1`: record what happens to memory, for `vramctl trace`, in 16 MiB; or a size from `64K` to `16M` | `0` |
-//! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a device is free, log who uses it; `0`: do not watch | `0` |
-//! | `VRAMCTL_WATCH_TRIM` | `1`: then also return what torch has cached | `0` |
-//! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
-//! | `VRAMCTL_JOB` | the run: identifies the job of processes without a name, and tells two runs of one name apart; `vramctl run` sets it | unset |
-//! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
-//! | `VRAMCTL_REPORT_DIR` | where a process that runs out of device memory writes its reports as JSON; it keeps its last ten | none are written |
-//! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what goes to stderr | `warn` |
+//! | `VRAMCTL_TAG` | tag for allocations outside regions; empty: leave them to CUDA | unset; `vramctl run` sets `default` |
+//! | `VRAMCTL_MIN_BYTES` | leave smaller requests to CUDA | `1M` |
+//! | `VRAMCTL_EXCLUDE` | `NAME,…`: also leave to CUDA the requests of libraries whose file names start with one of these | none; NCCL, NVSHMEM and cuFile are always left to CUDA |
 //!
-//! The variables of `torch_memory_saver` are fallbacks for these (`docs/torch_memory_saver.md`):
+//! # Contents
 //!
-//! | variable | meaning |
-//! | --- | --- |
-//! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
-//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: keep contents of allocations outside regions in host memory |
-//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: keep them on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
-//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: a resume frees host memory before it returns; `pinned`: it is kept as `VRAMCTL_HOST_KEEP` says |
-//! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
-//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`, but created if missing, and with one named file per paused allocation |
-//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the chunk size needs no tuning |
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…`, where a policy is `host`, `disk` or `discard`: what a pause does with a tag's contents | `host` for every tag |
+//! | `VRAMCTL_HOST_CAP` | limit on host memory for backups, which is allocated in pieces of 64 MiB | what the host has |
+//! | `VRAMCTL_HOST_KEEP` | seconds that host memory stays pinned after a resume, so that the next pause is fast; `0`: release it at once. Released earlier if others need it; never while the program is at work | `60` |
+//! | `VRAMCTL_PREWARM` | how much host memory to pin in the background when the program first allocates; it stays pinned | `0` |
+//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: keep the saved contents after a resume, so that the next pause copies only what has changed | none |
+//! | `VRAMCTL_UNCHANGED` | when contents are retained, copy only what has changed (`hash`, see `docs/unchanged.md`) or everything (`off`) | `hash` |
+//! | `VRAMCTL_DISK_DIR` | directory for contents with the policy `disk` | `$TMPDIR`, else `/tmp` |
+//! | `VRAMCTL_COPY` | how a resume copies: with the copy `engines`, a `kernel`, or the faster of the two (`auto`, see `docs/performance.md`) | `auto` |
+//! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does (`docs/limits.md`) | `0` |
 //!
-//! The `vramctl` command also reads `VRAMCTL_LIB`, the path of the library to preload; `VRAMCTL_PYTHON`, the path of the Python
-//! package; and `VRAMCTL_ENGINE` and `VRAMCTL_ENGINE_KEY`, the URL and API key of an engine to ask before a pause.
+//! # Names and places
+//!
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `VRAMCTL_NAME` | name by which the command line finds the process | the program's own |
+//! | `VRAMCTL_JOB` | the run: identifies the job if it has no name, and tells two runs of one name apart | unset; `vramctl run` generates it |
+//! | `VRAMCTL_DIR` | directory of the control sockets, for the program and the command line alike | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
+//! | `VRAMCTL_LOG` | log level of the library, which logs to stderr: `off`, `error`, `warn`, `info`, `debug` | `warn` |
+//! | `VRAMCTL_REPORT_DIR` | where a process that runs out of GPU memory writes its reports as JSON (`docs/out-of-memory.md`); each process keeps its last ten | none are written |
+//!
+//! # Watching
+//!
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `VRAMCTL_TRACE` | `1`: record memory events for `vramctl trace` in 16 MiB of host memory (`docs/trace.md`); or a size from `64K` to `16M` | `0` |
+//! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a GPU is free, log who uses it (`docs/memory-watch.md`); `0`: do not watch | `0` |
+//! | `VRAMCTL_WATCH_TRIM` | `1`: when `VRAMCTL_WATCH` logs, also return what torch has cached | `0` |
+//!
+//! # The command line
+//!
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `VRAMCTL_ENGINE` | URLs of inference engines that `vramctl pause` asks first, separated by commas (`docs/engines.md`) | none |
+//! | `VRAMCTL_ENGINE_KEY` | API key for those engines | none |
+//! | `VRAMCTL_LIB` | library that `vramctl run` preloads | beside the binary, else in `../lib`, else in the Python package that the binary came with |
+//! | `VRAMCTL_PYTHON` | Python package whose directories `vramctl run` puts on `PYTHONPATH` | the one that the binary came with, else the checkout's |
+//!
+//! # `torch_memory_saver`
+//!
+//! They are fallbacks for those above (`docs/torch_memory_saver.md`).
+//!
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` | `0` |
+//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: keep contents of allocations outside regions in host memory | `0` |
+//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: keep them on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded | `0` |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: a resume frees host memory before it returns; `pinned`: it is kept as `VRAMCTL_HOST_KEEP` says | `pinned` |
+//! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` | `0` |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`, but created if missing, and with one named file per paused allocation | unset |
+//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the chunk size needs no tuning | |
 
 use std::ffi::{CStr, OsString};
 use std::path::{Path, PathBuf};
