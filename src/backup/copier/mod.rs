@@ -1,7 +1,7 @@
 //! Copies host memory to the device with a kernel while the copy engines are slow.
 //!
 //! The driver uses the copy engines to zero memory that is returned to it: 96 GiB in 0.25 s, longer beside copies. A resume meanwhile
-//! shares the engines and gets 37 GB/s of a 55 GB/s link (`docs/performance.md`). A kernel that reads host memory over the same link is not
+//! shares the engines and gets 37 GB/s of a 55 GB/s link. A kernel that reads host memory over the same link is not
 //! affected and reaches 50 GB/s; when the engines are idle, it is the slower of the two. So the resume times both with the device's clock,
 //! and continues with the faster one. Swapping two processes of 84 GiB took 691 ms, versus 799 with the engines alone (the resume: 337
 //! versus 457; medians of five on an H200).

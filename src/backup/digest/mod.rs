@@ -1,8 +1,54 @@
 //! Digests of device memory, to tell which pieces the host already has.
 //!
-//! The device computes them (`kernel.cu`) in one pass at the speed of its memory; [`Key::digest`] computes the same on the
-//! CPU. `docs/unchanged.md` defines them and proves how unlikely it is that a changed piece keeps its digest: below 2^-91
-//! for any change, because each process draws a secret key.
+//! The device computes them (`kernel.cu`) in one pass at the speed of its memory; [`Key::digest`] computes the same on the CPU. For any
+//! change of a piece, its digest stays the same with a probability below 2⁻⁹¹, because each process draws a secret key.
+//!
+//! # What is computed
+//!
+//! A digest has two halves, computed in the same way with independent parts of the key. For each half, the key has 2 × 64 numbers *k* of 32
+//! bits and one number *r* of 60 bits. The key comes from the kernel's random numbers, once per process. Neither the key nor a digest ever
+//! leaves the process.
+//!
+//! 1. A piece is split into 8192 *groups* of 64 words of 32 bits. A group is what one thread loads in 16 steps: 16 vectors of 4 words, 4
+//!    KiB apart. Each group yields two sums, with different *k*, of 32 products each: h = Σ (w₂ᵢ + k₂ᵢ) · (w₂ᵢ₊₁ + k₂ᵢ₊₁). The additions in
+//!    brackets are modulo 2³², the sum is modulo 2⁶⁴. This is the function NH of UMAC (Black, Halevi, Krawczyk, Krovetz, Rogaway, *UMAC:
+//!    fast and secure message authentication*, 1999).
+//! 2. The 16 384 sums, in a fixed order, are the coefficients of a polynomial. The half is its value at *r*, modulo the prime p = 2⁶¹ − 1.
+//!
+//! # Why a change is almost never missed
+//!
+//! Take two different contents of a piece. They are independent of the key, because nothing that a program can observe depends on it.
+//!
+//! **A sum changes.** Take a group in which the contents differ, in word w₂ᵢ say. (For the other word of a product, swap the roles.) Claim:
+//! for any number δ, the difference of the group's two sums h − h′ is δ modulo 2⁶⁴ with probability at most 2⁻³².
+//!
+//! Proof: fix all of the key but k₂ᵢ₊₁. Let a = w₂ᵢ + k₂ᵢ and a′ = w′₂ᵢ + k₂ᵢ modulo 2³²; they differ. Let u = w₂ᵢ₊₁ + k₂ᵢ₊₁ and u′ =
+//! w′₂ᵢ₊₁ + k₂ᵢ₊₁ modulo 2³². For how many k₂ᵢ₊₁ does a·u − a′·u′ have one given value modulo 2⁶⁴? Suppose there are two such k₂ᵢ₊₁, and
+//! let x and x′ be the differences of u and of u′ between them. Neither is 0, both are below 2³² in absolute value, they are equal modulo
+//! 2³², and a·x ≡ a′·x′ modulo 2⁶⁴.
+//!
+//! - If x = x′, then (a − a′)·x ≡ 0. Both factors are nonzero and below 2³² in absolute value, so the product is nonzero and below 2⁶⁴ in
+//!   absolute value: a contradiction.
+//! - Otherwise one is positive and the other is that minus 2³²; say x > 0 and x′ = x − 2³². Then a·x + a′·(2³² − x) ≡ 0. Both weights are
+//!   positive and add up to 2³², so the left side is 2³² times a weighted mean of a and a′. It is below 2⁶⁴, and above 0 because a and a′
+//!   are not both 0: a contradiction.
+//!
+//! So at most one of the 2³² values of k₂ᵢ₊₁ gives that value.
+//!
+//! **It still differs modulo p.** h ≡ h′ modulo p only if h − h′ is one of the 17 multiples of p between −2⁶⁴ and 2⁶⁴. So one sum stays
+//! equal modulo p with probability at most 17 · 2⁻³², and both sums of a group, whose keys are independent, with probability at most (17 ·
+//! 2⁻³²)² < 2⁻⁵⁵.
+//!
+//! **The polynomial tells them apart.** If a coefficient differs modulo p, the difference of the two polynomials is nonzero and of degree
+//! at most 16 383, so it has at most that many roots. *r* is one of 2⁶⁰ equally likely numbers below p, so it is a root with probability at
+//! most 16 383 / 2⁶⁰ < 2⁻⁴⁶.
+//!
+//! A half stays the same with probability below 2⁻⁵⁵ + 2⁻⁴⁶ < 2⁻⁴⁵·⁹. The halves' keys are independent, so the digest stays the same with
+//! probability below **2⁻⁹¹**.
+//!
+//! The kernel reduces lazily: after each step it folds a number to at most 2⁶¹ + 2 (2⁶¹ is 1 modulo p), and it reduces fully at the end.
+//! Each thread evaluates its own coefficients by Horner's rule. The threads' values are then combined in pairs with growing powers of *r*,
+//! which gives the same polynomial.
 
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
