@@ -20,13 +20,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
-use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
+use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request};
 use vramctl_model::{
     Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Policy, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
-    Verb,
+    TransitionRequest, Verb,
 };
 
 const GIB: u64 = 1 << 30;
+const TEN_SECONDS: Duration = Duration::from_secs(10);
 const GPU: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
 /// A socket directory for one test.
@@ -215,7 +216,7 @@ fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Reque
             request = if of == Verb::Pause { Request::Pause(transition) } else { Request::Resume(transition) };
         }
         state.lock().unwrap().transitions += usize::from(is_transition(&request));
-        if let Request::Pause(Transition { progress: true, .. }) = &request {
+        if let Request::Pause(TransitionRequest { progress: true, .. }) = &request {
             let progress = Reply::Progress(Progress { stage: Stage::Save, done: 1, total: 2 });
             let _ = stream.write_all(&protocol::line(&progress));
         }
@@ -257,11 +258,11 @@ impl State {
             }
             Request::Pause(wanted) => {
                 // The remaining time depends on this machine's speed, so round it to tens of seconds.
-                let hold_ms = self.drain_ms.take().map(|limit| limit.max(1).next_multiple_of(10_000));
-                let timeout_ms = wanted.timeout_ms.filter(|_| hold_ms.is_none());
+                let drained = self.drain_ms.take().map(|limit| Duration::from_millis(limit.max(1).next_multiple_of(10_000)));
+                let timeout = wanted.timeout.filter(|_| drained.is_none());
                 // A request without steps says it itself.
-                let hold_ms = hold_ms.or(wanted.hold_ms);
-                self.asked.push(Request::Pause(Transition { hold_ms, timeout_ms, ..wanted.clone() }));
+                let hold = drained.or(wanted.hold);
+                self.asked.push(Request::Pause(TransitionRequest { hold, timeout, ..wanted.clone() }));
                 match self.foretell(wanted).plan.prefix_cache {
                     Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
                     _ => self.transition(wanted, TagState::Paused),
@@ -288,7 +289,7 @@ impl State {
         }
     }
 
-    fn foretell(&self, wanted: &Transition) -> DryRun {
+    fn foretell(&self, wanted: &TransitionRequest) -> DryRun {
         let policy = wanted.backup.unwrap_or(Policy::Host);
         let meant =
             |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
@@ -303,7 +304,7 @@ impl State {
         DryRun { plan: Plan { tags, host, prefix_cache, ..Plan::default() }, refused }
     }
 
-    fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {
+    fn transition(&mut self, wanted: &TransitionRequest, end: TagState) -> Reply {
         let known: Vec<_> = self.tags.iter().map(|(tag, _)| tag.clone()).collect();
         let unknown: Vec<_> = wanted.tags.iter().filter(|tag| !known.contains(tag)).cloned().collect();
         if !unknown.is_empty() {
@@ -457,7 +458,10 @@ fn gpus_are_identified_by_uuid() {
     place.vramctl("pause --gpu GPU-cccc").expect(3, "", "no managed process has memory on GPU-cccc");
 
     place.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
-    assert_eq!(trainer.asked(), [Request::Pause(Transition { gpus: vec![second.into()], hold_ms: Some(10_000), ..Transition::default() })]);
+    assert_eq!(
+        trainer.asked(),
+        [Request::Pause(TransitionRequest { gpus: vec![second.into()], hold: Some(TEN_SECONDS), ..TransitionRequest::default() })]
+    );
     place.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
     place.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
     assert!(engine.asked().is_empty());
@@ -669,17 +673,17 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
     pause.expect(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
-    let wanted = Transition {
+    let wanted = TransitionRequest {
         tags: vec!["kv_cache".into()],
         lenient: true,
         backup: Some(Policy::Discard),
-        hold_ms: Some(10_000),
-        ..Transition::default()
+        hold: Some(TEN_SECONDS),
+        ..TransitionRequest::default()
     };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
     place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
-    let held = Transition { hold_ms: Some(10_000), ..Transition::default() };
+    let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
     assert_eq!(engine.asked()[1], Request::Pause(held), "all is asked for as all");
     place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
     place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms"), "");
@@ -1566,18 +1570,28 @@ fn scripts_pause_and_resume_through_every_transport() {
         pause.expect(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
-        let held = Transition { hold_ms: Some(10_000), ..Transition::default() };
-        let wanted = Transition { tags, backup: Some(Policy::Discard), hold_ms: Some(2500), timeout_ms: Some(2500), ..held.clone() };
+        let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
+        let wanted = TransitionRequest {
+            tags,
+            backup: Some(Policy::Discard),
+            hold: Some(Duration::from_millis(2500)),
+            timeout: Some(Duration::from_millis(2500)),
+            ..held.clone()
+        };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[1], Request::Resume(Transition::default()));
+        assert_eq!(engine.asked()[1], Request::Resume(TransitionRequest::default()));
         run("pause.sh", &["kv_cache", "--force"]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[2], Request::Pause(Transition { tags: vec!["kv_cache".into()], force: true, ..held }));
+        assert_eq!(engine.asked()[2], Request::Pause(TransitionRequest { tags: vec!["kv_cache".into()], force: true, ..held }));
         run("pause.sh", &["--no-hold"]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[3], Request::Pause(Transition::default()));
+        assert_eq!(engine.asked()[3], Request::Pause(TransitionRequest::default()));
         run("pause.sh", &["--hold-timeout", "0.5", "--timeout", "3"]).expect(0, "\"reply\":\"done\"", "");
-        let limits = Transition { hold_ms: Some(500), timeout_ms: Some(3000), ..Transition::default() };
+        let limits = TransitionRequest {
+            hold: Some(Duration::from_millis(500)),
+            timeout: Some(Duration::from_secs(3)),
+            ..TransitionRequest::default()
+        };
         assert_eq!(engine.asked()[4], Request::Pause(limits));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
     };
@@ -1775,7 +1789,7 @@ fn an_engines_kv_cache_is_not_discarded_without_asking() {
     place.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
     place.vramctl("resume").expect(0, "resumed", "");
     place.vramctl("pause --discard --force").expect(0, "discarded", "");
-    assert!(matches!(engine.asked().last(), Some(Request::Pause(Transition { force: true, .. }))), "the process is told so");
+    assert!(matches!(engine.asked().last(), Some(Request::Pause(TransitionRequest { force: true, .. }))), "the process is told so");
 }
 
 #[test]
@@ -1818,7 +1832,11 @@ fn a_timeout_is_for_all_that_a_pause_waits_for() {
     let busy = Http::vllm(&[0, 1, 0], (200, "{}"));
     place.vramctl(&format!("pause --discard --timeout 30.08 --engine {}", busy.address)).expect(0, "paused kv_cache", "");
     // Rounded up to tens of seconds.
-    assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(..=30_000), .. })]), "{:?}", engine.asked());
+    assert!(
+        matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(limit), .. })] if limit.as_secs() <= 30),
+        "{:?}",
+        engine.asked()
+    );
 }
 
 /// It has written to the KV cache when the program is held.
@@ -1886,7 +1904,7 @@ fn an_engine_with_requests_is_held() {
     let busy = Http::vllm(&[3], (200, "{}"));
     place.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
     assert!(busy.asked().is_empty());
-    assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(10_000), .. })]));
+    assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
 }
 
 /// The last option wins, so that users can override an alias.
@@ -1896,14 +1914,17 @@ fn a_program_is_held_unless_told_otherwise() {
     let engine = Fake::new(&place, "engine", &["cache"]);
     for (line, wanted) in [
         ("pause --no-hold", None),
-        ("pause --no-hold --hold", Some(10_000)),
-        ("pause --hold-timeout 300 --timeout 100", Some(300_000)),
-        ("pause --timeout 100", Some(100_000)),
+        ("pause --no-hold --hold", Some(10)),
+        ("pause --hold-timeout 300 --timeout 100", Some(300)),
+        ("pause --timeout 100", Some(100)),
     ] {
         place.vramctl(line).expect(0, "paused cache", "");
         place.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();
-        assert!(matches!(&asked[asked.len() - 2], Request::Pause(Transition { hold_ms, .. }) if *hold_ms == wanted), "{line}: {asked:?}");
+        assert!(
+            matches!(&asked[asked.len() - 2], Request::Pause(TransitionRequest { hold, .. }) if *hold == wanted.map(Duration::from_secs)),
+            "{line}: {asked:?}"
+        );
     }
     place.vramctl("pause --no-hold --hold-timeout 3").expect(2, "", "--hold-timeout");
 }
@@ -1916,7 +1937,10 @@ fn pause_requests_a_guard_only_if_told() {
         place.vramctl(line).expect(0, "paused cache", "");
         place.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();
-        assert!(matches!(&asked[asked.len() - 2], Request::Pause(Transition { guard, .. }) if *guard == wanted), "{line}: {asked:?}");
+        assert!(
+            matches!(&asked[asked.len() - 2], Request::Pause(TransitionRequest { guard, .. }) if *guard == wanted),
+            "{line}: {asked:?}"
+        );
     }
 }
 
@@ -1973,7 +1997,7 @@ fn the_documented_client_runs() {
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
     let ran = Ran::new(&place.command(&python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
     ran.expect(0, "'reply': 'done'", "");
-    assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(10_000), .. })]));
+    assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
 
     let base = place.folder.path();
     fs::rename(&place.sockets, base.join("vramctl")).unwrap();

@@ -1,7 +1,7 @@
 //! The client side of the socket, for the command line.
 
 use super::discovery::{self, Directory};
-use super::protocol::{self, DryRun, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
+use super::protocol::{self, DryRun, Hello, ProcessStatus, Refusal, Reply, Request};
 use crate::descriptors;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
-use vramctl_model::{Cached, Communicator, Events, GpuUse, Progress, Report, Trimmed};
+use vramctl_model::{Cached, Communicator, Events, GpuUse, Progress, Report, TransitionRequest, Trimmed, milliseconds};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -122,7 +122,7 @@ impl Client {
     }
 
     /// Asks what a pause would do.
-    pub fn plan(&mut self, transition: Transition) -> Result<DryRun, ClientError> {
+    pub fn plan(&mut self, transition: TransitionRequest) -> Result<DryRun, ClientError> {
         answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)
     }
 
@@ -132,12 +132,12 @@ impl Client {
     }
 
     /// Pauses this one process.
-    pub fn pause(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
+    pub fn pause(&mut self, transition: TransitionRequest, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Pause(transition), progress)
     }
 
     /// Resumes this one process.
-    pub fn resume(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
+    pub fn resume(&mut self, transition: TransitionRequest, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Resume(transition), progress)
     }
 
@@ -168,7 +168,7 @@ impl Client {
 
     /// Has its own allocator return what it has cached.
     pub fn trim(&mut self, timeout: Option<Duration>) -> Result<Trimmed, ClientError> {
-        let timeout_ms = timeout.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
+        let timeout_ms = timeout.map(milliseconds);
         answer!(self, Request::Trim { timeout_ms }, Reply::Trimmed(done) => done)
     }
 

@@ -3,10 +3,9 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::iter;
-use std::time::Duration;
 use vramctl_model::{
-    Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Policy, Progress, Registered, Registration, Report, Shortage,
-    Status, TransitionRequest, Trimmed, Verb,
+    Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registration, Report, Shortage, Status,
+    TransitionRequest, Trimmed, Verb,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
@@ -44,11 +43,11 @@ pub enum Request {
         most: Option<usize>,
     },
     /// Take memory away.
-    Pause(Transition),
+    Pause(TransitionRequest),
     /// What would this pause do?
-    Plan(Transition),
+    Plan(TransitionRequest),
     /// Give memory back.
-    Resume(Transition),
+    Resume(TransitionRequest),
     /// Which NCCL communicators are there, and how much memory could NCCL give back?
     Communicators,
     /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver, and answers only requests
@@ -72,7 +71,7 @@ pub enum Request {
     Prepare(Prepare),
     /// Replaces `prepare` for a process that pauses nothing of its own: at the `commit`, give up your open memory of your `partners` that
     /// the request selects, and open it again when they have resumed it. With the same descriptor.
-    SetAside(Transition),
+    SetAside(TransitionRequest),
     /// Renew the lease. Has no answer.
     Renew,
     /// Complete the prepared pause or resume.
@@ -133,84 +132,7 @@ pub struct Prepare {
     pub ranks: Vec<u32>,
     /// What to pause or resume.
     #[serde(flatten)]
-    pub transition: Transition,
-}
-
-/// What to pause or resume.
-#[allow(clippy::struct_excessive_bools)] // independent fields of a message
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Transition {
-    /// The tags; none means all.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub tags: Vec<String>,
-    /// Ignore tags that no allocation has: another process of the job has them.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub lenient: bool,
-    /// The GPUs, by their UUIDs; none means all.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub gpus: Vec<String>,
-    /// Pause only: the backup policy, overriding the allocations' own.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub backup: Option<Policy>,
-    /// Pause only: the policy for single tags, overriding `backup`. Null means the allocations' own policies.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub backups: BTreeMap<String, Option<Policy>>,
-    /// How long to wait, in milliseconds. A pause waits for the device's work (absent: without limit), a resume for memory
-    /// that others hold (absent: not at all).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub timeout_ms: Option<u64>,
-    /// Whether to send progress lines before the answer.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub progress: bool,
-    /// Pause only: discard a KV cache even if an engine's prefix cache still describes it. The client takes care of that.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub force: bool,
-    /// Pause only: what to do with memory that another process, a network card or NCCL has registered.
-    #[serde(default, skip_serializing_if = "Registered::is_default")]
-    pub registered: Registered,
-    /// Pause only: hold the program, so that it need not be idle. How long to wait for its calls and work in flight, in
-    /// milliseconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hold_ms: Option<u64>,
-    /// Pause only: map a small block of memory under the paused addresses, so that a stray access does not destroy the context.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub guard: bool,
-    /// Pause only: the processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open of
-    /// each other does not block the pause: each sets aside what the request selects until it is resumed.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub partners: Vec<u32>,
-    /// Pause with `hold` only: the communicators whose memory NCCL gives back once all else is paused, by their ids. All of their ranks
-    /// must be paused at once; NCCL's errors cannot be undone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub communicators: Vec<String>,
-    /// Pause only: the processes that set aside their open memory of this process (`set-aside`); they do not block the pause either.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub borrowers: Vec<u32>,
-    /// Resume only: the client tries again if memory is short. Then the process does not report it as out of memory yet.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub tries_again: bool,
-}
-
-impl From<Transition> for TransitionRequest {
-    fn from(transition: Transition) -> Self {
-        let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self {
-            tags: transition.tags,
-            lenient: transition.lenient,
-            gpus: transition.gpus,
-            backup: transition.backup,
-            backups: transition.backups,
-            timeout,
-            registered: transition.registered,
-            hold: transition.hold_ms.map(Duration::from_millis),
-            guard: transition.guard,
-            partners: transition.partners,
-            communicators: transition.communicators,
-            borrowers: transition.borrowers,
-            tries_again: transition.tries_again,
-            ..Self::default()
-        }
-    }
+    pub transition: TransitionRequest,
 }
 
 /// The server's answer: any number of [`Reply::Progress`] lines, then one of the others.
@@ -413,17 +335,15 @@ impl Request {
     /// The processes that it names.
     pub(crate) fn pids(&mut self) -> Vec<&mut u32> {
         match self {
-            Self::Pause(wanted) | Self::Plan(wanted) | Self::Resume(wanted) | Self::SetAside(wanted) => wanted.pids().collect(),
-            Self::Prepare(Prepare { ranks, transition, .. }) => ranks.iter_mut().chain(transition.pids()).collect(),
+            Self::Pause(wanted) | Self::Plan(wanted) | Self::Resume(wanted) | Self::SetAside(wanted) => pids_of(wanted).collect(),
+            Self::Prepare(Prepare { ranks, transition, .. }) => ranks.iter_mut().chain(pids_of(transition)).collect(),
             _ => Vec::new(),
         }
     }
 }
 
-impl Transition {
-    fn pids(&mut self) -> impl Iterator<Item = &mut u32> {
-        self.partners.iter_mut().chain(&mut self.borrowers)
-    }
+fn pids_of(request: &mut TransitionRequest) -> impl Iterator<Item = &mut u32> {
+    request.partners.iter_mut().chain(&mut request.borrowers)
 }
 
 impl Reply {
@@ -481,18 +401,23 @@ pub fn line(message: &impl Serialize) -> Vec<u8> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use vramctl_model::Failure;
+    use std::time::Duration;
+    use vramctl_model::{Failure, Policy};
 
     #[test]
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
-        let wanted =
-            Transition { tags: vec!["kv_cache".into()], backup: Some(Policy::Discard), timeout_ms: Some(5), ..Transition::default() };
+        let wanted = TransitionRequest {
+            tags: vec!["kv_cache".into()],
+            backup: Some(Policy::Discard),
+            timeout: Some(Duration::from_millis(5)),
+            ..TransitionRequest::default()
+        };
         assert_eq!(pause, Request::Pause(wanted));
         let pause = parse(br#"{"version":1,"request":"pause","backup":"discard","backups":{"weights":"host","lora":null}}"#).unwrap();
         let backups = [("weights".into(), Some(Policy::Host)), ("lora".into(), None)].into();
-        assert_eq!(pause, Request::Pause(Transition { backup: Some(Policy::Discard), backups, ..Transition::default() }));
-        assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
+        assert_eq!(pause, Request::Pause(TransitionRequest { backup: Some(Policy::Discard), backups, ..TransitionRequest::default() }));
+        assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(TransitionRequest::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });
     }
@@ -556,7 +481,7 @@ mod tests {
             progress: bool,
             force: bool,
         ) {
-            let request = Request::Pause(Transition { tags, timeout_ms: timeout, progress, force, ..Transition::default() });
+            let request = Request::Pause(TransitionRequest { tags, timeout: timeout.map(Duration::from_millis), progress, force, ..TransitionRequest::default() });
             prop_assert_eq!(parse(&request_line(request.clone())).unwrap(), request);
         }
     }

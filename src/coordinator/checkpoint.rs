@@ -29,11 +29,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::Directory;
-use vramctl_control::protocol::{self, Refusal, Transition};
+use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_model::{
-    CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState, Verb, code,
+    CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState, TransitionRequest, Verb,
+    code,
 };
 
 /// Processes that leave their GPUs and come back together.
@@ -199,7 +200,7 @@ impl Checkpoint {
     }
 
     /// Dry run: what a suspend would do to each process, and why it would fail.
-    pub fn forecast(&mut self, wanted: &Transition, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
+    pub fn forecast(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
         let (machine, pids) = (self.machine(), self.pids());
         let (loaded, cards) = (load(machine), cards_to_check(machine, observer));
         let forecast = |member: &mut Member| {
@@ -213,7 +214,7 @@ impl Checkpoint {
             }
             let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
             let mut answer =
-                member.ask(|client| client.plan(Transition { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
+                member.ask(|client| client.plan(TransitionRequest { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
             answer.plan.obstacles.extend(member.mig(&cards));
             let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
             let paused = Forecast::new(&member.process, answer, wanted.force);
@@ -238,7 +239,7 @@ impl Checkpoint {
     /// if that is wanted; returns what has come of them.
     pub fn pause(
         &mut self,
-        wanted: &Transition,
+        wanted: &TransitionRequest,
         chosen: &ChosenCommunicators,
         borrowers: Option<Vec<Borrower>>,
         patience: &mut Patience,
@@ -249,7 +250,7 @@ impl Checkpoint {
 
     /// Resumes the tags that were active, and the open memory of members without tags.
     pub fn resume(&mut self, observer: &dyn Observer) -> Result<(), CommandError> {
-        let (nothing, none) = (Transition::default(), ChosenCommunicators::default());
+        let (nothing, none) = (TransitionRequest::default(), ChosenCommunicators::default());
         self.transition(Verb::Resume, &nothing, &none, None, &mut Patience::new(Duration::ZERO), observer).map(drop)
     }
 
@@ -257,7 +258,7 @@ impl Checkpoint {
     fn transition(
         &mut self,
         verb: Verb,
-        wanted: &Transition,
+        wanted: &TransitionRequest,
         chosen: &ChosenCommunicators,
         borrowers: Option<Vec<Borrower>>,
         patience: &mut Patience,

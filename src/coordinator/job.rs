@@ -28,9 +28,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::decision::Decision;
-use vramctl_control::protocol::{Prepare, Refusal, Reply, Request, Transition};
+use vramctl_control::protocol::{Prepare, Refusal, Reply, Request};
 use vramctl_host::Unpoison;
-use vramctl_model::{Error, Kind, Report, Verb};
+use vramctl_model::{Error, Kind, Report, TransitionRequest, Verb};
 
 /// What a job is to do.
 pub struct Job<'a> {
@@ -39,7 +39,7 @@ pub struct Job<'a> {
     /// A pause or a resume.
     pub verb: Verb,
     /// The request, without tags: those differ by process.
-    pub wanted: Transition,
+    pub wanted: TransitionRequest,
     /// Its processes.
     pub ranks: Vec<Rank>,
     /// The borrowers, which are held as well, if that is wanted (`--shared`). They are looked for again if an attempt fails.
@@ -139,16 +139,16 @@ impl Job<'_> {
 
     /// It sets aside what the request selects of the others' memory.
     fn borrower(&self, Borrower { process, .. }: &Borrower) -> Rank {
-        let Transition { tags, lenient, .. } = &self.wanted;
+        let TransitionRequest { tags, lenient, .. } = &self.wanted;
         Rank { pid: process.pid, tags: tags.clone(), lenient: *lenient, communicators: Vec::new(), is_borrower: true }
     }
 
     fn hold(&self) -> Option<Duration> {
-        self.wanted.hold_ms.filter(|_| self.verb == Verb::Pause).map(Duration::from_millis)
+        self.wanted.hold.filter(|_| self.verb == Verb::Pause)
     }
 
     fn timeout(&self) -> Option<Duration> {
-        self.wanted.timeout_ms.map(Duration::from_millis)
+        self.wanted.timeout
     }
 
     /// Waits for its turn in the queue, if it needs one.
@@ -382,26 +382,26 @@ impl Attempt<'_> {
         let lease_ms = Some(LEASE.as_millis() as u64);
         let Rank { pid, tags, lenient, is_borrower, communicators } = &self.ranks[member];
         // Processes that are not held may be using memory of each other.
-        let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold_ms.is_some();
+        let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold.is_some();
         let others = |are_borrowers: bool| {
             let others = self.ranks.iter().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
             others.map(|rank| rank.pid).collect::<Vec<_>>()
         };
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
         let (tags, communicators) = (tags.clone(), communicators.clone());
-        let mut transition = Transition { tags, lenient: *lenient, partners, borrowers, communicators, ..self.job.wanted.clone() };
-        if transition.hold_ms.take().is_some() && self.job.verb == Verb::Pause {
+        let mut transition = TransitionRequest { tags, lenient: *lenient, partners, borrowers, communicators, ..self.job.wanted.clone() };
+        if transition.hold.take().is_some() && self.job.verb == Verb::Pause {
             let limit_ms = self.drain_within.as_millis() as u64;
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
             expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
             self.vote_when_all_are_drained()?;
             self.meet(Step::Drained, Some(client))?;
-            transition.timeout_ms = Some(limit_ms);
+            transition.timeout = Some(self.drain_within);
         } else if self.job.verb == Verb::Resume {
-            let left = transition.timeout_ms.map(|limit| Duration::from_millis(limit).saturating_sub(self.begun.elapsed()));
+            let left = transition.timeout.map(|limit| limit.saturating_sub(self.begun.elapsed()));
             transition.tries_again = !is_early && left.is_some_and(|left| !left.is_zero());
-            transition.timeout_ms = left.filter(|_| is_early).map(|left| left.as_millis() as u64);
+            transition.timeout = left.filter(|_| is_early);
         }
         let ranks = self.ranks.iter().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
         let prepare = if *is_borrower {

@@ -33,8 +33,3 @@ pub use outcome::Outcome;
 pub use plan::Plan;
 pub use relocate::Move;
 pub use suspend::Suspend;
-
-/// A duration as requests have it.
-pub fn milliseconds(duration: std::time::Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}

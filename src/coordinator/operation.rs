@@ -6,8 +6,7 @@ use crate::machine::Machine;
 use crate::processes::Target;
 use crate::retry::Deadline;
 use std::time::Duration;
-use vramctl_control::protocol::Transition;
-use vramctl_model::{Error, Policy, Registered, Verb};
+use vramctl_model::{Error, Policy, Registered, TransitionRequest, Verb};
 
 /// How long the program's GPU work in flight may take once it is held, if the caller gives no limit.
 pub const HOLD_WITHIN: Duration = Duration::from_secs(10);
@@ -102,14 +101,14 @@ impl Hold {
 
 impl PauseOptions {
     /// As a request to a process.
-    pub fn request(&self, deadline: &Deadline) -> Transition {
-        Transition {
+    pub fn request(&self, deadline: &Deadline) -> TransitionRequest {
+        TransitionRequest {
             backup: self.backup,
             registered: self.registered,
             guard: self.guard,
             force: self.force,
-            hold_ms: self.hold.limit(deadline).map(crate::milliseconds),
-            ..Transition::default()
+            hold: self.hold.limit(deadline),
+            ..TransitionRequest::default()
         }
     }
 

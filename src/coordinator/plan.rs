@@ -6,7 +6,6 @@ use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank};
-use crate::milliseconds;
 use crate::nccl::ChosenCommunicators;
 use crate::operation::{Operation, Scope};
 use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
@@ -18,9 +17,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_control::protocol::{self, Refusal, Transition};
+use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver as driver;
-use vramctl_model::{Error, Kind, Report, TagState, TagStatus, Verb};
+use vramctl_model::{Error, Kind, Report, TagState, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -31,7 +30,7 @@ pub struct Plan {
     /// Who is asked as one.
     groups: Vec<Group<Borrower>>,
     /// The same for each process: it applies to their own memory and to open memory of each other.
-    request: Transition,
+    request: TransitionRequest,
     communicators: ChosenCommunicators,
     /// Whether whole jobs are selected, not only some of their processes or memory.
     is_whole: bool,
@@ -109,8 +108,8 @@ impl Plan {
         // It has been checked that each tag is known to one of them.
         let lenient = !tags.is_empty();
         let progress = observer.follows_progress();
-        let own = if verb == Verb::Pause { operation.pause.request(&operation.deadline) } else { Transition::default() };
-        let request = Transition { tags, lenient, gpus, progress, ..own };
+        let own = if verb == Verb::Pause { operation.pause.request(&operation.deadline) } else { TransitionRequest::default() };
+        let request = TransitionRequest { tags, lenient, gpus, progress, ..own };
         let mut plan = Self {
             operation,
             found,
@@ -129,7 +128,7 @@ impl Plan {
             Verb::Pause => without_borrowers(plan.jobs()),
             Verb::Resume => plan.joining_those_that_wait(plan.jobs()),
         };
-        if plan.request.hold_ms.is_some() {
+        if plan.request.hold.is_some() {
             plan.operation.pause.check_not_held(plan.held())?;
         }
         if plan.operation.pause.nccl {
@@ -149,7 +148,7 @@ impl Plan {
             !member.meant.is_empty() || (self.operation.verb == Verb::Resume && member.process.is_held())
         };
         // A process with none of the tags may have memory of the others open: it is held and resumed with them.
-        let all_take_part = self.request.tags.is_empty() || self.operation.verb == Verb::Resume || self.request.hold_ms.is_some();
+        let all_take_part = self.request.tags.is_empty() || self.operation.verb == Verb::Resume || self.request.hold.is_some();
         let part = |mut places: Vec<usize>| {
             let any = places.iter().any(is_asked);
             places.retain(|place| any && (all_take_part || is_asked(place)));
@@ -223,7 +222,7 @@ impl Plan {
         }
         let may_lose = !losing.is_empty();
         // The requests of a held engine lose nothing if all contents are kept.
-        if !engines.any() || (!may_lose && self.request.hold_ms.is_some()) {
+        if !engines.any() || (!may_lose && self.request.hold.is_some()) {
             return Ok(Consent { engines: None, may_lose });
         }
         let engines = engines.find(&losing)?;
@@ -253,10 +252,10 @@ impl Plan {
     fn ask_plan(&self, member: &Member) -> Result<protocol::DryRun, CommandError> {
         let has_it = |group: &&Group<_>| group.members.iter().any(|place| self.members[*place].process.pid == member.process.pid);
         // Processes that are not held keep their open memory.
-        let group = self.groups.iter().find(has_it).filter(|_| self.request.hold_ms.is_some());
+        let group = self.groups.iter().find(has_it).filter(|_| self.request.hold.is_some());
         let partners = group.map_or_else(Vec::new, |group| self.pids(&group.members));
         let borrowers = group.map_or_else(Vec::new, |group| group.borrowers.iter().map(|borrower| borrower.process.pid).collect());
-        let request = Transition { partners, borrowers, ..self.request.clone() };
+        let request = TransitionRequest { partners, borrowers, ..self.request.clone() };
         Ok(self.found.connect(member.process.pid)?.plan(request)?)
     }
 
@@ -282,13 +281,9 @@ impl Plan {
         let members = || group.members.iter().map(|place| &self.members[*place]);
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = members().map(|member| member.process.job()).collect();
-        let hold_ms = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause).map(milliseconds);
-        let wanted = Transition {
-            hold_ms,
-            timeout_ms: deadline.left().map(milliseconds),
-            force: self.request.force || consent.may_lose,
-            ..self.request.clone()
-        };
+        let hold = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause);
+        let wanted =
+            TransitionRequest { hold, timeout: deadline.left(), force: self.request.force || consent.may_lose, ..self.request.clone() };
         let rank = |member: &Member| Rank {
             pid: member.process.pid,
             tags: wanted.tags.clone(),
@@ -438,7 +433,7 @@ impl Plan {
         self.members.iter().map(|member| &member.process).find(|process| process.pid == pid)
     }
 
-    pub(crate) fn request(&self) -> &Transition {
+    pub(crate) fn request(&self) -> &TransitionRequest {
         &self.request
     }
 }

@@ -12,15 +12,14 @@ use crate::processes::{Found, Target};
 use crate::retry::{Deadline, Patience};
 use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
-use vramctl_control::protocol::Transition;
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::GpuMap;
+use vramctl_model::TransitionRequest;
 
 /// What a move will do.
 pub struct Move {
     checkpoint: Checkpoint,
-    request: Transition,
+    request: TransitionRequest,
     cards: Vec<Card>,
     /// All GPUs, each with the one that its memory goes to.
     map: GpuMap,
@@ -74,7 +73,7 @@ impl Move {
     /// Suspends, restores elsewhere, resumes. If the driver refuses that, the jobs come back where they were.
     pub fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
         let (none, at_once) = (ChosenCommunicators::default(), Deadline::new(None));
-        let mut patience = Patience::new(self.request.hold_ms.map(Duration::from_millis).unwrap_or_default());
+        let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let Self { checkpoint, request, map, .. } = &mut self;
         checkpoint.pause(request, &none, None, &mut patience, observer)?;
         let moved = checkpoint.take(&mut patience, observer).and_then(|()| {
@@ -249,7 +248,7 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
 }
 
 /// Fails if one of them could not be paused, checkpointed and restored.
-fn check_able(checkpoint: &mut Checkpoint, request: &Transition, observer: &dyn Observer) -> Result<(), CommandError> {
+fn check_able(checkpoint: &mut Checkpoint, request: &TransitionRequest, observer: &dyn Observer) -> Result<(), CommandError> {
     let forecast = checkpoint.forecast(request, observer)?;
     let refusal = forecast.into_iter().find_map(|one| Some((one.process, one.failure?)));
     refusal.map_or(Ok(()), |(process, failure)| Err(failure.adding(&format!(" ({process}). Nothing has changed"))))

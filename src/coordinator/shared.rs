@@ -4,8 +4,7 @@ use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_control::client::ClientError;
-use vramctl_control::protocol::Transition;
-use vramctl_model::{Bytes, Registered, Report};
+use vramctl_model::{Bytes, Registered, Report, TransitionRequest};
 
 /// Processes that are paused or resumed as one.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -56,11 +55,11 @@ fn related(groups: &[Group<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<
 
 /// What others have open of the memory that a pause of these processes selects. Empty if a process does not answer: then the pause itself
 /// reports why.
-pub fn lent_by(found: &Found, pids: &[u32], wanted: &Transition) -> OpenBy {
+pub fn lent_by(found: &Found, pids: &[u32], wanted: &TransitionRequest) -> OpenBy {
     let mut lent = OpenBy::new();
     for pid in pids {
         // Ignore registered memory here.
-        let request = Transition { partners: pids.to_vec(), registered: Registered::Take, ..wanted.clone() };
+        let request = TransitionRequest { partners: pids.to_vec(), registered: Registered::Take, ..wanted.clone() };
         let asked = found.connect(*pid).and_then(|mut client| client.plan(request));
         if let Err(ClientError::Refused(refusal)) = asked {
             for open in refusal.lent.iter().flatten() {

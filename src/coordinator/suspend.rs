@@ -11,15 +11,13 @@ use crate::processes::{Found, Process, Target};
 use crate::retry::Patience;
 use crate::shared::{self, Borrower};
 use std::thread;
-use std::time::Duration;
-use vramctl_control::protocol::Transition;
-use vramctl_model::{Bytes, Kind, Report, TagState};
+use vramctl_model::{Bytes, Kind, Report, TagState, TransitionRequest};
 
 /// What a suspend will do.
 pub struct Suspend {
     target: Target,
     checkpoint: Checkpoint,
-    request: Transition,
+    request: TransitionRequest,
     communicators: ChosenCommunicators,
     /// Those to hold as well, if that is wanted.
     borrowers: Option<Vec<Borrower>>,
@@ -50,7 +48,8 @@ impl Suspend {
     pub fn forecast(&mut self, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
         self.communicators.note_what_is_left(observer);
         let borrowers = self.borrowers.iter().flatten();
-        let request = Transition { borrowers: borrowers.clone().map(|borrower| borrower.process.pid).collect(), ..self.request.clone() };
+        let request =
+            TransitionRequest { borrowers: borrowers.clone().map(|borrower| borrower.process.pid).collect(), ..self.request.clone() };
         let own = self.checkpoint.forecast(&request, observer).map_err(|failure| self.advise(failure))?;
         let own = own.into_iter().map(|one| one.with_communicators(&self.communicators));
         Ok(own.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect())
@@ -61,7 +60,7 @@ impl Suspend {
         // Loading the driver takes a while, so it happens during the pause.
         let machine = self.checkpoint.found.machine();
         let loading = thread::spawn(move || checkpoint::load(machine));
-        let mut patience = Patience::new(self.request.hold_ms.map(Duration::from_millis).unwrap_or_default());
+        let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let borrowers = self.borrowers.take();
         let paused = self.checkpoint.pause(&self.request, &self.communicators, borrowers, &mut patience, observer);
         let held = paused.map_err(|failure| self.advise(failure))?;

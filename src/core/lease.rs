@@ -12,7 +12,7 @@ use std::os::fd::AsFd;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
-use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
+use vramctl_control::protocol::{self, Prepare, Reply, Request};
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Kind, Observer, Progress, Report, Stage, TransitionRequest, Verb};
 
@@ -26,7 +26,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const TELL_EVERY: Duration = Duration::from_millis(50);
 
 /// Pauses or resumes at once.
-pub fn at_once(of: Verb, wanted: Transition, connection: &Connection) -> Result<Report, Error> {
+pub fn at_once(of: Verb, wanted: TransitionRequest, connection: &Connection) -> Result<Report, Error> {
     let mut asker = Asker::of(connection, wanted.progress, None);
     carry_out(of, wanted, None, &mut asker)
 }
@@ -65,15 +65,15 @@ pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) 
     Grant::take(wanted.lease_ms, connection, lines)?.prepare(wanted, None)
 }
 
-fn carry_out(of: Verb, wanted: Transition, held: Option<Holding<'_>>, observer: &mut dyn Observer) -> Result<Report, Error> {
+fn carry_out(of: Verb, wanted: TransitionRequest, held: Option<Holding<'_>>, observer: &mut dyn Observer) -> Result<Report, Error> {
     let engine = if wanted.force { None } else { engine::name() };
     match (of, held) {
-        (Verb::Pause, None) => Memory::get().pause(&TransitionRequest { engine, ..wanted.into() }, observer),
-        (Verb::Pause, Some(held)) => held.pause(&TransitionRequest { engine, ..wanted.into() }, observer),
+        (Verb::Pause, None) => Memory::get().pause(&TransitionRequest { engine, ..wanted }, observer),
+        (Verb::Pause, Some(held)) => held.pause(&TransitionRequest { engine, ..wanted }, observer),
         (Verb::Resume, _) if wanted.backup.is_some() || !wanted.backups.is_empty() => {
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
-        (Verb::Resume, _) => Memory::get().resume(&wanted.into(), observer),
+        (Verb::Resume, _) => Memory::get().resume(&wanted, observer),
     }
 }
 
@@ -130,8 +130,8 @@ impl<'a, 'b> Grant<'a, 'b> {
         done
     }
 
-    fn set_aside(self, wanted: Transition, holding: Holding<'_>) -> Result<Report, Error> {
-        let request = TransitionRequest { is_borrower: true, ..wanted.into() };
+    fn set_aside(self, wanted: TransitionRequest, holding: Holding<'_>) -> Result<Report, Error> {
+        let request = TransitionRequest { is_borrower: true, ..wanted };
         self.complete(false, |asker| holding.pause(&request, asker))
     }
 

@@ -226,7 +226,7 @@ fn may_wait(request: &Request) -> bool {
 fn holds(request: &Request) -> bool {
     match request {
         Request::Hold { .. } => true,
-        Request::Pause(wanted) | Request::Prepare(Prepare { transition: wanted, .. }) => wanted.hold_ms.is_some(),
+        Request::Pause(wanted) | Request::Prepare(Prepare { transition: wanted, .. }) => wanted.hold.is_some(),
         _ => false,
     }
 }
@@ -252,7 +252,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
         Request::Events { .. } | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => {
-            let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), ..wanted.into() })?;
+            let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), ..wanted })?;
             Ok(Reply::Plan(DryRun { plan, refused: admitted.err().map(|error| Box::new(Refusal::from(&error))) }))
         }
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),

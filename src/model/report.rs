@@ -1,61 +1,10 @@
-//! A pause or resume: request, progress and report.
+//! A pause or resume: progress and report.
 
 use crate::status::is_zero;
-use crate::{Borrowed, Bytes, Communicator, Error, Policy, Registered, Span, TagState};
+use crate::{Borrowed, Bytes, Communicator, Error, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Duration;
-
-/// What to pause or resume, and how.
-#[derive(Debug, Clone, Default)]
-#[allow(clippy::struct_excessive_bools)] // independent fields of a request
-pub struct TransitionRequest {
-    /// The tags; empty means all.
-    pub tags: Vec<String>,
-    /// Ignore tags that no allocation has, instead of failing.
-    pub lenient: bool,
-    /// The UUIDs of the GPUs; empty means all.
-    pub gpus: Vec<String>,
-    /// Overrides the allocations' own policies. Pause only.
-    pub backup: Option<Policy>,
-    /// Overrides `backup` for single tags; `None` means the allocations' own policies.
-    pub backups: BTreeMap<String, Option<Policy>>,
-    /// How long to wait: a pause for the device's work, a resume for memory held by others. With `None`, a pause waits
-    /// without limit and a resume does not wait.
-    pub timeout: Option<Duration>,
-    /// Device memory whose contents need not be kept, whatever the policy. Pause only.
-    pub unused: Vec<Span>,
-    /// The inference engine whose KV cache must not be discarded because its prefix cache describes it. Pause only.
-    pub engine: Option<String>,
-    /// What to do with registered memory. Pause only.
-    pub registered: Registered,
-    /// Holds the program: its calls that start device work wait until everything is resumed. How long to wait for calls and work
-    /// in flight. Pause only.
-    pub hold: Option<Duration>,
-    /// Maps a small block of memory under the paused addresses, so that a stray access does not hit an illegal address. Best effort. Pause
-    /// only.
-    pub guard: bool,
-    /// The processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open of each other does
-    /// not block the pause: each sets aside what the request selects until it is resumed.
-    pub partners: Vec<u32>,
-    /// The communicators whose memory NCCL is to give back once all else is paused, by their ids. Needs `hold`: nobody may use them.
-    /// Pause only.
-    pub communicators: Vec<String>,
-    /// The processes that set aside their open memory of this process while it is paused, and pause none of their own.
-    pub borrowers: Vec<u32>,
-    /// This process is a borrower: it sets aside memory that its partners pause, and pauses nothing of its own.
-    pub is_borrower: bool,
-    /// Resume only: whoever asks tries again if memory is short, so that is not reported yet.
-    pub tries_again: bool,
-}
-
-impl TransitionRequest {
-    /// Whether another process takes part in the pause and sets aside its open memory of this process.
-    pub fn has_along(&self, pid: u32) -> bool {
-        self.partners.contains(&pid) || self.borrowers.contains(&pid)
-    }
-}
 
 /// The two transitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -1,6 +1,12 @@
-//! Human-readable sizes.
+//! Sizes for people, and times as they go over the socket.
 
 use std::fmt;
+use std::time::Duration;
+
+/// Whole milliseconds.
+pub fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
 
 /// Parses `4096`, `64K`, `1M`, `1MB`, `1MiB`, `1 MiB` or `2G` into bytes. All units are powers of 1024, as in [`Bytes`].
 pub fn parse_bytes(text: &str) -> Option<usize> {

@@ -452,7 +452,7 @@ impl Rank {
                 }
                 Request::Prepare(Prepare { of: Verb::Resume, ranks, transition, .. }) => {
                     self.remember(ranks);
-                    let deadline = Instant::now() + Duration::from_millis(transition.timeout_ms.unwrap_or(0));
+                    let deadline = Instant::now() + transition.timeout.unwrap_or_default();
                     let is_there = || self.slot.paused.load(SeqCst) == 0 || self.take(took);
                     while !is_there() {
                         if is_aborted() {
