@@ -56,7 +56,7 @@ impl Memory {
                 return Err(Error::Leased);
             }
             // The driver would have to save and restore the guards, and a held program needs none.
-            let guarded = self.unguard(&self.snapshot(), CALLS)?;
+            let unguarded = self.unguard(&self.snapshot(), CALLS)?;
             let gpus = driver::uses();
             // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
@@ -65,14 +65,13 @@ impl Memory {
             set_aside(Some(Aside { status, without_obstacles }));
             if !nobody_asks(CALLS) || !exit::rest(CALLS) {
                 set_aside(None);
-                self.guard(&guarded);
                 return Err(Error::Busy(CALLS));
             }
             if is_gone() {
                 self.awake();
-                self.guard(&guarded);
                 return Err(Error::Aborted("the client has hung up".into()));
             }
+            unguarded.for_good();
             Ok(gpus)
         })
     }

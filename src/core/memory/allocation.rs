@@ -322,15 +322,6 @@ impl Allocation {
         Ok(memory)
     }
 
-    /// Maps a block in place of its memory, not accessible yet.
-    pub fn guard_with(&self, block: &Arc<Physical>) -> Result<(), Failure> {
-        let mut contents = self.contents();
-        let mut guard = Physical::repeated(block, self.bytes)?;
-        contents.mappings.iter().try_for_each(|mapping| guard.map(&mapping.place))?;
-        contents.guard = Some(guard);
-        Ok(())
-    }
-
     /// Makes sure that there are addresses at which its device can read and write it: the program may not have mapped it, or only
     /// read-only. If it has physical memory now, that is mapped there, not accessible until opened. Returns whether it has.
     pub fn make_reachable(&self) -> Result<bool, Failure> {

@@ -1,6 +1,9 @@
 //! A guard: one block of memory per device, mapped repeatedly under paused addresses. A stray access hits this memory instead of an illegal
 //! address, which would destroy the context.
 //!
+//! It is for pauses that do not hold the program, as through an inference engine's own API; in a held program nothing can go astray. A pause
+//! maps guards after the release ([`Memory::guard`]), a resume removes them before the mapping ([`Memory::unguard`]).
+//!
 //! Best effort: without memory for the block, the paused addresses stay unmapped. All guarded memory of a device shares the block, so a
 //! write at one address shows at others. Writes are detected when a guard is removed; reads are not detected.
 
@@ -11,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vramctl_driver::{self as driver, Access, Account, Addresses, CUdevice, Context, Direction, Lane, Physical, Place, RelaxedCapture};
-use vramctl_model::{Bytes, Error, Failure, Span};
+use vramctl_model::{Bytes, Error, Failure, Observer, Span};
 
 /// The block's largest piece. The others, each half as long down to the granularity, are for the ends of allocations. Debug builds
 /// use a smaller one, to match the small devices in tests.
@@ -21,8 +24,8 @@ const LARGEST: usize = if cfg!(debug_assertions) { 8 << 20 } else { 32 << 20 };
 const UNTOUCHED: u32 = 1;
 
 impl Memory {
-    /// Maps guards under paused memory: on each device, under all of it or none. Returns the guarded bytes. Under the exclusive transition
-    /// lock.
+    /// After the release: maps guards under paused memory, on each device under all of it or none. Returns the guarded bytes. Under the
+    /// exclusive transition lock.
     pub(crate) fn guard(&self, paused: &[Arc<Allocation>]) -> u64 {
         let _relaxed = RelaxedCapture::enter();
         let mut guarded = 0;
@@ -43,16 +46,27 @@ impl Memory {
     fn guard_on(&self, device: CUdevice, paused: &[&Arc<Allocation>]) -> Result<(), Failure> {
         let Some(first) = paused.first() else { return Ok(()) };
         let block = block_of(&self.snapshot(), device).map_or_else(|| make_block(device, first.context()), Ok)?;
-        paused.iter().try_for_each(|allocation| allocation.guard_with(&block))?;
+        paused.iter().try_for_each(|allocation| put_under(allocation, &block))?;
         self.open(paused.iter().map(|allocation| &***allocation))
     }
 
-    /// Removes the guards under paused memory, once the device's work, which may use them, has ended. Returns the memory that was guarded;
-    /// on error, all of it still is. Under the exclusive transition lock.
-    pub(crate) fn unguard(&self, paused: &[Arc<Allocation>], limit: Duration) -> Result<Vec<Arc<Allocation>>, Error> {
+    /// Waits for most of the work that may use guards. Without the transition lock, so that the program can allocate and free meanwhile.
+    pub(crate) fn wait_for_guarded(&self, paused: &[Arc<Allocation>], limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
         let guarded = guarded(paused);
         if guarded.is_empty() {
-            return Ok(guarded);
+            return Ok(());
+        }
+        let contexts = self.contexts_that_use(guarded.iter().map(|allocation| &**allocation));
+        drain::wait_at_most(contexts, limit, &mut || observer.is_wanted())
+    }
+
+    /// Before the mapping: removes the guards under paused memory, once the device's work, which may use them, has ended. On error, all of it
+    /// is still guarded. Under the exclusive transition lock.
+    pub(crate) fn unguard(&self, paused: &[Arc<Allocation>], limit: Duration) -> Result<Unguarded<'_>, Error> {
+        let unguarded = |allocations| Unguarded { memory: self, allocations };
+        let guarded = guarded(paused);
+        if guarded.is_empty() {
+            return Ok(unguarded(guarded));
         }
         let _relaxed = RelaxedCapture::enter();
         drain::wait_at_most(self.contexts_that_use(guarded.iter().map(|allocation| &**allocation)), limit, &mut || true)?;
@@ -73,7 +87,7 @@ impl Memory {
         for (context, block) in blocks.into_values() {
             self.look_at(context, &block);
         }
-        Ok(guarded)
+        Ok(unguarded(guarded))
     }
 
     /// Counts what was written to a block, and restores its fill value if it is still in use.
@@ -96,13 +110,48 @@ impl Memory {
     }
 }
 
+/// Memory whose guards are removed. They are mapped again when this is dropped, unless they are removed [for good](Self::for_good).
+pub(crate) struct Unguarded<'a> {
+    memory: &'a Memory,
+    allocations: Vec<Arc<Allocation>>,
+}
+
+impl Unguarded<'_> {
+    /// Whether there were no guards.
+    pub fn is_empty(&self) -> bool {
+        self.allocations.is_empty()
+    }
+
+    /// The memory needs no guards any more.
+    pub fn for_good(mut self) {
+        self.allocations.clear();
+    }
+}
+
+impl Drop for Unguarded<'_> {
+    fn drop(&mut self) {
+        if !self.is_empty() {
+            self.memory.guard(&self.allocations);
+        }
+    }
+}
+
+/// Maps a block in place of an allocation's memory, not accessible yet.
+fn put_under(allocation: &Allocation, block: &Arc<Physical>) -> Result<(), Failure> {
+    let mut contents = allocation.contents();
+    let mut guard = Physical::repeated(block, allocation.bytes())?;
+    contents.mappings.iter().try_for_each(|mapping| guard.map(&mapping.place))?;
+    contents.guard = Some(guard);
+    Ok(())
+}
+
 /// Those that have a guard.
-pub(crate) fn guarded(allocations: &[Arc<Allocation>]) -> Vec<Arc<Allocation>> {
+fn guarded(allocations: &[Arc<Allocation>]) -> Vec<Arc<Allocation>> {
     allocations.iter().filter(|allocation| allocation.contents().guard.is_some()).map(Arc::clone).collect()
 }
 
 /// Device memory that guards take on a device.
-pub(crate) fn bytes(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
+fn bytes(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
     block_of(allocations, device).map_or(0, |block| block.bytes() as u64)
 }
 

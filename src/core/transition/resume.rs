@@ -4,8 +4,8 @@ use super::choose::Chosen;
 use super::pause::WAIT_LOCKED;
 use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
 use crate::events::{self, Cause, Event, FailedRequest};
+use crate::gate;
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
-use crate::{drain, gate};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -48,7 +48,9 @@ impl Memory {
         // Set if the program always has work in flight: then no more of it starts until the guards are gone.
         let mut closed = None;
         loop {
-            self.wait_for_guarded(request, started, observer)?;
+            check_awake()?;
+            let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
+            self.wait_for_guarded(&self.choose(request)?.paused, left, observer).map_err(busy_since(started))?;
             let attempt = self.try_resume(request, started, observer);
             let limit = match &attempt {
                 Err(Error::DeviceMemory(_)) => request.timeout.unwrap_or_default(),
@@ -70,18 +72,6 @@ impl Memory {
             // Without the lock, so that the program can free memory.
             thread::sleep(left.min(LOOK_AGAIN));
         }
-    }
-
-    /// Waits for most of the work that may use guards before taking the lock, so that the program can allocate and free meanwhile.
-    fn wait_for_guarded(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
-        check_awake()?;
-        let guarded = guard::guarded(&self.choose(request)?.paused);
-        if guarded.is_empty() {
-            return Ok(());
-        }
-        let contexts = self.contexts_that_use(guarded.iter().map(|allocation| &**allocation));
-        let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
-        drain::wait_at_most(contexts, left, &mut || observer.is_wanted()).map_err(busy_since(started))
     }
 
     fn try_resume(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
@@ -107,15 +97,16 @@ impl Memory {
         };
         events::publish(Event::Stage(Stage::Wait, started.elapsed()));
         let unguarding = Instant::now();
-        let guarded = self.unguard(&paused, WAIT_LOCKED)?;
-        if !guarded.is_empty() {
+        let unguarded = self.unguard(&paused, WAIT_LOCKED)?;
+        if !unguarded.is_empty() {
             clock.add(Stage::Guard, unguarding.elapsed());
         }
         // Without the vote, the new memory is released; the backups are untouched.
         let brought = self
             .bring_back(&paused, &needed, &nearly_idle(&all), &mut clock, &mut progress)
             .and_then(|memories| observer.vote().map(|()| memories));
-        let memories = brought.inspect_err(|_| _ = self.guard(&guarded))?;
+        let memories = brought?;
+        unguarded.for_good();
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         report.guard_bytes = guard::all_bytes(&all);
