@@ -45,7 +45,7 @@ pub unsafe fn open(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
 /// Populates open addresses by writing to each page, because page faults of several threads run in parallel. `madvise` would
 /// hold the address-space lock throughout, and the driver, which changes the address space to register memory, would wait
 /// for all of it: 24 GiB populated, registered and copied in 16 threads take 34 and 35 GB/s this way, 26 and 11 with `madvise` (H200;
-/// with pages of 4 KiB 10 and 8). `taken` receives the bytes added since its last call.
+/// with pages of 4 KiB 20 and 8). `taken` receives the bytes added since its last call.
 ///
 /// # Safety
 /// The range lies in the arena and is not in use.

@@ -6,8 +6,8 @@ use std::time::Instant;
 use vramctl_driver::Pinned;
 
 /// The unit in which host memory is populated, registered and released, in bytes. On an H200 with 16 cores, populating,
-/// registering and copying together are fastest with 64 MiB and 16 threads (34 GB/s; 36 in 12 threads and 34 in 32; copies below 16 MiB are
-/// too short). Whether what is pinned is a piece or all of it makes no difference to a copy. Smaller in debug builds, because the tests populate thousands of them.
+/// registering and copying together are fastest with 64 MiB and 12 to 32 threads (34 to 36 GB/s). Memory registered in larger pieces, or
+/// all at once, is copied no faster. Smaller in debug builds, because the tests populate thousands of them.
 pub const HOST_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 64 << 20 };
 
 /// The pieces that `bytes` at `offset` touch.

@@ -262,7 +262,7 @@ impl Drop for Addresses {
 
 /// The largest physical allocation requested in one call. Right after a large release the driver must clear the memory first,
 /// and one request of 100 GiB then takes 290 ms, pieces of 8 GiB 120 to 165 (H200, driver 580). Smaller pieces cost more later: 4000 of
-/// 2 MiB take 168 to 212 ms to map, six for the same addresses 0.8. Debug builds use a smaller size, to match the small devices in tests.
+/// 2 MiB take 168 to 212 ms to create and map, six for the same addresses 0.8. Debug builds use a smaller size, to match the small devices in tests.
 pub const PHYSICAL_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
 
 /// An address range at which to map physical memory.
