@@ -376,7 +376,7 @@ impl State {
             late_bytes: 0,
             refusals: Vec::new(),
             passing_by: Vec::new(),
-            left_alone: Vec::new(),
+            unmanaged: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),
             totals: std::collections::BTreeMap::new(),
@@ -819,9 +819,9 @@ fn status_shows_missing_memory_and_its_owner() {
     drop(engine);
 
     status.memory.late_bytes = GIB / 8;
-    status.memory.left_alone =
-        vec![vramctl_model::LeftAlone { owner: "libnccl.so.2".into(), bytes: GIB / 4, gpus: [(GPU.into(), GIB / 4)].into() }];
-    let cycle = |mib: u64| Cycle { left_alone: [("libnccl.so.2".into(), mib << 20)].into(), ..Cycle::default() };
+    status.memory.unmanaged =
+        vec![vramctl_model::Unmanaged { owner: "libnccl.so.2".into(), bytes: GIB / 4, gpus: [(GPU.into(), GIB / 4)].into() }];
+    let cycle = |mib: u64| Cycle { unmanaged: [("libnccl.so.2".into(), mib << 20)].into(), ..Cycle::default() };
     status.memory.cycles = vec![Cycle::default(), cycle(56), cycle(156), cycle(256)];
     status.memory.growing = Cycle::growing(&status.memory.cycles);
     status.memory.host.ready_bytes = 4 * GIB;

@@ -46,7 +46,7 @@ fn a_leaking_owner_is_named_after_three_cycles() {
         pause(&["second"]).unwrap();
         pause(&["second"]).unwrap();
         let last = cycles().pop().unwrap();
-        assert_eq!((cycles().len(), last.left_alone[&this]), ((before + number as usize).min(8), number * LEAK as u64));
+        assert_eq!((cycles().len(), last.unmanaged[&this]), ((before + number as usize).min(8), number * LEAK as u64));
         assert_eq!(last.tags, [("first".to_owned(), 4 << 20), ("second".to_owned(), 2 << 20)].into());
         let wanted = Growth { owner: this.clone(), bytes_per_cycle: LEAK as u64, cycles: number };
         assert_eq!(growing(), if number < 3 { Vec::new() } else { vec![wanted] }, "cycle {number}");

@@ -1714,7 +1714,7 @@ fn a_suspend_that_waits_delays_no_answer() {
     let in_driver = exit::as_worker(exit::enter_driver).unwrap();
     thread::scope(|scope| {
         let suspended = scope.spawn(|| Memory::get().suspend(|| false).map(drop).map_err(|error| error.kind()));
-        common::eventually("it waits", exit::is_resting);
+        common::eventually("it waits", exit::is_quiesced);
         let begun = Instant::now();
         let status = Memory::get().status();
         let took = begun.elapsed();

@@ -172,7 +172,7 @@ pub struct Config {
     /// `VRAMCTL_TAG`.
     pub tag: Option<Arc<str>>,
     /// The policy of allocations outside regions whose tag `VRAMCTL_BACKUP` does not mention, from the `TMS_INIT_` variables.
-    pub ground_backup: Option<Policy>,
+    pub thread_default_backup: Option<Policy>,
     /// `TMS_INIT_CPU_BACKUP_BACKEND`.
     pub cpu_backup_backend: CpuBackupBackend,
     /// `VRAMCTL_BACKUP`, in the order given.
@@ -270,7 +270,7 @@ impl Config {
         let name = variables.set("VRAMCTL_NAME");
         Self {
             tag: variables.tag().or_else(|| manages_all.then(|| DEFAULT_TAG.into())),
-            ground_backup: variables.ground_backup().or_else(|| manages_all.then_some(Policy::Discard)),
+            thread_default_backup: variables.thread_default_backup().or_else(|| manages_all.then_some(Policy::Discard)),
             cpu_backup_backend: variables
                 .one_of("TMS_INIT_CPU_BACKUP_BACKEND", [("pinned", CpuBackupBackend::Pinned), ("mmap", CpuBackupBackend::Mmap)]),
             backup: variables.backup(),
@@ -375,7 +375,7 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
     }
 
     /// As the `TMS_INIT_` variables say.
-    fn ground_backup(&mut self) -> Option<Policy> {
+    fn thread_default_backup(&mut self) -> Option<Policy> {
         match (self.switch("TMS_INIT_ENABLE_CPU_BACKUP"), self.switch("TMS_INIT_ENABLE_DISK_BACKUP")) {
             (Some(true), Some(true)) => {
                 let both = "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both 1; keeping contents on disk";
@@ -513,7 +513,7 @@ mod tests {
     #[test]
     fn the_variables_of_torch_memory_saver_are_fallbacks() {
         let all = config(&[("TMS_INIT_ENABLE", "1"), ("TMS_RETAIN_CPU_BACKUP", "TRUE"), ("TMS_INIT_CPU_BACKUP_BACKEND", "mmap")]);
-        assert_eq!((all.tag.as_deref(), all.ground_backup), (Some("default"), Some(Policy::Discard)));
+        assert_eq!((all.tag.as_deref(), all.thread_default_backup), (Some("default"), Some(Policy::Discard)));
         assert!(all.retains("anything") && all.complaints.is_empty(), "{:?}", all.complaints);
         assert_eq!(all.cpu_backup_backend.name(), c"mmap");
 
@@ -524,13 +524,13 @@ mod tests {
             ("VRAMCTL_TAG", "mine"),
             ("VRAMCTL_RETAIN", "weights"),
         ]);
-        assert_eq!((ours.tag.as_deref(), ours.ground_backup), (Some("mine"), Some(Policy::Host)));
+        assert_eq!((ours.tag.as_deref(), ours.thread_default_backup), (Some("mine"), Some(Policy::Host)));
         assert!(ours.retains("weights") && !ours.retains("mine"));
 
         let off = config(&[("TMS_INIT_ENABLE", "0"), ("TMS_INIT_ENABLE_CPU_BACKUP", "no"), ("TMS_RETAIN_CPU_BACKUP", "false")]);
-        assert_eq!((off.tag, off.ground_backup, off.retain.len(), off.complaints.len()), (None, None, 0, 0));
+        assert_eq!((off.tag, off.thread_default_backup, off.retain.len(), off.complaints.len()), (None, None, 0, 0));
         let both = config(&[("TMS_INIT_ENABLE_CPU_BACKUP", "1"), ("TMS_INIT_ENABLE_DISK_BACKUP", "1")]);
-        assert_eq!((both.ground_backup, both.complaints.len()), (Some(Policy::Disk), 1));
+        assert_eq!((both.thread_default_backup, both.complaints.len()), (Some(Policy::Disk), 1));
         let nonsense = config(&[("TMS_INIT_ENABLE", "maybe"), ("TMS_INIT_CPU_BACKUP_BACKEND", "tape")]);
         assert_eq!((nonsense.tag, nonsense.complaints.len()), (None, 2), "{:?}", nonsense.complaints);
     }

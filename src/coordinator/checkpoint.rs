@@ -686,8 +686,8 @@ impl Member {
     }
 
     /// Device memory that is left to CUDA, which a pause by tag does not release.
-    pub fn left_alone(&self) -> u64 {
-        self.process.status.iter().flat_map(|status| &status.memory.left_alone).map(|left| left.bytes).sum()
+    pub fn unmanaged(&self) -> u64 {
+        self.process.status.iter().flat_map(|status| &status.memory.unmanaged).map(|left| left.bytes).sum()
     }
 
     /// Bytes that NCCL has given back.

@@ -667,7 +667,7 @@ pub mod made_up {
             late_bytes: 0,
             refusals: Vec::new(),
             passing_by: Vec::new(),
-            left_alone: Vec::new(),
+            unmanaged: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),
             totals: BTreeMap::new(),

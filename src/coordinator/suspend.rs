@@ -88,7 +88,7 @@ impl Suspend {
     /// The state after the driver's refusal.
     fn only_paused(&self) -> String {
         let Checkpoint { found, members, .. } = &self.checkpoint;
-        let left: u64 = members.iter().map(Member::left_alone).sum();
+        let left: u64 = members.iter().map(Member::unmanaged).sum();
         let given: u64 = members.iter().map(Member::given_back).sum();
         let given = if given > 0 { format!("; NCCL has given back {}", Bytes(given)) } else { String::new() };
         let libraries = if left > 0 { format!(" and {} of libraries", Bytes(left)) } else { String::new() };

@@ -149,7 +149,7 @@ fn finish(state: &mut Meeting, answer: Result<(), String>) {
 
 /// The allocator's memory. Waits at most `limit`.
 pub fn ask(limit: Duration) -> Result<Vec<Cached>, Error> {
-    carry_out(Errand::Report, limit).map(|(_, now)| now.into_values().collect())
+    request_errand(Errand::Report, limit).map(|(_, now)| now.into_values().collect())
 }
 
 /// Has the allocator return what it can. Waits at most `limit`; an errand that has begun continues after that.
@@ -160,7 +160,7 @@ pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
         return Err(Error::Invalid(why.into()));
     }
     let begun = Instant::now();
-    let (before, now) = carry_out(Errand::Trim, limit)?;
+    let (before, now) = request_errand(Errand::Trim, limit)?;
     let mut all = now;
     for (of, before) in before {
         let now = all.entry(of).or_insert_with(|| Cached { gpu: before.gpu.clone(), tag: before.tag.clone(), ..Cached::default() });
@@ -178,7 +178,7 @@ fn in_all(part: &Cached) -> u64 {
     part.live_bytes + part.cached_bytes + part.fragmented_bytes
 }
 
-fn carry_out(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Error> {
+fn request_errand(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Error> {
     /// Small enough to add to an `Instant`.
     const LONGEST: Duration = Duration::from_secs(3600);
     if !is_served() {

@@ -28,7 +28,7 @@ const TELL_EVERY: Duration = Duration::from_millis(50);
 /// Pauses or resumes at once.
 pub fn at_once(of: Verb, wanted: TransitionRequest, connection: &Connection) -> Result<Report, Error> {
     let mut asker = Asker::of(connection, wanted.progress, None);
-    carry_out(of, wanted, None, &mut asker)
+    pause_or_resume(of, wanted, None, &mut asker)
 }
 
 /// Holds the program, and does what the client asks for next.
@@ -65,7 +65,7 @@ pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) 
     Grant::take(wanted.lease_ms, connection, lines)?.prepare(wanted, None)
 }
 
-fn carry_out(of: Verb, wanted: TransitionRequest, held: Option<Holding<'_>>, observer: &mut dyn Observer) -> Result<Report, Error> {
+fn pause_or_resume(of: Verb, wanted: TransitionRequest, held: Option<Holding<'_>>, observer: &mut dyn Observer) -> Result<Report, Error> {
     let engine = if wanted.force { None } else { engine::name() };
     match (of, held) {
         (Verb::Pause, None) => Memory::get().pause(&TransitionRequest { engine, ..wanted }, observer),
@@ -123,7 +123,7 @@ impl<'a, 'b> Grant<'a, 'b> {
 
     fn prepare(self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
         let Prepare { of, ranks: job, transition, .. } = wanted;
-        let done = self.complete(transition.progress, |asker| carry_out(of, transition, held, asker));
+        let done = self.complete(transition.progress, |asker| pause_or_resume(of, transition, held, asker));
         if done.is_ok() && !job.is_empty() {
             *ranks() = job;
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, Activity, Context, Current};
 use vramctl_host::exit;
 
-/// Does the work if the program rests, every context is idle, and the gate could be closed meanwhile. What was in the way, if anything: then
+/// Does the work if the program makes no call, every context is idle, and the gate could be closed meanwhile. What was in the way, if anything: then
 /// nothing was done, and the program has noticed nothing.
 ///
 /// A call of the program's that comes in the middle waits until the work is done, which may take longer than is fair to a program that is
@@ -16,7 +16,7 @@ pub fn find(work: &mut dyn FnMut()) -> Activity {
     const REST: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1 } else { 50 });
     /// How long calls may be inside that came before the gate was closed. Longer ones are waiting for something.
     const CALLS: Duration = Duration::from_micros(200);
-    if exit::is_resting() || exit::is_ending() || !gate::is_held() && gate::at_rest_for() < REST {
+    if exit::is_quiesced() || exit::is_ending() || !gate::is_held() && gate::idle_for() < REST {
         return Activity::Busy;
     }
     // Looked at twice: the first look is what a busy program has to do with this.

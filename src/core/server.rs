@@ -209,7 +209,7 @@ fn converse(connection: &Connection) {
 }
 
 fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<Held>) -> Reply {
-    let work = || protocol::parse(line).and_then(|request| carry_out(request, connection, lines, files));
+    let work = || protocol::parse(line).and_then(|request| serve_request(request, connection, lines, files));
     // A bug in the library becomes an error reply and must not end the program.
     let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
@@ -232,7 +232,7 @@ fn holds(request: &Request) -> bool {
 }
 
 /// `files`: descriptors to send with the reply.
-fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<Held>) -> Result<Reply, Error> {
+fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<Held>) -> Result<Reply, Error> {
     let memory = Memory::get();
     if suspended().is_some()
         && !matches!(

@@ -1,7 +1,7 @@
 //! The status of this process, by tag and by device.
 
-use crate::memory::{Memory, borrow, communicators, left};
-use crate::suspend::status_aside;
+use crate::memory::{Memory, borrow, communicators, unmanaged};
+use crate::suspend::saved_status;
 use crate::transition::passing_by;
 use crate::{contexts, events, gate};
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub fn ask(within: Duration) -> Result<Status, Error> {
     /// Enough for a round, once the driver answers again.
     const A_MOMENT: Duration = Duration::from_millis(100);
     static ROUNDS: PerProcess<StatusRounds> = PerProcess::new(StatusRounds::default);
-    if let Some(status) = status_aside() {
+    if let Some(status) = saved_status() {
         return Ok(status);
     }
     let (rounds, now) = (ROUNDS.get(), Instant::now());
@@ -155,7 +155,7 @@ impl Memory {
             communicators: communicators::list(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
-            left_alone: left::status(),
+            unmanaged: unmanaged::status(),
             cache: Vec::new(),
             // The subscriber counts these.
             growing: Vec::new(),

@@ -16,7 +16,7 @@ use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 
 /// The saved status, while the process is suspended, or about to be.
-static SUSPENDED: PerProcess<RwLock<Option<Aside>>> = PerProcess::new(RwLock::default);
+static SUSPENDED: PerProcess<RwLock<Option<SavedStatus>>> = PerProcess::new(RwLock::default);
 
 /// A status holds this for reading while it asks the driver: if a suspend began meanwhile, the status would block until the process is
 /// back. A suspend does not block on this lock but tries it repeatedly, with [`SUSPENDED`] unlocked, because every request reads that.
@@ -25,7 +25,7 @@ static ASKING: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 /// Locked during a request to suspend.
 static SUSPENDING: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
 
-struct Aside {
+struct SavedStatus {
     status: Status,
     /// The moment of the last check for obstacles. Until the driver has locked the process, the program can still create some: those calls
     /// are not held.
@@ -44,7 +44,7 @@ impl Memory {
             return Ok(gpus);
         }
         exit::as_worker(|| {
-            // No pause or resume is in progress, and none begins before the workers rest.
+            // No pause or resume is in progress, and none begins before the workers are quiesced.
             let _exclusive = self.exclude();
             let without_obstacles = Moment::now();
             let status = self.status();
@@ -62,9 +62,9 @@ impl Memory {
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             let status = Status { suspended: Some(gpus.clone()), devices, ..status };
             // First, so that from here on a status needs no driver.
-            set_aside(Some(Aside { status, without_obstacles }));
-            if !nobody_asks(CALLS) || !exit::rest(CALLS) {
-                set_aside(None);
+            save_status(Some(SavedStatus { status, without_obstacles }));
+            if !nobody_asks(CALLS) || !exit::quiesce(CALLS) {
+                save_status(None);
                 return Err(Error::Busy(CALLS));
             }
             if is_gone() {
@@ -78,16 +78,16 @@ impl Memory {
 
     /// The process may use its driver again.
     pub fn awake(&self) {
-        set_aside(None);
-        exit::wake();
+        save_status(None);
+        exit::unquiesce();
         events::publish(Event::MayHaveMoved);
     }
 
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.
     pub fn status(&self) -> Status {
         let suspended = SUSPENDED.get().read().unpoisoned();
-        if let Some(aside) = &*suspended {
-            return aside.status_now();
+        if let Some(saved) = &*suspended {
+            return saved.status_now();
         }
         let _asking = ASKING.get().read().unpoisoned();
         drop(suspended);
@@ -95,7 +95,7 @@ impl Memory {
     }
 }
 
-impl Aside {
+impl SavedStatus {
     fn status_now(&self) -> Status {
         let obstacles = self.without_obstacles.since();
         Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles, ..self.status.clone() }
@@ -103,12 +103,12 @@ impl Aside {
 }
 
 /// The status of a suspended process, for which the driver is not asked; `None` if it is not suspended.
-pub(crate) fn status_aside() -> Option<Status> {
-    SUSPENDED.existing()?.read().unpoisoned().as_ref().map(Aside::status_now)
+pub(crate) fn saved_status() -> Option<Status> {
+    SUSPENDED.existing()?.read().unpoisoned().as_ref().map(SavedStatus::status_now)
 }
 
-fn set_aside(aside: Option<Aside>) {
-    *SUSPENDED.get().write().unpoisoned() = aside;
+fn save_status(saved: Option<SavedStatus>) {
+    *SUSPENDED.get().write().unpoisoned() = saved;
 }
 
 /// Waits until no status is being asked of the driver. Another begins only if the process is not suspended.

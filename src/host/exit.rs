@@ -71,52 +71,52 @@ pub fn enter_driver() -> Option<InDriver> {
     loop {
         let counted = begin(of_role)?;
         let work = WORK.get();
-        if work.resting.load(Ordering::SeqCst) == 0 {
+        if work.quiesced.load(Ordering::SeqCst) == 0 {
             INSIDE.set(INSIDE.get() + 1);
             return Some(InDriver(Some(counted)));
         }
         counted.fetch_sub(1, Ordering::SeqCst);
-        sleep_until_woken(&work.resting);
+        sleep_until_woken(&work.quiesced);
     }
 }
 
-/// Keeps the library's work out of the driver until [`wake`]: its new calls wait. Returns whether all calls inside have finished; if they
+/// Keeps the library's work out of the driver until [`unquiesce`]: its new calls wait. Returns whether all calls inside have finished; if they
 /// do not within `limit`, it gives up and lets waiting calls continue.
-pub fn rest(limit: Duration) -> bool {
+pub fn quiesce(limit: Duration) -> bool {
     let work = WORK.get();
-    work.rests.fetch_add(1, Ordering::SeqCst);
-    work.resting.store(1, Ordering::SeqCst);
+    work.quiesced_times.fetch_add(1, Ordering::SeqCst);
+    work.quiesced.store(1, Ordering::SeqCst);
     let out = || work.in_driver.load(Ordering::SeqCst) == 0 && work.waiting.load(Ordering::SeqCst) == 0;
-    let rests = wait_until(limit, out);
-    if !rests {
-        wake();
+    let are_out = wait_until(limit, out);
+    if !are_out {
+        unquiesce();
     }
-    rests
+    are_out
 }
 
-/// Ends [`rest`].
-pub fn wake() {
-    let resting = &WORK.get().resting;
-    resting.store(0, Ordering::SeqCst);
+/// Ends [`quiesce`].
+pub fn unquiesce() {
+    let quiesced = &WORK.get().quiesced;
+    quiesced.store(0, Ordering::SeqCst);
     // SAFETY: as in `sleep_until_woken`.
-    unsafe { libc::syscall(libc::SYS_futex, resting.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
+    unsafe { libc::syscall(libc::SYS_futex, quiesced.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
 }
 
 /// Whether the library's work stays out of the driver, or is about to.
-pub fn is_resting() -> bool {
-    WORK.existing().is_some_and(|work| work.resting.load(Ordering::SeqCst) != 0)
+pub fn is_quiesced() -> bool {
+    WORK.existing().is_some_and(|work| work.quiesced.load(Ordering::SeqCst) != 0)
 }
 
-/// How often the library's work has rested so far. Across a rest, the process may have moved to another GPU.
-pub fn rests() -> u32 {
-    WORK.existing().map_or(0, |work| work.rests.load(Ordering::SeqCst))
+/// How often the library's work has been quiesced so far. Meanwhile, the process may have moved to another GPU.
+pub fn quiesced_times() -> u32 {
+    WORK.existing().map_or(0, |work| work.quiesced_times.load(Ordering::SeqCst))
 }
 
-fn sleep_until_woken(resting: &AtomicU32) {
+fn sleep_until_woken(quiesced: &AtomicU32) {
     // SAFETY: the word lives as long as the process. After a signal or a spurious wakeup, the caller checks again.
     unsafe {
         let nothing = std::ptr::null::<libc::timespec>();
-        libc::syscall(libc::SYS_futex, resting.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, 1, nothing);
+        libc::syscall(libc::SYS_futex, quiesced.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, 1, nothing);
     }
 }
 
@@ -160,9 +160,9 @@ struct Work {
     answering: AtomicUsize,
     ending: AtomicBool,
     /// 1 while the library's work stays out of the driver.
-    resting: AtomicU32,
+    quiesced: AtomicU32,
     /// How often it has rested.
-    rests: AtomicU32,
+    quiesced_times: AtomicU32,
 }
 
 static WORK: PerProcess<Work> = PerProcess::new(Work::default);
@@ -229,8 +229,8 @@ fn end(work: &Work) -> bool {
     /// Enough for work that is about to finish.
     const WAITS: Duration = Duration::from_millis(500);
     work.ending.store(true, Ordering::SeqCst);
-    // Wake resting workers, so that they see it.
-    wake();
+    // Wake quiesced workers, so that they see it.
+    unquiesce();
     // This thread's own calls are interrupted and cannot finish.
     let interrupted = INSIDE.get();
     let calls = wait_until(CALLS, || work.in_driver.load(Ordering::SeqCst) <= interrupted);
@@ -332,13 +332,13 @@ mod tests {
     }
 
     #[test]
-    fn work_that_rests_waits_outside_until_it_is_woken_or_the_program_ends() {
+    fn quiesced_work_waits_outside_until_that_ends_or_the_program_ends() {
         assert!(in_child(|| {
             static INSIDE_DRIVER: AtomicUsize = AtomicUsize::new(0);
             let inside = as_worker(enter_driver);
-            let refused = !rest(Duration::from_millis(20)) && as_worker(enter_driver).is_some();
+            let refused = !quiesce(Duration::from_millis(20)) && as_worker(enter_driver).is_some();
             drop(inside);
-            let rests = rest(Duration::from_secs(100));
+            let is_quiesced = quiesce(Duration::from_secs(100));
             let call = || {
                 worker::spawn("vramctl-call", || {
                     INSIDE_DRIVER.fetch_add(usize::from(enter_driver().is_some()), Ordering::SeqCst);
@@ -349,12 +349,12 @@ mod tests {
             let started = call().is_ok();
             thread::sleep(Duration::from_millis(20));
             let waits = INSIDE_DRIVER.load(Ordering::SeqCst) == 0 && enter_driver().is_some();
-            wake();
+            unquiesce();
             let woken = after(11);
-            let again = rest(Duration::from_secs(100)) && call().is_ok();
+            let again = quiesce(Duration::from_secs(100)) && call().is_ok();
             thread::sleep(Duration::from_millis(20));
             close_driver();
-            refused && rests && started && waits && woken && again && after(21)
+            refused && is_quiesced && started && waits && woken && again && after(21)
         }));
     }
 

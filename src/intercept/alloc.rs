@@ -13,7 +13,7 @@ use vramctl_config::Config;
 use vramctl_core::events::{self, Cause, Event, FailedRequest};
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
-use vramctl_core::memory::{Memory, Origin, Placement, is_ours, left, region};
+use vramctl_core::memory::{Memory, Placement, Requester, is_ours, region, unmanaged};
 use vramctl_core::server;
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Current, StreamHandle};
 use vramctl_host::log_once;
@@ -171,7 +171,7 @@ pub fn leave(
     bytes: usize,
     device: Option<CUdevice>,
     real: impl FnOnce() -> StatusCode,
-    note: impl FnOnce(Origin),
+    note: impl FnOnce(Requester),
 ) -> StatusCode {
     if decided::is_decided() {
         return real();
@@ -183,7 +183,7 @@ pub fn leave(
     let noted = || {
         let answer = reported(caller, bytes, device, real);
         if answer == code::SUCCESS {
-            note(Origin::of_request(owner, bytes, caller));
+            note(Requester::of_request(owner, bytes, caller));
             has_memory();
         }
         answer
@@ -224,14 +224,14 @@ fn asker(caller: *const c_void) -> &'static str {
 
 /// Whether a request can go straight to the real function: it is too small to be managed, and nobody is waiting for the next request.
 #[inline]
-pub fn is_of_no_concern(bytes: usize) -> bool {
+pub fn can_forward(bytes: usize) -> bool {
     is_small(bytes) && !events::is_retry_expected()
 }
 
 /// Whether a free can go straight to the real function: the address is not known here.
 #[inline]
 pub fn is_unknown(address: CUdeviceptr) -> bool {
-    Memory::existing().is_none_or(|memory| !memory.knows(address)) && !left::knows(address)
+    Memory::existing().is_none_or(|memory| !memory.knows(address)) && !unmanaged::knows(address)
 }
 
 /// Whether no memory that was freed in stream order waits to be released.
@@ -305,7 +305,7 @@ unsafe fn provide_now(
         return real();
     }
     // SAFETY: not null, and the real function has succeeded.
-    let note = |origin| left::note(unsafe { pointer.read() } as CUdeviceptr, bytes, origin);
+    let note = |requester| unmanaged::note(unsafe { pointer.read() } as CUdeviceptr, bytes, requester);
     match placement(bytes, caller).and_then(|policy| allocate(door, &policy, bytes, source, caller)) {
         None if decided::is_decided() => real(),
         None => leave(caller, bytes, None, || with_room(bytes, real), note),
@@ -385,7 +385,7 @@ fn allocate_again(policy: &Placement, bytes: usize, source: Source, caller: *con
         pool.is_some() && pool == driver::default_pool(device).ok()
     };
     let made = memory.reuse_again(policy, bytes, stream, is_default)?;
-    memory.note_origin(made, Origin::of_request(asker(caller), bytes, caller));
+    memory.note_requester(made, Requester::of_request(asker(caller), bytes, caller));
     events::succeeded(bytes, false);
     Some(made)
 }
@@ -402,7 +402,7 @@ pub fn managed(
 ) -> Option<Result<u64, StatusCode>> {
     match answer {
         Ok(made) => {
-            Memory::get().note_origin(made, Origin::of_request(asker(caller), bytes, caller));
+            Memory::get().note_requester(made, Requester::of_request(asker(caller), bytes, caller));
             events::succeeded(bytes, is_ours(made));
             has_memory();
             backup::get_ready(current, tag);
@@ -470,7 +470,7 @@ pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> Statu
 
 /// Lets the real function free memory; its own calls of the driver's functions are the same free.
 fn release_left(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    if decided::is_decided() { real() } else { left::free(pointer, || decided::pass_by(real)) }
+    if decided::is_decided() { real() } else { unmanaged::free(pointer, || decided::pass_by(real)) }
 }
 
 fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {

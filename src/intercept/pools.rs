@@ -1,7 +1,7 @@
 //! Memory pools that the program shares with other processes or devices. Their memory is left to CUDA.
 
+use crate::driver_memory;
 use crate::driver_originals;
-use crate::unmanaged;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::sync::{Mutex, MutexGuard};
@@ -124,7 +124,9 @@ pub unsafe fn import(pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, 
 pub unsafe fn export_pointer(data: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMemPoolExportPointer(data, pointer) };
-    sharing(real, || sightings::note(ObstacleKind::Shared, "cuMemPoolExportPointer", ObstacleKey::Address(unmanaged::start_of(pointer))))
+    sharing(real, || {
+        sightings::note(ObstacleKind::Shared, "cuMemPoolExportPointer", ObstacleKey::Address(driver_memory::start_of(pointer)))
+    })
 }
 
 pub unsafe fn import_pointer(pointer: *mut CUdeviceptr, pool: *mut c_void, data: *mut c_void) -> StatusCode {

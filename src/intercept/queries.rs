@@ -74,8 +74,8 @@ impl Pointed {
     }
 
     /// What the program asked `cuMemCreate` for, if it is its own virtual memory.
-    fn wanted(&self) -> Option<&Properties> {
-        if let Self::Managed(allocation) = self { allocation.wanted() } else { None }
+    fn properties(&self) -> Option<&Properties> {
+        if let Self::Managed(allocation) = self { allocation.origin().properties() } else { None }
     }
 
     fn is_paused(&self) -> bool {
@@ -88,7 +88,7 @@ impl Pointed {
     /// 0 for virtual memory, which belongs to no context.
     fn context(&self) -> u64 {
         match self {
-            Self::Managed(allocation) if allocation.wanted().is_none() => allocation.context().handle().address(),
+            Self::Managed(allocation) if allocation.origin().is_malloc() => allocation.context().handle().address(),
             Self::Managed(_) => 0,
             Self::Opened(seen) => seen.context.map_or(0, |context| context.handle().address()),
         }
@@ -113,7 +113,7 @@ impl Pointed {
 /// Our value of an attribute, if the driver's would differ because the memory is virtual memory to it, or paused.
 fn told(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
     use Value::{Narrow, Wide};
-    let is_plain = known.wanted().is_none();
+    let is_plain = known.properties().is_none();
     let is_told = known.is_paused() || (is_plain && shows_virtual_memory(attribute));
     if !is_told {
         return None;
@@ -126,7 +126,7 @@ fn told(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<Value> 
         attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Some(Narrow(0)),
         attribute::DEVICE_ORDINAL => Some(Narrow(known.device().cast_unsigned())),
         attribute::MAPPED => Some(Narrow(1)),
-        attribute::ALLOWED_HANDLE_TYPES => Some(Wide(known.wanted().map_or(0, Properties::handle_types).into())),
+        attribute::ALLOWED_HANDLE_TYPES => Some(Wide(known.properties().map_or(0, Properties::handle_types).into())),
         attribute::RANGE_START | attribute::RANGE_SIZE if !is_plain => None,
         attribute::RANGE_START | attribute::MAPPING_BASE => place().map(|(span, _)| Wide(span.address)),
         attribute::RANGE_SIZE | attribute::MAPPING_SIZE => place().map(|(span, _)| Wide(span.bytes as u64)),
@@ -173,7 +173,7 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
     // The driver would report only one of the pieces of a large allocation, and nothing for paused memory.
-    let is_told = |known: &Pointed| known.wanted().is_none() || known.is_paused();
+    let is_told = |known: &Pointed| known.properties().is_none() || known.is_paused();
     let place = Pointed::at(pointer).filter(is_told).and_then(|known| known.place_of(pointer));
     let Some((Span { address, bytes: length }, true)) = place else {
         // SAFETY: as above.

@@ -158,7 +158,7 @@ impl Home {
     fn of(memory: &Memory, address: CUdeviceptr) -> Option<Self> {
         if let Some(found) = memory.find(address) {
             let (context, device, is_paused) = (found.context(), found.device, found.is_paused());
-            return (found.wanted().is_none() && !found.from_pool).then_some(Self { context, device, is_paused, is_ours: true });
+            return (found.origin().is_malloc() && !found.from_pool).then_some(Self { context, device, is_paused, is_ours: true });
         }
         let opened = borrow::at(address)?;
         Some(Self { context: opened.context?, device: opened.device, is_paused: opened.is_paused, is_ours: false })

@@ -1,11 +1,11 @@
 //! Calls that register memory by its physical pages: with a network card, a disk, another device or process.
 
+use crate::driver_memory;
 use crate::driver_originals;
-use crate::unmanaged;
 use crate::vmm::{noting_multicast, part_of_endpoint};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
-use vramctl_core::memory::{Binding, Memory, RegisteredUntil, left};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, unmanaged};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
 use vramctl_model::{ObstacleKind, Span, StatusCode, code};
 
@@ -92,8 +92,8 @@ fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl F
 /// Records the registered memory that is left to CUDA.
 fn note_unmanaged(span: Span, call: &'static str) {
     let note = |key| sightings::note(ObstacleKind::Registered, call, key);
-    let found = unmanaged::touched_by(span);
-    if found.is_empty() && unmanaged::end_of_managed(span.address).is_none() {
+    let found = driver_memory::touched_by(span);
+    if found.is_empty() && driver_memory::end_of_managed(span.address).is_none() {
         // Registered, so the driver does know it.
         note(ObstacleKey::Address(span.address));
     }
@@ -104,6 +104,6 @@ fn note_unmanaged(span: Span, call: &'static str) {
             Err(_) => at,
         };
         // Virtual memory lasts beyond its mappings. If it is not recorded, its end is not seen.
-        note(left::key_of_mapped(at).unwrap_or(ObstacleKey::Address(start)));
+        note(unmanaged::key_of_mapped(at).unwrap_or(ObstacleKey::Address(start)));
     }
 }

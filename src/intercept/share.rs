@@ -1,10 +1,10 @@
 //! CUDA IPC: handles of managed memory, and memory of other processes. `real` is the function that the program called.
 
 use crate::decided;
+use crate::driver_memory;
 use crate::driver_originals;
 use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
-use crate::unmanaged;
 use std::ffi::{c_uint, c_void};
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
@@ -40,11 +40,11 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         Some(Err(error)) => error,
         None => {
             let answer = sightings::noting(ObstacleKind::Shared, real, || {
-                sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(unmanaged::start_of(pointer)));
+                sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(driver_memory::start_of(pointer)));
             });
             if answer != code::SUCCESS
                 // CUDA itself shares no memory of `cuMemCreate` this way.
-                && let Some(allocation) = memory.and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.wanted().is_none())
+                && let Some(allocation) = memory.and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.origin().is_malloc())
             {
                 log_once!(
                     log::Level::Warn,

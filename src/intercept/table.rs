@@ -52,7 +52,7 @@ pub struct IpcHandle {
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
         /// `cudaMalloc`.
-        Allocates fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc, unless (alloc::is_of_no_concern(bytes));
+        Allocates fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc, unless (alloc::can_forward(bytes));
         /// `cudaMallocPitch`.
         Allocates fn cudaMallocPitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) => handlers::malloc_pitch;
         /// `cudaMalloc3D`.
@@ -175,7 +175,7 @@ pub enum Flavour {
 #[macro_export]
 macro_rules! driver_functions {
     ($with:ident) => { $with! {
-        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) => alloc::mem_alloc, unless (alloc::is_of_no_concern(bytes));
+        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) => alloc::mem_alloc, unless (alloc::can_forward(bytes));
         Allocates cuMemAllocPitch_v2 "cuMemAllocPitch" 3020 Plain (pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) => alloc::mem_alloc_pitch;
         Allocates cuMemAllocAsync "cuMemAllocAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async;
         Allocates cuMemAllocAsync_ptsz "cuMemAllocAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async_ptsz;

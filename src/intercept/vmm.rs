@@ -2,14 +2,14 @@
 //! function.
 
 use crate::alloc::{leave, managed, placement};
-use crate::{driver_originals, unmanaged};
+use crate::{driver_memory, driver_originals};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
 use vramctl_core::contexts;
 use vramctl_core::events;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
-use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, unmanaged};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -32,7 +32,8 @@ pub unsafe fn create(
     let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
     let Some(device) = wanted.device() else { return real() };
     // SAFETY: not null, and the real function has succeeded.
-    let real = || leave(caller, bytes, Some(device), real, |origin| left::note_handle(unsafe { handle.read() }, bytes, device, origin));
+    let real =
+        || leave(caller, bytes, Some(device), real, |requester| unmanaged::note_handle(unsafe { handle.read() }, bytes, device, requester));
     let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
     let made = Memory::get().create(&policy, wanted, bytes, &current);
@@ -69,7 +70,7 @@ pub unsafe fn release(handle: Handle) -> StatusCode {
         memory.releasing_object(handle);
         memory.release_handle(handle)
     })
-    .unwrap_or_else(|| left::release(handle, real))
+    .unwrap_or_else(|| unmanaged::release(handle, real))
 }
 
 pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Handle, flags: c_ulonglong) -> StatusCode {
@@ -80,7 +81,7 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
     existing(|memory| memory.map(Span { address, bytes }, offset, handle, flags, real)).unwrap_or_else(|| {
         let answer = real(handle);
         if answer == code::SUCCESS {
-            left::note_mapped(address, handle);
+            unmanaged::note_mapped(address, handle);
         }
         answer
     })
@@ -91,7 +92,7 @@ pub unsafe fn unmap(address: CUdeviceptr, bytes: usize) -> StatusCode {
     // SAFETY: as above.
     let unmap = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
     let span = Span { address, bytes };
-    let real = || left::unmap(span, unmap);
+    let real = || unmanaged::unmap(span, unmap);
     existing(|memory| memory.unmap(span, real)).unwrap_or_else(real)
 }
 
@@ -128,7 +129,7 @@ fn opened_to_others(span: Span, listed: &[Access]) -> Vec<(ObstacleKey, CUdevice
         return Vec::new();
     }
     let mut opened = Vec::new();
-    for (at, known) in unmanaged::touched_by(span) {
+    for (at, known) in driver_memory::touched_by(span) {
         let (mapping, own) = match known {
             Ok(known) => match known.device {
                 None => continue, // host memory
@@ -171,7 +172,7 @@ pub unsafe fn retain_handle(handle: *mut Handle, address: *mut c_void) -> Status
     answer_with(handle, found).unwrap_or_else(|| unsafe {
         let answer = driver_originals::cuMemRetainAllocationHandle(handle, address);
         if answer == code::SUCCESS && !handle.is_null() {
-            left::note_retained(handle.read(), address as CUdeviceptr);
+            unmanaged::note_retained(handle.read(), address as CUdeviceptr);
         }
         answer
     })

@@ -37,6 +37,6 @@ pub use report::{Observer, Progress, Report, Stage, Verb};
 pub use request::TransitionRequest;
 pub use residue::{Cycle, Growth};
 pub use span::Span;
-pub use status::{Borrowed, DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus, is_zero, left_to_cuda, short_uuid};
+pub use status::{Borrowed, DeviceStatus, HostStatus, Status, TagState, TagStatus, Unmanaged, is_zero, short_uuid, unmanaged_of};
 pub use totals::Totals;
 pub use units::{Bytes, milliseconds, parse_bytes};

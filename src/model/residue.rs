@@ -12,8 +12,8 @@ pub struct Cycle {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub tags: BTreeMap<String, u64>,
     /// Bytes left to CUDA, by the library that has asked for them.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub left_alone: BTreeMap<String, u64>,
+    #[serde(default, rename = "left_alone", skip_serializing_if = "BTreeMap::is_empty")]
+    pub unmanaged: BTreeMap<String, u64>,
     /// The driver's share of the process's memory, by the UUID of the GPU: the context, loaded code, small allocations. Empty if NVML does
     /// not report it, or the client that paused the process has not sent it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -42,9 +42,9 @@ impl Cycle {
     /// Bytes by owner, as [`Growth`] names them.
     pub fn owners(&self) -> BTreeMap<String, u64> {
         let tags = self.tags.iter().map(|(tag, bytes)| (format!("tag {tag}"), *bytes));
-        let left = self.left_alone.iter().map(|(owner, bytes)| (owner.clone(), *bytes));
+        let unmanaged = self.unmanaged.iter().map(|(owner, bytes)| (owner.clone(), *bytes));
         let driver = (!self.driver.is_empty()).then(|| ("context, loaded code, small allocations".to_owned(), self.driver.values().sum()));
-        tags.chain(left).chain(driver).collect()
+        tags.chain(unmanaged).chain(driver).collect()
     }
 
     /// The owners that have grown from each of these cycles to the next, up to the last one. At least two steps are required, because
@@ -73,7 +73,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn growing(mib: &[u64]) -> Option<(u64, u64)> {
-        let cycle = |mib: &u64| Cycle { left_alone: [("libleak.so".into(), mib * MIB)].into(), ..Cycle::default() };
+        let cycle = |mib: &u64| Cycle { unmanaged: [("libleak.so".into(), mib * MIB)].into(), ..Cycle::default() };
         let cycles: Vec<_> = mib.iter().map(cycle).collect();
         let found = Cycle::growing(&cycles);
         assert!(found.iter().all(|growth| growth.owner == "libleak.so"));
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(growing(&[100, 300, 500, 400]), None, "it has ended");
         assert_eq!(growing(&[100, 101, 102, 103]), None, "noise");
         assert_eq!(growing(&[]), None);
-        let leak = |mib: u64| Cycle { left_alone: [("libleak.so".into(), mib * MIB)].into(), ..Cycle::default() };
+        let leak = |mib: u64| Cycle { unmanaged: [("libleak.so".into(), mib * MIB)].into(), ..Cycle::default() };
         assert_eq!(Cycle::growing(&[leak(100), leak(300), leak(500), Cycle::default()]), [], "all of it is freed");
     }
 

@@ -43,8 +43,8 @@ pub struct Status {
     /// Bytes that the driver has refused to take back so far.
     pub late_bytes: u64,
     /// Memory that the library sees but leaves to CUDA, by owner in alphabetical order.
-    #[serde(default)]
-    pub left_alone: Vec<LeftAlone>,
+    #[serde(default, rename = "left_alone")]
+    pub unmanaged: Vec<Unmanaged>,
     /// The process's memory in the last cycles, the oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cycles: Vec<Cycle>,
@@ -75,7 +75,7 @@ pub struct Borrowed {
 
 /// Memory of one owner that is left to CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeftAlone {
+pub struct Unmanaged {
     /// The file name of the library, or of the program, that asked CUDA for it.
     pub owner: String,
     /// Bytes asked for and not freed, without small requests.
@@ -86,7 +86,7 @@ pub struct LeftAlone {
 }
 
 /// Memory left to CUDA as people read it everywhere, by who asked for it.
-pub fn left_to_cuda(owner: &str) -> String {
+pub fn unmanaged_of(owner: &str) -> String {
     format!("{owner} (left to CUDA)")
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard};
-use vramctl_core::memory::{Memory, left};
+use vramctl_core::memory::{Memory, unmanaged};
 use vramctl_driver::{self as driver, Account};
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Cycle, Error, Growth, Report, Verb};
@@ -81,14 +81,14 @@ fn known() -> (Cycle, BTreeMap<String, u64>) {
             *gpus.entry(uuid).or_default() += bytes;
         }
     }
-    let mut left_alone = BTreeMap::new();
-    for left in left::status() {
-        left_alone.insert(left.owner, left.bytes);
-        for (uuid, bytes) in left.gpus {
+    let mut owners = BTreeMap::new();
+    for unmanaged in unmanaged::status() {
+        owners.insert(unmanaged.owner, unmanaged.bytes);
+        for (uuid, bytes) in unmanaged.gpus {
             *gpus.entry(uuid).or_default() += bytes;
         }
     }
-    (Cycle { tags, left_alone, driver: BTreeMap::new() }, gpus)
+    (Cycle { tags, unmanaged: owners, driver: BTreeMap::new() }, gpus)
 }
 
 /// Adds the driver's share of the process's memory to the last cycle. `gpus`: NVML's figure for the whole process, by UUID, sent by the

@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
-use vramctl_core::memory::{Memory, left};
+use vramctl_core::memory::{Memory, unmanaged};
 use vramctl_core::{cache, contexts};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, exit, worker};
-use vramctl_model::{Bytes, Error, left_to_cuda};
+use vramctl_model::{Bytes, Error, unmanaged_of};
 
 /// How often the driver is asked for a device.
 const EVERY: Duration = Duration::from_millis(50);
@@ -70,7 +70,7 @@ impl Default for Watched {
 }
 
 fn watch(level: &'static Watermark) {
-    let (mut devices, mut rests) = (BTreeMap::<CUdevice, Watched>::new(), exit::rests());
+    let (mut devices, mut times) = (BTreeMap::<CUdevice, Watched>::new(), exit::quiesced_times());
     level.tell();
     loop {
         if level.below() == 0 {
@@ -82,23 +82,23 @@ fn watch(level: &'static Watermark) {
         if exit::is_ending() {
             return;
         }
-        // While this process rests, another one asks. Afterwards, a device may be another GPU.
-        if exit::is_resting() || rests != exit::rests() {
-            rests = exit::rests();
+        // While this process times, another one asks. Afterwards, a device may be another GPU.
+        if exit::is_quiesced() || times != exit::quiesced_times() {
+            times = exit::quiesced_times();
             devices.clear();
             continue;
         }
         let there = contexts::devices();
         devices.retain(|device, _| there.contains(device));
         for device in there {
-            devices.entry(device).or_default().look(level, device, rests);
+            devices.entry(device).or_default().look(level, device, times);
         }
     }
 }
 
 impl Watched {
-    /// `rests`: how often this process had rested when the gauge was opened.
-    fn look(&mut self, level: &'static Watermark, device: CUdevice, rests: u32) {
+    /// `times`: how often this process had rested when the gauge was opened.
+    fn look(&mut self, level: &'static Watermark, device: CUdevice, times: u32) {
         let below = level.below();
         if self.gauge.is_none() {
             self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
@@ -112,8 +112,8 @@ impl Watched {
             self.gauge = None;
             return;
         };
-        // The answer may have waited for the end of a rest.
-        if rests != exit::rests() {
+        // The answer may have waited until the process is no longer quiesced.
+        if times != exit::quiesced_times() {
             return;
         }
         if let (None, Some(gauge)) = (told, &self.gauge)
@@ -145,7 +145,7 @@ impl Watched {
 
 /// Handles a device with so little free memory.
 fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
-    if exit::is_resting() {
+    if exit::is_quiesced() {
         return;
     }
     let Some((_, total)) = contexts::memory_info(device) else { return };
@@ -156,8 +156,8 @@ fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
         *tags.entry(allocation.tag.to_string()).or_default() += allocation.bytes() as u64;
     }
     whose.extend(tags);
-    let left = left::status().into_iter();
-    whose.extend(left.filter_map(|left| Some((left_to_cuda(&left.owner), *left.gpus.get(uuid.as_ref()?)?))));
+    let left = unmanaged::status().into_iter();
+    whose.extend(left.filter_map(|left| Some((unmanaged_of(&left.owner), *left.gpus.get(uuid.as_ref()?)?))));
     whose.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
     let mut text = format!(
         "{} of {} is free on device {device} ({}), less than {}.",

@@ -13,7 +13,7 @@ use vramctl_coordinator::proc;
 use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards, cards, holders_of};
 use vramctl_host::limits;
-use vramctl_model::{Bytes, Holder, TagState, left_to_cuda};
+use vramctl_model::{Bytes, Holder, TagState, unmanaged_of};
 
 /// Pinned host memory per byte of its page tables: eight bytes for each page of 4 KiB.
 const PAGE_TABLES: u64 = 512;
@@ -78,7 +78,7 @@ pub enum What {
     /// Managed, by tag.
     Tag,
     /// Left to CUDA, by the library that has asked for it.
-    LeftAlone,
+    Unmanaged,
     /// The guard under paused memory.
     Guard,
     /// Page tables for the library's pinned host memory. An estimate; NVML attributes them to no process.
@@ -109,13 +109,13 @@ impl What {
     /// Those of a GPU's memory.
     #[cfg(test)]
     pub const OF_A_GPU: [Self; 8] =
-        [Self::Tag, Self::LeftAlone, Self::Guard, Self::PageTables, Self::Driver, Self::Process, Self::OutOfSight, Self::Unexplained];
+        [Self::Tag, Self::Unmanaged, Self::Guard, Self::PageTables, Self::Driver, Self::Process, Self::OutOfSight, Self::Unexplained];
 
     /// As programs read it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tag => "tag",
-            Self::LeftAlone => "left_alone",
+            Self::Unmanaged => "left_alone",
             Self::Guard => "guard",
             Self::PageTables => "page_tables",
             Self::Driver => "driver",
@@ -154,7 +154,7 @@ impl Share {
                 Some(TagState::Paused) => format!("{of} (paused, but not given back yet)"),
                 None => format!("{of} (freed, but not given back yet)"),
             },
-            What::LeftAlone => left_to_cuda(of),
+            What::Unmanaged => unmanaged_of(of),
             What::Guard => "guard under paused memory".into(),
             What::PageTables => "page tables of pinned host memory (estimate)".into(),
             What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
@@ -254,7 +254,7 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     let of_tag =
         |(tag, bytes): (&String, &u64)| Share { state: state_of(tag), cache: cache_of(tag), ..share(What::Tag, Some(tag), *bytes) };
     let tags = devices().flat_map(|device| &device.tags).map(of_tag);
-    let left = status.memory.left_alone.iter().filter_map(|left| Some(share(What::LeftAlone, Some(&left.owner), *left.gpus.get(uuid)?)));
+    let left = status.memory.unmanaged.iter().filter_map(|left| Some(share(What::Unmanaged, Some(&left.owner), *left.gpus.get(uuid)?)));
     let guards = devices().map(|device| share(What::Guard, None, device.guard_bytes));
     let mut shares: Vec<_> = tags.chain(left).chain(guards).collect();
     shares.sort_by_key(|share| -share.bytes);
@@ -390,7 +390,7 @@ mod tests {
     use super::*;
     use vramctl_coordinator::failure::{CommandError, Exit};
     use vramctl_coordinator::processes::made_up::process;
-    use vramctl_model::{Cycle, DeviceStatus, GpuUse, LeftAlone, TagStatus};
+    use vramctl_model::{Cycle, DeviceStatus, GpuUse, TagStatus, Unmanaged};
 
     const UUID: &str = "GPU-0";
     const MIB: u64 = 1 << 20;
@@ -414,7 +414,7 @@ mod tests {
             ..DeviceStatus::default()
         }];
         let gpus = [(UUID.to_owned(), 64 * MIB), ("GPU-1".to_owned(), 7 * MIB)].into();
-        memory.left_alone = vec![LeftAlone { owner: "libnccl.so.2".into(), bytes: 71 * MIB, gpus }];
+        memory.unmanaged = vec![Unmanaged { owner: "libnccl.so.2".into(), bytes: 71 * MIB, gpus }];
         memory.host.pinned_bytes = 512 * MIB;
         engine
     }

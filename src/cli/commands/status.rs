@@ -16,7 +16,7 @@ use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
-use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, left_to_cuda, short_uuid};
+use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -224,8 +224,8 @@ fn notes(memory: &Status) -> String {
     for refusal in &memory.refusals {
         let _ = write!(text, "\n{refusal}");
     }
-    for left in &memory.left_alone {
-        let _ = write!(text, "\n{}: {}.", left_to_cuda(&left.owner), Bytes(left.bytes));
+    for left in &memory.unmanaged {
+        let _ = write!(text, "\n{}: {}.", unmanaged_of(&left.owner), Bytes(left.bytes));
     }
     if memory.cycles.len() > 1 {
         let _ = write!(text, "\n\n{}", cycles(&memory.cycles));

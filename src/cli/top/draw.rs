@@ -96,7 +96,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
 }
 
 fn legend<'a>() -> Line<'a> {
-    let parts = [Slice::LeftAlone, Slice::Driver, Slice::Others, Slice::Unexplained, Slice::Free];
+    let parts = [Slice::Unmanaged, Slice::Driver, Slice::Others, Slice::Unexplained, Slice::Free];
     let names = ["left to CUDA", "driver", "others", "unexplained", "free"];
     let mut spans = vec![Span::raw("       a-z tags")];
     for (part, name) in parts.into_iter().zip(names) {
@@ -108,7 +108,7 @@ fn legend<'a>() -> Line<'a> {
 fn symbol(part: Slice) -> char {
     match part {
         Slice::Letter(letter) => letter,
-        Slice::LeftAlone => '-',
+        Slice::Unmanaged => '-',
         Slice::Driver => '=',
         Slice::Others => '#',
         Slice::Unexplained => '?',
@@ -388,7 +388,7 @@ mod tests {
     use vramctl_coordinator::processes::{Process, made_up::process};
     use vramctl_driver::{Card, NoCards};
     use vramctl_host::limits::Room;
-    use vramctl_model::{DeviceStatus, Holder, LeftAlone, Stage, TagState, Totals};
+    use vramctl_model::{DeviceStatus, Holder, Stage, TagState, Totals, Unmanaged};
 
     const GIB: u64 = 1 << 30;
     const MIB: u64 = 1 << 20;
@@ -418,7 +418,7 @@ mod tests {
         let mut model = Model::new(Duration::from_secs(1));
         let mut engine = on_gpu(process(7, "engine", &[("kv_cache", TagState::Active), ("weights", TagState::Active)]));
         let gpus = [("GPU-0".to_owned(), GIB / 4)].into();
-        engine.status.as_mut().unwrap().memory.left_alone = vec![LeftAlone { owner: "libnccl.so.2".into(), bytes: GIB / 4, gpus }];
+        engine.status.as_mut().unwrap().memory.unmanaged = vec![Unmanaged { owner: "libnccl.so.2".into(), bytes: GIB / 4, gpus }];
         model.put(sample(engine), now);
         let mut trainer = process(8, "trainer", &[("weights", TagState::Paused)]);
         let memory = &mut trainer.status.as_mut().unwrap().memory;
@@ -689,7 +689,7 @@ Link   out none yet, in none yet
 
     #[test]
     fn a_bar_adds_up_and_the_smallest_give_way() {
-        let parts = [(Slice::Letter('a'), 2), (Slice::Driver, 1), (Slice::LeftAlone, 0), (Slice::Free, 1)];
+        let parts = [(Slice::Letter('a'), 2), (Slice::Driver, 1), (Slice::Unmanaged, 0), (Slice::Free, 1)];
         assert_eq!(shares(&parts, 10).iter().map(|(_, cells)| *cells).collect::<Vec<_>>(), [5, 3, 0, 2]);
         let cells = |parts: &[(Slice, u64)], cells| shares(parts, cells).iter().map(|(_, cells)| cells).sum::<usize>();
         for width in 0..100 {

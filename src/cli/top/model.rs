@@ -153,7 +153,7 @@ impl TableRow {
 pub enum Slice {
     /// A tag.
     Letter(char),
-    LeftAlone,
+    Unmanaged,
     Driver,
     Others,
     Unexplained,
@@ -268,7 +268,7 @@ impl Model {
                 let name = share.name.clone().unwrap_or_default();
                 let part = match share.what {
                     What::Tag => Slice::Letter(self.letters.get(&(name, share.of.unwrap_or_default())).copied().unwrap_or('*')),
-                    What::LeftAlone => Slice::LeftAlone,
+                    What::Unmanaged => Slice::Unmanaged,
                     What::Driver | What::Guard | What::PageTables => Slice::Driver,
                     What::Process | What::OutOfSight => Slice::Others,
                     _ => Slice::Unexplained,

@@ -178,7 +178,7 @@ pub fn is_held() -> bool {
 }
 
 /// How long no call of the program's has passed, for all that is known: from the first question on, and from each that finds that one has.
-pub fn at_rest_for() -> Duration {
+pub fn idle_for() -> Duration {
     static SINCE: PerProcess<Mutex<Option<Instant>>> = PerProcess::new(Mutex::default);
     let mut since = SINCE.get().lock().unpoisoned();
     if LATCH.watch() {
@@ -331,12 +331,12 @@ mod tests {
     fn a_call_ends_the_programs_rest_once() {
         let _turn = turn();
         call(|| ());
-        at_rest_for();
+        idle_for();
         assert!(!LATCH.watch(), "nobody has come since");
         assert!(enter(&CALL).is_none(), "it looks closer");
         call(|| call(|| ()));
         assert!(enter(&CALL).is_some(), "and passes again as if nothing were");
-        assert_eq!(at_rest_for(), Duration::ZERO);
+        assert_eq!(idle_for(), Duration::ZERO);
     }
 
     /// Calls wait in a moment of the library's own as in a hold, but nobody is told of a hold.

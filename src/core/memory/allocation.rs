@@ -11,7 +11,7 @@
 use super::freed::FreedAt;
 use super::lending::Lending;
 use super::registrant::{Registrant, RegistrantMark};
-use super::{Origin, Placement};
+use super::{Placement, Requester};
 use crate::events::{self, Change, Owner};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
@@ -41,12 +41,35 @@ pub struct Allocation {
     /// The place in a stream at which the memory was freed before, if it was.
     pub(super) order: Option<Arc<FreedAt>>,
     /// Who asked for it, if known.
-    pub origin: OnceLock<Origin>,
+    pub requester: OnceLock<Requester>,
     bytes: usize,
     key: u64,
-    /// What the program asked `cuMemCreate` for; `None` for `cudaMalloc`.
-    wanted: Option<Properties>,
+    origin: Origin,
     contents: Mutex<Contents>,
+}
+
+/// How the program has got memory.
+#[derive(Debug)]
+pub enum Origin {
+    /// From `cudaMalloc` or the like, which gave it one address.
+    Malloc,
+    /// From its own `cuMemCreate`, with these properties. It maps the memory itself.
+    Create(Properties),
+}
+
+impl Origin {
+    /// Whether it is from `cudaMalloc` or the like.
+    pub fn is_malloc(&self) -> bool {
+        matches!(self, Self::Malloc)
+    }
+
+    /// What the program asked `cuMemCreate` for.
+    pub fn properties(&self) -> Option<&Properties> {
+        match self {
+            Self::Malloc => None,
+            Self::Create(properties) => Some(properties),
+        }
+    }
 }
 
 /// Where the contents are. Changes only under the transition lock (exclusive for `memory` and `saved`, shared for changes by the program
@@ -138,7 +161,7 @@ impl Allocation {
         let mappings = vec![Mapping { place: Place::of(at), access: None }];
         Self {
             from_pool,
-            ..Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), None)
+            ..Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), Origin::Malloc)
         }
     }
 
@@ -152,7 +175,7 @@ impl Allocation {
         handle: u64,
         wanted: Properties,
     ) -> Self {
-        Self::with(policy, bytes, device, current.owner(), memory, Vec::new(), bytes, handle, Some(wanted))
+        Self::with(policy, bytes, device, current.owner(), memory, Vec::new(), bytes, handle, Origin::Create(wanted))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -165,7 +188,7 @@ impl Allocation {
         mappings: Vec<Mapping>,
         bytes: usize,
         key: u64,
-        wanted: Option<Properties>,
+        origin: Origin,
     ) -> Self {
         let contents = Contents {
             memory: Some(memory),
@@ -187,10 +210,10 @@ impl Allocation {
             device,
             from_pool: false,
             order: None,
-            origin: OnceLock::new(),
+            requester: OnceLock::new(),
             bytes,
             key,
-            wanted,
+            origin,
             contents: Mutex::new(contents),
         };
         made.record(Change::Allocated);
@@ -210,7 +233,7 @@ impl Allocation {
         let (mappings, saved) = (std::mem::take(&mut contents.mappings), contents.saved.take());
         drop(contents);
         drop(saved);
-        let made = Self::with(policy, requested, self.device, context, memory, mappings, self.bytes, self.key, None);
+        let made = Self::with(policy, requested, self.device, context, memory, mappings, self.bytes, self.key, Origin::Malloc);
         Some(Self { from_pool: self.from_pool, order: Some(Arc::clone(order)), ..made })
     }
 
@@ -223,15 +246,15 @@ impl Allocation {
         self.key
     }
 
-    /// What the program asked `cuMemCreate` for; `None` for `cudaMalloc`.
-    pub fn wanted(&self) -> Option<&Properties> {
-        self.wanted.as_ref()
+    /// How the program has got it.
+    pub fn origin(&self) -> &Origin {
+        &self.origin
     }
 
     /// The address of its first byte for copies: the first mapping that its device may read and write. The handle, which is no
     /// address, if there is none (see [`make_reachable`](Self::make_reachable)).
     pub fn address(&self) -> CUdeviceptr {
-        if self.wanted.is_none() {
+        if self.origin.is_malloc() {
             return self.key;
         }
         self.contents().mappings.iter().find(|mapping| mapping.is_open_to(self.device)).map_or(self.key, Mapping::address)
@@ -250,12 +273,16 @@ impl Allocation {
     /// The offset of `address` in it.
     pub fn offset_of(&self, address: CUdeviceptr) -> Option<usize> {
         let inside = |base: CUdeviceptr| (base..base + self.bytes as u64).contains(&address).then(|| (address - base) as usize);
-        if self.wanted.is_none() { inside(self.key) } else { self.contents().mappings.iter().find_map(|mapping| inside(mapping.address())) }
+        if self.origin.is_malloc() {
+            inside(self.key)
+        } else {
+            self.contents().mappings.iter().find_map(|mapping| inside(mapping.address()))
+        }
     }
 
     /// The program's address range around `address` (the whole `cudaMalloc` allocation, or one mapping), and whether any device has access.
     pub fn place_of(&self, address: CUdeviceptr) -> Option<(Span, bool)> {
-        if self.wanted.is_none() {
+        if self.origin.is_malloc() {
             return self.offset_of(address).map(|_| (Span { address: self.key, bytes: self.requested }, true));
         }
         let contents = self.contents();
@@ -271,7 +298,7 @@ impl Allocation {
 
     /// Whether it is destroyed with its context, as CUDA's plain memory is. Memory of `cuMemCreate` stays.
     pub fn goes_with_context(&self) -> bool {
-        self.wanted.is_none()
+        self.origin.is_malloc()
     }
 
     /// Uses another context of the device from now on.
@@ -312,10 +339,10 @@ impl Allocation {
     /// New physical memory, mapped at all of the program's mappings, not accessible yet.
     pub fn create_again(&self) -> Result<Physical, Failure> {
         let account = Account::of(self.device, &self.tag);
-        let mut memory = match &self.wanted {
-            Some(wanted) => Physical::create_as(wanted, account, self.bytes)?,
-            None if self.from_pool => Physical::create_with(account, self.bytes, Extras::OF_POOLS)?,
-            None => Physical::create(account, self.bytes)?,
+        let mut memory = match &self.origin {
+            Origin::Create(wanted) => Physical::create_as(wanted, account, self.bytes)?,
+            Origin::Malloc if self.from_pool => Physical::create_with(account, self.bytes, Extras::OF_POOLS)?,
+            Origin::Malloc => Physical::create(account, self.bytes)?,
         };
         let places: Vec<_> = self.contents().mappings.iter().map(|mapping| mapping.place.clone()).collect();
         places.iter().try_for_each(|place| memory.map(place))?;

@@ -2,7 +2,7 @@
 //!
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
-use super::borrow::{BORROWED, Behind, Borrowings, LeaseState, Meant, Opened, Passed, Rounds, borrowed, listed};
+use super::borrow::{BORROWED, Behind, BorrowedMemory, LeaseState, Meant, Opened, Passed, Rounds, borrowed, listed};
 use super::lender::{Refused, patiently};
 use super::lending::Token;
 use super::{Memory, sightings};
@@ -20,7 +20,7 @@ const RETURNS_WITHIN: Duration = Duration::from_secs(5);
 /// How often that wait checks whether anybody still waits for the resume.
 const NOTICES_WITHIN: Duration = Duration::from_millis(50);
 
-/// [`Borrowings::asked`] has changed.
+/// [`BorrowedMemory::asked`] has changed.
 static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 
 /// Gives up the memory that the request's partners pause, and keeps the addresses. The work that uses it must have finished.
@@ -81,7 +81,7 @@ fn is_worth_asking() -> bool {
     !exit::is_ending() && !Memory::get().has_paused()
 }
 
-impl Borrowings {
+impl BorrowedMemory {
     /// Memory that is set aside, with its owner.
     fn aside(&self) -> impl Iterator<Item = (Token, u32)> {
         self.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.lender.pid))
@@ -119,7 +119,7 @@ fn ask_owner(owner: u32) {
         }
         drop(borrowed);
         // While the process is suspended, it cannot open anything.
-        if !exit::is_resting() {
+        if !exit::is_quiesced() {
             for token in &aside {
                 bring_one_back(token, owner);
             }
@@ -129,7 +129,7 @@ fn ask_owner(owner: u32) {
         let Some(rounds) = borrowed.asked.get_mut(&owner) else { break };
         rounds.done = wanted;
         ASKED.get().notify_all();
-        let is_rest = |borrowed: &mut Borrowings| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
+        let is_rest = |borrowed: &mut BorrowedMemory| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
         borrowed = ASKED.get().wait_timeout_while(borrowed, pause, is_rest).unpoisoned().0;
         pause = (2 * pause).min(LOOK_AGAIN.1);
     }

@@ -4,7 +4,7 @@
 //! the owner that all of it is closed. Opened memory is not managed here. Its owner pauses it only while nobody has it open, or together
 //! with the processes that have ([`super::aside`]).
 //!
-//! Lock order: a connection, then `Borrowings`. An owner may take long to answer, and driver calls may block, so meanwhile only the
+//! Lock order: a connection, then `BorrowedMemory`. An owner may take long to answer, and driver calls may block, so meanwhile only the
 //! connection's lock is held.
 
 use super::Memory;
@@ -22,7 +22,7 @@ use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRe
 
 /// The open memory, and the connections to its owners.
 #[derive(Default)]
-pub(super) struct Borrowings {
+pub(super) struct BorrowedMemory {
     pub(super) open: HashMap<Token, Opened>,
     owners: HashMap<u32, Arc<Lease>>,
     /// Counts opens and closes.
@@ -40,7 +40,7 @@ pub(super) struct Rounds {
     pub(super) done: u64,
 }
 
-pub(super) static BORROWED: PerProcess<Mutex<Borrowings>> = PerProcess::new(Mutex::default);
+pub(super) static BORROWED: PerProcess<Mutex<BorrowedMemory>> = PerProcess::new(Mutex::default);
 
 /// Memory of another process. Dropping it unmaps and releases it.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub(super) struct Opened {
     address: CUdeviceptr,
     /// How many opens have not been closed.
     count: usize,
-    /// The value of [`Borrowings::changes`] when that changed last.
+    /// The value of [`BorrowedMemory::changes`] when that changed last.
     changed: u64,
     pub(super) place: Place,
     /// The devices with access.
@@ -132,7 +132,7 @@ pub(super) enum LeaseState {
     Retired,
 }
 
-pub(super) fn borrowed() -> MutexGuard<'static, Borrowings> {
+pub(super) fn borrowed() -> MutexGuard<'static, BorrowedMemory> {
     BORROWED.get().lock().unpoisoned()
 }
 
@@ -377,7 +377,7 @@ impl Opened {
     }
 }
 
-impl Borrowings {
+impl BorrowedMemory {
     /// Opens memory that is open already.
     fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
         let Some(opened) = self.open.get_mut(token) else { return Ok(None) };

@@ -15,7 +15,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use vramctl_driver::nccl::{Nccl, answer};
 use vramctl_driver::{CUdevice, Current};
-use vramctl_host::{PerProcess, Unpoison, exit, worker};
+use vramctl_host::{PerProcess, Unpoison, exit, fnv1a, worker};
 use vramctl_model::{Communicator, CommunicatorState as State, Error, Verb};
 
 /// How long a pause or resume waits for NCCL, which waits for the other ranks. After that, NCCL continues in the background and the program
@@ -86,10 +86,9 @@ fn known(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Known>> {
     table.known.lock().unpoisoned()
 }
 
-/// FNV-1a: the same in every process.
+/// The same in every process.
 fn hash(parts: &[&[u8]]) -> u64 {
-    let mix = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-    parts.iter().flat_map(|part| part.iter()).fold(0xcbf2_9ce4_8422_2325, mix)
+    fnv1a(parts.iter().copied().flatten())
 }
 
 const SHARES: &str = "it shares its memory with another one (splitShare or shrinkShare)";
@@ -254,7 +253,7 @@ fn change(verb: Verb, is_meant: impl Fn(&Communicator) -> bool) -> Vec<Communica
             one.told.error = None;
             let (handle, id, nccl, device) = (*handle, one.id, one.nccl, one.told.device);
             // NCCL runs in it, so it needs a stack as large as program threads have.
-            if let Err(error) = worker::spawn_compiler("vramctl-nccl", move || carry_out(verb, handle, id, nccl, device)) {
+            if let Err(error) = worker::spawn_compiler("vramctl-nccl", move || suspend_or_resume(verb, handle, id, nccl, device)) {
                 one.told.state = before;
                 one.told.error = Some(format!("no thread: {error}"));
             }
@@ -268,7 +267,7 @@ fn change(verb: Verb, is_meant: impl Fn(&Communicator) -> bool) -> Vec<Communica
 }
 
 /// Has NCCL suspend or resume one communicator, and records the result.
-fn carry_out(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
+fn suspend_or_resume(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
     // NCCL copies contents, which the gate would hold. It also waits for other processes; the program's exit must not wait for them.
     let called = gate::unheld(|| {
         exit::while_waiting(|| {

@@ -243,7 +243,7 @@ impl Memory {
         if !is_ours(handle) {
             return None;
         }
-        Some(self.of_handle(handle).and_then(|allocation| allocation.wanted().copied().ok_or(code::INVALID_VALUE)))
+        Some(self.of_handle(handle).and_then(|allocation| allocation.origin().properties().copied().ok_or(code::INVALID_VALUE)))
     }
 
     /// Passes the driver's handle to a call that shares it: with another process, a multicast object, a sparse array. From then on the

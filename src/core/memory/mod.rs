@@ -12,26 +12,26 @@ mod freed;
 pub mod guard;
 mod handles;
 mod keyed;
-pub mod left;
 mod lender;
 mod lending;
 pub mod obstacles;
-mod origin;
 mod peers;
 mod refusals;
 pub mod region;
 mod registered;
 mod registrant;
+mod requester;
 pub mod share;
 pub mod sightings;
 mod under_way;
+pub mod unmanaged;
 
-pub use allocation::Allocation;
+pub use allocation::{Allocation, Origin};
 pub use handles::is_ours;
-pub use origin::Origin;
 pub use peers::note_crossing;
 pub use region::Placement;
 pub use registered::{Binding, RegisteredUntil};
+pub use requester::Requester;
 
 use crate::{contexts, drain, quiet};
 use address_index::AddressIndex;
@@ -304,7 +304,7 @@ impl Memory {
 
     /// Frees the allocation at `address`, active or paused. `None` if it is not managed. Nothing changes on error.
     pub fn free(&self, address: CUdeviceptr) -> Option<Result<(), Error>> {
-        let allocation = self.allocations.get(&address).filter(|entry| entry.wanted().is_none()).map(|entry| Arc::clone(&entry))?;
+        let allocation = self.allocations.get(&address).filter(|entry| entry.origin().is_malloc()).map(|entry| Arc::clone(&entry))?;
         // Before taking the lock: the work may take long, and a pause waiting for the lock would block allocations.
         let wait = || self.wait_before_free(&allocation);
         // What a driver refuses once, it may grant a moment later.
@@ -429,7 +429,7 @@ impl Memory {
 
     /// Whether an allocation starts at `address`.
     pub fn manages(&self, address: CUdeviceptr) -> bool {
-        self.allocations.get(&address).is_some_and(|entry| entry.wanted().is_none())
+        self.allocations.get(&address).is_some_and(|entry| entry.origin().is_malloc())
     }
 
     /// Whether an allocation begins at an address, even one that is ending.
@@ -447,7 +447,7 @@ impl Memory {
     /// Records an allocation.
     fn enter(&self, allocation: Arc<Allocation>) {
         let key = allocation.key();
-        if allocation.wanted().is_none() {
+        if allocation.origin().is_malloc() {
             self.plain.insert(key, Arc::clone(&allocation));
         }
         self.allocations.insert(key, allocation);
@@ -456,7 +456,7 @@ impl Memory {
     /// Takes an allocation out again: exactly one of two threads gets it. Its addresses are nobody else's before it is ended.
     fn take_out(&self, key: u64) -> Option<Arc<Allocation>> {
         let (_, allocation) = self.allocations.remove(&key)?;
-        if allocation.wanted().is_none() {
+        if allocation.origin().is_malloc() {
             self.plain.remove([key]);
         }
         Some(allocation)
@@ -464,13 +464,13 @@ impl Memory {
 
     /// The addresses that `cudaMalloc` has returned.
     pub fn addresses(&self) -> Vec<CUdeviceptr> {
-        self.snapshot().iter().filter(|allocation| allocation.wanted().is_none()).map(|allocation| allocation.key()).collect()
+        self.snapshot().iter().filter(|allocation| allocation.origin().is_malloc()).map(|allocation| allocation.key()).collect()
     }
 
     /// Records who asked for the allocation with this address or handle.
-    pub fn note_origin(&self, key: u64, origin: Origin) {
+    pub fn note_requester(&self, key: u64, requester: Requester) {
         if let Some(allocation) = self.allocations.get(&key) {
-            let _ = allocation.origin.set(origin);
+            let _ = allocation.requester.set(requester);
         }
     }
 
@@ -502,9 +502,9 @@ impl Memory {
 
     /// Like [`exclude`](Self::exclude), for work that calls the driver: fails in a suspended process, where such calls would block with the
     /// lock held.
-    pub(crate) fn exclude_awake(&self) -> Result<RwLockWriteGuard<'_, ()>, Error> {
+    pub(crate) fn exclude_unless_quiesced(&self) -> Result<RwLockWriteGuard<'_, ()>, Error> {
         let lock = self.exclude();
-        check_awake().map(|()| lock)
+        check_not_quiesced().map(|()| lock)
     }
 }
 
@@ -514,6 +514,6 @@ fn could_fit(bytes: usize) -> bool {
 }
 
 /// An error while the library's driver calls wait because the process is suspended. Under the transition lock, that does not change.
-pub(crate) fn check_awake() -> Result<(), Error> {
-    if exit::is_resting() { Err(Error::Suspended) } else { Ok(()) }
+pub(crate) fn check_not_quiesced() -> Result<(), Error> {
+    if exit::is_quiesced() { Err(Error::Suspended) } else { Ok(()) }
 }

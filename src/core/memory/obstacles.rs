@@ -6,7 +6,7 @@
 //! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, access between GPUs, multicast objects and shared
 //! pools. An obstacle is reported as long as it may exist: too long rather than too short.
 
-use super::{Allocation, Memory, borrow, communicators, left, sightings};
+use super::{Allocation, Memory, borrow, communicators, sightings, unmanaged};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use vramctl_driver as driver;
@@ -43,7 +43,7 @@ impl Memory {
         let mut add = |kind, what: String, bytes| found.push(Obstacle { kind, what, bytes });
         // Known communicators are reported together with NCCL's memory; NCCL may also be linked into another library.
         let mut known = known_communicators();
-        for owner in left::status() {
+        for owner in unmanaged::status() {
             if sightings::is_communicator(&owner.owner) {
                 let which = if owner.owner.starts_with("libnccl") { known.take() } else { None };
                 let which = which.map_or_else(String::new, |which| format!(": {which}"));

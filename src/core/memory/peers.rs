@@ -186,7 +186,7 @@ impl Memory {
     pub fn open_to_copies(&self, owners: &BTreeSet<CUdevice>) -> Result<bool, Error> {
         contexts::of_devices(&driver::devices().collect());
         let devices = contexts::devices();
-        let _exclusive = self.exclude_awake()?;
+        let _exclusive = self.exclude_unless_quiesced()?;
         let mut any = false;
         for owner in owners {
             let is_new = |device: &CUdevice| {
@@ -235,7 +235,7 @@ impl Memory {
     /// permits. Under the exclusive transition lock.
     fn set_device_access(&self, owner: CUdevice, from_pool: bool, access: &[Access], before: &[Access]) -> Result<(), Failure> {
         let is_meant =
-            |one: &&Arc<Allocation>| one.device == owner && one.from_pool == from_pool && one.wanted().is_none() && !one.is_paused();
+            |one: &&Arc<Allocation>| one.device == owner && one.from_pool == from_pool && one.origin().is_malloc() && !one.is_paused();
         let all = self.snapshot();
         let active: Vec<_> = all.iter().filter(is_meant).collect();
         let set = |access: &[Access]| {

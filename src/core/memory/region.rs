@@ -1,8 +1,8 @@
 //! Regions: the tag and backup policy of the calling thread's allocations.
 //!
-//! Regions nest per thread, and the innermost applies. Beneath them lies the thread's ground, which applies outside any
+//! Regions nest per thread, and the innermost applies. Beneath them lies the thread's default, which applies outside any
 //! region: by default the process's tag, unless the thread overrides it. Settings of a region end with it; settings of the
-//! ground stay.
+//! default stay.
 
 use super::Memory;
 use std::cell::RefCell;
@@ -22,7 +22,7 @@ pub struct Placement {
     pub backend: CpuBackupBackend,
 }
 
-/// The settings of one region or of a thread's ground; `None` if unset.
+/// The settings of one region or of a thread's default; `None` if unset.
 #[derive(Debug, Clone, Default)]
 struct Settings {
     /// Whether allocations are managed instead of left to CUDA.
@@ -33,7 +33,7 @@ struct Settings {
 
 #[derive(Debug)]
 struct Regions {
-    ground: Settings,
+    thread_default: Settings,
     nested: Vec<Settings>,
     /// Applies to the whole thread.
     backend: Option<CpuBackupBackend>,
@@ -41,7 +41,7 @@ struct Regions {
 
 thread_local! {
     static REGIONS: RefCell<Regions> =
-        const { RefCell::new(Regions { ground: Settings { managed: None, tag: None, backup: None }, nested: Vec::new(), backend: None }) };
+        const { RefCell::new(Regions { thread_default: Settings { managed: None, tag: None, backup: None }, nested: Vec::new(), backend: None }) };
 }
 
 /// Begins a region on this thread, nested in the current one. Without a tag, its allocations are left to CUDA. Without a
@@ -58,30 +58,30 @@ pub fn end() -> Result<(), Error> {
 
 /// What this thread's allocations are recorded under now; `None` if they are left to CUDA.
 pub fn current() -> Option<Placement> {
-    let (said, on_ground) = innermost();
-    let process_tag = if on_ground || said.tag.is_none() || said.managed.is_none() { Memory::get().process_tag() } else { None };
-    said.managed.unwrap_or(process_tag.is_some()).then(|| policy(said, on_ground, process_tag))
+    let (said, is_thread_default) = innermost();
+    let process_tag = if is_thread_default || said.tag.is_none() || said.managed.is_none() { Memory::get().process_tag() } else { None };
+    said.managed.unwrap_or(process_tag.is_some()).then(|| policy(said, is_thread_default, process_tag))
 }
 
 /// What they are recorded under when managed, whether or not they are now.
 pub fn prospective() -> Placement {
-    let (said, on_ground) = innermost();
-    policy(said, on_ground, Memory::get().process_tag())
+    let (said, is_thread_default) = innermost();
+    policy(said, is_thread_default, Memory::get().process_tag())
 }
 
-/// Sets whether allocations in this thread's current region (or its ground) are managed. The tag and backup stay, for when
+/// Sets whether allocations in this thread's current region (or the thread's default) are managed. The tag and backup stay, for when
 /// it is managed again.
 pub fn set_managed(managed: bool) -> Result<(), Error> {
     change(|said| said.managed = Some(managed))
 }
 
-/// Sets the tag of this thread's current region (or its ground), without changing whether it is managed.
+/// Sets the tag of this thread's current region (or the thread's default), without changing whether it is managed.
 pub fn set_tag(tag: &str) -> Result<(), Error> {
     let tag = checked_tag(tag)?;
     change(|said| said.tag = Some(tag))
 }
 
-/// Sets the backup of this thread's current region (or its ground).
+/// Sets the backup of this thread's current region (or the thread's default).
 pub fn set_backup(backup: Policy) -> Result<(), Error> {
     change(|said| said.backup = Some(backup))
 }
@@ -96,25 +96,25 @@ pub fn set_backend(backend: CpuBackupBackend) -> Result<(), Error> {
     with_regions(|regions| regions.backend = Some(backend))
 }
 
-/// The settings in effect on this thread, and whether they are its ground's.
+/// The settings in effect on this thread, and whether they are the thread's default.
 fn innermost() -> (Settings, bool) {
-    with_regions(|regions| regions.nested.last().map_or_else(|| (regions.ground.clone(), true), |said| (said.clone(), false)))
+    with_regions(|regions| regions.nested.last().map_or_else(|| (regions.thread_default.clone(), true), |said| (said.clone(), false)))
         .unwrap_or_default()
 }
 
 /// Fills in unset values from the process and the environment.
-fn policy(said: Settings, on_ground: bool, process_tag: Option<Arc<str>>) -> Placement {
+fn policy(said: Settings, is_thread_default: bool, process_tag: Option<Arc<str>>) -> Placement {
     let config = Config::get();
-    // Without a process tag, only torch_memory_saver's functions manage a ground, and they drop contents by default.
-    let unsaid = if !on_ground || process_tag.is_some() { Policy::Host } else { Policy::Discard };
+    // Without a process tag, only torch_memory_saver's functions manage without a region, and they drop contents by default.
+    let unsaid = if !is_thread_default || process_tag.is_some() { Policy::Host } else { Policy::Discard };
     let tag = said.tag.or(process_tag).unwrap_or_else(|| DEFAULT_TAG.into());
-    let environments = || if on_ground { config.ground_backup } else { None };
+    let environments = || if is_thread_default { config.thread_default_backup } else { None };
     let backup = said.backup.or_else(|| config.backup_of(&tag)).or_else(environments).unwrap_or(unsaid);
     Placement { tag, backup, backend: backend() }
 }
 
 fn change(change: impl FnOnce(&mut Settings)) -> Result<(), Error> {
-    with_regions(|regions| change(regions.nested.last_mut().unwrap_or(&mut regions.ground)))
+    with_regions(|regions| change(regions.nested.last_mut().unwrap_or(&mut regions.thread_default)))
 }
 
 /// Fails if the thread is exiting and its thread-locals are destroyed.
@@ -168,7 +168,7 @@ mod tests {
             set_backup(Policy::Disk).unwrap();
             assert_eq!(current(), placement("other", Policy::Disk));
             end().unwrap();
-            assert_eq!(current(), placement("mine", Policy::Host), "the ground is as it was");
+            assert_eq!(current(), placement("mine", Policy::Host), "the thread's default is as it was");
 
             begin(None, None).unwrap();
             assert_eq!(tag(), None);

@@ -8,7 +8,7 @@
 pub use super::lending::Borrower;
 
 use super::lending::{TOKEN_BYTES, Token};
-use super::{Allocation, Memory, check_awake};
+use super::{Allocation, Memory, check_not_quiesced};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramctl_control::descriptors;
@@ -64,7 +64,7 @@ impl Memory {
     /// `cuIpcGetMemHandle`: every address of an allocation gives the same handle. `None` if the real function is to answer: the
     /// memory is not managed, or comes from `cuMemCreate`, or the device cannot share it.
     pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Ticket, StatusCode>> {
-        let allocation = self.find(address).filter(|allocation| allocation.wanted().is_none())?;
+        let allocation = self.find(address).filter(|allocation| allocation.origin().is_malloc())?;
         if !driver::is_shareable(allocation.device) {
             return None;
         }
@@ -89,7 +89,7 @@ impl Memory {
         let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
         // Not during a pause or resume.
         let _shared = self.share();
-        check_awake()?;
+        check_not_quiesced()?;
         let _relaxed = RelaxedCapture::enter();
         let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
         let mut contents = allocation.contents();

@@ -5,7 +5,7 @@
 
 use super::{unless_ending, with_communicators};
 use crate::events::{self, Event};
-use crate::memory::{Allocation, Memory, aside, check_awake, communicators};
+use crate::memory::{Allocation, Memory, aside, check_not_quiesced, communicators};
 use crate::{contexts, drain, gate, holder};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -132,7 +132,7 @@ impl Holding<'_> {
     pub fn drain(&self, limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
         let begun = Instant::now();
         self.wait_for_calls(limit, begun + limit, observer)?;
-        check_awake()?;
+        check_not_quiesced()?;
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
         let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_wanted()));

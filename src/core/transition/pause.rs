@@ -4,7 +4,7 @@ use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
+use crate::memory::{Allocation, Memory, aside, check_not_quiesced, communicators, guard};
 use crate::{drain, events, gate, quiet};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -70,7 +70,7 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
-        check_awake()?;
+        check_not_quiesced()?;
         let mut chosen = self.choose(request)?;
         chosen.spare_prefix_cache(request)?;
         chosen.spare_registered(request)?;
@@ -95,7 +95,7 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<Report, Error> {
-        let _exclusive = self.exclude_awake()?;
+        let _exclusive = self.exclude_unless_quiesced()?;
         communicators::check(&request.communicators)?;
         let _relaxed = RelaxedCapture::enter();
         let mut chosen = self.choose_settled(request)?;

@@ -5,7 +5,7 @@ use super::pause::WAIT_LOCKED;
 use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
-use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
+use crate::memory::{Allocation, Memory, aside, check_not_quiesced, communicators, guard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -48,7 +48,7 @@ impl Memory {
         // Set if the program always has work in flight: then no more of it starts until the guards are gone.
         let mut closed = None;
         loop {
-            check_awake()?;
+            check_not_quiesced()?;
             let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
             self.wait_for_guarded(&self.choose(request)?.paused, left, observer).map_err(busy_since(started))?;
             let attempt = self.try_resume(request, started, observer);
@@ -78,7 +78,7 @@ impl Memory {
         let mut clock = Clock::default();
         // Dropped after the lock is released.
         let mut done_with = Vec::new();
-        let _exclusive = self.exclude_awake()?;
+        let _exclusive = self.exclude_unless_quiesced()?;
         let _relaxed = RelaxedCapture::enter();
         let Chosen { all, paused, active: already } = self.choose_settled(request)?;
         self.release_freed();

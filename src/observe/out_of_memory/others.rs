@@ -21,8 +21,8 @@ pub struct Neighbour {
     pub name: String,
     /// Active memory, by tag.
     pub tags: BTreeMap<String, u64>,
-    /// Left to CUDA.
-    pub left: u64,
+    /// Unmanaged memory.
+    pub unmanaged: u64,
     /// What its own allocator, such as torch's, could return.
     pub cached: u64,
 }
@@ -54,7 +54,7 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
             _ => Some(one),
         }
     });
-    answers.filter(|one| one.active() + one.left > 0).collect()
+    answers.filter(|one| one.active() + one.unmanaged > 0).collect()
 }
 
 /// Returns a [`Held`] because another thread may fork meanwhile: a child that kept the connection would keep the other process waiting.
@@ -86,7 +86,7 @@ fn of_status(status: &ProcessStatus, uuid: &str) -> Neighbour {
             *tags.entry(tag.clone()).or_default() += bytes;
         }
     }
-    let left =
-        if status.memory.suspended.is_none() { status.memory.left_alone.iter().filter_map(|left| left.gpus.get(uuid)).sum() } else { 0 };
-    Neighbour { pid: status.process.pid, name: status.process.name.clone(), tags, left, cached: 0 }
+    let unmanaged =
+        if status.memory.suspended.is_none() { status.memory.unmanaged.iter().filter_map(|left| left.gpus.get(uuid)).sum() } else { 0 };
+    Neighbour { pid: status.process.pid, name: status.process.name.clone(), tags, unmanaged, cached: 0 }
 }

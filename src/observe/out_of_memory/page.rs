@@ -11,7 +11,7 @@ use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::Cause;
 use vramctl_core::{cache, engine, gate};
-use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, is_zero, left_to_cuda};
+use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, is_zero, unmanaged_of};
 
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
@@ -240,10 +240,10 @@ impl Failed {
 fn rows(scene: &Scene, neighbours: &[Neighbour]) -> Vec<Row> {
     let row = |what, of: &str, bytes| Row { what, of: of.to_owned(), tags: BTreeMap::new(), pid: None, bytes };
     let tags = scene.tags.iter().filter(|(_, share)| share.active > 0).map(|(tag, share)| row("tag", tag, share.active));
-    let left = scene.left.iter().map(|(owner, bytes)| row("left_alone", owner, *bytes));
+    let unmanaged = scene.unmanaged.iter().map(|(owner, bytes)| row("left_alone", owner, *bytes));
     let of_neighbour =
-        |one: &Neighbour| Row { tags: one.tags.clone(), pid: Some(one.pid), ..row("process", &one.name, one.active() + one.left) };
-    let mut rows: Vec<_> = tags.chain(left).chain(neighbours.iter().map(of_neighbour)).collect();
+        |one: &Neighbour| Row { tags: one.tags.clone(), pid: Some(one.pid), ..row("process", &one.name, one.active() + one.unmanaged) };
+    let mut rows: Vec<_> = tags.chain(unmanaged).chain(neighbours.iter().map(of_neighbour)).collect();
     if let Cause::Resume(holders) = &scene.asked.cause {
         let unknown = holders.iter().filter(|holder| neighbours.iter().all(|one| one.pid != holder.pid));
         rows.extend(unknown.filter_map(|holder| {
@@ -263,9 +263,9 @@ fn rows(scene: &Scene, neighbours: &[Neighbour]) -> Vec<Row> {
 /// All blocks, the largest groups first. Only the first have native calls, whose names take long to find.
 fn groups(blocks: &[Placed]) -> Vec<Group> {
     let mut groups: BTreeMap<_, (u64, u64)> = BTreeMap::new();
-    for Placed { bytes, tag, origin } in blocks {
-        let library = origin.as_ref().map(|origin| origin.library);
-        let stack = origin.as_ref().and_then(|origin| origin.stack.as_ref());
+    for Placed { bytes, tag, requester } in blocks {
+        let library = requester.as_ref().map(|requester| requester.library);
+        let stack = requester.as_ref().and_then(|requester| requester.stack.as_ref());
         // Without a stack, only blocks of one size are assumed to come from one place.
         let size = if stack.is_none() { *bytes } else { 0 };
         let (all_bytes, number) = groups.entry((tag, library, stack, size)).or_default();
@@ -414,7 +414,7 @@ impl ReportPage {
             let bytes = Bytes(*bytes).to_string();
             match *what {
                 "tag" => writeln!(out, "    {bytes:>11}  tag {of}")?,
-                "left_alone" => writeln!(out, "    {bytes:>11}  {}", left_to_cuda(of))?,
+                "left_alone" => writeln!(out, "    {bytes:>11}  {}", unmanaged_of(of))?,
                 "process" => {
                     let tags: Vec<_> = tags.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
                     let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
@@ -441,7 +441,7 @@ impl ReportPage {
             let whose = match (tag, library) {
                 (Some(tag), Some(library)) => format!("tag {tag}, {library}"),
                 (Some(tag), None) => format!("tag {tag}"),
-                (None, library) => left_to_cuda(library.unwrap_or("unknown")),
+                (None, library) => unmanaged_of(library.unwrap_or("unknown")),
             };
             let at = at.as_ref().map_or_else(String::new, |at| format!(", {at}"));
             writeln!(out, "    {:>11}{}  {whose}{at}", Bytes(*bytes).to_string(), count(*blocks))?;
@@ -524,7 +524,7 @@ mod tests {
     use super::*;
     use std::sync::Arc;
     use vramctl_core::events::FailedRequest;
-    use vramctl_core::memory::Origin;
+    use vramctl_core::memory::Requester;
     use vramctl_host::stack::Stack;
 
     fn frames(list: &[&str]) -> Vec<String> {
@@ -552,15 +552,15 @@ mod tests {
         const MIB: u64 = 1 << 20;
         let here = Arc::new(Stack::here(8, 0));
         let there = Arc::new(Stack::here(4, 0));
-        let at = |stack: &Arc<Stack>| Some(Origin { library: "libc10_cuda.so", stack: Some(Arc::clone(stack)) });
-        let block = |mib: u64, tag: Option<&str>, origin| Placed { bytes: mib * MIB, tag: tag.map(Into::into), origin };
+        let at = |stack: &Arc<Stack>| Some(Requester { library: "libc10_cuda.so", stack: Some(Arc::clone(stack)) });
+        let block = |mib: u64, tag: Option<&str>, requester| Placed { bytes: mib * MIB, tag: tag.map(Into::into), requester };
         let mut blocks = vec![
             block(100, Some("default"), at(&here)),
             block(150, Some("default"), at(&there)),
             block(90, Some("default"), at(&here)),
-            block(70, None, Some(Origin::of("libnccl.so.2"))),
+            block(70, None, Some(Requester::of("libnccl.so.2"))),
         ];
-        blocks.extend((0..40).map(|_| block(20, Some("default"), Some(Origin::of("libc10_cuda.so")))));
+        blocks.extend((0..40).map(|_| block(20, Some("default"), Some(Requester::of("libc10_cuda.so")))));
         let told: Vec<_> = groups(&blocks).into_iter().map(|group| (group.bytes / MIB, group.blocks, group.tag)).collect();
         let tag = Some("default".to_owned());
         assert_eq!(told, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
@@ -603,7 +603,7 @@ mod tests {
             room,
             margin: 0,
             tags: BTreeMap::new(),
-            left: BTreeMap::new(),
+            unmanaged: BTreeMap::new(),
             blocks,
             freed_since: None,
         };
@@ -613,7 +613,7 @@ mod tests {
     #[test]
     fn what_is_not_listed_by_line_is_added_up() {
         const MIB: u64 = 1 << 20;
-        let block = |mib| Placed { bytes: mib * MIB, tag: Some("default".into()), origin: None };
+        let block = |mib| Placed { bytes: mib * MIB, tag: Some("default".into()), requester: None };
         let page = page_on(None, (1..=100).map(block).collect());
         let sizes: Vec<_> = page.largest.iter().map(|group| group.bytes / MIB).collect();
         assert_eq!(sizes, (71..=100).rev().collect::<Vec<_>>(), "in the file");

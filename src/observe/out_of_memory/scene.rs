@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 use vramctl_core::events::{Cause, FailedRequest};
-use vramctl_core::memory::{Memory, Origin, left};
+use vramctl_core::memory::{Memory, Requester, unmanaged};
 use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
 use vramctl_host::stack::{self, Stack};
 use vramctl_model::Bytes;
@@ -36,7 +36,7 @@ pub struct Placed {
     pub bytes: u64,
     /// Its tag; `None` if it is left to CUDA.
     pub tag: Option<Arc<str>>,
-    pub origin: Option<Origin>,
+    pub requester: Option<Requester>,
 }
 
 pub struct Scene {
@@ -49,7 +49,7 @@ pub struct Scene {
     pub room: Option<DeviceRoom>,
     pub margin: u64,
     pub tags: BTreeMap<Arc<str>, TagShare>,
-    pub left: BTreeMap<&'static str, u64>,
+    pub unmanaged: BTreeMap<&'static str, u64>,
     /// All that is active.
     pub blocks: Vec<Placed>,
     /// Bytes that became free since the first attempt.
@@ -64,7 +64,7 @@ impl Scene {
         let room = room_on(asked.device);
         let device = room.as_ref().map(|room| room.device).or(asked.device);
         let is_there = |other: Option<CUdevice>| device.is_none() || other.is_none() || other == device;
-        let (mut tags, mut left, mut blocks) = (BTreeMap::<_, TagShare>::new(), BTreeMap::new(), Vec::new());
+        let (mut tags, mut unmanaged, mut blocks) = (BTreeMap::<_, TagShare>::new(), BTreeMap::new(), Vec::new());
         let memory = Memory::existing();
         for allocation in memory.map(Memory::all).unwrap_or_default() {
             if !is_there(Some(allocation.device)) {
@@ -76,17 +76,17 @@ impl Scene {
             let share = tags.entry(Arc::clone(&allocation.tag)).or_default();
             if is_active {
                 share.active += bytes;
-                blocks.push(Placed { bytes, tag: Some(Arc::clone(&allocation.tag)), origin: allocation.origin.get().cloned() });
+                blocks.push(Placed { bytes, tag: Some(Arc::clone(&allocation.tag)), requester: allocation.requester.get().cloned() });
             } else {
                 share.paused += bytes;
             }
         }
-        for block in left::blocks().into_iter().filter(|block| is_there(block.device)) {
-            *left.entry(block.origin.library).or_default() += block.bytes;
-            blocks.push(Placed { bytes: block.bytes, tag: None, origin: Some(block.origin) });
+        for block in unmanaged::blocks().into_iter().filter(|block| is_there(block.device)) {
+            *unmanaged.entry(block.requester.library).or_default() += block.bytes;
+            blocks.push(Placed { bytes: block.bytes, tag: None, requester: Some(block.requester) });
         }
         let margin = memory.map_or(0, Memory::margin);
-        Self { asked, when: SystemTime::now(), thread, thread_name, stack, room, margin, tags, left, blocks, freed_since: None }
+        Self { asked, when: SystemTime::now(), thread, thread_name, stack, room, margin, tags, unmanaged, blocks, freed_since: None }
     }
 
     /// The same, seen from an earlier attempt.

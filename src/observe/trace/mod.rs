@@ -11,15 +11,15 @@ use std::time::Duration;
 use vramctl_config::Config;
 use vramctl_core::events::{Change, FailedRequest, Owner};
 use vramctl_driver::{self as driver, CUdevice, Current};
-use vramctl_host::PerProcess;
 use vramctl_host::stack::thread_id;
 use vramctl_host::system::{nanoseconds, now};
+use vramctl_host::{PerProcess, fnv1a};
 use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, TraceEvent, Verb, code};
 
 /// The most events in one answer.
 const MOST: usize = 8192;
 
-/// Two owners with the same 64-bit hash would be shown as one. `gpu`: see [`Recorder::gpu`].
+/// Never 0. Two owners with the same 64-bit hash would be shown as one. `gpu`: see [`Recorder::gpu`].
 fn hash_of_owner(owner: Owner<'_>, device: Option<CUdevice>, gpu: u64) -> u64 {
     let (name, kind) = match owner {
         Owner::Tag(tag) => (&**tag, 1),
@@ -29,12 +29,7 @@ fn hash_of_owner(owner: Owner<'_>, device: Option<CUdevice>, gpu: u64) -> u64 {
         let [a, b, c, d] = device.to_le_bytes();
         [1, a, b, c, d]
     });
-    fnv(name.as_bytes().iter().chain(&device).chain(&gpu.to_le_bytes()).chain(&[kind]))
-}
-
-/// FNV-1a; never 0.
-fn fnv<'a>(bytes: impl Iterator<Item = &'a u8>) -> u64 {
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)).max(1)
+    fnv1a(name.as_bytes().iter().chain(&device).chain(&gpu.to_le_bytes()).chain(&[kind])).max(1)
 }
 
 #[derive(Debug)]
@@ -306,8 +301,9 @@ impl Recorder {
     }
 }
 
+/// Never 0.
 fn hash_of_gpu(uuid: Option<&str>) -> u64 {
-    fnv(uuid.unwrap_or_default().as_bytes().iter())
+    fnv1a(uuid.unwrap_or_default().as_bytes()).max(1)
 }
 
 /// Encodes a record: its time; its kind with a small number, an owner and a thread; and two large numbers.

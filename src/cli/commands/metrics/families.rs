@@ -184,16 +184,16 @@ impl Exposition {
             self.put(&MANAGED_GPU, &[name, pid, gpu, "active"], device.active_bytes);
             self.put(&MANAGED_GPU, &[name, pid, gpu, "paused"], device.paused_bytes);
         }
-        let libraries = Owners::of(memory.left_alone.iter().map(|left| (left.owner.as_str(), left.bytes)));
-        for left in &memory.left_alone {
+        let libraries = Owners::of(memory.unmanaged.iter().map(|left| (left.owner.as_str(), left.bytes)));
+        for left in &memory.unmanaged {
             self.put(&LEFT_ALONE, &[name, pid, libraries.label(&left.owner)], left.bytes);
         }
         self.put(&LATE, &[name, pid], memory.late_bytes);
         self.put(&HOST_READY, &[name, pid], memory.host.ready_bytes);
         self.put(&HOST_PINNED, &[name, pid], memory.host.pinned_bytes);
         if let Some(last) = memory.cycles.last() {
-            let libraries = Owners::of(last.left_alone.iter().map(|(owner, bytes)| (owner.as_str(), *bytes)));
-            for (owner, bytes) in &last.left_alone {
+            let libraries = Owners::of(last.unmanaged.iter().map(|(owner, bytes)| (owner.as_str(), *bytes)));
+            for (owner, bytes) in &last.unmanaged {
                 self.put(&RESIDUE, &[name, pid, libraries.label(owner)], *bytes);
             }
             last.driver.values().for_each(|bytes| self.put(&RESIDUE, &[name, pid, "driver"], *bytes));
@@ -268,7 +268,7 @@ mod tests {
     use std::path::Path;
     use vramctl_coordinator::failure::{CommandError, Exit};
     use vramctl_coordinator::processes::made_up::process;
-    use vramctl_model::{Cycle, Growth, LeftAlone, TagState, TagStatus};
+    use vramctl_model::{Cycle, Growth, TagState, TagStatus, Unmanaged};
 
     fn of(process: &Process) -> String {
         let mut page = Exposition::default();
@@ -295,9 +295,9 @@ mod tests {
         let failed = [(Kind::Busy, 2), (Kind::Aborted, 1)].into();
         let pause = Totals { done: 3, bytes: 300, kept_bytes: 200, unchanged_bytes: 50, discarded_bytes: 100, stages, ms: 2500.0, failed };
         memory.totals = [(Verb::Pause, pause)].into();
-        memory.left_alone = vec![LeftAlone { owner: "libnccl.so.2".into(), bytes: 5, gpus: BTreeMap::new() }];
-        let left_alone = [("libnccl.so.2".into(), 4)].into();
-        memory.cycles = vec![Cycle { left_alone, driver: [("a".into(), 10), ("b".into(), 20)].into(), ..Cycle::default() }];
+        memory.unmanaged = vec![Unmanaged { owner: "libnccl.so.2".into(), bytes: 5, gpus: BTreeMap::new() }];
+        let unmanaged = [("libnccl.so.2".into(), 4)].into();
+        memory.cycles = vec![Cycle { unmanaged, driver: [("a".into(), 10), ("b".into(), 20)].into(), ..Cycle::default() }];
         memory.growing = vec![Growth { owner: "tag kv".into(), bytes_per_cycle: 9, cycles: 3 }];
         let page = of(&engine);
         let p = r#"name="eng\"ine\\""#;

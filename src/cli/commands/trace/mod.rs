@@ -21,7 +21,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::text;
-use vramctl_model::{MemoryOwner, left_to_cuda, short_uuid};
+use vramctl_model::{MemoryOwner, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -140,7 +140,7 @@ impl Recorded {
 fn owner_name(owner: &MemoryOwner) -> String {
     match (&owner.tag, &owner.library) {
         (Some(tag), _) => tag.clone(),
-        (None, Some(library)) => left_to_cuda(library),
+        (None, Some(library)) => unmanaged_of(library),
         (None, None) => "others".into(),
     }
 }

@@ -1,9 +1,9 @@
-//! Counts memory that the library sees but leaves to CUDA, by owner. Used only for the status.
+//! Counts unmanaged memory, which the library sees but leaves to CUDA, by owner. Used only for the status.
 //!
 //! Who asked for it is its owner: a library, by its file name. Small requests are not counted: they are many, and the driver
 //! packs them together.
 
-use super::Origin;
+use super::Requester;
 use super::keyed::{Keyed, Spread};
 use super::sightings::{self, ObstacleKey};
 use crate::events::{self, Change, Owner};
@@ -13,12 +13,12 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current};
 use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{LeftAlone, Span, StatusCode, code};
+use vramctl_model::{Span, StatusCode, Unmanaged, code};
 
-static LEFT: PerProcess<LeftToCuda> = PerProcess::new(LeftToCuda::default);
+static UNMANAGED: PerProcess<UnmanagedMemory> = PerProcess::new(UnmanagedMemory::default);
 
 #[derive(Default)]
-struct LeftToCuda {
+struct UnmanagedMemory {
     /// By address. An entry is removed before the driver frees the memory, because afterwards another thread may get the address.
     blocks: Keyed<Given>,
     handles: Mutex<Handles>,
@@ -27,14 +27,14 @@ struct LeftToCuda {
 #[derive(Debug)]
 struct Given {
     bytes: usize,
-    origin: Origin,
+    requester: Requester,
     /// The context with which it ends, and that context's device.
     context: Option<(Context, CUdevice)>,
 }
 
 impl Given {
     fn record(&self, change: Change) {
-        events::change(change, Owner::Library(self.origin.library), self.context.map(|(_, device)| device), self.bytes);
+        events::change(change, Owner::Library(self.requester.library), self.context.map(|(_, device)| device), self.bytes);
     }
 }
 
@@ -55,7 +55,7 @@ struct Handles {
 #[derive(Debug)]
 struct Created {
     bytes: usize,
-    origin: Origin,
+    requester: Requester,
     device: CUdevice,
 }
 
@@ -66,7 +66,7 @@ impl Created {
     }
 
     fn record(&self, change: Change) {
-        events::change(change, Owner::Library(self.origin.library), Some(self.device), self.bytes);
+        events::change(change, Owner::Library(self.requester.library), Some(self.device), self.bytes);
     }
 }
 
@@ -77,7 +77,7 @@ impl Drop for Created {
     }
 }
 
-impl LeftToCuda {
+impl UnmanagedMemory {
     fn handles(&self) -> MutexGuard<'_, Handles> {
         self.handles.lock().unpoisoned()
     }
@@ -106,57 +106,57 @@ impl Handles {
 }
 
 /// Records memory in the thread's current context.
-pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
+pub fn note(address: CUdeviceptr, bytes: usize, requester: Requester) {
     let context = Current::of_thread().ok().flatten().map(|current| (current.owner(), current.device()));
-    let given = Given { bytes, origin, context };
+    let given = Given { bytes, requester, context };
     given.record(Change::Allocated);
-    LEFT.get().blocks.insert(address, given);
+    UNMANAGED.get().blocks.insert(address, given);
 }
 
 /// Whether memory or an obstacle is recorded at an address.
 #[inline]
 pub fn knows(address: CUdeviceptr) -> bool {
-    LEFT.existing().is_some_and(|left| left.blocks.contains_key(&address)) || sightings::knows(ObstacleKey::Address(address))
+    UNMANAGED.existing().is_some_and(|unmanaged| unmanaged.blocks.contains_key(&address)) || sightings::knows(ObstacleKey::Address(address))
 }
 
 /// Lets the real function free the memory at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let block = LEFT.existing().and_then(|left| left.blocks.remove(&address));
+    let block = UNMANAGED.existing().and_then(|unmanaged| unmanaged.blocks.remove(&address));
     sightings::ending(ObstacleKey::Address(address), || {
         let answer = real();
         if answer != code::SUCCESS
             && let Some((_, block)) = block
         {
-            LEFT.get().blocks.insert(address, block);
+            UNMANAGED.get().blocks.insert(address, block);
         }
         answer
     })
 }
 
 /// Records memory that `cuMemCreate` has created on a device.
-pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, origin: Origin) {
-    let created = Created { bytes, origin, device };
+pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, requester: Requester) {
+    let created = Created { bytes, requester, device };
     created.record(Change::Allocated);
-    LEFT.get().handles().handles.insert(handle, (Arc::new(created), 1));
+    UNMANAGED.get().handles().handles.insert(handle, (Arc::new(created), 1));
 }
 
 /// Lets the real function release a handle.
 pub fn release(handle: u64, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let taken = LEFT.existing().and_then(|left| left.handles().let_go(handle));
+    let taken = UNMANAGED.existing().and_then(|unmanaged| unmanaged.handles().let_go(handle));
     let answer = real();
     if answer != code::SUCCESS
         && let Some(piece) = taken
     {
-        LEFT.get().handles().hold(handle, piece);
+        UNMANAGED.get().handles().hold(handle, piece);
     }
     answer
 }
 
 /// Records a handle that `cuMemRetainAllocationHandle` has given for an address.
 pub fn note_retained(handle: u64, address: CUdeviceptr) {
-    let Some(left) = LEFT.existing() else { return };
-    let mut handles = left.handles();
+    let Some(unmanaged) = UNMANAGED.existing() else { return };
+    let mut handles = unmanaged.handles();
     let found = handles.at(address).map(Arc::clone);
     if let Some(piece) = found {
         handles.hold(handle, piece);
@@ -165,13 +165,13 @@ pub fn note_retained(handle: u64, address: CUdeviceptr) {
 
 /// What obstacles of the memory that is mapped at an address are recorded under, if it is recorded itself.
 pub fn key_of_mapped(address: CUdeviceptr) -> Option<ObstacleKey> {
-    LEFT.existing()?.handles().at(address).map(|piece| piece.key())
+    UNMANAGED.existing()?.handles().at(address).map(|piece| piece.key())
 }
 
 /// Records what `cuMemMap` has mapped.
 pub fn note_mapped(address: CUdeviceptr, handle: u64) {
-    let Some(left) = LEFT.existing() else { return };
-    let mut handles = left.handles();
+    let Some(unmanaged) = UNMANAGED.existing() else { return };
+    let mut handles = unmanaged.handles();
     let found = handles.handles.get(&handle).map(|(piece, _)| Arc::clone(piece));
     if let Some(piece) = found {
         handles.mapped.insert(address, piece);
@@ -181,8 +181,8 @@ pub fn note_mapped(address: CUdeviceptr, handle: u64) {
 /// Lets the real function unmap a range.
 pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let mut taken = Vec::new();
-    if let Some(left) = LEFT.existing() {
-        let mapped = &mut left.handles().mapped;
+    if let Some(unmanaged) = UNMANAGED.existing() {
+        let mapped = &mut unmanaged.handles().mapped;
         let end = span.address.saturating_add(span.bytes as u64);
         while let Some(base) = mapped.range(span.address..end).next().map(|(base, _)| *base) {
             taken.extend(mapped.remove_entry(&base));
@@ -191,7 +191,7 @@ pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
     sightings::ending_mapped_in(span, || {
         let answer = real();
         if answer != code::SUCCESS && !taken.is_empty() {
-            LEFT.get().handles().mapped.extend(taken);
+            UNMANAGED.get().handles().mapped.extend(taken);
         }
         answer
     })
@@ -199,46 +199,49 @@ pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
 
 /// A block of it.
 #[derive(Debug)]
-pub struct LeftBlock {
+pub struct UnmanagedBlock {
     /// Bytes asked for.
     pub bytes: u64,
     /// By whom.
-    pub origin: Origin,
+    pub requester: Requester,
     /// Its device, if known.
     pub device: Option<CUdevice>,
 }
 
-/// All memory left to CUDA, as recorded; the driver is not asked whether it still exists.
-pub fn blocks() -> Vec<LeftBlock> {
-    let Some(left) = LEFT.existing() else { return Vec::new() };
-    let of_given = |given: &Given| LeftBlock {
+/// All unmanaged memory, as recorded; the driver is not asked whether it still exists.
+pub fn blocks() -> Vec<UnmanagedBlock> {
+    let Some(unmanaged) = UNMANAGED.existing() else { return Vec::new() };
+    let of_given = |given: &Given| UnmanagedBlock {
         bytes: given.bytes as u64,
-        origin: given.origin.clone(),
+        requester: given.requester.clone(),
         device: given.context.map(|(_, device)| device),
     };
-    let mut all: Vec<_> = left.blocks.iter().map(|given| of_given(&given)).collect();
-    let handles = left.handles();
+    let mut all: Vec<_> = unmanaged.blocks.iter().map(|given| of_given(&given)).collect();
+    let handles = unmanaged.handles();
     let held = handles.handles.values().map(|(piece, _)| piece);
     let pieces: BTreeMap<_, _> = held.chain(handles.mapped.values()).map(|piece| (Arc::as_ptr(piece), piece)).collect();
-    let of_created =
-        |piece: &&Arc<Created>| LeftBlock { bytes: piece.bytes as u64, origin: piece.origin.clone(), device: Some(piece.device) };
+    let of_created = |piece: &&Arc<Created>| UnmanagedBlock {
+        bytes: piece.bytes as u64,
+        requester: piece.requester.clone(),
+        device: Some(piece.device),
+    };
     all.extend(pieces.values().map(of_created));
     all
 }
 
-/// Memory left to CUDA now, by owner in alphabetical order. Forgets memory that was destroyed with its context.
-pub fn status() -> Vec<LeftAlone> {
-    let Some(left) = LEFT.existing() else { return Vec::new() };
+/// Unmanaged memory now, by owner in alphabetical order. Forgets memory that was destroyed with its context.
+pub fn status() -> Vec<Unmanaged> {
+    let Some(unmanaged) = UNMANAGED.existing() else { return Vec::new() };
     // The driver is not called while the map is locked.
-    let mut contexts: BTreeSet<_> = left.blocks.iter().filter_map(|block| block.context).collect();
+    let mut contexts: BTreeSet<_> = unmanaged.blocks.iter().filter_map(|block| block.context).collect();
     contexts.retain(|(context, _)| context.is_gone());
-    left.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
+    unmanaged.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
 
     let mut owners = BTreeMap::<&str, BTreeMap<Option<CUdevice>, u64>>::new();
     for block in blocks() {
-        *owners.entry(block.origin.library).or_default().entry(block.device).or_default() += block.bytes;
+        *owners.entry(block.requester.library).or_default().entry(block.device).or_default() += block.bytes;
     }
-    let told = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| LeftAlone {
+    let told = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| Unmanaged {
         owner: owner.to_owned(),
         bytes: devices.values().sum(),
         gpus: devices.into_iter().filter_map(|(device, bytes)| Some((driver::uuid(device?)?, bytes))).collect(),
@@ -254,7 +257,7 @@ mod tests {
 
     /// Tests share the process, so each counts under an owner of its own.
     fn bytes_of(owner: &str) -> u64 {
-        status().iter().filter(|left| left.owner == owner).map(|left| left.bytes).sum()
+        status().iter().filter(|unmanaged| unmanaged.owner == owner).map(|unmanaged| unmanaged.bytes).sum()
     }
 
     fn done() -> StatusCode {
@@ -264,8 +267,8 @@ mod tests {
     #[test]
     fn freed_memory_is_no_longer_counted_unless_the_free_fails() {
         let (first, second) = (0x1000_0000, 0x2000_0000);
-        note(first, PAGE, Origin::of("blocks"));
-        note(second, 2 * PAGE, Origin::of("blocks"));
+        note(first, PAGE, Requester::of("blocks"));
+        note(second, 2 * PAGE, Requester::of("blocks"));
         assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
         assert_eq!(free(first, || code::UNKNOWN), code::UNKNOWN);
         assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
@@ -273,7 +276,7 @@ mod tests {
         assert_eq!(bytes_of("blocks"), 2 * PAGE as u64);
         // Another thread may be given the address before the driver's call returns.
         free(second, || {
-            note(second, PAGE, Origin::of("blocks"));
+            note(second, PAGE, Requester::of("blocks"));
             code::SUCCESS
         });
         assert_eq!(bytes_of("blocks"), PAGE as u64);
@@ -284,7 +287,7 @@ mod tests {
     fn physical_memory_exists_while_it_has_a_handle_or_a_mapping() {
         let (handle, at) = (0x5555_0000_0000, 0x3000_0000);
         let span = Span { address: at, bytes: 4 * PAGE };
-        note_handle(handle, PAGE, 0, Origin::of("handles"));
+        note_handle(handle, PAGE, 0, Requester::of("handles"));
         note_mapped(at, handle);
         note_mapped(at + 2 * PAGE as u64, handle);
         assert_eq!(bytes_of("handles"), PAGE as u64, "two mappings, one memory");
@@ -306,7 +309,7 @@ mod tests {
 
     #[test]
     fn a_forked_child_has_none_of_it() {
-        note(0x4000_0000, PAGE, Origin::of("parent"));
+        note(0x4000_0000, PAGE, Requester::of("parent"));
         // SAFETY: the child leaves by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {

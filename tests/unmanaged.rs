@@ -12,17 +12,17 @@ use std::{env, mem, ptr};
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_intercept::{entries, hooks};
-use vramctl_model::LeftAlone;
+use vramctl_model::Unmanaged;
 
 const PAGE: usize = 2 * MIB;
 
 /// The bytes left to CUDA, by owner.
 fn left() -> BTreeMap<String, u64> {
-    let told = |left: LeftAlone| {
+    let told = |left: Unmanaged| {
         assert_eq!(left.gpus.values().sum::<u64>(), left.bytes, "all of it is on some GPU");
         (left.owner, left.bytes)
     };
-    Memory::get().status().left_alone.into_iter().map(told).collect()
+    Memory::get().status().unmanaged.into_iter().map(told).collect()
 }
 
 /// This program, as an owner.

@@ -7,20 +7,20 @@ use vramctl_host::stack::Stack;
 
 /// Who has asked for memory.
 #[derive(Debug, Clone)]
-pub struct Origin {
+pub struct Requester {
     /// The library that has called, by its file name.
     pub library: &'static str,
     /// The call stack. Recorded only for large requests, and only if report files are written (`VRAMCTL_REPORT_DIR`).
     pub stack: Option<Arc<Stack>>,
 }
 
-impl Origin {
+impl Requester {
     /// Only a library.
     pub fn of(library: &'static str) -> Self {
         Self { library, stack: None }
     }
 
-    /// The origin of a request that the calling thread makes now. `caller`: the return address of its call.
+    /// The requester of a request that the calling thread makes now. `caller`: the return address of its call.
     pub fn of_request(library: &'static str, bytes: usize, caller: *const c_void) -> Self {
         /// Smaller requests rarely explain a shortage, and there are too many of them to record each stack.
         const LARGE: usize = 64 << 20;

@@ -1,4 +1,4 @@
-//! Memory that is left to CUDA, as the driver knows it.
+//! What the driver knows of memory that is not managed.
 
 use vramctl_core::memory::Memory;
 use vramctl_driver::{self as driver, CUdeviceptr, KnownMemory};
