@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use std::{io, mem, process, thread};
 use vramctl_config as config;
+use vramctl_host::directory::{Unsafe, open_private};
 use vramctl_host::system::user;
 use vramctl_host::{Identity, Unpoison};
 
@@ -57,28 +58,20 @@ impl Directory {
     }
 
     fn check(path: &Path, anybodys: bool) -> io::Result<Self> {
-        let open = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path);
-        let refuse = |why: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())));
-        let owned_by = |owner| refuse(format!("owned by user {owner}, not by you; set VRAMCTL_DIR to a directory of yours"));
-        let open = match open.map_err(|error| (path.symlink_metadata(), error)) {
-            Ok(open) => open,
-            // The kernel reports "not a directory", which confuses users.
-            Err((Ok(there), _)) if there.is_symlink() => return refuse("a symbolic link; set VRAMCTL_DIR to the directory itself".into()),
-            Err((Ok(there), _)) if !there.is_dir() => return refuse("not a directory; set VRAMCTL_DIR to one".into()),
-            Err((Ok(there), _)) if there.uid() != user() => return owned_by(there.uid()),
-            Err((_, error)) => return Err(naming(path, &error)),
+        let refused = match open_private(path, anybodys) {
+            Ok((open, owner)) => return Ok(Self { path: path.to_owned(), owner, open: Arc::new(open), known: Arc::default() }),
+            Err(refused) => refused,
         };
-        let metadata = open.metadata()?;
-        if metadata.uid() != user() && !anybodys {
-            return owned_by(metadata.uid());
-        }
-        if metadata.mode() & 0o077 != 0 {
-            return refuse(format!(
-                "open to other users (mode {:o}); chmod 700 it if only you use it, else set VRAMCTL_DIR to a directory of your own",
-                metadata.mode() & 0o777
-            ));
-        }
-        Ok(Self { path: path.to_owned(), owner: metadata.uid(), open: Arc::new(open), known: Arc::default() })
+        let why = match refused {
+            Unsafe::Failed(error) => return Err(naming(path, &error)),
+            Unsafe::Link => "a symbolic link; set VRAMCTL_DIR to the directory itself".into(),
+            Unsafe::NotDirectory => "not a directory; set VRAMCTL_DIR to one".into(),
+            Unsafe::OwnedBy(owner) => format!("owned by user {owner}, not by you; set VRAMCTL_DIR to a directory of yours"),
+            Unsafe::Open(mode) => format!(
+                "open to other users (mode {mode:o}); chmod 700 it if only you use it, else set VRAMCTL_DIR to a directory of your own"
+            ),
+        };
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())))
     }
 
     /// Its path, for messages.

@@ -6,10 +6,10 @@
 use crate::discovery::Directory;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 use vramctl_host::Held;
+use vramctl_host::file_lock::{Sharing, try_lock_byte};
 use vramctl_host::system::now;
 
 /// The file of one GPU.
@@ -34,11 +34,8 @@ impl Gauge {
 
     /// Whether this process asks the driver. Takes over if nobody else does.
     pub fn is_ours(&self) -> bool {
-        let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
-        let mut lock = libc::flock64 { l_type, l_whence, l_start: 0, l_len: 1, l_pid: 0 };
-        let Ok(file) = self.0.get() else { return false };
-        // SAFETY: the structure is readable and writable. The lock belongs to the open file, so taking it twice is fine.
-        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut lock) == 0 }
+        // The lock belongs to the open file, so taking it twice is fine.
+        self.0.as_type::<File>().is_ok_and(|file| try_lock_byte(&file, 0, Sharing::Exclusive).unwrap_or(false))
     }
 
     /// Tells the others.

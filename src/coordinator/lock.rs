@@ -1,14 +1,14 @@
 //! Locks among the commands that suspend and restore: files beside the control sockets, which the kernel unlocks if a command dies.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, Write};
-use std::os::fd::AsRawFd;
+use std::io::{Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
+use std::process;
 use std::time::{Duration, Instant};
-use std::{process, thread};
 use vramctl_config::socket_directory;
 use vramctl_control::discovery::Directory;
+use vramctl_host::file_lock::{Sharing, lock_within};
 
 /// A lock, until it is dropped.
 pub struct FileLock {
@@ -37,24 +37,20 @@ impl FileLock {
         loop {
             let opened = directory.file(name, File::options().read(true).write(true).create(true).truncate(false));
             let Ok(mut file) = opened else { return Ok(None) };
-            // SAFETY: an open descriptor.
-            if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+            match lock_within(&file, Sharing::Exclusive, deadline, LOOK_AGAIN) {
                 // Its last owner has removed it: others lock another file.
-                if file.metadata().is_ok_and(|now| now.nlink() == 0) {
-                    continue;
+                Ok(true) if file.metadata().is_ok_and(|now| now.nlink() == 0) => (),
+                Ok(true) => {
+                    let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| write!(file, "{}", process::id()));
+                    return Ok(Some(Self { _file: file, directory, name: name.to_owned() }));
                 }
-                let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| write!(file, "{}", process::id()));
-                return Ok(Some(Self { _file: file, directory, name: name.to_owned() }));
+                Ok(false) => {
+                    let mut text = String::new();
+                    let _ = file.take(LONGEST_PID).read_to_string(&mut text);
+                    return Err(Others { pid: text.parse().ok(), place: socket_directory().join(name) });
+                }
+                Err(_) => return Ok(None),
             }
-            if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock {
-                return Ok(None);
-            }
-            if Instant::now() >= deadline {
-                let mut text = String::new();
-                let _ = file.take(LONGEST_PID).read_to_string(&mut text);
-                return Err(Others { pid: text.parse().ok(), place: socket_directory().join(name) });
-            }
-            thread::sleep(LOOK_AGAIN);
         }
     }
 }

@@ -7,13 +7,13 @@
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::Refusal;
+use vramctl_host::file_lock::{Sharing, lock_within, try_lock};
 use vramctl_model::Error;
 
 /// How often to check whether it is this job's turn.
@@ -89,7 +89,8 @@ impl Place {
         let _turn = turn(&folder)?;
         let number = numbers(&folder)?.last().map_or(1, |last| last.saturating_add(1));
         let file = directory.file(&name(number), File::options().write(true).create_new(true))?;
-        lock(&file, libc::LOCK_EX)?;
+        // Whoever reads the queue tries each ticket, for a moment.
+        lock_within(&file, Sharing::Exclusive, Instant::now() + TURN_WITHIN, LOOK_EVERY / 20)?;
         let place = Self { directory, number, file, ticket };
         place.write()?;
         Ok(place)
@@ -172,7 +173,7 @@ fn numbers(folder: &Path) -> io::Result<Vec<u64>> {
 /// The ticket in a file. Removes the file of an owner that has died.
 fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     let file = directory.file(name, File::options().read(true)).ok()?;
-    if lock(&file, libc::LOCK_SH | libc::LOCK_NB).is_ok() {
+    if try_lock(&file, Sharing::Shared).unwrap_or(false) {
         let _ = fs::remove_file(directory.within_process().join(name));
         return None;
     }
@@ -184,21 +185,9 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
 /// A lock on the directory itself, held while reading or changing the queue. Others hold it for a moment only, unless they are stopped:
 /// then to go on without it risks a place in the queue, and to wait would stop everybody.
 fn turn(folder: &Path) -> io::Result<File> {
-    let (directory, deadline) = (File::open(folder)?, Instant::now() + TURN_WITHIN);
-    while let Err(error) = lock(&directory, libc::LOCK_EX | libc::LOCK_NB) {
-        match error.kind() {
-            io::ErrorKind::WouldBlock if Instant::now() < deadline => thread::sleep(LOOK_EVERY / 20),
-            io::ErrorKind::WouldBlock => break,
-            io::ErrorKind::Interrupted => (),
-            _ => return Err(error),
-        }
-    }
+    let directory = File::open(folder)?;
+    lock_within(&directory, Sharing::Exclusive, Instant::now() + TURN_WITHIN, LOOK_EVERY / 20)?;
     Ok(directory)
-}
-
-fn lock(file: &File, how: libc::c_int) -> io::Result<()> {
-    // SAFETY: touches no memory.
-    if unsafe { libc::flock(file.as_raw_fd(), how) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]

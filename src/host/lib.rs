@@ -5,7 +5,9 @@
 
 mod boundary;
 mod descriptor;
+pub mod directory;
 pub mod exit;
+pub mod file_lock;
 mod fork;
 mod hash;
 pub mod limits;

@@ -125,7 +125,7 @@ pub unsafe fn export_pointer(data: *mut c_void, pointer: CUdeviceptr) -> StatusC
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMemPoolExportPointer(data, pointer) };
     sharing(real, || {
-        sightings::note(ObstacleKind::Shared, "cuMemPoolExportPointer", ObstacleKey::Address(driver_memory::start_of(pointer)))
+        sightings::note(ObstacleKind::Shared, "cuMemPoolExportPointer", ObstacleKey::Address(driver_memory::start_of(pointer)));
     })
 }
 

@@ -6,12 +6,12 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
 use std::{io, process, thread};
+use vramctl_host::file_lock::{Sharing, try_lock};
 use vramctl_host::{PerProcess, Unpoison};
 
 /// A unique name: `vramctl-<pid>-<process start time>-<number>`.
@@ -37,24 +37,12 @@ pub fn open(path: &Path) -> io::Result<File> {
     for _ in 0..TRIES {
         match options.open(path) {
             // On a file system without locks, no file ever counts as stale.
-            Ok(file) if !is_locked(&lock(&file)) && file.metadata()?.nlink() > 0 => return Ok(file),
+            Ok(file) if try_lock(&file, Sharing::Exclusive).unwrap_or(true) && file.metadata()?.nlink() > 0 => return Ok(file),
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => thread::sleep(Duration::from_millis(1)),
         }
     }
     Err(io::ErrorKind::AlreadyExists.into())
-}
-
-/// Locks it for this process.
-fn lock(file: &File) -> io::Result<()> {
-    // SAFETY: the call touches no memory.
-    let answer = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) };
-    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// Whether another process holds the lock.
-fn is_locked(answer: &io::Result<()>) -> bool {
-    answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
 }
 
 /// Removes a file. If that fails, it is left stale for the next process to remove.
@@ -73,7 +61,7 @@ pub fn remove_stale(directory: &Path) {
     // An unreadable directory is reported when a file is created in it.
     for entry in fs::read_dir(directory).into_iter().flatten().flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_ours)) {
         let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(entry.path());
-        if file.is_ok_and(|file| lock(&file).is_ok()) {
+        if file.and_then(|file| try_lock(&file, Sharing::Exclusive)).unwrap_or(false) {
             log::info!("removing {}, left behind by a process that has exited", entry.path().display());
             remove(&entry.path());
         }
@@ -101,7 +89,8 @@ mod tests {
         let (used, stale) = (folder.path().join(of(1)), folder.path().join(of(2)));
         let file = open(&used).unwrap();
         drop(open(&stale).unwrap());
-        assert!(is_locked(&lock(&File::open(&used).unwrap())) && !is_locked(&lock(&File::open(&stale).unwrap())));
+        let is_free = |path| try_lock(&File::open(path).unwrap(), Sharing::Exclusive).unwrap();
+        assert!(!is_free(&used) && is_free(&stale));
         // Somebody else put these under names of ours. To open a pipe waits for a reader; a link leads to a file of another.
         let (pipe, link) = (folder.path().join(of(3)), folder.path().join(of(4)));
         let name = CString::new(pipe.as_os_str().as_bytes()).unwrap();
