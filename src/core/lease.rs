@@ -145,7 +145,7 @@ impl<'a, 'b> Grant<'a, 'b> {
         done
     }
 
-    /// Why a step has failed. One that gives up waiting because another process has aborted looks like one whose time is up.
+    /// Why a step has failed. A step that stops waiting because another process has aborted fails as if its time were up.
     fn cause(&self, error: Error) -> Error {
         if error.kind() == Kind::Busy && self.is_aborted() { aborted_by_others() } else { error }
     }

@@ -2,7 +2,8 @@
 
 use std::sync::{LockResult, PoisonError};
 
-/// What a lock protects, even if another thread has panicked while it held the lock: that must not break the program, too.
+/// Gives access to what a lock protects, even if another thread has panicked while that thread held the lock: a bug of the library must not
+/// break the program as well.
 pub trait Unpoison<T> {
     /// The guard, or what a wait returns.
     fn unpoisoned(self) -> T;

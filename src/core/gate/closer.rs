@@ -10,7 +10,7 @@ use super::sync::{self, Condvar, Mutex, MutexGuard, Ordering};
 use std::time::{Duration, Instant};
 use vramctl_host::Unpoison;
 
-/// Whose tenure it is.
+/// Whether somebody has closed the latch, and what for; and whether the program is held.
 #[derive(Debug)]
 pub struct Closer {
     tenure: Mutex<Tenure>,
@@ -42,7 +42,7 @@ pub struct Closed<'a> {
 }
 
 impl Closer {
-    /// Nobody's tenure.
+    /// Nobody has closed the latch.
     pub fn new() -> Self {
         Self { tenure: Mutex::new(Tenure { taken: None, held: false }), changed: Condvar::new() }
     }

@@ -53,8 +53,8 @@ pub struct Borrower {
 pub struct Lending {
     /// Set once a handle was requested.
     token: Option<Token>,
-    /// Who has it open, by connection, with the number of its pauses when they got it. Those that got it before the last pause have set it
-    /// aside.
+    /// The borrowers that have the memory open, by connection, each with the number of pauses that the memory had had when the borrower got
+    /// it. A borrower that got the memory before the last pause has set it aside.
     open: BTreeMap<u64, (Borrower, u64)>,
 }
 

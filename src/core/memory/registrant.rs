@@ -1,15 +1,15 @@
-//! Who has registered memory, as an allocation remembers it.
+//! The calls that have registered memory, as an allocation remembers them.
 
 use std::sync::Arc;
 
-/// Who has registered memory.
+/// A call that has registered memory.
 #[derive(Debug)]
 pub struct Registrant {
-    /// The call.
+    /// The name of the function.
     pub call: &'static str,
-    /// Whether it remembers the addresses, too: then the memory at them is registered whatever its pages.
+    /// Whether the registration is of the addresses, too: then memory at these addresses stays registered when its pages are replaced.
     pub knows_addresses: bool,
 }
 
-/// Allocations hold weak references to it: they are registered as long as it exists.
+/// An allocation has a weak reference to the mark: the allocation is registered as long as the mark exists.
 pub type RegistrantMark = Arc<Registrant>;

@@ -87,7 +87,7 @@ pub fn noting(kind: ObstacleKind, call: impl FnOnce() -> StatusCode, note: impl 
     })
 }
 
-/// A moment: the calls that had ended then.
+/// A moment in time, as the number of calls of each kind that had ended by then.
 pub(crate) struct Moment([usize; ObstacleKind::ALL.len()]);
 
 impl Moment {

@@ -58,13 +58,13 @@ impl Memory {
     }
 }
 
-/// Runs a pause or resume as library work, whoever requested it: once the program is exiting, it makes no driver call, and
-/// fails for that reason.
+/// Runs a pause or resume as the library's work, whoever has requested it: once the program is exiting, the pause or resume makes no driver
+/// call, and fails with [`Error::Ending`].
 fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 
-/// What was busy has been so for all this time, not only during the last attempt.
+/// Says in a "busy" error how long the device has been busy: since the first attempt, not only during the last one.
 fn busy_since(started: Instant) -> impl FnOnce(Error) -> Error {
     move |error| if let Error::Busy(_) = error { Error::Busy(started.elapsed()) } else { error }
 }
