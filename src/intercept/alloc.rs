@@ -1,7 +1,7 @@
 //! Memory that the program asks CUDA to place: `cudaMalloc`, `cuMemAlloc`, and what they free.
 //!
 //! The first of our functions that a request reaches decides whether it is managed. If it leaves the request to CUDA, the request reaches
-//! the hooked driver functions later ([`leave`]), which then leave it alone, too.
+//! the hooked driver functions later ([`forward_unmanaged`]), which then forward it, too.
 
 use crate::decided;
 use crate::driver_originals;
@@ -166,7 +166,7 @@ pub enum Source {
 
 /// Leaves a request to the real function; its own calls of driver functions are then left to CUDA as well. `note` counts the memory as left
 /// alone. It gets the requesting library, which only the first of our functions on the request's path knows.
-pub fn leave(
+pub fn forward_unmanaged(
     caller: *const c_void,
     bytes: usize,
     device: Option<CUdevice>,
@@ -308,7 +308,7 @@ unsafe fn provide_now(
     let note = |requester| unmanaged::note(unsafe { pointer.read() } as CUdeviceptr, bytes, requester);
     match placement(bytes, caller).and_then(|policy| allocate(door, &policy, bytes, source, caller)) {
         None if decided::is_decided() => real(),
-        None => leave(caller, bytes, None, || with_room(bytes, real), note),
+        None => forward_unmanaged(caller, bytes, None, || with_room(bytes, real), note),
         Some(Ok(address)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { pointer.write(address) };
@@ -465,11 +465,11 @@ fn context_of(door: &impl ApiLayer, stream: StreamHandle) -> Result<Option<Curre
 /// Frees memory: managed, or by the real function.
 pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let _freeing = events::freeing();
-    release_managed(pointer).unwrap_or_else(|| release_left(pointer, real))
+    release_managed(pointer).unwrap_or_else(|| free_unmanaged(pointer, real))
 }
 
 /// Lets the real function free memory; its own calls of the driver's functions are the same free.
-fn release_left(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+fn free_unmanaged(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     if decided::is_decided() { real() } else { unmanaged::free(pointer, || decided::pass_by(real)) }
 }
 
@@ -490,7 +490,7 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 /// Frees memory in stream order: managed, or by the real function.
 pub fn release_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let _freeing = events::freeing();
-    release_managed_async(door, pointer, stream).unwrap_or_else(|| release_left(pointer, real))
+    release_managed_async(door, pointer, stream).unwrap_or_else(|| free_unmanaged(pointer, real))
 }
 
 fn release_managed_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {

@@ -1,7 +1,7 @@
 //! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and related functions. Calls about other memory go to the real
 //! function.
 
-use crate::alloc::{leave, managed, placement};
+use crate::alloc::{forward_unmanaged, managed, placement};
 use crate::{driver_memory, driver_originals};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
@@ -32,8 +32,8 @@ pub unsafe fn create(
     let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
     let Some(device) = wanted.device() else { return real() };
     // SAFETY: not null, and the real function has succeeded.
-    let real =
-        || leave(caller, bytes, Some(device), real, |requester| unmanaged::note_handle(unsafe { handle.read() }, bytes, device, requester));
+    let note = |requester| unmanaged::note_handle(unsafe { handle.read() }, bytes, device, requester);
+    let real = || forward_unmanaged(caller, bytes, Some(device), real, note);
     let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
     let made = Memory::get().create(&policy, wanted, bytes, &current);
