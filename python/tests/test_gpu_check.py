@@ -23,6 +23,7 @@ sys.path[:0] = [str(PROGRAMS), str(ROOT / "python/tests/fake_torch")]
 
 import check  # noqa: E402
 import kinds  # noqa: E402
+import suspend  # noqa: E402
 import torch  # noqa: E402
 import torch_package  # noqa: E402
 
@@ -45,6 +46,19 @@ Ran %d test%s in 55.394s
                 self.assertEqual(check.unittest_result(text), (count, verdict), text)
         for text in ("", "OK\n", "test_a ... ok\nSegmentation fault\n", "Ran 3 tests in 1.0s\n"):
             self.assertEqual(check.unittest_result(text), (0, "no verdict"), text)
+
+
+class Sizes(unittest.TestCase):
+    def test_what_fills_a_gpu_fits_and_leaves_no_room_for_the_program(self):
+        """An H100 and an H200 with nothing on them, and a GPU that another program has half filled: the memory.free of each, in MiB."""
+        free = [81079, 143156, 71578]
+        with mock.patch.object(
+            suspend, "smi", lambda query: [str(mib) for mib in free] if query == "memory.free" else self.fail(query)
+        ):
+            for gpu, mib in enumerate(free):
+                left = mib - suspend.most_gib(gpu) * 1024
+                self.assertGreater(left, 2 << 10, "its context needs memory, too")
+                self.assertLess(left, suspend.GIB << 10)
 
 
 class Package(unittest.TestCase):

@@ -86,7 +86,7 @@ def wrong_maps(vramctl, child):
 
 
 def full_gpu(vramctl, child):
-    with started([sys.executable, suspend.__file__, "--fill", "130", "1"]):
+    with suspend.filled(suspend.most_gib(1), 1):
         refused("a full GPU", vramctl, ("move", "moved", "--to", "1"), NO_ROOM, ["GiB"])
         check("it runs on", ask(child, "check")["same"])
 

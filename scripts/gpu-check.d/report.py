@@ -47,13 +47,8 @@ def ballast():
     if gib <= 0:
         yield
         return
-    filler = [sys.executable, os.path.abspath(suspend.__file__), "--fill", str(gib), "0"]
-    with subprocess.Popen(filler, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        check("another program has filled the rest of the GPU", bool(child.stdout.readline()), f"{gib} GiB")
-        try:
-            yield
-        finally:
-            child.stdin.close()
+    with suspend.filled(gib, 0):
+        yield
 
 
 def run_out(vramctl, package, phase, folder):

@@ -19,6 +19,8 @@ import sys
 import time
 
 GIB = 16
+#: The share of a GPU's free memory that another program takes. What is left is too little for the program's GIB, and enough for a context.
+FILL = 0.93
 STEPS = 2000
 
 
@@ -108,6 +110,11 @@ def used_mib():
     return [int(mib) for mib in smi("memory.used")]
 
 
+def most_gib(gpu):
+    """How many GiB another program takes to leave no room for this one on a GPU."""
+    return int(FILL * int(smi("memory.free")[gpu]) / 1024)
+
+
 def check(what, ok, detail=""):
     print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
     return ok
@@ -128,6 +135,17 @@ def started(command, **environment):
     finally:
         child.kill()
         child.wait()
+
+
+@contextlib.contextmanager
+def filled(gib, gpu):
+    """Another program takes this much of a GPU."""
+    with start([sys.executable, os.path.abspath(__file__), "--fill", str(gib), str(gpu)]) as child:
+        check(f"another program has filled GPU {gpu}", bool(child.stdout.readline()), f"{gib} GiB")
+        try:
+            yield
+        finally:
+            child.stdin.close()
 
 
 def tell(child, request):
@@ -163,7 +181,7 @@ def suspend_and_resume(vramctl, times):
     with started([vramctl, "run", "--name", "suspended", "--", *own]) as child:
         undisturbed = ask(child, "work")
         there = used_mib()[0]
-        chance, down, up, meanwhile, fitted = random.Random(3), [], [], [], None
+        chance, down, up, meanwhile, taken, fitted = random.Random(3), [], [], [], [], None
         down_ms, up_ms, failed = [], [], []
         for number in range(times):
             tell(child, "work")
@@ -176,7 +194,8 @@ def suspend_and_resume(vramctl, times):
             down_ms.append(ms)
             meanwhile.append(used_mib()[0])
             if number in (0, times - 1):
-                code, text, _ = run(sys.executable, os.path.abspath(__file__), "--fill", "130")
+                taken.append(most_gib(0))
+                code, text, _ = run(sys.executable, os.path.abspath(__file__), "--fill", str(taken[-1]))
                 fitted = code == 0 and fitted is not False
             code, text, ms = run(vramctl, "resume", "--name", "suspended", "--json")
             if code:
@@ -193,7 +212,7 @@ def suspend_and_resume(vramctl, times):
             " ".join(failed)[:2000],
         )
         check("nothing of it was on the GPU", meanwhile and max(meanwhile) <= 16, f"{meanwhile} MiB in use, {there} before")
-        check("another process took 130 GiB meanwhile", fitted)
+        check("another process took most of the GPU meanwhile", fitted, f"{taken} GiB")
         # Torch's cache grows meanwhile.
         check("it ends as it was", abs(used_mib()[0] - there) < 2048, f"{used_mib()[0]} MiB in use")
         if down_ms and up_ms:
