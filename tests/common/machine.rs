@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use std::fs::{self, DirBuilder};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
@@ -155,10 +155,18 @@ impl Rank {
         line.trim().to_owned()
     }
 
+    /// Sends it a line. A program that cannot read the line has ended: its last words tell why.
+    #[track_caller]
     pub fn tell(&mut self, line: &str) {
-        writeln!(self.input, "{line}").unwrap();
+        if let Err(error) = writeln!(self.input, "{line}") {
+            let (ended, mut said) = (self.child.wait(), Vec::new());
+            let _ = self.output.read_to_end(&mut said);
+            let said = String::from_utf8_lossy(&said);
+            panic!("{error}: it has ended with {ended:?}, and said: {said}");
+        }
     }
 
+    #[track_caller]
     pub fn ask(&mut self, line: &str) -> String {
         self.tell(line);
         self.line()
