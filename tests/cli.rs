@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::machine::Ran;
 use common::{artifacts, command_line, interruptible};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
@@ -14,7 +15,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -64,34 +65,6 @@ impl Place {
 
     fn socket(&self, pid: u32) -> PathBuf {
         self.sockets.join(format!("{pid}.sock"))
-    }
-}
-
-/// A finished command.
-#[derive(Debug)]
-struct Ran {
-    code: Option<i32>,
-    out: String,
-    err: String,
-}
-
-impl Ran {
-    fn new(output: &Output) -> Self {
-        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
-        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
-    }
-
-    #[track_caller]
-    fn json(&self) -> Value {
-        assert_eq!(self.err, "", "with --json everything is on stdout");
-        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
-    }
-
-    #[track_caller]
-    fn expect(&self, code: i32, out: &str, err: &str) {
-        assert_eq!(self.code, Some(code), "{self:?}");
-        assert!(self.out.contains(out), "{out:?} is not in {self:?}");
-        assert!(self.err.contains(err), "{err:?} is not in {self:?}");
     }
 }
 
@@ -410,22 +383,22 @@ fn ps_and_status_show_the_processes() {
     let pid = engine.pid().to_string();
 
     let ps = place.vramctl("ps");
-    ps.expect(0, "kv_cache 1.00 GiB, weights 1.00 GiB", "");
+    ps.has(0, "kv_cache 1.00 GiB, weights 1.00 GiB", "");
     let row = ps.out.lines().nth(1).unwrap();
     assert_eq!(row.split_whitespace().take(5).collect::<Vec<_>>(), [&pid, "engine", "active", "2.00", "GiB"]);
     assert!(row.ends_with("engine --serve"));
 
     for target in ["", "engine", &pid, "--name engine", "--all"] {
         let status = place.vramctl(&format!("status {target}"));
-        status.expect(0, &format!("engine (pid {pid}): engine --serve"), "");
-        status.expect(0, "get the tag default", "");
+        status.has(0, &format!("engine (pid {pid}): engine --serve"), "");
+        status.has(0, "get the tag default", "");
         let words: Vec<_> = status.out.lines().find(|line| line.starts_with("kv_cache")).unwrap().split_whitespace().collect();
         assert_eq!(words, ["kv_cache", "active", "1.00", "GiB", "1", "host", "0", "B", "0", "B"]);
-        status.expect(0, "7.00 GiB", "");
-        status.expect(0, "80.00 GiB", "");
+        status.has(0, "7.00 GiB", "");
+        status.has(0, "80.00 GiB", "");
     }
 
-    let (ps, status) = (place.vramctl("ps --json").json(), place.vramctl("status --json").json());
+    let (ps, status) = (place.vramctl("ps --json").only_json(), place.vramctl("status --json").only_json());
     assert_eq!(ps, status);
     let process = &ps["processes"][0];
     assert_eq!((&process["pid"], &process["name"]), (&json!(engine.pid()), &json!("engine")));
@@ -476,22 +449,22 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
     let run = place.vramctl("pause weights --dry-run");
-    run.expect(0, &format!("engine (pid {}): a pause would free 1.00 GiB", engine.pid()), "");
-    run.expect(0, "Host memory for the contents: 1.00 GiB needed, 1.50 GiB available.", "");
+    run.has(0, &format!("engine (pid {}): a pause would free 1.00 GiB", engine.pid()), "");
+    run.has(0, "Host memory for the contents: 1.00 GiB needed, 1.50 GiB available.", "");
     let row: Vec<_> = run.out.lines().find(|line| line.starts_with("weights")).unwrap().split_whitespace().collect();
     assert_eq!(row, ["weights", "1.00", "GiB", "1", "1.00", "GiB", "host"]);
     assert!(!run.out.contains("kv_cache"), "{run:?}");
 
     place.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
     let refused = place.vramctl("pause --discard --dry-run");
-    refused.expect(1, "1.00 GiB discard", "the prefix cache of vllm");
+    refused.has(1, "1.00 GiB discard", "the prefix cache of vllm");
     place.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
     let json = place.vramctl("pause --discard --dry-run --json");
     assert_eq!(json.code, Some(1));
-    let process = &json.json()["processes"][0];
+    let process = &json.only_json()["processes"][0];
     assert_eq!(process["plan"]["tags"][1], json!({"tag": "weights", "allocations": 1, "bytes": GIB, "backup": {"discard": GIB}}));
     assert_eq!(process["error"]["code"], "prefix_cache");
-    assert!(place.vramctl("pause weights --dry-run --json").json()["processes"][0].get("error").is_none());
+    assert!(place.vramctl("pause weights --dry-run --json").only_json()["processes"][0].get("error").is_none());
     place.vramctl("pause lost --dry-run").expect(6, "", "the tag lost");
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
     place.vramctl("pause").expect(0, "", "");
@@ -502,16 +475,16 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
 fn without_processes_the_message_says_what_to_do() {
     let place = Place::new();
     let ps = place.vramctl("ps");
-    ps.expect(0, "", "vramctl run");
+    ps.has(0, "", "vramctl run");
     assert_eq!(ps.out, "", "a script that reads a table reads none");
-    assert_eq!(place.vramctl("ps --json").json(), json!({"processes": []}));
+    assert_eq!(place.vramctl("ps --json").only_json(), json!({"processes": []}));
     for command in ["status", "pause", "resume --all", "pause --name engine", "set-tag x", "status engine"] {
         place.vramctl(command).expect(3, "", "no process is managed");
     }
     let answer = place.vramctl("pause --json");
     assert_eq!(answer.code, Some(3));
-    assert_eq!(answer.json()["error"]["code"], "no_process");
-    assert_eq!(answer.json()["processes"], json!([]));
+    assert_eq!(answer.only_json()["error"]["code"], "no_process");
+    assert_eq!(answer.only_json()["processes"], json!([]));
 
     fs::remove_dir(&place.sockets).unwrap();
     place.vramctl("ps").expect(0, "", place.sockets.to_str().unwrap());
@@ -524,7 +497,7 @@ fn a_silent_process_does_not_hide_the_others() {
     let _engine = Fake::new(&place, "engine", &["weights"]);
     let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
     let ps = place.vramctl("ps");
-    ps.expect(0, "engine --serve", "");
+    ps.has(0, "engine --serve", "");
     let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
     assert!(row.contains("no answer within 2 s"), "{row}");
     place.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
@@ -583,14 +556,17 @@ fn nothing_is_done_if_a_matching_process_does_not_answer() {
             let (place, who_knows) = (&place, &who_knows);
             scope.spawn(move || {
                 let ran = place.vramctl(line);
-                ran.expect(5, "", "kill -CONT");
+                ran.has(5, "", "kill -CONT");
                 assert!(who_knows.iter().all(|stopped| ran.err.contains(&stopped.pid().to_string())), "{ran:?}");
                 assert_eq!(ran.out, "", "{line}");
             });
         }
         scope.spawn(|| {
             let json = place.vramctl("pause --name engine --json");
-            assert_eq!((json.code, &json.json()["error"]["code"], &json.json()["processes"]), (Some(5), &json!("busy"), &json!([])));
+            assert_eq!(
+                (json.code, &json.only_json()["error"]["code"], &json.only_json()["processes"]),
+                (Some(5), &json!("busy"), &json!([]))
+            );
         });
         scope.spawn(|| {
             let said = format!("error: engine (pid {}): no answer", who_knows[1].pid());
@@ -635,7 +611,7 @@ else:
     let ps = place.vramctl("ps");
     // SAFETY: touches no memory; the process is the one that was just started.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
-    pause.expect(0, "paused weights", "");
+    pause.has(0, "paused weights", "");
     assert!(!ps.out.contains(&dead.id().to_string()), "{ps:?}");
     assert_eq!(engine.asked().len(), 1);
 }
@@ -647,7 +623,7 @@ fn more_processes_are_reached_than_the_limit_of_open_files_allows() {
     let all: Vec<_> = (0..40).map(|_| Fake::new(&place, "engine", &["weights"])).collect();
     let limited = format!("ulimit -S -n 32; exec {} pause --all --json", command_line());
     let ran = Ran::new(&place.command("sh", &["-c", &limited]).output().unwrap());
-    assert_eq!((ran.code, ran.json()["processes"].as_array().map(Vec::len)), (Some(0), Some(all.len())), "{ran:?}");
+    assert_eq!((ran.code, ran.only_json()["processes"].as_array().map(Vec::len)), (Some(0), Some(all.len())), "{ran:?}");
 }
 
 /// A stopped process accepts nothing, so once its backlog is full, connecting blocks until it continues.
@@ -657,7 +633,7 @@ fn a_stopped_process_with_a_full_queue_delays_nobody() {
     let stopped = Stopped::new(&place, None, 0);
     let _waiting = UnixStream::connect(place.socket(stopped.pid())).unwrap();
     let row = place.vramctl("ps");
-    row.expect(0, &stopped.pid().to_string(), "");
+    row.has(0, &stopped.pid().to_string(), "");
     place.vramctl("pause").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
 }
 
@@ -671,7 +647,7 @@ fn one_process_is_paused_and_resumed_without_a_target() {
 
     let pause = place.vramctl("pause kv_cache --discard --timeout 2.5");
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
-    pause.expect(0, "", "");
+    pause.has(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
     let wanted = TransitionRequest {
         tags: vec!["kv_cache".into()],
@@ -697,7 +673,7 @@ fn a_transition_is_reported_as_json() {
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let answer = place.vramctl("pause weights --json");
     assert_eq!(answer.code, Some(0));
-    let answer = answer.json();
+    let answer = answer.only_json();
     let process = &answer["processes"][0];
     assert_eq!((&process["pid"], &process["name"], &process["tags"]), (&json!(engine.pid()), &json!("engine"), &json!(["weights"])));
     let report = &process["report"];
@@ -712,7 +688,7 @@ fn an_unknown_tag_error_lists_the_known_tags() {
     place.vramctl("pause wieghts").expect(6, "", "no allocation has the tag wieghts; the tags are kv_cache, weights; processes: engine");
     let answer = place.vramctl("pause wieghts --json");
     assert_eq!(answer.code, Some(6));
-    assert_eq!(answer.json()["error"]["known_tags"], json!(["kv_cache", "weights"]));
+    assert_eq!(answer.only_json()["error"]["known_tags"], json!(["kv_cache", "weights"]));
     place.vramctl("pause kv,weights").expect(2, "", "comma");
     assert!(engine.asked().is_empty());
 }
@@ -725,29 +701,29 @@ fn several_processes_need_a_target() {
     let trainer = Fake::new(&place, "trainer", &["optimizer"]);
 
     let pause = place.vramctl("pause");
-    pause.expect(2, "", "--pid, --name or --all");
+    pause.has(2, "", "--pid, --name or --all");
     for fake in [&engine, &twin, &trainer] {
-        pause.expect(2, "", &fake.pid().to_string());
+        pause.has(2, "", &fake.pid().to_string());
     }
     place.vramctl("pause --name nobody").expect(3, "", "trainer");
     let sockets = format!("VRAMCTL_DIR (looked in {})", place.sockets.display());
     let unmanaged = place.vramctl("pause --pid 1");
-    unmanaged.expect(3, "", "process 1 is not managed");
-    unmanaged.expect(3, "", &sockets);
+    unmanaged.has(3, "", "process 1 is not managed");
+    unmanaged.has(3, "", &sockets);
     place.vramctl("pause --pid 4294967295").expect(3, "", "there is no process 4294967295");
     place.vramctl("pause --pid 1 --all").expect(2, "", "cannot be used with");
 
     place.vramctl(&format!("pause --pid {}", twin.pid())).expect(0, &format!("(pid {})", twin.pid()), "");
     assert_eq!((engine.asked().len(), twin.asked().len()), (0, 1));
     let pause = place.vramctl("pause --name engine");
-    pause.expect(0, &format!("paused weights of engine (pid {})", engine.pid()), "");
-    pause.expect(0, &format!("weights of engine (pid {}) is already paused", twin.pid()), "");
+    pause.has(0, &format!("paused weights of engine (pid {})", engine.pid()), "");
+    pause.has(0, &format!("weights of engine (pid {}) is already paused", twin.pid()), "");
     assert!(trainer.asked().is_empty());
 
     // Resuming a tag that some processes lack is a no-op there.
     let pause = place.vramctl("pause optimizer --all");
-    pause.expect(0, "paused optimizer of trainer", "");
-    pause.expect(0, &format!("nothing to do: engine (pid {}) has none of these tags", engine.pid()), "");
+    pause.has(0, "paused optimizer of trainer", "");
+    pause.has(0, &format!("nothing to do: engine (pid {}) has none of these tags", engine.pid()), "");
     place.vramctl("pause optimizer lost --all").expect(6, "", "the tag lost; the tags are optimizer, weights");
 }
 
@@ -759,13 +735,13 @@ fn a_shortage_says_what_is_missing_and_what_helps() {
     let engine =
         Fake::reacting(&place, "engine", &["weights"], move |request| is_transition(request).then(|| Reaction::Answer(shortage(holder))));
     let resume = place.vramctl("resume --name engine");
-    resume.expect(4, "", &format!("error: engine (pid {}): too little memory on device 0: 4.00 GiB needed, 1.00 GiB free", engine.pid()));
-    resume.expect(4, "", &format!("3.00 GiB short; held by pid {holder} (trainer) 3.00 GiB"));
-    resume.expect(4, "", &format!("hint: trainer (pid {holder}) is managed too; `vramctl pause --pid {holder}` frees 1.00 GiB"));
+    resume.has(4, "", &format!("error: engine (pid {}): too little memory on device 0: 4.00 GiB needed, 1.00 GiB free", engine.pid()));
+    resume.has(4, "", &format!("3.00 GiB short; held by pid {holder} (trainer) 3.00 GiB"));
+    resume.has(4, "", &format!("hint: trainer (pid {holder}) is managed too; `vramctl pause --pid {holder}` frees 1.00 GiB"));
 
     let answer = place.vramctl("resume --name engine --json");
     assert_eq!(answer.code, Some(4));
-    let error = &answer.json()["processes"][0]["error"];
+    let error = &answer.only_json()["processes"][0]["error"];
     assert_eq!((&error["code"], &error["shortage"]["needed"]), (&json!("device_memory"), &json!(4 * GIB)));
 
     // If one of several cannot be resumed, the others still are.
@@ -813,7 +789,7 @@ fn status_shows_missing_memory_and_its_owner() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let usual = place.vramctl("status");
-    usual.expect(0, "kv_cache", "");
+    usual.has(0, "kv_cache", "");
     assert!(["go back", "not taken", "Host memory", "left to CUDA"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
     let mut status = engine.state.lock().unwrap().status();
     drop(engine);
@@ -831,10 +807,10 @@ fn status_shows_missing_memory_and_its_owner() {
         matches!(request, Request::Status).then(|| Reaction::Answer(Reply::Status(status.clone())))
     });
     let status = place.vramctl("status");
-    status.expect(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
-    status.expect(0, "libnccl.so.2 (left to CUDA): 256.00 MiB.", "");
-    status.expect(0, "OWNER         -3  -2         -1          LAST PAUSE\nlibnccl.so.2  ?   56.00 MiB  156.00 MiB  256.00 MiB", "");
-    status.expect(0, "A leak? libnccl.so.2: 100.00 MiB more in each cycle, over the last 3.", "");
+    status.has(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
+    status.has(0, "libnccl.so.2 (left to CUDA): 256.00 MiB.", "");
+    status.has(0, "OWNER         -3  -2         -1          LAST PAUSE\nlibnccl.so.2  ?   56.00 MiB  156.00 MiB  256.00 MiB", "");
+    status.has(0, "A leak? libnccl.so.2: 100.00 MiB more in each cycle, over the last 3.", "");
     status.expect(
         0,
         "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",
@@ -861,7 +837,7 @@ fn the_progress_of_a_long_pause_is_shown() {
     let place = Place::new();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     place.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
-    let tag = place.vramctl("status --json").json()["processes"][0]["tags"][1].clone();
+    let tag = place.vramctl("status --json").only_json()["processes"][0]["tags"][1].clone();
     assert_eq!((&tag["state"], &tag["progress"]), (&json!("pausing"), &json!({"stage": "save", "done": GIB / 4, "total": GIB})));
     place.vramctl("ps").expect(0, "weights pausing", "");
     drop(engine);
@@ -876,7 +852,7 @@ fn ps_says_which_tags_are_paused() {
     let _engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     place.vramctl("pause kv_cache").expect(0, "", "");
     let ps = place.vramctl("ps");
-    ps.expect(0, "kv_cache paused", "");
+    ps.has(0, "kv_cache paused", "");
     assert!(!ps.out.contains("mixed"), "{ps:?}");
 }
 
@@ -894,9 +870,9 @@ fn a_process_may_be_named_in_place_of_a_tag() {
     place.vramctl("pause engine --all").expect(6, "", "the tags are kv, weights; engine is a process: `vramctl pause --name=engine`");
     place.vramctl("resume engine nosuch").expect(6, "", "no allocation has the tag nosuch");
     let two = place.vramctl(&format!("resume engine {}", weights.pid()));
-    two.expect(2, "", "engine is a process: `vramctl resume --name=engine`");
+    two.has(2, "", "engine is a process: `vramctl resume --name=engine`");
     let pause = place.vramctl("pause weights");
-    pause.expect(2, "", "several processes are managed");
+    pause.has(2, "", "several processes are managed");
     assert!(!pause.err.contains("is a process"), "{pause:?}");
     assert_eq!((engine.asked().len(), weights.asked().len()), (asked, 0));
 }
@@ -906,7 +882,7 @@ fn a_message_in_json_has_no_table_in_it() {
     let place = Place::new();
     let _processes = [Fake::new(&place, "engine", &["weights"]), Fake::new(&place, "trainer", &["weights"])];
     for line in ["pause --json", "pause --name nobody --json", "status --name nobody --json"] {
-        let answer = place.vramctl(line).json();
+        let answer = place.vramctl(line).only_json();
         let message = answer["error"]["message"].as_str().unwrap();
         assert!(!message.contains('\n') && !message.contains("PID") && !message.ends_with(':'), "{line}: {message}");
     }
@@ -1000,7 +976,7 @@ fn a_process_that_ends_in_the_middle_is_an_error() {
     place.vramctl("pause").expect(1, "", "ended before it answered");
     let answer = place.vramctl("pause --json");
     assert_eq!(answer.code, Some(1));
-    assert_eq!(answer.json()["processes"][0]["error"]["code"], "failed");
+    assert_eq!(answer.only_json()["processes"][0]["error"]["code"], "failed");
 }
 
 /// A child of the program may hold the socket open after the program's death, so no end of file is seen.
@@ -1044,7 +1020,7 @@ while True:
     let ran = Ran::new(&pause.wait_with_output().unwrap());
     // SAFETY: touches no memory; the process is the one that was just started.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0, "its child was still there");
-    ran.expect(1, "", "ended before it answered");
+    ran.has(1, "", "ended before it answered");
 }
 
 #[test]
@@ -1053,7 +1029,7 @@ fn the_process_tag_is_set() {
     let engine = Fake::new(&place, "engine", &[]);
     place.vramctl("set-tag weights").expect(0, "get the tag weights from now on", "");
     assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("weights"));
-    let answer = place.vramctl("set-tag --none --json").json();
+    let answer = place.vramctl("set-tag --none --json").only_json();
     assert_eq!(answer, json!({"processes": [{"pid": engine.pid(), "name": "engine", "tag": null}]}));
     assert_eq!(engine.state.lock().unwrap().process_tag, None);
     place.vramctl("set-tag").expect(2, "", "vramctl set-tag --none");
@@ -1092,18 +1068,18 @@ fn an_unsafe_directory_is_refused() {
         place.vramctl("ps").expect(1, "", "chmod 700 it if only you use it, else set VRAMCTL_DIR");
     }
     let pause = place.vramctl("pause --json");
-    assert_eq!((pause.code, &pause.json()["error"]["code"]), (Some(1), &json!("failed")));
+    assert_eq!((pause.code, &pause.only_json()["error"]["code"]), (Some(1), &json!("failed")));
 
     fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
     let link = place.folder.path().join("link");
     symlink(&place.sockets, &link).unwrap();
     let ps = Ran::new(&place.command(command_line(), &["ps"]).env("VRAMCTL_DIR", &link).output().unwrap());
-    ps.expect(1, "", "/link: a symbolic link; set VRAMCTL_DIR to the directory itself");
+    ps.has(1, "", "/link: a symbolic link; set VRAMCTL_DIR to the directory itself");
     let file = place.folder.path().join("file");
     fs::write(&file, "").unwrap();
     for arguments in [&["ps"][..], &["top", "--once"]] {
         let ran = Ran::new(&place.command(command_line(), arguments).env("VRAMCTL_DIR", &file).output().unwrap());
-        ran.expect(1, "", "/file: not a directory; set VRAMCTL_DIR to one");
+        ran.has(1, "", "/file: not a directory; set VRAMCTL_DIR to one");
         assert_eq!(ran.err.matches("/file").count(), 1, "{ran:?}");
     }
     // Only root can become another user.
@@ -1114,7 +1090,7 @@ fn an_unsafe_directory_is_refused() {
         let copy = place.folder.path().join("vramctl");
         copy_command(&copy);
         let ran = Ran::new(&place.command(&copy, &["ps"]).uid(65534).output().unwrap());
-        ran.expect(1, "", "owned by user 0, not by you; set VRAMCTL_DIR to a directory of yours");
+        ran.has(1, "", "owned by user 0, not by you; set VRAMCTL_DIR to a directory of yours");
     }
 }
 
@@ -1131,11 +1107,11 @@ fn a_name_may_be_anything() {
     }
     let pause = |word: &str| Ran::new(&place.command(command_line(), &["pause", word]).output().unwrap());
     let all = Ran::new(&place.command(command_line(), &["pause", "a b", "--all"]).output().unwrap());
-    all.expect(6, "", "a b is a process: `vramctl pause --name='a b'`");
+    all.has(6, "", "a b is a process: `vramctl pause --name='a b'`");
     pause("a b").expect(0, "nothing to do: x of a b", "");
     pause(strange).expect(2, "", "");
     let exact = Ran::new(&place.command(command_line(), &["pause", "--name", strange]).output().unwrap());
-    exact.expect(0, &format!("it's a error: all is lost (pid {})", odd.pid()), "");
+    exact.has(0, &format!("it's a error: all is lost (pid {})", odd.pid()), "");
     assert_eq!((odd.asked().len(), even.asked().len()), (2, 2));
 }
 
@@ -1254,7 +1230,7 @@ fn the_doctor_knows_the_limits_that_matter() {
     let doctor = |limits: &str| {
         let script = format!("{limits}; exec \"$0\" doctor --json");
         let mut command = place.command("sh", &["-c", &script, command_line()]);
-        let checks = Ran::new(&command.env("VRAMCTL_HOST_CAP", "64M").output().unwrap()).json()["checks"].as_array().unwrap().clone();
+        let checks = Ran::new(&command.env("VRAMCTL_HOST_CAP", "64M").output().unwrap()).only_json()["checks"].as_array().unwrap().clone();
         checks.into_iter().find(|check| check["check"] == "limits").unwrap()
     };
     let free = doctor("true");
@@ -1480,8 +1456,8 @@ fn a_pip_installation_is_found() {
         fs::write(site.join("vramctl/__init__.py"), "").unwrap();
         symlink(library(), site.join("vramctl/libvramctl.so")).unwrap();
         let ran = Ran::new(&place.command(prefix.join("bin/vramctl"), &["run", "env"]).output().unwrap());
-        ran.expect(0, &format!("LD_PRELOAD={}", site.join("vramctl/libvramctl.so").display()), "");
-        ran.expect(0, &format!("PYTHONPATH={}", site.join("vramctl/site").display()), "");
+        ran.has(0, &format!("LD_PRELOAD={}", site.join("vramctl/libvramctl.so").display()), "");
+        ran.has(0, &format!("PYTHONPATH={}", site.join("vramctl/site").display()), "");
     }
 }
 
@@ -1494,7 +1470,7 @@ fn who_waits_for_the_command_is_not_held() {
     for arguments in ["pause own", "pause --all", "suspend own"] {
         let arguments = arguments.replace(" own", " --name own");
         place.vramctl(&format!("{arguments} {waiting}")).expect(1, "", "a program cannot hold itself");
-        let told = place.vramctl(&format!("{arguments} {waiting} --json")).json();
+        let told = place.vramctl(&format!("{arguments} {waiting} --json")).only_json();
         assert_eq!(told["error"]["code"], "invalid", "{told}");
     }
     assert!(own.asked().is_empty() && other.asked().is_empty());
@@ -1567,7 +1543,7 @@ fn scripts_pause_and_resume_through_every_transport() {
         let run = |name: &str, arguments: &[&str]| run_script(&place, path, name, arguments);
 
         let pause = run("pause.sh", &["it's \"odd\" \\ ü", "--discard", "--timeout", "2.5"]);
-        pause.expect(0, "\"reply\":\"done\"", "");
+        pause.has(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
         let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
@@ -1674,7 +1650,7 @@ fn scripts_refuse_as_the_command_line_does() {
     let link = place.folder.path().join("link");
     symlink(&place.sockets, &link).unwrap();
     let ran = Ran::new(&place.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link).output().unwrap());
-    ran.expect(1, "", "symbolic link");
+    ran.has(1, "", "symbolic link");
 }
 
 /// One after another, an error would leave half of a job paused.
@@ -1781,7 +1757,7 @@ fn an_engines_kv_cache_is_not_discarded_without_asking() {
     place.vramctl("pause --all --discard").expect(1, "", &format!("engine (pid {}): the contents of the KV cache", engine.pid()));
     assert!(trainer.asked().is_empty());
     drop(trainer);
-    let json = place.vramctl("pause --discard --json").json();
+    let json = place.vramctl("pause --discard --json").only_json();
     assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("prefix_cache"), &json!([])));
     assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
     place.vramctl("status").expect(0, "Inference engine: vllm.", "");
@@ -1814,7 +1790,7 @@ fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
         assert!(!http.asked().iter().any(|request| request.starts_with("POST")), "kept contents need not be forgotten");
         http.asked.lock().unwrap().clear();
         let ran = Ran::new(&place.command(command_line(), &["pause", "--discard"]).env("VRAMCTL_ENGINE", address).output().unwrap());
-        ran.expect(0, "paused kv_cache", "");
+        ran.has(0, "paused kv_cache", "");
         assert_eq!(http.asked(), *wanted);
         assert_eq!(engine.asked().len(), 2);
         // Everything is paused: a second pause has nothing to ask about.
@@ -1996,7 +1972,7 @@ fn the_documented_client_runs() {
     let client = blocks(&page, "python")[0];
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
     let ran = Ran::new(&place.command(&python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
-    ran.expect(0, "'reply': 'done'", "");
+    ran.has(0, "'reply': 'done'", "");
     assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
 
     let base = place.folder.path();

@@ -113,6 +113,8 @@ impl Machine {
     }
 }
 
+/// A finished command.
+#[derive(Debug)]
 pub struct Ran {
     pub code: Option<i32>,
     pub out: String,
@@ -127,8 +129,22 @@ impl Ran {
 
     #[track_caller]
     pub fn expect(self, code: i32, out: &str, err: &str) -> Self {
-        assert!(self.code == Some(code) && self.out.contains(out) && self.err.contains(err), "{:?}: {}{}", self.code, self.out, self.err);
+        self.has(code, out, err);
         self
+    }
+
+    #[track_caller]
+    pub fn has(&self, code: i32, out: &str, err: &str) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        assert!(self.out.contains(out), "{out:?} is not in {self:?}");
+        assert!(self.err.contains(err), "{err:?} is not in {self:?}");
+    }
+
+    /// Its JSON, beside which it wrote nothing to stderr.
+    #[track_caller]
+    pub fn only_json(&self) -> Value {
+        assert_eq!(self.err, "", "with --json everything is on stdout");
+        self.json()
     }
 
     #[track_caller]
