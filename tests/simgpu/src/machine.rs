@@ -36,7 +36,7 @@ const OUT_OF_ROOM: u32 = 1;
 /// The process has something that is never restored.
 const UNRESTORABLE: u32 = 2;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
-const MAGIC: u64 = 0x7369_6d67_7075_0003;
+const MAGIC: u64 = 0x7369_6d67_7075_0004;
 /// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
 /// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
@@ -48,8 +48,10 @@ struct Slot {
     state: AtomicU32,
     /// The process's calls in progress, which a lock waits for.
     inside: AtomicU32,
-    /// Shared memories that the process refers to.
-    shares: AtomicU32,
+    /// Memories that it has imported by descriptor.
+    imported: AtomicU32,
+    /// Memories that it has given a handle of `cuIpcGetMemHandle` for, or has opened by one.
+    opened: AtomicU32,
     /// Why a restore fails for good: 0, [`OUT_OF_ROOM`] or [`UNRESTORABLE`].
     spoilt: AtomicU32,
     used: [AtomicU64; MAX_DEVICES],
@@ -101,7 +103,23 @@ pub enum State {
     Failed,
 }
 
+/// What ties a process's memory to another process, so that the process cannot be restored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tie {
+    /// It was imported by descriptor. Having exported memory prevents nothing.
+    Imported,
+    /// A handle of `cuIpcGetMemHandle` was given for it, or it was opened by one.
+    Opened,
+}
+
 impl Slot {
+    fn ties(&self, tie: Tie) -> &AtomicU32 {
+        match tie {
+            Tie::Imported => &self.imported,
+            Tie::Opened => &self.opened,
+        }
+    }
+
     fn state(&self) -> State {
         [State::Running, State::Locked, State::Checkpointed, State::Failed][self.state.load(Ordering::SeqCst) as usize & 3]
     }
@@ -341,7 +359,6 @@ impl Machine {
                 return;
             }
             common.remove(&place);
-            self.tell_shares(&common);
         }
         let memory = &self.shared.memories[place];
         if let (Some(counts), Some(own)) = (self.counts_it(memory), self.own())
@@ -369,17 +386,23 @@ impl Machine {
         Some(place)
     }
 
-    fn tell_shares(&self, common: &BTreeMap<usize, usize>) {
+    /// Counts memory that prevents a restore of this process, until [`forget_tie`](Self::forget_tie).
+    pub fn note_tie(&self, tie: Tie) {
+        let _door = self.enter();
+        if let Some(slot) = self.claim() {
+            slot.ties(tie).fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The memory is gone.
+    pub fn forget_tie(&self, tie: Tie) {
         if let Some(slot) = self.own() {
-            slot.shares.store(common.len() as u32, Ordering::Relaxed);
+            slot.ties(tie).fetch_sub(1, Ordering::Relaxed);
         }
     }
 
     fn refer(&self, place: usize) {
-        let mut common = self.common();
-        *common.entry(place).or_default() += 1;
-        self.tell_shares(&common);
-        drop(common);
+        *self.common().entry(place).or_default() += 1;
         self.record_lock(libc::F_SETLK, libc::F_RDLCK, place_of_common(place));
     }
 
@@ -483,9 +506,15 @@ impl Machine {
             if spoilt == OUT_OF_ROOM {
                 return Err(OPERATING_SYSTEM);
             }
-            if spoilt == UNRESTORABLE || slot.shares.load(Ordering::Relaxed) > 0 {
+            let ties = |tie| slot.ties(tie).load(Ordering::Relaxed) > 0;
+            let lost = match (spoilt == UNRESTORABLE || ties(Tie::Imported), ties(Tie::Opened)) {
+                (true, _) => Some(NOT_SUPPORTED),
+                (false, true) => Some(INVALID_VALUE),
+                (false, false) => None,
+            };
+            if let Some(code) = lost {
                 slot.state.store(State::Failed as u32, Ordering::SeqCst);
-                return Err(NOT_SUPPORTED);
+                return Err(code);
             }
             let saved = |device: usize| slot.saved[device].load(Ordering::Relaxed);
             if new.iter().any(|(&old, &new)| saved(old) > self.memory() - self.used(new)) {
@@ -571,7 +600,7 @@ impl Machine {
             slot.saved[device].store(0, Ordering::Relaxed);
             slot.place[device].store(device as u32, Ordering::Relaxed);
         }
-        for word in [&slot.state, &slot.inside, &slot.shares] {
+        for word in [&slot.state, &slot.inside, &slot.imported, &slot.opened] {
             word.store(0, Ordering::SeqCst);
         }
         slot.spoilt.store(if crate::settings::get().unrestorable { UNRESTORABLE } else { 0 }, Ordering::SeqCst);

@@ -7,7 +7,7 @@ use crate::abi::{Address, Handle, IpcHandle, Out};
 use crate::codes::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, OPERATING_SYSTEM, Outcome, UNKNOWN};
 use crate::context;
 use crate::driver::{self, machine, state};
-use crate::machine::Key;
+use crate::machine::{Key, Tie};
 use crate::vmm::{HANDLE_TYPE_FILE, Physical, Purpose};
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
@@ -75,7 +75,7 @@ pub fn import(handle: Out<Handle>, shared: usize, kind: u32) -> Outcome {
     let file = duplicate(shared)?;
     let device = device_of(&file).ok_or(UNKNOWN)?;
     let new = driver::new_handle();
-    let physical = Physical::import(new, device, file)?;
+    let physical = Physical::import(new, device, file, Tie::Imported)?;
     state().space.add_handle(physical);
     handle.put(new)
 }
@@ -94,6 +94,7 @@ pub fn get(handle: Out<IpcHandle>, address: Address) -> Outcome {
 pub fn name(address: Address) -> Outcome<IpcHandle> {
     let physical = state().space.physical(address).ok_or(INVALID_VALUE)?;
     let file = physical.share(&name_of(&physical)?)?;
+    physical.is_tied(Tie::Opened);
     let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
     let mut reserved = [0; 64];
     reserved[..8].copy_from_slice(MAGIC);
@@ -123,7 +124,7 @@ fn opened((key, pid, descriptor): (Key, u32, u32)) -> Outcome<Arc<Physical>> {
         return Err(INVALID_HANDLE);
     }
     let device = device_of(&file).ok_or(INVALID_HANDLE)?;
-    Physical::import(0, device, file)
+    Physical::import(0, device, file, Tie::Opened)
 }
 
 /// Memory of another process's pool, at a new address in the current context.

@@ -13,7 +13,7 @@ use crate::codes::{
 use crate::context;
 use crate::device;
 use crate::driver::{self, machine, state};
-use crate::machine::{Key, MAX_DEVICES};
+use crate::machine::{Key, MAX_DEVICES, Tie};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
@@ -162,6 +162,8 @@ pub struct Physical {
     prop: Option<AllocationProp>,
     /// Once it is shared: where the machine counts it, in place of this process.
     shared: OnceLock<usize>,
+    /// Whether it prevents a restore of this process.
+    tie: OnceLock<Tie>,
     /// Its backing.
     pub backing: Backing,
 }
@@ -174,11 +176,11 @@ impl Physical {
             machine()?.give(device, charged);
             return Err(OUT_OF_MEMORY);
         };
-        Ok(Arc::new(Self { handle, device, bytes, charged, prop, shared: OnceLock::new(), backing }))
+        Ok(Arc::new(Self { handle, device, bytes, charged, prop, shared: OnceLock::new(), tie: OnceLock::new(), backing }))
     }
 
     /// Memory that was shared, by another process or this one.
-    pub fn import(handle: Handle, device: usize, file: File) -> Outcome<Arc<Self>> {
+    pub fn import(handle: Handle, device: usize, file: File, tie: Tie) -> Outcome<Arc<Self>> {
         let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
         let bytes = metadata.len() as usize;
         let place = machine()?.join_shared(key(&metadata), machine()?.place(device), bytes as u64).ok_or(OUT_OF_MEMORY)?;
@@ -190,7 +192,16 @@ impl Physical {
         let location = Location { kind: LOCATION_DEVICE, id: device as i32 };
         let prop = Some(AllocationProp { kind: 1, handle_types: 0, location, win32: std::ptr::null_mut(), flags: [0; 8] });
         let shared = OnceLock::from(place);
-        Ok(Arc::new(Self { handle, device, bytes, charged: bytes as u64, prop, shared, backing }))
+        let imported = Self { handle, device, bytes, charged: bytes as u64, prop, shared, tie: OnceLock::new(), backing };
+        imported.is_tied(tie);
+        Ok(Arc::new(imported))
+    }
+
+    /// Records that it prevents a restore of this process for as long as it exists.
+    pub fn is_tied(&self, tie: Tie) {
+        if self.tie.set(tie).is_ok() {
+            let _ = machine().map(|machine| machine.note_tie(tie));
+        }
     }
 
     /// The types of handles that it can be exported as.
@@ -220,6 +231,7 @@ impl Physical {
 impl Drop for Physical {
     fn drop(&mut self) {
         if let Ok(machine) = machine() {
+            self.tie.get().inspect(|tie| machine.forget_tie(**tie));
             match self.shared.get() {
                 Some(place) => machine.leave_shared(*place),
                 None => machine.give(self.device, self.charged),

@@ -74,7 +74,7 @@ fn answers_another_process() {
         return;
     }
     let gpu = Gpu::start();
-    let mut memory = 0;
+    let (mut memory, mut exported) = (0, 0);
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let mut handle = 0;
@@ -103,15 +103,52 @@ fn answers_another_process() {
                 ok!(gpu.cuCtxSynchronize());
                 0
             }
-            ("share", _) => {
+            // A descriptor of memory at an address, which stays mapped.
+            ("export", byte) => {
                 ok!(gpu.cuMemCreate(&raw mut handle, 2 * MIB, &common::Prop { handle_types: 1, ..prop(0) }, 0));
-                ok!(gpu.cuMemExportToShareableHandle(&mut -1, handle, 1, 0));
-                handle
+                memory = if memory == 0 { gpu.reserve(2 * MIB) } else { memory };
+                ok!(gpu.cuMemMap(memory, 2 * MIB, 0, handle, 0));
+                gpu.access(memory, 2 * MIB, 3);
+                gpu.upload(memory, &vec![byte.parse().unwrap(); 2 * MIB]);
+                exported = handle;
+                u64::from(gpu.descriptor_of(handle))
+            }
+            ("export_again", _) => u64::from(gpu.descriptor_of(exported)),
+            ("release", _) => {
+                ok!(gpu.cuMemUnmap(memory, 2 * MIB));
+                ok!(gpu.cuMemRelease(exported));
+                0
+            }
+            ("import", path) => {
+                let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+                ok!(gpu.cuMemImportFromShareableHandle(&raw mut exported, file.as_raw_fd() as usize, 1));
+                memory = if memory == 0 { gpu.reserve(2 * MIB) } else { memory };
+                ok!(gpu.cuMemMap(memory, 2 * MIB, 0, exported, 0));
+                gpu.access(memory, 2 * MIB, 3);
+                memory
+            }
+            ("first", _) => u64::from(gpu.download(memory, 1)[0]),
+            ("name", _) => {
+                let mut name = [0_u8; 64];
+                memory = gpu.alloc(MIB);
+                ok!(gpu.cuIpcGetMemHandle(&raw mut name, memory));
+                std::fs::write(name_file(), name).unwrap();
+                0
+            }
+            ("open", _) => {
+                let name = std::fs::read(name_file()).unwrap().try_into().unwrap();
+                ok!(gpu.cuIpcOpenMemHandle_v2(&raw mut memory, common::Ipc(name), 1));
+                0
             }
             other => panic!("{other:?}"),
         };
         println!("answer {answer}");
     }
+}
+
+/// Where a process leaves the name of its memory for another.
+fn name_file() -> std::path::PathBuf {
+    std::path::Path::new(&std::env::var_os("SIMGPU_DIR").unwrap()).join("name")
 }
 
 fn on_a_machine(test: &str, body: fn()) {
@@ -123,6 +160,12 @@ fn on_a_machine(test: &str, body: fn()) {
 }
 
 impl Gpu {
+    fn descriptor_of(&self, handle: u64) -> u32 {
+        let (gpu, mut file) = (self, -1);
+        ok!(gpu.cuMemExportToShareableHandle(&raw mut file, handle, 1, 0));
+        file as u32
+    }
+
     fn state(&self, pid: i32) -> u32 {
         let (gpu, mut state) = (self, 99);
         ok!(gpu.cuCheckpointProcessGetState(pid, &raw mut state));
@@ -251,17 +294,57 @@ fn a_restore_without_enough_memory_loses_the_process() {
     });
 }
 
+/// What a descriptor of another process is opened as.
+fn path_of(other: &Other, descriptor: &str) -> String {
+    format!("import /proc/{}/fd/{descriptor}", other.pid())
+}
+
+/// Having exported memory is none; and whoever releases what it has imported, and imports it anew at the same address afterwards, comes back.
 #[test]
-fn shared_memory_makes_a_restore_fail_for_good() {
-    on_a_machine("shared_memory_makes_a_restore_fail_for_good", || {
+fn imported_memory_makes_a_restore_fail_for_good() {
+    on_a_machine("imported_memory_makes_a_restore_fail_for_good", || {
         let gpu = Gpu::start();
-        let mut other = Other::start();
-        let pid = other.pid();
-        other.ask("share");
-        gpu.take(pid);
-        fails!(801, gpu.cuCheckpointProcessRestore(pid, ptr::null()));
-        assert_eq!(gpu.state(pid), FAILED);
-        fails!(401, gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+        let (mut owner, mut importer) = (Other::start(), Other::start());
+        let descriptor = owner.ask("export 7");
+        let address = importer.ask(&path_of(&owner, &descriptor));
+        for new_memory in [false, true] {
+            importer.ask("release");
+            [&owner, &importer].map(|one| gpu.take(one.pid()));
+            assert_eq!(gpu.seen(0), (0, 0));
+            for one in [&owner, &importer] {
+                ok!(gpu.cuCheckpointProcessRestore(one.pid(), ptr::null()));
+                ok!(gpu.cuCheckpointProcessUnlock(one.pid(), ptr::null()));
+            }
+            let again = if new_memory {
+                owner.ask("release");
+                owner.ask("export 9")
+            } else {
+                owner.ask("export_again")
+            };
+            assert_eq!(importer.ask(&path_of(&owner, &again)), address);
+            let value = if new_memory { "9" } else { "7" };
+            assert_eq!((owner.ask("first").as_str(), importer.ask("first").as_str()), (value, value));
+        }
+        [&owner, &importer].map(|one| gpu.take(one.pid()));
+        ok!(gpu.cuCheckpointProcessRestore(owner.pid(), ptr::null()));
+        fails!(801, gpu.cuCheckpointProcessRestore(importer.pid(), ptr::null()));
+        assert_eq!((gpu.state(owner.pid()), gpu.state(importer.pid())), (LOCKED, FAILED));
+        fails!(401, gpu.cuCheckpointProcessUnlock(importer.pid(), ptr::null()));
+    });
+}
+
+#[test]
+fn memory_opened_by_name_makes_a_restore_fail_for_good() {
+    on_a_machine("memory_opened_by_name_makes_a_restore_fail_for_good", || {
+        let gpu = Gpu::start();
+        let (mut owner, mut opener) = (Other::start(), Other::start());
+        owner.ask("name");
+        opener.ask("open");
+        for one in [&owner, &opener] {
+            gpu.take(one.pid());
+            fails!(1, gpu.cuCheckpointProcessRestore(one.pid(), ptr::null()));
+            assert_eq!(gpu.state(one.pid()), FAILED);
+        }
     });
 }
 
