@@ -258,7 +258,7 @@ impl State {
             Request::Counted { .. } => Reply::Counted,
             Request::Cache | Request::Trim { .. } | Request::Watch { .. } => panic!("python/tests/test_trim.py has real processes"),
             Request::SetAside(_) => panic!("tests/shared.rs has real processes"),
-            Request::Open { .. } | Request::Close { .. } => panic!("the command line shares no memory"),
+            Request::Open { .. } | Request::Claim | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }
 

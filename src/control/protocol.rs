@@ -112,6 +112,9 @@ pub enum Request {
         /// The token in the handle.
         token: String,
     },
+    /// The line carries a descriptor that I have imported. If you have exported it: pass me the memory behind it, as with `open`. Between the
+    /// libraries of two processes. Otherwise the answer is an error with CUDA's code for an invalid handle (400).
+    Claim,
     /// I have closed that memory.
     Close {
         /// The token in the handle.
@@ -189,7 +192,7 @@ pub enum Reply {
     },
     /// To `trim`.
     Trimmed(Trimmed),
-    /// To `open`: the line carries one file descriptor per piece.
+    /// To `open` and `claim`: the line carries one file descriptor per piece.
     Opened {
         /// The length of each in bytes.
         pieces: Vec<u64>,
@@ -199,6 +202,9 @@ pub enum Reply {
         /// How often the memory has been paused; each pause replaces the physical memory.
         #[serde(default)]
         pauses: u64,
+        /// To `claim`: the token for `open` and `close`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        token: Option<String>,
     },
     /// To `close`.
     Closed,

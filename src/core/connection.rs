@@ -1,7 +1,7 @@
 //! A client's connection: reads requests line by line, sends replies.
 
 use crate::memory::Memory;
-use crate::memory::share::{Borrower, Loan};
+use crate::memory::share::{Borrower, Loan, Token};
 use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -105,13 +105,26 @@ impl Connection {
 
     /// Passes memory to the client, which then counts against the limit for borrowers instead of that for other clients.
     pub fn lend(&self, token: &str) -> Result<Loan, Error> {
+        self.takes_a_borrowers_seat()?;
+        Memory::get().lend(token, &self.borrower)
+    }
+
+    /// The same for memory whose descriptor the client has imported. A client that asks for another process's memory keeps its seat.
+    pub fn lend_claimed(&self, file: &Held) -> Result<(Token, Loan), Error> {
+        let file = file.get().map_err(|error| Error::Invalid(error.to_string()))?;
+        let claimed = Memory::get().lend_claimed(file, &self.borrower)?;
+        self.takes_a_borrowers_seat().inspect_err(|_| Memory::get().take_all_back(self.borrower.connection))?;
+        Ok(claimed)
+    }
+
+    fn takes_a_borrowers_seat(&self) -> Result<(), Error> {
         if !self.borrows.load(Ordering::Relaxed) {
             let too_many = || Error::Invalid("too many processes have memory of this one open".into());
             let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;
             *self.seat.lock().unpoisoned() = Some(seat);
             self.borrows.store(true, Ordering::Relaxed);
         }
-        Memory::get().lend(token, &self.borrower)
+        Ok(())
     }
 
     /// Waits for a request of a client that has memory open.

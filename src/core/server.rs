@@ -277,7 +277,15 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
             let loan = connection.lend(&token)?;
             let pieces;
             (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
-            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses })
+            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses, token: None })
+        }
+        Request::Claim => {
+            let file = lines.take_file().ok_or_else(|| Error::Invalid("a claim needs a descriptor".into()))?;
+            let file = Held::new(file).map_err(|error| Error::Invalid(error.to_string()))?;
+            let (token, loan) = connection.lend_claimed(&file)?;
+            let pieces;
+            (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
+            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses, token: Some(token.text()) })
         }
         Request::Close { token } => {
             memory.take_back(&token, connection.borrower.connection);

@@ -384,6 +384,11 @@ impl Physical {
         Ok(memory)
     }
 
+    /// Memory behind a handle that the program has got from `cuMemImportFromShareableHandle`, which it takes over.
+    pub fn of_import(handle: CUmemGenericAllocationHandle, bytes: usize) -> Self {
+        Self { pieces: vec![(handle, bytes)], mappings: Vec::new(), of: None, account: None }
+    }
+
     /// Memory that another process has exported: its pieces, in order.
     pub fn import(pieces: &[(Held, usize)]) -> Result<Self, Failure> {
         let driver = Driver::get()?;
@@ -416,11 +421,16 @@ impl Physical {
 
     /// The device that the memory is on, as the driver reports it; `None` for host memory.
     pub fn device(&self) -> Result<Option<CUdevice>, Failure> {
+        Ok(self.properties()?.and_then(|found| found.location.device()))
+    }
+
+    /// What the driver says of its first piece; `None` if it has none.
+    pub fn properties(&self) -> Result<Option<Properties>, Failure> {
         let mut found = Properties::of_device(0, Extras::NONE);
         let Some((handle, _)) = self.pieces.first() else { return Ok(None) };
         // SAFETY: `found` is writable and has the layout of CUDA's.
         unsafe { Driver::get()?.cuMemGetAllocationPropertiesFromHandle((&raw mut found).cast(), *handle)? };
-        Ok(found.location.device())
+        Ok(Some(found))
     }
 
     /// The driver's handle of memory in one piece.

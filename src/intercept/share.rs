@@ -5,17 +5,21 @@ use crate::driver_memory;
 use crate::driver_originals;
 use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
-use std::ffi::{c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
+use std::os::fd::BorrowedFd;
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
-use vramctl_core::memory::{Memory, borrow};
+use vramctl_core::memory::{Memory, borrow, imports};
 use vramctl_core::server;
 use vramctl_driver::{CUdeviceptr, CUmemGenericAllocationHandle, Current};
-use vramctl_host::log_once;
+use vramctl_host::{guarded, log_once};
 use vramctl_model::{ObstacleKind, StatusCode, code};
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the driver accepts nothing else.
 const LAZY: c_uint = 1;
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+pub const BY_DESCRIPTOR: c_uint = 1;
 
 /// `cuIpcGetMemHandle`.
 ///
@@ -112,11 +116,33 @@ pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_v
     // SAFETY: the arguments are passed on unchanged.
     let real = || unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
     sightings::noting(ObstacleKind::Shared, real, || {
-        if !handle.is_null() {
-            // SAFETY: not null, and written by the real function.
-            sightings::note(ObstacleKind::Shared, "cuMemImportFromShareableHandle", ObstacleKey::Handle(unsafe { handle.read() }));
+        if handle.is_null() {
+            return;
+        }
+        // SAFETY: not null, and written by the real function.
+        let made = unsafe { handle.read() };
+        match adopt(shared, kind, made) {
+            // SAFETY: as above.
+            Some(ours) => unsafe { handle.write(ours) },
+            None => sightings::note(ObstacleKind::Shared, "cuMemImportFromShareableHandle", ObstacleKey::Handle(made)),
         }
     })
+}
+
+/// The library's handle for memory that the program has imported, if the process that has exported it is known.
+fn adopt(shared: *mut c_void, kind: c_uint, made: CUmemGenericAllocationHandle) -> Option<CUmemGenericAllocationHandle> {
+    if kind != BY_DESCRIPTOR {
+        return None;
+    }
+    // SAFETY: the driver has just read memory from this descriptor, so it is open.
+    let file = unsafe { BorrowedFd::borrow_raw(c_int::try_from(shared as usize).ok()?) };
+    let current = Current::of_thread().ok()??;
+    let adopted = guarded(|| imports::adopt(file, made, &current)).flatten();
+    if adopted.is_some() {
+        // Needed so that this process can be paused together with the owner.
+        server::ensure_running();
+    }
+    adopted
 }
 
 pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {

@@ -2,8 +2,10 @@
 //! function.
 
 use crate::alloc::{forward_unmanaged, managed, placement};
+use crate::share::BY_DESCRIPTOR;
 use crate::{driver_memory, driver_originals};
-use std::ffi::{c_uint, c_ulonglong, c_void};
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::os::fd::BorrowedFd;
 use std::{ptr, slice};
 use vramctl_core::contexts;
 use vramctl_core::events;
@@ -14,6 +16,7 @@ use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
 };
+use vramctl_host::Held;
 use vramctl_model::{Error, Failure, ObstacleKind, Span, StatusCode, code};
 
 type Handle = CUmemGenericAllocationHandle;
@@ -203,6 +206,10 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
+    if kind == BY_DESCRIPTOR && is_ours(handle) && !shared.is_null() {
+        // SAFETY: not null, and writable for a descriptor by the program's promise.
+        return unsafe { export_descriptor(shared.cast(), handle, real) };
+    }
     sightings::making(ObstacleKind::Shared, || {
         existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd, real)).unwrap_or_else(|| {
             let answer = real(handle);
@@ -212,6 +219,16 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
             answer
         })
     })
+}
+
+/// # Safety
+/// `shared` must be writable.
+unsafe fn export_descriptor(shared: *mut c_int, handle: Handle, real: impl FnOnce(u64) -> StatusCode) -> StatusCode {
+    let copied = || {
+        // SAFETY: the real function has written a descriptor.
+        Held::new(unsafe { BorrowedFd::borrow_raw(shared.read()) }.try_clone_to_owned().ok()?).ok()
+    };
+    existing(|memory| memory.export_handle(handle, real, copied)).unwrap_or(code::INVALID_VALUE)
 }
 
 /// Makes a call that uses a multicast object, and records that. `call`: its name.

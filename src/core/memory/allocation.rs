@@ -9,7 +9,7 @@
 //! addresses of the library's own.
 
 use super::freed::FreedAt;
-use super::lending::Lending;
+use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
 use super::{Placement, Requester};
 use crate::events::{self, Change, Owner};
@@ -40,6 +40,8 @@ pub struct Allocation {
     pub from_pool: bool,
     /// The place in a stream at which the memory was freed before, if it was.
     pub(super) order: Option<Arc<FreedAt>>,
+    /// Of memory that the program has imported (`imports`): what its owner calls it. It is neither counted nor paused here.
+    pub(super) import: Option<Token>,
     /// Who asked for it, if known.
     pub requester: OnceLock<Requester>,
     bytes: usize,
@@ -159,10 +161,9 @@ impl Allocation {
         from_pool: bool,
     ) -> Self {
         let mappings = vec![Mapping { place: Place::of(at), access: None }];
-        Self {
-            from_pool,
-            ..Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), Origin::Malloc)
-        }
+        let made = Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), Origin::Malloc);
+        made.record(Change::Allocated);
+        Self { from_pool, ..made }
     }
 
     /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
@@ -175,7 +176,23 @@ impl Allocation {
         handle: u64,
         wanted: Properties,
     ) -> Self {
-        Self::with(policy, bytes, device, current.owner(), memory, Vec::new(), bytes, handle, Origin::Create(wanted))
+        let made = Self::with(policy, bytes, device, current.owner(), memory, Vec::new(), bytes, handle, Origin::Create(wanted));
+        made.record(Change::Allocated);
+        made
+    }
+
+    /// Memory of another process, which the program has imported and not mapped yet.
+    pub(super) fn imported(
+        policy: Placement,
+        device: CUdevice,
+        context: Context,
+        memory: Physical,
+        handle: u64,
+        wanted: Properties,
+        token: Token,
+    ) -> Self {
+        let bytes = memory.bytes();
+        Self { import: Some(token), ..Self::with(policy, bytes, device, context, memory, Vec::new(), bytes, handle, Origin::Create(wanted)) }
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -202,7 +219,7 @@ impl Allocation {
             lending: Lending::default(),
             context,
         };
-        let made = Self {
+        Self {
             tag: policy.tag,
             backup: policy.backup,
             backend: policy.backend,
@@ -210,14 +227,13 @@ impl Allocation {
             device,
             from_pool: false,
             order: None,
+            import: None,
             requester: OnceLock::new(),
             bytes,
             key,
             origin,
             contents: Mutex::new(contents),
-        };
-        made.record(Change::Allocated);
-        made
+        }
     }
 
     /// Hands active memory, which the program has freed at this place, on to a new allocation in a context. `None` if it is paused, or if anybody outside
@@ -234,6 +250,7 @@ impl Allocation {
         drop(contents);
         drop(saved);
         let made = Self::with(policy, requested, self.device, context, memory, mappings, self.bytes, self.key, Origin::Malloc);
+        made.record(Change::Allocated);
         Some(Self { from_pool: self.from_pool, order: Some(Arc::clone(order)), ..made })
     }
 
@@ -325,15 +342,33 @@ impl Allocation {
         self.record(if memory.is_none() { Change::Paused } else { Change::Resumed });
         let before = {
             let mut contents = self.contents();
+            let mut exports = Vec::new();
             if memory.is_none() {
+                exports = contents.lending.forget_exports();
                 contents.pauses += 1;
                 // The registration was of these pages.
                 contents.known_to = None;
                 contents.marks.retain(|mark| mark.upgrade().is_some_and(|registrant| registrant.knows_addresses));
             }
-            (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved))
+            (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved), exports)
         };
         drop(before);
+    }
+
+    /// Of an import: takes the memory away, to be dropped without a lock. The addresses and the handle stay the program's.
+    pub(super) fn give_up(&self) -> Option<Physical> {
+        self.contents().memory.take()
+    }
+
+    /// Of an import: puts memory that has just been imported where the program has the mappings now, with their access.
+    pub(super) fn take_up(&self, mut memory: Physical) -> Result<(), Failure> {
+        let mut contents = self.contents();
+        for Mapping { place, access } in &contents.mappings {
+            memory.map(place)?;
+            driver::open([(place.span(), access.clone().unwrap_or_default())])?;
+        }
+        contents.memory = Some(memory);
+        Ok(())
     }
 
     /// New physical memory, mapped at all of the program's mappings, not accessible yet.
@@ -396,8 +431,10 @@ impl Allocation {
     /// program it is freed, as after `cudaFree`, which has nothing to refuse.
     pub fn end(&self) {
         let mut contents = self.contents();
-        self.record(if contents.memory.is_some() { Change::Freed } else { Change::FreedPaused });
-        let before = (contents.memory.take(), contents.guard.take(), contents.saved.take());
+        if self.import.is_none() {
+            self.record(if contents.memory.is_some() { Change::Freed } else { Change::FreedPaused });
+        }
+        let before = (contents.memory.take(), contents.guard.take(), contents.saved.take(), contents.lending.forget_exports());
         // Free outside the lock, so that readers need not wait.
         drop(contents);
         drop(before);

@@ -2,10 +2,10 @@
 //!
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
-use super::borrow::{BORROWED, Behind, BorrowedMemory, LeaseState, Meant, Opened, Passed, Rounds, borrowed, listed};
+use super::borrow::{BORROWED, Behind, BorrowedMemory, LeaseState, Meant, Opened, Passed, Rounds, Site, borrowed, listed};
 use super::lender::{Refused, patiently};
 use super::lending::Token;
-use super::{Memory, sightings};
+use super::{Memory, imports, sightings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
@@ -30,9 +30,9 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
     let memories: Vec<_> = {
         let mut borrowed = existing.lock().unpoisoned();
         borrowed.pauses += 1;
-        let due = || Behind::Paused { is_due: request.is_borrower };
-        let there = borrowed.open.values_mut().filter(|opened| !matches!(opened.behind, Behind::Gone) && opened.is_paused_by(&meant));
-        there.map(|opened| std::mem::replace(&mut opened.behind, due())).collect()
+        let due = Behind::Paused { is_due: request.is_borrower };
+        let there = borrowed.open.values_mut().filter(|opened| opened.behind != Behind::Gone && opened.is_paused_by(&meant));
+        there.filter_map(|opened| opened.give_up(due)).collect()
     };
     // Unmaps and releases them.
     drop(memories);
@@ -162,11 +162,26 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
     sightings::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(&pieces)?;
+        if let Some(allocation) = imports::paused(token) {
+            let mut borrowed = borrowed();
+            if borrowed.pauses != pauses {
+                return Err(Refused::ForNow);
+            }
+            let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else { return Ok(()) };
+            if opened.is_newer(of_piece) {
+                allocation.take_up(memory)?;
+                (opened.behind, opened.pauses) = (Behind::Memory, of_piece);
+            }
+            let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
+            drop(borrowed);
+            drop(before);
+            return Ok(());
+        }
         // Without the lock, which the program's calls need: during a suspend, this thread may block for long. The addresses stay reserved
         // even if the program closes the memory meanwhile.
-        let found = borrowed().open.get(token).filter(|opened| opened.is_paused()).map(|opened| {
-            let is_new = opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true });
-            (opened.place.clone(), opened.devices.clone(), is_new)
+        let found = borrowed().open.get(token).filter(|opened| opened.is_paused()).and_then(|opened| {
+            let Site::Opened(site) = &opened.site else { return None };
+            Some((site.place.clone(), site.devices.clone(), opened.is_newer(of_piece)))
         });
         if let Some((place, devices, true)) = &found {
             memory.map(place)?;
@@ -177,7 +192,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
             return Err(Refused::ForNow);
         }
         let now = borrowed.open.get_mut(token).filter(|opened| opened.is_paused());
-        let both = now.zip(found.as_ref()).filter(|(opened, (place, ..))| opened.place.span() == place.span());
+        let both = now.zip(found.as_ref()).filter(|(opened, (place, ..))| opened.is_at(place.span()));
         let Some((opened, (_, devices, is_new))) = both else {
             // Closed meanwhile.
             drop(borrowed);
@@ -185,12 +200,14 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
             lease.tell_closed(&mut state, token);
             return Ok(());
         };
-        if opened.devices != *devices {
+        let Site::Opened(site) = &mut opened.site else { return Ok(()) };
+        if site.devices != *devices {
             // Opened for another device meanwhile.
             return Err(Refused::ForNow);
         }
         if *is_new {
-            (opened.behind, opened.pauses) = (Behind::Memory(memory), of_piece);
+            site.memory = Some(memory);
+            (opened.behind, opened.pauses) = (Behind::Memory, of_piece);
         }
         let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
         drop(borrowed);

@@ -1,4 +1,5 @@
-//! Memory of other processes that this one has open (CUDA IPC). The other side is [`super::share`].
+//! Memory of other processes that this one has open (CUDA IPC) or has imported by descriptor ([`super::imports`]). The other side is
+//! [`super::share`].
 //!
 //! There is one connection to each owner, kept while any of its memory is open here. If this process dies, the end of the connection tells
 //! the owner that all of it is closed. Opened memory is not managed here. Its owner pauses it only while nobody has it open, or together
@@ -7,12 +8,13 @@
 //! Lock order: a connection, then `BorrowedMemory`. An owner may take long to answer, and driver calls may block, so meanwhile only the
 //! connection's lock is held.
 
-use super::Memory;
 use super::lender::{Lender, Refused, patiently};
 use super::lending::Token;
 use super::share::Ticket;
+use super::{Allocation, Memory};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::{io, process};
 use vramctl_control::protocol::Reply;
@@ -46,6 +48,27 @@ pub(super) static BORROWED: PerProcess<Mutex<BorrowedMemory>> = PerProcess::new(
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) lease: Arc<Lease>,
+    pub(super) site: Site,
+    /// Its tag in the owner. `None` if the owner does not report it.
+    pub(super) tag: Option<String>,
+    /// The device that it is on; after a move of the process, that is another GPU. `None` if the driver does not report it.
+    pub(super) device: Option<CUdevice>,
+    /// The owner's number of pauses when it passed the memory that is, or last was, here.
+    pub(super) pauses: u64,
+    pub(super) behind: Behind,
+}
+
+/// Where the program has it.
+#[derive(Debug)]
+pub(super) enum Site {
+    /// At addresses of the library's, which `cuIpcOpenMemHandle` has returned.
+    Opened(OpenSite),
+    /// Behind a handle of the library's, which `cuMemImportFromShareableHandle` has returned, mapped by the program.
+    Imported(Arc<Allocation>),
+}
+
+#[derive(Debug)]
+pub(super) struct OpenSite {
     address: CUdeviceptr,
     /// How many opens have not been closed.
     count: usize,
@@ -56,20 +79,15 @@ pub(super) struct Opened {
     pub(super) devices: BTreeSet<CUdevice>,
     /// The contexts in which it was opened.
     contexts: BTreeSet<Context>,
-    /// Its tag in the owner. `None` if the owner does not report it.
-    tag: Option<String>,
-    /// The device that it is on; after a move of the process, that is another GPU. `None` if the driver does not report it.
-    device: Option<CUdevice>,
-    /// The owner's number of pauses when it passed the memory that is, or last was, here.
-    pub(super) pauses: u64,
-    pub(super) behind: Behind,
+    /// Never read: dropping it unmaps and releases it. `None` while nothing is there.
+    pub(super) memory: Option<Physical>,
 }
 
-/// What backs the addresses at which memory was opened.
-#[derive(Debug)]
+/// What backs the addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Behind {
-    /// Never read: dropping it unmaps and releases it.
-    Memory(#[expect(dead_code)] Physical),
+    /// The owner's memory.
+    Memory,
     /// Nothing: its owner has paused it, or is about to. Until this process is resumed, only memory newer than that pause is accepted.
     Paused { is_due: bool },
     /// Nothing: its owner has ended or freed it while it was paused.
@@ -77,6 +95,49 @@ pub(super) enum Behind {
 }
 
 impl Opened {
+    /// Of memory that was opened by an IPC handle.
+    fn opened(&self) -> Option<&OpenSite> {
+        if let Site::Opened(site) = &self.site { Some(site) } else { None }
+    }
+
+    fn opened_mut(&mut self) -> Option<&mut OpenSite> {
+        if let Site::Opened(site) = &mut self.site { Some(site) } else { None }
+    }
+
+    fn bytes(&self) -> u64 {
+        match &self.site {
+            Site::Opened(site) => site.place.span().bytes as u64,
+            Site::Imported(allocation) => allocation.bytes() as u64,
+        }
+    }
+
+    /// The contexts whose work may use it.
+    fn contexts(&self) -> BTreeSet<Context> {
+        match &self.site {
+            Site::Opened(site) => site.contexts.clone(),
+            Site::Imported(allocation) => contexts::of_devices(&allocation.guests().into_iter().chain(self.device).collect()),
+        }
+    }
+
+    /// Takes the memory away, to be dropped without a lock.
+    pub(super) fn give_up(&mut self, behind: Behind) -> Option<Physical> {
+        self.behind = behind;
+        match &mut self.site {
+            Site::Opened(site) => site.memory.take(),
+            Site::Imported(allocation) => allocation.give_up(),
+        }
+    }
+
+    /// Whether memory that its owner has paused so many times is newer than what was set aside here.
+    pub(super) fn is_newer(&self, pauses: u64) -> bool {
+        self.pauses != pauses || self.behind == Behind::Paused { is_due: true }
+    }
+
+    /// Whether it is open at these addresses.
+    pub(super) fn is_at(&self, span: Span) -> bool {
+        self.opened().is_some_and(|site| site.place.span() == span)
+    }
+
     pub(super) fn is_paused(&self) -> bool {
         matches!(self.behind, Behind::Paused { .. })
     }
@@ -112,9 +173,16 @@ impl<'a> Meant<'a> {
 /// What an owner passes for an allocation.
 pub(super) struct Passed {
     pub(super) pieces: Vec<(Held, usize)>,
-    tag: Option<String>,
+    pub(super) tag: Option<String>,
     /// How often it has been paused.
     pub(super) pauses: u64,
+}
+
+impl Passed {
+    fn new(files: Vec<Held>, pieces: Vec<u64>, tag: Option<String>, pauses: u64) -> Self {
+        let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
+        Self { pieces, tag, pauses }
+    }
 }
 
 /// A connection to an owner, kept as long as memory is open that came over it.
@@ -200,7 +268,7 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     let map = || Opened::map(&lease, &lent, current);
     match map().or_else(|failure| if failure.is_refusal() { map() } else { Err(failure) }) {
         Ok(opened) => {
-            let address = opened.address;
+            let address = opened.opened().map_or(0, |site| site.address);
             let mut borrowed = borrowed();
             if borrowed.pauses == pauses {
                 borrowed.insert(handle.token, opened);
@@ -229,14 +297,17 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
         let (token, lease, contexts, changed) = {
             let mut borrowed = existing.lock().unpoisoned();
             let now = borrowed.changes + 1;
-            let (token, opened) = borrowed.open.iter_mut().find(|(_, opened)| opened.address == address)?;
-            if opened.count > 1 {
-                opened.count -= 1;
-                opened.changed = now;
+            let is_it = |(_, opened): &(&Token, &mut Opened)| opened.opened().is_some_and(|site| site.address == address);
+            let (token, opened) = borrowed.open.iter_mut().find(is_it)?;
+            let lease = Arc::clone(&opened.lease);
+            let site = opened.opened_mut()?;
+            if site.count > 1 {
+                site.count -= 1;
+                site.changed = now;
                 borrowed.changes = now;
                 return Some(Ok(()));
             }
-            (*token, Arc::clone(&opened.lease), opened.contexts.clone(), opened.changed)
+            (*token, lease, site.contexts.clone(), site.changed)
         };
         // A thread that closed it before, or opened it meanwhile, may have left work that was not waited for.
         if waited != Some(changed) {
@@ -245,9 +316,17 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
             }
             waited = Some(changed);
         }
-        if lease.end(&token, |opened| opened.changed == changed) {
+        if lease.end(&token, |opened| opened.opened().is_some_and(|site| site.changed == changed)) {
             return Some(Ok(()));
         }
+    }
+}
+
+/// The program has released what it had imported.
+pub(super) fn released(token: &Token) {
+    let lease = borrowed().open.get(token).map(|opened| Arc::clone(&opened.lease));
+    if let Some(lease) = lease {
+        lease.end(token, |opened| matches!(opened.site, Site::Imported(_)));
     }
 }
 
@@ -258,10 +337,10 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
 /// time.
 pub(super) fn forget_gone(doomed: Option<Context>) {
     let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
-    for opened in borrowed.open.values_mut() {
-        opened.contexts.retain(|context| Some(*context) != doomed && !context.is_gone());
+    for site in borrowed.open.values_mut().filter_map(Opened::opened_mut) {
+        site.contexts.retain(|context| Some(*context) != doomed && !context.is_gone());
     }
-    let unused = |opened: &Opened| opened.contexts.is_empty();
+    let unused = |opened: &Opened| opened.opened().is_some_and(|site| site.contexts.is_empty());
     let closed: Vec<_> =
         borrowed.open.iter().filter(|(_, opened)| unused(opened)).map(|(token, opened)| (*token, Arc::clone(&opened.lease))).collect();
     drop(borrowed);
@@ -280,7 +359,7 @@ pub(super) fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
     let Some(existing) = BORROWED.existing() else { return Vec::new() };
     let mut sums = BTreeMap::<_, (u64, u64)>::new();
     for opened in existing.lock().unpoisoned().open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
-        let bytes = opened.place.span().bytes as u64;
+        let bytes = opened.bytes();
         let (all, paused) = sums.entry((opened.lease.lender.pid, opened.device)).or_default();
         *all += bytes;
         *paused += if opened.is_paused() { bytes } else { 0 };
@@ -294,10 +373,7 @@ pub(super) fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
 
 /// The contexts in which memory is open.
 pub(crate) fn contexts() -> BTreeSet<Context> {
-    BORROWED
-        .existing()
-        .map(|existing| existing.lock().unpoisoned().open.values().flat_map(|opened| opened.contexts.clone()).collect())
-        .unwrap_or_default()
+    BORROWED.existing().map(|existing| existing.lock().unpoisoned().open.values().flat_map(Opened::contexts).collect()).unwrap_or_default()
 }
 
 /// Memory that is open, as queries see it.
@@ -316,19 +392,20 @@ pub struct OpenMemory {
 pub fn at(address: CUdeviceptr) -> Option<OpenMemory> {
     let borrowed = BORROWED.existing()?.lock().unpoisoned();
     let contains = |span: Span| address.checked_sub(span.address).is_some_and(|offset| offset < span.bytes as u64);
-    let opened = borrowed.open.values().find(|opened| contains(opened.place.span()))?;
+    let sites = borrowed.open.values().filter_map(|opened| Some((opened, opened.opened()?)));
+    let (opened, site) = sites.into_iter().find(|(_, site)| contains(site.place.span()))?;
     Some(OpenMemory {
-        span: opened.place.span(),
-        context: opened.contexts.first().copied(),
+        span: site.place.span(),
+        context: site.contexts.first().copied(),
         device: opened.device?,
-        is_paused: !matches!(opened.behind, Behind::Memory(_)),
+        is_paused: opened.behind != Behind::Memory,
     })
 }
 
 /// How many allocations of other processes are open here and would not be set aside by this pause.
 pub fn count_after(pause: &TransitionRequest) -> usize {
     let meant = Meant::by(pause);
-    let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_)) && !opened.is_paused_by(&meant);
+    let is_there = |opened: &&Opened| opened.behind == Behind::Memory && !opened.is_paused_by(&meant);
     BORROWED.existing().map_or(0, |borrowed| borrowed.lock().unpoisoned().open.values().filter(is_there).count())
 }
 
@@ -339,27 +416,26 @@ impl Opened {
         let place = Place::of(&addresses);
         memory.map(&place)?;
         let own = memory.device()?;
-        let mut opened = Self {
-            lease: Arc::clone(lease),
+        let mut site = OpenSite {
             address: addresses.base(),
             count: 1,
             changed: 0,
             place,
             devices: BTreeSet::new(),
             contexts: BTreeSet::new(),
-            tag: tag.clone(),
-            device: own,
-            pauses: *pauses,
-            behind: Behind::Memory(memory),
+            memory: Some(memory),
         };
-        opened.open_to(current)?;
+        site.open_to(current)?;
         // Copies between devices may run on the memory's own device.
         if let Some(own) = own {
-            opened.give_access(own)?;
+            site.give_access(own)?;
         }
-        Ok(opened)
+        let (lease, site) = (Arc::clone(lease), Site::Opened(site));
+        Ok(Self { lease, site, tag: tag.clone(), device: own, pauses: *pauses, behind: Behind::Memory })
     }
+}
 
+impl OpenSite {
     fn open_to(&mut self, current: &Current) -> Result<(), Failure> {
         self.give_access(current.device())?;
         self.contexts.insert(current.owner());
@@ -368,7 +444,7 @@ impl Opened {
 
     fn give_access(&mut self, device: CUdevice) -> Result<(), Failure> {
         if !self.devices.contains(&device) {
-            if matches!(self.behind, Behind::Memory(_)) {
+            if self.memory.is_some() {
                 driver::open([(self.place.span(), [Access::of_device(device)].into())])?;
             }
             self.devices.insert(device);
@@ -380,17 +456,19 @@ impl Opened {
 impl BorrowedMemory {
     /// Opens memory that is open already.
     fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
-        let Some(opened) = self.open.get_mut(token) else { return Ok(None) };
-        opened.open_to(current)?;
-        opened.count += 1;
+        let Some(site) = self.open.get_mut(token).and_then(Opened::opened_mut) else { return Ok(None) };
+        site.open_to(current)?;
+        site.count += 1;
         self.changes += 1;
-        opened.changed = self.changes;
-        Ok(Some(opened.address))
+        site.changed = self.changes;
+        Ok(Some(site.address))
     }
 
-    fn insert(&mut self, token: Token, opened: Opened) {
+    fn insert(&mut self, token: Token, mut opened: Opened) {
         self.changes += 1;
-        self.open.insert(token, Opened { changed: self.changes, ..opened });
+        let changes = self.changes;
+        opened.opened_mut().into_iter().for_each(|site| site.changed = changes);
+        self.open.insert(token, opened);
     }
 
     /// The connection for requests to an owner.
@@ -419,10 +497,7 @@ impl Lease {
             Refused::because(self.lender.pid, &error)
         })?;
         match reply {
-            Reply::Opened { pieces, tag, pauses } if pieces.len() == files.len() => {
-                let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
-                Ok(Passed { pieces, tag, pauses })
-            }
+            Reply::Opened { pieces, tag, pauses, .. } if pieces.len() == files.len() => Ok(Passed::new(files, pieces, tag, pauses)),
             Reply::Error(refusal) => {
                 log::debug!("process {} does not share its memory: {}", self.lender.pid, refusal.message);
                 self.retire_if_unused(state);
@@ -444,6 +519,28 @@ impl Lease {
                 Err(Refused::Finally(code::UNKNOWN))
             }
         }
+    }
+
+    /// Asks a process whether it has exported a descriptor. `None` if it has not, or does not say.
+    pub(super) fn claim(self: &Arc<Self>, state: &mut LeaseState, file: BorrowedFd<'_>) -> Option<(Token, Passed)> {
+        let answer = self.lender.claim(file);
+        match answer {
+            Ok((Reply::Opened { pieces, tag, pauses, token: Some(token) }, files)) => {
+                let token = Token::parse(&token)?;
+                if files.len() == pieces.len() {
+                    return Some((token, Passed::new(files, pieces, tag, pauses)));
+                }
+                // Not all descriptors fit into this process.
+                self.give_back(state, &token);
+            }
+            Ok(_) => (),
+            Err(error) => {
+                log::debug!("process {} does not say whether it has exported a descriptor: {error}", self.lender.pid);
+                self.retire(state);
+            }
+        }
+        self.retire_if_unused(state);
+        None
     }
 
     /// Closes memory if it is still open and `meant`. Returns whether it was. Does not wait for others who use the connection.
@@ -480,7 +577,7 @@ impl Lease {
     }
 
     /// Tells the owner that memory is closed.
-    fn give_back(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
+    pub(super) fn give_back(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
         // Waits for the answer, even before disconnecting: when this process continues, the owner knows, unless it is stopped.
         if *state == LeaseState::Retired {
             self.lender.close_unconfirmed(token);

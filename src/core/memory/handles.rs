@@ -8,6 +8,7 @@
 //! Each function returns `None` if the memory is not managed; then the caller uses the real function. `real` calls that function.
 
 use super::allocation::Mapping;
+use super::keyed::Keyed;
 use super::registered::RegisteredUntil;
 use super::{Allocation, Memory, Placement, borrow};
 use crate::contexts;
@@ -16,11 +17,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_driver::{
     self as driver, Access, Account, CUdevice, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture,
 };
+use vramctl_host::Held;
 use vramctl_model::{Error, Failure, Span, StatusCode, code};
 
 /// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
 const FIRST: u64 = 0x7672_0000_0000_0000;
 const LAST: u64 = 0x7672_ffff_ffff_ffff;
+
+/// A handle that the program has not got yet.
+pub(super) fn next_handle() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(FIRST);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
 
 /// Whether a handle may be one of the library's. False for every handle of the driver.
 #[inline]
@@ -31,7 +39,6 @@ pub fn is_ours(handle: u64) -> bool {
 impl Memory {
     /// Creates physical memory on a device and returns the handle for it. Leaves nothing behind on error.
     pub fn create(&self, policy: &Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
-        static NEXT: AtomicU64 = AtomicU64::new(FIRST);
         let Some(device) = wanted.device() else { return Err(Error::Unsupported) };
         contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
@@ -39,7 +46,7 @@ impl Memory {
             let _shared = self.share();
             self.check_margin(device, bytes)?;
             let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &policy.tag), bytes))?;
-            let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+            let handle = next_handle();
             self.enter(Arc::new(Allocation::with_handle(policy.clone(), bytes, device, current, memory, handle, *wanted)));
             Ok(handle)
         };
@@ -51,8 +58,9 @@ impl Memory {
     }
 
     /// The memory behind a handle that the program still owns.
-    fn of_handle(&self, handle: u64) -> Result<Arc<Allocation>, StatusCode> {
-        let found = self.allocations.get(&handle).map(|entry| Arc::clone(&entry));
+    pub(super) fn of_handle(&self, handle: u64) -> Result<Arc<Allocation>, StatusCode> {
+        let entry = |map: &Keyed<Arc<Allocation>>| map.get(&handle).map(|entry| Arc::clone(&entry));
+        let found = entry(&self.allocations).or_else(|| entry(&self.imports));
         found.filter(|allocation| allocation.contents().references > 0).ok_or(code::INVALID_VALUE)
     }
 
@@ -272,6 +280,37 @@ impl Memory {
         Some(answer)
     }
 
+    /// `cuMemExportToShareableHandle`, to a descriptor. `copied`: another descriptor of it. The memory counts as registered until a process under the
+    /// library has claimed it, and for good if there is no copy, or if it is another process's.
+    pub fn export_handle(
+        &self,
+        handle: u64,
+        real: impl FnOnce(u64) -> StatusCode,
+        copied: impl FnOnce() -> Option<Held>,
+    ) -> Option<StatusCode> {
+        if !is_ours(handle) {
+            return None;
+        }
+        let _shared = self.share();
+        let allocation = match self.of_handle(handle) {
+            Ok(allocation) => allocation,
+            Err(code) => return Some(code),
+        };
+        let mut contents = allocation.contents();
+        let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
+        let answer = real(driver_handle);
+        if answer == code::SUCCESS {
+            match copied().filter(|_| allocation.import.is_none()) {
+                Some(file) => {
+                    let mark = contents.lending.exported(file);
+                    contents.mark(&mark);
+                }
+                None => self.is_registered(&allocation, &mut contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
+            }
+        }
+        Some(answer)
+    }
+
     /// Releases memory that the program neither owns nor has mapped.
     fn end_if_unused(&self, allocation: &Arc<Allocation>) {
         {
@@ -281,7 +320,12 @@ impl Memory {
             }
         }
         // Exactly one of two threads removes it.
-        if self.take_out(allocation.key()).is_some() {
+        if let Some(token) = allocation.import {
+            if self.imports.remove(&allocation.key()).is_some() {
+                allocation.end();
+                borrow::released(&token);
+            }
+        } else if self.take_out(allocation.key()).is_some() {
             allocation.end();
         }
         self.let_go();

@@ -1,6 +1,7 @@
 //! The owner of memory that this process borrows, as a server: requests over its control socket, and what its refusals mean.
 
 use super::lending::Token;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{io, thread};
@@ -12,6 +13,8 @@ use vramctl_model::{Failure, StatusCode, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// How long a process may take to say whether it has exported a descriptor.
+const CLAIMED_WITHIN: Duration = Duration::from_secs(2);
 /// How long a close waits for the owner's confirmation. An owner that is stopped reads the request when it continues.
 const NOTED_WITHIN: Duration = Duration::from_millis(500);
 /// The first and the longest delay before a busy owner is asked again.
@@ -28,6 +31,11 @@ impl Lender {
         let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
         let stream = directory.connect_beside(pid)?;
         Ok(Self { pid, connection: Held::new(stream)? })
+    }
+
+    /// Asks for the memory behind a descriptor that it may have exported.
+    pub(super) fn claim(&self, file: BorrowedFd<'_>) -> io::Result<(Reply, Vec<Held>)> {
+        self.exchange_with(Request::Claim, &[file], CLAIMED_WITHIN)
     }
 
     /// Asks for the memory behind a handle.
@@ -53,11 +61,16 @@ impl Lender {
 
     /// Sends a request and receives the answer, with the descriptors that come with it. `TimedOut` if there is none in time.
     fn exchange(&self, request: Request, within: Duration) -> io::Result<(Reply, Vec<Held>)> {
+        self.exchange_with(request, &[], within)
+    }
+
+    /// The same; descriptors go with it.
+    fn exchange_with(&self, request: Request, files: &[BorrowedFd<'_>], within: Duration) -> io::Result<(Reply, Vec<Held>)> {
         let stream = self.connection.as_type::<UnixStream>()?;
         stream.set_read_timeout(Some(within))?;
         stream.set_write_timeout(Some(within))?;
         let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
-        match send(&stream, request) {
+        match descriptors::send_line(&stream, &protocol::request_line(request), files, 0) {
             // An owner that is busy says so without reading the request, and disconnects.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => receive(&stream).map_err(|_| error),
             Err(error) => Err(in_time(error)),

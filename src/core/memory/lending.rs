@@ -1,9 +1,13 @@
 //! The loans of an allocation to other processes: what identifies it to them, and who has it open.
 
+use super::registrant::{Registrant, RegistrantMark};
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
-use vramctl_host::system;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use vramctl_host::{Held, is_one_file, system};
 use vramctl_model::TransitionRequest;
 
 /// The size of a [`Token`].
@@ -48,9 +52,23 @@ pub struct Borrower {
     pub pid: u32,
 }
 
+/// A descriptor that the program has got from `cuMemExportToShareableHandle`, for whoever imports it.
+#[derive(Debug)]
+pub struct Export {
+    /// The same open file, and with it a reference to the physical memory.
+    file: Held,
+    /// Until it is claimed: nobody knows who has it, so the memory counts as registered.
+    mark: Option<RegistrantMark>,
+}
+
+/// The most exports that are remembered of one allocation: each takes a descriptor of the program's.
+const MOST_EXPORTS: usize = 16;
+
 /// The loans of an allocation to other processes.
 #[derive(Debug, Default)]
 pub struct Lending {
+    /// Of the physical memory that there is now.
+    exports: Vec<Export>,
     /// Set once a handle was requested.
     token: Option<Token>,
     /// The borrowers that have the memory open, by connection, each with the number of pauses that the memory had had when the borrower got
@@ -75,6 +93,35 @@ impl Lending {
     /// Whether another process may know it.
     pub fn has_begun(&self) -> bool {
         self.token.is_some()
+    }
+
+    /// Remembers a descriptor that the program has exported. Returns a mark: until it is claimed, the memory is registered.
+    pub fn exported(&mut self, file: Held) -> RegistrantMark {
+        let mark = Arc::new(Registrant { call: "cuMemExportToShareableHandle", knows_addresses: false });
+        if self.exports.len() >= MOST_EXPORTS
+            && let Some(place) = self.exports.iter().position(|export| export.mark.is_none())
+        {
+            self.exports.remove(place);
+        }
+        self.exports.push(Export { file, mark: Some(Arc::clone(&mark)) });
+        mark
+    }
+
+    /// Whether the program has exported this descriptor. Then one that nobody has claimed before is claimed, if there is one: several may be of
+    /// one open file, and one may be imported by several processes.
+    pub fn claim(&mut self, file: BorrowedFd<'_>) -> bool {
+        let is_it = |export: &Export| export.file.get().is_ok_and(|own| is_one_file(own, file).unwrap_or(false));
+        let mut same: Vec<_> = self.exports.iter_mut().filter(|export| is_it(export)).collect();
+        if let Some(unclaimed) = same.iter_mut().find(|export| export.mark.is_some()) {
+            unclaimed.mark = None;
+        }
+        !same.is_empty()
+    }
+
+    /// Forgets all descriptors, which would keep the physical memory. Dropping them closes files.
+    #[must_use]
+    pub fn forget_exports(&mut self) -> Vec<Export> {
+        std::mem::take(&mut self.exports)
     }
 
     /// Records who has it open from now on, and how often it has been paused by then.

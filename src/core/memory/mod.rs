@@ -11,6 +11,7 @@ pub mod communicators;
 mod freed;
 pub mod guard;
 mod handles;
+pub mod imports;
 mod keyed;
 mod lender;
 mod lending;
@@ -56,6 +57,8 @@ use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 pub struct Memory {
     /// By address, or by handle.
     allocations: Keyed<Arc<Allocation>>,
+    /// What the program has imported, by handle. It is its owner's.
+    imports: Keyed<Arc<Allocation>>,
     /// Memory of `cudaMalloc`, by address.
     plain: AddressIndex,
     /// The program's own mappings, by address.
@@ -88,6 +91,7 @@ impl Memory {
         backup::quiet::set_finder(quiet::find);
         Self {
             allocations: Keyed::default(),
+            imports: Keyed::default(),
             plain: AddressIndex::default(),
             mapped: AddressIndex::default(),
             registrations: registered::Registrations::default(),

@@ -5,12 +5,14 @@
 //! and gets descriptors of the physical memory. The connection is the lease: until it ends, or the memory is closed over it, the memory is
 //! not paused.
 
-pub use super::lending::Borrower;
+pub use super::lending::{Borrower, Token};
 
-use super::lending::{TOKEN_BYTES, Token};
+use super::lending::TOKEN_BYTES;
 use super::{Allocation, Memory, check_not_quiesced};
 use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 use vramctl_control::descriptors;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
 use vramctl_host::Held;
@@ -90,8 +92,15 @@ impl Memory {
         // Not during a pause or resume.
         let _shared = self.share();
         check_not_quiesced()?;
-        let _relaxed = RelaxedCapture::enter();
         let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
+        self.lend_allocation(&allocation, borrower)
+    }
+
+    /// Under the transition lock.
+    #[allow(clippy::unused_self)] // the lock is its
+    fn lend_allocation(&self, allocation: &Allocation, borrower: &Borrower) -> Result<Loan, Error> {
+        let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
+        let _relaxed = RelaxedCapture::enter();
         let mut contents = allocation.contents();
         let Some(memory) = contents.memory.as_ref().filter(|memory| memory.is_mapped()) else { return refuse(code::ILLEGAL_STATE) };
         // What a driver refuses once, it may grant a moment later.
@@ -102,6 +111,29 @@ impl Memory {
         let pauses = contents.pauses;
         contents.lending.open(borrower.clone(), pauses);
         Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses })
+    }
+
+    /// The memory behind a descriptor that this process has exported.
+    fn with_export(&self, file: BorrowedFd<'_>) -> Option<Arc<Allocation>> {
+        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.claim(file))
+    }
+
+    /// Passes memory to a process that has imported a descriptor of it.
+    pub fn lend_claimed(&self, file: BorrowedFd<'_>, borrower: &Borrower) -> Result<(Token, Loan), Error> {
+        // The importer is a thread of the program's: it does not wait for a pause.
+        let _shared = self.transition.try_read().map_err(|_| Error::Busy(Duration::ZERO))?;
+        let invalid = Failure { call: "cuMemImportFromShareableHandle", code: code::INVALID_HANDLE };
+        let allocation = self.with_export(file).ok_or(invalid)?;
+        let token = allocation.contents().lending.token().map_err(|_| Failure { code: code::OPERATING_SYSTEM, ..invalid })?;
+        self.lend_allocation(&allocation, borrower).map(|loan| (token, loan))
+    }
+
+    /// The handle of memory that this process has exported itself, once more.
+    pub fn own_export(&self, file: BorrowedFd<'_>) -> Option<u64> {
+        let _shared = self.share();
+        let allocation = self.with_export(file)?;
+        allocation.contents().references += 1;
+        Some(allocation.key())
     }
 
     /// Records that another process has closed memory.

@@ -1,0 +1,219 @@
+//! Memory that processes pass each other by descriptor, as NCCL and PyTorch's symmetric memory do (`cuMemExportToShareableHandle`).
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::sharing::{MIB, Machine, Program};
+
+const BYTES: u64 = 4 * MIB;
+
+/// What the ranks can do beyond [`common::sharing::PROGRAM`].
+const MORE: &str = r#"
+class Location(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int), ("id", ctypes.c_int)]
+class Properties(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int), ("types", ctypes.c_int), ("location", Location), ("metadata", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8)]
+class Access(ctypes.Structure):
+    _fields_ = [("location", Location), ("flags", ctypes.c_int)]
+
+def ok(code):
+    if code:
+        raise RuntimeError(f"error {code}")
+
+def create(size):
+    handle, wanted = ctypes.c_uint64(), Properties(1, 1, Location(1, 0))
+    ok(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(wanted), ctypes.c_uint64(0)))
+    return handle.value
+
+def reserve(size):
+    pointer = ctypes.c_uint64()
+    ok(cuda.cuMemAddressReserve(ctypes.byref(pointer), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)))
+    return pointer.value
+
+def map(handle, size, pointer=None):
+    pointer = pointer or reserve(size)
+    ok(cuda.cuMemMap(ctypes.c_uint64(pointer), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_uint64(0)))
+    access = Access(Location(1, 0), 3)
+    ok(cuda.cuMemSetAccess(ctypes.c_uint64(pointer), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)))
+    return pointer
+
+def unmap(pointer, size):
+    return cuda.cuMemUnmap(ctypes.c_uint64(pointer), ctypes.c_size_t(size))
+
+def release(handle):
+    return cuda.cuMemRelease(ctypes.c_uint64(handle))
+
+def export(handle):
+    file = ctypes.c_int(-1)
+    ok(cuda.cuMemExportToShareableHandle(ctypes.byref(file), ctypes.c_uint64(handle), 1, ctypes.c_uint64(0)))
+    return file.value
+
+def receive(pid, file):
+    """Another process's descriptor, as PyTorch's symmetric memory gets it."""
+    PIDFD_GETFD = 438
+    got = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, os.pidfd_open(pid), file, 0)
+    assert got >= 0, os.strerror(ctypes.get_errno())
+    return got
+
+def import_(file):
+    handle = ctypes.c_uint64()
+    code = cuda.cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(file), 1)
+    os.close(file)
+    return f"error {code}" if code else handle.value
+"#;
+
+/// One rank of a job.
+struct Rank {
+    program: Program,
+    pointer: u64,
+    handle: u64,
+}
+
+impl Rank {
+    fn start(machine: &Machine, place: usize) -> Self {
+        let mut program = machine.start_with("job", |command| _ = command.env("RANK", place.to_string()));
+        let folder = machine.0.path().join("more.py");
+        std::fs::write(&folder, MORE).unwrap();
+        program.ask(&format!("exec(open({:?}).read(), globals())", folder.display().to_string()));
+        // A context for this thread.
+        program.number("free(malloc(1 << 21))");
+        let handle = program.number(&format!("create({BYTES})"));
+        let pointer = program.number(&format!("map({handle}, {BYTES})"));
+        let mut rank = Self { program, pointer, handle };
+        rank.fill(place as u64 + 1);
+        rank
+    }
+
+    fn fill(&mut self, value: u64) {
+        assert_eq!(self.program.number(&format!("fill({}, {value}, {BYTES})", self.pointer)), 0);
+    }
+
+    fn read(&mut self, pointer: u64) -> String {
+        self.program.ask(&format!("read({pointer}, {BYTES})"))
+    }
+
+    /// Imports another rank's memory. Returns the handle and the address.
+    fn import(&mut self, owner: &mut Rank) -> (u64, u64) {
+        let (pid, file) = (owner.program.pid(), owner.program.number(&format!("export({})", owner.handle)));
+        let handle = self.program.number(&format!("import_(receive({pid}, {file}))"));
+        owner.program.ask(&format!("os.close({file})"));
+        (handle, self.program.number(&format!("map({handle}, {BYTES})")))
+    }
+}
+
+/// A job whose ranks have each other's memory, and where.
+struct Job {
+    machine: Machine,
+    ranks: Vec<Rank>,
+    /// For each rank, the addresses of the others' memory, with their places.
+    imports: Vec<Vec<(usize, u64)>>,
+}
+
+impl Job {
+    fn start(count: usize) -> Self {
+        let machine = Machine::new();
+        let mut ranks: Vec<_> = (0..count).map(|place| Rank::start(&machine, place)).collect();
+        let mut imports = vec![Vec::new(); count];
+        for owner in 0..count {
+            for importer in (0..count).filter(|other| *other != owner) {
+                let [of, to] = ranks.get_disjoint_mut([owner, importer]).unwrap();
+                let (_, address) = to.import(of);
+                imports[importer].push((owner, address));
+            }
+        }
+        Self { machine, ranks, imports }
+    }
+
+    /// Each rank sees what each owner has.
+    fn check(&mut self, value: impl Fn(usize) -> u64) {
+        for place in 0..self.ranks.len() {
+            let own = self.ranks[place].pointer;
+            assert_eq!(self.ranks[place].read(own), format!("[{}]", value(place)));
+            for (owner, address) in self.imports[place].clone() {
+                assert_eq!(self.ranks[place].read(address), format!("[{}]", value(owner)), "rank {place} of {owner}");
+            }
+        }
+    }
+
+    /// What one writes, the others see.
+    fn write(&mut self, value: impl Fn(usize) -> u64) {
+        for place in 0..self.ranks.len() {
+            self.ranks[place].fill(value(place));
+        }
+        self.check(value);
+    }
+}
+
+/// The ranks give up what they have imported, and get it back at the same addresses: nothing of the job stays on the GPU meanwhile.
+#[test]
+fn a_job_with_imports_is_paused_suspended_and_moved_as_one() {
+    let mut job = Job::start(3);
+    job.check(|place| place as u64 + 1);
+    for (round, (away, back)) in [
+        (&["pause", "--name", "job"][..], &["resume", "--name", "job"][..]),
+        (&["suspend", "job"], &["resume", "job"]),
+        (&["move", "job", "--to", "1"], &["move", "job", "--to", "0"]),
+        (&["pause", "--name", "job"], &["resume", "--name", "job"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let before = job.machine.used();
+        job.machine.done(away);
+        assert!(job.machine.used() + 3 * BYTES <= before, "{away:?}");
+        job.machine.done(back);
+        common::eventually("all is back", || job.machine.used() == before);
+        job.check(|place| if round == 0 { place as u64 + 1 } else { (10 * round + place) as u64 });
+        job.write(|place| (10 * (round + 1) + place) as u64);
+    }
+}
+
+/// Whoever imports without the library cannot give the memory up, so it stays.
+#[test]
+fn memory_whose_importer_is_unknown_is_not_paused() {
+    let machine = Machine::new();
+    let mut owner = Rank::start(&machine, 0);
+    let file = owner.program.number(&format!("export({})", owner.handle));
+    let output = machine.ask(&["pause", "--name", "job"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && text.contains("cuMemExportToShareableHandle"), "{text}");
+    let mut importer = Rank::start(&machine, 1);
+    let handle = importer.program.number(&format!("import_(receive({}, {file}))", owner.program.pid()));
+    let address = importer.program.number(&format!("map({handle}, {BYTES})"));
+    assert_eq!(importer.read(address), "[1]");
+    machine.done(&["pause", "--name", "job"]);
+    machine.done(&["resume", "--name", "job"]);
+    assert_eq!(importer.read(address), "[1]");
+    // The owner alone cannot be paused, until the importer has released the memory.
+    machine.refused(&owner.program.pid(), &importer.program);
+    assert_eq!(importer.program.number(&format!("unmap({address}, {BYTES})")), 0);
+    machine.refused(&owner.program.pid(), &importer.program);
+    assert_eq!(importer.program.number(&format!("release({handle})")), 0);
+    machine.done(&["pause", "--pid", &owner.program.pid()]);
+    machine.done(&["resume", "--pid", &owner.program.pid()]);
+    let own = owner.pointer;
+    assert_eq!(owner.read(own), "[1]");
+}
+
+/// The program may map, unmap and release what is away, as its own paused memory.
+#[test]
+fn imports_are_mapped_and_released_while_they_are_away() {
+    let mut job = Job::start(2);
+    job.machine.done(&["pause", "--name", "job"]);
+    let importer = &mut job.ranks[1];
+    let address = job.imports[1][0].1;
+    assert_eq!(importer.program.number(&format!("unmap({address}, {BYTES})")), 0);
+    job.machine.done(&["resume", "--name", "job"]);
+    let (again, handle) = {
+        let [owner, importer] = job.ranks.get_disjoint_mut([0, 1]).unwrap();
+        let (handle, again) = importer.import(owner);
+        (again, handle)
+    };
+    assert_eq!(job.ranks[1].read(again), "[1]");
+    assert_eq!(job.ranks[1].program.number(&format!("unmap({again}, {BYTES})")), 0);
+    // Imported twice: one handle, released as often.
+    assert_eq!(job.ranks[1].program.number(&format!("release({handle})")), 0);
+    assert_eq!(job.ranks[1].program.number(&format!("release({handle})")), 0);
+    assert_ne!(job.ranks[1].program.number(&format!("release({handle})")), 0);
+    job.machine.done(&["pause", "--pid", &job.ranks[0].program.pid()]);
+}
