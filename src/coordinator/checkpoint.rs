@@ -214,7 +214,7 @@ impl Checkpoint {
             }
             let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
             let mut answer =
-                member.ask(|client| client.plan(TransitionRequest { partners, ..wanted.clone() })).map_err(|error| member.failed(error))?;
+                member.ask(|client| client.plan(TransitionRequest { partners, nccl: true, ..wanted.clone() })).map_err(|error| member.failed(error))?;
             answer.plan.obstacles.extend(member.mig(&cards));
             let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
             let paused = Forecast::new(&member.process, answer, wanted.force);
@@ -277,7 +277,7 @@ impl Checkpoint {
         let report = Job {
             found: &self.found,
             verb,
-            wanted: wanted.clone(),
+            wanted: TransitionRequest { nccl: verb == Verb::Pause, ..wanted.clone() },
             ranks: due.iter().map(rank).collect(),
             borrowers,
             is_whole: self.is_whole && jobs.len() == 1 && !jobs.contains(&None),

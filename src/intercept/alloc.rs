@@ -262,10 +262,15 @@ fn is_small(bytes: usize) -> bool {
 
 /// What the calling thread's memory is recorded under; `None` if this request is left to CUDA. `caller`: its return address.
 pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
-    if is_small(bytes) || decided::is_decided() || exclude::library_at(caller).is_excluded() {
+    if is_small(bytes) || decided::is_decided() {
         return None;
     }
-    region::current()
+    let library = exclude::library_at(caller);
+    match library.tag() {
+        _ if library.is_excluded() => None,
+        Some(tag) => Some(region::of_library(tag)),
+        None => region::current(),
+    }
 }
 
 /// Allocates managed memory if the calling thread's allocations are managed, else calls the real function, which puts the address

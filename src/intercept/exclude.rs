@@ -10,6 +10,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use vramctl_config::Config;
+use vramctl_core::memory::NCCL;
 use vramctl_host::{PerProcess, Unpoison, symbols};
 
 /// Libraries, by the beginning of their file names.
@@ -20,12 +21,19 @@ const ALWAYS: &[&str] = &["libnccl", "libnvshmem", "nvshmem_", "libcufile"];
 pub struct Library {
     name: String,
     is_excluded: bool,
+    /// The tag of its memory, whatever the region.
+    tag: Option<&'static str>,
 }
 
 impl Library {
     /// Its file name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The tag of its memory, if it has one of its own.
+    pub fn tag(&self) -> Option<&'static str> {
+        self.tag
     }
 
     /// Whether its memory is left to CUDA.
@@ -88,15 +96,24 @@ fn known_as(name: String) -> &'static Library {
     if let Some(library) = known.iter().find(|library| library.name == name) {
         return library;
     }
-    let is_excluded = is_named(&name);
-    let library: &'static Library = Box::leak(Box::new(Library { name, is_excluded }));
+    let tag = (name.starts_with("libnccl") && is_of_job()).then_some(NCCL);
+    let is_excluded = is_named(&name) && (tag.is_none() || is_named_by_user(&name));
+    let library: &'static Library = Box::leak(Box::new(Library { name, is_excluded, tag: tag.filter(|_| !is_excluded) }));
     known.push(library);
     library
 }
 
 fn is_named(file: &str) -> bool {
-    let excluded = &Config::get().exclude;
-    ALWAYS.iter().copied().chain(excluded.iter().map(String::as_str)).any(|name| file.starts_with(name))
+    ALWAYS.iter().any(|name| file.starts_with(name)) || is_named_by_user(file)
+}
+
+fn is_named_by_user(file: &str) -> bool {
+    Config::get().exclude.iter().any(|name| file.starts_with(name))
+}
+
+/// Whether this process is one of a job: then all ranks can give up NCCL's memory together.
+fn is_of_job() -> bool {
+    Config::get().job.is_some()
 }
 
 /// The file name of the library that contains an address.

@@ -12,6 +12,9 @@ pub struct TransitionRequest {
     /// The tags; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
+    /// Pause only: without tags, also the memory of NCCL itself (tag `nccl`). All ranks of its communicators must be paused together.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub nccl: bool,
     /// Ignore tags that no allocation has, instead of failing: another process of the job has them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lenient: bool,
@@ -70,6 +73,11 @@ pub struct TransitionRequest {
 }
 
 impl TransitionRequest {
+    /// Whether a pause selects a tag. NCCL's own memory must be named, or wanted.
+    pub fn selects(&self, tag: &str, of_nccl: &str) -> bool {
+        if self.tags.is_empty() { self.nccl || tag != of_nccl } else { self.tags.iter().any(|wanted| wanted == tag) }
+    }
+
     /// Whether another process takes part in the pause and sets aside its open memory of this process.
     pub fn has_along(&self, pid: u32) -> bool {
         self.partners.contains(&pid) || self.borrowers.contains(&pid)

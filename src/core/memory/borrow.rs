@@ -11,7 +11,7 @@
 use super::lender::{Lender, Refused, patiently};
 use super::lending::Token;
 use super::share::Ticket;
-use super::{Allocation, Memory};
+use super::{Allocation, Memory, NCCL};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::BorrowedFd;
@@ -149,8 +149,7 @@ impl Opened {
 
     /// Whether a pause that both this process and the owner take part in selects it. If its tag or device is unknown, it may be selected.
     pub(super) fn is_meant(&self, meant: &Meant<'_>) -> bool {
-        let tags = &meant.request.tags;
-        (tags.is_empty() || self.tag.as_ref().is_none_or(|own| tags.contains(own)))
+        self.tag.as_ref().is_none_or(|own| meant.request.selects(own, NCCL))
             && self.device.is_none_or(|device| !meant.elsewhere.contains(&device))
     }
 }

@@ -53,6 +53,9 @@ use vramctl_driver::{
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
+/// The tag of NCCL's own memory. All ranks give it up together, so a pause of all tags includes it only if the request says so.
+pub const NCCL: &str = "nccl";
+
 /// Everything this process has under management.
 pub struct Memory {
     /// By address, or by handle.

@@ -6,9 +6,10 @@
 //! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, access between GPUs, multicast objects and shared
 //! pools. An obstacle is reported as long as it may exist: too long rather than too short.
 
-use super::{Allocation, Memory, borrow, communicators, sightings, unmanaged};
+use super::{Allocation, Memory, NCCL, borrow, communicators, sightings, unmanaged};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
 use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest};
 
@@ -31,6 +32,15 @@ fn known_communicators() -> Option<String> {
 }
 
 impl Memory {
+    /// Whether NCCL's memory is managed, and all ranks of its communicators may be processes of this directory: then they give up their
+    /// memory of each other together.
+    fn communicators_are_here(&self) -> bool {
+        let is_managed = self.all().iter().any(|allocation| &*allocation.tag == NCCL);
+        let most = communicators::list().iter().map(|one| one.ranks).max().unwrap_or_default();
+        let here = || Directory::open().ok().flatten().and_then(|directory| directory.processes().ok()).map_or(0, |here| here.len());
+        is_managed && most > 0 && here() >= most as usize
+    }
+
     /// What prevents a suspend of this process.
     pub fn obstacles(&self) -> Vec<Obstacle> {
         self.obstacles_after(&[], &TransitionRequest::default())
@@ -50,7 +60,7 @@ impl Memory {
                 add(ObstacleKind::Communicator, format!("communicators of {}{which}", owner.owner), owner.bytes);
             }
         }
-        if let Some(which) = known {
+        if let Some(which) = known.filter(|_| !self.communicators_are_here()) {
             add(ObstacleKind::Communicator, format!("communicators of NCCL: {which}"), 0);
         }
         let (mut lent, mut registered) = (0, BTreeMap::<_, u64>::new());
@@ -79,10 +89,6 @@ impl Memory {
         }
         for (kind, what) in sightings::counted() {
             add(kind, what, 0);
-        }
-        let peers: Vec<_> = self.peers.pairs().into_iter().map(|(device, owner)| format!("{device} to {owner}")).collect();
-        if !peers.is_empty() {
-            add(ObstacleKind::Peers, format!("access of GPU {}", peers.join(", ")), 0);
         }
         // Also for a process without memory here: it may still have contexts.
         if driver::devices().any(driver::is_behind_mps) {

@@ -69,11 +69,6 @@ impl Peers {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// The pairs that the program has enabled.
-    pub fn pairs(&self) -> BTreeSet<Pair> {
-        self.read().pairs()
-    }
-
     /// The devices that may use memory of these.
     pub fn of_owners(&self, owners: &BTreeSet<CUdevice>) -> BTreeSet<CUdevice> {
         let enabled = self.read();

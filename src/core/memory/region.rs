@@ -63,6 +63,11 @@ pub fn current() -> Option<Placement> {
     said.managed.unwrap_or(process_tag.is_some()).then(|| policy(said, is_thread_default, process_tag))
 }
 
+/// What a library's own memory is recorded under: the program's regions are not for it. Its contents are always kept.
+pub fn of_library(tag: &str) -> Placement {
+    Placement { tag: tag.into(), backup: Policy::Host, backend: CpuBackupBackend::Pinned }
+}
+
 /// What they are recorded under when managed, whether or not they are now.
 pub fn prospective() -> Placement {
     let (said, is_thread_default) = innermost();

@@ -2,7 +2,7 @@
 
 use super::contents::policy_for;
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory};
+use crate::memory::{Allocation, Memory, NCCL};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -39,7 +39,8 @@ impl Memory {
             });
         }
         let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
-        let (paused, active) = meant.partition(|allocation| allocation.is_paused());
+        let (paused, mut active): (Vec<_>, Vec<_>) = meant.partition(|allocation| allocation.is_paused());
+        active.retain(|allocation| request.selects(&allocation.tag, NCCL));
         Ok(Chosen { all, active, paused })
     }
 
