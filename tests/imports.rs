@@ -25,6 +25,11 @@ def create(size):
     ok(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(wanted), ctypes.c_uint64(0)))
     return handle.value
 
+def create_by_nccl(library, size):
+    handle, wanted = ctypes.c_uint64(), Properties(1, 1, Location(1, 0))
+    ok(ctypes.CDLL(library).nccl_create(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(wanted)))
+    return handle.value
+
 def reserve(size):
     pointer = ctypes.c_uint64()
     ok(cuda.cuMemAddressReserve(ctypes.byref(pointer), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)))
@@ -62,6 +67,13 @@ def import_(file):
     return f"error {code}" if code else handle.value
 "#;
 
+/// Makes the driver's calls in NCCL's name: the library goes by the caller's file.
+const NCCL: &str = "
+#include <stddef.h>
+int cuMemCreate(unsigned long long *, size_t, const void *, unsigned long long);
+int nccl_create(unsigned long long *handle, size_t bytes, const void *wanted) { int answer = cuMemCreate(handle, bytes, wanted, 0); return answer; }
+";
+
 /// One rank of a job.
 struct Rank {
     program: Program,
@@ -71,13 +83,18 @@ struct Rank {
 
 impl Rank {
     fn start(machine: &Machine, place: usize) -> Self {
+        Self::start_with(machine, place, &format!("create({BYTES})"))
+    }
+
+    /// `create`: makes its memory.
+    fn start_with(machine: &Machine, place: usize, create: &str) -> Self {
         let mut program = machine.start_with("job", |command| _ = command.env("RANK", place.to_string()));
         let folder = machine.0.path().join("more.py");
         std::fs::write(&folder, MORE).unwrap();
         program.ask(&format!("exec(open({:?}).read(), globals())", folder.display().to_string()));
         // A context for this thread.
         program.number("free(malloc(1 << 21))");
-        let handle = program.number(&format!("create({BYTES})"));
+        let handle = program.number(create);
         let pointer = program.number(&format!("map({handle}, {BYTES})"));
         let mut rank = Self { program, pointer, handle };
         rank.fill(place as u64 + 1);
@@ -111,8 +128,21 @@ struct Job {
 
 impl Job {
     fn start(count: usize) -> Self {
+        Self::of(Machine::new(), count, &format!("create({BYTES})"))
+    }
+
+    /// The memory is NCCL's.
+    fn of_nccl(count: usize) -> Self {
         let machine = Machine::new();
-        let mut ranks: Vec<_> = (0..count).map(|place| Rank::start(&machine, place)).collect();
+        let (source, library) = (machine.0.path().join("nccl.c"), machine.0.path().join("libnccl.so.2"));
+        std::fs::write(&source, NCCL).unwrap();
+        let built = std::process::Command::new("cc").args(["-O1", "-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap();
+        assert!(built.success());
+        Self::of(machine, count, &format!("create_by_nccl({:?}, {BYTES})", library.display().to_string()))
+    }
+
+    fn of(machine: Machine, count: usize, create: &str) -> Self {
+        let mut ranks: Vec<_> = (0..count).map(|place| Rank::start_with(&machine, place, create)).collect();
         let mut imports = vec![Vec::new(); count];
         for owner in 0..count {
             for importer in (0..count).filter(|other| *other != owner) {
@@ -165,6 +195,34 @@ fn a_job_with_imports_is_paused_suspended_and_moved_as_one() {
         common::eventually("all is back", || job.machine.used() == before);
         job.check(|place| if round == 0 { place as u64 + 1 } else { (10 * round + place) as u64 });
         job.write(|place| (10 * (round + 1) + place) as u64);
+    }
+}
+
+/// NCCL's memory stays in a pause of all tags, because a rank alone cannot give it up; it goes when it is named, and whenever nothing may stay.
+#[test]
+fn the_memory_of_nccl_goes_when_it_is_named_and_in_a_suspend() {
+    let mut job = Job::of_nccl(2);
+    job.check(|place| place as u64 + 1);
+    let before = job.machine.used();
+    let pid = job.ranks[0].program.pid();
+    let status = job.machine.done(&["status", "--pid", &pid]);
+    assert!(status.contains("nccl") && !status.contains("communicators"), "{status}");
+    // One rank by itself has other memory to pause.
+    let other = job.ranks[0].program.number(&format!("malloc({BYTES})"));
+    job.machine.done(&["pause", "--pid", &pid]);
+    assert_eq!(job.machine.used(), before);
+    job.machine.done(&["resume", "--pid", &pid]);
+    assert_eq!(job.ranks[0].program.number(&format!("free({other})")), 0);
+    for (away, back) in [
+        (&["pause", "--name", "job", "nccl"][..], &["resume", "--name", "job"][..]),
+        (&["suspend", "job"], &["resume", "job"]),
+        (&["move", "job", "--to", "1"], &["move", "job", "--to", "0"]),
+    ] {
+        job.machine.done(away);
+        assert!(job.machine.used() + 2 * BYTES <= before, "{away:?}");
+        job.machine.done(back);
+        common::eventually("all is back", || job.machine.used() == before);
+        job.check(|place| place as u64 + 1);
     }
 }
 

@@ -20,8 +20,8 @@ import report  # noqa: E402
 from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
 
 NAME = "gpu-engines"
-#: GiB that another process uses while an engine is suspended: nearly all of an H200.
-SUSPENDED_GIB = 130
+#: The share of a GPU's memory that another process uses while an engine is suspended.
+SUSPENDED_SHARE = 0.92
 
 
 class Program(Child):
@@ -136,7 +136,7 @@ class Engines(Check):
             "suspend": [
                 ["env", *(f"{name}={value}" for name, value in self.settings("suspend").items()), *outside[0]],
                 [vramctl, "suspend", NAME, "--json"],
-                self.other(SUSPENDED_GIB),
+                self.other("GIB"),
                 [vramctl, "resume", "--name", NAME, "--json"],
             ],
             "driver": [self.program(), [*self.checkpoint(), "PID"]],
@@ -355,8 +355,9 @@ class Engines(Check):
             one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
             one["in_flight"] = not program.has_answered()
             if len(rounds) in (0, self.options.pauses - 1):
-                code, text, _ = self.command(*self.other(SUSPENDED_GIB), seconds=120, env=self.plain_env)
-                self.expect(f"another process uses {SUSPENDED_GIB} GiB", code == 0, text)
+                gib = int(SUSPENDED_SHARE * int(self.gpu("memory.total")) / 1024)
+                code, text, _ = self.command(*self.other(gib), seconds=120, env=self.plain_env)
+                self.expect(f"another process uses {gib} GiB", code == 0, text)
             began = time.monotonic()
             code, answer, text, _ = self.vramctl("resume", "--name", NAME, "--timeout", "10")
             if code != 0:
