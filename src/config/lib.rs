@@ -6,7 +6,7 @@
 //! | --- | --- | --- |
 //! | `VRAMCTL_TAG` | tag for allocations outside regions; empty: leave them to CUDA | unset; `vramctl run` sets `default` |
 //! | `VRAMCTL_MIN_BYTES` | leave smaller requests to CUDA | `1M` |
-//! | `VRAMCTL_EXCLUDE` | `NAME,…`: also leave to CUDA the requests of libraries whose file names start with one of these | none; NCCL, NVSHMEM and cuFile are always left to CUDA |
+//! | `VRAMCTL_EXCLUDE` | `NAME,…`: also leave to CUDA the requests of libraries whose file names start with one of these | none; NVSHMEM and cuFile are always left to CUDA, and NCCL outside `vramctl run` |
 //!
 //! # Contents
 //!
