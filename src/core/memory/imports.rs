@@ -1,4 +1,4 @@
-//! Memory that the program has imported by descriptor (`cuMemImportFromShareableHandle`), as NCCL and PyTorch's symmetric memory do.
+//! Memory that the program has imported by descriptor (`cuMemImportFromShareableHandle`), as NCCL and torch's symmetric memory do.
 //!
 //! The driver tells nobody whose memory a descriptor stands for. So each process keeps the descriptors that it exports, and is asked about those
 //! that others import: both are the same open file then (`KCMP_FILE`). From then on, imported memory is like memory that was opened by CUDA
