@@ -58,6 +58,8 @@ fn start_with(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&st
         machine.start(name, built().join("ranks").to_str().unwrap(), |command| {
             let libraries = format!("{}:{}", simulated_libraries().display(), built().display());
             command.args(&arguments).args(more).env("LD_LIBRARY_PATH", libraries).env("VRAMCTL_TAG", "default");
+            // In a job, NCCL's memory is managed otherwise.
+            command.env("VRAMCTL_EXCLUDE", "libnccl");
             change(command);
         })
     };

@@ -572,8 +572,8 @@ fn one_failing_rank_keeps_the_others_active() {
     for hold in ["", " --hold"] {
         let ran = machine.vramctl(&format!("pause --name engine{hold}"));
         let ran = ran.expect(4, "", &format!("engine (pid {}): too little host memory", ranks[2].pid()));
-        let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[2].pid());
-        ran.expect(4, "", &taken_back);
+        // Whether the command tells it why, or it sees the job's decision first.
+        ran.expect(4, "", &format!("engine (pid {}): undone: ", ranks[0].pid()));
         assert_eq!(machine.settled(&ranks.each_ref()), "active");
     }
     let told = machine.vramctl("pause --json").json();

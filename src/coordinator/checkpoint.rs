@@ -213,8 +213,9 @@ impl Checkpoint {
                 return Ok(Forecast { failure: asked.err(), ..Forecast::new(&member.process, nothing, true) });
             }
             let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
-            let mut answer =
-                member.ask(|client| client.plan(TransitionRequest { partners, nccl: true, ..wanted.clone() })).map_err(|error| member.failed(error))?;
+            let mut answer = member
+                .ask(|client| client.plan(TransitionRequest { partners, nccl: true, ..wanted.clone() }))
+                .map_err(|error| member.failed(error))?;
             answer.plan.obstacles.extend(member.mig(&cards));
             let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
             let paused = Forecast::new(&member.process, answer, wanted.force);

@@ -5,7 +5,7 @@ use crate::observer::Observer;
 use crate::processes::{Found, Process};
 use crate::text;
 use std::collections::{BTreeMap, BTreeSet};
-use vramctl_model::{Bytes, Communicator, CommunicatorState, Verb};
+use vramctl_model::{Bytes, Communicator, CommunicatorState, NCCL, Verb};
 
 /// The communicators that NCCL is to suspend.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -17,8 +17,12 @@ pub struct ChosenCommunicators {
 }
 
 impl ChosenCommunicators {
-    /// Asks the processes of one job.
+    /// Asks the processes of one job. Where NCCL's memory is managed, it is paused by its tag instead, and NCCL need not do anything.
     pub fn ask(found: &Found, processes: &[&Process]) -> Result<Self, CommandError> {
+        let is_managed = |process: &&&Process| process.tags().iter().any(|tag| tag.tag == NCCL);
+        if processes.iter().any(|process| is_managed(&process)) {
+            return Ok(Self::default());
+        }
         let ask = |process: &&Process| Ok((process.pid, found.connect(process.pid)?.communicators()?));
         let all: Vec<_> = processes.iter().map(ask).collect::<Result<_, CommandError>>()?;
         let has_none = all.iter().all(|(_, communicators)| communicators.is_empty());

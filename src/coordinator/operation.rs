@@ -70,7 +70,7 @@ pub struct PauseOptions {
     pub hold: Hold,
     /// Also hold the borrowers: other processes that have the memory open.
     pub shared: bool,
-    /// Have NCCL suspend its communicators, too.
+    /// Also NCCL's own memory. Where it is left to CUDA: have NCCL suspend its communicators.
     pub nccl: bool,
     /// A process that waits for this operation, and must not be held by it.
     pub waiting: Option<u32>,
@@ -107,6 +107,7 @@ impl PauseOptions {
             registered: self.registered,
             guard: self.guard,
             force: self.force,
+            nccl: self.nccl,
             hold: self.hold.limit(deadline),
             ..TransitionRequest::default()
         }

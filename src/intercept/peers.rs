@@ -69,22 +69,20 @@ fn enable(
     contexts: impl FnOnce() -> Result<Both, Error>,
     undo: impl FnOnce() -> StatusCode,
 ) -> StatusCode {
-    sightings::making(ObstacleKind::Peers, || {
-        let answer = real();
-        if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
-            return answer;
-        }
-        match contexts().and_then(|(current, other)| Memory::get().enable_peer(&current, other)) {
-            Ok(()) => answer,
-            Err(error) => {
-                log::warn!("cannot enable peer access to managed memory: {error}");
-                if answer == code::SUCCESS {
-                    undo();
-                }
-                as_of_peers(&error)
+    let answer = real();
+    if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
+        return answer;
+    }
+    match contexts().and_then(|(current, other)| Memory::get().enable_peer(&current, other)) {
+        Ok(()) => answer,
+        Err(error) => {
+            log::warn!("cannot enable peer access to managed memory: {error}");
+            if answer == code::SUCCESS {
+                undo();
             }
+            as_of_peers(&error)
         }
-    })
+    }
 }
 
 /// `again` enables it.

@@ -34,7 +34,7 @@ pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, checked_tag};
 pub use refusal::RefusingDevice;
 pub use registration::{Registered, Registration};
 pub use report::{Observer, Progress, Report, Stage, Verb};
-pub use request::TransitionRequest;
+pub use request::{NCCL, TransitionRequest};
 pub use residue::{Cycle, Growth};
 pub use span::Span;
 pub use status::{Borrowed, DeviceStatus, HostStatus, Status, TagState, TagStatus, Unmanaged, is_zero, short_uuid, unmanaged_of};

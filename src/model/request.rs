@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+/// The tag of NCCL's own memory. All ranks give it up together, so a pause of all tags includes it only if the request says so.
+pub const NCCL: &str = "nccl";
+
 /// What to pause or resume, and how.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent fields of a request
@@ -74,8 +77,8 @@ pub struct TransitionRequest {
 
 impl TransitionRequest {
     /// Whether a pause selects a tag. NCCL's own memory must be named, or wanted.
-    pub fn selects(&self, tag: &str, of_nccl: &str) -> bool {
-        if self.tags.is_empty() { self.nccl || tag != of_nccl } else { self.tags.iter().any(|wanted| wanted == tag) }
+    pub fn selects(&self, tag: &str) -> bool {
+        if self.tags.is_empty() { self.nccl || tag != NCCL } else { self.tags.iter().any(|wanted| wanted == tag) }
     }
 
     /// Whether another process takes part in the pause and sets aside its open memory of this process.

@@ -11,7 +11,7 @@
 use super::lender::{Lender, Refused, patiently};
 use super::lending::Token;
 use super::share::Ticket;
-use super::{Allocation, Memory, NCCL};
+use super::{Allocation, Memory};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::BorrowedFd;
@@ -149,7 +149,7 @@ impl Opened {
 
     /// Whether a pause that both this process and the owner take part in selects it. If its tag or device is unknown, it may be selected.
     pub(super) fn is_meant(&self, meant: &Meant<'_>) -> bool {
-        self.tag.as_ref().is_none_or(|own| meant.request.selects(own, NCCL))
+        self.tag.as_ref().is_none_or(|own| meant.request.selects(own))
             && self.device.is_none_or(|device| !meant.elsewhere.contains(&device))
     }
 }
@@ -182,6 +182,16 @@ impl Passed {
         let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
         Self { pieces, tag, pauses }
     }
+}
+
+/// A process's answer to the question whether it has exported a descriptor.
+pub(super) enum Claimed {
+    Yes(Token, Passed),
+    No,
+    /// It is being paused or resumed.
+    Busy,
+    /// None in time.
+    Silent,
 }
 
 /// A connection to an owner, kept as long as memory is open that came over it.
@@ -520,26 +530,30 @@ impl Lease {
         }
     }
 
-    /// Asks a process whether it has exported a descriptor. `None` if it has not, or does not say.
-    pub(super) fn claim(self: &Arc<Self>, state: &mut LeaseState, file: BorrowedFd<'_>) -> Option<(Token, Passed)> {
-        let answer = self.lender.claim(file);
-        match answer {
-            Ok((Reply::Opened { pieces, tag, pauses, token: Some(token) }, files)) => {
-                let token = Token::parse(&token)?;
-                if files.len() == pieces.len() {
-                    return Some((token, Passed::new(files, pieces, tag, pauses)));
-                }
-                // Not all descriptors fit into this process.
-                self.give_back(state, &token);
+    /// Asks a process whether it has exported a descriptor.
+    pub(super) fn claim(self: &Arc<Self>, state: &mut LeaseState, file: BorrowedFd<'_>) -> Claimed {
+        let answer = match self.lender.claim(file) {
+            Ok((Reply::Opened { pieces, tag, pauses, token: Some(token) }, files)) if files.len() == pieces.len() => {
+                Token::parse(&token).map_or(Claimed::No, |token| Claimed::Yes(token, Passed::new(files, pieces, tag, pauses)))
             }
-            Ok(_) => (),
+            Ok((Reply::Opened { token, .. }, files)) => {
+                // Not all descriptors fit into this process.
+                drop(files);
+                token.as_deref().and_then(Token::parse).into_iter().for_each(|token| self.give_back(state, &token));
+                Claimed::No
+            }
+            Ok((Reply::Error(refusal), _)) if refusal.code == Kind::Busy => Claimed::Busy,
+            Ok(_) => Claimed::No,
             Err(error) => {
                 log::debug!("process {} does not say whether it has exported a descriptor: {error}", self.lender.pid);
                 self.retire(state);
+                Claimed::Silent
             }
+        };
+        if !matches!(answer, Claimed::Yes(..)) {
+            self.retire_if_unused(state);
         }
-        self.retire_if_unused(state);
-        None
+        answer
     }
 
     /// Closes memory if it is still open and `meant`. Returns whether it was. Does not wait for others who use the connection.

@@ -5,17 +5,19 @@
 //! IPC ([`super::borrow`]): it is set aside when its owner pauses it, and imported again at the program's addresses afterwards. The program
 //! gets a handle of the library's for that, as for its own memory ([`super::handles`]).
 
-use super::borrow::{Behind, LeaseState, Opened, Passed, Site, borrowed};
+use super::borrow::{Behind, Claimed, LeaseState, Opened, Passed, Site, borrowed};
 use super::handles::next_handle;
 use super::lending::Token;
 use super::{Allocation, Memory, Placement, region};
 use crate::contexts;
+use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
-use std::process;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use std::{process, thread};
 use vramctl_control::discovery::Directory;
 use vramctl_driver::{Current, Physical, RelaxedCapture};
-use vramctl_host::Unpoison;
+use vramctl_host::{PerProcess, Unpoison};
 
 /// The handle that the program gets for memory that it has imported: in place of the driver's, which the library takes over. `None` if no
 /// process under the library has exported the descriptor, or if it does not say; then the program keeps the driver's.
@@ -29,37 +31,102 @@ pub fn adopt(file: BorrowedFd<'_>, handle: u64, current: &Current) -> Option<u64
     }
     contexts::note(current);
     let directory = Directory::open().ok()??;
-    let others = directory.processes().ok()?.into_iter().filter(|pid| *pid != process::id());
-    others.into_iter().find_map(|owner| adopt_from(owner, file, handle, current))
+    let mut others = ASKED.get().lock().unpoisoned().in_order(directory.processes().ok()?);
+    let deadline = Instant::now() + FOUND_WITHIN;
+    while !others.is_empty() {
+        let mut busy = Vec::new();
+        for owner in others {
+            match adopt_from(owner, file, handle, current) {
+                Answer::Adopted(handle) => return Some(handle),
+                Answer::Busy if Instant::now() < deadline => busy.push(owner),
+                Answer::Busy | Answer::No => (),
+            }
+        }
+        if !busy.is_empty() {
+            thread::sleep(ASK_AGAIN);
+        }
+        others = busy;
+    }
+    None
 }
 
-fn adopt_from(owner: u32, file: BorrowedFd<'_>, handle: u64, current: &Current) -> Option<u64> {
-    let lease = borrowed().lease(owner).ok()?;
-    let mut state = lease.state.lock().unpoisoned();
-    if *state == LeaseState::Retired {
-        return None;
+/// How long to look for an owner that is being paused or resumed: the importer is a thread of the program's.
+const FOUND_WITHIN: Duration = Duration::from_secs(2);
+/// The delay before it is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+/// How long a process that has not answered is not asked again.
+const LEFT_OUT_FOR: Duration = Duration::from_secs(60);
+
+/// What is remembered of earlier questions: a communicator imports much from each of few owners.
+#[derive(Default)]
+struct Asked {
+    /// The owners found, the last one first.
+    owners: Vec<u32>,
+    /// When those without an answer were asked.
+    silent: BTreeMap<u32, Instant>,
+}
+
+static ASKED: PerProcess<Mutex<Asked>> = PerProcess::new(Mutex::default);
+
+impl Asked {
+    /// Those to ask, the likeliest first.
+    fn in_order(&mut self, mut others: Vec<u32>) -> Vec<u32> {
+        self.silent.retain(|_, asked| asked.elapsed() < LEFT_OUT_FOR);
+        others.retain(|pid| *pid != process::id() && !self.silent.contains_key(pid));
+        others.sort_by_key(|pid| self.owners.iter().position(|owner| owner == pid).unwrap_or(usize::MAX));
+        others
     }
+
+    fn found(&mut self, owner: u32) {
+        self.owners.retain(|known| *known != owner);
+        self.owners.insert(0, owner);
+    }
+}
+
+/// What came of asking one process.
+enum Answer {
+    Adopted(u64),
+    No,
+    Busy,
+}
+
+fn adopt_from(owner: u32, file: BorrowedFd<'_>, handle: u64, current: &Current) -> Answer {
+    let Ok(lease) = borrowed().lease(owner) else { return Answer::No };
+    // Whoever has it may be waiting for an owner that is paused.
+    let mut state = match lease.state.try_lock() {
+        Ok(state) if *state == LeaseState::Open => state,
+        _ => return Answer::Busy,
+    };
     let pauses = borrowed().pauses;
-    let (token, passed) = lease.claim(&mut state, file)?;
+    let (token, passed) = match lease.claim(&mut state, file) {
+        Claimed::Yes(token, passed) => (token, passed),
+        Claimed::No => return Answer::No,
+        Claimed::Busy => return Answer::Busy,
+        Claimed::Silent => {
+            ASKED.get().lock().unpoisoned().silent.insert(owner, Instant::now());
+            return Answer::No;
+        }
+    };
+    ASKED.get().lock().unpoisoned().found(owner);
     let mut borrowed = borrowed();
     if let Some(Opened { site: Site::Imported(known), behind: Behind::Memory, .. }) = borrowed.open.get(&token) {
         known.contents().references += 1;
         let key = known.key();
         drop(borrowed);
         drop(Physical::of_import(handle, 0));
-        return Some(key);
+        return Answer::Adopted(key);
     }
     let made = if borrowed.pauses == pauses { imported(&token, &passed, handle, current) } else { None };
     let Some(made) = made else {
         drop(borrowed);
         lease.give_back(&mut state, &token);
-        return None;
+        return Answer::No;
     };
     let (key, device) = (made.key(), Some(made.device));
     Memory::get().imports.insert(key, Arc::clone(&made));
     let (lease, site, tag) = (Arc::clone(&lease), Site::Imported(made), passed.tag);
     borrowed.open.insert(token, Opened { lease, site, tag, device, pauses: passed.pauses, behind: Behind::Memory });
-    Some(key)
+    Answer::Adopted(key)
 }
 
 /// Takes the driver's handle over. `None` if the memory is in several pieces, or the driver does not describe it.

@@ -51,10 +51,8 @@ use vramctl_driver::{
     self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Extras, Physical, Place, RelaxedCapture, StreamHandle,
 };
 use vramctl_host::{PerProcess, Unpoison, exit};
+pub use vramctl_model::NCCL;
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
-
-/// The tag of NCCL's own memory. All ranks give it up together, so a pause of all tags includes it only if the request says so.
-pub const NCCL: &str = "nccl";
 
 /// Everything this process has under management.
 pub struct Memory {

@@ -2,7 +2,7 @@
 
 use super::contents::policy_for;
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, NCCL};
+use crate::memory::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -40,7 +40,7 @@ impl Memory {
         }
         let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
         let (paused, mut active): (Vec<_>, Vec<_>) = meant.partition(|allocation| allocation.is_paused());
-        active.retain(|allocation| request.selects(&allocation.tag, NCCL));
+        active.retain(|allocation| request.selects(&allocation.tag));
         Ok(Chosen { all, active, paused })
     }
 
