@@ -161,7 +161,8 @@ impl Allocation {
         from_pool: bool,
     ) -> Self {
         let mappings = vec![Mapping { place: Place::of(at), access: None }];
-        let made = Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), Origin::Malloc);
+        let made =
+            Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), Origin::Malloc);
         made.record(Change::Allocated);
         Self { from_pool, ..made }
     }
@@ -192,7 +193,10 @@ impl Allocation {
         token: Token,
     ) -> Self {
         let bytes = memory.bytes();
-        Self { import: Some(token), ..Self::with(policy, bytes, device, context, memory, Vec::new(), bytes, handle, Origin::Create(wanted)) }
+        Self {
+            import: Some(token),
+            ..Self::with(policy, bytes, device, context, memory, Vec::new(), bytes, handle, Origin::Create(wanted))
+        }
     }
 
     #[allow(clippy::too_many_arguments)]
