@@ -1736,16 +1736,14 @@ fn a_call_in_the_driver_prevents_a_suspend() {
     let gpu = Gpu::take();
     let _awake = Awake;
     let (address, paused) = (common::malloc_tagged("tag", None, 8 << 20).unwrap(), paused());
-    let blocked = common::Gate::new();
-    // A thread's default stream, which no other thread can ask about.
-    let stream = std::mem::ManuallyDrop::new(common::Stream(std::ptr::without_provenance_mut(2)));
+    let (blocked, stream) = (common::Gate::new(), common::Stream::create());
     stream.wait_for(&blocked);
-    // With a driver before CUDA 12.5, a pause that gives up leaves its wait in the driver then.
-    gpu.fail("cuCtxRecordEvent", 1, 500, u64::MAX);
-    let mut request = common::request(&[]);
-    request.timeout = Some(Duration::from_millis(50));
-    assert!(matches!(Memory::get().pause(&request, &mut ()), Err(Error::Busy(_))));
+    gpu.reset_counts();
     let opened = thread::scope(|scope| {
+        let handle = stream.handle();
+        // As a worker of the library's would.
+        scope.spawn(move || exit::as_worker(|| handle.wait()).unwrap());
+        common::eventually("it is in the driver", || gpu.calls("cuStreamSynchronize") > 0);
         let suspended = scope.spawn(|| Memory::get().suspend(|| false));
         thread::sleep(Duration::from_millis(30));
         let waits = !suspended.is_finished();
@@ -1754,7 +1752,6 @@ fn a_call_in_the_driver_prevents_a_suspend() {
     });
     assert_eq!(opened, (true, true));
     Memory::get().awake();
-    gpu.clear_faults();
     assert_eq!((common::free(address), common::free(paused)), (0, 0));
     drop(gpu);
 }
