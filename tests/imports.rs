@@ -1,4 +1,4 @@
-//! Memory that processes pass each other by descriptor, as NCCL and PyTorch's symmetric memory do (`cuMemExportToShareableHandle`).
+//! Memory that processes pass each other by descriptor, as NCCL and torch's symmetric memory do (`cuMemExportToShareableHandle`).
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -54,7 +54,7 @@ def export(handle):
     return file.value
 
 def receive(pid, file):
-    """Another process's descriptor, as PyTorch's symmetric memory gets it."""
+    """Another process's descriptor, as torch's symmetric memory gets it."""
     PIDFD_GETFD = 438
     got = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, os.pidfd_open(pid), file, 0)
     assert got >= 0, os.strerror(ctypes.get_errno())

@@ -2,7 +2,7 @@
 //! address, which would destroy the context.
 //!
 //! It is for pauses that do not hold the program, as through an inference engine's own API; in a held program nothing can go astray. A pause
-//! maps guards after the release ([`Memory::guard`]), a resume removes them before the mapping ([`Memory::unguard`]).
+//! maps guards after the release (`Memory::guard`), a resume removes them before the mapping (`Memory::unguard`).
 //!
 //! Best effort: without memory for the block, the paused addresses stay unmapped. All guarded memory of a device shares the block, so a
 //! write at one address shows at others. Writes are detected when a guard is removed; reads are not detected.

@@ -3,7 +3,7 @@
 //! The driver tells nobody whose memory a descriptor stands for. So each process keeps the descriptors that it exports, and is asked about those
 //! that others import: both are the same open file then (`KCMP_FILE`). From then on, imported memory is like memory that was opened by CUDA
 //! IPC ([`super::borrow`]): it is set aside when its owner pauses it, and imported again at the program's addresses afterwards. The program
-//! gets a handle of the library's for that, as for its own memory ([`super::handles`]).
+//! gets a handle of the library's for that, as for its own memory (`handles`).
 
 use super::borrow::{Behind, Claimed, LeaseState, Opened, Passed, Site, borrowed};
 use super::handles::next_handle;

@@ -17,7 +17,7 @@ pub enum ObstacleKey {
     Mapping(CUdeviceptr),
     /// A handle of the driver's.
     Handle(u64),
-    /// Memory of `cuMemCreate`, by its record in [`left`](super::left).
+    /// Memory of `cuMemCreate`, by its record in [`unmanaged`](super::unmanaged).
     Created(usize),
     /// A memory pool, by the driver's handle.
     Pool(usize),

@@ -309,7 +309,8 @@ fn imported_memory_makes_a_restore_fail_for_good() {
         let address = importer.ask(&path_of(&owner, &descriptor));
         for new_memory in [false, true] {
             importer.ask("release");
-            [&owner, &importer].into_iter().for_each(|one| gpu.take(one.pid()));
+            gpu.take(owner.pid());
+            gpu.take(importer.pid());
             assert_eq!(gpu.seen(0), (0, 0));
             for one in [&owner, &importer] {
                 ok!(gpu.cuCheckpointProcessRestore(one.pid(), ptr::null()));
@@ -325,7 +326,8 @@ fn imported_memory_makes_a_restore_fail_for_good() {
             let value = if new_memory { "9" } else { "7" };
             assert_eq!((owner.ask("first").as_str(), importer.ask("first").as_str()), (value, value));
         }
-        [&owner, &importer].into_iter().for_each(|one| gpu.take(one.pid()));
+        gpu.take(owner.pid());
+        gpu.take(importer.pid());
         ok!(gpu.cuCheckpointProcessRestore(owner.pid(), ptr::null()));
         fails!(801, gpu.cuCheckpointProcessRestore(importer.pid(), ptr::null()));
         assert_eq!((gpu.state(owner.pid()), gpu.state(importer.pid())), (LOCKED, FAILED));
