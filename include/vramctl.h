@@ -11,7 +11,7 @@
 #ifndef VRAMCTL_H
 #define VRAMCTL_H
 
-// Generated from src/intercept/abi.rs by `UPDATE=1 cargo test --test header`. Do not edit.
+// Generated from src/intercept/abi.rs and src/model/kind.rs by `UPDATE=1 cargo test --test header`. Do not edit.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -24,48 +24,42 @@ enum VramctlResult
  {
   // Success.
   VRAMCTL_RESULT_OK = 0,
-  // Invalid argument.
+  // An argument or a request is malformed, too long or too late, or its sender is not allowed to make it.
   VRAMCTL_RESULT_INVALID = 1,
-  // No allocation has this tag.
+  // No allocation has one of the tags.
   VRAMCTL_RESULT_UNKNOWN_TAG = 2,
-  // Too little device memory.
+  // There is too little device memory.
   VRAMCTL_RESULT_DEVICE_MEMORY = 3,
-  // Too little host memory, or no thread could be started.
+  // There is too little host memory to keep the contents, or no thread could be started.
   VRAMCTL_RESULT_HOST_MEMORY = 4,
   // The driver refused a call.
   VRAMCTL_RESULT_DRIVER = 5,
   // The program's own GPU work has failed; its context is lost.
   VRAMCTL_RESULT_WORK = 6,
-  // A stream is being captured into a graph.
+  // A stream is being captured into a graph; try again when the capture has ended.
   VRAMCTL_RESULT_CAPTURING = 7,
-  // The device did not finish its work in time.
+  // The device's work had not finished in time, the driver does not answer, or the process has too many clients.
   VRAMCTL_RESULT_BUSY = 8,
-  // The device or driver lacks a required feature.
+  // The device or the driver lacks a required feature, or the program cannot be held (`passing_by` in its status).
   VRAMCTL_RESULT_UNSUPPORTED = 9,
-  // A bug in the library.
+  // A bug in the library; please report it.
   VRAMCTL_RESULT_INTERNAL = 10,
-  // The address is not in a paused allocation whose contents are kept.
+  // The address is not in a paused allocation whose contents are in host memory.
   VRAMCTL_RESULT_NOT_PAUSED = 11,
-  // The buffer is too small; `needed` has the required size.
+  // The buffer is too small.
   VRAMCTL_RESULT_BUFFER_TOO_SMALL = 12,
-  // A backup file could not be created, written or read.
+  // A file for contents could not be created, written or read.
   VRAMCTL_RESULT_DISK = 13,
-  // Over the socket only: the pause would drop a KV cache that the engine's prefix cache still describes.
-  VRAMCTL_RESULT_PREFIX_CACHE = 14,
-  // The program is exiting.
+  // The program is exiting: the request was cancelled, and its memory is freed with the program.
   VRAMCTL_RESULT_ENDING = 15,
   // The pause would replace memory whose physical pages another process, a network card or NCCL has registered.
   VRAMCTL_RESULT_REGISTERED = 16,
   // Other processes have memory open that would be paused.
   VRAMCTL_RESULT_SHARED = 17,
-  // Over the socket only: the pause or resume was undone before its commit.
+  // What was begun has been undone, or nobody waits for it any more.
   VRAMCTL_RESULT_ABORTED = 18,
-  // Over the socket only: another client is in the middle of a pause or resume of this process.
-  VRAMCTL_RESULT_LEASED = 19,
-  // Over the socket only: the process is suspended, and the request needs its driver.
+  // The process is suspended, or is being suspended or restored, and the request needs its driver. `vramctl resume` brings it back.
   VRAMCTL_RESULT_SUSPENDED = 20,
-  // Over the socket only: the driver could checkpoint the process, but not restore it.
-  VRAMCTL_RESULT_NOT_RESTORABLE = 21,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -82,7 +76,7 @@ enum VramctlBackup
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-  // The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `Host`.
+  // The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `VRAMCTL_BACKUP_HOST`.
   VRAMCTL_BACKUP_DEFAULT = 0,
   // Discard them; after the resume the memory reads as zero.
   VRAMCTL_BACKUP_DISCARD = 1,
@@ -99,11 +93,30 @@ typedef int32_t VramctlBackup;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// A task for the program's own allocator, from `vramctl_cache_wait`.
+enum VramctlCacheTask
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Report what there is.
+  VRAMCTL_CACHE_TASK_REPORT = 1,
+  // Report the allocator's memory, return what can be returned to CUDA, and report again.
+  VRAMCTL_CACHE_TASK_TRIM = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum VramctlCacheTask VramctlCacheTask;
+#else
+typedef int32_t VramctlCacheTask;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // What a pause does with a tag.
 typedef struct VramctlTag {
   // The tag, NUL-terminated; null means all tags not listed.
   const char *tag;
-  // A `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
+  // A `VramctlBackup` that overrides the allocations' own policies; `VRAMCTL_BACKUP_DEFAULT` does not.
   int32_t backup;
 } VramctlTag;
 
@@ -138,20 +151,18 @@ const char *vramctl_version(void);
 // `tag` is UTF-8 of at most 128 bytes, without commas, equals signs and control characters. It is copied. `backup` is
 // a `VramctlBackup`.
 //
-// # Safety
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_region_begin(const char *tag, int32_t backup);
 
-// Ends the calling thread's innermost region. Returns `Invalid` if there is none.
+// Ends the calling thread's innermost region. Returns `VRAMCTL_RESULT_INVALID` if there is none.
 VramctlResult vramctl_region_end(void);
 
 // Writes the tag that an allocation of the calling thread would get now to `buffer`, NUL-terminated. The string is
 // empty if the allocation would be left to CUDA.
 //
 // If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
-// returns `BufferTooSmall` and leaves `buffer` unchanged.
+// returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL` and leaves `buffer` unchanged.
 //
-// # Safety
 // `buffer` must be writable for `capacity` bytes, and `needed` null or writable.
 VramctlResult vramctl_current_tag(char *buffer, size_t capacity, size_t *needed);
 
@@ -159,15 +170,16 @@ VramctlResult vramctl_current_tag(char *buffer, size_t capacity, size_t *needed)
 // nothing. Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
 //
 // `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative
-// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
+// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `VRAMCTL_BACKUP_DEFAULT` does not.
 //
-// # Safety
 // `tag` must be null or NUL-terminated.
-VramctlResult vramctl_pause(const char *tag, int64_t timeout_ms, int32_t backup);
+VramctlResult vramctl_pause(const char *tag,
+                            int64_t timeout_ms,
+                            int32_t backup);
 
 // Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
 //
-// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed
+// `tags`: `count` entries, at least one. A tag that no allocation has is `VRAMCTL_RESULT_UNKNOWN_TAG`, unless a null tag is listed
 // too. `timeout_ms`: as for `vramctl_pause`.
 //
 // `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
@@ -175,7 +187,6 @@ VramctlResult vramctl_pause(const char *tag, int64_t timeout_ms, int32_t backup)
 // or because the tag is retained). They must stay unused until this function returns. Ranges may overlap; unmanaged
 // parts are ignored.
 //
-// # Safety
 // `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count`
 // ranges (or null if `unused_count` is 0).
 VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
@@ -190,7 +201,6 @@ VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
 // `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds;
 // 0 means not at all, a negative value no limit.
 //
-// # Safety
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
 
@@ -199,7 +209,6 @@ VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
 // `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags
 // together.
 //
-// # Safety
 // `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
 VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t timeout_ms);
 
@@ -208,9 +217,8 @@ VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t
 // there was none.
 //
 // If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
-// returns `BufferTooSmall` and leaves `buffer` unchanged.
+// returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL` and leaves `buffer` unchanged.
 //
-// # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
 VramctlResult vramctl_last_report_json(char *buffer,
                                        size_t capacity,
@@ -220,9 +228,8 @@ VramctlResult vramctl_last_report_json(char *buffer,
 // control protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
 //
 // If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between
-// calls. If `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
+// calls. If `capacity` is smaller, returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL` and leaves `buffer` unchanged.
 //
-// # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
 VramctlResult vramctl_status_json(char *buffer, size_t capacity, size_t *needed);
 
@@ -235,9 +242,8 @@ const char *vramctl_last_error(void);
 // bytes; `{}` if none has failed.
 //
 // If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
-// returns `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
+// returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL`, leaves `buffer` unchanged and keeps the last error.
 //
-// # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
 VramctlResult vramctl_last_error_json(char *buffer, size_t capacity, size_t *needed);
 
@@ -245,12 +251,13 @@ VramctlResult vramctl_last_error_json(char *buffer, size_t capacity, size_t *nee
 // was at `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
 //
 // `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is
-// resumed or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host
+// resumed or freed. Returns `VRAMCTL_RESULT_NOT_PAUSED` unless the address is in a paused allocation whose contents are in host
 // memory.
 //
-// # Safety
 // `pointer` must be writable, and `bytes` null or writable.
-VramctlResult vramctl_backup_pointer(const void *address, const void **pointer, size_t *bytes);
+VramctlResult vramctl_backup_pointer(const void *address,
+                                     const void **pointer,
+                                     size_t *bytes);
 
 // Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
 // The default is 0.
@@ -264,20 +271,17 @@ VramctlResult vramctl_set_memory_margin(uint64_t bytes);
 // (`cuThreadExchangeStreamCaptureMode`) is relaxed, so that its frees do not invalidate captures of other threads. If a report fails,
 // nobody waits for the task any more: skip the work and call `vramctl_cache_answer`.
 //
-// # Safety
 // `task` must be writable.
 VramctlResult vramctl_cache_wait(int32_t *task);
 
 // For the thread that calls `vramctl_cache_wait`: reports the memory that the allocator has from CUDA now.
 //
-// # Safety
 // `segments` must be readable for `count` entries (or null if `count` is 0).
 VramctlResult vramctl_cache_report(const struct VramctlSegment *segments, size_t count);
 
 // For the thread that calls `vramctl_cache_wait`: finishes the task; `problem` is null if it succeeded, else it says why not. A call
 // before the first task announces that the thread exists, even if it does not wait yet.
 //
-// # Safety
 // `problem` must be null or NUL-terminated.
 VramctlResult vramctl_cache_answer(const char *problem);
 
@@ -285,8 +289,8 @@ VramctlResult vramctl_cache_answer(const char *problem);
 // `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
 // (`docs/protocol.md`).
 //
-// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `Busy` after that, and
-// `Invalid` if no thread serves or the program is held.
+// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `VRAMCTL_RESULT_BUSY` after that, and
+// `VRAMCTL_RESULT_INVALID` if no thread serves or the program is held.
 VramctlResult vramctl_trim(int64_t timeout_ms);
 
 // Watches how much memory is free on each device: when less than `below` bytes are free, logs once who uses the memory. Logs again only
@@ -302,7 +306,6 @@ VramctlResult vramctl_set_watch(uint64_t below,
 //
 // `name` has 1 to 64 letters, digits, dots, dashes and underscores. It is copied.
 //
-// # Safety
 // `name` must be null or NUL-terminated.
 VramctlResult vramctl_set_engine(const char *name);
 
@@ -312,15 +315,13 @@ VramctlResult vramctl_set_engine(const char *name);
 // `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 to retain, 0 not to, -1 to remove
 // the setting. Without one, the setting for null applies, then `VRAMCTL_RETAIN`.
 //
-// # Safety
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_set_retain(const char *tag, int32_t retain);
 
-// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a
-// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it
+// Sets the directory in which future pauses keep contents with the policy `VRAMCTL_BACKUP_DISK`. It must exist and should be on a
+// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `VRAMCTL_RESULT_DISK` if it
 // is not a directory.
 //
-// # Safety
 // `directory` must be null or NUL-terminated.
 VramctlResult vramctl_set_disk_directory(const char *directory);
 

@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::abi::*;
-use vramctl_model::Policy;
+use vramctl_model::{Kind, Policy};
 
 fn begin(tag: &str, backup: i32) -> VramctlResult {
     let tag = CString::new(tag).unwrap();
@@ -32,11 +32,11 @@ fn resume(tag: Option<&str>, timeout_ms: i64) -> VramctlResult {
 /// Calls a function that fills a string buffer, following its documented protocol.
 fn text(call: impl Fn(*mut c_char, usize, *mut usize) -> VramctlResult) -> String {
     let mut needed = 0;
-    assert_eq!(call(ptr::null_mut(), 0, &raw mut needed), VramctlResult::BufferTooSmall);
+    assert_eq!(call(ptr::null_mut(), 0, &raw mut needed), Kind::BufferTooSmall);
     let mut buffer = vec![0x55u8; needed + 8];
-    assert_eq!(call(buffer.as_mut_ptr().cast(), needed - 1, &raw mut needed), VramctlResult::BufferTooSmall);
+    assert_eq!(call(buffer.as_mut_ptr().cast(), needed - 1, &raw mut needed), Kind::BufferTooSmall);
     assert!(buffer.iter().all(|byte| *byte == 0x55), "a buffer that is too small is left alone");
-    assert_eq!(call(buffer.as_mut_ptr().cast(), needed, ptr::null_mut()), VramctlResult::Ok);
+    assert_eq!(call(buffer.as_mut_ptr().cast(), needed, ptr::null_mut()), VramctlResult::OK);
     assert!(buffer[needed..].iter().all(|byte| *byte == 0x55), "nothing is written past the size");
     CStr::from_bytes_with_nul(&buffer[..needed]).unwrap().to_str().unwrap().to_owned()
 }
@@ -46,22 +46,22 @@ fn regions_set_the_current_tag() {
     let _gpu = Gpu::take();
     let current = || text(|buffer, capacity, needed| unsafe { vramctl_current_tag(buffer, capacity, needed) });
     assert_eq!(current(), "");
-    assert_eq!(begin("weights", VramctlBackup::Default as i32), VramctlResult::Ok);
-    assert_eq!(begin("kv_cache", VramctlBackup::Discard as i32), VramctlResult::Ok);
+    assert_eq!(begin("weights", VramctlBackup::Default as i32), VramctlResult::OK);
+    assert_eq!(begin("kv_cache", VramctlBackup::Discard as i32), VramctlResult::OK);
     assert_eq!(current(), "kv_cache");
     let address = malloc(2 * MIB).unwrap();
     assert_eq!(Memory::get().find(address).unwrap().backup, Policy::Discard);
-    assert_eq!(unsafe { vramctl_region_begin(ptr::null(), 0) }, VramctlResult::Ok);
+    assert_eq!(unsafe { vramctl_region_begin(ptr::null(), 0) }, VramctlResult::OK);
     assert_eq!(current(), "", "a region without a tag leaves allocations to CUDA");
     for _ in 0..3 {
-        assert_eq!(vramctl_region_end(), VramctlResult::Ok);
+        assert_eq!(vramctl_region_end(), VramctlResult::OK);
     }
-    assert_eq!(vramctl_region_end(), VramctlResult::Invalid);
+    assert_eq!(vramctl_region_end(), Kind::Invalid);
     assert!(last_error().contains("no region"));
-    assert_eq!(begin("a=b", 0), VramctlResult::Invalid);
-    assert_eq!(begin("weights", 77), VramctlResult::Invalid);
+    assert_eq!(begin("a=b", 0), Kind::Invalid);
+    assert_eq!(begin("weights", 77), Kind::Invalid);
     assert!(last_error().contains("77"));
-    assert_eq!(unsafe { vramctl_region_begin(c"\xff".as_ptr(), 0) }, VramctlResult::Invalid);
+    assert_eq!(unsafe { vramctl_region_begin(c"\xff".as_ptr(), 0) }, Kind::Invalid);
     assert_eq!(current(), "", "a refused region was not begun");
     assert_eq!(free(address), 0);
 }
@@ -78,23 +78,23 @@ fn a_backup_can_be_read_while_paused() {
     let (mut pointer, mut bytes) = (ptr::null(), 0);
     let mut look = |address: u64| {
         let result = unsafe { vramctl_backup_pointer(address as *const c_void, &raw mut pointer, &raw mut bytes) };
-        (result == VramctlResult::Ok).then(|| unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), bytes) })
+        (result == VramctlResult::OK).then(|| unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), bytes) })
     };
     assert!(look(address).is_none(), "there is no backup of what is active");
-    assert_eq!(pause(Some("weights"), 0), VramctlResult::Ok);
+    assert_eq!(pause(Some("weights"), 0), VramctlResult::OK);
     assert!(look(address).unwrap()[..3 * MIB] == contents);
     assert!(look(address + 4097).unwrap()[..3 * MIB - 4097] == contents[4097..], "from anywhere in the allocation");
     assert_eq!(look(address).unwrap().len(), 4 * MIB, "to the end of what the device holds");
     assert!(look(1).is_none());
-    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::OK);
     assert!(read(address, 3 * MIB).unwrap() == contents);
 
-    assert_eq!(pause(Some("weights"), VramctlBackup::Discard as i32), VramctlResult::Ok);
+    assert_eq!(pause(Some("weights"), VramctlBackup::Discard as i32), VramctlResult::OK);
     assert!(look(address).is_none(), "discarded contents are nowhere");
     assert!(last_error().contains("not in a paused allocation"));
-    assert_eq!(resume(None, -1), VramctlResult::Ok);
+    assert_eq!(resume(None, -1), VramctlResult::OK);
     assert!(read(address, 3 * MIB).unwrap().iter().all(|byte| *byte == 0));
-    assert_eq!(unsafe { vramctl_backup_pointer(address as *const c_void, ptr::null_mut(), ptr::null_mut()) }, VramctlResult::Invalid);
+    assert_eq!(unsafe { vramctl_backup_pointer(address as *const c_void, ptr::null_mut(), ptr::null_mut()) }, Kind::Invalid);
 }
 
 #[test]
@@ -103,15 +103,15 @@ fn errors_have_codes_and_texts_of_the_calling_thread() {
     begin("weights", 0);
     let address = malloc(128 * MIB).unwrap();
     vramctl_region_end();
-    assert_eq!(pause(Some("nonsense"), 0), VramctlResult::UnknownTag);
+    assert_eq!(pause(Some("nonsense"), 0), Kind::UnknownTag);
     assert!(last_error().contains("nonsense") && last_error().contains("weights"), "{}", last_error());
     std::thread::spawn(|| assert_eq!(last_error(), "")).join().unwrap();
-    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(pause(None, 0), VramctlResult::OK);
     gpu.occupy(0, common::DEVICE_BYTES - 64 * MIB);
-    assert_eq!(resume(None, 50), VramctlResult::DeviceMemory);
+    assert_eq!(resume(None, 50), Kind::DeviceMemory);
     assert!(last_error().contains("128.00 MiB needed"), "{}", last_error());
     gpu.occupy(0, 0);
-    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::OK);
     assert_eq!(free(address), 0);
 }
 
@@ -131,11 +131,11 @@ fn the_status_is_json() {
 #[test]
 fn the_margin_is_set_and_the_version_is_the_packages() {
     let _gpu = Gpu::take();
-    assert_eq!(vramctl_set_memory_margin(common::DEVICE_BYTES as u64), VramctlResult::Ok);
+    assert_eq!(vramctl_set_memory_margin(common::DEVICE_BYTES as u64), VramctlResult::OK);
     begin("weights", 0);
     assert_eq!(malloc(2 * MIB), Err(2));
     common::last_error();
-    assert_eq!(vramctl_set_memory_margin(0), VramctlResult::Ok);
+    assert_eq!(vramctl_set_memory_margin(0), VramctlResult::OK);
     assert!(malloc(2 * MIB).is_ok());
     assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
@@ -145,14 +145,14 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
 fn a_process_announces_its_engine() {
     let say = |name: Option<&CStr>| unsafe { vramctl_set_engine(name.map_or(ptr::null(), CStr::as_ptr)) };
     assert_eq!(vramctl_core::engine::name(), None);
-    assert_eq!(say(Some(c"vllm")), VramctlResult::Ok);
+    assert_eq!(say(Some(c"vllm")), VramctlResult::OK);
     assert_eq!(vramctl_core::engine::name().as_deref(), Some("vllm"));
     for wrong in [c"", c"a b", c"a\nb"] {
-        assert_eq!(say(Some(wrong)), VramctlResult::Invalid);
+        assert_eq!(say(Some(wrong)), Kind::Invalid);
         assert!(last_error().contains("engine's name"), "{}", last_error());
     }
     assert_eq!(vramctl_core::engine::name().as_deref(), Some("vllm"), "a refused name changes nothing");
-    assert_eq!(say(None), VramctlResult::Ok);
+    assert_eq!(say(None), VramctlResult::OK);
     assert_eq!(vramctl_core::engine::name(), None);
 }
 
@@ -177,31 +177,31 @@ fn retention_is_set_at_run_time_for_a_tag_or_for_all() {
     assert_eq!(write(address, &contents), 0);
     assert_eq!((cycle(), held()), (0, 0), "not retained, as the environment says");
 
-    assert_eq!(retain(Some(c"weights"), 1), VramctlResult::Ok);
+    assert_eq!(retain(Some(c"weights"), 1), VramctlResult::OK);
     assert_eq!((cycle(), held()), (0, 4 << 20));
     assert_eq!((cycle(), held()), (4 << 20, 4 << 20), "what has not changed is known, although the memory is older than the setting");
-    assert_eq!(retain(None, 0), VramctlResult::Ok);
+    assert_eq!(retain(None, 0), VramctlResult::OK);
     assert_eq!(held(), 4 << 20, "a tag's own setting counts first");
-    assert_eq!(retain(Some(c"weights"), 0), VramctlResult::Ok);
+    assert_eq!(retain(Some(c"weights"), 0), VramctlResult::OK);
     assert_eq!(held(), 0, "given up at once");
-    assert_eq!(retain(None, 1), VramctlResult::Ok);
+    assert_eq!(retain(None, 1), VramctlResult::OK);
     assert_eq!((cycle(), held()), (0, 0));
-    assert_eq!(retain(Some(c"weights"), -1), VramctlResult::Ok);
+    assert_eq!(retain(Some(c"weights"), -1), VramctlResult::OK);
     assert_eq!((cycle(), held()), (0, 4 << 20), "without a setting of its own, as all");
-    assert_eq!(retain(None, -1), VramctlResult::Ok);
+    assert_eq!(retain(None, -1), VramctlResult::OK);
     assert_eq!(held(), 0);
 
     // While paused, the backup is the only copy, so it is dropped by the resume.
-    assert_eq!(retain(None, 1), VramctlResult::Ok);
+    assert_eq!(retain(None, 1), VramctlResult::OK);
     common::pause(&[]).unwrap();
-    assert_eq!(retain(None, -1), VramctlResult::Ok);
+    assert_eq!(retain(None, -1), VramctlResult::OK);
     common::resume(&[]).unwrap();
     assert_eq!(held(), 0);
     assert!(read(address, 4 * MIB).unwrap() == contents);
     assert_eq!(free(address), 0);
 
-    assert_eq!(retain(None, 2), VramctlResult::Invalid);
-    assert_eq!(retain(Some(c"a,b"), 1), VramctlResult::Invalid);
+    assert_eq!(retain(None, 2), Kind::Invalid);
+    assert_eq!(retain(Some(c"a,b"), 1), Kind::Invalid);
 }
 
 #[test]
@@ -217,19 +217,19 @@ fn the_disk_directory_is_set_at_run_time() {
     vramctl_region_end();
     let contents = pattern(6, 2 * MIB);
     assert_eq!(write(address, &contents), 0);
-    assert_eq!(set(folder.path()), VramctlResult::Ok);
-    assert_eq!(pause(None, 0), VramctlResult::Ok);
-    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(set(folder.path()), VramctlResult::OK);
+    assert_eq!(pause(None, 0), VramctlResult::OK);
+    assert_eq!(resume(None, 0), VramctlResult::OK);
     assert!(read(address, 2 * MIB).unwrap() == contents);
 
-    assert_eq!(set(&folder.path().join("missing")), VramctlResult::Disk);
+    assert_eq!(set(&folder.path().join("missing")), Kind::Disk);
     assert!(last_error().contains("missing"), "{}", last_error());
     std::fs::write(folder.path().join("file"), "").unwrap();
-    assert_eq!(set(&folder.path().join("file")), VramctlResult::Disk);
+    assert_eq!(set(&folder.path().join("file")), Kind::Disk);
     drop(folder);
-    assert_eq!(pause(None, 0), VramctlResult::Disk, "the directory that was said is the one that is used");
-    assert_eq!(unsafe { vramctl_set_disk_directory(ptr::null()) }, VramctlResult::Ok);
-    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(pause(None, 0), Kind::Disk, "the directory that was said is the one that is used");
+    assert_eq!(unsafe { vramctl_set_disk_directory(ptr::null()) }, VramctlResult::OK);
+    assert_eq!(pause(None, 0), VramctlResult::OK);
     assert_eq!(free(address), 0);
 }
 
@@ -256,29 +256,29 @@ fn unused_ranges_are_not_kept() {
     ];
     let all = VramctlTag { tag: ptr::null(), backup: 0 };
     let pause_without = |ranges: &[VramctlRange]| unsafe { vramctl_pause_tags(&raw const all, 1, -1, ranges.as_ptr(), ranges.len()) };
-    assert_eq!(pause_without(&unused), VramctlResult::Ok, "{}", last_error());
+    assert_eq!(pause_without(&unused), VramctlResult::OK, "{}", last_error());
     let report = || text(|buffer, capacity, needed| unsafe { vramctl_last_report_json(buffer, capacity, needed) });
     let report: serde_json::Value = serde_json::from_str(&report()).unwrap();
     assert_eq!((&report["kept_bytes"], &report["discarded_bytes"]), (&(6 << 20).into(), &(4 << 20).into()));
-    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::OK);
     let found = read(address, 8 * MIB).unwrap();
     assert!(found[..4 * MIB] == contents[..4 * MIB] && found[6 * MIB..] == contents[6 * MIB..], "what is not whole pages is kept");
     assert!(found[4 * MIB..6 * MIB].iter().all(|byte| *byte == 0));
     assert!(read(spare, 2 * MIB).unwrap().iter().all(|byte| *byte == 0));
-    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, ptr::null(), 1) }, VramctlResult::Invalid);
+    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, ptr::null(), 1) }, Kind::Invalid);
 
     // Once retained, contents are kept whole, although the previous backup was not.
     assert_eq!(write(address, &contents), 0);
-    assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
-    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), 1) }, VramctlResult::Ok);
-    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(pause_without(&unused[1..2]), VramctlResult::OK);
+    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), 1) }, VramctlResult::OK);
+    assert_eq!(resume(None, 0), VramctlResult::OK);
     assert_eq!(write(address, &contents), 0);
     for _ in 0..2 {
-        assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
-        assert_eq!(resume(None, 0), VramctlResult::Ok);
+        assert_eq!(pause_without(&unused[1..2]), VramctlResult::OK);
+        assert_eq!(resume(None, 0), VramctlResult::OK);
         assert!(read(address, 8 * MIB).unwrap() == contents);
     }
-    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), -1) }, VramctlResult::Ok);
+    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), -1) }, VramctlResult::OK);
     assert_eq!((free(address), free(spare)), (0, 0));
 }
 
@@ -293,11 +293,11 @@ fn an_error_has_its_numbers() {
     begin("weights", 0);
     let address = malloc(128 * MIB).unwrap();
     vramctl_region_end();
-    assert_eq!(pause(Some("nonsense"), 0), VramctlResult::UnknownTag);
+    assert_eq!(pause(Some("nonsense"), 0), Kind::UnknownTag);
     assert_eq!((&error()["code"], &error()["known_tags"][0]), (&"unknown_tag".into(), &"weights".into()));
-    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(pause(None, 0), VramctlResult::OK);
     gpu.occupy(0, common::DEVICE_BYTES - 64 * MIB);
-    assert_eq!(resume(None, 0), VramctlResult::DeviceMemory);
+    assert_eq!(resume(None, 0), Kind::DeviceMemory);
     assert_eq!(error()["shortage"]["needed"], 128 << 20);
     assert_eq!(error()["message"], last_error());
     gpu.occupy(0, 0);
@@ -322,31 +322,31 @@ fn several_tags_are_paused_and_resumed_at_once() {
     let pause = |tags: &[VramctlTag]| unsafe { vramctl_pause_tags(tags.as_ptr(), tags.len(), -1, ptr::null(), 0) };
     let resume = |tags: &[*const c_char], timeout| unsafe { vramctl_resume_tags(tags.as_ptr(), tags.len(), timeout) };
 
-    assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"missing", VramctlBackup::Host)]), VramctlResult::UnknownTag);
+    assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"missing", VramctlBackup::Host)]), Kind::UnknownTag);
     assert_eq!(is_paused(), [false; 3]);
-    assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"kv_cache", VramctlBackup::Discard)]), VramctlResult::Ok);
+    assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"kv_cache", VramctlBackup::Discard)]), VramctlResult::OK);
     assert_eq!(is_paused(), [true, true, false]);
 
     gpu.occupy(0, common::DEVICE_BYTES - 160 * MIB);
-    assert_eq!(resume(&[c"weights".as_ptr(), c"kv_cache".as_ptr()], 50), VramctlResult::DeviceMemory, "there is room for one of them");
+    assert_eq!(resume(&[c"weights".as_ptr(), c"kv_cache".as_ptr()], 50), Kind::DeviceMemory, "there is room for one of them");
     assert_eq!(is_paused(), [true, true, false]);
     gpu.occupy(0, 0);
-    assert_eq!(resume(&[c"weights".as_ptr(), c"kv_cache".as_ptr()], 0), VramctlResult::Ok);
+    assert_eq!(resume(&[c"weights".as_ptr(), c"kv_cache".as_ptr()], 0), VramctlResult::OK);
     assert!(read(weights, 4096).unwrap() == pattern(3, 4096));
     assert!(read(cache, 4096).unwrap() == [0; 4096]);
 
     assert_eq!(write(cache, &pattern(4, 4096)), 0);
     let kept = [others(VramctlBackup::Discard), tag(c"kv_cache", VramctlBackup::Default), tag(c"missing", VramctlBackup::Host)];
-    assert_eq!(pause(&kept), VramctlResult::Ok, "beside all others, a name need not be there");
+    assert_eq!(pause(&kept), VramctlResult::OK, "beside all others, a name need not be there");
     assert_eq!(is_paused(), [true; 3]);
-    assert_eq!(resume(&[ptr::null()], 0), VramctlResult::Ok);
+    assert_eq!(resume(&[ptr::null()], 0), VramctlResult::OK);
     assert!(read(cache, 4096).unwrap() == pattern(4, 4096));
     assert!(read(weights, 4096).unwrap() == [0; 4096] && read(other, 4096).unwrap() == [0; 4096]);
 
-    assert_eq!(pause(&[]), VramctlResult::Invalid);
-    assert_eq!(resume(&[], 0), VramctlResult::Invalid);
-    assert_eq!(unsafe { vramctl_resume_tags(ptr::null(), 2, 0) }, VramctlResult::Invalid);
-    assert_eq!(pause(&[VramctlTag { tag: ptr::null(), backup: 9 }]), VramctlResult::Invalid);
+    assert_eq!(pause(&[]), Kind::Invalid);
+    assert_eq!(resume(&[], 0), Kind::Invalid);
+    assert_eq!(unsafe { vramctl_resume_tags(ptr::null(), 2, 0) }, Kind::Invalid);
+    assert_eq!(pause(&[VramctlTag { tag: ptr::null(), backup: 9 }]), Kind::Invalid);
     assert_eq!([weights, cache, other].map(free), [0; 3]);
 }
 
@@ -366,21 +366,21 @@ fn parts_that_are_not_kept_have_no_backup() {
     let all = VramctlTag { tag: ptr::null(), backup: 0 };
     let unused = GAPS.map(range);
     assert!(224 * MIB as u64 > common::HOST_CAP, "whole, it could not be kept");
-    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, unused.as_ptr(), unused.len()) }, VramctlResult::Ok);
+    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, unused.as_ptr(), unused.len()) }, VramctlResult::OK);
     assert_eq!(Memory::get().status().tags[0].host_bytes, 16 << 20);
     for mib in 0..224 {
         let (mut found, mut bytes) = (ptr::null(), 0);
         let at = (address as usize + mib * MIB) as *const c_void;
         let answer = unsafe { vramctl_backup_pointer(at, &raw mut found, &raw mut bytes) };
         if GAPS.iter().any(|(from, to)| (*from..*to).contains(&mib)) {
-            assert_eq!(answer, VramctlResult::NotPaused, "{mib}");
+            assert_eq!(answer, Kind::NotPaused, "{mib}");
             continue;
         }
-        assert_eq!(answer, VramctlResult::Ok, "{mib}");
+        assert_eq!(answer, VramctlResult::OK, "{mib}");
         let end = GAPS.iter().map(|gap| gap.0).find(|from| *from > mib).unwrap_or(224);
         assert!(unsafe { std::slice::from_raw_parts(found.cast::<u8>(), bytes) } == &contents[mib * MIB..end * MIB], "{mib}");
     }
-    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::OK);
     let found = read(address, 224 * MIB).unwrap();
     for mib in 0..224 {
         let part = mib * MIB..(mib + 1) * MIB;

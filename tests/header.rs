@@ -1,16 +1,33 @@
-//! `include/vramctl.h` is generated from `src/intercept/abi.rs`; `UPDATE=1` writes it.
+//! `include/vramctl.h` is generated from `src/intercept/abi.rs` and the table of the error codes; `UPDATE=1` writes it.
 #![allow(missing_docs)]
 
+use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
+use vramctl_model::{Kind, Surface};
+
+/// The result codes that C can get, as an enum for cbindgen.
+fn results() -> String {
+    let mut text = String::from(
+        "/// A result code. Codes never change their meaning; new ones may be added.\n#[repr(i32)]\npub enum VramctlResult {\n/// Success.\nOk = 0,\n",
+    );
+    for kind in Kind::ALL.iter().filter(|kind| kind.surface() != Surface::Socket) {
+        writeln!(text, "/// {}\n{kind:?} = {},", kind.meaning(), *kind as i32).unwrap();
+    }
+    text + "}\n"
+}
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tempfile::tempdir().unwrap();
+    let codes = folder.path().join("result.rs");
+    std::fs::write(&codes, results()).unwrap();
     let config = cbindgen::Config::from_file(root.join("include/cbindgen.toml")).unwrap();
-    let bindings = cbindgen::Builder::new().with_config(config).with_src(root.join("src/intercept/abi.rs")).generate().unwrap();
+    let builder = cbindgen::Builder::new().with_config(config).with_src(codes).with_src(root.join("src/intercept/abi.rs"));
     let mut text = Vec::new();
-    bindings.write(&mut text);
-    String::from_utf8(text).unwrap()
+    builder.generate().unwrap().write(&mut text);
+    // Rust's heading for what the caller must see to.
+    String::from_utf8(text).unwrap().replace("//\n// # Safety\n", "//\n")
 }
 
 #[test]
@@ -21,7 +38,22 @@ fn the_header_is_current() {
         std::fs::write(&path, &wanted).unwrap();
     }
     let found = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(found == wanted, "include/vramctl.h is not what src/intercept/abi.rs says; run `UPDATE=1 cargo test --test header`");
+    assert!(
+        found == wanted,
+        "include/vramctl.h is not what src/intercept/abi.rs and src/model/kind.rs say; run `UPDATE=1 cargo test --test header`"
+    );
+}
+
+/// It is read by people who know C: no headings of Rust's documents, no paths, no variants of an enum.
+#[test]
+fn the_header_shows_no_rust() {
+    let variants = Kind::ALL.iter().map(|kind| format!("{kind:?}")).chain(["Default", "Discard", "Host"].map(String::from));
+    let rust: Vec<_> =
+        variants.map(|name| format!("`{name}`")).chain(["# Safety", "::", "[`", "`None`", "Some("].map(String::from)).collect();
+    for line in generated().lines() {
+        assert!(rust.iter().all(|rust| !line.contains(rust.as_str())), "{line}");
+        assert!(line.len() <= 150, "{line}");
+    }
 }
 
 /// The header must compile on its own, as C and as C++.

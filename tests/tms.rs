@@ -10,9 +10,9 @@ use std::process::Command;
 use std::ptr;
 use std::thread;
 use vramctl_core::memory::Memory;
-use vramctl_intercept::abi::{VramctlBackup, VramctlResult, vramctl_last_error, vramctl_region_begin, vramctl_region_end};
+use vramctl_intercept::abi::{VramctlBackup, vramctl_last_error, vramctl_region_begin, vramctl_region_end};
 use vramctl_intercept::tms::*;
-use vramctl_model::Policy;
+use vramctl_model::{Kind, Policy};
 
 fn set_tag(tag: &str) {
     let tag = CString::new(tag).unwrap();
@@ -160,7 +160,7 @@ fn repeated_transitions_and_unused_tags_are_no_errors() {
     // Too little memory: reported, and nothing has changed.
     gpu.occupy(0, common::DEVICE_BYTES - 6 * MIB);
     let failed = resume(None);
-    assert_eq!(failed, VramctlResult::DeviceMemory as c_int);
+    assert_eq!(failed, Kind::DeviceMemory as c_int);
     assert!(unsafe { CStr::from_ptr(vramctl_last_error()) }.to_str().unwrap().contains("too little memory"));
     gpu.occupy(0, 0);
     assert_eq!((resume(Some("weights")), resume(None), resume(None), resume(Some("cuda_graph"))), (0, 0, 0, 0));

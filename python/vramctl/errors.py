@@ -1,6 +1,7 @@
 """The exceptions of this package. Each is an `Error` and carries the numbers behind its message.
 
-`Error.code` is the error's name in the control protocol, `Error.number` its number in the C ABI; both are stable.
+`Error.code` is the error's name in the control protocol, `Error.number` its number in the C ABI; both are stable, and those of
+``src/model/kind.rs``.
 `Error.message` is for people and may change.
 """
 
@@ -231,7 +232,7 @@ class Shared(Error):
 
 
 class Aborted(Error):
-    """The pause or resume was undone before its commit, because another process of the job failed."""
+    """The pause or resume was undone before its commit: another process of the job failed, say."""
 
     code = "aborted"
     number = 18
@@ -287,30 +288,10 @@ class Disconnected(Error, ConnectionError):
     code = "disconnected"
 
 
-_CLASSES: tuple[type[Error], ...] = (
-    Invalid,
-    UnknownTag,
-    DeviceMemory,
-    HostMemory,
-    Driver,
-    Work,
-    Capturing,
-    Busy,
-    Unsupported,
-    Internal,
-    NotPaused,
-    BufferTooSmall,
-    Disk,
-    PrefixCache,
-    Ending,
-    Registered,
-    Shared,
-    Aborted,
-    Leased,
-    Suspended,
-    NotRestorable,
-)
-_BY_NUMBER = {kind.number: kind for kind in _CLASSES}
+_CLASSES = [
+    kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, Error) and kind is not Error
+]
+_BY_NUMBER = {kind.number: kind for kind in _CLASSES if kind.number}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}
 
 

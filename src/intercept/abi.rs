@@ -1,8 +1,9 @@
-//! The C ABI. `include/vramctl.h` is generated from this file.
+//! The C ABI. `include/vramctl.h` is generated from this file: the documentation of its functions is for people who know C.
 //!
 //! All functions are thread-safe, may be called at any time and never end the process. Unless documented otherwise they return
 //! a [`VramctlResult`]; [`vramctl_last_error`] has the text of the calling thread's last error.
 
+pub use crate::result::VramctlResult;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -17,90 +18,12 @@ use vramctl_host::guarded;
 use vramctl_model::{Error, Kind, Policy, Span, TransitionRequest};
 use vramctl_observe::watch;
 
-/// A result code. Codes never change their meaning; new ones may be added.
-#[repr(i32)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum VramctlResult {
-    /// Success.
-    Ok = 0,
-    /// Invalid argument.
-    Invalid = 1,
-    /// No allocation has this tag.
-    UnknownTag = 2,
-    /// Too little device memory.
-    DeviceMemory = 3,
-    /// Too little host memory, or no thread could be started.
-    HostMemory = 4,
-    /// The driver refused a call.
-    Driver = 5,
-    /// The program's own GPU work has failed; its context is lost.
-    Work = 6,
-    /// A stream is being captured into a graph.
-    Capturing = 7,
-    /// The device did not finish its work in time.
-    Busy = 8,
-    /// The device or driver lacks a required feature.
-    Unsupported = 9,
-    /// A bug in the library.
-    Internal = 10,
-    /// The address is not in a paused allocation whose contents are kept.
-    NotPaused = 11,
-    /// The buffer is too small; `needed` has the required size.
-    BufferTooSmall = 12,
-    /// A backup file could not be created, written or read.
-    Disk = 13,
-    /// Over the socket only: the pause would drop a KV cache that the engine's prefix cache still describes.
-    PrefixCache = 14,
-    /// The program is exiting.
-    Ending = 15,
-    /// The pause would replace memory whose physical pages another process, a network card or NCCL has registered.
-    Registered = 16,
-    /// Other processes have memory open that would be paused.
-    Shared = 17,
-    /// Over the socket only: the pause or resume was undone before its commit.
-    Aborted = 18,
-    /// Over the socket only: another client is in the middle of a pause or resume of this process.
-    Leased = 19,
-    /// Over the socket only: the process is suspended, and the request needs its driver.
-    Suspended = 20,
-    /// Over the socket only: the driver could checkpoint the process, but not restore it.
-    NotRestorable = 21,
-}
-
-impl From<Kind> for VramctlResult {
-    fn from(kind: Kind) -> Self {
-        match kind {
-            Kind::Invalid => Self::Invalid,
-            Kind::UnknownTag => Self::UnknownTag,
-            Kind::DeviceMemory => Self::DeviceMemory,
-            Kind::HostMemory => Self::HostMemory,
-            Kind::Driver => Self::Driver,
-            Kind::Work => Self::Work,
-            Kind::Capturing => Self::Capturing,
-            Kind::Busy => Self::Busy,
-            Kind::Unsupported => Self::Unsupported,
-            Kind::Internal => Self::Internal,
-            Kind::NotPaused => Self::NotPaused,
-            Kind::BufferTooSmall => Self::BufferTooSmall,
-            Kind::Disk => Self::Disk,
-            Kind::PrefixCache => Self::PrefixCache,
-            Kind::Ending => Self::Ending,
-            Kind::Registered => Self::Registered,
-            Kind::Shared => Self::Shared,
-            Kind::Aborted => Self::Aborted,
-            Kind::Leased => Self::Leased,
-            Kind::Suspended => Self::Suspended,
-            Kind::NotRestorable => Self::NotRestorable,
-        }
-    }
-}
-
 /// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined
 /// behaviour.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VramctlBackup {
-    /// The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `Host`.
+    /// The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `VRAMCTL_BACKUP_HOST`.
     Default = 0,
     /// Discard them; after the resume the memory reads as zero.
     Discard = 1,
@@ -133,7 +56,7 @@ pub unsafe extern "C" fn vramctl_region_begin(tag: *const c_char, backup: i32) -
     })
 }
 
-/// Ends the calling thread's innermost region. Returns `Invalid` if there is none.
+/// Ends the calling thread's innermost region. Returns `VRAMCTL_RESULT_INVALID` if there is none.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_region_end() -> VramctlResult {
     answer(region::end)
@@ -143,7 +66,7 @@ pub extern "C" fn vramctl_region_end() -> VramctlResult {
 /// empty if the allocation would be left to CUDA.
 ///
 /// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
-/// returns `BufferTooSmall` and leaves `buffer` unchanged.
+/// returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes, and `needed` null or writable.
@@ -160,7 +83,7 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
 /// nothing. Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
 ///
 /// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative
-/// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
+/// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `VRAMCTL_BACKUP_DEFAULT` does not.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -190,13 +113,13 @@ pub struct VramctlRange {
 pub struct VramctlTag {
     /// The tag, NUL-terminated; null means all tags not listed.
     pub tag: *const c_char,
-    /// A `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
+    /// A `VramctlBackup` that overrides the allocations' own policies; `VRAMCTL_BACKUP_DEFAULT` does not.
     pub backup: i32,
 }
 
 /// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
 ///
-/// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed
+/// `tags`: `count` entries, at least one. A tag that no allocation has is `VRAMCTL_RESULT_UNKNOWN_TAG`, unless a null tag is listed
 /// too. `timeout_ms`: as for `vramctl_pause`.
 ///
 /// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
@@ -293,7 +216,7 @@ pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: 
 /// there was none.
 ///
 /// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
-/// returns `BufferTooSmall` and leaves `buffer` unchanged.
+/// returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
@@ -310,7 +233,7 @@ pub unsafe extern "C" fn vramctl_last_report_json(buffer: *mut c_char, capacity:
 /// control protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
 ///
 /// If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between
-/// calls. If `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
+/// calls. If `capacity` is smaller, returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
@@ -335,7 +258,7 @@ pub extern "C" fn vramctl_last_error() -> *const c_char {
 /// bytes; `{}` if none has failed.
 ///
 /// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
-/// returns `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
+/// returns `VRAMCTL_RESULT_BUFFER_TOO_SMALL`, leaves `buffer` unchanged and keeps the last error.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
@@ -345,14 +268,14 @@ pub unsafe extern "C" fn vramctl_last_error_json(buffer: *mut c_char, capacity: 
     // Not through `answer`, which would replace the last error by this call's own.
     // SAFETY: the caller's promise.
     let outcome = guarded(|| unsafe { put(&json(error.as_ref().map(Refusal::from).as_ref()), buffer, capacity, needed) });
-    outcome.map_or(VramctlResult::Internal, |outcome| outcome.map_or_else(|error| error.kind().into(), |()| VramctlResult::Ok))
+    outcome.map_or(Kind::Internal.into(), |outcome| outcome.map_or_else(|error| error.kind().into(), |()| VramctlResult::OK))
 }
 
 /// Gives read access to the kept contents of a paused allocation: `*pointer` receives the host address of the byte that
 /// was at `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
 ///
 /// `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is
-/// resumed or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host
+/// resumed or freed. Returns `VRAMCTL_RESULT_NOT_PAUSED` unless the address is in a paused allocation whose contents are in host
 /// memory.
 ///
 /// # Safety
@@ -478,8 +401,8 @@ pub unsafe extern "C" fn vramctl_cache_answer(problem: *const c_char) -> Vramctl
 /// `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
 /// (`docs/protocol.md`).
 ///
-/// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `Busy` after that, and
-/// `Invalid` if no thread serves or the program is held.
+/// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `VRAMCTL_RESULT_BUSY` after that, and
+/// `VRAMCTL_RESULT_INVALID` if no thread serves or the program is held.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_trim(timeout_ms: i64) -> VramctlResult {
     answer(|| {
@@ -549,8 +472,8 @@ pub unsafe extern "C" fn vramctl_set_retain(tag: *const c_char, retain: i32) -> 
     })
 }
 
-/// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a
-/// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it
+/// Sets the directory in which future pauses keep contents with the policy `VRAMCTL_BACKUP_DISK`. It must exist and should be on a
+/// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `VRAMCTL_RESULT_DISK` if it
 /// is not a directory.
 ///
 /// # Safety
@@ -591,7 +514,7 @@ fn json(value: Option<&impl serde::Serialize>) -> String {
 /// Runs the body of a function. Turns errors, and panics, into a result code and stores the error.
 fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
     let Err(error) = guarded(body).unwrap_or_else(|| Err(Error::Internal("a call panicked".into()))) else {
-        return VramctlResult::Ok;
+        return VramctlResult::OK;
     };
     let result = error.kind().into();
     let error_text = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default();

@@ -27,6 +27,7 @@ mod reach;
 mod real;
 mod register;
 pub mod resolve;
+mod result;
 mod share;
 mod streams;
 pub mod table;

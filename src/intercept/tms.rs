@@ -16,7 +16,7 @@ use std::ptr;
 use vramctl_backup as backup;
 use vramctl_config::{self as config, CpuBackupBackend};
 use vramctl_core::memory::{Memory, region};
-use vramctl_model::{Error, Policy};
+use vramctl_model::{Error, Kind, Policy};
 
 thread_local! {
     /// The string that [`tms_get_current_tag`] last returned.
@@ -223,14 +223,14 @@ unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a CStr, Error
 
 /// Converts and logs a result. An unknown tag is a success: engines pause every tag they know, used or not.
 fn code(function: &str, result: VramctlResult) -> c_int {
-    if matches!(result, VramctlResult::Ok | VramctlResult::UnknownTag) {
+    if result == VramctlResult::OK || result == Kind::UnknownTag {
         return 0;
     }
     config::set_up_logger();
     // SAFETY: a NUL-terminated string of the library's own, valid until this thread's next failure.
     let text = unsafe { CStr::from_ptr(abi::vramctl_last_error()) };
     log::error!("{function}: {}", text.to_string_lossy());
-    result as c_int
+    result.number()
 }
 
 /// Runs the body of a function that cannot return an error, and logs it.

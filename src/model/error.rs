@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Lent, Obstacle, Registration, code, short_uuid};
+use crate::{Bytes, Failure, Holder, Kind, Lent, Obstacle, Registration, code, short_uuid};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -91,86 +91,6 @@ pub struct Shortage {
     pub free: u64,
     /// The other processes on the device that the driver reports.
     pub holders: Vec<Holder>,
-}
-
-/// The kind of error, as a C code (the discriminant) and a protocol code (the name). Both are stable.
-#[repr(i32)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Kind {
-    /// Invalid argument or request.
-    Invalid = 1,
-    /// No allocation has this tag.
-    UnknownTag = 2,
-    /// Too little device memory.
-    DeviceMemory = 3,
-    /// Too little host memory.
-    HostMemory = 4,
-    /// The driver refused a call.
-    Driver = 5,
-    /// The program's own GPU work has failed.
-    Work = 6,
-    /// A stream is being captured.
-    Capturing = 7,
-    /// The device did not finish its work in time.
-    Busy = 8,
-    /// The device or driver lacks a required feature.
-    Unsupported = 9,
-    /// A bug in the library.
-    Internal = 10,
-    /// The address is not in a paused allocation whose contents are kept.
-    NotPaused = 11,
-    /// The caller's buffer is too small.
-    BufferTooSmall = 12,
-    /// A backup file could not be created, written or read.
-    Disk = 13,
-    /// The pause would discard a KV cache that an inference engine still relies on.
-    PrefixCache = 14,
-    /// The program is exiting.
-    Ending = 15,
-    /// The pause would replace memory whose physical pages are registered with somebody else.
-    Registered = 16,
-    /// Other processes have memory open that would be paused.
-    Shared = 17,
-    /// The process is suspended.
-    Suspended = 20,
-    /// The process could be checkpointed, but not restored.
-    NotRestorable = 21,
-    /// The transition was undone before its commit.
-    Aborted = 18,
-    /// Another client is in the middle of a transition of this process.
-    Leased = 19,
-}
-
-impl Kind {
-    const ALL: [Self; 21] = [
-        Self::Invalid,
-        Self::UnknownTag,
-        Self::DeviceMemory,
-        Self::HostMemory,
-        Self::Driver,
-        Self::Work,
-        Self::Capturing,
-        Self::Busy,
-        Self::Unsupported,
-        Self::Internal,
-        Self::NotPaused,
-        Self::BufferTooSmall,
-        Self::Disk,
-        Self::PrefixCache,
-        Self::Ending,
-        Self::Registered,
-        Self::Shared,
-        Self::Aborted,
-        Self::Leased,
-        Self::Suspended,
-        Self::NotRestorable,
-    ];
-
-    /// The kind with a C code.
-    pub fn of_number(number: i32) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| *kind as i32 == number)
-    }
 }
 
 impl Error {
@@ -357,38 +277,6 @@ impl fmt::Display for Shortage {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Scripts and other languages compare these codes; changing one breaks them silently.
-    #[test]
-    fn the_codes_never_change() {
-        let known = [
-            (Kind::Invalid, 1, "invalid"),
-            (Kind::UnknownTag, 2, "unknown_tag"),
-            (Kind::DeviceMemory, 3, "device_memory"),
-            (Kind::HostMemory, 4, "host_memory"),
-            (Kind::Driver, 5, "driver"),
-            (Kind::Work, 6, "work"),
-            (Kind::Capturing, 7, "capturing"),
-            (Kind::Busy, 8, "busy"),
-            (Kind::Unsupported, 9, "unsupported"),
-            (Kind::Internal, 10, "internal"),
-            (Kind::NotPaused, 11, "not_paused"),
-            (Kind::BufferTooSmall, 12, "buffer_too_small"),
-            (Kind::Disk, 13, "disk"),
-            (Kind::PrefixCache, 14, "prefix_cache"),
-            (Kind::Ending, 15, "ending"),
-            (Kind::Registered, 16, "registered"),
-            (Kind::Shared, 17, "shared"),
-            (Kind::Suspended, 20, "suspended"),
-            (Kind::NotRestorable, 21, "not_restorable"),
-            (Kind::Aborted, 18, "aborted"),
-            (Kind::Leased, 19, "leased"),
-        ];
-        for (kind, number, name) in known {
-            assert_eq!(kind as i32, number);
-            assert_eq!(serde_json::to_string(&kind).unwrap(), format!("\"{name}\""));
-        }
-    }
 
     #[test]
     fn a_shortage_says_what_was_needed_and_who_holds_the_rest() {
