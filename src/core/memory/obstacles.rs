@@ -90,6 +90,11 @@ impl Memory {
         for (kind, what) in sightings::counted() {
             add(kind, what, 0);
         }
+        // Access to plain memory comes back (driver 580, two H100); to pools, nobody has tried.
+        let pools: Vec<_> = self.peers.of_pools().into_iter().map(|(device, owner)| format!("{device} to {owner}")).collect();
+        if !pools.is_empty() {
+            add(ObstacleKind::Peers, format!("access to a pool of GPU {}", pools.join(", ")), 0);
+        }
         // Also for a process without memory here: it may still have contexts.
         if driver::devices().any(driver::is_behind_mps) {
             add(ObstacleKind::Mps, "a GPU behind MPS".into(), 0);

@@ -69,6 +69,11 @@ impl Peers {
         self.changes.load(Ordering::Relaxed)
     }
 
+    /// The pairs that the program has given access to a whole default pool.
+    pub fn of_pools(&self) -> BTreeSet<Pair> {
+        self.read().pools.keys().copied().collect()
+    }
+
     /// The devices that may use memory of these.
     pub fn of_owners(&self, owners: &BTreeSet<CUdevice>) -> BTreeSet<CUdevice> {
         let enabled = self.read();
