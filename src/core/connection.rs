@@ -112,9 +112,7 @@ impl Connection {
     /// The same for memory whose descriptor the client has imported. A client that asks for another process's memory keeps its seat.
     pub fn lend_claimed(&self, file: &Held) -> Result<(Token, Loan), Error> {
         let file = file.get().map_err(|error| Error::Invalid(error.to_string()))?;
-        let claimed = Memory::get().lend_claimed(file, &self.borrower)?;
-        self.takes_a_borrowers_seat().inspect_err(|_| Memory::get().take_all_back(self.borrower.connection))?;
-        Ok(claimed)
+        Memory::get().lend_claimed(file, &self.borrower, || self.takes_a_borrowers_seat())
     }
 
     fn takes_a_borrowers_seat(&self) -> Result<(), Error> {

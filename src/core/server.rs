@@ -8,6 +8,7 @@
 //! works for a program that is paused, held or suspended.
 
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
+use crate::memory::share::Loan;
 use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
 use crate::{cache, engine, events, holder, lease, status};
@@ -275,23 +276,26 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;
-            let pieces;
-            (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
-            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses, token: None })
+            Ok(opened(loan, None, files))
         }
         Request::Claim => {
             let file = lines.take_file().ok_or_else(|| Error::Invalid("a claim needs a descriptor".into()))?;
             let file = Held::new(file).map_err(|error| Error::Invalid(error.to_string()))?;
             let (token, loan) = connection.lend_claimed(&file)?;
-            let pieces;
-            (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
-            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses, token: Some(token.text()) })
+            Ok(opened(loan, Some(token.text()), files))
         }
         Request::Close { token } => {
             memory.take_back(&token, connection.borrower.connection);
             Ok(Reply::Closed)
         }
     }
+}
+
+/// The answer that goes with the descriptors of a loan.
+fn opened(loan: Loan, token: Option<String>, files: &mut Vec<Held>) -> Reply {
+    let pieces;
+    (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
+    Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses, token }
 }
 
 fn hello() -> Hello {

@@ -7,7 +7,7 @@
 //!
 //! Each function returns `None` if the memory is not managed; then the caller uses the real function. `real` calls that function.
 
-use super::allocation::Mapping;
+use super::allocation::{Contents, Mapping};
 use super::keyed::Keyed;
 use super::registered::RegisteredUntil;
 use super::{Allocation, Memory, Placement, borrow};
@@ -263,21 +263,7 @@ impl Memory {
         until: RegisteredUntil,
         real: impl FnOnce(u64) -> StatusCode,
     ) -> Option<StatusCode> {
-        if !is_ours(handle) {
-            return None;
-        }
-        let _shared = self.share();
-        let allocation = match self.of_handle(handle) {
-            Ok(allocation) => allocation,
-            Err(code) => return Some(code),
-        };
-        let mut contents = allocation.contents();
-        let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
-        let answer = real(driver_handle);
-        if answer == code::SUCCESS {
-            self.is_registered(&allocation, &mut contents, call, until);
-        }
-        Some(answer)
+        self.with_driver_handle(handle, real, |allocation, contents| self.is_registered(allocation, contents, call, until))
     }
 
     /// `cuMemExportToShareableHandle`, to a descriptor. `copied`: another descriptor of it. The memory counts as registered until a process under the
@@ -287,6 +273,22 @@ impl Memory {
         handle: u64,
         real: impl FnOnce(u64) -> StatusCode,
         copied: impl FnOnce() -> Option<Held>,
+    ) -> Option<StatusCode> {
+        self.with_driver_handle(handle, real, |allocation, contents| match copied().filter(|_| allocation.import.is_none()) {
+            Some(file) => {
+                let mark = contents.lending.exported(file);
+                contents.mark(&mark);
+            }
+            None => self.is_registered(allocation, contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
+        })
+    }
+
+    /// Passes the driver's handle to a call, whose success `note` records.
+    fn with_driver_handle(
+        &self,
+        handle: u64,
+        real: impl FnOnce(u64) -> StatusCode,
+        note: impl FnOnce(&Arc<Allocation>, &mut Contents),
     ) -> Option<StatusCode> {
         if !is_ours(handle) {
             return None;
@@ -300,13 +302,7 @@ impl Memory {
         let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
         let answer = real(driver_handle);
         if answer == code::SUCCESS {
-            match copied().filter(|_| allocation.import.is_none()) {
-                Some(file) => {
-                    let mark = contents.lending.exported(file);
-                    contents.mark(&mark);
-                }
-                None => self.is_registered(&allocation, &mut contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
-            }
+            note(&allocation, &mut contents);
         }
         Some(answer)
     }

@@ -52,7 +52,7 @@ impl Lender {
     pub(super) fn close_unconfirmed(&self, token: &Token) {
         let said = self.connection.as_type::<UnixStream>().and_then(|stream| {
             stream.set_write_timeout(Some(NOTED_WITHIN))?;
-            send(&stream, Request::Close { token: token.text() })
+            send(&stream, Request::Close { token: token.text() }, &[])
         });
         if let Err(error) = said {
             log::debug!("process {}: {error}", self.pid);
@@ -70,7 +70,7 @@ impl Lender {
         stream.set_read_timeout(Some(within))?;
         stream.set_write_timeout(Some(within))?;
         let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
-        match descriptors::send_line(&stream, &protocol::request_line(request), files, 0) {
+        match send(&stream, request, files) {
             // An owner that is busy says so without reading the request, and disconnects.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => receive(&stream).map_err(|_| error),
             Err(error) => Err(in_time(error)),
@@ -79,8 +79,8 @@ impl Lender {
     }
 }
 
-fn send(stream: &UnixStream, request: Request) -> io::Result<()> {
-    descriptors::send_line(stream, &protocol::request_line(request), &[], 0)
+fn send(stream: &UnixStream, request: Request, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    descriptors::send_line(stream, &protocol::request_line(request), files, 0)
 }
 
 fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<Held>)> {

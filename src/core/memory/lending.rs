@@ -1,7 +1,6 @@
 //! The loans of an allocation to other processes: what identifies it to them, and who has it open.
 
 use super::registrant::{Registrant, RegistrantMark};
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
@@ -61,6 +60,12 @@ pub struct Export {
     mark: Option<RegistrantMark>,
 }
 
+impl Export {
+    fn is(&self, file: BorrowedFd<'_>) -> bool {
+        self.file.get().is_ok_and(|own| is_one_file(own, file).unwrap_or(false))
+    }
+}
+
 /// The most exports that are remembered of one allocation: each takes a descriptor of the program's.
 const MOST_EXPORTS: usize = 16;
 
@@ -107,15 +112,17 @@ impl Lending {
         mark
     }
 
-    /// Whether the program has exported this descriptor. Then one that nobody has claimed before is claimed, if there is one: several may be of
-    /// one open file, and one may be imported by several processes.
-    pub fn claim(&mut self, file: BorrowedFd<'_>) -> bool {
-        let is_it = |export: &Export| export.file.get().is_ok_and(|own| is_one_file(own, file).unwrap_or(false));
-        let mut same: Vec<_> = self.exports.iter_mut().filter(|export| is_it(export)).collect();
-        if let Some(unclaimed) = same.iter_mut().find(|export| export.mark.is_some()) {
+    /// Whether the program has exported this descriptor.
+    pub fn has_exported(&self, file: BorrowedFd<'_>) -> bool {
+        self.exports.iter().any(|export| export.is(file))
+    }
+
+    /// Somebody known has imported this descriptor. Several exports may be of one open file, and one may be imported by several processes: this
+    /// claims one that nobody has claimed before, if there is one.
+    pub fn claimed(&mut self, file: BorrowedFd<'_>) {
+        if let Some(unclaimed) = self.exports.iter_mut().find(|export| export.mark.is_some() && export.is(file)) {
             unclaimed.mark = None;
         }
-        !same.is_empty()
     }
 
     /// Forgets all descriptors, which would keep the physical memory. Dropping them closes files.

@@ -88,51 +88,45 @@ impl Memory {
 
     /// Passes memory to another process, which has it open from now on. The errors have the codes for `cuIpcOpenMemHandle`.
     pub fn lend(&self, token: &str, borrower: &Borrower) -> Result<Loan, Error> {
-        let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
         // Not during a pause or resume.
         let _shared = self.share();
         check_not_quiesced()?;
-        let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
-        self.lend_allocation(&allocation, borrower)
-    }
-
-    /// Under the transition lock.
-    #[allow(clippy::unused_self)] // the lock is its
-    fn lend_allocation(&self, allocation: &Allocation, borrower: &Borrower) -> Result<Loan, Error> {
-        let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
-        let _relaxed = RelaxedCapture::enter();
-        let mut contents = allocation.contents();
-        let Some(memory) = contents.memory.as_ref().filter(|memory| memory.is_mapped()) else { return refuse(code::ILLEGAL_STATE) };
-        // What a driver refuses once, it may grant a moment later.
-        let pieces = memory.export().or_else(|failure| if failure.is_refusal() { memory.export() } else { Err(failure) })?;
-        if pieces.len() > descriptors::MOST {
-            return refuse(code::NOT_SUPPORTED);
-        }
-        let pauses = contents.pauses;
-        contents.lending.open(borrower.clone(), pauses);
-        Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses })
+        let allocation = Token::parse(token).and_then(|token| self.with_token(&token)).ok_or(refusal(code::INVALID_HANDLE))?;
+        lend_to(&allocation, borrower)
     }
 
     /// The memory behind a descriptor that this process has exported.
     fn with_export(&self, file: BorrowedFd<'_>) -> Option<Arc<Allocation>> {
-        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.claim(file))
+        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.has_exported(file))
     }
 
-    /// Passes memory to a process that has imported a descriptor of it.
-    pub fn lend_claimed(&self, file: BorrowedFd<'_>, borrower: &Borrower) -> Result<(Token, Loan), Error> {
+    /// Passes memory to a process that has imported a descriptor of it. `admit`: whether there is room for one more borrower. The export counts as
+    /// claimed only if all of this succeeds: otherwise nobody knows who has the memory.
+    pub fn lend_claimed(
+        &self,
+        file: BorrowedFd<'_>,
+        borrower: &Borrower,
+        admit: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(Token, Loan), Error> {
         // The importer is a thread of the program's: it does not wait for a pause.
         let _shared = self.transition.try_read().map_err(|_| Error::Busy(Duration::ZERO))?;
+        check_not_quiesced()?;
         let invalid = Failure { call: "cuMemImportFromShareableHandle", code: code::INVALID_HANDLE };
         let allocation = self.with_export(file).ok_or(invalid)?;
+        admit()?;
         let token = allocation.contents().lending.token().map_err(|_| Failure { code: code::OPERATING_SYSTEM, ..invalid })?;
-        self.lend_allocation(&allocation, borrower).map(|loan| (token, loan))
+        let loan = lend_to(&allocation, borrower)?;
+        allocation.contents().lending.claimed(file);
+        Ok((token, loan))
     }
 
     /// The handle of memory that this process has exported itself, once more.
     pub fn own_export(&self, file: BorrowedFd<'_>) -> Option<u64> {
         let _shared = self.share();
         let allocation = self.with_export(file)?;
-        allocation.contents().references += 1;
+        let mut contents = allocation.contents();
+        contents.lending.claimed(file);
+        contents.references += 1;
         Some(allocation.key())
     }
 
@@ -149,6 +143,26 @@ impl Memory {
             allocation.contents().lending.close(connection);
         }
     }
+}
+
+/// What `cuIpcOpenMemHandle` answers in the other process.
+fn refusal(code: StatusCode) -> Failure {
+    Failure { call: "cuIpcOpenMemHandle", code }
+}
+
+/// Passes memory to another process. Under the transition lock.
+fn lend_to(allocation: &Allocation, borrower: &Borrower) -> Result<Loan, Error> {
+    let _relaxed = RelaxedCapture::enter();
+    let mut contents = allocation.contents();
+    let memory = contents.memory.as_ref().filter(|memory| memory.is_mapped()).ok_or(refusal(code::ILLEGAL_STATE))?;
+    // What a driver refuses once, it may grant a moment later.
+    let pieces = memory.export().or_else(|failure| if failure.is_refusal() { memory.export() } else { Err(failure) })?;
+    if pieces.len() > descriptors::MOST {
+        return Err(refusal(code::NOT_SUPPORTED).into());
+    }
+    let pauses = contents.pauses;
+    contents.lending.open(borrower.clone(), pauses);
+    Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses })
 }
 
 /// Refuses to pause memory that other processes have open: they would keep using physical memory that no longer belongs to the allocation.
