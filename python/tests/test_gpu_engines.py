@@ -286,7 +286,7 @@ class InTheMiddle(unittest.TestCase):
 
     def test_the_other_process_must_get_its_memory(self):
         self.assertEqual(len(self.failed("hold", "disturbed")[0]), 1)
-        self.assertIn("another process uses 129 GiB", self.failed("suspend", "disturbed")[0])
+        self.assertIn("another process uses 130 GiB", self.failed("suspend", "disturbed")[0])
 
 
 class Script(unittest.TestCase):

@@ -18,10 +18,9 @@ import ledger  # noqa: E402
 import many  # noqa: E402
 import report  # noqa: E402
 from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
+from suspend import FILL  # noqa: E402
 
 NAME = "gpu-engines"
-#: The share of a GPU's memory that another process uses while an engine is suspended.
-SUSPENDED_SHARE = 0.92
 
 
 class Program(Child):
@@ -355,7 +354,7 @@ class Engines(Check):
             one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
             one["in_flight"] = not program.has_answered()
             if len(rounds) in (0, self.options.pauses - 1):
-                gib = int(SUSPENDED_SHARE * int(self.gpu("memory.total")) / 1024)
+                gib = int(FILL * int(self.gpu("memory.total")) / 1024)
                 code, text, _ = self.command(*self.other(gib), seconds=120, env=self.plain_env)
                 self.expect(f"another process uses {gib} GiB", code == 0, text)
             began = time.monotonic()
