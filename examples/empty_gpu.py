@@ -25,7 +25,7 @@ def tell(done):
 
 def users_of(gpu):
     """The jobs on the GPU, and the programs on it without vramctl."""
-    ledger = json.loads(vramctl("status", "--ledger", "--json", "--gpu", str(gpu)).stdout)
+    ledger = json.loads(vramctl("gpus", "--json", "--gpu", str(gpu)).stdout)
     shares = [share for one in ledger["gpus"] for share in one["shares"] if "pid" in share]
     others = {f"{share.get('name')} (pid {share['pid']})" for share in shares if share["what"] == "process"}
     return sorted({share["name"] for share in shares if share["what"] != "process"}), sorted(others)
@@ -52,7 +52,7 @@ def main():
     for job in users_of(gpu)[0]:
         leave(job, others)
     jobs, programs = users_of(gpu)
-    tell(vramctl("status", "--ledger", "--gpu", str(gpu)))
+    tell(vramctl("gpus", "--gpu", str(gpu)))
     if jobs or programs:
         sys.exit(f"still on GPU {gpu}: {', '.join(jobs + programs)}")
 

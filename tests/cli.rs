@@ -1150,7 +1150,7 @@ fn a_closed_output_pipe_is_no_error() {
 fn help_and_completions_exist() {
     let place = Place::new();
     place.vramctl("--help").expect(0, "Exit codes:", "");
-    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
+    for command in ["run", "ps", "status", "gpus", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
         place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
     }
     for shell in ["bash", "zsh", "fish"] {
@@ -1461,21 +1461,165 @@ fn a_pip_installation_is_found() {
     }
 }
 
-/// Python's `vramctl.Job` waits for the command, and gives its own id.
+/// For one release.
 #[test]
-fn who_waits_for_the_command_is_not_held() {
+fn old_spellings_work_with_a_warning() {
     let place = Place::new();
-    let (own, other) = (Fake::new(&place, "own", &["weights"]), Fake::new(&place, "other", &["weights"]));
-    let waiting = format!("--waiting {}", own.pid());
-    for arguments in ["pause own", "pause --all", "suspend own"] {
-        let arguments = arguments.replace(" own", " --name own");
-        place.vramctl(&format!("{arguments} {waiting}")).expect(1, "", "a program cannot hold itself");
-        let told = place.vramctl(&format!("{arguments} {waiting} --json")).only_json();
-        assert_eq!(told["error"]["code"], "invalid", "{told}");
+    let _engine = Fake::new(&place, "engine", &["kv_cache"]);
+    for (old, new) in
+        [("pause --backup discard", "--discard"), ("suspend --dry-run --backup discard", "--discard"), ("status --ledger", "vramctl gpus")]
+    {
+        let told = place.vramctl(old).err;
+        assert_eq!(told.matches("warning: `").count(), 1, "{told}");
+        assert!(told.contains(&format!("` is `{new}` now")), "{told}");
     }
-    assert!(own.asked().is_empty() && other.asked().is_empty());
-    place.vramctl(&format!("pause --name other {waiting}")).expect(0, "paused", "");
-    place.vramctl(&format!("pause --name own --no-hold {waiting}")).expect(0, "paused", "");
+    for new in ["pause --discard", "gpus"] {
+        let told = place.vramctl(new).err;
+        assert!(!told.contains("spelling"), "{told}");
+    }
+    let help = place.vramctl("--help").out;
+    assert!(help.contains("gpus") && !help.contains("python-path") && !help.contains("operate"), "{help}");
+}
+
+// ---- operations of programs ----
+
+/// An operation that a program has asked for.
+struct Operating {
+    child: Child,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Operating {
+    fn new(place: &Place, request: &Value) -> Self {
+        let mut command = place.command(command_line(), &["operate"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        writeln!(child.stdin.as_ref().unwrap(), "{request}").unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, lines }
+    }
+
+    /// Its lines up to the outcome, and its exit code.
+    fn ends(mut self) -> (Vec<Value>, Option<i32>) {
+        let lines: Vec<Value> = self.lines.by_ref().map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
+        assert_eq!(lines.last().expect("an outcome")["reply"], "outcome", "{lines:?}");
+        (lines, self.child.wait().unwrap().code())
+    }
+}
+
+/// What comes of a request: the outcome.
+fn operate(place: &Place, request: &Value) -> Value {
+    Operating::new(place, request).ends().0.pop().unwrap()
+}
+
+fn request(operation: &str, fields: &Value) -> Value {
+    let mut request = json!({ "version": 1, "operation": operation });
+    request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    request
+}
+
+#[test]
+fn a_program_hears_what_comes_of_its_operation() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights", "kv_cache"]);
+    let pause = request("pause", &json!({ "target": { "name": "engine" }, "tags": ["kv_cache"], "backup": "discard", "progress": true }));
+    let (lines, code) = Operating::new(&place, &pause).ends();
+    assert_eq!(code, Some(0));
+    assert_eq!(lines[0], json!({ "reply": "progress", "pid": engine.pid(), "stage": "save", "done": 1, "total": 2 }));
+    let outcome = &lines[lines.len() - 1];
+    assert_eq!((&outcome["committed"], &outcome["error"]), (&json!(true), &Value::Null), "{outcome}");
+    let of_process = &outcome["processes"][0];
+    assert_eq!(
+        (&of_process["pid"], &of_process["tags"], &of_process["report"]["discarded_bytes"]),
+        (&json!(engine.pid()), &json!(["kv_cache"]), &json!(GIB))
+    );
+    assert_eq!((&outcome["jobs"][0]["pids"], &outcome["jobs"][0]["attempts"]), (&json!([engine.pid()]), &json!(1)));
+    let status = operate(&place, &request("status", &json!({ "target": { "pid": engine.pid() } })));
+    let of_tags: Vec<_> = status["processes"][0]["tags"].as_array().unwrap().iter().map(|tag| tag["state"].clone()).collect();
+    assert_eq!(of_tags, ["active", "paused"]);
+    assert_eq!(operate(&place, &request("resume", &json!({})))["processes"][0]["report"]["bytes"], json!(GIB));
+}
+
+#[test]
+fn a_program_hears_why_its_operation_failed() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let failed = |request: &Value| {
+        let outcome = operate(&place, request);
+        assert_eq!(outcome["committed"], false, "{outcome}");
+        outcome["error"].clone()
+    };
+    let pause = |fields: Value| failed(&request("pause", &fields));
+    assert_eq!(pause(json!({ "target": { "name": "nobody" } }))["code"], "no_process");
+    // A word of a person may name the process. A program says which is which.
+    let unknown = pause(json!({ "tags": ["engine"] }));
+    assert_eq!((&unknown["code"], &unknown["known_tags"]), (&json!("unknown_tag"), &json!(["weights"])));
+    let held = pause(json!({ "target": "all", "waiting": engine.pid() }));
+    assert!(held["code"] == "invalid" && held["message"].as_str().unwrap().contains("a program cannot hold itself"), "{held}");
+    for (fields, why) in [
+        (json!({ "sharde": true }), "unknown field `sharde`"),
+        (json!({ "backup": "tape" }), "unknown variant `tape`"),
+        (json!({ "hold": false, "shared": true }), "need `hold`"),
+        (json!({ "engines": ["ftp://engine"] }), "not an address"),
+    ] {
+        let wrong = pause(fields);
+        assert!(wrong["code"] == "invalid" && wrong["message"].as_str().unwrap().contains(why), "{wrong}");
+    }
+    assert_eq!(failed(&request("suspend", &json!({ "registered": "keep" })))["code"], "invalid");
+    assert_eq!(failed(&request("explode", &json!({})))["code"], "invalid");
+    let newer = failed(&json!({ "version": 2, "operation": "pause" }));
+    assert!(newer["message"].as_str().unwrap().contains("version 2"), "{newer}");
+    let other = Fake::new(&place, "other", &["weights"]);
+    let several = pause(json!({}));
+    let mut pids = [engine.pid(), other.pid()];
+    pids.sort_unstable();
+    assert_eq!((&several["code"], &several["pids"]), (&json!("several_processes"), &json!(pids)));
+    assert!(engine.asked().is_empty() && other.asked().is_empty());
+    // Held by nobody, it waits for the answer only.
+    for fields in [json!({ "target": { "name": "other" } }), json!({ "target": { "name": "engine" }, "hold": false })] {
+        let mut fields = fields;
+        fields["waiting"] = json!(engine.pid());
+        assert_eq!(operate(&place, &request("pause", &fields))["committed"], true);
+    }
+}
+
+/// However the program says that it does not want it any more.
+#[test]
+fn a_program_can_cancel_its_operation() {
+    for by_a_line in [false, true] {
+        let place = Place::new();
+        let engine =
+            Fake::reacting(&place, "engine", &["weights"], |request| matches!(request, Request::Pause(_)).then_some(Reaction::BeSilent));
+        let mut operating = Operating::new(&place, &request("pause", &json!({})));
+        while engine.state.lock().unwrap().transitions == 0 {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let mut stdin = operating.child.stdin.take().unwrap();
+        if by_a_line {
+            writeln!(stdin).unwrap();
+        } else {
+            drop(stdin);
+        }
+        let (lines, code) = operating.ends();
+        let outcome = &lines[lines.len() - 1];
+        assert_eq!((code, &outcome["committed"], &outcome["error"]["code"]), (Some(1), &json!(false), &json!("cancelled")), "{outcome}");
+        assert_eq!(outcome["processes"], json!([{ "pid": engine.pid(), "name": "engine", "left": "as_it_was" }]));
+    }
+}
+
+/// The example in the page is one that the command understands.
+#[test]
+fn the_documented_operation_runs() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]);
+    let page = protocol_page();
+    let mut documented = blocks(&page, "jsonl")[0].lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let (lines, _) = Operating::new(&place, &documented.next().unwrap()).ends();
+    for wanted in documented {
+        let told = lines.iter().find(|line| line["reply"] == wanted["reply"]).unwrap_or_else(|| panic!("{wanted} in {lines:?}"));
+        let names = |line: &Value| line.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(told), names(&wanted));
+    }
+    assert_eq!(engine.asked().len(), 1);
 }
 
 // ---- scripts ----

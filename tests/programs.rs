@@ -179,7 +179,7 @@ fn the_ledger_adds_up() {
 
     // Keyed by kind, process and owner.
     let ledger = |pids: &str| -> BTreeMap<(String, u64, String), i64> {
-        let output = machine.vramctl(&["status", "--ledger", "--json"]).env("SIMGPU_NVML_PIDS", pids).output().unwrap();
+        let output = machine.vramctl(&["gpus", "--json"]).env("SIMGPU_NVML_PIDS", pids).output().unwrap();
         let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
         let gpu = &answer["gpus"][0];
         assert_eq!(gpu["used_bytes"], machine.used());
@@ -215,16 +215,16 @@ fn the_ledger_adds_up() {
     assert_eq!(paused[&nobody("unexplained")], 0, "{paused:?}");
     // The command has told it what NVML counts.
     assert_eq!(machine.status("engine")["processes"][0]["cycles"][0]["driver"][UUID], of_engine, "{paused:?}");
-    let text = machine.done(&["status", "engine", "--ledger"]);
+    let text = machine.done(&["gpus", "engine"]);
     assert!(text.contains("backup of default") && text.contains("all else of its own"), "{text}");
     machine.done(&["resume"]);
 
-    let text = machine.done(&["status", "engine", "--ledger"]);
+    let text = machine.done(&["gpus", "engine"]);
     for what in ["Host memory: ", "GPU 0, Simulated GPU", "context, loaded code, small allocations", "hog", "all of it", "unexplained"] {
         assert!(text.contains(what), "{what} is not in {text}");
     }
     drop(engine);
-    let alone = machine.done(&["status", "--ledger", "--gpu", "0"]);
+    let alone = machine.done(&["gpus", "--gpu", "0"]);
     assert!(alone.contains("hog") && !alone.contains("engine"), "without any managed process: {alone}");
 }
 
@@ -243,7 +243,7 @@ fn a_program_that_leaves_its_memory_to_cuda_is_listed_with_it() {
     };
     let (engine, _other_rank) = (start(), start());
     let pid = engine.pid().to_string();
-    let ledger: Value = serde_json::from_str(&machine.done(&["status", "--ledger", "--json", "--pid", &pid])).unwrap();
+    let ledger: Value = serde_json::from_str(&machine.done(&["gpus", "--json", "--pid", &pid])).unwrap();
     let process = &ledger["processes"][0];
     assert_eq!((&process["pid"], &process["tags"]), (&engine.pid().into(), &Value::Array(Vec::new())), "{ledger:#}");
     let left: u64 = process["left_alone"].as_array().unwrap().iter().map(|left| left["bytes"].as_u64().unwrap()).sum();
@@ -350,8 +350,8 @@ fn without_nvml_each_command_says_why_and_shows_the_rest() {
 
     // What they do without NVML.
     for (line, code, rest) in [
-        ("status --ledger", Some(1), "default"),
-        ("status --ledger", Some(1), "Host memory:"),
+        ("gpus", Some(1), "default"),
+        ("gpus", Some(1), "Host memory:"),
         ("metrics", Some(0), "vramctl_host_free_bytes"),
         ("suspend engine --dry-run", Some(0), "default"),
     ] {
@@ -368,18 +368,18 @@ fn without_nvml_each_command_says_why_and_shows_the_rest() {
         let (ended, out, err) = missing(line);
         assert!(ended == Some(1) && err.contains("libnvidia-ml.so.1") && err.contains(CAPABILITY), "{line}: {ended:?} {out} {err}");
     }
-    let (ended, out, _) = missing("status --ledger --json");
+    let (ended, out, _) = missing("gpus --json");
     let answer: Value = serde_json::from_str(&out).unwrap();
     assert!(answer["error"]["message"].as_str().unwrap().contains(CAPABILITY), "{answer}");
     assert_eq!((ended, answer["processes"][0]["name"].as_str(), answer["gpus"].as_array().unwrap().len()), (Some(1), Some("engine"), 0));
     assert!(answer["host"]["free_bytes"].is_u64(), "{answer}");
 
     for call in ["nvmlInit_v2", "nvmlDeviceGetCount_v2"] {
-        let (ended, out, err) = ask("status --ledger", "SIMGPU_FAIL", format!("{call}:1:9:*").as_ref());
+        let (ended, out, err) = ask("gpus", "SIMGPU_FAIL", format!("{call}:1:9:*").as_ref());
         let why = format!("NVML fails: {call} answers 9 (");
         assert!(ended == Some(1) && out.contains("default") && err.contains(&why), "{call}: {ended:?} {out} {err}");
     }
-    let (ended, _, err) = ask("status --ledger --gpu GPU-none", "SIMGPU_FAIL", "".as_ref());
+    let (ended, _, err) = ask("gpus --gpu GPU-none", "SIMGPU_FAIL", "".as_ref());
     assert!(ended == Some(1) && err.contains("NVML does not report GPU-none here"), "{err}");
 }
 
@@ -730,7 +730,7 @@ fn programs_with_the_same_pid_in_two_containers_are_both_managed() {
         machine.done(&["pause", "--pid", pid]);
         machine.done(&["resume", "--name", name]);
     }
-    let ledger: Value = serde_json::from_str(&machine.done(&["status", "--ledger", "--json"])).unwrap();
+    let ledger: Value = serde_json::from_str(&machine.done(&["gpus", "--json"])).unwrap();
     let pids: Vec<_> = ledger["processes"].as_array().unwrap().iter().map(|process| process["pid"].as_u64().unwrap()).collect();
     assert!(pids.iter().all(|pid| *pid > 1), "{pids:?}");
     for program in &mut programs {

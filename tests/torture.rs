@@ -605,7 +605,7 @@ fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String
             format!("{} guests came to rank {rank}", guests.len())
         }
         3 => {
-            let others = ["ps", "status", "metrics", "status --ledger"].map(|command| start(machine, command));
+            let others = ["ps", "status", "metrics", "gpus"].map(|command| start(machine, command));
             for other in others {
                 end_of(other);
             }

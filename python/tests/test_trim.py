@@ -187,11 +187,11 @@ print(vramctl.trim().returned_bytes)
 
     def test_the_ledger_splits_a_tag(self) -> None:
         self.start()
-        answer = json.loads(self.command("status", "trainer", "--ledger", "--json").stdout)
+        answer = json.loads(self.command("gpus", "trainer", "--json").stdout)
         shares = [share for gpu in answer["gpus"] for share in gpu["shares"] if share.get("of") == "default"]
         split = [(share["live_bytes"], share["cached_bytes"], share["fragmented_bytes"], share["bytes"]) for share in shares]
         self.assertEqual(split, [(4 * MIB, 20 * MIB, 16 * MIB, 40 * MIB)])
-        text = self.command("status", "trainer", "--ledger").stdout
+        text = self.command("gpus", "trainer").stdout
         for line in ("  live", "  cached by the allocator (vramctl trim)", "  free in partly used segments"):
             self.assertIn(line, text)
         shares = [share for ledger in vramctl.ledger() for share in ledger.shares if share.of == "default"]
@@ -223,7 +223,7 @@ print(vramctl.trim().returned_bytes)
     def test_the_ledger_does_not_wait_for_the_interpreter_lock(self) -> None:
         program = self.start()
         self.assertEqual(program.ask("lock"), "locked")
-        ran = self.command("status", "trainer", "--ledger")
+        ran = self.command("gpus", "trainer")
         self.assertEqual(ran.returncode, 0, ran.stderr)
         self.assertNotIn("cached by", ran.stdout)
 

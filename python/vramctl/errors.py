@@ -55,9 +55,8 @@ class Error(RuntimeError):
         #: The numbers in the message, sizes in bytes. The keys depend on the class.
         self.numbers: dict[str, Any] = dict(numbers or {})
         #: Of a `Job`: whether it was paused or resumed all the same. True: one of its processes has not answered after the decision,
-        #: because it has ended or is stopped; all others are done. None: unknown, because the answer is missing.
-        #: Of `suspend` and `move`, it is False only if the arguments are wrong, True if a suspend raises `NotRestorable` (all tags are
-        #: paused, and the program is held until `resume`), else None.
+        #: because it has ended or is stopped; all others are done. Also if a suspend raises `NotRestorable`: all tags are paused, and the
+        #: program is held until `resume`. None: unknown, because the answer is missing, or only a part is done.
         self.committed: bool | None = False
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """Pauses and resumes jobs: all processes that were started together, as one.
 
-Runs the command line, which coordinates them. If this program dies meanwhile, none of them is left half paused.
+Runs ``vramctl operate``, which coordinates them (``docs/protocol.md``, "Operations"). If this program dies meanwhile, none of them is left
+half paused.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import concurrent.futures
 import contextlib
 import copy
 import json
+import logging
 import os
-import re
-import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,14 +31,10 @@ __all__ = ["Job", "JobReport", "StepsReport", "ledger"]
 
 _T = TypeVar("_T")
 
-#: The command line's own errors. The others are those of the protocol.
-_OF_THE_COMMAND: dict[str, type[errors.Error]] = {
-    "no_process": errors.NoProcess,
-    "usage": errors.Invalid,
-    "no_memory": errors.DeviceMemory,
-    "busy": errors.Busy,
-    "unsuspendable": errors.NotRestorable,
-}
+_log = logging.getLogger("vramctl")
+
+#: The version of the command's requests (``docs/protocol.md``, "Operations").
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -89,15 +86,15 @@ class Job:
     """
 
     def __init__(self, name: str | None = None, *, ranks: int | None = None) -> None:
-        self._target = [] if name is None else [f"--name={name}"]
-        self._ranks = [] if ranks is None else [f"--ranks={ranks}"]
+        self._target: str | dict[str, Any] = "only" if name is None else {"name": name}
+        self._ranks = ranks
         self._folder: str | None = None
 
     @classmethod
     def _of_process(cls, pid: int, folder: str) -> Job:
         """A single process, whose socket is in this folder."""
         job = cls()
-        job._target, job._folder = [f"--pid={pid}"], folder
+        job._target, job._folder = {"pid": pid}, folder
         return job
 
     def pause(
@@ -133,23 +130,27 @@ class Job:
         """
         if isinstance(tags, Mapping):
             raise errors.Invalid("a job has one policy for all tags: pass backup, and pause the others by themselves")
-        options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
-        options += ["--force"] if force else []
-        options += [] if engine is None else [f"--engine={engine}"]
-        options += [f"--registered={registered}"] if registered != "refuse" else []
-        options += ["--guard"] if guard else []
-        options += ["--shared"] if shared else []
-        options += ["--nccl"] if nccl else []
-        options += ["--no-hold"] if hold is None else _hold(hold)
-        options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
-        return self._transition("pause", tags, options)
+        return self._transition(
+            "pause",
+            tags,
+            backup=_policy(backup),
+            force=force,
+            engines=None if engine is None else [engine],
+            registered=_request.registered(registered),
+            guard=guard,
+            shared=shared,
+            nccl=nccl,
+            hold=hold is not None,
+            hold_ms=None if hold is None else _limit(hold),
+            timeout_ms=None if timeout is None else _limit(timeout),
+        )
 
     def resume(self, tags: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> JobReport:
         """Restores the memory of the tags (None: all) and its contents.
 
         `timeout`: seconds to wait for memory that others hold; None waits indefinitely. Raises as `Client.resume` does.
         """
-        return self._transition("resume", tags, [] if timeout == 0 else [f"--timeout={_seconds(timeout)}"])
+        return self._transition("resume", tags, timeout_ms=_limit(timeout))
 
     def suspend(
         self,
@@ -168,12 +169,15 @@ class Job:
         `errors.NotRestorable` if the driver could not restore it: then all tags are paused, and the rest stays on the GPU. `nccl` is for
         a job that can only be paused by tag because of NCCL; the exception's message says what NCCL has given back.
         """
-        options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
-        options += ["--force"] if force else []
-        options += ["--shared"] if shared else []
-        options += ["--nccl"] if nccl else []
-        options += [f"--registered={registered}", *_hold(hold)]
-        return self._steps("suspend", options)
+        return self._steps(
+            "suspend",
+            backup=_policy(backup),
+            force=force,
+            registered=_request.registered(registered),
+            shared=shared,
+            nccl=nccl,
+            hold_ms=_limit(hold),
+        )
 
     def move(
         self, to: int | str | Iterable[int | str], *, swap: str | None = None, hold: float = 10.0
@@ -185,8 +189,8 @@ class Job:
         processes, the exception names those that have moved.
         """
         gpus = [to] if isinstance(to, (int, str)) else list(to)
-        options = [f"--to={','.join(map(str, gpus))}", *_hold(hold)]
-        return self._steps("move", options + ([] if swap is None else [f"--swap={swap}"]))
+        other = None if swap is None else {"name": swap}
+        return self._steps("move", to=[str(gpu) for gpu in gpus], swap=other, hold_ms=_limit(hold))
 
     async def suspend_async(self, **options: Any) -> dict[int, StepsReport]:
         """`suspend`, for asyncio. When cancelled, it still completes."""
@@ -196,22 +200,14 @@ class Job:
         """`move`, for asyncio. When cancelled, it still completes."""
         return await _in_thread(lambda: self.move(to, **options))
 
-    def _steps(self, verb: str, options: list[str]) -> dict[int, StepsReport]:
-        told = _run([verb, *self._target, *self._ranks, *options, "--json"])
-        try:
-            reports = {process["pid"]: process["report"] for process in _processes(told)}
-        except errors.Error as error:
-            # The answer does not tell whether the failure came before the pause. What the driver cannot restore is found after it by a
-            # suspend, and before it, too, by a move.
-            if (told.get("error") or {}).get("code") != "usage":
-                error.committed = True if verb == "suspend" and isinstance(error, errors.NotRestorable) else None
-            raise
-        return {pid: StepsReport._from(report) for pid, report in reports.items()}
+    def _steps(self, operation: str, **fields: Any) -> dict[int, StepsReport]:
+        outcome = self._operate(operation, ranks=self._ranks, waiting=os.getpid(), **fields)
+        return {process["pid"]: StepsReport._from(process["report"]) for process in outcome["processes"]}
 
     def status(self) -> dict[int, Status]:
         """The managed memory of each process, by its id."""
-        told = _run(["status", *(self._target or ["--all"]), "--json"])
-        return {process["pid"]: Status._from(process) for process in _processes(told)}
+        outcome = self._operate("status", target="all" if self._target == "only" else self._target)
+        return {process["pid"]: Status._from(process) for process in outcome["processes"]}
 
     def paused(
         self, tags: str | Iterable[str] | None = None, *, resume_timeout: float | None = None, **options: Any
@@ -236,12 +232,17 @@ class Job:
         """`status`, for asyncio."""
         return await _in_thread(self.status)
 
-    def _transition(self, verb: str, tags: str | Iterable[str] | None, options: list[str]) -> JobReport:
+    def _transition(self, operation: str, tags: str | Iterable[str] | None, **fields: Any) -> JobReport:
         chosen = [tag for tag in _request.names(tags) if tag is not None]
-        told = _run([verb, *self._target, *self._ranks, *options, "--json", "--", *chosen], self._folder)
-        reports = {process["pid"]: Report._from(process["report"]) for process in _processes(told)}
-        job: dict[str, Any] = next(iter(told.get("jobs", ())), {})
+        # This program waits for the command: if it were held itself, it might wait for ever.
+        waiting = os.getpid() if operation == "pause" else None
+        outcome = self._operate(operation, ranks=self._ranks, tags=chosen, waiting=waiting, **fields)
+        reports = {process["pid"]: Report._from(process["report"]) for process in outcome["processes"]}
+        job: dict[str, Any] = next(iter(outcome["jobs"]), {})
         return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
+
+    def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
+        return _Operation({"operation": operation, "target": self._target, **fields}, self._folder).ended()
 
 
 def ledger() -> list[Ledger]:
@@ -249,10 +250,7 @@ def ledger() -> list[Ledger]:
 
     Runs the command line, which asks NVML and all managed processes. Raises an error if NVML reports no GPU.
     """
-    told = _run(["status", "--all", "--ledger", "--json"])
-    if told.get("error"):
-        _processes(told)
-    return [Ledger._from(gpu) for gpu in told["gpus"]]
+    return [Ledger._from(gpu) for gpu in _Operation({"operation": "gpus"}).ended()["gpus"]]
 
 
 class _Paused(contextlib.AbstractContextManager[JobReport]):
@@ -304,8 +302,9 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
     def _resume(self) -> None:
         # Those that are left, if one has ended meanwhile.
         left = copy.copy(self._job)
-        left._ranks = []
-        _Work(lambda: left.resume(self._tags, timeout=self._timeout)).ended()
+        left._ranks = None
+        # Whatever becomes of this program.
+        _Work(lambda: left._transition("resume", self._tags, timeout_ms=_limit(self._timeout), detached=True)).ended()
 
 
 class _Work(concurrent.futures.Future[_T]):
@@ -373,81 +372,85 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
     return await asyncio.wrap_future(_Work(work).start())
 
 
-def _hold(seconds: float) -> list[str]:
-    # This program waits for the command: if it were held itself, it might wait for ever.
-    return [f"--hold-timeout={_seconds(seconds)}", f"--waiting={os.getpid()}"]
+def _policy(backup: str) -> str | None:
+    return None if _request.checked(backup) == "default" else backup
 
 
-def _seconds(timeout: float | None) -> str:
-    milliseconds = _request.milliseconds(timeout)
-    return "1000000000" if milliseconds is None else str(milliseconds / 1000)
+def _limit(seconds: float | None) -> int:
+    """In milliseconds. None: without end."""
+    limit = _request.milliseconds(seconds)
+    return 10**12 if limit is None else limit
 
 
-def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
-    return _Command(arguments, folder).ended()
+class _Operation(_Work[dict[str, Any]]):
+    """An operation of the command line, and its outcome. Fields that are None are left out.
 
-
-class _Command(_Work[dict[str, Any]]):
-    """The command line and its answer.
-
-    It runs in a session of its own. The terminal's ^C does not reach it there, nor do ^Z and a hangup; `stop` does. Then it ends what it
-    waits for, and undoes what it has begun.
+    The command runs in a session of its own: the terminal's ^C does not reach it there, nor do ^Z and a hangup. `stop` does, and so does the
+    end of this program. Then it ends what it waits for, and undoes what it has begun.
     """
 
-    def __init__(self, arguments: list[str], folder: str | None) -> None:
-        super().__init__(self._ask)
-        self._arguments, self._folder = arguments, folder
-        self._child: subprocess.Popen[str] | None = None
-        self._stopped = False
+    def __init__(self, request: Mapping[str, Any], folder: str | None = None) -> None:
+        super().__init__(self._run_command)
+        given = {name: value for name, value in request.items() if value is not None}
+        self._request, self._folder = {"version": _VERSION, **given}, folder
+        self._stdin: int | None = None
+        self._stopped, self._changing = False, threading.Lock()
 
     def stop(self) -> None:
-        self._stopped = True
-        if self._child is not None:
-            self._child.send_signal(signal.SIGINT)
+        with self._changing:
+            self._stopped = True
+            self._cancel()
 
-    def _ask(self) -> dict[str, Any]:
+    def _cancel(self) -> None:
+        if self._stdin is not None:
+            # Not by closing it: a child that this program has forked would keep it open.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._stdin, b"\n")
+
+    def _run_command(self) -> dict[str, Any]:
         from .__main__ import command  # only here: `python -m vramctl` runs that module itself
 
-        with subprocess.Popen(
-            [command(), *self._arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=None if self._folder is None else {**os.environ, "VRAMCTL_DIR": self._folder},
-            start_new_session=True,
-        ) as child:
-            self._child = child
-            if self._stopped:  # before there was a child
-                self.stop()
-            output, complaint = child.communicate()
-        try:
-            told = json.loads(output)
-            assert isinstance(told, dict)
-            return told
-        except (ValueError, AssertionError):
-            # Without the usage, which is the command line's own.
-            text = re.sub(r"^error: |\n\n(?s:.*)", "", complaint.strip()) or f"it ended with {child.returncode}"
+        outcome: dict[str, Any] | None = None
+        with (
+            tempfile.TemporaryFile() as complaints,
+            subprocess.Popen(
+                [command(), "operate"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                env=None if self._folder is None else {**os.environ, "VRAMCTL_DIR": self._folder},
+                start_new_session=True,
+            ) as child,
+        ):
+            assert child.stdin is not None and child.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it says why
+                os.write(child.stdin.fileno(), json.dumps(self._request).encode() + b"\n")
+            with self._changing:
+                self._stdin = child.stdin.fileno()
+                if self._stopped:  # before it could be told
+                    self._cancel()
+            for line in child.stdout:
+                reply = json.loads(line)
+                if reply["reply"] == "outcome":
+                    outcome = reply
+                elif "text" in reply:
+                    _log.log(_LEVELS.get(reply["reply"], logging.INFO), "%s", reply["text"])
+            with self._changing:
+                self._stdin = None
+            child.wait()
+            complaints.seek(0)
+            why = complaints.read().decode(errors="replace").strip() or f"it ended with {child.returncode}"
+        if outcome is None:
             if child.returncode < 0:
-                text = f"ended by signal {-child.returncode}; `vramctl status` shows what has become of it"
-            # It ends with 2 for options that it does not take, and then prints no JSON.
-            kind = errors.Invalid if child.returncode == 2 else errors.Internal
-            error = kind(f"vramctl {self._arguments[0]}: {text}")
-            error.committed = False if child.returncode == 2 else None
-            raise error from None
+                why = f"ended by signal {-child.returncode}; `vramctl status` shows what has become of it"
+            error: errors.Error = errors.Internal(f"vramctl {self._request['operation']}: {why}")
+            error.committed = False if child.returncode == 2 else None  # 2: it does not know operations
+            raise error
+        if outcome.get("error"):
+            error = errors._from_reply(outcome["error"])
+            error.committed = outcome["committed"]
+            raise error
+        return outcome
 
 
-def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The processes of an answer. Raises the error of one that failed; those that were only undone because of it say less."""
-    failed = [told["error"]] if told.get("error") else []
-    processes: list[dict[str, Any]] = list(told["processes"])
-    failed += [{**process["error"], "pid": process["pid"]} for process in processes if process.get("error")]
-    if failed:
-        cause = next((error for error in failed if error["code"] != "aborted"), failed[0])
-        kind = _OF_THE_COMMAND.get(cause["code"])
-        if kind is errors.Invalid and cause["message"].startswith("several processes are managed"):
-            kind = errors.SeveralProcesses
-        error = kind(cause["message"]) if kind else errors._from_reply(cause)
-        error.committed = any(job["committed"] for job in told.get("jobs", ()))
-        raise error
-    return processes
+_LEVELS = {"warning": logging.WARNING, "failure": logging.ERROR}

@@ -1,7 +1,8 @@
 //! Arguments that several commands have.
 
 use crate::completions;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use crate::ui::output;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
 use vramctl_coordinator::processes::Target;
@@ -30,28 +31,13 @@ pub struct GpuArgs {
     pub gpu: Vec<String>,
 }
 
-/// The option of a program that waits for this command.
-#[derive(clap::Args)]
-pub struct WaitingArgs {
-    /// A process that waits for this command, as Python's `vramctl.Job` does: it is refused if it would be held
-    #[arg(long, value_name = "PID", hide = true)]
-    waiting: Option<u32>,
-}
-
-impl WaitingArgs {
-    /// The process.
-    pub fn pid(&self) -> Option<u32> {
-        self.waiting
-    }
-}
-
 /// The options that choose where contents go.
 #[derive(clap::Args)]
 pub struct BackupArgs {
-    /// Drop the contents: the memory reads as zero after the resume. Same as --backup discard
+    /// Drop the contents: the memory reads as zero after the resume
     #[arg(long, conflicts_with = "backup")]
     discard: bool,
-    /// Where to keep the contents, overriding the tags' policies: host, disk or discard
+    /// Where to keep the contents, overriding the tags' policies: host or disk
     #[arg(long, value_name = "POLICY", value_parser = backup(), hide_possible_values = true)]
     backup: Option<Policy>,
 }
@@ -59,12 +45,16 @@ pub struct BackupArgs {
 impl BackupArgs {
     /// `None`: as the tags' policies say.
     pub fn policy(&self) -> Option<Policy> {
+        if self.backup == Some(Policy::Discard) {
+            output::outdated("--backup discard", "--discard");
+        }
         self.discard.then_some(Policy::Discard).or(self.backup)
     }
 }
 
 fn backup() -> impl TypedValueParser<Value = Policy> {
-    PossibleValuesParser::new([Policy::Host, Policy::Disk, Policy::Discard].map(Policy::name)).try_map(|name| name.parse())
+    let choice = |policy: Policy| PossibleValue::new(policy.name()).hide(policy == Policy::Discard);
+    PossibleValuesParser::new([Policy::Host, Policy::Disk, Policy::Discard].map(choice)).try_map(|name| name.parse())
 }
 
 /// What to do with registered memory, as an argument: one of these choices.

@@ -7,7 +7,7 @@ mod top;
 mod ui;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use commands::{doctor, metrics, ps, python_path, relocate, run, status, suspend, tag, trace, transition, trim, watch};
+use commands::{doctor, gpus, metrics, operate, ps, python_path, relocate, run, status, suspend, tag, trace, transition, trim, watch};
 use std::fmt::Write;
 use std::process::ExitCode;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -29,6 +29,8 @@ enum Command {
     Ps(ps::Args),
     /// Show the memory of processes, by tag and by GPU
     Status(status::Args),
+    /// Show who uses the memory of each GPU
+    Gpus(gpus::Args),
     /// Show the GPUs and the processes live; pause, resume and suspend by key
     Top(top::Args),
     /// Return the GPU memory of processes to the driver
@@ -52,7 +54,11 @@ enum Command {
     /// Check this machine, and report what would fail
     Doctor(doctor::Args),
     /// Print the directories that `run` puts on PYTHONPATH
+    #[command(hide = true)]
     PythonPath(python_path::Args),
+    /// Run one operation for a program: a request and its outcome as JSON
+    #[command(hide = true)]
+    Operate(operate::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
 }
@@ -100,6 +106,7 @@ impl Command {
             Self::Run(args) => run::run(&args),
             Self::Ps(args) => ps::ps(&args),
             Self::Status(args) => status::status(args),
+            Self::Gpus(args) => gpus::gpus(args),
             Self::Top(args) => top::top(&args),
             Self::Pause(args) => transition::pause(&args),
             Self::Resume(args) => transition::resume(&args),
@@ -112,19 +119,24 @@ impl Command {
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
+            Self::Operate(args) => operate::operate(&args),
             Self::Completions(args) => completions::completions(&args),
         }
     }
 
     /// Whether it asks the driver about checkpoints of other processes.
     fn drives_checkpoints(&self) -> bool {
-        matches!(self, Self::Ps(_) | Self::Status(_) | Self::Resume(_) | Self::Suspend(_) | Self::Move(_))
+        matches!(
+            self,
+            Self::Ps(_) | Self::Status(_) | Self::Gpus(_) | Self::Operate(_) | Self::Resume(_) | Self::Suspend(_) | Self::Move(_)
+        )
     }
 
     fn wants_json(&self) -> bool {
         match self {
             Self::Ps(args) => args.json,
             Self::Status(args) => args.json,
+            Self::Gpus(args) => args.json,
             Self::Pause(args) => args.transition.json,
             Self::Resume(args) => args.transition.json,
             Self::Suspend(args) => args.json,
@@ -133,6 +145,7 @@ impl Command {
             Self::Watch(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
+            Self::Operate(_) => true,
             Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::Trace(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
@@ -143,7 +156,7 @@ fn after_help() -> String {
         "Examples:
   vramctl run --name engine -- python serve.py # start a program
   vramctl status engine                        # show its memory, by tag
-  vramctl status --ledger                      # who uses the memory of each GPU
+  vramctl gpus                                 # who uses the memory of each GPU
   vramctl top                                  # all of it, live
   vramctl pause kv_cache --discard             # free a tag, drop its contents
   vramctl pause && vramctl resume              # all of the only managed process
@@ -220,7 +233,7 @@ mod tests {
         for (line, choices) in [
             ("suspend --registered keep", "[possible values: refuse, take]"),
             ("pause --registered all", "[possible values: refuse, keep, take]"),
-            ("pause --backup tape", "[possible values: host, disk, discard]"),
+            ("pause --backup tape", "[possible values: host, disk]"),
         ] {
             let text = refusal(&format!("vramctl {line}"));
             assert!(text.contains(choices), "{text}");

@@ -3,7 +3,7 @@
 use crate::engine;
 use crate::failure::CommandError;
 use crate::machine::Machine;
-use crate::processes::Target;
+use crate::processes::{Found, Target};
 use crate::retry::Deadline;
 use std::time::Duration;
 use vramctl_model::{Error, Policy, Registered, TransitionRequest, Verb};
@@ -33,11 +33,12 @@ pub struct Operation {
 /// Which memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Scope {
-    /// That of tags, all if there are none, on these GPUs, all if there are none. If the target is [`Target::Only`], one of the words may name
-    /// a process instead.
+    /// That of tags, all if there are none, on these GPUs, all if there are none.
     Tags {
         /// The tags.
         words: Vec<String>,
+        /// Whether one of the words may name the process instead, if the target is [`Target::Only`]: people need not say which is which.
+        may_name: bool,
         /// The GPUs, as users name them.
         gpus: Vec<String>,
     },
@@ -95,6 +96,17 @@ impl Hold {
             Self::No => None,
             Self::Yes => Some(deadline.left().unwrap_or(HOLD_WITHIN)),
             Self::Within(limit) => Some(limit),
+        }
+    }
+}
+
+impl Operation {
+    /// Which processes, and which of their tags.
+    pub(crate) fn target_and_tags(&self, found: &Found) -> (Target, Vec<String>) {
+        match &self.scope {
+            Scope::Tags { words, may_name: true, .. } => found.tell_apart(self.target.clone(), words.clone()),
+            Scope::Tags { words, .. } => (self.target.clone(), words.clone()),
+            Scope::Device | Scope::Elsewhere { .. } => (self.target.clone(), Vec::new()),
         }
     }
 }

@@ -70,7 +70,7 @@ impl Plan {
         let planned = Self::among(operation.clone(), found.clone(), observer);
         match planned {
             Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
-                let (target, _) = found.tell_apart(operation.target.clone(), operation.words().to_vec());
+                let (target, _) = operation.target_and_tags(&found);
                 if stuck::free(&found, &target, &operation.deadline, observer)? { Self::again(operation, observer) } else { Err(failure) }
             }
             planned => planned,
@@ -85,7 +85,7 @@ impl Plan {
 
     fn among(operation: Operation, mut found: Found, observer: &dyn Observer) -> Result<Self, CommandError> {
         let Operation { verb, ranks, .. } = operation;
-        let (target, tags) = found.tell_apart(operation.target.clone(), operation.words().to_vec());
+        let (target, tags) = operation.target_and_tags(&found);
         let gpus = found.keep_on(operation.gpus())?;
         let members = found.choose_answering(&target).and_then(|chosen| members(verb, chosen, &tags)).map_err(|failure| {
             let meant = found.taken_for_tag(verb.name(), &tags);
@@ -514,13 +514,6 @@ pub enum Left {
 }
 
 impl Operation {
-    fn words(&self) -> &[String] {
-        match &self.scope {
-            Scope::Tags { words, .. } => words,
-            Scope::Device | Scope::Elsewhere { .. } => &[],
-        }
-    }
-
     fn gpus(&self) -> &[String] {
         match &self.scope {
             Scope::Tags { gpus, .. } => gpus,

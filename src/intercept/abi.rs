@@ -341,7 +341,7 @@ pub struct VramctlSegment {
     pub live_bytes: usize,
 }
 
-/// For a program whose own allocator caches free memory: waits for a request to report it (`vramctl status --ledger`) or to return it
+/// For a program whose own allocator caches free memory: waits for a request to report it (`vramctl gpus`) or to return it
 /// (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to `task`. The Python package does all this for torch.
 ///
 /// One thread of the program calls this in a loop and does nothing else. After each call it does the task, calling `vramctl_cache_report`

@@ -48,7 +48,7 @@ fn warn(what: &'static str, error: NcclResult) {
     let warn = move || {
         let _asked = asked;
         log::warn!(
-            "{what} failed (code {error}); free now: {}. `vramctl status --ledger` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why",
+            "{what} failed (code {error}); free now: {}. `vramctl gpus` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why",
             // The collective may never end, and the program's exit must not wait for it.
             exit::while_waiting(free_by_device)
         );

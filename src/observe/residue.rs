@@ -48,7 +48,7 @@ pub(crate) fn ended(verb: Verb, outcome: &Result<Report, Error>) {
 
 fn warn(grown: &[Growth]) {
     for growth in grown {
-        log::warn!("{growth}. A leak? `vramctl status` shows the last cycles, `vramctl status --ledger` who uses the memory now");
+        log::warn!("{growth}. A leak? `vramctl status` shows the last cycles, `vramctl gpus` who uses the memory now");
     }
 }
 

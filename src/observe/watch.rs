@@ -182,7 +182,7 @@ fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
             Bytes(stuck)
         );
     }
-    log::warn!("{text} `vramctl status --ledger` shows who uses the rest");
+    log::warn!("{text} `vramctl gpus` shows who uses the rest");
     if level.trims() && cache::is_served() {
         match cache::trim(TRIM_WITHIN) {
             Ok(done) => log::warn!("the program's allocator has returned {} in {:.0} ms", Bytes(done.returned_bytes), done.ms),

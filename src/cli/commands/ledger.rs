@@ -1,4 +1,4 @@
-//! `vramctl status --ledger`: who uses the memory of each GPU. The rows add up to NVML's total.
+//! `vramctl gpus`: who uses the memory of each GPU. The rows add up to NVML's total.
 //!
 //! A process with the library reports its memory by tag and what its libraries got from CUDA. NVML reports each process's total. The
 //! difference is the driver's: the context, loaded code, small allocations.

@@ -2,8 +2,10 @@
 
 pub mod doctor;
 mod each;
+pub mod gpus;
 pub mod ledger;
 pub mod metrics;
+pub mod operate;
 mod places;
 mod preloading;
 pub mod ps;

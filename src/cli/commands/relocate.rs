@@ -1,6 +1,6 @@
 //! `vramctl move`.
 
-use crate::arguments::{TargetArgs, WaitingArgs, checked_gpu, count, seconds};
+use crate::arguments::{TargetArgs, checked_gpu, count, seconds};
 use crate::commands::suspend::print;
 use crate::completions;
 use crate::ui::Ui;
@@ -49,8 +49,6 @@ pub struct Args {
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
-    #[command(flatten)]
-    waiting: WaitingArgs,
     /// Print JSON: {"processes": [{"pid", "name", "report"}]}
     #[arg(long)]
     pub json: bool,
@@ -80,7 +78,7 @@ impl Args {
     fn operation(&self) -> Operation {
         let target = self.process.clone().map_or_else(|| Target::from(self.target.clone()), Target::parse);
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
-        let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), waiting: self.waiting.pid(), ..PauseOptions::default() };
+        let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), ..PauseOptions::default() };
         Operation { machine: &ThisMachine, verb: Verb::Pause, target, scope, ranks: self.ranks, deadline: Deadline::new(None), pause }
     }
 }

@@ -1,7 +1,7 @@
 //! `vramctl status`.
 
 use crate::arguments::{GpuArgs, TargetArgs};
-use crate::commands::ledger;
+use crate::commands;
 use crate::completions;
 use crate::ui::output;
 use clap_complete::ArgValueCandidates;
@@ -26,12 +26,7 @@ Examples:
   vramctl status
   vramctl status engine
   vramctl status --gpu 0  # processes with memory on this GPU
-  vramctl status --pid 4711 --json | jq '.processes[0].tags'
-  vramctl status --ledger # who uses the memory of each GPU
-  vramctl status --ledger --json | jq '.gpus[0].shares'
-
-With --ledger and a target, shows the GPUs on which the target has memory, and everybody's memory there. docs/out-of-memory.md \
-explains the rows.")]
+  vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
     /// A process id or name
     #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
@@ -40,11 +35,10 @@ pub struct Args {
     target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Show who uses the memory of each GPU, and the processes' host memory
-    #[arg(long)]
+    /// The old spelling of `vramctl gpus`
+    #[arg(long, hide = true)]
     ledger: bool,
-    /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md); with --ledger {"processes": […],
-    /// "gpus": […], "host": …}, and "error" if the GPUs are not known
+    /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
     #[arg(long)]
     pub json: bool,
 }
@@ -53,7 +47,8 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
     // Reading is harmless, so show all processes.
     let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
     if args.ledger {
-        return show_ledger(&target, &args.gpu.gpu, args.json);
+        output::outdated("vramctl status --ledger", "vramctl gpus");
+        return commands::gpus::show(&target, &args.gpu.gpu, args.json);
     }
     let mut found = Found::look(&target)?;
     found.keep_on(&args.gpu.gpu)?;
@@ -77,45 +72,8 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
     Ok(exit)
 }
 
-fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, CommandError> {
-    // All processes: one that is left out would look like a process without the library.
-    let mut found = Found::look(&Target::All)?;
-    found.ask_allocators();
-    let mut gpus = found.uuids(gpus)?;
-    // Even if nothing is managed, other programs may have memory.
-    let chosen = if *target == Target::All { found.processes.clone() } else { found.choose(target)? };
-    if gpus.is_empty() && *target != Target::All {
-        gpus = chosen.iter().flat_map(Process::gpus).map(str::to_owned).collect();
-    }
-    let host = ledger::host(&chosen, &found.processes);
-    let (ledgers, failure) = match ledger::take(&found.processes, &gpus) {
-        Ok(ledgers) if ledgers.is_empty() => {
-            (ledgers, Some(format!("NVML does not report {} here; `nvidia-smi -L` lists the GPUs that it reports", gpus.join(", "))))
-        }
-        Ok(ledgers) => (ledgers, None),
-        Err(none) => (Vec::new(), Some(none.to_string())),
-    };
-    let failure = failure.map(|why| CommandError::new(Exit::Failed, why));
-    if json {
-        let mut answer = serde_json::json!({ "processes": chosen, "gpus": ledgers, "host": host });
-        if let Some(failure) = &failure {
-            answer["error"] = serde_json::json!(failure);
-        }
-        output::print(&format!("{answer}\n"))?;
-    } else {
-        // Without ledgers, what the processes themselves know.
-        let known = if failure.is_some() { described(&found, &chosen) } else { Vec::new() };
-        let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain(known).chain([ledger::describe_host(&host)]).collect();
-        output::say(&texts.join("\n\n"))?;
-        if let Some(failure) = &failure {
-            output::complain("error", &failure.to_string());
-        }
-    }
-    Ok(failure.map_or(Exit::Done, |failure| failure.exit()))
-}
-
 /// Those of the processes that answer.
-fn described(found: &Found, processes: &[Process]) -> Vec<String> {
+pub fn described(found: &Found, processes: &[Process]) -> Vec<String> {
     let states = checkpoint::states(found, processes);
     let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
     answering.map(|(pid, status)| describe(status, states.get(&pid))).collect()

@@ -1,6 +1,6 @@
 //! `vramctl suspend`.
 
-use crate::arguments::{BackupArgs, TargetArgs, WaitingArgs, count, registered, seconds};
+use crate::arguments::{BackupArgs, TargetArgs, count, registered, seconds};
 use crate::completions;
 use crate::ui::Ui;
 use crate::ui::dry_run;
@@ -70,8 +70,6 @@ pub struct Args {
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
-    #[command(flatten)]
-    waiting: WaitingArgs,
     /// Print JSON: {"processes": [{"pid", "name", "report" or "error"}]}
     #[arg(long)]
     pub json: bool,
@@ -127,7 +125,6 @@ impl Args {
             hold: Hold::Within(self.hold_timeout),
             shared: self.shared,
             nccl: self.nccl,
-            waiting: self.waiting.pid(),
             ..PauseOptions::default()
         };
         Operation {

@@ -272,7 +272,7 @@ fn overlay(buffer: &mut Buffer, area: Rect, overlay: &Overlay) {
             let bars = [
                 "",
                 "Each cell of a bar is a share of the GPU's memory. Letters are the tags in the",
-                "table. vramctl status --ledger has the numbers, docs/monitoring.md the rest.",
+                "table. vramctl gpus has the numbers, docs/monitoring.md the rest.",
             ];
             (" Keys ", keys.chain(bars.map(str::to_owned)).collect::<Vec<_>>())
         }

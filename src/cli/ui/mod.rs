@@ -1,17 +1,17 @@
 //! How people and scripts hear of an operation: notes and progress while it runs, and its outcome.
 
+mod connections;
 pub mod dry_run;
 pub mod interrupt;
+pub mod lines;
 pub mod output;
 mod progress;
 
+use connections::Connections;
 use progress::{Bar, Bars};
 use std::collections::{BTreeMap, BTreeSet};
-use std::mem;
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, MutexGuard};
-use std::thread;
+use std::sync::Mutex;
 use vramctl_coordinator::queue::Ticket;
 use vramctl_coordinator::{Observer, Plan};
 use vramctl_host::Unpoison;
@@ -26,17 +26,9 @@ pub struct Ui {
     bars: Bars,
     /// By process.
     shown: Mutex<BTreeMap<u32, Bar>>,
-    connections: Mutex<Connections>,
+    connections: Connections,
     /// What has been printed to stderr: nothing is said twice.
     said: Mutex<BTreeSet<String>>,
-}
-
-#[derive(Default)]
-struct Connections {
-    /// By process.
-    open: BTreeMap<u32, UnixStream>,
-    /// ^C was pressed: all connections are being closed.
-    interrupted: bool,
 }
 
 impl Ui {
@@ -46,7 +38,7 @@ impl Ui {
             quiet,
             bars: Bars::on_terminal(!quiet && !json),
             shown: Mutex::default(),
-            connections: Mutex::default(),
+            connections: Connections::default(),
             said: Mutex::default(),
         }
     }
@@ -60,27 +52,12 @@ impl Ui {
     /// Ends the display of progress.
     pub fn end(&self) {
         self.shown.lock().unpoisoned().clear();
-        self.stay_if_interrupted();
+        self.connections.stay_if_closed();
     }
 
-    fn connections(&self) -> MutexGuard<'_, Connections> {
-        self.connections.lock().unpoisoned()
-    }
-
-    /// After ^C, parks the thread forever: the interrupting thread prints the outcome and ends the process.
-    fn stay_if_interrupted(&self) {
-        while self.connections().interrupted {
-            thread::park();
-        }
-    }
-
-    /// Closes all connections, which cancels requests that are only waiting, and ends the display. From now on, threads park.
+    /// Cancels what only waits, and ends the display. From now on, threads park.
     pub fn interrupt(&self) {
-        let mut state = self.connections();
-        state.interrupted = true;
-        for connection in mem::take(&mut state.open).values() {
-            let _ = connection.shutdown(Shutdown::Both);
-        }
+        self.connections.close_all();
         self.bars.wipe();
     }
 
@@ -129,11 +106,10 @@ impl Observer for Ui {
     }
 
     fn connected(&self, pid: u32, stream: UnixStream) {
-        self.connections().open.insert(pid, stream);
-        self.stay_if_interrupted();
+        self.connections.add(pid, stream);
     }
 
     fn disconnected(&self, pid: u32) {
-        self.connections().open.remove(&pid);
+        self.connections.remove(pid);
     }
 }

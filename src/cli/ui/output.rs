@@ -46,6 +46,11 @@ pub fn complain(what: &str, text: &str) {
     let _ = writeln!(io::stderr(), "{what}: {}", plain(text));
 }
 
+/// Warns of an old spelling.
+pub fn outdated(old: &str, new: &str) {
+    complain("warning", &format!("`{old}` is `{new}` now; the next release refuses the old spelling"));
+}
+
 /// A table without lines, as `ps` prints it.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();

@@ -550,7 +550,7 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
         machine,
         verb: if *verb == "resume" { Verb::Resume } else { Verb::Pause },
         target: if *target == "all" { Target::All } else { Target::Name((*target).to_owned()) },
-        scope: if *verb == "suspend" { Scope::Device } else { Scope::Tags { words: Vec::new(), gpus: Vec::new() } },
+        scope: if *verb == "suspend" { Scope::Device } else { Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() } },
         ranks: None,
         deadline: Deadline::new((timeout > 0).then(|| Duration::from_millis(timeout))),
         pause: PauseOptions { hold: Hold::Within(Duration::from_millis(500)), ..PauseOptions::default() },

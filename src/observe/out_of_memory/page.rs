@@ -424,7 +424,7 @@ impl ReportPage {
                 _ => writeln!(
                     out,
                     "    {bytes:>11}  everything else: contexts, loaded code, small allocations, processes without the library \
-                     (`vramctl status --ledger`)"
+                     (`vramctl gpus`)"
                 )?,
             }
         }
@@ -507,7 +507,7 @@ impl fmt::Display for ReportPage {
             // The other programs were asked only if the device is known.
             let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
             let nothing = "Nothing can be paused to make room: no other program with the library has memory here. \
-                           `vramctl status --ledger` shows who uses the rest";
+                           `vramctl gpus` shows who uses the rest";
             return if is_known { writeln!(out, "  {nothing}") } else { Ok(()) };
         }
         writeln!(out, "  Could be freed:")?;

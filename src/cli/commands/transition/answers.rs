@@ -34,7 +34,8 @@ pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, u
     Ok(cause.map_or(otherwise, CommandError::exit))
 }
 
-fn process_json(one: &ProcessOutcome, trimmed: Option<&Trimmed>) -> Value {
+/// What came of it for a process.
+pub fn process_json(one: &ProcessOutcome, trimmed: Option<&Trimmed>) -> Value {
     let mut answer = json!({ "pid": one.process.pid, "name": one.process.name(), "tags": one.tags });
     if let Some(done) = &one.device {
         answer["restored"] = json!(done);
@@ -49,7 +50,8 @@ fn process_json(one: &ProcessOutcome, trimmed: Option<&Trimmed>) -> Value {
     answer
 }
 
-fn job_json(JobOutcome { job, pids, committed, attempts, ms }: &JobOutcome) -> Value {
+/// What came of it for a job.
+pub fn job_json(JobOutcome { job, pids, committed, attempts, ms }: &JobOutcome) -> Value {
     json!({ "job": job, "pids": pids, "committed": committed, "attempts": attempts, "ms": ms })
 }
 

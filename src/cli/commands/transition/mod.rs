@@ -1,6 +1,6 @@
 //! `vramctl pause` and `vramctl resume`. [`options`] has the options, and [`answers`] prints the outcome.
 
-mod answers;
+pub mod answers;
 mod options;
 
 use crate::commands::status::come_so_far;
@@ -9,7 +9,7 @@ use crate::ui::Ui;
 use crate::ui::dry_run;
 use crate::ui::interrupt;
 use crate::ui::output;
-pub use options::{PauseArgs, ResumeArgs};
+pub use options::{PauseArgs, ResumeArgs, engine_key};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! The options of `vramctl pause` and `vramctl resume`.
 
-use crate::arguments::{BackupArgs, GpuArgs, TargetArgs, WaitingArgs, checked_tag, count, registered, seconds};
+use crate::arguments::{BackupArgs, GpuArgs, TargetArgs, checked_tag, count, registered, seconds};
 use crate::completions;
 use clap_complete::ArgValueCandidates;
 use std::env;
@@ -75,8 +75,6 @@ pub struct PauseArgs {
     pub nccl: bool,
     #[command(flatten)]
     pub hold: HoldArgs,
-    #[command(flatten)]
-    pub waiting: WaitingArgs,
     #[command(flatten)]
     pub engine: EngineArgs,
 }
@@ -161,16 +159,21 @@ pub struct EngineArgs {
 
 impl EngineArgs {
     fn addresses(&self) -> engine::Addresses {
-        // An empty variable counts as unset. The key is no option: every user of the machine can read command lines.
+        // An empty variable counts as unset.
         let addresses = self.engine.iter().filter(|address| !address.is_empty()).cloned().collect();
-        engine::Addresses { addresses, key: env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty()) }
+        engine::Addresses { addresses, key: engine_key() }
     }
+}
+
+/// The API key of the engines. It is no option: every user of the machine can read command lines.
+pub fn engine_key() -> Option<String> {
+    env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty())
 }
 
 impl Args {
     /// The operation that they ask for.
     fn operation(&self, verb: Verb, deadline: Deadline, pause: PauseOptions) -> Operation {
-        let scope = Scope::Tags { words: self.words.clone(), gpus: self.gpu.gpu.clone() };
+        let scope = Scope::Tags { words: self.words.clone(), may_name: true, gpus: self.gpu.gpu.clone() };
         Operation { machine: &ThisMachine, verb, target: Target::from(self.target.clone()), scope, ranks: self.ranks, deadline, pause }
     }
 }
@@ -187,7 +190,7 @@ impl PauseArgs {
             hold: self.hold.hold(),
             shared: self.shared,
             nccl: self.nccl,
-            waiting: self.waiting.pid(),
+            waiting: None,
         };
         self.transition.operation(Verb::Pause, deadline, pause)
     }

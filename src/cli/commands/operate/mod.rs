@@ -1,0 +1,199 @@
+//! `vramctl operate`: one operation for a program, such as Python's `vramctl.Job`. It reads a request from stdin, as JSON, and writes lines
+//! of JSON. `docs/protocol.md` describes both.
+
+mod request;
+
+use crate::commands::gpus;
+use crate::commands::transition::answers::{job_json, process_json};
+use crate::ui::lines::Lines;
+use request::{Nothing, Request, Which};
+use serde_json::{Value, json};
+use std::io::{self, BufRead};
+use std::sync::Arc;
+use std::{process, thread};
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::outcome::{Done, ProcessOutcome};
+use vramctl_coordinator::plan::{Consent, Left};
+use vramctl_coordinator::processes::{Found, Process, Target};
+use vramctl_coordinator::{Move, Outcome, Plan, Suspend};
+
+#[derive(clap::Args)]
+#[command(after_help = "Runs one operation for a program: docs/protocol.md, \"For programs\".")]
+pub struct Args {}
+
+/// What came of a request.
+enum Answer {
+    /// Of a pause or resume.
+    Tags(Outcome),
+    /// Of a suspend or move.
+    Device(Outcome),
+    /// What was asked for.
+    Found(Value),
+}
+
+pub fn operate(_: &Args) -> Result<Exit, CommandError> {
+    let mut line = String::new();
+    io::stdin().lock().read_line(&mut line).map_err(|error| CommandError::new(Exit::Failed, format!("stdin: {error}")))?;
+    let request = Request::parse(&line);
+    let progress = request.as_ref().is_ok_and(Request::wants_progress);
+    let is_detached = request.as_ref().is_ok_and(Request::is_detached);
+    let lines = Arc::new(Lines::new(progress, Box::new(|| cancelled(Some(false), &[]))));
+    let cancelling = Arc::clone(&lines);
+    thread::spawn(move || {
+        // Another line says the same as the end: the program may have forked, and its child keeps the pipe open.
+        let has_ended = io::stdin().lock().read_line(&mut String::new()).is_ok_and(|length| length == 0);
+        if !(has_ended && is_detached) {
+            cancelling.cancel();
+            process::exit(i32::from(Exit::Failed as u8));
+        }
+    });
+    let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(&lines));
+    let (outcome, exit) = match answer {
+        Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
+        Ok(Answer::Tags(outcome)) => told(&outcome, |one| process_json(one, None)),
+        Ok(Answer::Device(outcome)) => told(&outcome, device_json),
+        Err((failure, committed)) => {
+            let mut outcome = outcome_of(json!({ "processes": [], "jobs": [] }), committed);
+            outcome["error"] = error(&failure);
+            (outcome, failure.exit())
+        }
+    };
+    lines.end(&outcome);
+    Ok(exit)
+}
+
+/// A failure, and whether what was asked for is done all the same; `None` if that is not known, or only a part of it is.
+type Failed = (CommandError, Option<bool>);
+
+/// Nothing has changed before it.
+fn unchanged(failure: CommandError) -> Failed {
+    (failure, Some(false))
+}
+
+impl Request {
+    fn run(self, lines: &Arc<Lines>) -> Result<Answer, Failed> {
+        match self {
+            Self::Pause(pause) => {
+                let plan = Plan::make(pause.operation().map_err(unchanged)?, &**lines).map_err(unchanged)?;
+                let consent = plan.consent(&**lines).map_err(unchanged)?;
+                Ok(transition(plan, &consent, lines))
+            }
+            Self::Resume(resume) => {
+                let plan = Plan::make(resume.operation(), &**lines).map_err(unchanged)?;
+                // It may have brought some processes back to their GPUs, and others not.
+                lines.leaves(|| cancelled(None, &[]));
+                let plan = plan.bring_back(&**lines).map_err(|failure| (failure, None))?;
+                Ok(transition(plan, &Consent::default(), lines))
+            }
+            Self::Suspend(suspend) => {
+                let plan = Suspend::plan(&suspend.operation().map_err(unchanged)?, &**lines).map_err(unchanged)?;
+                lines.leaves(|| cancelled(None, &[]));
+                // What the driver cannot restore is found once all tags are paused.
+                plan.run(&**lines).map(Answer::Device).map_err(|failure| {
+                    let is_paused = failure.exit() == Exit::Unsuspendable;
+                    (failure, is_paused.then_some(true))
+                })
+            }
+            Self::Move(relocate) => {
+                let plan = Move::plan(&relocate.operation(), &**lines).map_err(unchanged)?;
+                lines.leaves(|| cancelled(None, &[]));
+                plan.run(&**lines).map(Answer::Device).map_err(|failure| (failure, None))
+            }
+            Self::Status(Which { target }) => status(&Target::from(target)).map_err(unchanged),
+            Self::Gpus(Nothing {}) => gpus::ledgers().map(Answer::Found).map_err(unchanged),
+        }
+    }
+}
+
+fn transition(plan: Plan, consent: &Consent, lines: &Arc<Lines>) -> Answer {
+    let plan = Arc::new(plan);
+    let cancelled_plan = Arc::clone(&plan);
+    lines.leaves(move || left_behind(&cancelled_plan));
+    Answer::Tags(plan.run(consent, &**lines))
+}
+
+fn status(target: &Target) -> Result<Answer, CommandError> {
+    let chosen = Found::look(target)?.choose(target)?;
+    match chosen.iter().find_map(|process| Some((process, process.status.as_ref().err()?))) {
+        Some((process, failure)) => Err(failure.clone().adding(&format!(" ({process})"))),
+        None => Ok(Answer::Found(json!({ "processes": chosen }))),
+    }
+}
+
+/// What the driver's part did to a process.
+fn device_json(one: &ProcessOutcome) -> Value {
+    let done = one.device.clone().or_else(|| one.report().map(Done::of_borrower));
+    json!({ "pid": one.process.pid, "name": one.process.name(), "report": done })
+}
+
+/// What came of an operation, as its last line, and the exit code.
+fn told(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> Value) -> (Value, Exit) {
+    let Outcome { processes, borrowers, jobs } = outcome;
+    let all = || processes.iter().chain(borrowers);
+    let answer = |one: &ProcessOutcome| {
+        let mut answer = of_process(one);
+        if let Err(failure) = &one.result {
+            answer["error"] = error(failure);
+        }
+        answer
+    };
+    let found = json!({ "processes": all().map(answer).collect::<Vec<_>>(), "jobs": jobs.iter().map(job_json).collect::<Vec<_>>() });
+    let failures = || all().filter_map(|one| one.result.as_ref().err());
+    let Some(cause) = CommandError::original(failures()) else { return (outcome_of(found, Some(true)), Exit::Done) };
+    let mut answer = outcome_of(found, Some(jobs.iter().any(|job| job.committed)));
+    answer["error"] = error(cause);
+    answer["error"]["pid"] = json!(all().find(|one| one.result.as_ref().err() == Some(cause)).map(|one| one.process.pid));
+    (answer, cause.exit())
+}
+
+fn outcome_of(mut found: Value, committed: Option<bool>) -> Value {
+    found["reply"] = json!("outcome");
+    found["committed"] = json!(committed);
+    found
+}
+
+/// The answer to a cancellation.
+fn cancelled(committed: Option<bool>, processes: &[Value]) -> Value {
+    let mut answer = outcome_of(json!({ "processes": processes, "jobs": [] }), committed);
+    answer["error"] = json!({ "code": "cancelled", "message": "cancelled; `vramctl status` shows how everything is" });
+    answer
+}
+
+/// The answer to the cancellation of a pause or resume.
+fn left_behind(plan: &Plan) -> Value {
+    let left = plan.left_behind();
+    let all = |wanted: &Left| left.iter().all(|(_, left)| left == wanted);
+    let committed = if all(&Left::AsItWas) { Some(false) } else { all(&Left::Done).then_some(true) };
+    let process = |(process, left): &(&Process, Left)| {
+        let how = match left {
+            Left::Undoing(_) => "undoing",
+            Left::Done => "done",
+            Left::AsItWas => "as_it_was",
+            Left::Unknown(_) => "unknown",
+        };
+        json!({ "pid": process.pid, "name": process.name(), "left": how })
+    };
+    cancelled(committed, &left.iter().map(process).collect::<Vec<_>>())
+}
+
+/// A failure with a code of the protocol, or one of the command's own.
+fn error(failure: &CommandError) -> Value {
+    let code = match failure {
+        CommandError::Refused(_) => return json!(failure),
+        CommandError::Here { exit: Exit::Usage, choices, .. } if !choices.is_empty() => "several_processes",
+        CommandError::Here { exit, .. } => match exit {
+            Exit::Usage => "invalid",
+            Exit::NoProcess => "no_process",
+            Exit::NoMemory => "device_memory",
+            Exit::Busy => "busy",
+            Exit::UnknownTag => "unknown_tag",
+            Exit::Unsuspendable => "not_restorable",
+            Exit::Done | Exit::Failed | Exit::NotExecutable | Exit::NotFound => "failed",
+        },
+    };
+    let mut answer = json!({ "code": code, "message": failure.to_string() });
+    if code == "several_processes" {
+        answer["pids"] = json!(failure.choices().iter().map(|choice| choice.pid).collect::<Vec<_>>());
+    }
+    answer
+}

@@ -1,0 +1,253 @@
+//! The request of a program, and the operation that it asks for.
+
+use crate::commands::transition::engine_key;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::env;
+use std::time::Duration;
+use vramctl_coordinator::engine::{Addresses, checked_address};
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::machine::ThisMachine;
+use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::processes::Target;
+use vramctl_coordinator::retry::Deadline;
+use vramctl_coordinator::{Operation, Scope};
+use vramctl_model::{Policy, Registered, Verb};
+
+/// Changes only if one side would misunderstand the other.
+const VERSION: u32 = 1;
+
+/// What a program asks for. A field that is not known is refused: it would have asked for something.
+#[derive(Deserialize)]
+#[serde(tag = "operation", rename_all = "snake_case")]
+pub enum Request {
+    Pause(Pause),
+    Resume(Resume),
+    Suspend(SuspendRequest),
+    Move(MoveRequest),
+    Status(Which),
+    Gpus(Nothing),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(clippy::struct_excessive_bools)] // independent
+pub struct Pause {
+    target: Who,
+    ranks: Option<usize>,
+    tags: Vec<String>,
+    gpus: Vec<String>,
+    backup: Option<Policy>,
+    registered: Registered,
+    force: bool,
+    engines: Option<Vec<String>>,
+    hold: bool,
+    hold_ms: Option<u64>,
+    guard: bool,
+    shared: bool,
+    nccl: bool,
+    timeout_ms: Option<u64>,
+    waiting: Option<u32>,
+    progress: bool,
+}
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self {
+            target: Who::default(),
+            ranks: None,
+            tags: Vec::new(),
+            gpus: Vec::new(),
+            backup: None,
+            registered: Registered::default(),
+            force: false,
+            engines: None,
+            hold: true,
+            hold_ms: None,
+            guard: false,
+            shared: false,
+            nccl: false,
+            timeout_ms: None,
+            waiting: None,
+            progress: false,
+        }
+    }
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct Resume {
+    target: Who,
+    ranks: Option<usize>,
+    tags: Vec<String>,
+    gpus: Vec<String>,
+    timeout_ms: Option<u64>,
+    detached: bool,
+    progress: bool,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct SuspendRequest {
+    target: Who,
+    ranks: Option<usize>,
+    backup: Option<Policy>,
+    registered: Registered,
+    force: bool,
+    hold_ms: Option<u64>,
+    shared: bool,
+    nccl: bool,
+    waiting: Option<u32>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct MoveRequest {
+    target: Who,
+    ranks: Option<usize>,
+    to: Vec<String>,
+    swap: Option<Who>,
+    hold_ms: Option<u64>,
+    waiting: Option<u32>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct Which {
+    pub target: Who,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nothing {}
+
+/// Which processes: `"only"`, `"all"`, `{"pid": …}` or `{"name": …}`.
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum Who {
+    #[default]
+    Only,
+    All,
+    Pid(u32),
+    Name(String),
+}
+
+impl From<Who> for Target {
+    fn from(who: Who) -> Self {
+        match who {
+            Who::Only => Self::Only,
+            Who::All => Self::All,
+            Who::Pid(pid) => Self::Pid(pid),
+            Who::Name(name) => Self::Name(name),
+        }
+    }
+}
+
+impl Request {
+    /// From a line.
+    pub fn parse(line: &str) -> Result<Self, CommandError> {
+        let wrong = |error: serde_json::Error| invalid(format!("not a request: {error}"));
+        let mut fields: Map<String, Value> = serde_json::from_str(line).map_err(wrong)?;
+        // The version first: the rest of a newer one may not parse.
+        match fields.remove("version") {
+            Some(version) if version == VERSION => serde_json::from_value(Value::Object(fields)).map_err(wrong),
+            version => {
+                let version = version.map_or_else(|| "none".into(), |version| version.to_string());
+                Err(invalid(format!("version {version} of a request is not supported; this command takes version {VERSION}")))
+            }
+        }
+    }
+
+    /// Whether it goes on if the program ends.
+    pub fn is_detached(&self) -> bool {
+        matches!(self, Self::Resume(Resume { detached: true, .. }))
+    }
+
+    /// Whether to tell of progress.
+    pub fn wants_progress(&self) -> bool {
+        matches!(self, Self::Pause(Pause { progress: true, .. }) | Self::Resume(Resume { progress: true, .. }))
+    }
+}
+
+impl Pause {
+    /// What it asks for.
+    pub fn operation(self) -> Result<Operation, CommandError> {
+        if !self.hold && (self.shared || self.nccl || self.hold_ms.is_some()) {
+            return Err(invalid("`shared`, `nccl` and `hold_ms` need `hold`"));
+        }
+        let engines = self.engines.unwrap_or_else(engines_of_environment);
+        let engines: Vec<_> = engines.iter().map(|address| checked_address(address)).collect::<Result<_, _>>().map_err(invalid)?;
+        let pause = PauseOptions {
+            backup: self.backup,
+            registered: self.registered,
+            guard: self.guard,
+            force: self.force,
+            engines: Addresses { addresses: engines.into_iter().filter(|address| !address.is_empty()).collect(), key: engine_key() },
+            hold: if self.hold { hold(self.hold_ms) } else { Hold::No },
+            shared: self.shared,
+            nccl: self.nccl,
+            waiting: self.waiting,
+        };
+        let scope = Scope::Tags { words: self.tags, may_name: false, gpus: self.gpus };
+        Ok(operation(Verb::Pause, self.target, scope, self.ranks, self.timeout_ms, pause))
+    }
+}
+
+impl Resume {
+    /// What it asks for.
+    pub fn operation(self) -> Operation {
+        let scope = Scope::Tags { words: self.tags, may_name: false, gpus: self.gpus };
+        operation(Verb::Resume, self.target, scope, self.ranks, self.timeout_ms, PauseOptions::default())
+    }
+}
+
+impl SuspendRequest {
+    /// What it asks for.
+    pub fn operation(self) -> Result<Operation, CommandError> {
+        if self.registered == Registered::Keep {
+            return Err(invalid("a suspend leaves nothing behind: `registered` is \"refuse\" or \"take\""));
+        }
+        let pause = PauseOptions {
+            backup: self.backup,
+            registered: self.registered,
+            force: self.force,
+            hold: hold(self.hold_ms),
+            shared: self.shared,
+            nccl: self.nccl,
+            waiting: self.waiting,
+            ..PauseOptions::default()
+        };
+        Ok(operation(Verb::Pause, self.target, Scope::Device, self.ranks, None, pause))
+    }
+}
+
+impl MoveRequest {
+    /// What it asks for.
+    pub fn operation(self) -> Operation {
+        let scope = Scope::Elsewhere { to: self.to, swap: self.swap.map(Target::from) };
+        let pause = PauseOptions { hold: hold(self.hold_ms), waiting: self.waiting, ..PauseOptions::default() };
+        operation(Verb::Pause, self.target, scope, self.ranks, None, pause)
+    }
+}
+
+fn engines_of_environment() -> Vec<String> {
+    env::var("VRAMCTL_ENGINE").unwrap_or_default().split(',').map(str::to_owned).collect()
+}
+
+fn operation(verb: Verb, target: Who, scope: Scope, ranks: Option<usize>, timeout_ms: Option<u64>, pause: PauseOptions) -> Operation {
+    let deadline = Deadline::new(timeout_ms.map(time));
+    Operation { machine: &ThisMachine, verb, target: Target::from(target), scope, ranks, deadline, pause }
+}
+
+fn hold(ms: Option<u64>) -> Hold {
+    ms.map_or(Hold::Yes, |ms| Hold::Within(time(ms)))
+}
+
+/// Longer than anyone waits is still small enough to add to an `Instant`.
+fn time(ms: u64) -> Duration {
+    Duration::from_millis(ms.min(1 << 42))
+}
+
+fn invalid(why: impl Into<String>) -> CommandError {
+    CommandError::new(Exit::Usage, why)
+}

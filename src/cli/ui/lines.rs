@@ -1,0 +1,103 @@
+//! An operation for a program: one line of JSON for each thing that it should hear, and a last one with the outcome. `docs/protocol.md`
+//! describes them.
+
+use crate::ui::connections::Connections;
+use serde_json::{Value, json};
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use std::thread;
+use vramctl_coordinator::Observer;
+use vramctl_coordinator::queue::Ticket;
+use vramctl_host::Unpoison;
+use vramctl_model::Progress;
+
+/// What a cancelled operation has come to.
+type LeftBehind = Box<dyn FnOnce() -> Value + Send>;
+
+/// The lines of one operation.
+pub struct Lines {
+    connections: Connections,
+    /// The program wants to hear of progress.
+    progress: bool,
+    /// What a cancellation answers at present. `None` once the outcome has been told.
+    left_behind: Mutex<Option<LeftBehind>>,
+}
+
+impl Lines {
+    /// `progress`: whether to tell of it.
+    pub fn new(progress: bool, left_behind: LeftBehind) -> Self {
+        Self { connections: Connections::default(), progress, left_behind: Mutex::new(Some(left_behind)) }
+    }
+
+    /// From now on, a cancellation answers this.
+    pub fn leaves(&self, left_behind: impl FnOnce() -> Value + Send + 'static) {
+        if let Some(now) = &mut *self.left_behind.lock().unpoisoned() {
+            *now = Box::new(left_behind);
+        }
+    }
+
+    /// Cancels what only waits, and tells how everything is left. If the outcome has been told, nothing.
+    pub fn cancel(&self) {
+        self.connections.close_all();
+        if let Some(left_behind) = self.left_behind.lock().unpoisoned().take() {
+            tell(&left_behind());
+        }
+    }
+
+    /// Tells the outcome. After a cancellation, parks: its thread ends the process.
+    pub fn end(&self, outcome: &Value) {
+        self.connections.stay_if_closed();
+        if self.left_behind.lock().unpoisoned().take().is_some() {
+            return tell(outcome);
+        }
+        loop {
+            thread::park();
+        }
+    }
+}
+
+impl Observer for Lines {
+    fn note(&self, text: &str) {
+        tell(&json!({ "reply": "note", "text": text }));
+    }
+
+    fn warn(&self, text: &str) {
+        tell(&json!({ "reply": "warning", "text": text }));
+    }
+
+    fn fail(&self, text: &str) {
+        tell(&json!({ "reply": "failure", "text": text }));
+    }
+
+    fn done(&self, text: &str) {
+        tell(&json!({ "reply": "step", "text": text }));
+    }
+
+    fn queued(&self, ahead: &[Ticket]) {
+        let ahead: Vec<_> = ahead.iter().map(|ticket| &ticket.who).collect();
+        tell(&json!({ "reply": "queued", "ahead": ahead }));
+    }
+
+    fn follows_progress(&self) -> bool {
+        self.progress
+    }
+
+    fn progress(&self, pid: u32, Progress { stage, done, total }: Progress) {
+        tell(&json!({ "reply": "progress", "pid": pid, "stage": stage, "done": done, "total": total }));
+    }
+
+    fn connected(&self, pid: u32, stream: UnixStream) {
+        self.connections.add(pid, stream);
+    }
+
+    fn disconnected(&self, pid: u32) {
+        self.connections.remove(pid);
+    }
+}
+
+/// A line at a time. If nobody reads, the end of stdin says so.
+fn tell(line: &Value) {
+    let mut out = io::stdout().lock();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
