@@ -32,9 +32,10 @@ use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
+use vramctl_model::support::Requirement;
 use vramctl_model::{
     CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState, TransitionRequest, Verb,
-    code,
+    code, support,
 };
 
 /// Processes that leave their GPUs and come back together.
@@ -80,7 +81,7 @@ pub fn load(machine: &dyn Machine) -> Result<(), CommandError> {
     machine.prepare().map_err(|failure| {
         let is_old = failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint");
         let why = format!("the driver cannot be used from here: {failure}");
-        CommandError::new(Exit::Unsuspendable, if is_old { "the driver is older than 570 and cannot checkpoint".into() } else { why })
+        CommandError::new(Exit::Unsuspendable, if is_old { support::SUSPEND.text() } else { why })
     })
 }
 
@@ -91,6 +92,33 @@ fn cards_to_check(machine: &dyn Machine, observer: &dyn Observer) -> Vec<Card> {
         observer.warn(&format!("{unchecked}: {none}"));
         Vec::new()
     })
+}
+
+/// Adds the obstacles that the processes themselves do not know, as far as NVML can be asked.
+pub fn add_obstacles_outside(found: &Found, processes: &mut [Process]) {
+    let machine = found.machine();
+    let cards = machine.cards().unwrap_or_default();
+    for process in processes {
+        let more = mig(machine, process, process.pid, &cards);
+        if let Ok(status) = &mut process.status {
+            status.memory.obstacles.extend(more);
+        }
+    }
+}
+
+/// Why the driver can do no suspend or no move, if it can be asked.
+pub fn refusal_by_age(machine: &dyn Machine) -> Option<(&'static Requirement, String)> {
+    let cuda = machine.cuda().ok()?;
+    [&support::SUSPEND, &support::MOVE].into_iter().find_map(|need| Some((need, need.refusal(cuda)?)))
+}
+
+/// The GPUs in MIG mode that a process uses. `pid`: as it is seen from here.
+fn mig(machine: &dyn Machine, process: &Process, pid: u32, cards: &[Card]) -> Vec<Obstacle> {
+    // Without memory of its own, it may still have a context there.
+    let has_context = |card: &Card| machine.holders_of(&card.uuid).iter().any(|holder| holder.pid == pid);
+    let is_there = |card: &&Card| process.gpus().any(|gpu| gpu == card.uuid) || has_context(card);
+    let obstacle = |card: &Card| Obstacle { kind: ObstacleKind::Mig, what: support::in_mig_mode(card.index), bytes: 0 };
+    cards.iter().filter(|card| card.mig).filter(is_there).map(obstacle).collect()
 }
 
 fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
@@ -573,17 +601,9 @@ impl Member {
         if self.pid == 0 { Err(away()) } else { Ok(()) }
     }
 
-    /// The obstacles that the process itself does not know: GPUs in MIG mode.
+    /// The obstacles that the process itself does not know.
     fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
-        // Without memory of its own, it may still have a context there.
-        let has_context = |card: &Card| self.machine.holders_of(&card.uuid).iter().any(|holder| holder.pid == self.pid as u32);
-        let is_there = |card: &&Card| self.process.gpus().any(|gpu| gpu == card.uuid) || has_context(card);
-        let obstacle = |card: &Card| Obstacle {
-            kind: ObstacleKind::Mig,
-            what: format!("GPU {0} is in MIG mode (`nvidia-smi -i {0} -mig 0` ends that, once no program uses it)", card.index),
-            bytes: 0,
-        };
-        cards.iter().filter(|card| card.mig).filter(is_there).map(obstacle).collect()
+        mig(self.machine, &self.process, self.pid as u32, cards)
     }
 
     fn state(&mut self) -> Result<ProcessState, CommandError> {

@@ -4,10 +4,13 @@ use std::fmt::Debug;
 use std::time::Duration;
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{self as driver, Card, NoCards};
+use vramctl_model::support::CudaVersion;
 use vramctl_model::{Failure, Holder};
 
 /// What the driver and NVML do for other processes. Processes are known by their ids as seen from here.
 pub trait Machine: Sync + Debug {
+    /// The newest CUDA version that the driver supports.
+    fn cuda(&self) -> Result<CudaVersion, Failure>;
     /// Loads the driver, to checkpoint or restore.
     fn prepare(&self) -> Result<(), Failure>;
     /// The checkpoint state of a process.
@@ -31,6 +34,10 @@ pub trait Machine: Sync + Debug {
 pub struct ThisMachine;
 
 impl Machine for ThisMachine {
+    fn cuda(&self) -> Result<CudaVersion, Failure> {
+        driver::cuda_version()
+    }
+
     fn prepare(&self) -> Result<(), Failure> {
         checkpoint::prepare()
     }

@@ -56,6 +56,9 @@ impl Move {
             checkpoint.join(others);
         }
         pause.check_not_held(checkpoint.pids().into_iter())?;
+        if let Some((_, why)) = checkpoint::refusal_by_age(found.machine()) {
+            return Err(CommandError::new(Exit::Unsuspendable, format!("{why}. Nothing has changed")));
+        }
         let map = permutation(&cards, &from, &to)?;
         let request = pause.request(deadline);
         check_able(&mut checkpoint, &request, observer)?;

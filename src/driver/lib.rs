@@ -30,7 +30,7 @@ pub use extras::{Extras, make_on};
 pub use kernel::{Image, Parts, Resident};
 pub use no_cards::NoCards;
 pub use nvml::{Card, cards, holders, holders_of, keep_nvml, uses, uuid, uuid_of_index};
-pub use survey::{Gpu, Survey, survey, try_memory};
+pub use survey::{Gpu, Survey, cuda_version, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{
     Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, free_spare_addresses, granularity, is_shareable,

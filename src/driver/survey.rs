@@ -1,16 +1,17 @@
 //! The driver and its devices, queried without creating a context.
 
 use super::extras::{Extras, WithExtras};
-use super::{CUdevice, Current, Driver, supports_vmm, uuid, vmm};
+use super::{CUdevice, Current, Driver, is_behind_mps, supports_vmm, uuid, vmm};
 use serde::Serialize;
 use std::ffi::{CStr, c_char, c_int};
+use vramctl_model::support::CudaVersion;
 use vramctl_model::{Failure, code};
 
 /// The CUDA driver and devices that this process sees.
 #[derive(Debug, Clone, Serialize)]
 pub struct Survey {
-    /// The newest CUDA version that the driver supports, such as 13.0.
-    pub cuda: String,
+    /// The newest CUDA version that the driver supports.
+    pub cuda: CudaVersion,
     /// The devices, by ordinal.
     pub gpus: Vec<Gpu>,
 }
@@ -26,20 +27,29 @@ pub struct Gpu {
     pub total_bytes: u64,
     /// Whether it supports virtual memory management, without which nothing on it can be paused.
     pub virtual_memory: bool,
+    /// Whether its contexts run under MPS.
+    pub behind_mps: bool,
 }
 
 /// Queries the driver and its devices.
 pub fn survey() -> Result<Survey, Failure> {
     let driver = Driver::get()?;
-    let (mut version, mut count) = (0, 0);
-    // SAFETY: both outputs are writable.
+    let mut count = 0;
+    // SAFETY: the output is writable.
     unsafe {
         driver.cuInit(0)?;
-        driver.cuDriverGetVersion(&raw mut version)?;
         driver.cuDeviceGetCount(&raw mut count)?;
     }
     let gpus = (0..count).map(|ordinal| look_at(driver, ordinal)).collect::<Result<_, _>>()?;
-    Ok(Survey { cuda: format!("{}.{}", version / 1000, version % 1000 / 10), gpus })
+    Ok(Survey { cuda: cuda_version()?, gpus })
+}
+
+/// The newest CUDA version that the driver supports. Does not initialise the driver.
+pub fn cuda_version() -> Result<CudaVersion, Failure> {
+    let mut version = 0;
+    // SAFETY: the output is writable.
+    unsafe { Driver::get()?.cuDriverGetVersion(&raw mut version)? };
+    Ok(CudaVersion(version))
 }
 
 fn look_at(driver: &Driver, ordinal: c_int) -> Result<Gpu, Failure> {
@@ -52,7 +62,7 @@ fn look_at(driver: &Driver, ordinal: c_int) -> Result<Gpu, Failure> {
     }
     // SAFETY: the driver NUL-terminates the name within the given size.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-    Ok(Gpu { name, uuid: uuid(device), total_bytes: total as u64, virtual_memory: supports_vmm(device) })
+    Ok(Gpu { name, uuid: uuid(device), total_bytes: total as u64, virtual_memory: supports_vmm(device), behind_mps: is_behind_mps(device) })
 }
 
 /// Makes and releases virtual memory on a device as the library does for a program's `cudaMalloc`. Returns what the driver refuses to do

@@ -20,6 +20,7 @@ mod request;
 mod residue;
 mod span;
 mod status;
+pub mod support;
 mod totals;
 mod units;
 

@@ -7,6 +7,7 @@ use crate::ui::output;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::env::consts;
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -16,15 +17,16 @@ use std::{env, fmt, fs, io, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_driver as driver;
+use vramctl_driver::{self as driver, Survey};
 use vramctl_host::limits;
 use vramctl_host::system::resource_limit;
+use vramctl_model::support::{self, ENGINES, Engine, RUNS, Run};
 use vramctl_model::{Bytes, code};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
 Checks this machine as a program started from this shell would see it, and changes nothing: the library and whether it can be \
-preloaded, the driver and its GPUs, host memory for backups and its speed, process limits, the directories of sockets, \
+preloaded, the driver and its GPUs, what it cannot do, whether vramctl was run with them, host memory for backups and its speed, process limits, the directories of sockets, \
 backups and reports, the variables, and the inference engines of the Python on PATH. Exits with 1 if something would fail; warnings do not count.
 
 Examples:
@@ -78,12 +80,22 @@ impl Finding {
 
 pub fn doctor(args: &Args) -> Result<Exit, CommandError> {
     let mut findings = vec![library(), python_package()];
-    findings.extend(gpus());
+    let packages = python_packages();
+    match driver::survey() {
+        Ok(survey) => {
+            findings.extend(gpus(&survey));
+            findings.extend(operations(&survey));
+            findings.push(tried(&survey, packages.as_ref().unwrap_or(&BTreeMap::new())));
+        }
+        Err(failure) => {
+            findings.push(Finding::new("driver", Verdict::Failed, format!("{failure}: programs started from here find no GPU")));
+        }
+    }
     findings.push(nvml());
     findings.extend([host_memory(), limits(), sockets(), disk()]);
     findings.extend(reports());
     findings.push(variables());
-    findings.extend(engines());
+    findings.extend(engines(packages.as_ref()));
     if args.json {
         output::print(&format!("{}\n", json!({ "checks": findings })))?;
     } else {
@@ -139,16 +151,9 @@ fn python_package() -> Finding {
     }
 }
 
-fn gpus() -> Vec<Finding> {
-    let driver = |verdict, message: String| Finding::new("driver", verdict, message);
-    let survey = match driver::survey() {
-        Ok(survey) => survey,
-        Err(failure) => {
-            return vec![driver(Verdict::Failed, format!("{failure}: programs started from here find no GPU"))];
-        }
-    };
+fn gpus(survey: &Survey) -> Vec<Finding> {
     let kernel = fs::read_to_string("/sys/module/nvidia/version").map_or_else(|_| String::new(), |text| format!("{}, ", text.trim()));
-    let mut findings = vec![driver(Verdict::Ok, format!("{kernel}CUDA {}", survey.cuda))];
+    let mut findings = vec![Finding::new("driver", Verdict::Ok, format!("{kernel}CUDA {}", survey.cuda))];
     if survey.gpus.is_empty() {
         findings.push(Finding::new("GPU", Verdict::Failed, "the driver shows none to this process (CUDA_VISIBLE_DEVICES?)"));
     }
@@ -173,6 +178,44 @@ fn virtual_memory(ordinal: usize, gpu: &driver::Gpu) -> (Verdict, String) {
         Err(failure) if failure.code == code::OUT_OF_MEMORY => (Verdict::Warning, format!("; too full to try virtual memory ({failure})")),
         Err(failure) => (Verdict::Failed, format!("; the driver refuses virtual memory ({failure}): {LEFT}")),
     }
+}
+
+/// Whether programs can be suspended and moved. What only a program knows (`vramctl status`) may still be in the way.
+fn operations(survey: &Survey) -> [Finding; 2] {
+    let mig = driver::cards().unwrap_or_default().into_iter().filter(|card| card.mig).map(|card| support::in_mig_mode(card.index));
+    let mps = survey.gpus.iter().any(|gpu| gpu.behind_mps).then(|| support::BEHIND_MPS.to_owned());
+    let everywhere: Vec<_> = mig.chain(mps).collect();
+    [&support::SUSPEND, &support::MOVE].map(|need| {
+        let reasons: Vec<_> = need.refusal(survey.cuda).into_iter().chain(everywhere.iter().cloned()).collect();
+        if reasons.is_empty() {
+            return Finding::new(need.operation, Verdict::Ok, "the driver can");
+        }
+        Finding::new(need.operation, Verdict::Warning, format!("refused: {}", reasons.join("; ")))
+    })
+}
+
+/// Whether this GPU, driver, torch and engine were run together, or are only expected to work (docs/support.md).
+fn tried(survey: &Survey, packages: &BTreeMap<String, String>) -> Finding {
+    let has = |run: &Run, name: &str, version: &str| {
+        let (program, series) = if name == "torch" { (name, run.torch) } else { (run.program, run.version) };
+        program.eq_ignore_ascii_case(name) && !series.is_empty() && is_within(version, series, series)
+    };
+    let on = |run: &Run, gpu: &driver::Gpu| gpu.name.split(' ').any(|word| word == run.gpu);
+    let gpus = survey.gpus.iter().filter(|gpu| !RUNS.iter().any(|run| on(run, gpu))).map(|gpu| gpu.name.clone());
+    let driver = (survey.cuda != support::DRIVER.1).then(|| format!("a driver of CUDA {}", survey.cuda));
+    let machine = (consts::ARCH != support::ARCHITECTURE).then(|| consts::ARCH.to_owned());
+    let other = |(name, version): &(&String, &String)| !RUNS.iter().any(|run| has(run, name, version));
+    let others = packages.iter().filter(other).map(|(name, version)| format!("{name} {version}"));
+    let mut new: Vec<_> = gpus.chain(driver).chain(machine).chain(others).collect();
+    new.dedup();
+    let together =
+        |run: &&Run| survey.gpus.iter().all(|gpu| on(run, gpu)) && packages.iter().all(|(name, version)| has(run, name, version));
+    let text = match (new.is_empty(), RUNS.iter().find(together)) {
+        (true, Some(run)) => format!("run together on {} ({}: {})", run.when, [run.program, run.version].join(" ").trim_end(), run.what),
+        (true, None) => "each part of this was run, but not all together".to_owned(),
+        (false, _) => format!("expected to work, but not run with {}", new.join(", ")),
+    };
+    Finding::new("tried", Verdict::Ok, format!("{text} (docs/support.md)"))
 }
 
 /// NVML says which GPUs there are, and who uses them. Pausing and resuming work without it.
@@ -337,11 +380,8 @@ fn variables() -> Finding {
     Finding::new("variables", Verdict::Ok, "all that are set are known and valid")
 }
 
-/// The engine versions that are known to work (docs/engines.md).
-const KNOWN: [(&str, &str, &str); 2] = [("vllm", "0.26", "0.33"), ("sglang", "0.5.16", "0.5.23")];
-
-/// The engines installed in the Python on PATH.
-fn engines() -> Vec<Finding> {
+/// The versions of torch and the engines in the Python on PATH. `None` without a working Python.
+fn python_packages() -> Option<BTreeMap<String, String>> {
     const PROGRAM: &str = "\
 import importlib.metadata as metadata, json, sys
 found = {}
@@ -351,26 +391,31 @@ for name in sys.argv[1:]:
     except metadata.PackageNotFoundError:
         pass
 print(json.dumps(found))";
+    let names = ENGINES.iter().map(|engine| engine.package).chain(["torch"]);
     let ask = |python: &str| {
-        let output = Command::new(python).args(["-c", PROGRAM]).args(KNOWN.map(|(name, ..)| name)).stdin(Stdio::null()).output().ok()?;
-        serde_json::from_slice::<BTreeMap<String, String>>(&output.stdout).ok()
+        let output = Command::new(python).args(["-c", PROGRAM]).args(names.clone()).stdin(Stdio::null()).output().ok()?;
+        serde_json::from_slice(&output.stdout).ok()
     };
-    let Some(found) = ask("python3").or_else(|| ask("python")) else {
-        return vec![Finding::new("engines", Verdict::Ok, "no working Python on PATH")];
-    };
-    if found.is_empty() {
+    ask("python3").or_else(|| ask("python"))
+}
+
+/// Whether what the library hooks in the installed engines is known to be there.
+fn engines(packages: Option<&BTreeMap<String, String>>) -> Vec<Finding> {
+    let Some(packages) = packages else { return vec![Finding::new("engines", Verdict::Ok, "no working Python on PATH")] };
+    let installed: Vec<_> = ENGINES.iter().filter_map(|engine| Some((engine, packages.get(engine.package)?))).collect();
+    if installed.is_empty() {
         return vec![Finding::new("engines", Verdict::Ok, "the Python on PATH has neither vllm nor sglang")];
     }
-    let engine = |(name, version): (&String, &String)| {
-        let known = KNOWN.iter().any(|(engine, first, last)| engine == name && is_within(version, first, last));
-        let data = json!({ "engine": name, "version": version });
-        if known {
-            return Finding::new("engines", Verdict::Ok, format!("{name} {version}")).with(data);
+    let finding = |(engine, version): (&Engine, &String)| {
+        let Engine { package, first, last } = engine;
+        let data = json!({ "engine": package, "version": version });
+        if is_within(version, first, last) {
+            return Finding::new("engines", Verdict::Ok, format!("{package} {version}")).with(data);
         }
-        let message = format!("{name} {version} is not a known version: all its memory may get the tag default (docs/engines.md)");
+        let message = format!("{package} {version} is not a known version: all its memory may get the tag default (docs/engines.md)");
         Finding::new("engines", Verdict::Warning, message).with(data)
     };
-    found.iter().map(engine).collect()
+    installed.into_iter().map(finding).collect()
 }
 
 /// Whether a version lies between `first` and the end of the series `last`.
@@ -390,10 +435,10 @@ mod tests {
     #[test]
     fn the_known_engines_match_the_documentation() {
         let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/engines.md")).unwrap().to_lowercase();
-        for (engine, first, last) in KNOWN {
-            let header = page.lines().find(|line| line.starts_with(&format!("| {engine}: "))).expect("a table");
+        for Engine { package, first, last } in ENGINES {
+            let header = page.lines().find(|line| line.starts_with(&format!("| {package}: "))).expect("a table");
             for version in [first, last] {
-                assert!(header.contains(&format!("| {version}")), "{engine} {version} is not in docs/engines.md");
+                assert!(header.contains(&format!("| {version}")), "{package} {version} is not in docs/engines.md");
             }
         }
         for inside in ["0.26.0", "0.26", "0.30.1", "0.33.2", "0.33.0rc1"] {

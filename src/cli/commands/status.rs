@@ -52,7 +52,8 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
     }
     let mut found = Found::look(&target)?;
     found.keep_on(&args.gpu.gpu)?;
-    let chosen = found.choose(&target)?;
+    let mut chosen = found.choose(&target)?;
+    checkpoint::add_obstacles_outside(&found, &mut chosen);
     if args.json {
         output::json(&chosen)?;
     } else {
@@ -74,9 +75,10 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
 
 /// Those of the processes that answer.
 pub fn described(found: &Found, processes: &[Process]) -> Vec<String> {
-    let states = checkpoint::states(found, processes);
+    let (states, refusal) = (checkpoint::states(found, processes), checkpoint::refusal_by_age(found.machine()));
+    let refusal = refusal.map(|(need, why)| format!("\nNo {}: {why}.", need.operation));
     let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
-    answering.map(|(pid, status)| describe(status, states.get(&pid))).collect()
+    answering.map(|(pid, status)| describe(status, states.get(&pid)) + refusal.as_deref().unwrap_or_default()).collect()
 }
 
 /// `state`: what the driver says of a suspended process, if it can be asked.

@@ -39,6 +39,7 @@ use vramctl_coordinator::{Operation, Plan, Scope, Suspend};
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_driver::{Card, NoCards};
 use vramctl_host::system::poll;
+use vramctl_model::support::{self, CudaVersion};
 use vramctl_model::{DeviceStatus, Error, Failure, GpuUse, Holder, Report, Shortage, TagState, Verb, code};
 
 /// Who is in which job.
@@ -184,6 +185,10 @@ impl Simulated {
 }
 
 impl Machine for Simulated {
+    fn cuda(&self) -> Result<CudaVersion, Failure> {
+        Ok(support::DRIVER.1)
+    }
+
     fn prepare(&self) -> Result<(), Failure> {
         self.fault("cuInit")
     }

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
-use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest};
+use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest, support};
 
 /// What becomes of memory that processes under the library share by CUDA IPC.
 const UNLESS_TOGETHER: &str = "unless one command takes all of these processes (--all, or a name that they have in common)";
@@ -97,7 +97,7 @@ impl Memory {
         }
         // Also for a process without memory here: it may still have contexts.
         if driver::devices().any(driver::is_behind_mps) {
-            add(ObstacleKind::Mps, "a GPU behind MPS".into(), 0);
+            add(ObstacleKind::Mps, support::BEHIND_MPS.into(), 0);
         }
         found
     }

@@ -6,7 +6,7 @@
 use crate::abi::{In, Out, Uuid};
 use crate::codes::{INVALID_VALUE, Outcome};
 use crate::device;
-use crate::driver::machine;
+use crate::driver::{machine, settings};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -45,6 +45,11 @@ pub struct RestoreArgs {
 }
 
 const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
+
+/// CUDA 12.8 (driver 570), which is the first that checkpoints.
+pub const FIRST: i32 = 12_080;
+/// CUDA 13.0 (driver 580), which is the first that restores processes on other devices.
+const FIRST_THAT_MOVES: i32 = 13_000;
 
 fn given<T: Copy>(args: In<T>) -> Option<T> {
     args.get().ok()
@@ -91,6 +96,10 @@ pub fn restore(pid: i32, args: In<RestoreArgs>) -> Outcome {
     let machine = machine()?;
     let Some(args) = given(args) else { return machine.restore_process(process(pid)?, None) };
     if args.reserved != [0; 44] || args.reserved_too != 0 {
+        return Err(INVALID_VALUE);
+    }
+    // Before, all of it was reserved, and had to be zero.
+    if args.count > 0 && settings().cuda < FIRST_THAT_MOVES {
         return Err(INVALID_VALUE);
     }
     if args.count == 0 {

@@ -7,9 +7,6 @@ use crate::driver::{self, machine, settings};
 use std::ffi::{c_char, c_int};
 use std::fmt::Write as _;
 
-/// The version that `cuDriverGetVersion` returns: CUDA 13.0.
-pub const VERSION: i32 = 13000;
-
 /// `cuDeviceGetCount`.
 pub fn count(count: Out<i32>) -> Outcome {
     count.put(machine()?.devices() as i32)

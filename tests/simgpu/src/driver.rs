@@ -1,8 +1,10 @@
 //! The driver's per-process state, and the checks before every call.
 
 use crate::capture::Captures;
+use crate::checkpoint;
 use crate::codes::{
-    Code, DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome, UNKNOWN,
+    Code, DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_FOUND, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome,
+    UNKNOWN,
 };
 use crate::context::{self, Contexts};
 use crate::exports::{Function, Hazard, Needs};
@@ -212,6 +214,10 @@ fn admit(function: &Function) -> Outcome {
     if matches!(function.needs, Needs::Nothing | Needs::Start) {
         return Ok(());
     }
+    // An older driver does not have the function at all.
+    if function.needs == Needs::Checkpoints && settings().cuda < checkpoint::FIRST {
+        return Err(NOT_FOUND);
+    }
     // "The callback must not make any CUDA API call"; the driver returns this code.
     if stream::in_host_function() {
         return Err(NOT_PERMITTED);
@@ -220,7 +226,7 @@ fn admit(function: &Function) -> Outcome {
         return Err(NOT_INITIALIZED);
     }
     match function.needs {
-        Needs::Nothing | Needs::Start | Needs::Init => {}
+        Needs::Nothing | Needs::Start | Needs::Init | Needs::Checkpoints => {}
         Needs::Vmm => {
             if settings().no_vmm {
                 return Err(NOT_SUPPORTED);

@@ -7,6 +7,7 @@ use crate::abi::{
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
+use crate::driver::settings;
 use crate::pool::{PointerData, PoolProps};
 use crate::shaped::{self, Copy2D, Copy3D, Reach, Until};
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
@@ -22,6 +23,8 @@ pub enum Needs {
     Start,
     /// `cuInit`.
     Init,
+    /// A driver that can checkpoint, and `cuInit`.
+    Checkpoints,
     /// `cuInit` and devices with virtual memory management. No context is needed, and broken contexts do not matter.
     Vmm,
     /// `cuInit`. The call's arguments determine the context, but if the calling thread has a current context, it must not be
@@ -90,7 +93,7 @@ macro_rules! functions {
 functions! {
     // Initialisation, devices and contexts.
     cuInit(flags: u32) Start Safe => driver::init(flags);
-    cuDriverGetVersion(version: Out<i32>) Nothing Safe => version.put(device::VERSION);
+    cuDriverGetVersion(version: Out<i32>) Nothing Safe => version.put(settings().cuda);
     cuDeviceGet(device: Out<i32>, ordinal: i32) Init Safe => device::get(device, ordinal);
     cuDeviceGetCount(count: Out<i32>) Init Safe => device::count(count);
     cuDeviceGetName(name: Out<c_char>, room: c_int, device: i32) Init Safe => device::name(name, room, device);
@@ -337,12 +340,12 @@ functions! {
     cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
 
     // Checkpoints of other processes.
-    cuCheckpointProcessGetState(pid: i32, state: Out<u32>) Init Safe => checkpoint::state(pid, state);
-    cuCheckpointProcessGetRestoreThreadId(pid: i32, thread: Out<i32>) Init Safe => checkpoint::restore_thread(pid, thread);
-    cuCheckpointProcessLock(pid: i32, args: In<checkpoint::LockArgs>) Init Safe => checkpoint::lock(pid, args);
-    cuCheckpointProcessCheckpoint(pid: i32, args: In<checkpoint::NoArgs>) Init Safe => checkpoint::checkpoint(pid, args);
-    cuCheckpointProcessRestore(pid: i32, args: In<checkpoint::RestoreArgs>) Init Safe => checkpoint::restore(pid, args);
-    cuCheckpointProcessUnlock(pid: i32, args: In<checkpoint::NoArgs>) Init Safe => checkpoint::unlock(pid, args);
+    cuCheckpointProcessGetState(pid: i32, state: Out<u32>) Checkpoints Safe => checkpoint::state(pid, state);
+    cuCheckpointProcessGetRestoreThreadId(pid: i32, thread: Out<i32>) Checkpoints Safe => checkpoint::restore_thread(pid, thread);
+    cuCheckpointProcessLock(pid: i32, args: In<checkpoint::LockArgs>) Checkpoints Safe => checkpoint::lock(pid, args);
+    cuCheckpointProcessCheckpoint(pid: i32, args: In<checkpoint::NoArgs>) Checkpoints Safe => checkpoint::checkpoint(pid, args);
+    cuCheckpointProcessRestore(pid: i32, args: In<checkpoint::RestoreArgs>) Checkpoints Safe => checkpoint::restore(pid, args);
+    cuCheckpointProcessUnlock(pid: i32, args: In<checkpoint::NoArgs>) Checkpoints Safe => checkpoint::unlock(pid, args);
 
     // Error names.
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);
@@ -453,7 +456,7 @@ fn proc_address_before(name: In<c_char>, pointer: Out<*const c_void>, version: i
 fn asked_for(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) -> Outcome<Result<usize, Missing>> {
     let name = name.text()?;
     pointer.required()?;
-    if flags & !3 != 0 || version > device::VERSION {
+    if flags & !3 != 0 || version > settings().cuda {
         return Err(INVALID_VALUE);
     }
     Ok(newest(name, version, flags & PER_THREAD_DEFAULT_STREAM != 0))

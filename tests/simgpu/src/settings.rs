@@ -30,6 +30,8 @@ pub struct Settings {
     pub link: Option<u64>,
     /// `SIMGPU_FAIL`: the faults to inject, unparsed.
     pub faults: String,
+    /// `SIMGPU_CUDA`: the newest CUDA version that the driver supports, as `cuDriverGetVersion` returns it.
+    pub cuda: i32,
     /// `SIMGPU_NO_VMM`: the devices lack virtual memory management.
     pub no_vmm: bool,
     /// `SIMGPU_NO_P2P`: no device reaches another's memory.
@@ -76,6 +78,7 @@ pub fn get() -> &'static Settings {
             delay_ms: number("SIMGPU_OP_DELAY_MS", 0),
             link: Some(number("SIMGPU_LINK", 0)).filter(|rate| *rate > 0),
             faults: text("SIMGPU_FAIL"),
+            cuda: version(&text("SIMGPU_CUDA")).unwrap_or(13000),
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             no_p2p: !matches!(text("SIMGPU_NO_P2P").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
@@ -95,6 +98,12 @@ pub fn get() -> &'static Settings {
     })
 }
 
+/// Parses a version of CUDA, such as 12.4.
+fn version(text: &str) -> Option<i32> {
+    let (major, minor) = text.split_once('.')?;
+    Some(major.parse::<i32>().ok()? * 1000 + minor.parse::<i32>().ok()? * 10)
+}
+
 /// Parses bytes with an optional K, M, G or T (powers of 1024).
 pub fn bytes(text: &str) -> Option<u64> {
     let text = text.trim();
@@ -112,7 +121,7 @@ pub fn bytes(text: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::bytes;
+    use super::{bytes, version};
 
     #[test]
     fn sizes_with_and_without_suffix() {
@@ -121,5 +130,12 @@ mod tests {
         assert_eq!(bytes("3MiB"), Some(3 << 20));
         assert_eq!(bytes("much"), None);
         assert_eq!(bytes("1X"), None);
+    }
+
+    #[test]
+    fn versions_as_the_driver_tells_them() {
+        assert_eq!(version("12.4"), Some(12040));
+        assert_eq!(version(""), None);
+        assert_eq!(version("12"), None);
     }
 }

@@ -374,3 +374,29 @@ fn a_restore_may_use_another_device() {
         }
     });
 }
+
+#[test]
+fn a_driver_of_cuda_12_4_does_not_checkpoint() {
+    isolated("a_driver_of_cuda_12_4_does_not_checkpoint", &[("SIMGPU_CUDA", "12.4")], || {
+        let (gpu, mut version, mut state) = (Gpu::start(), 0, 0);
+        ok!(gpu.cuDriverGetVersion(&raw mut version));
+        assert_eq!(version, 12040);
+        fails!(500, gpu.cuCheckpointProcessGetState(std::process::id() as i32, &raw mut state));
+    });
+}
+
+#[test]
+fn a_driver_of_cuda_12_8_restores_only_where_it_was() {
+    let scratch = Scratch::new("a_driver_of_cuda_12_8");
+    let environment = [MACHINE[0], MACHINE[1], ("SIMGPU_CUDA", "12.8"), ("SIMGPU_DIR", scratch.text())];
+    isolated("a_driver_of_cuda_12_8_restores_only_where_it_was", &environment, || {
+        let (gpu, mut other) = (Gpu::load(), Other::start());
+        ok!(gpu.cuInit(0));
+        other.ask("fill 7");
+        gpu.take(other.pid());
+        assert_eq!(gpu.restore(other.pid(), &[(0, 1), (1, 0)]), 1);
+        assert_eq!((gpu.state(other.pid()), gpu.restore(other.pid(), &[])), (CHECKPOINTED, 0));
+        ok!(gpu.cuCheckpointProcessUnlock(other.pid(), ptr::null()));
+        assert_eq!(other.ask("read"), "7");
+    });
+}

@@ -1,0 +1,132 @@
+//! What is supported: docs/support.md is made of the tables in `src/model/support.rs` (`UPDATE=1` writes it), and the doctor, a dry run, status
+//! and the operation itself refuse the same, in the same words.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::machine::Machine;
+use serde_json::Value;
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use vramctl_model::ObstacleKind;
+use vramctl_model::support::{self, ARCHITECTURE, DRIVER, EXPECTED, MOVE, REFUSED, REQUIREMENTS, RUNS, SUSPEND};
+
+/// A table, with an empty line after it.
+fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let head: Vec<_> = head.iter().map(ToString::to_string).collect();
+    let rows: String = rows.into_iter().map(|row| line(&row)).collect();
+    line(&head) + &line(&vec!["---".to_owned(); head.len()]) + &rows + "\n"
+}
+
+fn page() -> String {
+    let mut text = String::from(
+        "# Support\n\n`UPDATE=1 cargo test --test support` makes this page of `src/model/support.rs`; `vramctl doctor` compares your machine with the same tables.\n\n",
+    );
+    let none = |text: &str| if text.is_empty() { "–".to_owned() } else { text.to_owned() };
+    let (driver, cuda) = DRIVER;
+    let _ = write!(
+        text,
+        "## Run\n\nOn real GPUs, {ARCHITECTURE}, Ubuntu 24.04, Python 3.12, driver {driver} (CUDA {cuda}). Figures: [performance.md](performance.md).\n\n"
+    );
+    text += &table(
+        &["GPU", "torch", "program", "what", "last on"],
+        RUNS.iter().map(|run| {
+            let program = format!("{} {}", run.program, run.version).trim_end().to_owned();
+            vec![format!("{} {}", run.gpus, run.gpu), none(run.torch), program, run.what.to_owned(), run.when.to_owned()]
+        }),
+    );
+    text += "## What the driver must be\n\n";
+    text += &table(
+        &["for", "driver", "CUDA", "with an older one"],
+        REQUIREMENTS.map(|need| vec![need.operation.to_owned(), need.driver.to_string(), need.cuda.to_string(), need.otherwise.to_owned()]),
+    );
+    text += "## Expected to work, not run\n\n";
+    text += &table(&["what", "why"], EXPECTED.map(|(what, why)| vec![what.to_owned(), why.to_owned()]));
+    text += "## Refused\n\n";
+    text += &table(&["what", "what happens"], REFUSED.map(|(what, then)| vec![what.to_owned(), then.to_owned()]));
+    text += "`suspend` and `move` are also refused with these; [limits.md](limits.md#suspend-and-move) has the details:\n\n";
+    let obstacle = |kind| {
+        let (what, then) = support::obstacle(kind);
+        vec![what.to_owned(), then.to_owned()]
+    };
+    text += &table(&["what", "a suspend"], ObstacleKind::ALL.map(obstacle));
+    text.trim_end().to_owned() + "\n"
+}
+
+#[test]
+fn the_page_is_current() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/support.md");
+    let wanted = page();
+    if std::env::var_os("UPDATE").is_some() {
+        fs::write(&path, &wanted).unwrap();
+    }
+    let found = fs::read_to_string(&path).unwrap_or_default();
+    assert!(found == wanted, "docs/support.md is not what src/model/support.rs says; run `UPDATE=1 cargo test --test support`");
+}
+
+/// The README's summary says the same.
+#[test]
+fn the_readme_agrees() {
+    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    assert!(readme.contains(&format!("`suspend` needs driver {}, `move` {}", SUSPEND.driver, MOVE.driver)));
+    assert!(readme.contains(&format!("before CUDA {}, the library unpins", support::UNPIN.cuda)));
+    assert!(readme.contains(&format!("CUDA virtual memory: CUDA {}", support::PAUSE.cuda)));
+    for gpu in RUNS.iter().map(|run| run.gpu) {
+        assert!(readme.contains(gpu), "{gpu}");
+    }
+}
+
+/// What `command` says on a machine where a variable makes the driver or the GPU another one.
+fn told(machine: &Machine, (name, value): (&str, &str), line: &str) -> (Option<i32>, String) {
+    let arguments: Vec<_> = line.split(' ').collect();
+    let output = machine.command(common::command_line(), &arguments).env(name, value).env("VRAMCTL_HOST_CAP", "64M").output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).split_whitespace().collect::<Vec<_>>().join(" ");
+    (output.status.code(), text(&output.stdout) + " " + &text(&output.stderr))
+}
+
+/// Each reason to refuse a suspend or a move that the doctor can know.
+#[test]
+fn doctor_dry_run_status_and_the_page_agree() {
+    let mut machine = Machine::new();
+    machine.devices = 2;
+    let mps = |command: &mut std::process::Command| _ = command.env("SIMGPU_MPS", "1");
+    let (mut engine, mut behind) = (machine.start_with("engine", |_| ()), machine.start_with("behind", mps));
+    let page = page();
+    for (variable, name, refused, why) in [
+        (("SIMGPU_CUDA", "12.4"), "engine", &["suspend", "move"][..], SUSPEND.text()),
+        (("SIMGPU_CUDA", "12.8"), "engine", &["move"], MOVE.text()),
+        (("SIMGPU_MIG", "1"), "engine", &["suspend", "move"], support::in_mig_mode(0)),
+        (("SIMGPU_MPS", "1"), "behind", &["suspend", "move"], support::BEHIND_MPS.to_owned()),
+        (("SIMGPU_CUDA", "13.0"), "engine", &[], "cannot be suspended".to_owned()),
+    ] {
+        let doctor: Value = serde_json::from_str(&told(&machine, variable, "doctor --json").1).unwrap();
+        for operation in ["suspend", "move"] {
+            let check = doctor["checks"].as_array().unwrap().iter().find(|check| check["check"] == operation).unwrap();
+            let is_refused = refused.contains(&operation);
+            assert_eq!(check["verdict"] == "warning", is_refused, "{variable:?} {check}");
+            // A driver that is too old for a suspend is told as that by both.
+            let needed = if why == SUSPEND.text() && operation == "move" { MOVE.text() } else { why.clone() };
+            assert_eq!(check["message"].as_str().unwrap().contains(&needed), is_refused, "{variable:?} {check}");
+        }
+        let (code, text) = told(&machine, variable, &format!("suspend {name} --dry-run"));
+        assert_eq!(
+            (code == Some(7), text.contains(&why)),
+            (refused.contains(&"suspend"), refused.contains(&"suspend")),
+            "{variable:?} {text}"
+        );
+        let (_, text) = told(&machine, variable, &format!("status {name}"));
+        assert_eq!(text.contains(&why), !refused.is_empty(), "{variable:?} {text}");
+        if refused.contains(&"move") {
+            let (code, text) = told(&machine, variable, &format!("move {name} --to 1"));
+            assert!(code == Some(7) && text.contains(&why) && text.contains("Nothing has changed"), "{variable:?} {code:?} {text}");
+        }
+    }
+    for words in ["570", "580", "MIG mode", support::BEHIND_MPS] {
+        assert!(page.contains(words), "{words}");
+    }
+    for rank in [&mut engine, &mut behind] {
+        rank.verify();
+    }
+}
