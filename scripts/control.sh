@@ -45,10 +45,10 @@ control() {
 	choose_processes
 	if [ "$request" = pause ]; then
 		refuse_jobs
-		[ -z "$hold" ] || options="$options,\"hold_ms\":$hold"
+		[ -z "$hold" ] || fields="$fields${tab}hold_ms=$hold"
 	fi
 
-	message="{\"version\":1,\"request\":\"$request\",\"tags\":[$tags]$options}"
+	message="version=1${tab}request=$request$fields"
 	result=0 did=''
 	for pid in $pids; do
 		[ "$target" != all ] || printf 'process %s:\n' "$pid" >&2
@@ -70,11 +70,12 @@ control() {
 
 newline='
 '
+tab=$(printf '\t')
 
-# Sets tags, options (both JSON), count (of tags), target (a pid, `all` or nothing), hold (how many milliseconds to wait for work in
+# Sets fields (of the request), count (of tags), target (a pid, `all` or nothing), hold (how many milliseconds to wait for work in
 # flight; nothing if the program is not to be held).
 read_arguments() {
-	tags='' options='' count=0 target='' hold='' no_hold='' timeout=''
+	fields='' count=0 target='' hold='' no_hold='' timeout=''
 	while [ $# -gt 0 ]; do
 		case $1 in
 		-h | --help) usage "$request"; exit 0 ;;
@@ -99,11 +100,11 @@ read_arguments() {
 			;;
 		--force)
 			[ "$request" = pause ] || die 2 "--force is for a pause"
-			options="$options,\"force\":true"
+			fields="$fields${tab}force=true"
 			;;
 		--discard)
 			[ "$request" = pause ] || die 2 "--discard is for a pause"
-			options="$options,\"backup\":\"discard\""
+			fields="$fields${tab}backup=discard"
 			;;
 		--) shift; break ;;
 		-*) usage "$request" >&2; die 2 "unknown option $1" ;;
@@ -112,7 +113,7 @@ read_arguments() {
 		shift
 	done
 	for tag in "$@"; do add_tag "$tag"; done
-	[ -z "$timeout" ] || options="$options,\"timeout_ms\":$timeout"
+	[ -z "$timeout" ] || fields="$fields${tab}timeout_ms=$timeout"
 	[ -z "$no_hold" ] || [ -z "$hold" ] || die 2 "--no-hold and --hold-timeout exclude each other"
 	[ -n "$no_hold" ] || hold=${hold:-${timeout:-10000}}
 }
@@ -123,23 +124,10 @@ choose_target() {
 }
 
 add_tag() {
-	tags="$tags${tags:+,}$(json_string "$1")"
+	# The request's fields have a tab between them.
+	case $1 in *[[:cntrl:]]*) die 2 "a tag has no control characters" ;; esac
+	fields="$fields${tab}tags=$1"
 	count=$((count + 1))
-}
-
-# Quotes a text as a JSON string.
-json_string() {
-	rest=$1 string=''
-	while [ -n "$rest" ]; do
-		char=${rest%"${rest#?}"}
-		rest=${rest#?}
-		case $char in
-		[\\\"]) string="$string\\$char" ;;
-		[[:cntrl:]]) string=$string$(printf '\\u%04x' "'$char") ;;
-		*) string=$string$char ;;
-		esac
-	done
-	printf '"%s"' "$string"
 }
 
 # Converts seconds, with or without a fraction, to whole milliseconds.
@@ -206,7 +194,7 @@ refuse_jobs() {
 	case ${pids# } in *' '*) ;; *) return ;; esac
 	jobs=$newline
 	for pid in $pids; do
-		answer=$(cd "$directory" && exchange "./$pid.sock" '{"version":1,"request":"hello"}')
+		answer=$(cd "$directory" && exchange "./$pid.sock" "version=1${tab}request=hello")
 		# JSON escapes quotes inside strings, so the patterns match only fields.
 		case $answer in *'"job":"'*) ;; *) continue ;; esac
 		job=${answer#*'"job":"'}

@@ -1,4 +1,5 @@
-//! The messages on the control socket: one JSON object per line. `docs/protocol.md` documents them for other programs.
+//! The messages on the control socket: one JSON object per line, or fields for clients that cannot write JSON. `docs/protocol.md` documents them
+//! for other programs.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -375,6 +376,33 @@ impl Hello {
 
 /// Parses one request.
 pub fn parse(line: &[u8]) -> Result<Request, Error> {
+    match line.trim_ascii_start() {
+        [b'{', ..] => parse_json(line),
+        _ => parse_json(&json_of_fields(line)?),
+    }
+}
+
+/// The JSON of a request that is written as fields, `NAME=VALUE` with a tab between two of them, which a shell can write without quoting.
+/// Each `tags` adds one. Any other value that is JSON, such as a number, stays what it is.
+fn json_of_fields(line: &[u8]) -> Result<Vec<u8>, Error> {
+    let wrong = || Error::Invalid("not a request: neither a JSON object nor fields NAME=VALUE with a tab between two of them".into());
+    let text = str::from_utf8(line).map_err(|_| wrong())?.trim_end_matches(['\r', '\n']);
+    let (mut tags, mut fields) = (Vec::new(), serde_json::Map::new());
+    for field in text.split('\t') {
+        let (name, value) = field.split_once('=').ok_or_else(wrong)?;
+        if name == "tags" {
+            tags.push(value);
+        } else {
+            fields.insert(name.into(), serde_json::from_str(value).unwrap_or_else(|_| value.into()));
+        }
+    }
+    if !tags.is_empty() {
+        fields.insert("tags".into(), tags.into());
+    }
+    serde_json::to_vec(&fields).map_err(|_| wrong())
+}
+
+fn parse_json(line: &[u8]) -> Result<Request, Error> {
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,
@@ -426,6 +454,27 @@ mod tests {
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(TransitionRequest::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });
+    }
+
+    #[test]
+    fn a_request_may_be_written_as_fields() {
+        let pause =
+            parse(b"version=1\trequest=pause\ttags=it's \"odd\" \\ \xc3\xbc\ttags=5\tbackup=discard\tforce=true\thold_ms=10\n").unwrap();
+        let wanted = TransitionRequest {
+            tags: vec!["it's \"odd\" \\ ü".into(), "5".into()],
+            backup: Some(Policy::Discard),
+            force: true,
+            hold: Some(Duration::from_millis(10)),
+            ..TransitionRequest::default()
+        };
+        assert_eq!(pause, Request::Pause(wanted));
+        assert_eq!(parse(b"version=1\trequest=resume").unwrap(), Request::Resume(TransitionRequest::default()));
+        let text = |line: &[u8]| parse(line).unwrap_err().to_string();
+        assert!(text(b"version=2\trequest=pause").contains("version 2"));
+        assert!(text(b"version=1\trequest=pause\tbackup=tape").contains("tape"));
+        for wrong in [&b"pause"[..], b"version=1\trequest=pause\t", b"version=1\xff"] {
+            assert!(text(wrong).contains("not a request"), "{wrong:?}");
+        }
     }
 
     #[test]
