@@ -87,6 +87,7 @@ mod tests {
 
     /// A program may lock all its memory at any time (`mlockall`).
     #[test]
+    #[cfg_attr(miri, ignore = "maps memory without access")]
     fn locked_addresses_have_memory_only_from_populating_to_depopulating() {
         const BYTES: usize = 2 << 20;
         // SAFETY: new addresses.

@@ -644,6 +644,7 @@ mod tests {
 
     /// The only test with an arena: how much the host has is said for the whole process.
     #[test]
+    #[cfg_attr(miri, ignore = "maps memory without access")]
     fn what_is_dropped_makes_room_where_the_host_has_none() {
         let arena = Arena::get().unwrap();
         settings::set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
@@ -671,6 +672,7 @@ mod tests {
 
     /// What follows is the program's.
     #[test]
+    #[cfg_attr(miri, ignore = "maps memory without access")]
     fn no_addresses_behind_the_arena_are_opened_or_closed() {
         const BYTES: usize = 8 * HOST_PIECE;
         // SAFETY: new addresses.

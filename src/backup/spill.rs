@@ -223,6 +223,7 @@ mod tests {
 
     /// What is in no file is lost.
     #[test]
+    #[cfg_attr(miri, ignore = "sets the limit of descriptors")]
     fn every_allocation_is_in_one_file_and_most_descriptors_are_left() {
         const DESCRIPTORS: usize = 1 << 10;
         let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };

@@ -255,6 +255,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
+    #[cfg_attr(miri, ignore = "Unix sockets")]
     fn a_process_that_never_answers_has_its_name_in_its_address() {
         let folder = tempfile::tempdir().unwrap();
         let long = "x".repeat(60);

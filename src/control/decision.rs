@@ -124,6 +124,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
+    #[cfg_attr(miri, ignore = "memfd")]
     fn a_decision_is_made_once_for_everyone() {
         for first_commits in [true, false] {
             let (coordinator, file) = Decision::create().unwrap();
@@ -139,6 +140,7 @@ mod tests {
 
     /// Its owner could truncate the page under the mapping.
     #[test]
+    #[cfg_attr(miri, ignore = "memfd")]
     fn a_file_that_may_shrink_is_refused() {
         let memfd = |seals: libc::c_int| {
             // SAFETY: a name, and a descriptor that was just opened.

@@ -124,6 +124,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
+    #[cfg_attr(miri, ignore = "Unix sockets")]
     fn descriptors_arrive_with_the_bytes_and_are_closed_on_exec() {
         let (here, there) = UnixStream::pair().unwrap();
         let mut file = tempfile::tempfile().unwrap();

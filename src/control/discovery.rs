@@ -315,6 +315,7 @@ mod tests {
 
     /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
     #[test]
+    #[cfg_attr(miri, ignore = "opens a directory")]
     fn only_a_plain_file_without_another_name_is_opened() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();

@@ -66,6 +66,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
+    #[cfg_attr(miri, ignore = "opens a directory")]
     fn one_asks_the_others_read_and_the_next_takes_over() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
@@ -89,6 +90,7 @@ mod tests {
 
     /// The directory may be one that others can write to.
     #[test]
+    #[cfg_attr(miri, ignore = "opens a directory")]
     fn a_link_is_not_followed() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();

@@ -259,6 +259,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "hashes megabytes")]
     fn any_flipped_bit_changes_both_halves() {
         let key = key(1);
         for contents in [vec![0; DIGEST_PIECE], noise(2, DIGEST_PIECE)] {
@@ -277,6 +278,7 @@ mod tests {
 
     /// Contents that weak sums confuse: shifted, swapped, repeated, and with changes that cancel out.
     #[test]
+    #[cfg_attr(miri, ignore = "hashes megabytes")]
     fn similar_contents_have_different_digests() {
         let key = key(3);
         let original = noise(4, DIGEST_PIECE);
@@ -313,6 +315,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "hashes megabytes")]
     fn a_digest_depends_on_all_of_the_key() {
         let (piece, bytes) = (noise(5, DIGEST_PIECE), noise(6, mem::size_of::<Key>()));
         let with = |bytes: &[u8]| Key::from_bytes(bytes.try_into().unwrap()).digest(&piece).0;
@@ -327,6 +330,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "hashes megabytes")]
     fn values_are_below_the_prime_and_points_below_their_bound() {
         let all_ones = Key::from_bytes(&[0xFF; mem::size_of::<Key>()]);
         for half in &all_ones.halves {
@@ -339,6 +343,7 @@ mod tests {
 
     /// With a zero key, a sum is a single product of two words, which is easy to check by hand.
     #[test]
+    #[cfg_attr(miri, ignore = "hashes megabytes")]
     fn one_product_by_hand() {
         let mut bytes = [0; mem::size_of::<Key>()];
         bytes[mem::size_of::<Half>() - 8] = 3 << 4; // the first half's point is 3

@@ -84,6 +84,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "creates a FIFO")]
     fn locked_files_stay_and_stale_files_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let (used, stale) = (folder.path().join(of(1)), folder.path().join(of(2)));

@@ -5,10 +5,8 @@
 //! still in use by a writer a whole lap behind, it takes the next number instead. So records are lost only by being overwritten, the oldest
 //! first.
 
+use super::record::WORDS;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-
-/// Words per record. The first is its time in nanoseconds, by a clock that all writers share.
-pub const WORDS: usize = 4;
 
 /// If a number has no record when a later record is already this old (ns), it never gets one: its writer has taken another number.
 const NEVER_COMES: u64 = 1_000_000_000;
