@@ -7,7 +7,7 @@ mod common;
 use common::{Gpu, MIB, free, malloc_tagged, pause, resume};
 use std::process::Command;
 use std::time::Duration;
-use vramctl_config::CopyBy;
+use vramctl_backup::CopyBy;
 use vramctl_core::transition::cleaning::{self, When};
 use vramctl_model::Policy;
 
@@ -156,7 +156,7 @@ fn ends_during_a_call() {
     // A fresh context, without the kernel loaded.
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     cleaning::set_when(When { after: Duration::ZERO, bytes: 0 });
-    vramctl_backup::set_copy_by(None::<CopyBy>, Some(0));
+    vramctl_backup::set_copy_by(CopyBy::Auto, Some(0));
     malloc_tagged("weights", Some(Policy::Host), 8 * MIB).expect("memory");
     // This call releases host memory after a resume. A pause makes it too.
     let after_a_resume = call == "cuMemHostUnregister";

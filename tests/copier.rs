@@ -7,8 +7,7 @@ mod common;
 use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vramctl_backup::set_copy_by;
-use vramctl_config::CopyBy;
+use vramctl_backup::{CopyBy, set_copy_by};
 use vramctl_model::Policy;
 
 /// Large enough that its copy time is meaningful.
@@ -45,7 +44,7 @@ fn resume_and_count(gpu: &Gpu) -> [u64; 2] {
     ["cuLaunchKernel", "cuMemcpyHtoDAsync_v2"].map(|call| gpu.calls(call))
 }
 
-fn who_copies(gpu: &Gpu, copy_by: Option<CopyBy>, sizes: &[usize]) -> [u64; 2] {
+fn who_copies(gpu: &Gpu, copy_by: CopyBy, sizes: &[usize]) -> [u64; 2] {
     let program = Program::start(sizes);
     set_copy_by(copy_by, None);
     pause(&[]).unwrap();
@@ -59,18 +58,18 @@ fn who_copies(gpu: &Gpu, copy_by: Option<CopyBy>, sizes: &[usize]) -> [u64; 2] {
 fn the_contents_are_the_same_with_either_copier() {
     let gpu = Gpu::take();
     let sizes = [3 * MIB, MIB, LARGE + MIB];
-    assert_eq!(who_copies(&gpu, Some(CopyBy::Engines), &sizes), [0, 3]);
-    assert_eq!(who_copies(&gpu, Some(CopyBy::Kernel), &sizes), [3, 0]);
+    assert_eq!(who_copies(&gpu, CopyBy::Engines, &sizes), [0, 3]);
+    assert_eq!(who_copies(&gpu, CopyBy::Kernel, &sizes), [3, 0]);
 }
 
 /// Both are tried if their times are meaningful; small copies are left to the engines.
 #[test]
 fn with_everything_paused_both_copiers_are_tried() {
     let gpu = Gpu::take();
-    let [launches, copies] = who_copies(&gpu, None, &[LARGE; 4]);
+    let [launches, copies] = who_copies(&gpu, CopyBy::Auto, &[LARGE; 4]);
     assert!(launches > 0 && copies > 0, "{launches} by the kernel, {copies} by the engines");
     assert_eq!(launches + copies, 4);
-    assert_eq!(who_copies(&gpu, None, &[MIB; 4]), [0, 4]);
+    assert_eq!(who_copies(&gpu, CopyBy::Auto, &[MIB; 4]), [0, 4]);
 }
 
 /// A program with more than a little active memory may run kernels on all multiprocessors, which the copy engines do not need.
@@ -105,7 +104,7 @@ fn each_device_has_its_own_kernel() {
         common::set_device(device);
         Program::start(&[MIB; 2])
     });
-    set_copy_by(Some(CopyBy::Kernel), None);
+    set_copy_by(CopyBy::Kernel, None);
     pause(&[]).unwrap();
     assert_eq!(resume_and_count(&gpu), [4, 0]);
     for (device, program) in (0..).zip(programs) {
@@ -122,11 +121,11 @@ fn without_the_kernel_the_engines_copy() {
     let gpu = Gpu::take();
     let program = Program::start(&[LARGE; 3]);
     let cases = [
-        ("cuLaunchKernel", None),
-        ("cuLaunchKernel", Some(CopyBy::Kernel)),
-        ("cuPointerGetAttributes", None),
-        ("cuPointerGetAttributes", Some(CopyBy::Kernel)),
-        ("cuEventElapsedTime", None),
+        ("cuLaunchKernel", CopyBy::Auto),
+        ("cuLaunchKernel", CopyBy::Kernel),
+        ("cuPointerGetAttributes", CopyBy::Auto),
+        ("cuPointerGetAttributes", CopyBy::Kernel),
+        ("cuEventElapsedTime", CopyBy::Auto),
     ];
     for (call, copy_by) in cases {
         set_copy_by(copy_by, None);
@@ -150,7 +149,7 @@ fn a_reset_drops_the_kernel() {
         assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
         let program = Program::start(&[MIB; 2]);
         let before = gpu.footprint();
-        set_copy_by(Some(CopyBy::Kernel), None);
+        set_copy_by(CopyBy::Kernel, None);
         gpu.reset_counts();
         if let Some(call) = call {
             // The first launch, which uploads the code to the device, fails. Waiting for the device allocates, too, and first.
@@ -178,7 +177,7 @@ fn a_device_without_memory_to_spare_gets_no_kernel() {
     let gpu = Gpu::take();
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let program = Program::start(&[MIB; 2]);
-    set_copy_by(Some(CopyBy::Kernel), None);
+    set_copy_by(CopyBy::Kernel, None);
     let free = common::DEVICE_BYTES - gpu.used(0) as usize;
     // Enough for the kernel, and then nothing.
     for left in [8 * MIB, 0] {
@@ -200,7 +199,7 @@ fn a_large_pause_loads_it_in_the_background() {
     let gpu = Gpu::take();
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let program = Program::start(&[LARGE; 3]);
-    set_copy_by(None, Some(0));
+    set_copy_by(CopyBy::Auto, Some(0));
     for loaded in [1, 0] {
         gpu.reset_counts();
         pause(&[]).unwrap();
@@ -214,7 +213,7 @@ fn a_large_pause_loads_it_in_the_background() {
     // Small ones do not load it.
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let small = Program::start(&[LARGE; 2]);
-    set_copy_by(None, None);
+    set_copy_by(CopyBy::Auto, None);
     gpu.reset_counts();
     pause(&[]).unwrap();
     resume(&[]).unwrap();
@@ -229,7 +228,7 @@ fn a_reset_waits_for_a_kernel_that_is_being_loaded() {
     let gpu = Gpu::take();
     let load_a_copier = || {
         drop(Program::start(&[LARGE; 3]));
-        set_copy_by(None, Some(0));
+        set_copy_by(CopyBy::Auto, Some(0));
         pause(&[]).unwrap();
         resume(&[]).unwrap();
     };
@@ -251,5 +250,5 @@ fn a_reset_waits_for_a_kernel_that_is_being_loaded() {
             assert!(loaded.load(Ordering::Relaxed));
         });
     }
-    set_copy_by(None, None);
+    set_copy_by(CopyBy::Auto, None);
 }

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use vramctl_config::CopyBy;
+use vramctl_backup::CopyBy;
 use vramctl_model::Policy;
 
 /// Environment variables of the program: the transition in progress when it exits and who requested it, and the driver call.
@@ -32,7 +32,7 @@ fn start(path: &str) -> Gpu {
         assert_eq!(write(address, &pattern(address, 4096)), 0);
     }
     if path.contains("kernel") {
-        vramctl_backup::set_copy_by(Some(CopyBy::Kernel), None);
+        vramctl_backup::set_copy_by(CopyBy::Kernel, None);
     }
     if path.contains("resume") {
         pause(&[]).unwrap();

@@ -13,8 +13,8 @@ use std::process::{Command, Stdio};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Once};
+use vramctl_backup::CopyBy;
 use vramctl_backup::quiet;
-use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::Driver;
 use vramctl_intercept::hooks as interpose;
@@ -156,7 +156,7 @@ impl Path {
     }
 
     fn choose_who_copies(self) {
-        vramctl_backup::set_copy_by((self == Self::ResumeByKernel).then_some(CopyBy::Kernel), None);
+        vramctl_backup::set_copy_by(if self == Self::ResumeByKernel { CopyBy::Kernel } else { CopyBy::Auto }, None);
     }
 }
 

@@ -5,8 +5,7 @@
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 use vramctl_backup::digest::{DIGEST_PIECE as PIECE, Digest, Hasher, Key};
-use vramctl_backup::{copier, set_copy_by};
-use vramctl_config::CopyBy;
+use vramctl_backup::{CopyBy, copier, set_copy_by};
 use vramctl_driver::{CUdeviceptr, Current, Driver, Lane, Pinned, RelaxedCapture};
 use vramctl_model::code;
 
@@ -153,7 +152,7 @@ fn copy_and_compare(current: &Current, sizes: &[usize]) {
     const MARGIN: usize = 4096;
     let mut random = Random::new();
     let _relaxed = RelaxedCapture::enter();
-    set_copy_by(Some(CopyBy::Kernel), None);
+    set_copy_by(CopyBy::Kernel, None);
     copier::get_ready(current.context(), 0);
     for &bytes in sizes {
         let wanted = random.bytes(bytes);
@@ -314,7 +313,7 @@ fn leaves_captures_alone() {
             let _relaxed = RelaxedCapture::enter();
             let mut hasher = Hasher::new(&current).unwrap();
             assert_eq!(contents.digests(&current, &mut hasher).len(), 4);
-            set_copy_by(Some(CopyBy::Kernel), None);
+            set_copy_by(CopyBy::Kernel, None);
             copier::get_ready(current.context(), 0);
             let mut lane = Lane::default();
             let (from, to) = (host.address as *const u8, contents.address);

@@ -446,12 +446,12 @@ class Running(Script):
 
     def test_what_the_engines_are_started_with(self):
         done = self.gpu_engines(
-            *self.places(), "--part", "cycles,baseline,retained", "--env", "VRAMCTL_HOST_CAP=20G", VRAMCTL_UNCHANGED="always"
+            *self.places(), "--part", "cycles,baseline,retained", "--env", "VRAMCTL_HOST_CAP=20G", VRAMCTL_HOST_KEEP="always"
         )
-        self.assertEqual(done.stderr.count("VRAMCTL_UNCHANGED is not passed on to the engines"), 1, done.stderr)
+        self.assertEqual(done.stderr.count("VRAMCTL_HOST_KEEP is not passed on to the engines"), 1, done.stderr)
         settings = [json.loads(line) for line in (self.folder / "settings").read_text().splitlines()]
         told = [
-            [one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "UNCHANGED")] for one in settings
+            [one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "HOST_KEEP")] for one in settings
         ]
         same = ["20G", "info", None]
         self.assertEqual(told, [["16G", None, *same], [None, None, *same], ["16G", "weights", *same]])

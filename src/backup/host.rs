@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::ops;
 use std::sync::{Arc, Mutex, MutexGuard, Once, mpsc};
 use std::thread;
-use vramctl_config::{Config, Unchanged};
+use vramctl_config::Config;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
 use vramctl_host::{PerProcess, Unpoison, log_once, worker};
 use vramctl_model::{Error, Policy, Progress};
@@ -262,11 +262,9 @@ fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
 
 /// Loads the hashing kernel into the current context, so that its allocations get digests from then on.
 pub fn prepare_digests(current: &Current) {
-    if Config::get().unchanged != Unchanged::Off {
-        HASHERS.get().begin(current.context(), digest::PTX, Hasher::load, |failure| {
-            log_once!(log::Level::Warn, "{failure}: cannot compute digests, so every pause copies everything");
-        });
-    }
+    HASHERS.get().begin(current.context(), digest::PTX, Hasher::load, |failure| {
+        log_once!(log::Level::Warn, "{failure}: cannot compute digests, so every pause copies everything");
+    });
 }
 
 /// Waits until no kernel is being loaded. For tests and measurements.

@@ -4,8 +4,20 @@ use super::disk;
 use std::collections::BTreeMap;
 use std::sync::{Arc, RwLock, RwLockWriteGuard};
 use std::time::Duration;
-use vramctl_config::{self as config, Config, CopyBy, DiskDirectory};
+use vramctl_config::{self as config, Config, DiskDirectory};
 use vramctl_host::{PerProcess, Unpoison, limits};
+
+/// What copies contents back to the device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CopyBy {
+    /// The copy engines, or the kernel while they are slower.
+    #[default]
+    Auto,
+    /// The copy engines. For tests and measurements.
+    Engines,
+    /// The kernel, if it can be loaded. For tests and measurements.
+    Kernel,
+}
 
 /// Settings made since the process started.
 #[derive(Debug, Default)]
@@ -14,7 +26,7 @@ struct Settings {
     retain_others: Option<bool>,
     retain: BTreeMap<Arc<str>, bool>,
     directory: Option<DiskDirectory>,
-    copy_by: Option<CopyBy>,
+    copy_by: CopyBy,
     kernel_from: Option<usize>,
     host_keep: Option<Duration>,
 }
@@ -65,17 +77,17 @@ pub fn set_disk_directory(directory: Option<DiskDirectory>) {
 
 /// What copies contents back.
 pub fn copy_by() -> CopyBy {
-    read(|said| said.copy_by).unwrap_or_else(|| Config::get().copy_by)
+    read(|said| said.copy_by)
 }
 
-/// Minimum bytes that make loading a copy kernel worthwhile, unless `VRAMCTL_COPY` decides; `None` for the default.
+/// Minimum bytes that make loading a copy kernel worthwhile, unless it is forced; `None` for the default.
 pub fn kernel_from() -> Option<usize> {
     read(|said| said.kernel_from)
 }
 
-/// Sets what copies in resumes of future pauses, and the minimum bytes for loading a kernel; `None` restores `VRAMCTL_COPY`
-/// and the default. For tests and measurements.
-pub fn set_copy_by(copy_by: Option<CopyBy>, kernel_from: Option<usize>) {
+/// Sets what copies in resumes of future pauses, and the minimum bytes for loading a kernel; `None` restores the default. For tests and
+/// measurements.
+pub fn set_copy_by(copy_by: CopyBy, kernel_from: Option<usize>) {
     let mut settings = change();
     (settings.copy_by, settings.kernel_from) = (copy_by, kernel_from);
 }

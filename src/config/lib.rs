@@ -17,9 +17,7 @@
 //! | `VRAMCTL_HOST_KEEP` | seconds that host memory stays pinned after a resume, so that the next pause is fast; `0`: release it at once. Released earlier if others need it; never while the program is at work | `60` |
 //! | `VRAMCTL_PREWARM` | how much host memory to pin in the background when the program first allocates; it stays pinned | `0` |
 //! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: keep the saved contents after a resume, so that the next pause copies only what has changed | none |
-//! | `VRAMCTL_UNCHANGED` | when contents are retained, copy only what has changed (`hash`, see `docs/unchanged.md`) or everything (`off`) | `hash` |
 //! | `VRAMCTL_DISK_DIR` | directory for contents with the policy `disk` | `$TMPDIR`, else `/tmp` |
-//! | `VRAMCTL_COPY` | how a resume copies: with the copy `engines`, a `kernel`, or the faster of the two (`auto`, see `docs/performance.md`) | `auto` |
 //! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does (`docs/limits.md`) | `0` |
 //!
 //! # Names and places
@@ -71,9 +69,8 @@ use vramctl_host::{PerProcess, logger, system};
 use vramctl_model::{DEFAULT_TAG, Policy, checked_tag, parse_bytes};
 
 /// All variables of this name that the project reads.
-const VARIABLES: [&str; 24] = [
+const VARIABLES: [&str; 22] = [
     "VRAMCTL_BACKUP",
-    "VRAMCTL_COPY",
     "VRAMCTL_DIR",
     "VRAMCTL_DISK_DIR",
     "VRAMCTL_ENGINE",
@@ -93,7 +90,6 @@ const VARIABLES: [&str; 24] = [
     "VRAMCTL_RETAIN",
     "VRAMCTL_TAG",
     "VRAMCTL_TRACE",
-    "VRAMCTL_UNCHANGED",
     "VRAMCTL_WATCH",
     "VRAMCTL_WATCH_TRIM",
 ];
@@ -120,26 +116,6 @@ fn edits(one: &str, other: &str) -> usize {
         }
     }
     row[other.len()]
-}
-
-/// How a pause treats retained contents.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unchanged {
-    /// Hashes device memory and copies the blocks that have changed.
-    Hash,
-    /// Copies everything.
-    Off,
-}
-
-/// What copies contents back to the device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CopyBy {
-    /// The copy engines, or the kernel while they are slower.
-    Auto,
-    /// The copy engines.
-    Engines,
-    /// The kernel, if it can be loaded.
-    Kernel,
 }
 
 /// `torch_memory_saver`'s kinds of host memory. Our host memory is always pinned while in use; the kind only says when it is freed.
@@ -179,10 +155,6 @@ pub struct Config {
     pub backup: Vec<(Arc<str>, Policy)>,
     /// `VRAMCTL_RETAIN`; `*` means every tag.
     pub retain: Vec<String>,
-    /// `VRAMCTL_UNCHANGED`.
-    pub unchanged: Unchanged,
-    /// `VRAMCTL_COPY`.
-    pub copy_by: CopyBy,
     /// `VRAMCTL_HOST_CAP`.
     pub host_cap: u64,
     /// `VRAMCTL_HOST_KEEP`.
@@ -275,8 +247,6 @@ impl Config {
                 .one_of("TMS_INIT_CPU_BACKUP_BACKEND", [("pinned", CpuBackupBackend::Pinned), ("mmap", CpuBackupBackend::Mmap)]),
             backup: variables.backup(),
             retain: variables.list("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { vec!["*".into()] } else { Vec::new() }),
-            unchanged: variables.one_of("VRAMCTL_UNCHANGED", [("hash", Unchanged::Hash), ("off", Unchanged::Off)]),
-            copy_by: variables.one_of("VRAMCTL_COPY", [("auto", CopyBy::Auto), ("engines", CopyBy::Engines), ("kernel", CopyBy::Kernel)]),
             host_cap: variables.size("VRAMCTL_HOST_CAP", usize::MAX) as u64,
             host_keep: variables.host_keep(),
             prewarm: variables.size("VRAMCTL_PREWARM", 0) as u64,

@@ -24,7 +24,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
-use vramctl_config::CopyBy;
+use vramctl_backup::CopyBy;
 use vramctl_core::memory::Memory;
 use vramctl_driver::ContextHandle;
 use vramctl_intercept::{entries, hooks as interpose};
@@ -349,14 +349,14 @@ impl Gpu {
         gpu.clear_faults();
         gpu.free_everything();
         // Creates what the library creates once per context and keeps, so that it does not look like a leak.
-        vramctl_backup::set_copy_by(Some(CopyBy::Kernel), None);
+        vramctl_backup::set_copy_by(CopyBy::Kernel, None);
         for device in (0..DEVICES).rev() {
             set_device(device);
             let address = malloc_tagged(RETAINED_TAG, None, MIB).expect("a device that works");
             pause(&[]).and_then(|_| resume(&[])).expect("a device that works");
             free(address);
         }
-        vramctl_backup::set_copy_by(None, None);
+        vramctl_backup::set_copy_by(CopyBy::Auto, None);
         vramctl_backup::settle();
         gpu
     }
@@ -453,7 +453,7 @@ impl Drop for Gpu {
         }
         while vramctl_core::memory::region::end().is_ok() {}
         let _ = Memory::get().set_process_tag(None);
-        vramctl_backup::set_copy_by(None, None);
+        vramctl_backup::set_copy_by(CopyBy::Auto, None);
         vramctl_backup::set_host_keep(None, None);
         Memory::get().set_margin(0);
         self.free_everything();

@@ -8,14 +8,14 @@
 //!
 //! Unlike the engines, a kernel also has to wait while the program's own kernels occupy every multiprocessor. So it is tried
 //! only in contexts whose managed memory was nearly all paused when the resume began, where the program has nothing to run
-//! on (unless `VRAMCTL_COPY=kernel` forces it).
+//! on (unless a test forces it).
 //!
 //! The kernel is optional: until it is loaded, or if it cannot be, the engines copy.
 
 use super::loading::{Availability, Kernels};
-use super::{quiet, settings};
+use super::quiet;
+use super::settings::{self, CopyBy};
 use std::ffi::{CStr, c_void};
-use vramctl_config::CopyBy;
 use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Image, Lane, Parts, Resident, Stream, device_address};
 use vramctl_host::PerProcess;
 use vramctl_model::Failure;
