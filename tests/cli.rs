@@ -382,7 +382,7 @@ fn ps_and_status_show_the_processes() {
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let pid = engine.pid().to_string();
 
-    let ps = place.vramctl("ps");
+    let ps = place.vramctl("ps -o wide");
     ps.has(0, "kv_cache 1.00 GiB, weights 1.00 GiB", "");
     let row = ps.out.lines().nth(1).unwrap();
     assert_eq!(row.split_whitespace().take(5).collect::<Vec<_>>(), [&pid, "engine", "active", "2.00", "GiB"]);
@@ -415,7 +415,7 @@ fn gpus_are_identified_by_uuid() {
     let (first, second) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-aaaabbbb-0000-0000-0000-000000000000");
     let engine = Fake::new(&place, "engine", &["weights"]).on_gpu(first);
     let trainer = Fake::new(&place, "trainer", &["weights"]).on_gpu(second);
-    place.vramctl("status").expect(0, first, "");
+    place.vramctl("status").expect(0, "GPU-aaaaaaaa", "");
     place.vramctl("ps").expect(0, "GPU-aaaaaaaa", "");
     let shown = |line: &str| {
         let ran = place.vramctl(line);
@@ -423,10 +423,10 @@ fn gpus_are_identified_by_uuid() {
         (ran.out.contains("engine --serve"), ran.out.contains("trainer --serve"))
     };
     for gpu in [second, "gpu-aaaab", "aaaab"] {
-        assert_eq!(shown(&format!("ps --gpu {gpu}")), (false, true));
+        assert_eq!(shown(&format!("ps -o wide --gpu {gpu}")), (false, true));
         assert_eq!(shown(&format!("status --gpu {gpu}")), (false, true));
     }
-    assert_eq!(shown(&format!("ps --gpu {first} --gpu {second}")), (true, true));
+    assert_eq!(shown(&format!("ps -o wide --gpu {first} --gpu {second}")), (true, true));
     place.vramctl("ps --gpu aaaa").expect(2, "", "GPU-aaaaaaaa-0000-0000-0000-000000000000, GPU-aaaabbbb");
     place.vramctl("pause --gpu GPU-cccc").expect(3, "", "no managed process has memory on GPU-cccc");
 
@@ -465,7 +465,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
     assert_eq!(process["plan"]["tags"][1], json!({"tag": "weights", "allocations": 1, "bytes": GIB, "backup": {"discard": GIB}}));
     assert_eq!(process["error"]["code"], "prefix_cache");
     assert!(place.vramctl("pause weights --dry-run --json").only_json()["processes"][0].get("error").is_none());
-    place.vramctl("pause lost --dry-run").expect(6, "", "the tag lost");
+    place.vramctl("pause lost --dry-run").expect(6, "", "lost is neither a tag nor a process");
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
     place.vramctl("pause").expect(0, "", "");
     place.vramctl("pause --dry-run").expect(0, "nothing to pause", "");
@@ -496,7 +496,7 @@ fn a_silent_process_does_not_hide_the_others() {
     let place = Place::new();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
-    let ps = place.vramctl("ps");
+    let ps = place.vramctl("ps -o wide");
     ps.has(0, "engine --serve", "");
     let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
     assert!(row.contains("no answer within 2 s"), "{row}");
@@ -685,7 +685,12 @@ fn a_transition_is_reported_as_json() {
 fn an_unknown_tag_error_lists_the_known_tags() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    place.vramctl("pause wieghts").expect(6, "", "no allocation has the tag wieghts; the tags are kv_cache, weights; processes: engine");
+    place.vramctl("pause wieghts").expect(6, "", "wieghts is neither a tag nor a process; did you mean weights?");
+    place.vramctl("pause lost").expect(
+        6,
+        "",
+        "lost is neither a tag nor a process; the tags are kv_cache, weights; the processes are engine",
+    );
     let answer = place.vramctl("pause wieghts --json");
     assert_eq!(answer.code, Some(6));
     assert_eq!(answer.only_json()["error"]["known_tags"], json!(["kv_cache", "weights"]));
@@ -701,7 +706,7 @@ fn several_processes_need_a_target() {
     let trainer = Fake::new(&place, "trainer", &["optimizer"]);
 
     let pause = place.vramctl("pause");
-    pause.has(2, "", "--pid, --name or --all");
+    pause.has(2, "", "choose some by name or id, or all of them with --all");
     for fake in [&engine, &twin, &trainer] {
         pause.has(2, "", &fake.pid().to_string());
     }
@@ -856,7 +861,7 @@ fn ps_says_which_tags_are_paused() {
     assert!(!ps.out.contains("mixed"), "{ps:?}");
 }
 
-/// One word may be a process, as for other commands, if it is no tag and nothing else chooses the processes.
+/// Words may be processes, as for other commands, if they are no tags and nothing else chooses the processes.
 #[test]
 fn a_process_may_be_named_in_place_of_a_tag() {
     let place = Place::new();
@@ -869,12 +874,98 @@ fn a_process_may_be_named_in_place_of_a_tag() {
     let asked = engine.asked().len();
     place.vramctl("pause engine --all").expect(6, "", "the tags are kv, weights; engine is a process: `vramctl pause --name=engine`");
     place.vramctl("resume engine nosuch").expect(6, "", "no allocation has the tag nosuch");
-    let two = place.vramctl(&format!("resume engine {}", weights.pid()));
-    two.has(2, "", "engine is a process: `vramctl resume --name=engine`");
     let pause = place.vramctl("pause weights");
     pause.has(2, "", "several processes are managed");
     assert!(!pause.err.contains("is a process"), "{pause:?}");
     assert_eq!((engine.asked().len(), weights.asked().len()), (asked, 0));
+}
+
+#[test]
+fn several_processes_are_named_by_words_and_patterns() {
+    let place = Place::new();
+    let [one, two, other] = ["engine-1", "engine-2", "trainer"].map(|name| Fake::new(&place, name, &["weights"]));
+    let asked = || [&one, &two, &other].map(|fake| fake.asked().len());
+    place.vramctl(&format!("pause engine-1 {}", other.pid())).expect(0, "paused weights of trainer", "");
+    assert_eq!(asked(), [1, 0, 1]);
+    place.vramctl("pause weights engine-*").expect(0, "paused weights of engine-2", "");
+    place.vramctl("resume -n engine-1 -n trainer").expect(0, "resumed weights of trainer", "");
+    assert_eq!(asked(), [3, 1, 2]);
+    for (line, wanted) in
+        [("ps engine-*", [true, true, false]), ("status trainer engine-2", [false, true, true]), ("gpus engine-?", [true, true, false])]
+    {
+        let ran = place.vramctl(line);
+        assert_eq!(["engine-1", "engine-2", "trainer"].map(|name| ran.out.contains(name)), wanted, "{ran:?}");
+    }
+    let quoted = place.vramctl("suspend eng* nobody --dry-run");
+    quoted.has(3, "", "no managed process is named nobody");
+}
+
+#[test]
+fn a_mistyped_name_is_answered_with_the_right_one() {
+    let place = Place::new();
+    let fakes = ["engine", "trainer"].map(|name| Fake::new(&place, name, &["weights"]));
+    place.vramctl("pause engin").expect(3, "", "engin is neither a tag nor a process; did you mean engine?");
+    place.vramctl("pause something").expect(3, "", "neither a tag nor a process; the tags are weights; the processes are engine, trainer");
+    place.vramctl("pause wieghts").expect(6, "", "did you mean weights?");
+    for command in ["status", "ps", "gpus", "suspend", "trim", "watch"] {
+        place.vramctl(&format!("{command} tainer")).expect(3, "", "no managed process is named tainer; did you mean trainer?");
+    }
+    place.vramctl("pause x* --all").expect(6, "", "no allocation has the tag x*");
+    place.vramctl("status x*").expect(3, "", "no managed process has a name like x*; the processes are engine, trainer");
+    assert!(fakes.iter().all(|fake| fake.asked().is_empty()));
+}
+
+#[test]
+fn a_gpu_chooses_the_processes_on_it() {
+    let place = Place::new();
+    let (here, there) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000");
+    let _fakes = ["engine", "trainer"].map(|name| Fake::new(&place, name, &["weights"]).on_gpu(here));
+    let other = Fake::new(&place, "other", &["weights"]).on_gpu(there);
+    let pause = place.vramctl("pause --gpu aaaa");
+    pause.has(0, "paused weights of engine", "");
+    pause.has(0, "paused weights of trainer", "");
+    assert!(other.asked().is_empty());
+}
+
+#[test]
+fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
+    let place = Place::new();
+    let (_big, _small) = (Fake::new(&place, "big", &["a", "b", "c"]), Fake::new(&place, "a-small-one", &["a"]));
+    let names = |line: &str| place.vramctl(line).out.lines().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(names("list -o name --sort name"), ["a-small-one", "big"]);
+    assert_eq!(names("ps -o name --sort bytes"), ["big", "a-small-one"]);
+    let titles = |line: &str| place.vramctl(line).out.lines().next().unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB"]);
+    assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"]);
+    assert_eq!(place.vramctl("ps -o json").only_json(), place.vramctl("ps --json").only_json());
+}
+
+#[test]
+fn colours_are_for_those_who_want_them() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["weights"]);
+    let run = |variables: &[(&str, &str)], words: &[&str]| {
+        let mut command = place.command(command_line(), words);
+        command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE").envs(variables.iter().copied());
+        Ran::new(&command.output().unwrap())
+    };
+    let forced = ("CLICOLOR_FORCE", "1");
+    for words in [&["ps"][..], &["status"]] {
+        assert!(run(&[forced], words).out.contains("\u{1b}[38;5;10mactive"), "{words:?}");
+        assert!(!run(&[], words).out.contains('\u{1b}') && !run(&[forced, ("NO_COLOR", "1")], words).out.contains('\u{1b}'));
+    }
+    assert!(run(&[forced], &["pause", "nobody"]).err.starts_with("\u{1b}[1m\u{1b}[31merror:\u{1b}[0m nobody"));
+    assert!(run(&[], &["pause", "nobody"]).err.starts_with("error: nobody"));
+}
+
+#[test]
+fn the_short_help_is_short_and_the_long_help_has_the_rest() {
+    let place = Place::new();
+    for command in ["pause", "resume", "suspend", "move", "ps", "run"] {
+        let (short, long) = (place.vramctl(&format!("{command} -h")), place.vramctl(&format!("{command} --help")));
+        assert!(!short.out.contains("Examples:") && short.out.contains("--help"), "{short:?}");
+        assert!(long.out.contains("Examples:") && long.out.lines().count() > short.out.lines().count(), "{long:?}");
+    }
 }
 
 #[test]
@@ -949,7 +1040,7 @@ try:
 except OSError:
     pass
 sys.stdout.buffer.write(said)";
-    let ran = place.command("python3", &["-c", program, command_line()]).env("TERM", "xterm").output().unwrap();
+    let ran = place.command("python3", &["-c", program, command_line()]).env("TERM", "xterm").env("NO_COLOR", "1").output().unwrap();
     let said = String::from_utf8(ran.stdout).unwrap();
     let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
     assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");

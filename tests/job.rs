@@ -29,7 +29,7 @@ fn a_job_is_paused_and_resumed_as_one() {
     for rank in 1..=3 {
         let of_rank = |line: &str| line.contains("engine") && line.contains("active") && line.contains(&format!("engine {rank}/3"));
         let line = ps.out.lines().find(|line| of_rank(line)).unwrap_or_else(|| panic!("{}", ps.out));
-        assert!(line.contains("0 GPU-"), "{line}");
+        assert!(line.contains(" GiB  0    engine") || line.contains(" MiB  0    engine"), "GPU 0: {line}");
     }
     let paused = machine.vramctl("pause --name engine --hold --json").expect(0, "", "").json();
     assert_eq!(paused["processes"].as_array().unwrap().len(), 3, "{paused}");
@@ -961,7 +961,7 @@ fn ranks_that_share_a_run_belong_together() {
     let _ranks = [(); 2].map(|()| machine.start_with("engine", |command| _ = command.env("VRAMCTL_JOB", "mine")));
     let paused = machine.vramctl("pause --name engine").expect(0, "", "");
     assert_eq!(paused.err, "");
-    let ps = machine.vramctl("ps").expect(0, "engine 2/2 ", "");
+    let ps = machine.vramctl("ps").expect(0, "engine 2/2", "");
     assert!(!ps.out.contains("(mine"), "{}", ps.out);
 }
 

@@ -532,7 +532,7 @@ fn a_dead_programs_child_does_not_keep_its_socket_alive() {
     program.expect("ready");
     program.child.kill().unwrap();
     program.child.wait().unwrap();
-    let listed = machine.done(&["ps"]);
+    let listed = machine.done(&["ps", "-o", "wide"]);
     unsafe { libc::kill(child, libc::SIGKILL) };
     assert!(!listed.contains("parent"), "{listed}");
 }
@@ -658,7 +658,7 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         // Several clients at once: none may remove the new socket, mistaking it for the old one.
         std::thread::scope(|scope| {
             for _ in 0..6 {
-                scope.spawn(|| common::eventually("it is listed", || machine.done(&["ps"]).contains(mode)));
+                scope.spawn(|| common::eventually("it is listed", || machine.done(&["ps", "-o", "wide"]).contains(mode)));
             }
         });
         machine.done(&["pause", "--backup", "disk"]);

@@ -10,17 +10,24 @@ use vramctl_model::{self as model, Policy, Registered, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
-#[group(id = "target", multiple = false)]
+#[group(id = "target", multiple = true)]
 pub struct TargetArgs {
-    /// The process with this id
+    /// The process with this id; may be repeated
     #[arg(long, value_name = "PID", add = ArgValueCandidates::new(completions::pids))]
-    pid: Option<u32>,
-    /// All processes with this name (`vramctl run --name`, else the program's name)
-    #[arg(long, add = ArgValueCandidates::new(completions::names))]
-    name: Option<String>,
+    pid: Vec<u32>,
+    /// All processes with this name (`vramctl run --name`, else the program's name), or a pattern: 'eng*'; may be repeated
+    #[arg(long, short, add = ArgValueCandidates::new(completions::names))]
+    name: Vec<String>,
     /// All managed processes
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["pid", "name"])]
     all: bool,
+}
+
+impl TargetArgs {
+    /// The processes of these words, else those of the options.
+    pub fn or_words(&self, words: &[String]) -> Target {
+        Target::of(words.iter().cloned().map(Target::parse).collect()).unwrap_or_else(|| self.clone().into())
+    }
 }
 
 /// The option that chooses GPUs.
@@ -63,13 +70,9 @@ pub fn registered<const N: usize>(choices: [Registered; N]) -> impl TypedValuePa
 }
 
 impl From<TargetArgs> for Target {
-    fn from(args: TargetArgs) -> Self {
-        match args {
-            TargetArgs { pid: Some(pid), .. } => Self::Pid(pid),
-            TargetArgs { name: Some(name), .. } => Self::Name(name),
-            TargetArgs { all: true, .. } => Self::All,
-            TargetArgs { all: false, .. } => Self::Only,
-        }
+    fn from(TargetArgs { pid, name, all }: TargetArgs) -> Self {
+        let parts = name.into_iter().map(Self::Name).chain(pid.into_iter().map(Self::Pid)).collect();
+        Self::of(parts).unwrap_or(if all { Self::All } else { Self::Only })
     }
 }
 

@@ -13,7 +13,7 @@ use vramctl_coordinator::processes::{Found, Process, Target};
 const VARIABLE: &str = "VRAMCTL_COMPLETE";
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 The shell then also completes tags, names, process ids and GPUs. It asks `vramctl`, which must be on PATH.
 
 Examples:

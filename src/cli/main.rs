@@ -15,7 +15,7 @@ use vramctl_host::system::raise_descriptor_limit;
 
 /// Take GPU memory away from running, unmodified CUDA programs, by tag, and give it back at the same addresses.
 #[derive(Parser)]
-#[command(name = "vramctl", version, max_term_width = 110, subcommand_required = true, after_help = after_help())]
+#[command(name = "vramctl", version, max_term_width = 110, subcommand_required = true, after_long_help = after_help())]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -26,6 +26,7 @@ enum Command {
     /// Start a program whose GPU memory can be paused
     Run(run::Args),
     /// List the managed processes
+    #[command(visible_alias = "list")]
     Ps(ps::Args),
     /// Show the memory of processes, by tag and by GPU
     Status(status::Args),
@@ -105,8 +106,8 @@ impl Command {
         match self {
             Self::Run(args) => run::run(&args),
             Self::Ps(args) => ps::ps(&args),
-            Self::Status(args) => status::status(args),
-            Self::Gpus(args) => gpus::gpus(args),
+            Self::Status(args) => status::status(&args),
+            Self::Gpus(args) => gpus::gpus(&args),
             Self::Top(args) => top::top(&args),
             Self::Pause(args) => transition::pause(&args),
             Self::Resume(args) => transition::resume(&args),
@@ -115,7 +116,7 @@ impl Command {
             Self::Metrics(args) => metrics::metrics(&args),
             Self::Trim(args) => trim::trim(&args),
             Self::Watch(args) => watch::watch(&args),
-            Self::Trace(args) => trace::trace(args),
+            Self::Trace(args) => trace::trace(&args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -134,7 +135,7 @@ impl Command {
 
     fn wants_json(&self) -> bool {
         match self {
-            Self::Ps(args) => args.json,
+            Self::Ps(args) => args.wants_json(),
             Self::Status(args) => args.json,
             Self::Gpus(args) => args.json,
             Self::Pause(args) => args.transition.json,
@@ -159,6 +160,7 @@ fn after_help() -> String {
   vramctl gpus                                 # who uses the memory of each GPU
   vramctl top                                  # all of it, live
   vramctl pause kv_cache --discard             # free a tag, drop its contents
+  vramctl pause engine 'other-*'               # all of several processes
   vramctl pause && vramctl resume              # all of the only managed process
   vramctl suspend engine && vramctl resume     # leave the GPU, and come back
   vramctl trim engine                          # return what torch has cached
@@ -244,7 +246,7 @@ mod tests {
     #[test]
     fn what_is_in_columns_fits_a_terminal() {
         let whole = Cli::command();
-        let told = |command: &clap::Command| command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        let told = |command: &clap::Command| command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
         let all: Vec<_> = std::iter::once(&whole).chain(whole.get_subcommands()).map(told).collect();
         let long: Vec<_> = all
             .iter()

@@ -155,7 +155,7 @@ impl Checkpoint {
     /// Connects to the processes that match.
     pub fn of(found: &Found, target: &Target) -> Result<Self, CommandError> {
         let members = found.choose_answering(target)?.into_iter().map(|process| Member::new(found, process)).collect::<Result<_, _>>()?;
-        Ok(Self { found: found.clone(), members, is_whole: !matches!(target, Target::Pid(_)) })
+        Ok(Self { found: found.clone(), members, is_whole: !target.is_by_id() })
     }
 
     /// Those of the processes that do not answer because the driver has locked or checkpointed them and their library does not know it: its

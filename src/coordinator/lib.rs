@@ -25,6 +25,7 @@ pub mod retry;
 pub mod shared;
 mod stuck;
 mod suspend;
+mod target;
 pub mod text;
 
 pub use observer::Observer;

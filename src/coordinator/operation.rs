@@ -37,7 +37,7 @@ pub enum Scope {
     Tags {
         /// The tags.
         words: Vec<String>,
-        /// Whether one of the words may name the process instead, if the target is [`Target::Only`]: people need not say which is which.
+        /// Whether the words may also name processes, if the target is [`Target::Only`]: people need not say which is which.
         may_name: bool,
         /// The GPUs, as users name them.
         gpus: Vec<String>,

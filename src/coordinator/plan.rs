@@ -86,24 +86,23 @@ impl Plan {
     fn among(operation: Operation, mut found: Found, observer: &dyn Observer) -> Result<Self, CommandError> {
         let Operation { verb, ranks, .. } = operation;
         let (target, tags) = operation.target_and_tags(&found);
+        if operation.may_name() && target == Target::Only {
+            found.check_words(&tags)?;
+        }
         let gpus = found.keep_on(operation.gpus())?;
+        // GPUs choose processes, too.
+        let target = if gpus.is_empty() { target } else { target.or_all() };
         let members = found.choose_answering(&target).and_then(|chosen| members(verb, chosen, &tags)).map_err(|failure| {
             let meant = found.taken_for_tag(verb.name(), &tags);
-            match failure.exit() {
-                Exit::UnknownTag => failure.adding(&meant.unwrap_or_else(|| format!("; processes: {}", found.names()))),
-                Exit::Usage => failure.adding(&meant.unwrap_or_default()),
-                _ => failure,
-            }
+            if matches!(failure.exit(), Exit::UnknownTag | Exit::Usage) { failure.adding(&meant.unwrap_or_default()) } else { failure }
         })?;
-        let is_whole = gpus.is_empty() && !matches!(target, Target::Pid(_));
+        let is_whole = gpus.is_empty() && !target.is_by_id();
         if is_whole || ranks.is_some() {
             // Without `ranks`, a resume continues without processes that have ended.
             check_whole(members.iter().map(|member| &member.process), verb == Verb::Pause, ranks, observer)?;
         }
-        if verb == Verb::Pause && matches!(target, Target::Pid(_)) {
-            for member in &members {
-                warn_of_the_rest(&found, &member.process, observer);
-            }
+        if verb == Verb::Pause && target.is_by_id() {
+            warn_of_the_rest(&found, &members, observer);
         }
         // It has been checked that each tag is known to one of them.
         let lenient = !tags.is_empty();
@@ -442,23 +441,26 @@ fn without_borrowers(jobs: Vec<Vec<usize>>) -> Vec<Group<Borrower>> {
     jobs.into_iter().map(|members| Group { members, borrowers: Vec::new() }).collect()
 }
 
-/// Warns if a process is only a part of its job.
-fn warn_of_the_rest(found: &Found, process: &Process, observer: &dyn Observer) {
-    let others = found.others_of_job(process);
-    let Some(job) = process.job().filter(|_| !others.is_empty()) else { return };
-    let pids: Vec<_> = others.iter().map(|other| other.pid.to_string()).collect();
-    let whole = Target::Name(job.to_owned()).command("pause");
-    observer.warn(&format!(
-        "{process} is one of {} processes of the job {}; the others are not paused (pid {}), and may soon wait for it. {}",
-        1 + others.len(),
-        text::one_line(job),
-        pids.join(", "),
-        if process.name() == Some(job) {
-            format!("`{whole}` pauses all of them")
-        } else {
-            "`vramctl pause` with no --pid pauses all of them".into()
-        }
-    ));
+/// Warns if these are only a part of their job.
+fn warn_of_the_rest(found: &Found, members: &[Member], observer: &dyn Observer) {
+    let is_meant = |pid: u32| members.iter().any(|member| member.process.pid == pid);
+    for Member { process, .. } in members {
+        let others = found.others_of_job(process);
+        let rest: Vec<_> = others.iter().filter(|other| !is_meant(other.pid)).map(|other| other.pid.to_string()).collect();
+        let Some(job) = process.job().filter(|_| !rest.is_empty()) else { continue };
+        let whole = Target::Name(job.to_owned()).command("pause");
+        observer.warn(&format!(
+            "{process} is one of {} processes of the job {}; the others are not paused (pid {}), and may soon wait for it. {}",
+            1 + others.len(),
+            text::one_line(job),
+            rest.join(", "),
+            if process.name() == Some(job) {
+                format!("`{whole}` pauses all of them")
+            } else {
+                "`vramctl pause` with no --pid pauses all of them".into()
+            }
+        ));
+    }
 }
 
 /// What the operation does to each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
@@ -514,6 +516,11 @@ pub enum Left {
 }
 
 impl Operation {
+    /// Whether its words may be processes.
+    fn may_name(&self) -> bool {
+        matches!(self.scope, Scope::Tags { may_name: true, .. })
+    }
+
     fn gpus(&self) -> &[String] {
         match &self.scope {
             Scope::Tags { gpus, .. } => gpus,

@@ -6,6 +6,8 @@ use crate::machine::{Machine, ThisMachine};
 use crate::observer::Observer;
 use crate::proc;
 use crate::queue::{Place, Ticket};
+pub use crate::target::Target;
+use crate::target::{self, matches_name};
 use crate::text;
 use serde::{Serialize, Serializer};
 use serde_json::json;
@@ -21,43 +23,7 @@ use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::{self as driver, uuid_of_index};
 use vramctl_host::system::program_of;
 use vramctl_host::worker::with_signals_blocked;
-use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
-
-/// Which processes to act on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Target {
-    /// The only managed process, or the processes of the only job.
-    Only,
-    /// The process with this id.
-    Pid(u32),
-    /// All with this name.
-    Name(String),
-    /// All managed processes.
-    All,
-}
-
-impl Target {
-    /// A number is a process id, anything else a name. A numeric name needs `--name`.
-    pub fn parse(text: String) -> Self {
-        text.parse().map_or_else(|_| Self::Name(text), Self::Pid)
-    }
-
-    /// All, if none were chosen.
-    #[must_use]
-    pub fn or_all(self) -> Self {
-        if self == Self::Only { Self::All } else { self }
-    }
-
-    /// A command for these processes, to suggest in a message.
-    pub fn command(&self, command: &str) -> String {
-        match self {
-            Self::Only => format!("vramctl {command}"),
-            Self::Pid(pid) => format!("vramctl {command} --pid={pid}"),
-            Self::Name(name) => format!("vramctl {command} --name={}", text::quoted(name)),
-            Self::All => format!("vramctl {command} --all"),
-        }
-    }
-}
+use vramctl_model::{Borrowed, Bytes, Error, GpuUse, TagState, TagStatus};
 
 /// A managed process, with its status or the reason why there is none.
 #[derive(Debug, Clone)]
@@ -320,17 +286,46 @@ impl Found {
         Err(CommandError::new(first.exit(), text))
     }
 
-    /// Separates a command's words into a target and tags. If no target is given and exactly one word names a process and not a tag, that
-    /// word is the target.
-    pub fn tell_apart(&self, target: Target, mut words: Vec<String>) -> (Target, Vec<String>) {
-        let mut named = words.iter().enumerate().filter_map(|(place, word)| Some((place, self.process_not_tag(word)?)));
-        match (target, named.next(), named.next()) {
-            (Target::Only, Some((place, named)), None) => {
-                words.remove(place);
-                (named, words)
-            }
-            (target, ..) => (target, words),
+    /// Separates a command's words into a target and tags. If no target is given, the words that name processes and are no tags are the
+    /// target.
+    pub fn tell_apart(&self, target: Target, words: Vec<String>) -> (Target, Vec<String>) {
+        if target != Target::Only {
+            return (target, words);
         }
+        let (named, tags): (Vec<_>, Vec<_>) =
+            words.into_iter().map(|word| (self.process_not_tag(&word), word)).partition(|(named, _)| named.is_some());
+        let named = Target::of(named.into_iter().filter_map(|(named, _)| named).collect());
+        (named.unwrap_or(target), tags.into_iter().map(|(_, tag)| tag).collect())
+    }
+
+    /// Fails if a word is neither a tag nor a process, for a user who need not say which it is. Processes that do not answer do not tell
+    /// their tags: nothing is known then.
+    pub fn check_words(&self, tags: &[String]) -> Result<(), CommandError> {
+        if self.processes.is_empty() || self.processes.iter().any(|process| process.status.is_err()) {
+            return Ok(());
+        }
+        let known: BTreeSet<_> = self.processes.iter().flat_map(Process::tags).map(|tag| tag.tag.clone()).collect();
+        let unknown: Vec<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
+        let Some(word) = unknown.first() else { return Ok(()) };
+        let names = target::names(&self.processes);
+        let [tag, name] = [&known, &names].map(|all| target::nearest(word, all.iter().cloned()));
+        let best = target::nearest(word, tag.iter().chain(&name).cloned());
+        let hint = best.as_deref().map_or_else(
+            || format!("{}{}", target::listed("; the tags are", &known), target::listed("; the processes are", &names)),
+            target::did_you_mean,
+        );
+        let text = format!("{} is neither a tag nor a process{hint}", text::one_line(word));
+        // With a single job, a word need not be a process: it has probably been meant as a tag.
+        if best == tag && (tag.is_some() || self.is_one_job()) {
+            let refusal = Refusal::from(&Error::UnknownTag { unknown, known: known.into_iter().collect() });
+            return Err(CommandError::Refused(Box::new(Refusal { message: text, ..refusal })));
+        }
+        Err(CommandError::new(Exit::NoProcess, text))
+    }
+
+    /// Whether [`Target::Only`] means something.
+    fn is_one_job(&self) -> bool {
+        choose(&self.processes, &Target::Only).is_ok()
     }
 
     /// The command to suggest to a user who gave a process where only tags belong.
@@ -341,20 +336,14 @@ impl Found {
         })
     }
 
-    /// The names to choose from, for a user whose word is neither a tag nor a process.
-    pub fn names(&self) -> String {
-        let names: BTreeSet<_> = self.processes.iter().filter_map(Process::name).collect();
-        names.into_iter().map(text::one_line).collect::<Vec<_>>().join(", ")
-    }
-
     /// The process or processes that the word means, if it is no tag.
     fn process_not_tag(&self, word: &str) -> Option<Target> {
         let is_tag = self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == word));
         let target = Target::parse(word.to_owned());
         let is_there = match &target {
             Target::Pid(pid) => self.listening.contains(pid),
-            Target::Name(name) => self.processes.iter().any(|process| process.name() == Some(name)),
-            Target::Only | Target::All => false,
+            Target::Name(name) => self.processes.iter().any(|process| process.name().is_some_and(|its| matches_name(name, its))),
+            Target::Only | Target::Several(_) | Target::All => false,
         };
         (is_there && !is_tag).then_some(target)
     }
@@ -516,30 +505,37 @@ pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, Com
 }
 
 fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, CommandError> {
+    let chosen = target.parts().iter().map(|part| choose_part(processes, part)).collect::<Result<Vec<_>, _>>()?;
+    let pids: BTreeSet<_> = chosen.iter().flatten().map(|process| process.pid).collect();
+    Ok(processes.iter().filter(|process| pids.contains(&process.pid)).cloned().collect())
+}
+
+fn choose_part<'a>(processes: &'a [Process], part: &Target) -> Result<Vec<&'a Process>, CommandError> {
     let is_here = |pid: u32| processes.iter().any(|process| process.pid == pid);
     let chosen: Vec<_> = processes
         .iter()
-        .filter(|process| match target {
+        .filter(|process| match part {
             Target::Only | Target::All => true,
             // In a container out of sight, that may be its pid.
             Target::Pid(pid) => process.pid == *pid || (hidden(process.pid) == Some(*pid) && !is_here(*pid)),
             // An unknown name may match.
-            Target::Name(name) => process.name().is_none_or(|its| its == name),
+            Target::Name(name) => process.name().is_none_or(|its| matches_name(name, its)),
+            // Not a part.
+            Target::Several(_) => false,
         })
-        .cloned()
         .collect();
     let fail = |exit, why: String| {
         let failure = CommandError::new(exit, why);
         Err(failure.with_choices(processes.iter().map(Process::as_choice).collect()))
     };
     let is_one_job = || chosen[0].job().is_some() && chosen.iter().all(|process| process.job() == chosen[0].job());
-    match (target, chosen.len()) {
+    match (part, chosen.len()) {
         (Target::Only, 2..) if !is_one_job() => {
-            fail(Exit::Usage, "several processes are managed; choose with --pid, --name or --all".into())
+            fail(Exit::Usage, "several processes are managed; choose some by name or id, or all of them with --all".into())
         }
         (Target::Pid(pid), 2..) => fail(Exit::Usage, format!("several processes in containers out of sight have the pid {pid} there")),
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
-        (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is named {name}")),
+        (Target::Name(name), 0) => fail(Exit::NoProcess, target::no_such_name(name, processes)),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
         _ => Ok(chosen),
     }
@@ -719,9 +715,12 @@ mod tests {
     }
 
     #[test]
-    fn a_number_is_a_process() {
-        assert_eq!(Target::parse("12".into()), Target::Pid(12));
-        assert_eq!(Target::parse("engine".into()), Target::Name("engine".into()));
+    fn several_are_chosen_once_each_and_each_must_be_there() {
+        let processes = [process(1, "a", &[]), process(2, "b", &[]), process(3, "ab", &[])];
+        let these = |words: &[&str]| Target::of(words.iter().map(|word| Target::parse((*word).to_owned())).collect()).unwrap();
+        assert_eq!(pids(choose(&processes, &these(&["b", "a*", "3"]))), [1, 2, 3]);
+        assert_eq!(pids(choose(&processes, &these(&["?b"]))), [3]);
+        assert!(choose(&processes, &these(&["a", "c*"])).unwrap_err().to_string().contains("a name like c*; the processes are a, ab, b"));
     }
 
     #[test]

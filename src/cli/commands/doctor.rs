@@ -24,7 +24,7 @@ use vramctl_model::support::{self, ENGINES, Engine, RUNS, Run};
 use vramctl_model::{Bytes, code};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Checks this machine as a program started from this shell would see it, and changes nothing: the library and whether it can be \
 preloaded, the driver and its GPUs, what it cannot do, whether vramctl was run with them, host memory for backups and its speed, process limits, the directories of sockets, \
 backups and reports, the variables, and the inference engines of the Python on PATH. Exits with 1 if something would fail; warnings do not count.

@@ -11,7 +11,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Process, Target};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Shows who uses the memory of each GPU, and the processes' host memory. With a target, shows the GPUs on which the target has memory, \
 and everybody's memory there. docs/out-of-memory.md explains the rows.
 
@@ -21,9 +21,9 @@ Examples:
   vramctl gpus --gpu 0
   vramctl gpus --json | jq '.gpus[0].shares'")]
 pub struct Args {
-    /// A process id or name
-    #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: all]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     #[command(flatten)]
@@ -33,8 +33,8 @@ pub struct Args {
     pub json: bool,
 }
 
-pub fn gpus(args: Args) -> Result<Exit, CommandError> {
-    let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
+pub fn gpus(args: &Args) -> Result<Exit, CommandError> {
+    let target = args.target.or_words(&args.processes).or_all();
     show(&target, &args.gpu.gpu, args.json)
 }
 
@@ -49,9 +49,9 @@ pub fn show(target: &Target, gpus: &[String], as_json: bool) -> Result<Exit, Com
         output::print(&format!("{answer}\n"))?;
     } else {
         // Without ledgers, what the processes themselves know.
-        let known = if failure.is_some() { described(&found, &chosen) } else { Vec::new() };
+        let known = if failure.is_some() { described(&found, &chosen, false) } else { Vec::new() };
         let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain(known).chain([ledger::describe_host(&host)]).collect();
-        output::say(&texts.join("\n\n"))?;
+        output::show(&texts.join("\n\n"))?;
         if let Some(failure) = &failure {
             output::complain("error", &failure.to_string());
         }

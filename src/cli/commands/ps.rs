@@ -1,7 +1,11 @@
 //! `vramctl ps`.
 
-use crate::arguments::GpuArgs;
+use crate::arguments::{GpuArgs, TargetArgs};
+use crate::completions;
 use crate::ui::output;
+use clap::ValueEnum;
+use clap_complete::ArgValueCandidates;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramctl_coordinator::checkpoint;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -9,40 +13,112 @@ use vramctl_coordinator::gpus;
 use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
-use vramctl_model::{Bytes, short_uuid};
+use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 A process appears with its first allocation of GPU memory (1 MiB or more). One that does not answer is listed with the \
 reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
 paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running.
 
 Examples:
   vramctl ps
-  vramctl ps --gpu 0
+  vramctl ps engine --output wide # also its tags, and its command line
+  vramctl ps --gpu 0 --sort bytes
+  vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]
 pub struct Args {
+    /// Processes by name, pattern ('eng*') or id [default: all]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
+    #[command(flatten)]
+    target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Print JSON: {"processes": […]}, each as in `vramctl status --json`
-    #[arg(long)]
-    pub json: bool,
+    /// More columns (wide), JSON, or the names alone
+    #[arg(long, short, value_name = "FORMAT")]
+    output: Option<Format>,
+    /// The order, largest first for bytes
+    #[arg(long, value_name = "COLUMN", default_value = "pid")]
+    sort: Column,
+    /// Print JSON, as `--output json`: {\"processes\": […]}, each as in `vramctl status --json`
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
+
+/// How to print the list.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    Wide,
+    Json,
+    Name,
+}
+
+/// What to sort it by.
+#[derive(Clone, Copy, ValueEnum)]
+enum Column {
+    Pid,
+    Name,
+    State,
+    Bytes,
+    Gpu,
+}
+
+impl Args {
+    /// Whether to print JSON.
+    pub fn wants_json(&self) -> bool {
+        self.json || self.output == Some(Format::Json)
+    }
 }
 
 pub fn ps(args: &Args) -> Result<Exit, CommandError> {
+    let target = args.target.or_words(&args.processes).or_all();
     let mut found = Found::look(&Target::All)?;
     let jobs = Jobs::of(&found.processes);
     found.keep_on(&args.gpu.gpu)?;
-    if args.json {
-        output::json(&found.processes)?;
-    } else if found.processes.is_empty() {
+    let mut chosen = if target == Target::All { found.processes.clone() } else { found.choose(&target)? };
+    let indices = gpus::indices();
+    sort(&mut chosen, args.sort, &indices);
+    if args.wants_json() {
+        output::json(&chosen)?;
+    } else if chosen.is_empty() {
         output::complain("note", &found.nothing());
+    } else if args.output == Some(Format::Name) {
+        output::say(&names(&chosen).join("\n"))?;
     } else {
-        let (indices, states) = (gpus::indices(), checkpoint::states(&found, &found.processes));
-        let rows = found.processes.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
-        output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"], rows))?;
+        let states = checkpoint::states(&found, &chosen);
+        let rows = chosen.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
+        let shown = if args.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() };
+        let rows = rows.map(|row| row.into_iter().take(shown).collect());
+        output::show(&output::table(&COLUMNS[..shown], rows))?;
     }
     Ok(Exit::Done)
+}
+
+/// Each name once, in order; the id of a process without a name.
+fn names(processes: &[Process]) -> Vec<String> {
+    let mut names = Vec::new();
+    for process in processes {
+        let name = process.name().map_or_else(|| process.pid.to_string(), text::one_line);
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+/// Those that are alike stay in the order of their ids.
+fn sort(processes: &mut [Process], by: Column, indices: &BTreeMap<String, u32>) {
+    let bytes = |process: &Process| process.tags().iter().map(|tag| tag.bytes).sum::<u64>();
+    match by {
+        Column::Pid => processes.sort_by_key(|process| process.pid),
+        Column::Name => processes.sort_by_key(|process| process.name.clone()),
+        Column::State => processes.sort_by_cached_key(Process::state),
+        Column::Bytes => processes.sort_by_key(|process| Reverse(bytes(process))),
+        Column::Gpu => {
+            processes.sort_by_cached_key(|process| process.gpus().map(|gpu| gpus::short_name(gpu, indices)).collect::<Vec<_>>());
+        }
+    }
 }
 
 /// The processes of each job, in order, with the run of each.
@@ -73,45 +149,36 @@ impl Jobs {
     }
 }
 
+/// The columns. Those that are shown at first fit a terminal.
+const COLUMNS: [&str; 8] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"];
+const COLUMNS_AT_FIRST: usize = 6;
+
 /// `state`: what the driver says of a suspended process, if it can be asked.
 fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {
-    let pid = process.pid.to_string();
-    match &process.status {
-        Ok(status) => {
-            let memory = &status.memory;
-            let tags: Vec<_> = memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
-            let named = |uuid: &str| {
-                let short = short_uuid(uuid);
-                indices.get(uuid).map_or_else(|| short.to_owned(), |index| format!("{index} {short}"))
-            };
-            let gpus: Vec<_> = process.gpus().map(named).collect();
-            let bytes = memory.tags.iter().map(|tag| tag.bytes).sum();
-            vec![
-                pid,
-                status.process.name.clone(),
-                match state {
-                    Some(ProcessState::Failed) => "lost (FAILED)".into(),
-                    Some(ProcessState::Running | ProcessState::Locked) => "partly suspended".into(),
-                    Some(ProcessState::Checkpointed) | None => process.state(),
-                },
-                Bytes(bytes).to_string(),
-                gpus.join(", "),
-                jobs.place_of(process),
-                tags.join(", "),
-                status.process.program.clone(),
-            ]
-        }
+    let (pid, unknown) = (process.pid.to_string(), || "?".to_owned());
+    let status = match &process.status {
+        Ok(status) => status,
         Err(failure) => {
-            vec![
-                pid,
-                process.name().unwrap_or("?").into(),
-                "?".into(),
-                "?".into(),
-                "?".into(),
-                String::new(),
-                String::new(),
-                failure.to_string(),
-            ]
+            let (name, why) = (process.name().unwrap_or("?").to_owned(), failure.to_string());
+            return vec![pid, name, why, unknown(), unknown(), String::new(), String::new(), String::new()];
         }
-    }
+    };
+    let tags: Vec<_> = status.memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
+    let gpus: Vec<_> = process.gpus().map(|uuid| gpus::short_name(uuid, indices)).collect();
+    let state = match state {
+        Some(ProcessState::Failed) => "lost (FAILED)".into(),
+        Some(ProcessState::Running | ProcessState::Locked) => "partly suspended".into(),
+        Some(ProcessState::Checkpointed) | None => process.state(),
+    };
+    let bytes = status.memory.tags.iter().map(|tag| tag.bytes).sum();
+    vec![
+        pid,
+        status.process.name.clone(),
+        state,
+        Bytes(bytes).to_string(),
+        gpus.join(", "),
+        jobs.place_of(process),
+        tags.join(", "),
+        status.process.program.clone(),
+    ]
 }

@@ -6,7 +6,7 @@ use std::env;
 use vramctl_coordinator::failure::{CommandError, Exit};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 `vramctl run` puts these directories first on PYTHONPATH. Use this command to set up a Python program's environment without \
 it, together with LD_PRELOAD. They contain the `vramctl` package, the engine integration and a drop-in for torch_memory_saver. \
 Installed packages are not changed.

@@ -17,7 +17,7 @@ use vramctl_coordinator::{Move, Operation, Scope};
 use vramctl_model::{Bytes, Verb};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Holds and suspends the job, restores it on other GPUs of the same model, and resumes it with the same addresses and contents; its \
 work continues. A job on several GPUs needs as many others; they are assigned in the order of their indices. If the job cannot be \
 moved, nothing changes, and the message says why. If the driver refuses to restore some of the processes, the message names those \
@@ -32,9 +32,9 @@ Examples:
   vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
   vramctl move engine --to 1 --swap other # exchange places with `other`")]
 pub struct Args {
-    /// The processes with this name, or the one with this id [default: the only managed process]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: the only job]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
@@ -76,7 +76,7 @@ pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let target = self.process.clone().map_or_else(|| Target::from(self.target.clone()), Target::parse);
+        let target = self.target.or_words(&self.processes);
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
         let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), ..PauseOptions::default() };
         Operation { machine: &ThisMachine, verb: Verb::Pause, target, scope, ranks: self.ranks, deadline: Deadline::new(None), pause }

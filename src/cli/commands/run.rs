@@ -18,7 +18,7 @@ use vramctl_coordinator::text;
 use vramctl_model::Policy;
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Replaces this process with the command (exec), so pid, signals and exit code are the command's. The GPU memory of the command \
 and of the programs it starts can be paused. Without --tag, the tag is $VRAMCTL_TAG (empty means --no-tag), or `default` if \
 that is unset.

@@ -12,14 +12,14 @@ use vramctl_coordinator::checkpoint;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::nccl;
-use vramctl_coordinator::processes::{Found, Process, Target};
-use vramctl_coordinator::text;
+use vramctl_coordinator::processes::{Found, Process};
+use vramctl_coordinator::text::{self, plain};
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
 use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Without a target, shows all managed processes.
 
 Examples:
@@ -28,13 +28,16 @@ Examples:
   vramctl status --gpu 0  # processes with memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
-    /// A process id or name
-    #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: all]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
+    /// Also show who kept how much GPU memory in the last pauses; without this, only if something grows
+    #[arg(long)]
+    history: bool,
     /// The old spelling of `vramctl gpus`
     #[arg(long, hide = true)]
     ledger: bool,
@@ -43,9 +46,9 @@ pub struct Args {
     pub json: bool,
 }
 
-pub fn status(args: Args) -> Result<Exit, CommandError> {
+pub fn status(args: &Args) -> Result<Exit, CommandError> {
     // Reading is harmless, so show all processes.
-    let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
+    let target = args.target.or_words(&args.processes).or_all();
     if args.ledger {
         output::outdated("vramctl status --ledger", "vramctl gpus");
         return commands::gpus::show(&target, &args.gpu.gpu, args.json);
@@ -57,9 +60,9 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
     if args.json {
         output::json(&chosen)?;
     } else {
-        let texts = described(&found, &chosen);
+        let texts = described(&found, &chosen, args.history);
         if !texts.is_empty() {
-            output::say(&texts.join("\n\n"))?;
+            output::show(&texts.join("\n\n"))?;
         }
     }
     let mut exit = Exit::Done;
@@ -73,18 +76,18 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
     Ok(exit)
 }
 
-/// Those of the processes that answer.
-pub fn described(found: &Found, processes: &[Process]) -> Vec<String> {
+/// Those of the processes that answer. `history`: with their last cycles, even if nothing grows.
+pub fn described(found: &Found, processes: &[Process], history: bool) -> Vec<String> {
     let (states, refusal) = (checkpoint::states(found, processes), checkpoint::refusal_by_age(found.machine()));
-    let refusal = refusal.map(|(need, why)| format!("\nNo {}: {why}.", need.operation));
+    let refusal = refusal.map_or_else(String::new, |(need, why)| format!("\nNo {}: {why}.", need.operation));
     let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
-    answering.map(|(pid, status)| describe(status, states.get(&pid)) + refusal.as_deref().unwrap_or_default()).collect()
+    answering.map(|(pid, status)| describe(status, states.get(&pid)) + &refusal + &history_of(&status.memory, history)).collect()
 }
 
 /// `state`: what the driver says of a suspended process, if it can be asked.
 fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
     let ProcessStatus { process, memory } = status;
-    [head(process), standing(memory, state), tables(memory), notes(memory)].concat()
+    [plain(&head(process)), plain(&standing(memory, state)), tables(memory), plain(&notes(memory))].concat()
 }
 
 fn head(process: &Hello) -> String {
@@ -139,7 +142,7 @@ fn tables(memory: &Status) -> String {
     if memory.tags.is_empty() {
         return "No managed memory.".into();
     }
-    let tags = ["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"];
+    let tags = ["TAG", "STATE", "BYTES", "COUNT", "BACKUP", "IN HOST", "ON DISK"];
     let devices = ["GPU", "ACTIVE", "PAUSED", "FREE", "TOTAL", "UUID"];
     let indices = gpus::indices();
     let (tags, devices) = (
@@ -187,13 +190,19 @@ fn notes(memory: &Status) -> String {
     for left in &memory.unmanaged {
         let _ = write!(text, "\n{}: {}.", unmanaged_of(&left.owner), Bytes(left.bytes));
     }
-    if memory.cycles.len() > 1 {
-        let _ = write!(text, "\n\n{}", cycles(&memory.cycles));
-    }
     for growth in &memory.growing {
         let _ = write!(text, "\nA leak? {growth}.");
     }
     text
+}
+
+/// The last cycles, if something grows in them or if they are wanted.
+fn history_of(memory: &Status, wanted: bool) -> String {
+    match memory.cycles.len() {
+        0 | 1 if wanted => "\nNo history: it begins with the second pause.".into(),
+        2.. if wanted || !memory.growing.is_empty() => format!("\n\n{}", cycles(&memory.cycles)),
+        _ => String::new(),
+    }
 }
 
 /// Each owner's memory in the last cycles.
@@ -244,7 +253,7 @@ fn device_row(device: &DeviceStatus, indices: &BTreeMap<String, u32>) -> Vec<Str
         Bytes(device.paused_bytes).to_string(),
         told(device.free_bytes),
         told(device.total_bytes),
-        device.uuid.clone().unwrap_or_default(),
+        device.uuid.as_deref().map_or_else(String::new, |uuid| short_uuid(uuid).to_owned()),
     ]
 }
 

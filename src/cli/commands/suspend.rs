@@ -13,13 +13,13 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
-use vramctl_coordinator::processes::{Process, Target};
+use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Observer, Operation, Outcome, Scope, Suspend};
 use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Holds and pauses the processes as `vramctl pause` does, then has the driver checkpoint the rest: CUDA contexts and loaded \
 code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vramctl resume` brings them back, and their work \
 continues.
@@ -40,9 +40,9 @@ Examples:
   vramctl resume --name engine --timeout 60 # wait for others to free memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
-    /// The processes with this name, or the one with this id [default: the only managed process]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: the only job]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     /// Only show what would be paused and what prevents a suspend (exit code 7); with --json each process has a
@@ -117,7 +117,7 @@ pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> Strin
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let target = self.process.clone().map_or_else(|| Target::from(self.target.clone()), Target::parse);
+        let target = self.target.or_words(&self.processes);
         let pause = PauseOptions {
             backup: self.backup.policy(),
             registered: self.registered,

@@ -10,7 +10,7 @@ use vramctl_coordinator::processes::{Found, Target};
 #[derive(clap::Args)]
 #[command(
     override_usage = "vramctl set-tag <TAG> [OPTIONS]\n       vramctl set-tag --none [OPTIONS]",
-    after_help = "\
+    after_long_help = "\
 Sets the tag for future allocations outside regions; existing allocations keep theirs. A process listens once it has made its \
 first allocation, so set the initial tag with `vramctl run --tag`.
 

@@ -14,7 +14,7 @@ use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_model::{Bytes, Cached, Trimmed};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 PyTorch caches the GPU memory of freed tensors. A trim has it collect garbage and empty its cache, up to three times, until a \
 round returns less than 1 GiB. It prints how much was returned and how much is stuck: free memory in segments that still hold a \
 tensor. A background thread of the Python package does this in the program, as soon as it gets Python's interpreter lock. If it has \
@@ -28,9 +28,9 @@ Examples:
   vramctl trim --timeout 60
   vramctl pause --trim --name engine # trim, then pause")]
 pub struct Args {
-    /// The processes with this name, or the one with this id [default: all that support it]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: all that support it]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     /// How many seconds to wait for each program's allocator
@@ -42,7 +42,7 @@ pub struct Args {
 }
 
 pub fn trim(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.process.clone().map_or_else(|| Target::from(args.target.clone()).or_all(), Target::parse);
+    let target = args.target.or_words(&args.processes).or_all();
     let found = Found::look(&target)?;
     let mut chosen = found.choose_answering(&target)?;
     if target == Target::All && chosen.iter().any(trims) {

@@ -6,11 +6,11 @@ use crate::completions;
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::processes::{Found, Target};
+use vramctl_coordinator::processes::Found;
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Has processes watch how much memory is free on their GPUs. When less than SIZE is free, each logs once, to its stderr, who uses \
 the memory. It logs again only after free memory has recovered to a tenth above SIZE, or 64 MiB above it if that is more. \
 VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's environment do the same from its start. Without --below and --off, prints the \
@@ -21,9 +21,9 @@ Examples:
   vramctl watch trainer --below 5G --trim # then return what torch has cached
   vramctl watch trainer --off")]
 pub struct Args {
-    /// The processes with this name, or the one with this id [default: the only managed process]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: the only job]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     /// Log when less than this is free: bytes, or a number with K, M or G
@@ -55,7 +55,7 @@ struct Watching {
 }
 
 pub fn watch(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.process.clone().map_or_else(|| Target::from(args.target.clone()), Target::parse);
+    let target = args.target.or_words(&args.processes);
     let found = Found::look(&target)?;
     let below = if args.off { Some(0) } else { args.below };
     let answers = each::ask(&found, found.choose_answering(&target)?, |client| {

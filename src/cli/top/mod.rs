@@ -9,8 +9,7 @@ mod model;
 mod poll;
 
 use crate::arguments::seconds;
-use crate::ui::interrupt;
-use crate::ui::output;
+use crate::ui::{colours, interrupt, output};
 use keys::Wish;
 use model::Model;
 use poll::{Interval, Listener, News};
@@ -18,7 +17,7 @@ use ratatui::DefaultTerminal;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
-use ratatui::crossterm::{execute, terminal};
+use ratatui::crossterm::execute;
 use ratatui::layout::Rect;
 use ratatui::style::Color;
 use std::collections::BTreeSet;
@@ -33,7 +32,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_model::Verb;
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 A bar shows who uses the memory of each GPU: each tag has a letter, which the table on the screen explains. Keys pause, resume and \
 suspend the selection, after showing the command and asking; ? lists them all. docs/monitoring.md has a picture.
 
@@ -133,7 +132,7 @@ fn watch(
 ) -> io::Result<Option<libc::c_int>> {
     /// Ages are shown in seconds.
     const AGES: Duration = Duration::from_millis(500);
-    let colours = wants_colours();
+    let colours = colours::allowed();
     let mut command = None;
     loop {
         screen.draw(|frame| paint(frame.buffer_mut(), &model, true, colours))?;
@@ -177,10 +176,6 @@ fn learn(model: &mut Model, news: News, now: Instant) {
         News::Found(_) => model.trouble = None,
         News::Trouble(why) => model.trouble = Some(why),
     }
-}
-
-fn wants_colours() -> bool {
-    env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
 fn paint(buffer: &mut Buffer, model: &Model, is_live: bool, colours: bool) {
@@ -263,14 +258,11 @@ fn once(interval: Duration) -> Result<Exit, CommandError> {
             break;
         }
     }
-    let is_terminal = stdout().is_terminal();
-    let width = terminal::size().ok().filter(|_| is_terminal).map(|(width, _)| width);
     let told = || env::var("COLUMNS").ok()?.parse().ok();
-    let width = width.or_else(told).unwrap_or(80).clamp(40, 400);
+    let width = output::width().or_else(told).unwrap_or(80).clamp(40, 400);
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, draw::height(&model, width, Instant::now())));
-    paint(&mut buffer, &model, false, wants_colours());
-    let forced = env::var_os("CLICOLOR_FORCE").is_some_and(|value| !value.is_empty() && value != "0");
-    output::print(&draw::text(&buffer, (is_terminal || forced) && wants_colours())).map(|()| Exit::Done)
+    paint(&mut buffer, &model, false, colours::allowed());
+    output::print(&draw::text(&buffer, colours::wanted(&stdout()))).map(|()| Exit::Done)
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! How people and scripts hear of an operation: notes and progress while it runs, and its outcome.
 
+pub mod colours;
 mod connections;
 pub mod dry_run;
 pub mod interrupt;

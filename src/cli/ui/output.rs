@@ -1,8 +1,10 @@
 //! Output: results on stdout, errors and hints on stderr, JSON on one line.
 
-use comfy_table::{ContentArrangement, Table, presets};
+use super::colours;
+use comfy_table::{Attribute, Cell, ColumnConstraint, ContentArrangement, Table, Width, presets};
+use crossterm::terminal;
 use serde::Serialize;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, IsTerminal, Write, stdout};
 use vramctl_coordinator::failure::{Choice, CommandError, Exit};
 use vramctl_coordinator::text::{one_line, plain};
 
@@ -20,6 +22,11 @@ pub fn say(text: &str) -> Result<(), CommandError> {
     print(&format!("{}\n", plain(text)))
 }
 
+/// Writes text with tables in it, whose other lines have been made [`plain`].
+pub fn show(text: &str) -> Result<(), CommandError> {
+    print(&format!("{text}\n"))
+}
+
 /// The answer of a command with `--json`: an object with its processes.
 pub fn json(processes: &[impl Serialize]) -> Result<(), CommandError> {
     print(&format!("{}\n", serde_json::json!({ "processes": processes })))
@@ -35,7 +42,7 @@ pub fn fail(failure: &CommandError, json: bool) {
             .choices()
             .iter()
             .map(|Choice { pid, name, state, bytes }| vec![pid.to_string(), name.clone(), state.clone(), bytes.clone()]);
-        let table = table(&["PID", "NAME", "STATE", "BYTES"], rows);
+        let table = arranged(&["PID", "NAME", "STATE", "BYTES"], rows, width(), false);
         let choices = if failure.choices().is_empty() { String::new() } else { format!(":\n{table}") };
         complain("error", &format!("{failure}{choices}"));
     }
@@ -43,7 +50,7 @@ pub fn fail(failure: &CommandError, json: bool) {
 
 /// Writes a line to stderr. Best effort.
 pub fn complain(what: &str, text: &str) {
-    let _ = writeln!(io::stderr(), "{what}: {}", plain(text));
+    let _ = writeln!(io::stderr(), "{} {}", colours::label(what), plain(text));
 }
 
 /// Warns of an old spelling.
@@ -51,17 +58,67 @@ pub fn outdated(old: &str, new: &str) {
     complain("warning", &format!("`{old}` is `{new}` now; the next release refuses the old spelling"));
 }
 
+/// How wide the terminal is, if stdout is one and tells.
+pub fn width() -> Option<u16> {
+    terminal::size().ok().map(|(width, _)| width).filter(|width| *width > 0 && stdout().is_terminal())
+}
+
 /// A table without lines, as `ps` prints it.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    arranged(header, rows, width(), colours::wanted(&stdout()))
+}
+
+/// A table for a terminal of this width.
+fn arranged(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, width: Option<u16>, in_colour: bool) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_header(header);
+    table.load_preset(presets::NOTHING).force_no_tty().style_text_only();
+    if in_colour {
+        table.enforce_styling();
+    }
+    table.set_header(header.iter().map(|title| Cell::new(title).add_attribute(Attribute::Bold)));
     for row in rows {
-        table.add_row(row.iter().map(|cell| one_line(cell)));
+        table.add_row(row.iter().zip(header).map(|(text, title)| cell(title, text)));
     }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
     }
+    if let Some(width) = width {
+        narrow(&mut table, width);
+    }
     table.trim_fmt()
+}
+
+fn cell(title: &str, text: &str) -> Cell {
+    let cell = Cell::new(one_line(text));
+    let colour = colours::of_state(text).filter(|_| title == "STATE");
+    colour.map_or(cell.clone(), |colour| cell.fg(colour))
+}
+
+/// Breaks long cells, between words, if the table is wider than this.
+fn narrow(table: &mut Table, width: u16) {
+    /// Shorter cells stay in one line: figures with their units.
+    const SHORT: usize = 16;
+    let widths = table.column_max_content_widths();
+    if widths.iter().map(|width| width + 2).sum::<u16>() <= width + 2 {
+        return;
+    }
+    let unbroken = |text: String| if text.chars().count() <= SHORT { text.chars().count() } else { longest_word(&text) };
+    let mut least = vec![0; widths.len()];
+    for row in table.header().into_iter().chain(table.row_iter()) {
+        for (least, cell) in least.iter_mut().zip(row.cell_iter()) {
+            *least = unbroken(cell.content()).max(*least);
+        }
+    }
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width + 2);
+    for ((column, least), natural) in table.column_iter_mut().zip(least).zip(widths) {
+        let is_fixed = least >= usize::from(natural);
+        let bound = Width::Fixed(least as u16 + column.padding_width());
+        column.set_constraint(if is_fixed { ColumnConstraint::ContentWidth } else { ColumnConstraint::LowerBoundary(bound) });
+    }
+}
+
+fn longest_word(text: &str) -> usize {
+    text.split(' ').map(|word| word.chars().count()).max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -70,6 +127,33 @@ mod tests {
 
     #[test]
     fn a_table_is_plain_columns() {
-        assert_eq!(table(&["A", "LONG"], [vec!["xyz".into(), "1".into()]]), "A    LONG\nxyz  1");
+        assert_eq!(arranged(&["A", "LONG"], [vec!["xyz".into(), "1".into()]], None, false), "A    LONG\nxyz  1");
+    }
+
+    #[test]
+    fn a_narrow_table_breaks_between_words_only() {
+        let row = || {
+            vec!["4711".to_owned(), "kv_cache paused; weights partly paused".into(), "40.00 GiB".into(), "/usr/bin/a-long-program".into()]
+        };
+        let at = |width| arranged(&["PID", "STATE", "BYTES", "PROGRAM"], [row()], Some(width), false);
+        let whole = at(200);
+        assert_eq!(whole.lines().count(), 2, "{whole}");
+        let widest = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap();
+        assert_eq!(at(widest(&whole) as u16), whole);
+        for width in [1, 20, 60, 70, 79] {
+            let text = at(width);
+            for word in ["4711", "kv_cache", "partly", "40.00 GiB", "/usr/bin/a-long-program"] {
+                assert!(text.contains(word), "{width}: {word} is broken in\n{text}");
+            }
+            assert!(width < 60 || widest(&text) <= width.into(), "{width}:\n{text}");
+        }
+    }
+
+    #[test]
+    fn states_have_colours_where_they_are_wanted() {
+        let at = |state: &str, in_colour| arranged(&["STATE"], [vec![state.to_owned()]], None, in_colour);
+        assert!(at("active", true).contains("\u{1b}[38;5;10mactive"), "{:?}", at("active", true));
+        assert!(!at("active", false).contains('\u{1b}'));
+        assert!(at("a\u{1b}[1mb", false).contains("a\u{fffd}[1mb"), "nobody else's");
     }
 }

@@ -18,7 +18,7 @@ use vramctl_coordinator::processes::{Found, Target};
 use vramctl_driver::keep_nvml;
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Prints all metrics once, in Prometheus' text format. With --listen it serves them at /metrics until it is stopped. With --textfile it \
 writes them to a file for node_exporter's textfile collector, which never sees half of a file.
 

@@ -19,12 +19,12 @@ use std::time::Duration;
 use timeline::Timeline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
-use vramctl_coordinator::processes::{Found, Target};
+use vramctl_coordinator::processes::Found;
 use vramctl_coordinator::text;
 use vramctl_model::{MemoryOwner, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 A process keeps its last 419 000 events (allocations, frees, pauses, resumes, failures) if it was started with `vramctl run --trace` \
 or with VRAMCTL_TRACE=1 in its environment. Without --seconds and --follow, the trace has the events recorded so far.
 
@@ -37,9 +37,9 @@ Examples:
   vramctl trace engine -o page.html --seconds 60 # and the next minute
   vramctl trace -o page.html --follow            # until ^C")]
 pub struct Args {
-    /// A process id or name
-    #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    process: Option<String>,
+    /// Processes by name, pattern ('eng*') or id [default: all]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    processes: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
@@ -60,9 +60,9 @@ fn output_file(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-pub fn trace(args: Args) -> Result<Exit, CommandError> {
+pub fn trace(args: &Args) -> Result<Exit, CommandError> {
     // Looking is harmless, so there is no need to choose.
-    let target = args.process.map_or_else(|| Target::from(args.target).or_all(), Target::parse);
+    let target = args.target.or_words(&args.processes).or_all();
     let found = Found::look(&target)?;
     let chosen = found.choose(&target)?;
     // Check this before the recording, which may take long.

@@ -14,7 +14,7 @@ use vramctl_coordinator::{Operation, Scope};
 use vramctl_model::{Registered, Verb};
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Without tags, pauses all of them. A pause may come at any moment. The program is held until everything is resumed: its calls that \
 start GPU work wait; all other code keeps running. A pause first waits for GPU work in flight, at most --hold-timeout seconds. It \
 keeps contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
@@ -39,7 +39,8 @@ Examples:
   vramctl pause engine                   # all tags of processes with this name
   vramctl pause --name engine --timeout 2.5
   vramctl pause cache --no-hold          # the program keeps using the rest
-  vramctl pause --gpu 0 --all            # all memory on this GPU, and no other
+  vramctl pause engine 'other-*'         # all of several processes
+  vramctl pause --gpu 0                  # all memory on this GPU, and no other
   vramctl pause --trim                   # first return what torch has cached
   vramctl pause --name trainer --shared  # even if an engine has it open
   vramctl pause --dry-run                # show what it would do
@@ -80,7 +81,7 @@ pub struct PauseArgs {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(after_long_help = "\
 Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
 much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
 If several jobs wait for memory, they queue, and the first to ask gets it first.
@@ -91,7 +92,7 @@ Examples:
   vramctl resume               # all tags of the only managed process
   vramctl resume engine        # all tags of processes with this name
   vramctl resume weights --name engine
-  vramctl resume --gpu 0 --all # all memory on this GPU, and on no other
+  vramctl resume --gpu 0       # all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -100,7 +101,7 @@ pub struct ResumeArgs {
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Tags [default: all]. Without --name, --pid or --all, one of the words may be the name or id of a process instead
+    /// Tags [default: all]. Without --name, --pid or --all, words that are no tags are processes, by name, pattern ('eng*') or id
     #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags_and_names))]
     pub words: Vec<String>,
     #[command(flatten)]
