@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any, Callable
 
@@ -144,6 +145,26 @@ class Program:
     def __exit__(self, *_: Any) -> None:
         self.child.kill()
         self.child.communicate()
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """A wheel of what is built already, as scripts/wheel makes it."""
+    path = folder / f"vramctl-{version}-py3-none-manylinux_2_28_{os.uname().machine}.whl"
+    about = f"vramctl-{version}.dist-info"
+    texts = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vramctl\nVersion: {version}\n",
+        "WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_{os.uname().machine}\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in PACKAGE.rglob("*"):
+            if file.suffix in (".py", ".typed"):
+                archive.write(file, Path("vramctl") / file.relative_to(PACKAGE))
+        archive.write(os.environ["VRAMCTL_LIB"], "vramctl/libvramctl.so")
+        archive.write(VRAMCTL, f"vramctl-{version}.data/scripts/vramctl")
+        for name, text in texts.items():
+            archive.writestr(f"{about}/{name}", text)
+    return path
 
 
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

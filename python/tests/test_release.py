@@ -10,11 +10,10 @@ import sys
 import tarfile
 import tempfile
 import unittest
-import zipfile
 from pathlib import Path
 
 import vramctl
-from support import PACKAGE, ROOT, VRAMCTL
+from support import ROOT, wheel
 
 TOOL = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release-tools/bin/cargo-cyclonedx"
 
@@ -27,23 +26,13 @@ class Release(unittest.TestCase):
         self.wheels = self.folder / "wheels"
         self.wheels.mkdir()
 
-    def wheel(self, version: str = vramctl.__version__) -> None:
-        """As scripts/wheel makes it, of what is built already."""
-        name = f"vramctl-{version}-py3-none-manylinux_2_28_{os.uname().machine}.whl"
-        with zipfile.ZipFile(self.wheels / name, "w") as archive:
-            for file in PACKAGE.rglob("*"):
-                if file.suffix in (".py", ".typed"):
-                    archive.write(file, Path("vramctl") / file.relative_to(PACKAGE))
-            archive.write(os.environ["VRAMCTL_LIB"], "vramctl/libvramctl.so")
-            archive.write(VRAMCTL, f"vramctl-{version}.data/scripts/vramctl")
-
     def release(self, to: str, *options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "scripts/release"), "--wheels", str(self.wheels), *options]
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         return subprocess.run([*command, str(self.folder / to)], env=environment, capture_output=True, text=True)
 
     def test_an_archive_works_where_it_is_unpacked(self) -> None:
-        self.wheel()
+        wheel(self.wheels, vramctl.__version__)
         ran = self.release("out", "--draft", "--without-sbom")
         self.assertEqual(ran.returncode, 0, ran.stderr)
         out = self.folder / "out"
@@ -69,17 +58,17 @@ class Release(unittest.TestCase):
         self.assertIn("is not empty", self.release("out", "--draft", "--without-sbom").stderr)
 
     def test_a_release_has_a_section_in_the_changelog_and_its_own_version(self) -> None:
-        self.wheel()
+        wheel(self.wheels, vramctl.__version__)
         refused = self.release("out")
         self.assertNotEqual(refused.returncode, 0)
         self.assertRegex(refused.stderr, "the tree has changes|has no section")
-        self.wheel("9.9.9")
+        wheel(self.wheels, "9.9.9")
         self.assertIn("is not of version", self.release("out", "--draft", "--without-sbom").stderr)
 
     def test_the_bill_of_materials_has_what_is_linked(self) -> None:
         if not TOOL.exists():
             self.skipTest(f"not run: {TOOL} is missing; scripts/release installs it")
-        self.wheel()
+        wheel(self.wheels, vramctl.__version__)
         ran = self.release("out", "--draft")
         self.assertEqual(ran.returncode, 0, ran.stderr)
         text = (self.folder / f"out/vramctl-{vramctl.__version__}.cdx.json").read_text()

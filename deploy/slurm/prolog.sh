@@ -1,0 +1,21 @@
+#!/bin/sh
+# Slurm's Prolog, as root on each node before a job: makes the job's directory of control sockets, and takes the resident programs off the GPUs
+# that the job gets. Resident programs, such as an engine that serves while no job runs, are those in $VRAMCTL_SLURM_DIR/resident.
+# A failure here would drain the node, so what cannot be suspended is only reported.
+set -u
+place=${VRAMCTL_SLURM_DIR:-/run/vramctl}
+mkdir -p "$place"
+mkdir -p -m 700 "$place/job-$SLURM_JOB_ID" && chown "$SLURM_JOB_UID" "$place/job-$SLURM_JOB_ID"
+
+[ -d "$place/resident" ] || exit 0
+export VRAMCTL_DIR="$place/resident"
+for gpu in $(echo "${SLURM_JOB_GPUS:-}" | tr ',' ' '); do
+  vramctl ps --gpu "$gpu" --json |
+    python3 -c 'import json, sys; print("\n".join(sorted({one["name"] for one in json.load(sys.stdin)["processes"]})))'
+done | sort -u | while read -r name; do
+  [ -n "$name" ] || continue
+  echo "$name" >>"$place/job-$SLURM_JOB_ID.suspended"
+  # With exit code 7, its tags are paused, and its CUDA context stays.
+  vramctl suspend "$name" --quiet </dev/null || echo "vramctl: $name could not be taken off its GPUs entirely" >&2
+done
+exit 0
