@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::machine::{Machine, Rank};
+use common::machine::{Machine, Program};
 use common::{eventually, own_folder, simulated_libraries};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
@@ -48,14 +48,14 @@ fn old() -> String {
 }
 
 /// Starts some ranks of a communicator, which wait for each other.
-fn start(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str]) -> Vec<Rank> {
+fn start(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str]) -> Vec<Program> {
     start_with(machine, name, which, of, more, |_| ())
 }
 
-fn start_with(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str], change: impl Fn(&mut Command) + Sync) -> Vec<Rank> {
+fn start_with(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str], change: impl Fn(&mut Command) + Sync) -> Vec<Program> {
     let one = |rank: &u32| {
         let arguments = [rank.to_string(), of.to_string(), "world".to_owned()];
-        machine.start(name, built().join("ranks").to_str().unwrap(), |command| {
+        machine.start_with(name, built().join("ranks").to_str().unwrap(), |command| {
             let libraries = format!("{}:{}", simulated_libraries().display(), built().display());
             command.args(&arguments).args(more).env("LD_LIBRARY_PATH", libraries).env("VRAMCTL_TAG", "default");
             // In a job, NCCL's memory is managed otherwise.
@@ -69,12 +69,12 @@ fn start_with(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&st
     })
 }
 
-fn job(machine: &Machine, ranks: u32) -> Vec<Rank> {
+fn job(machine: &Machine, ranks: u32) -> Vec<Program> {
     start(machine, "train", &(0..ranks).collect::<Vec<_>>(), ranks, &[])
 }
 
 /// Sends the same line to all, and returns their answers.
-fn all_say(ranks: &mut [Rank], line: &str) -> Vec<String> {
+fn all_say(ranks: &mut [Program], line: &str) -> Vec<String> {
     thread::scope(|scope| {
         let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask(line))).collect();
         asked.into_iter().map(|one| one.join().unwrap()).collect()
@@ -82,25 +82,25 @@ fn all_say(ranks: &mut [Rank], line: &str) -> Vec<String> {
 }
 
 #[track_caller]
-fn assert_sums(ranks: &mut [Rank]) {
+fn assert_sums(ranks: &mut [Program]) {
     let wanted: usize = (1..=ranks.len()).sum();
     for said in all_say(ranks, "sum") {
         assert_eq!(said.trim(), format!("sum {wanted}, answer 0"));
     }
 }
 
-fn status(machine: &Machine, rank: &Rank) -> Value {
+fn status(machine: &Machine, rank: &Program) -> Value {
     machine.connect(rank).ask(&json!({"request": "status"}))
 }
 
 /// The states of a process's communicators.
-fn states(machine: &Machine, rank: &Rank) -> Vec<String> {
+fn states(machine: &Machine, rank: &Program) -> Vec<String> {
     let told = status(machine, rank);
     told["communicators"].as_array().into_iter().flatten().map(|one| one["state"].as_str().unwrap().to_owned()).collect()
 }
 
 /// Bytes of NCCL that a process has in addition to its tags.
-fn of_nccl(machine: &Machine, rank: &Rank) -> u64 {
+fn of_nccl(machine: &Machine, rank: &Program) -> u64 {
     let told = status(machine, rank);
     let left = told["left_alone"].as_array().into_iter().flatten();
     left.filter(|left| left["owner"].as_str().unwrap().starts_with("libnccl")).map(|left| left["bytes"].as_u64().unwrap()).sum()
@@ -144,7 +144,7 @@ fn the_log_says_how_much_was_free_when_nccl_failed() {
 }
 
 /// A rank that is alone, and the file with its log.
-fn alone(machine: &Machine, more: &[&str]) -> (Rank, PathBuf) {
+fn alone(machine: &Machine, more: &[&str]) -> (Program, PathBuf) {
     let log = machine.folder.path().join("log");
     let mut ranks = start_with(machine, "train", &[0], 1, more, |command| _ = command.stderr(fs::File::create(&log).unwrap()));
     (ranks.remove(0), log)
@@ -351,7 +351,7 @@ fn an_old_nccl_is_reported() {
 #[test]
 fn a_program_without_communicators_is_named() {
     let machine = Machine::new();
-    let _engine = machine.start_with("engine", |_| ());
+    let _engine = machine.engine("engine");
     machine.vramctl("pause --nccl").expect(0, "paused", "job engine has no communicators of NCCL; --nccl changes nothing");
 }
 
@@ -479,7 +479,7 @@ fn a_resume_needs_room_for_nccl_too() {
     assert_sums(&mut ranks);
 }
 
-/// Rank by rank: the first one continues when the last one is resumed.
+/// Program by rank: the first one continues when the last one is resumed.
 #[test]
 fn a_rank_that_is_resumed_first_waits_for_the_others() {
     let machine = Machine::new();
@@ -516,7 +516,7 @@ fn after_a_killed_command_status_shows_the_state_and_resume_undoes_it() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     for after_ms in [0, 5, 10, 20, 30, 40, 60, 80, 120] {
-        let mut command = machine.command(common::command_line(), &["pause", "--nccl", "--quiet"]);
+        let mut command = machine.cli(&["pause", "--nccl", "--quiet"]);
         let mut killed = command.spawn().unwrap();
         thread::sleep(Duration::from_millis(after_ms));
         killed.kill().unwrap();

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::machine::{Machine, Rank};
+use common::machine::{Machine, Program};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -37,9 +37,9 @@ fn built() -> &'static Path {
     })
 }
 
-fn start(machine: &Machine, how: &str, plugin: &str) -> Rank {
+fn start(machine: &Machine, how: &str, plugin: &str) -> Program {
     let (main, plugin) = (built().join("main"), built().join(plugin));
-    machine.start(how, main.to_str().unwrap(), |command| _ = command.arg(how).arg(&plugin))
+    machine.start_with(how, main.to_str().unwrap(), |command| _ = command.arg(how).arg(&plugin))
 }
 
 /// A pause in the middle of its work holds it.

@@ -4,7 +4,8 @@
 
 mod common;
 
-use common::sharing::{MIB, Machine, Program};
+use common::machine::{Machine, Program};
+use common::sharing::MIB;
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -123,7 +124,7 @@ impl Piece {
 
 /// Where a program waits for descriptors.
 fn listens_at(machine: &Machine, who: usize) -> String {
-    machine.0.path().join(who.to_string()).display().to_string()
+    machine.folder.path().join(who.to_string()).display().to_string()
 }
 
 struct Exporting {
@@ -134,8 +135,8 @@ struct Exporting {
 
 impl Exporting {
     fn new() -> Self {
-        let machine = Machine::new();
-        let mut programs = ["one", "two"].map(|name| machine.start(name));
+        let machine = Machine::pair();
+        let mut programs = ["one", "two"].map(|name| machine.python(name));
         for (who, program) in programs.iter_mut().enumerate() {
             let path = listens_at(&machine, who);
             assert_eq!(program.ask(&format!("exec({CALLS:?}, globals()) or listen('{path}')")), "None");
@@ -218,11 +219,11 @@ impl Exporting {
                 let is_refused = !keep && self.pieces.iter_mut().filter(is_its).any(|piece| is_kept(&piece));
                 let registered = if keep { "keep" } else { "refuse" };
                 if shared {
-                    let pid = programs[who].pid();
-                    let output = self.machine.ask(&["pause", "--pid", &pid, "--shared", "--registered", registered]);
-                    prop_assert_eq!(output.status.success(), !is_refused, "{:?}", output);
+                    let pid = programs[who].pid().to_string();
+                    let output = self.machine.vramctl(&["pause", "--pid", &pid, "--shared", "--registered", registered]);
+                    prop_assert_eq!(output.code == Some(0), !is_refused, "{:?}", output);
                 } else {
-                    let wanted = json!({ "version": 1, "request": "pause", "hold_ms": 60_000, "registered": registered });
+                    let wanted = json!({ "request": "pause", "hold_ms": 60_000, "registered": registered });
                     let answer = self.machine.answer(&programs[who], &wanted);
                     prop_assert_eq!(&answer["reply"], if is_refused { "error" } else { "done" }, "{}", answer);
                 }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::machine::{Machine, Rank};
+use common::machine::{Machine, Program};
 use common::{Gpu, MIB, free, malloc, malloc_tagged, pause, resume};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -162,7 +162,7 @@ fn bytes_by_tag(owners: &Value) -> BTreeMap<String, u64> {
 #[test]
 fn a_client_reads_page_by_page_from_any_number() {
     let machine = Machine::new();
-    let rank: Rank = machine.start_with("engine", traced);
+    let rank: Program = machine.engine_with("engine", traced);
     let mut wire = machine.connect(&rank);
     machine.vramctl("pause").expect(0, "", "");
     machine.vramctl("resume").expect(0, "", "");
@@ -207,13 +207,13 @@ fn a_client_reads_page_by_page_from_any_number() {
 #[test]
 fn a_suspended_process_answers_and_one_that_records_nothing_says_so() {
     let machine = Machine::new();
-    let rank = machine.start_with("traced", traced);
+    let rank = machine.engine_with("traced", traced);
     machine.vramctl("suspend --name traced").expect(0, "", "");
     let told = machine.connect(&rank).ask(&json!({"request": "events"}));
     assert!(told["on"] == true && bytes_by_tag(&told["owners"]).values().all(|bytes| *bytes == 0), "{told}");
     machine.vramctl("resume --name traced").expect(0, "", "");
 
-    let rank = machine.start_with("plain", |command| _ = command.env_remove("VRAMCTL_TRACE"));
+    let rank = machine.engine_with("plain", |command| _ = command.env_remove("VRAMCTL_TRACE"));
     let told = machine.connect(&rank).ask(&json!({"request": "events"}));
     assert_eq!((&told["on"], &told["events"], &told["owners"]), (&json!(false), &json!([]), &json!([])), "{told}");
 }

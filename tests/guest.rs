@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::machine::{Machine, Ran, Rank};
+use common::machine::{Machine, Program, Ran};
 use common::{artifacts, own_folder, programs};
 use serde_json::json;
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
-impl Rank {
+impl Program {
     /// Waits until it has ended well. Returns what it has written to its standard error.
     #[track_caller]
     fn ends(mut self) -> String {
@@ -48,7 +48,7 @@ fn threads_are_cancelled_in_the_drivers_functions() {
     let machine = Machine::new();
     let mut command = machine.command(programs().join("guest"), &["cancelled"]);
     let preloaded = format!("{}:{}", artifacts().join("libvramctl.so").display(), library("waits.c").display());
-    Ran::new(&command.env("LD_PRELOAD", preloaded).output().unwrap()).expect(0, "ok", "");
+    Ran::of(command.env("LD_PRELOAD", preloaded)).expect(0, "ok", "");
 }
 
 /// An exit in a signal handler that has interrupted `malloc` would hang if an exit handler needed memory. Reports that are held back,
@@ -59,10 +59,10 @@ fn a_program_that_exits_in_malloc_ends_with_its_reports() {
     // The name of torch's allocator, which tries again.
     let torch = machine.folder.path().join("libc10_cuda.so");
     symlink(programs().join("guest"), &torch).unwrap();
-    let mut program = machine.start("ends", torch.to_str().unwrap(), |command| {
+    let mut program = machine.start_with("ends", torch.to_str().unwrap(), |command| {
         command.arg("exit-in-malloc").stderr(Stdio::piped());
     });
-    let socket = machine.folder.path().join(format!("sockets/{}.sock", program.pid()));
+    let socket = machine.socket(program.pid());
     // From the first hold on, there is an exit handler for that, too.
     machine.vramctl("pause").expect(0, "", "");
     machine.vramctl("resume").expect(0, "", "");
@@ -85,8 +85,7 @@ fn a_message_that_finds_no_space_does_no_harm() {
     let mut command = machine.command(programs().join("guest"), &["no-space"]);
     command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
     // Which gives a warning.
-    let ran = command.env("SIMGPU_NO_VMM", "1").stderr(errors.try_clone().unwrap()).output().unwrap();
-    Ran::new(&ran).expect(0, "ok", "");
+    Ran::of(command.env("SIMGPU_NO_VMM", "1").stderr(errors.try_clone().unwrap())).expect(0, "ok", "");
     assert_eq!(errors.metadata().unwrap().len(), 64);
 }
 
@@ -94,7 +93,7 @@ fn a_message_that_finds_no_space_does_no_harm() {
 #[test]
 fn a_child_that_no_fork_handler_has_seen_ends_without_a_trace() {
     let machine = Machine::new();
-    let mut program = machine.start("parent", "guest", |command| {
+    let mut program = machine.start_with("parent", "guest", |command| {
         command.arg("stray-child").stderr(Stdio::piped());
     });
     assert_eq!(program.ask("fork"), "still ready");
@@ -111,7 +110,7 @@ fn a_message_does_not_stop_a_program_in_the_background() {
     let mut command = machine.command(programs().join("guest"), &["in-the-background"]);
     command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
     // Which gives a warning.
-    Ran::new(&command.env("SIMGPU_NO_VMM", "1").output().unwrap()).expect(0, "ok", "");
+    Ran::of(command.env("SIMGPU_NO_VMM", "1")).expect(0, "ok", "");
 }
 
 /// Neither a defect nor a reason to lose anything.
@@ -121,20 +120,20 @@ fn a_program_that_must_not_start_threads_is_told_so_by_a_pause() {
     let mut command = machine.command(programs().join("guest"), &["no-threads"]);
     command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
     let warned = "no control socket: could not start a thread: Resource temporarily unavailable";
-    let ran = Ran::new(&command.output().unwrap()).expect(0, "pause: 4 vramctl could not start a thread in the process: ", warned);
+    let ran = Ran::of(&mut command).expect(0, "pause: 4 vramctl could not start a thread in the process: ", warned);
     assert!(ran.out.ends_with("ok\n"), "{}", ran.out);
 }
 
 /// A program whose signal handlers make calls, and pauses of it that hold it.
 struct Interrupted {
     machine: Machine,
-    program: Rank,
+    program: Program,
 }
 
 impl Interrupted {
     fn start() -> Self {
         let machine = Machine::new();
-        let program = machine.start("handlers", "handlers", |command| _ = command.env("LD_PRELOAD", library("counts.c")));
+        let program = machine.start_with("handlers", "handlers", |command| _ = command.env("LD_PRELOAD", library("counts.c")));
         Self { machine, program }
     }
 

@@ -643,7 +643,7 @@ fn with_an_old_driver_a_held_pause_is_the_quiet_moment() {
 fn a_held_program_says_in_its_log_who_holds_it() {
     let machine = common::machine::Machine::new();
     let log = machine.folder.path().join("log");
-    let rank = machine.start_with("engine", |command| _ = command.env_remove("VRAMCTL_LOG").stderr(std::fs::File::create(&log).unwrap()));
+    let rank = machine.engine_with("engine", |command| _ = command.env_remove("VRAMCTL_LOG").stderr(std::fs::File::create(&log).unwrap()));
     let lines = || {
         let text = std::fs::read_to_string(&log).unwrap();
         text.lines().filter(|line| line.contains("held")).map(str::to_owned).collect::<Vec<_>>()

@@ -161,14 +161,14 @@ fn the_command_line_foretells_what_the_pause_says() {
     let machine = Machine::new();
     for (cap, next_step) in [("20M", "Start the program again with 12.00 MiB more"), ("1M", "Start the program again with 31.00 MiB more")]
     {
-        let _rank = machine.start_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", cap));
+        let _rank = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", cap));
         let foretold = machine.vramctl("pause engine --dry-run").expect(4, "", next_step);
         let refused = machine.vramctl("pause engine").expect(4, "", next_step);
         assert_eq!(foretold.err, refused.err);
         machine.vramctl("pause engine --discard --dry-run").expect(0, "0 B needed", "");
         machine.vramctl("pause engine --discard").expect(0, "", "");
     }
-    let limited = machine.start_with("limited", |_| ());
+    let limited = machine.engine("limited");
     let limit = libc::rlimit { rlim_cur: 16 << 20, rlim_max: libc::RLIM_INFINITY };
     assert_eq!(unsafe { libc::prlimit(limited.pid() as i32, libc::RLIMIT_DATA, &raw const limit, std::ptr::null_mut()) }, 0);
     let foretold = machine.vramctl("pause limited --dry-run").expect(4, "", "ulimit -d");
@@ -180,7 +180,7 @@ fn the_command_line_foretells_what_the_pause_says() {
     let refused = refused.unwrap_or_else(|refused| refused).expect(4, "", "ulimit -d");
     assert!(foretold.err.ends_with(&refused.err), "{} {}", foretold.err, refused.err);
     drop(limited);
-    let _rank = machine.start_with("engine", |command| _ = command.env("VRAMCTL_DISK_DIR", "/nowhere"));
+    let _rank = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_DISK_DIR", "/nowhere"));
     let foretold = machine.vramctl("pause engine --backup disk --dry-run").expect(1, "", "/nowhere");
     let refused = machine.vramctl("pause engine --backup disk").expect(1, "", "/nowhere");
     assert_eq!(foretold.err, refused.err);

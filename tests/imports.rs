@@ -3,7 +3,8 @@
 
 mod common;
 
-use common::sharing::{MIB, Machine, Program};
+use common::machine::{Machine, Program};
+use common::sharing::MIB;
 
 const BYTES: u64 = 4 * MIB;
 
@@ -88,8 +89,8 @@ impl Rank {
 
     /// `create`: makes its memory.
     fn start_with(machine: &Machine, place: usize, create: &str) -> Self {
-        let mut program = machine.start_with("job", |command| _ = command.env("RANK", place.to_string()));
-        let folder = machine.0.path().join("more.py");
+        let mut program = machine.python_with("job", |command| _ = command.env("RANK", place.to_string()));
+        let folder = machine.folder.path().join("more.py");
         std::fs::write(&folder, MORE).unwrap();
         program.ask(&format!("exec(open({:?}).read(), globals())", folder.display().to_string()));
         // A context for this thread.
@@ -128,13 +129,13 @@ struct Job {
 
 impl Job {
     fn start(count: usize) -> Self {
-        Self::of(Machine::new(), count, &format!("create({BYTES})"))
+        Self::of(Machine::pair(), count, &format!("create({BYTES})"))
     }
 
     /// The memory is NCCL's.
     fn of_nccl(count: usize) -> Self {
-        let machine = Machine::new();
-        let (source, library) = (machine.0.path().join("nccl.c"), machine.0.path().join("libnccl.so.2"));
+        let machine = Machine::pair();
+        let (source, library) = (machine.folder.path().join("nccl.c"), machine.folder.path().join("libnccl.so.2"));
         std::fs::write(&source, NCCL).unwrap();
         let built = std::process::Command::new("cc").args(["-O1", "-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap();
         assert!(built.success());
@@ -205,13 +206,13 @@ fn the_memory_of_nccl_goes_when_it_is_named_and_in_a_suspend() {
     job.check(|place| place as u64 + 1);
     let before = job.machine.used();
     let pid = job.ranks[0].program.pid();
-    let status = job.machine.done(&["status", "--pid", &pid]);
+    let status = job.machine.done(&["status", "--pid", &pid.to_string()]);
     assert!(status.contains("nccl") && !status.contains("communicators"), "{status}");
     // One rank by itself has other memory to pause.
     let other = job.ranks[0].program.number(&format!("malloc({BYTES})"));
-    job.machine.done(&["pause", "--pid", &pid]);
+    job.machine.done(&["pause", "--pid", &pid.to_string()]);
     assert_eq!(job.machine.used(), before);
-    job.machine.done(&["resume", "--pid", &pid]);
+    job.machine.done(&["resume", "--pid", &pid.to_string()]);
     assert_eq!(job.ranks[0].program.number(&format!("free({other})")), 0);
     for (away, back) in [
         (&["pause", "--name", "job", "nccl"][..], &["resume", "--name", "job"][..]),
@@ -229,12 +230,10 @@ fn the_memory_of_nccl_goes_when_it_is_named_and_in_a_suspend() {
 /// Whoever imports without the library cannot give the memory up, so it stays.
 #[test]
 fn memory_whose_importer_is_unknown_is_not_paused() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let mut owner = Rank::start(&machine, 0);
     let file = owner.program.number(&format!("export({})", owner.handle));
-    let output = machine.ask(&["pause", "--name", "job"]);
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && text.contains("cuMemExportToShareableHandle"), "{text}");
+    machine.vramctl(&["pause", "--name", "job"]).expect(1, "", "cuMemExportToShareableHandle");
     let mut importer = Rank::start(&machine, 1);
     let handle = importer.program.number(&format!("import_(receive({}, {file}))", owner.program.pid()));
     let address = importer.program.number(&format!("map({handle}, {BYTES})"));
@@ -243,12 +242,12 @@ fn memory_whose_importer_is_unknown_is_not_paused() {
     machine.done(&["resume", "--name", "job"]);
     assert_eq!(importer.read(address), "[1]");
     // The owner alone cannot be paused, until the importer has released the memory.
-    machine.refused(&owner.program.pid(), &importer.program);
+    machine.refused(&owner.program, &importer.program);
     assert_eq!(importer.program.number(&format!("unmap({address}, {BYTES})")), 0);
-    machine.refused(&owner.program.pid(), &importer.program);
+    machine.refused(&owner.program, &importer.program);
     assert_eq!(importer.program.number(&format!("release({handle})")), 0);
-    machine.done(&["pause", "--pid", &owner.program.pid()]);
-    machine.done(&["resume", "--pid", &owner.program.pid()]);
+    machine.done(&["pause", "--pid", &owner.program.pid().to_string()]);
+    machine.done(&["resume", "--pid", &owner.program.pid().to_string()]);
     let own = owner.pointer;
     assert_eq!(owner.read(own), "[1]");
 }
@@ -273,5 +272,5 @@ fn imports_are_mapped_and_released_while_they_are_away() {
     assert_eq!(job.ranks[1].program.number(&format!("release({handle})")), 0);
     assert_eq!(job.ranks[1].program.number(&format!("release({handle})")), 0);
     assert_ne!(job.ranks[1].program.number(&format!("release({handle})")), 0);
-    job.machine.done(&["pause", "--pid", &job.ranks[0].program.pid()]);
+    job.machine.done(&["pause", "--pid", &job.ranks[0].program.pid().to_string()]);
 }

@@ -5,7 +5,7 @@
 mod common;
 
 use common::eventually;
-use common::machine::{Machine, Ran, Rank, Wire, pass_on};
+use common::machine::{Machine, Program, Ran, Wire, pass_on};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::fs;
@@ -24,7 +24,7 @@ use vramctl_control::descriptors;
 #[test]
 fn a_job_is_paused_and_resumed_as_one() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     let ps = machine.vramctl("ps").expect(0, "", "");
     for rank in 1..=3 {
         let of_rank = |line: &str| line.contains("engine") && line.contains("active") && line.contains(&format!("engine {rank}/3"));
@@ -37,10 +37,10 @@ fn a_job_is_paused_and_resumed_as_one() {
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
     machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
     assert_eq!(machine.settled(&ranks.each_ref()), "active");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
     machine.vramctl("pause").expect(0, "paused job engine: 3 processes, ", "");
     machine.vramctl("resume").expect(0, "", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// In containers without the binary.
@@ -49,7 +49,7 @@ fn the_scripts_hold_a_process_and_refuse_half_a_job() {
     let machine = Machine::new();
     let script = |name: &str, arguments: &[&str]| {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts").join(name);
-        Ran::new(&machine.command(path, arguments).output().unwrap())
+        Ran::of(&mut machine.command(path, arguments))
     };
     let [first] = machine.job("engine");
     script("pause.sh", &[]).expect(0, "\"reply\":\"done\"", "");
@@ -65,7 +65,7 @@ fn the_scripts_hold_a_process_and_refuse_half_a_job() {
     script("resume.sh", &["--all"]).expect(0, "", "");
     let mut ranks = [first, second];
     assert_eq!(machine.settled(&ranks.each_ref()), "active");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// How far a coordinator gets before it dies.
@@ -104,12 +104,12 @@ fn step(wire: &mut Wire, request: &Value, file: Option<BorrowedFd<'_>>, wanted: 
 }
 
 impl Coordinator {
-    fn of(machine: &Machine, ranks: &[Rank], verb: &str, until: Until) -> Self {
+    fn of(machine: &Machine, ranks: &[Program], verb: &str, until: Until) -> Self {
         Self::within(machine, ranks, verb, until, 30_000).expect("a lease that is long enough")
     }
 
     /// `None` if this machine is too slow for the lease.
-    fn within(machine: &Machine, ranks: &[Rank], verb: &str, until: Until, lease_ms: u64) -> Option<Self> {
+    fn within(machine: &Machine, ranks: &[Program], verb: &str, until: Until, lease_ms: u64) -> Option<Self> {
         let mut wires: Vec<_> = ranks.iter().map(|rank| machine.connect(rank)).collect();
         let decision = Decision::create().unwrap();
         let one_or_all = |one: Until, all: Until| {
@@ -147,7 +147,7 @@ impl Coordinator {
 #[test]
 fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     for until in Until::ALL {
         drop(Coordinator::of(&machine, &ranks, "pause", until));
         let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
@@ -158,14 +158,14 @@ fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
         machine.vramctl("resume").expect(0, "", "");
     }
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A stopped coordinator is as good as dead, but its connections stay open.
 #[test]
 fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     for until in [Until::HeldAll, Until::PreparedOne, Until::PreparedAll, Until::Decided, Until::ToldOne] {
         let mut lease_ms = 500;
         let mut stopped = loop {
@@ -190,16 +190,16 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
         }
         machine.vramctl("resume").expect(0, "", "");
     }
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A rank dies at each step: the others end up in the same state, and the coordinator notices.
 #[test]
 fn whenever_a_rank_dies_the_others_are_in_one_state() {
     let machine = Machine::new();
-    let mut survivors: [Rank; 2] = machine.job("engine");
+    let mut survivors: [Program; 2] = machine.job("engine");
     for until in Until::ALL {
-        let doomed = machine.start_with("engine", |_| ());
+        let doomed = machine.engine("engine");
         let [first, second] = survivors;
         let mut ranks = [first, doomed, second];
         let mut coordinator = Coordinator::of(&machine, &ranks, "pause", until);
@@ -219,14 +219,14 @@ fn whenever_a_rank_dies_the_others_are_in_one_state() {
         assert_eq!(machine.settled(&survivors.each_ref()), wanted, "{until:?}");
         machine.vramctl("resume").expect(0, "", "");
     }
-    survivors.iter_mut().for_each(Rank::verify);
+    survivors.iter_mut().for_each(Program::verify);
 }
 
 /// Any other request between the steps ends the lease. Nothing has changed, and the program continues.
 #[test]
 fn garbage_between_the_steps_undoes_everything() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 1] = machine.job("engine");
+    let mut ranks: [Program; 1] = machine.job("engine");
     let (hold, drain) = (json!({"request": "hold"}), json!({"request": "drain", "limit_ms": 10_000}));
     let prepare = json!({"request": "prepare", "of": "pause", "timeout_ms": 10_000});
     for steps in [&[][..], &[(&hold, "held")], &[(&hold, "held"), (&drain, "drained")], &[(&hold, "held"), (&prepare, "prepared")]] {
@@ -243,7 +243,7 @@ fn garbage_between_the_steps_undoes_everything() {
             assert_eq!(machine.settled(&ranks.each_ref()), "active");
         }
     }
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A client that needs longer for a step says that it is alive. There is no answer to that.
@@ -289,7 +289,7 @@ fn a_commit_after_another_rank_has_aborted_changes_nothing() {
 #[test]
 fn a_decision_file_that_could_do_harm_is_refused() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 1] = machine.job("engine");
+    let mut ranks: [Program; 1] = machine.job("engine");
     let file = tempfile::tempfile().unwrap();
     file.set_len(4096).unwrap();
     for verb in ["pause", "resume"] {
@@ -306,14 +306,14 @@ fn a_decision_file_that_could_do_harm_is_refused() {
         assert_eq!(machine.connect(&ranks[0]).ask(&json!({"request": "prepare", "of": verb}))["code"], "leased");
         wire.step(&json!({"request": "commit"}), None, "done");
     }
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// Without the decision, the connection alone would decide: if its coordinator died, this rank would abort what the others commit.
 #[test]
 fn a_rank_that_cannot_receive_the_decision_refuses() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut ranks: [Program; 2] = machine.job("engine");
     for request in [json!({"request": "hold"}), json!({"request": "prepare", "of": "pause"})] {
         let (_decision, file) = Decision::create().unwrap();
         let mut wire = machine.connect(&ranks[0]);
@@ -328,7 +328,7 @@ fn a_rank_that_cannot_receive_the_decision_refuses() {
     }
     machine.vramctl("pause").expect(0, "paused job engine: 2 processes", "");
     machine.vramctl("resume").expect(0, "", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// Lets a process open no more files. Returns the limit as it was.
@@ -348,7 +348,7 @@ fn set_limit_of_descriptors(pid: u32, limit: libc::rlimit) {
 #[test]
 fn a_stopped_rank_ends_in_the_same_state_as_the_others() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     for until in Until::ALL {
         let coordinator = Coordinator::of(&machine, &ranks, "pause", until);
         ranks[1].signal(libc::SIGSTOP);
@@ -358,7 +358,7 @@ fn a_stopped_rank_ends_in_the_same_state_as_the_others() {
         assert_eq!(machine.settled(&ranks.each_ref()), others, "{until:?}");
         machine.vramctl("resume").expect(0, "", "");
     }
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A moment in the dialogue of the coordinator and a process: a request, or its answer, is on its way.
@@ -380,7 +380,7 @@ enum Event {
 /// of the process, and what it gets from [`pass_on`].
 fn proxy<'a>(
     machine: &Machine,
-    ranks: impl IntoIterator<Item = &'a Rank>,
+    ranks: impl IntoIterator<Item = &'a Program>,
     may_pass: impl Fn(usize, &str, &[u8], bool) -> bool + Send + Sync + 'static,
 ) -> tempfile::TempDir {
     let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
@@ -439,7 +439,7 @@ impl Stage {
 }
 
 impl Between {
-    fn of(machine: &Machine, ranks: &[Rank; 3], moment: Moment) -> Self {
+    fn of(machine: &Machine, ranks: &[Program; 3], moment: Moment) -> Self {
         let ((tell, reached), (go_on, asked)) = (sync_channel(1), sync_channel(1));
         let (reached_or_not, passed) = (Mutex::new(Some((tell, asked))), Mutex::default());
         let stage = Stage { moment, reached: reached_or_not, passed, changed: Condvar::new() };
@@ -484,12 +484,12 @@ fn whatever_happens_at_any_step_the_others_are_in_one_state_and_the_message_says
 fn happens(verb: &str, moment: Moment, event: Event) -> bool {
     let case = format!("{verb}, {moment:?}, {event:?}");
     let machine = Machine::new();
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     if verb == "resume" {
         machine.vramctl("pause").expect(0, "", "");
     }
     let between = Between::of(&machine, &ranks, moment);
-    let mut command = machine.command(common::command_line(), &[verb, "--name", "engine"]);
+    let mut command = machine.cli(&[verb, "--name", "engine"]);
     command.env("VRAMCTL_DIR", between.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut coordinator = command.spawn().unwrap();
     let reached = between.reached.recv_timeout(Duration::from_secs(100)).unwrap_or_else(|error| panic!("{case}: {error}"));
@@ -507,12 +507,13 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
     }
     between.go_on.send(()).unwrap();
     let is_late = reached.elapsed() > Duration::from_secs(2);
-    let ran = Ran::new(&coordinator.wait_with_output().unwrap());
+    let ran = Ran::end_of(coordinator);
     if is_late {
         return false;
     }
 
-    let survivors: &[&Rank] = if event == Event::CoordinatorKilled { &[&ranks[0], &ranks[1], &ranks[2]] } else { &[&ranks[0], &ranks[2]] };
+    let survivors: &[&Program] =
+        if event == Event::CoordinatorKilled { &[&ranks[0], &ranks[1], &ranks[2]] } else { &[&ranks[0], &ranks[2]] };
     let state = machine.settled(survivors);
     let done = state == if verb == "pause" { "paused, held" } else { "active" };
     assert!(["paused, held", "active"].contains(&state.as_str()), "{case}: {state}");
@@ -567,7 +568,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
 fn one_failing_rank_keeps_the_others_active() {
     let machine = Machine::new();
     let [first, second] = machine.job("engine");
-    let third = machine.start_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", "1M"));
+    let third = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", "1M"));
     let mut ranks = [first, second, third];
     for hold in ["", " --hold"] {
         let ran = machine.vramctl(&format!("pause --name engine{hold}"));
@@ -578,7 +579,7 @@ fn one_failing_rank_keeps_the_others_active() {
     }
     let told = machine.vramctl("pause --json").json();
     assert_eq!((&told["processes"][0]["error"]["code"], &told["jobs"][0]["committed"]), (&json!("aborted"), &json!(false)), "{told}");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A job with a missing process is not paused: otherwise only half of it would be.
@@ -594,7 +595,7 @@ fn a_missing_rank_is_named() {
     machine.vramctl("resume").expect(0, "resumed job engine: 2 processes", "");
     machine.vramctl("pause").expect(0, "", "");
     machine.vramctl("resume").expect(0, "", "");
-    let fourth = machine.start_with("engine", |_| ());
+    let fourth = machine.engine("engine");
     machine.vramctl("pause").expect(0, "paused job engine: 3 processes", "");
     machine.vramctl("resume").expect(0, "", "");
     let gone = fourth.pid();
@@ -611,14 +612,11 @@ fn a_missing_rank_is_named() {
 #[test]
 fn the_command_retries_and_may_be_killed_at_any_time() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut ranks: [Program; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let start = || {
-        let arguments = ["pause", "--hold", "--hold-timeout", "60", "--json"];
-        machine.command(common::command_line(), &arguments).stdout(Stdio::piped()).spawn().unwrap()
-    };
-    let is_held = |rank: &Rank| machine.state(rank).ends_with("held");
+    let start = || machine.cli("pause --hold --hold-timeout 60 --json").stdout(Stdio::piped()).spawn().unwrap();
+    let is_held = |rank: &Program| machine.state(rank).ends_with("held");
     for _ in 0..5 {
         let mut command = start();
         eventually("it is held", || is_held(&ranks[0]));
@@ -631,22 +629,21 @@ fn the_command_retries_and_may_be_killed_at_any_time() {
     // Between two attempts it runs.
     eventually("it runs", || !is_held(&ranks[0]));
     other.send(&json!({"request": "abort"}), None);
-    let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
+    let told = Ran::end_of(command).expect(0, "", "").json();
     assert!(told["jobs"][0]["attempts"].as_u64().unwrap() > 1, "{told}");
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
     machine.vramctl("resume").expect(0, "", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// As above, while the other coordinator keeps the process for longer than a lease.
 #[test]
 fn the_command_waits_for_another_coordinator() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut ranks: [Program; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let arguments = ["pause", "--hold", "--hold-timeout", "100", "--json"];
-    let command = machine.command(common::command_line(), &arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let command = machine.cli("pause --hold --hold-timeout 100 --json").stdout(Stdio::piped()).spawn().unwrap();
     // The attempts as the first process sees them, or some of them.
     let (mut seen, mut was_held) = (0, false);
     eventually("many attempts", || {
@@ -657,11 +654,11 @@ fn the_command_waits_for_another_coordinator() {
         seen > 16
     });
     other.send(&json!({"request": "abort"}), None);
-    let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
+    let told = Ran::end_of(command).expect(0, "", "").json();
     // More attempts than a process accepts connections: each attempt closes its own.
     assert!(told["jobs"][0]["attempts"].as_u64().unwrap() > 16, "{told}");
     machine.vramctl("resume").expect(0, "", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// The command is stopped until the process has given it up: the message says why the process did.
@@ -678,7 +675,7 @@ fn a_lease_that_ends_at_the_commit_is_the_cause() {
         }
         true
     });
-    let mut command = machine.command(common::command_line(), &["pause", "--name", "engine"]);
+    let mut command = machine.cli(&["pause", "--name", "engine"]);
     let coordinator = command.env("VRAMCTL_DIR", between.path()).stderr(Stdio::piped()).spawn().unwrap();
     prepared.recv_timeout(Duration::from_secs(100)).unwrap();
     let pid = coordinator.id() as i32;
@@ -689,7 +686,7 @@ fn a_lease_that_ends_at_the_commit_is_the_cause() {
     drop(go_on);
     assert_eq!(machine.settled(&[&engine]), "active");
     assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
-    let ran = Ran::new(&coordinator.wait_with_output().unwrap());
+    let ran = Ran::end_of(coordinator);
     assert!(ran.code != Some(0) && ran.err.contains("undone: the client has been silent for 5000 ms"), "{}", ran.err);
     engine.verify();
 }
@@ -698,41 +695,40 @@ fn a_lease_that_ends_at_the_commit_is_the_cause() {
 #[test]
 fn a_rank_that_stops_in_the_middle_is_named() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut ranks: [Program; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let arguments = ["pause", "--hold", "--hold-timeout", "60"];
-    let command = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let command = machine.cli("pause --hold --hold-timeout 60").stderr(Stdio::piped()).spawn().unwrap();
     eventually("it is held", || machine.state(&ranks[0]).ends_with("held"));
     ranks[1].signal(libc::SIGSTOP);
     let said = format!("engine (pid {}): no answer within", ranks[1].pid());
-    Ran { out: String::new(), ..Ran::new(&command.wait_with_output().unwrap()) }.expect(5, "", &said);
+    Ran { out: String::new(), ..Ran::end_of(command) }.expect(5, "", &said);
     assert_eq!(machine.settled(&[&ranks[0]]), "active");
     ranks[1].signal(libc::SIGCONT);
     other.send(&json!({"request": "abort"}), None);
     assert_eq!(machine.settled(&ranks.each_ref()), "active");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// Each attempt finds the devices as busy as the one before, because the loops queue again what was done.
 #[test]
 fn a_job_that_runs_far_ahead_is_held() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 2] = std::array::from_fn(|_| {
-        machine.start("loop", "torture", |command| _ = command.args(["ahead", "25"]).env("SIMGPU_OP_DELAY_MS", "100"))
+    let mut ranks: [Program; 2] = std::array::from_fn(|_| {
+        machine.start_with("loop", "torture", |command| _ = command.args(["ahead", "25"]).env("SIMGPU_OP_DELAY_MS", "100"))
     });
     let paused = machine.vramctl("pause --hold-timeout 20 --json").expect(0, "", "").json();
     assert!(paused["jobs"][0]["attempts"].as_u64().unwrap() > 1, "{paused}");
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
     machine.vramctl("resume").expect(0, "", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// Two ranks whose devices wait for a third one that is not there.
-fn without_the_third(machine: &Machine) -> [Rank; 2] {
+fn without_the_third(machine: &Machine) -> [Program; 2] {
     std::array::from_fn(|place| {
         let arguments = ["rank", "1", &place.to_string(), "3"];
-        let mut rank = machine.start("ring", "torture", |command| _ = command.args(arguments));
+        let mut rank = machine.start_with("ring", "torture", |command| _ = command.args(arguments));
         // Before, its device is idle.
         eventually("it waits for the others", || rank.ask("queued") == "1");
         rank
@@ -772,7 +768,7 @@ fn the_death_of_a_rank_ends_the_wait_of_the_others_for_their_work() {
         true
     });
     let next = || told.recv_timeout(Duration::from_secs(100)).unwrap();
-    let mut command = machine.command(common::command_line(), &["pause", "--hold-timeout", "600"]);
+    let mut command = machine.cli(&["pause", "--hold-timeout", "600"]);
     let command = command.env("VRAMCTL_DIR", between.path()).stderr(Stdio::piped()).spawn().unwrap();
     // The rank whose time is up first aborts for the other one.
     for _ in 0..6 {
@@ -784,7 +780,7 @@ fn the_death_of_a_rank_ends_the_wait_of_the_others_for_their_work() {
     ranks[1].signal(libc::SIGKILL);
     ranks[1].child.wait().unwrap();
     let taken_back = format!("ring (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
-    Ran { out: String::new(), ..Ran::new(&command.wait_with_output().unwrap()) }.expect(1, "", &taken_back);
+    Ran { out: String::new(), ..Ran::end_of(command) }.expect(1, "", &taken_back);
     assert_eq!(next().unwrap()["code"], "aborted");
     assert_eq!(machine.settled(&[&ranks[0]]), "active");
 }
@@ -811,17 +807,16 @@ fn a_job_whose_work_does_not_end_is_told_how_long_that_took() {
 fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
     let mut machine = Machine::new();
     machine.memory = "128M";
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     machine.vramctl("pause").expect(0, "", "");
-    let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "64"]));
+    let hog = machine.engine_with("hog", |command| _ = command.args(["--weights-mib", "64"]));
     machine.vramctl("resume --name engine").expect(4, "", "too little memory");
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
-    let waiting =
-        machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).stdout(Stdio::piped()).spawn();
+    let waiting = machine.cli(&["resume", "--name", "engine", "--timeout", "60"]).stdout(Stdio::piped()).spawn();
     common::eventually_waits_for_memory(&machine.sockets());
     drop(hog);
-    Ran::new(&waiting.unwrap().wait_with_output().unwrap()).expect(0, "resumed job engine: 3 processes", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    Ran::end_of(waiting.unwrap()).expect(0, "resumed job engine: 3 processes", "");
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A resume that waits for memory and gets it is not out of memory. One that waits in vain is, once.
@@ -830,18 +825,18 @@ fn only_a_shortage_that_lasts_is_reported() {
     let mut machine = Machine::new();
     machine.memory = "128M";
     let reports = machine.folder.path().join("reports");
-    let mut engine = machine.start_with("engine", |command| _ = command.env("VRAMCTL_REPORT_DIR", &reports));
+    let mut engine = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_REPORT_DIR", &reports));
     let count = || fs::read_dir(&reports).map_or(0, Iterator::count);
     machine.vramctl("pause").expect(0, "", "");
-    let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
-    let command = machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).spawn().unwrap();
+    let hog = machine.engine_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
+    let command = machine.cli(&["resume", "--name", "engine", "--timeout", "60"]).spawn().unwrap();
     common::eventually_waits_for_memory(&machine.sockets());
     drop(hog);
-    Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "");
+    Ran::end_of(command).expect(0, "", "");
     assert_eq!(count(), 0);
     engine.verify();
     machine.vramctl("pause").expect(0, "", "");
-    let _hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
+    let _hog = machine.engine_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
     machine.vramctl("resume --name engine --timeout 0.3").expect(4, "", "too little memory");
     eventually("a report", || count() > 0);
 }
@@ -851,13 +846,12 @@ fn only_a_shortage_that_lasts_is_reported() {
 fn memory_goes_to_the_first_job_in_the_queue() {
     let mut machine = Machine::new();
     machine.memory = "128M";
-    let mut first = machine.start_with("first", |_| ());
-    let mut second = machine.start_with("second", |_| ());
+    let mut first = machine.engine("first");
+    let mut second = machine.engine("second");
     machine.vramctl("pause --all").expect(0, "", "");
-    let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "76"]));
+    let hog = machine.engine_with("hog", |command| _ = command.args(["--weights-mib", "76"]));
     let resume = |name: &str| {
-        let arguments = ["resume", "--name", name, "--timeout", "60"];
-        let mut child = machine.command(common::command_line(), &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = machine.begin(&["resume", "--name", name, "--timeout", "60"]);
         let said = BufReader::new(child.stderr.take().unwrap());
         (child, said)
     };
@@ -873,7 +867,7 @@ fn memory_goes_to_the_first_job_in_the_queue() {
     assert!(note.contains("number 2 in the queue for GPU memory, behind job first"), "{note}");
     drop(hog);
     for (name, child) in [("first", waiting), ("second", patient)] {
-        Ran::new(&child.wait_with_output().unwrap()).expect(0, &format!("of {name}"), "");
+        Ran::end_of(child).expect(0, &format!("of {name}"), "");
     }
     first.verify();
     second.verify();
@@ -883,11 +877,11 @@ fn memory_goes_to_the_first_job_in_the_queue() {
 #[test]
 fn jobs_with_room_for_all_are_resumed_without_a_word_about_the_queue() {
     let machine = Machine::new();
-    let mut jobs = ["first", "second", "third"].map(|name| machine.start_with(name, |_| ()));
+    let mut jobs = ["first", "second", "third"].map(|name| machine.engine(name));
     machine.vramctl("pause --all").expect(0, "", "");
     let ran = machine.vramctl("resume --all").expect(0, "of third", "");
     assert_eq!(ran.err, "");
-    jobs.iter_mut().for_each(Rank::verify);
+    jobs.iter_mut().for_each(Program::verify);
 }
 
 /// Processes that wait for memory give up when another one dies, and say so.
@@ -895,22 +889,21 @@ fn jobs_with_room_for_all_are_resumed_without_a_word_about_the_queue() {
 fn a_rank_that_gives_up_because_of_another_names_it() {
     let mut machine = Machine::new();
     machine.memory = "160M";
-    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut ranks: [Program; 2] = machine.job("engine");
     machine.vramctl("pause").expect(0, "", "");
     let hogs: Vec<_> = [56, 48]
         .into_iter()
-        .map(|mib| machine.start_with("hog", |command| _ = command.args(["--weights-mib", &mib.to_string()])))
+        .map(|mib| machine.engine_with("hog", |command| _ = command.args(["--weights-mib", &mib.to_string()])))
         .collect();
-    let arguments = ["resume", "--name", "engine", "--timeout", "60"];
-    let waiting = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let waiting = machine.cli("resume --name engine --timeout 60").stderr(Stdio::piped()).spawn().unwrap();
     // In the first attempt, which does not wait, the other rank reports the shortage.
     common::eventually_waits_for_memory(&machine.sockets());
-    let is_resuming = |rank: &Rank| machine.connect(rank).ask(&json!({"request": "prepare", "of": "resume"}))["code"] == "leased";
+    let is_resuming = |rank: &Program| machine.connect(rank).ask(&json!({"request": "prepare", "of": "resume"}))["code"] == "leased";
     eventually("both wait", || ranks.iter().all(is_resuming));
     ranks[1].signal(libc::SIGKILL);
     ranks[1].child.wait().unwrap();
     let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
-    let ran = Ran { out: String::new(), ..Ran::new(&waiting.wait_with_output().unwrap()) };
+    let ran = Ran { out: String::new(), ..Ran::end_of(waiting) };
     assert!(ran.err.contains(&taken_back), "{}", ran.err);
     assert_eq!(machine.settled(&[&ranks[0]]), "paused, held");
     drop(hogs);
@@ -923,10 +916,10 @@ fn a_rank_that_gives_up_because_of_another_names_it() {
 fn two_runs_of_one_name_are_told_apart() {
     let machine = Machine::new();
     let engine = |command: &mut Command| _ = command.args(["--weights-mib", "500", "--kv-mib", "64"]);
-    let mut left = machine.start("eng", "engine", engine);
+    let mut left = machine.start_with("eng", "engine", engine);
     machine.vramctl("pause --name eng").expect(0, "", "");
     // While this starts, `run` warns.
-    let mut again = machine.command(common::command_line(), &["run", "--name", "eng", "--no-python", "--"]);
+    let mut again = machine.cli(&["run", "--name", "eng", "--no-python", "--"]);
     again.arg(common::programs().join("engine")).args(["--weights-mib", "500", "--kv-mib", "64"]);
     let mut again = again.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut ready = String::new();
@@ -958,7 +951,7 @@ fn two_runs_of_one_name_are_told_apart() {
 #[test]
 fn ranks_that_share_a_run_belong_together() {
     let machine = Machine::new();
-    let _ranks = [(); 2].map(|()| machine.start_with("engine", |command| _ = command.env("VRAMCTL_JOB", "mine")));
+    let _ranks = [(); 2].map(|()| machine.engine_with("engine", |command| _ = command.env("VRAMCTL_JOB", "mine")));
     let paused = machine.vramctl("pause --name engine").expect(0, "", "");
     assert_eq!(paused.err, "");
     let ps = machine.vramctl("ps").expect(0, "engine 2/2", "");
@@ -969,19 +962,19 @@ fn ranks_that_share_a_run_belong_together() {
 #[test]
 fn a_rank_whose_socket_was_just_deleted_is_not_left_behind() {
     let machine = Machine::new();
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     machine.vramctl("pause --name engine").expect(0, "paused job engine: 3 processes, ", "");
-    fs::remove_file(machine.socket_of(&ranks[1])).unwrap();
+    fs::remove_file(machine.socket(ranks[1].pid())).unwrap();
     machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
     // One that does not create it again in time is named, and nothing is resumed without it.
     machine.vramctl("pause --name engine").expect(0, "", "");
     ranks[2].signal(libc::SIGSTOP);
-    fs::remove_file(machine.socket_of(&ranks[2])).unwrap();
+    fs::remove_file(machine.socket(ranks[2].pid())).unwrap();
     let named = format!("2 of 3 processes are there: process {} lives, but does not listen", ranks[2].pid());
     machine.vramctl("resume --name engine").expect(3, "", &named);
     assert_eq!(machine.settled(&[&ranks[0], &ranks[1]]), "paused, held");
     ranks[2].signal(libc::SIGCONT);
     machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }

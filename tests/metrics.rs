@@ -42,7 +42,7 @@ fn check(page: &str) {
 fn a_page_has_the_processes_memory_and_operations() {
     let machine = Machine::new();
     let mut ranks = machine.job::<2>("engine");
-    let _other = machine.start_with("other", |_| ());
+    let _other = machine.engine("other");
     let page = || machine.vramctl("metrics").expect(0, "", "").out;
     let before = page();
     check(&before);
@@ -81,7 +81,7 @@ fn a_page_has_the_processes_memory_and_operations() {
     machine.vramctl("pause --name other --registered refuse --backup tape").expect(2, "", "");
     let after = page();
     assert_eq!(sum(&after, "vramctl_operations_total", &[of, pause]), 6.0);
-    let hog = machine.start("hog", "engine", |command| _ = command.args(["--weights-mib", "928", "--kv-mib", "8"]));
+    let hog = machine.start_with("hog", "engine", |command| _ = command.args(["--weights-mib", "928", "--kv-mib", "8"]));
     machine.vramctl("resume --name engine").expect(4, "", "too little memory");
     let after = page();
     check(&after);
@@ -90,14 +90,14 @@ fn a_page_has_the_processes_memory_and_operations() {
     assert_eq!(sum(&after, "vramctl_operations_total", &[of, resume]), 4.0);
     drop(hog);
     machine.vramctl("resume --name engine").expect(0, "", "");
-    ranks.iter_mut().for_each(common::machine::Rank::verify);
+    ranks.iter_mut().for_each(common::machine::Program::verify);
 }
 
 /// Counted wherever it is requested: in steps, at once, and by the program itself.
 #[test]
 fn a_pause_that_is_undone_counts_as_failed() {
     let machine = Machine::new();
-    let rank = machine.start_with("engine", |_| ());
+    let rank = machine.engine("engine");
     let mut client = machine.connect(&rank);
     client.step(&serde_json::json!({"request": "hold"}), None, "held");
     client.step(&serde_json::json!({"request": "abort"}), None, "error");
@@ -113,7 +113,7 @@ fn a_pause_that_is_undone_counts_as_failed() {
 #[test]
 fn a_stopped_process_is_down_and_the_others_are_reported() {
     let machine = Machine::new();
-    let (stopped, other) = (machine.start_with("stopped", |_| ()), machine.start_with("other", |_| ()));
+    let (stopped, other) = (machine.engine("stopped"), machine.engine("other"));
     stopped.signal(libc::SIGSTOP);
     let page = machine.vramctl("metrics").expect(0, "", "").out;
     stopped.signal(libc::SIGCONT);
@@ -125,7 +125,7 @@ fn a_stopped_process_is_down_and_the_others_are_reported() {
 #[test]
 fn a_file_for_node_exporter_holds_the_page() {
     let machine = Machine::new();
-    let _engine = machine.start_with("engine", |_| ());
+    let _engine = machine.engine("engine");
     let path = machine.folder.path().join("vramctl.prom");
     machine.vramctl(&format!("metrics --textfile {}", path.display())).expect(0, "", "");
     let page = fs::read_to_string(&path).unwrap();
@@ -139,7 +139,7 @@ struct Server(Child, SocketAddr);
 
 impl Server {
     fn start(machine: &Machine) -> Self {
-        let mut command = machine.command(common::command_line(), &["metrics", "--listen", "0"]);
+        let mut command = machine.cli(&["metrics", "--listen", "0"]);
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
@@ -186,7 +186,7 @@ fn after_any_input_the_next_client_is_served() {
     let server = Server::start(&machine);
     // Before there is any process, and as they come.
     check(&server.serves());
-    let _engine = machine.start_with("engine", |_| ());
+    let _engine = machine.engine("engine");
     let page = server.serves();
     check(&page);
     assert_eq!(sum(&page, "vramctl_process_up", &[]), 1.0);
@@ -238,7 +238,7 @@ fn idle_clients_keep_nobody_out() {
 #[test]
 fn several_clients_may_ask_at_once() {
     let machine = Machine::new();
-    let _engine = machine.start_with("engine", |_| ());
+    let _engine = machine.engine("engine");
     let server = Server::start(&machine);
     thread::scope(|scope| {
         let pages: Vec<_> = (0..4).map(|_| scope.spawn(|| server.serves())).collect();

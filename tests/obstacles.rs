@@ -3,7 +3,8 @@
 
 mod common;
 
-use common::sharing::{MIB, Machine, Program};
+use common::machine::{Machine, Program};
+use common::sharing::MIB;
 use common::{Gpu, OwnContext, free, malloc};
 use std::ptr;
 use vramctl_core::memory::{Memory, is_ours};
@@ -199,9 +200,7 @@ fn pools_that_are_shared_or_open_to_another_gpu() {
 /// A suspend that is refused as it must be, or one that brings the process back.
 #[track_caller]
 fn suspended(machine: &Machine, name: &str, obstacle: Option<&str>) {
-    let output = machine.ask(&["suspend", "--name", name]);
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(if obstacle.is_some() { 7 } else { 0 }), "{text}");
+    let text = machine.vramctl(&["suspend", "--name", name]).expect(if obstacle.is_some() { 7 } else { 0 }, "", "").text();
     assert!(text.contains(obstacle.unwrap_or_default()), "{text}");
     machine.done(&["resume", "--name", name]);
 }
@@ -209,8 +208,8 @@ fn suspended(machine: &Machine, name: &str, obstacle: Option<&str>) {
 /// Driver 580 answers the second opening with the same address, and counts.
 #[test]
 fn opened_memory_until_it_is_closed_as_often() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let mine = other.number(&format!("malloc({})", 4 * MIB));
     // Too small to be managed.
     let plain = owner.number("malloc(4096)");
@@ -237,7 +236,7 @@ const POOL: &str = "globals().update(driver=ctypes.CDLL('libcuda.so.1'), pool=ct
                     data=(ctypes.c_ubyte * 64)())";
 
 fn with_pools(machine: &Machine, name: &str) -> Program {
-    let mut program = machine.start(name);
+    let mut program = machine.python(name);
     program.number(&format!("malloc({})", 4 * MIB));
     program.ask(POOL);
     program
@@ -245,7 +244,7 @@ fn with_pools(machine: &Machine, name: &str) -> Program {
 
 #[test]
 fn pools_of_two_processes() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other) = (with_pools(&machine, "owner"), with_pools(&machine, "other"));
     let wanted = "(ctypes.c_uint32 * 22)(1, 1, 1, 0)";
     assert_eq!(owner.ask(&format!("driver.cuMemPoolCreate(ctypes.byref(pool), {wanted})")), "0");

@@ -48,9 +48,9 @@ impl Runs {
     }
 
     fn run_with(&self, command: &[&str], change: impl FnOnce(&mut Command)) -> Ran {
-        let mut run = self.machine.command(common::command_line(), &[&["run", "--no-python", "--"], command].concat());
+        let mut run = self.machine.cli(&[&["run", "--no-python", "--"], command].concat());
         change(&mut run);
-        Ran::new(&run.output().unwrap())
+        Ran::of(&mut run)
     }
 
     /// The program runs without the library, and one line says why.

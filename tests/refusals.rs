@@ -19,7 +19,7 @@ struct Seen {
 fn run(settings: &[(&str, &str)]) -> Seen {
     let machine = Machine::new();
     let program = common::programs().join("allocates");
-    let mut command = machine.command(common::command_line(), &["run", "--no-python", "--", program.to_str().unwrap()]);
+    let mut command = machine.cli(&["run", "--no-python", "--", program.to_str().unwrap()]);
     command.envs(settings.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -121,7 +121,7 @@ fn lack_of_memory_stays_lack_of_memory() {
 #[test]
 fn the_doctor_tries_what_programs_will_need() {
     let machine = Machine::new();
-    let doctor = |name, value| Ran::new(&machine.command(common::command_line(), &["doctor"]).env(name, value).output().unwrap());
+    let doctor = |name, value| Ran::of(machine.cli("doctor").env(name, value));
     for fault in ["cuMemCreate:1:801:*", "cuMemMap:1:999:*", "cuMemSetAccess:1:999:*", "cuMemAddressReserve:1:801:*"] {
         let call = fault.split(':').next().unwrap();
         doctor("SIMGPU_FAIL", fault).expect(1, &format!("refuses virtual memory ({call} returned "), "");

@@ -74,7 +74,7 @@ fn a_leaking_owner_is_named_after_three_cycles() {
 #[test]
 fn nvmls_figure_is_sent_during_a_suspend() {
     let machine = Machine::new();
-    let engine = machine.start_with("engine", |_| ());
+    let engine = machine.engine("engine");
     for number in 0..2 {
         machine.vramctl("suspend").expect(0, "", "");
         machine.vramctl("resume").expect(0, "", "");
@@ -94,7 +94,7 @@ fn nvmls_figure_is_sent_after_a_pause_and_a_leak_in_it_is_named() {
     /// In debug builds; NVML counts it too.
     const GUARD: u64 = 14 << 20;
     let machine = Machine::new();
-    let engine = machine.start_with("engine", |command| _ = command.env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string()));
+    let engine = machine.engine_with("engine", |command| _ = command.env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string()));
     let status = || machine.connect(&engine).ask(&json!({"request": "status"}));
     let counted = |bytes| machine.connect(&engine).step(&json!({"request": "counted", "gpus": {GPU: bytes}}), None, "counted");
     counted(CONTEXT);

@@ -4,13 +4,12 @@
 
 mod common;
 
-use common::machine::Wire;
-use common::sharing::{MIB, Machine, Program};
+use common::machine::{Machine, Program, Ran, Wire};
+use common::sharing::MIB;
 use common::{LONG_MS, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::Stdio;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -30,11 +29,11 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        let machine = Machine::new();
-        let mut trainer = machine.start("trainer");
+        let machine = Machine::pair();
+        let mut trainer = machine.python("trainer");
         let weights = trainer.number(&format!("malloc({BYTES})"));
         assert_eq!(trainer.ask(&format!("fill({weights}, 7, {BYTES})")), "0");
-        let mut engine = machine.start("engine");
+        let mut engine = machine.python("engine");
         let handle = trainer.ask(&format!("get({weights})"));
         let opened = engine.number(&format!("open_('{handle}')"));
         let own = engine.number(&format!("malloc({OWN})"));
@@ -65,9 +64,8 @@ impl Scene {
     /// A pause that is refused, with this exit code and text, and has changed nothing.
     #[track_caller]
     fn refuses(&mut self, arguments: &[&str], code: i32, said: &str) {
-        let output = self.machine.ask(&[&["pause", "--name", "trainer"], arguments].concat());
-        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
-        assert!(output.status.code() == Some(code) && text.contains(said), "{arguments:?}: {:?}: {text}", output.status);
+        let text = self.machine.vramctl(&[&["pause", "--name", "trainer"], arguments].concat()).expect(code, "", "").text();
+        assert!(text.contains(said), "{arguments:?}: {text}");
         assert_eq!(self.machine.used(), BYTES + OWN);
         assert_eq!(self.held(), [false; 2]);
     }
@@ -112,9 +110,9 @@ fn borrowers_are_held_and_continue_by_themselves() {
 /// Both jobs have several processes, and only those with the memory open are held.
 #[test]
 fn several_owners_and_several_borrowers() {
-    let machine = Machine::new();
-    let mut owners: Vec<_> = (0..2).map(|_| machine.start("trainer")).collect();
-    let mut others: Vec<_> = (0..3).map(|_| machine.start("engine")).collect();
+    let machine = Machine::pair();
+    let mut owners: Vec<_> = (0..2).map(|_| machine.python("trainer")).collect();
+    let mut others: Vec<_> = (0..3).map(|_| machine.python("engine")).collect();
     let handles: Vec<_> = owners
         .iter_mut()
         .zip(1..)
@@ -127,7 +125,7 @@ fn several_owners_and_several_borrowers() {
     let opened = [(0, 0), (0, 1), (1, 1)].map(|(by, of)| (by, of + 1, others[by].number(&format!("open_('{}')", handles[of]))));
     let unrelated = others[2].number(&format!("malloc({OWN})"));
     for _ in 0..2 {
-        let paused: Value = serde_json::from_str(&machine.done(&["pause", "--name", "trainer", "--shared", "--json"])).unwrap();
+        let paused = machine.vramctl(&["pause", "--name", "trainer", "--shared", "--json"]).expect(0, "", "").json();
         let missing = |process: &Value| process["report"]["missing"].as_array().map_or(0, Vec::len);
         let told: Vec<_> =
             paused["processes"].as_array().unwrap().iter().map(|process| (process["name"].as_str().unwrap(), missing(process))).collect();
@@ -151,10 +149,9 @@ fn a_dry_run_lists_the_borrowers() {
     let said = scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run"]);
     let engine = format!("engine (pid {}): would be held, too, until 4.00 MiB that it has open is resumed", scene.engine.pid());
     assert!(said.contains(&engine) && said.contains("a pause would free 4.00 MiB"), "{said}");
-    let told: Value =
-        serde_json::from_str(&scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run", "--json"])).unwrap();
+    let told = scene.machine.vramctl(&["pause", "--name", "trainer", "--shared", "--dry-run", "--json"]).expect(0, "", "").json();
     let engine = told["processes"].as_array().unwrap().iter().find(|process| process["name"] == "engine").unwrap();
-    assert_eq!((&engine["aside_bytes"], &engine["pid"]), (&json!(BYTES), &json!(scene.engine.child.id())), "{told}");
+    assert_eq!((&engine["aside_bytes"], &engine["pid"]), (&json!(BYTES), &json!(scene.engine.pid())), "{told}");
     assert_eq!(scene.held(), [false; 2]);
     scene.works(7);
     scene.refuses(&["--shared", "--no-hold"], 2, "--no-hold");
@@ -165,10 +162,8 @@ fn a_dry_run_lists_the_borrowers() {
 fn a_borrower_resumed_alone_stays_held() {
     let mut scene = Scene::new();
     scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
-    let output = scene.machine.ask(&["resume", "--name", "engine"]);
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let said = format!("stays held: 4.00 MiB that it has opened from process {} is still paused", scene.trainer.pid());
-    assert!(output.status.code() == Some(5) && text.contains(&said), "{text}");
+    scene.machine.vramctl(&["resume", "--name", "engine"]).expect(5, "", &said);
     assert_eq!(scene.held(), [true; 2]);
     scene.machine.done(&["resume", "--name", "trainer"]);
     scene.works(7);
@@ -184,8 +179,8 @@ fn a_borrower_may_be_paused_itself() {
             scene.machine.done(pauses[first]);
             scene.machine.done(pauses[1 - first]);
             assert_eq!((scene.machine.used(), scene.held()), (0, [true; 2]), "{order:?} {first}");
-            let output = scene.machine.ask(&["resume", "--name", order[0]]);
-            assert_eq!(output.status.code(), Some(if order[0] == "engine" { 5 } else { 0 }), "{output:?}");
+            let output = scene.machine.vramctl(&["resume", "--name", order[0]]);
+            assert_eq!(output.code, Some(if order[0] == "engine" { 5 } else { 0 }), "{output:?}");
             assert!(scene.machine.is_held(&scene.engine));
             scene.machine.done(&["resume", "--name", order[1]]);
             scene.works(7);
@@ -215,10 +210,8 @@ fn the_owner_may_be_paused_again_before_the_borrower_is_back() {
 fn a_borrower_paused_without_hold_is_refused() {
     let mut scene = Scene::new();
     scene.machine.done(&["pause", "--name", "engine", "--no-hold"]);
-    let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let said = format!("engine (pid {}): some of its own memory was paused with --no-hold", scene.engine.pid());
-    assert!(output.status.code() == Some(1) && text.contains(&said), "{text}");
+    scene.machine.vramctl(&["pause", "--name", "trainer", "--shared"]).expect(1, "", &said);
     assert_eq!((scene.machine.used(), scene.held()), (BYTES, [false; 2]));
     scene.machine.done(&["resume", "--name", "engine"]);
     scene.works(7);
@@ -229,24 +222,16 @@ fn a_borrower_that_cannot_be_asked_is_named() {
     let mut scene = Scene::new();
     let pid = scene.engine.pid();
     scene.trainer.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
-    let output = scene.machine.ask(&["pause", "--pid", &scene.trainer.pid(), "--shared"]);
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        output.status.code() == Some(5)
-            && text.contains(&format!("engine (pid {pid}) has 4.00 MiB of it open"))
-            && text.contains("is it stopped?"),
-        "{text}"
-    );
+    let output = scene.machine.vramctl(&["pause", "--pid", &scene.trainer.pid().to_string(), "--shared"]);
+    output.expect(5, "", &format!("engine (pid {pid}) has 4.00 MiB of it open")).has(5, "", "is it stopped?");
     scene.trainer.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
     scene.works(7);
     // As one that was started with another directory for its socket.
-    let socket = scene.machine.0.path().join(format!("sockets/{pid}.sock"));
+    let socket = scene.machine.folder.path().join(format!("sockets/{pid}.sock"));
     let away = socket.with_extension("away");
     fs::rename(&socket, &away).unwrap();
-    let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let said = format!("process {pid} has 4.00 MiB of it open and cannot be held: it does not listen");
-    assert!(output.status.code() == Some(5) && text.contains(&said), "{text}");
+    scene.machine.vramctl(&["pause", "--name", "trainer", "--shared"]).expect(5, "", &said);
     assert_eq!(scene.machine.used(), BYTES + OWN);
     fs::rename(away, socket).unwrap();
     scene.works(7);
@@ -256,11 +241,11 @@ fn a_borrower_that_cannot_be_asked_is_named() {
 #[test]
 fn jobs_that_share_are_paused_as_one() {
     let mut scene = Scene::new();
-    let mut alone = scene.machine.start("alone");
+    let mut alone = scene.machine.python("alone");
     let pointer = alone.number(&format!("malloc({OWN})"));
-    assert_eq!(scene.machine.ask(&["pause", "--all"]).status.code(), Some(5));
+    assert_eq!(scene.machine.vramctl(&["pause", "--all"]).code, Some(5));
     scene.machine.done(&["resume", "--all"]);
-    let paused: Value = serde_json::from_str(&scene.machine.done(&["pause", "--all", "--shared", "--json"])).unwrap();
+    let paused = scene.machine.vramctl(&["pause", "--all", "--shared", "--json"]).expect(0, "", "").json();
     let mut jobs: Vec<_> = paused["jobs"].as_array().unwrap().iter().map(|job| job["pids"].as_array().unwrap().len()).collect();
     jobs.sort_unstable();
     assert_eq!(jobs, [1, 2], "{paused}");
@@ -279,8 +264,7 @@ fn registered_memory_can_be_left_out_of_a_shared_pause() {
     let driver = "ctypes.CDLL('libcuda.so.1')";
     let register = format!("{driver}.cuPointerSetAttribute(ctypes.byref(ctypes.c_int(1)), 6, ctypes.c_uint64({weights}))");
     assert_eq!(scene.trainer.ask(&register), "0");
-    let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
-    assert!(output.status.code() == Some(1) && String::from_utf8_lossy(&output.stderr).contains("registered"), "{output:?}");
+    scene.machine.vramctl(&["pause", "--name", "trainer", "--shared"]).expect(1, "", "registered");
     scene.machine.done(&["pause", "--name", "trainer", "--shared", "--registered", "keep"]);
     assert_eq!(scene.machine.used(), BYTES + OWN, "the rest is paused");
     scene.machine.goes_on(&scene.engine);
@@ -293,8 +277,8 @@ fn registered_memory_can_be_left_out_of_a_shared_pause() {
 /// Even if it has no memory of its own there.
 #[test]
 fn the_work_of_a_borrower_is_waited_for() {
-    let machine = Machine::new();
-    let (mut trainer, mut engine) = (machine.start("trainer"), machine.start("engine"));
+    let machine = Machine::pair();
+    let (mut trainer, mut engine) = (machine.python("trainer"), machine.python("engine"));
     let weights = trainer.number(&format!("malloc({BYTES})"));
     let handle = trainer.ask(&format!("get({weights})"));
     let opened = engine.number(&format!("open_('{handle}')"));
@@ -302,7 +286,7 @@ fn the_work_of_a_borrower_is_waited_for() {
     assert_eq!(engine.ask(&format!("free(malloc({OWN}))")), "0");
     engine.ask(&format!("ctypes.CDLL('libcuda.so.1').simgpu_set_op_delay_ms(ctypes.c_uint64({LONG_MS}))"));
     assert_eq!(engine.ask(&format!("cuda.cudaMemsetAsync(ctypes.c_void_p({opened}), 1, ctypes.c_size_t(10), None)")), "0");
-    let mut wire = machine.wire(&engine);
+    let mut wire = machine.connect(&engine);
     wire.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
     wire.step(&json!({"request": "drain", "limit_ms": 200}), None, "error");
 }
@@ -314,13 +298,11 @@ fn a_borrower_that_ends_meanwhile_does_not_prevent_the_pause() {
     let own = scene.at[2];
     scene.engine.ask(&format!("ctypes.CDLL('libcuda.so.1').simgpu_set_op_delay_ms(ctypes.c_uint64({LONG_MS}))"));
     assert_eq!(scene.engine.ask(&format!("cuda.cudaMemsetAsync(ctypes.c_void_p({own}), 1, ctypes.c_size_t(10), None)")), "0");
-    let mut command = scene.machine.command(common::command_line());
-    let pausing = command.args(["pause", "--name", "trainer", "--shared"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pausing = scene.machine.begin("pause --name trainer --shared");
     eventually("it is held", || scene.machine.is_held(&scene.engine));
     scene.engine.kill();
-    let output = pausing.wait_with_output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success() && text.contains("paused default of trainer") && !text.contains("engine"), "{output:?}");
+    let ran = Ran::end_of(pausing).expect(0, "paused default of trainer", "");
+    assert!(!ran.out.contains("engine"), "{ran:?}");
     assert_eq!(scene.machine.used(), 0);
     scene.machine.done(&["resume", "--name", "trainer"]);
 }
@@ -362,7 +344,7 @@ struct Coordinator {
 
 impl Coordinator {
     fn of(scene: &Scene, until: Until) -> Self {
-        let (mut trainer, mut engine) = (scene.machine.wire(&scene.trainer), scene.machine.wire(&scene.engine));
+        let (mut trainer, mut engine) = (scene.machine.connect(&scene.trainer), scene.machine.connect(&scene.engine));
         let decision = Decision::create().unwrap();
         let hold = json!({"request": "hold", "lease_ms": 30_000});
         let drain = json!({"request": "drain", "limit_ms": 10_000});
@@ -373,11 +355,11 @@ impl Coordinator {
             engine.step(&drain, None, "drained");
         }
         if until >= Until::PreparedOwner && until != Until::PreparedBorrower {
-            let prepare = json!({"request": "prepare", "of": "pause", "borrowers": [scene.engine.child.id()], "timeout_ms": 10_000});
+            let prepare = json!({"request": "prepare", "of": "pause", "borrowers": [scene.engine.pid()], "timeout_ms": 10_000});
             trainer.step(&prepare, Some(decision.1.as_fd()), "prepared");
         }
         if until >= Until::PreparedBorrower {
-            let aside = json!({"request": "set-aside", "partners": [scene.trainer.child.id()], "timeout_ms": 10_000});
+            let aside = json!({"request": "set-aside", "partners": [scene.trainer.pid()], "timeout_ms": 10_000});
             engine.step(&aside, Some(decision.1.as_fd()), "prepared");
         }
         if until >= Until::Decided {
@@ -428,8 +410,7 @@ fn whenever_the_borrower_dies_the_owner_can_be_resumed() {
     for until in Until::ALL {
         let mut scene = Scene::new();
         let coordinator = Coordinator::of(&scene, until);
-        scene.engine.child.kill().unwrap();
-        scene.engine.child.wait().unwrap();
+        scene.engine.kill();
         coordinator.end();
         let is_paused = until >= Until::Decided;
         eventually("one of both", || scene.machine.is_held(&scene.trainer) == is_paused);
@@ -449,8 +430,7 @@ fn whenever_the_owner_dies_the_borrower_continues() {
         let mut scene = Scene::new();
         let [_, opened, own] = scene.at;
         let coordinator = Coordinator::of(&scene, until);
-        scene.trainer.child.kill().unwrap();
-        scene.trainer.child.wait().unwrap();
+        scene.trainer.kill();
         coordinator.end();
         scene.machine.goes_on(&scene.engine);
         let found = scene.engine.ask(&format!("read({opened}, {BYTES})"));
@@ -476,8 +456,8 @@ fn an_owner_that_ends_while_paused_releases_its_borrowers() {
 /// The status tells the GPU on which it is now.
 #[test]
 fn open_memory_moves_with_the_processes() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("job"), machine.start("job"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("job"), machine.python("job"));
     let pointer = owner.number(&format!("malloc({BYTES})"));
     let handle = owner.ask(&format!("get({pointer})"));
     other.number(&format!("open_('{handle}')"));
@@ -512,8 +492,8 @@ fn a_slow_mapping_delays_nobody() {
 /// A close waits neither for a stopped owner nor for a thread that is waiting for that owner.
 #[test]
 fn memory_of_an_owner_that_is_stopped_can_be_closed() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let handles: Vec<_> = (0..4)
         .map(|_| {
             let pointer = owner.number(&format!("malloc({OWN})"));
@@ -552,9 +532,8 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
 fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works() {
     let mut scene = Scene::new();
     let said = |arguments: &[&str], code: i32, wanted: &str| {
-        let output = scene.machine.ask(arguments);
-        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
-        assert!(output.status.code() == Some(code) && text.contains(wanted), "{arguments:?}: {:?}: {text}", output.status);
+        let text = scene.machine.vramctl(arguments).expect(code, "", "").text();
+        assert!(text.contains(wanted), "{arguments:?}: {text}");
         // A move does not have the option, nor would it help a borrower.
         assert_eq!(text.contains("add --shared"), arguments[..2] == ["suspend", "trainer"], "{text}");
         assert!(!text.contains("--registered"), "{text}");
@@ -570,9 +549,7 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
     }
     said(&["status", "trainer"], 0, &format!("memory that other processes have open, unless one command takes {together} (4.00 MiB)"));
     scene.works(7);
-    for steps in
-        [&[&["suspend", "--all"][..], &["resume", "--all"]][..], &[&["move", "--all", "--to", "1"], &["move", "--all", "--to", "0"]]]
-    {
+    for steps in [["suspend --all", "resume --all"], ["move --all --to 1", "move --all --to 0"]] {
         for step in steps {
             scene.machine.done(step);
         }
@@ -584,7 +561,7 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
 #[test]
 fn an_owner_is_suspended_while_its_borrowers_are_held() {
     let mut scene = Scene::new();
-    let [trainer, engine] = [scene.trainer.child.id(), scene.engine.child.id()];
+    let [trainer, engine] = [scene.trainer.pid(), scene.engine.pid()];
     let foretold = scene.machine.done(&["suspend", "trainer", "--shared", "--dry-run"]);
     assert!(foretold.contains(&format!("engine (pid {engine}): would be held, too, until 4.00 MiB")), "{foretold}");
     assert_eq!(scene.held(), [false; 2]);
@@ -598,13 +575,13 @@ fn an_owner_is_suspended_while_its_borrowers_are_held() {
             scene.machine.done(&["suspend", "engine"]);
             assert_eq!(scene.machine.used(), 0);
             // It has its own memory again, and waits for the trainer's.
-            assert_eq!(scene.machine.ask(&["resume", "--name", "engine"]).status.code(), Some(5));
+            assert_eq!(scene.machine.vramctl(&["resume", "--name", "engine"]).code, Some(5));
             assert_eq!((scene.machine.used(), scene.held()), (OWN, [true; 2]));
         }
         scene.machine.done(&["resume", "--name", "trainer"]);
         scene.works(7);
     }
-    let told: Value = serde_json::from_str(&scene.machine.done(&["suspend", "trainer", "--shared", "--json"])).unwrap();
+    let told = scene.machine.vramctl(&["suspend", "trainer", "--shared", "--json"]).expect(0, "", "").json();
     let of = |pid: u32| told["processes"].as_array().unwrap().iter().find(|process| process["pid"] == pid).unwrap()["report"].clone();
     assert!(of(trainer)["bytes"].as_u64() > Some(BYTES) && of(trainer)["missing"].is_null(), "{told}");
     assert_eq!((&of(engine)["bytes"], &of(engine)["missing"][0]["paused_bytes"]), (&json!(0), &json!(BYTES)), "{told}");
@@ -616,9 +593,8 @@ fn an_owner_is_suspended_while_its_borrowers_are_held() {
 fn an_owner_that_cannot_be_suspended_with_its_borrowers_runs_on() {
     let mut scene = Scene::new();
     let suspend = |scene: &Scene, faults: &str| {
-        let mut command = scene.machine.command(common::command_line());
-        let output = command.args(["suspend", "trainer", "--shared"]).env("SIMGPU_FAIL", faults).output().unwrap();
-        (output.status.code(), [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat())
+        let ran = Ran::of(scene.machine.cli("suspend trainer --shared").env("SIMGPU_FAIL", faults));
+        (ran.code, ran.text())
     };
     // The driver refuses: both stay held until the resume, as after a pause.
     let (code, text) = suspend(&scene, "cuCheckpointProcessCheckpoint:1:999");
@@ -627,7 +603,7 @@ fn an_owner_that_cannot_be_suspended_with_its_borrowers_runs_on() {
     scene.machine.done(&["resume", "--name", "trainer"]);
     scene.works(7);
     // The engine does not answer.
-    let pid = scene.engine.child.id() as i32;
+    let pid = scene.engine.pid() as i32;
     unsafe { libc::kill(pid, libc::SIGSTOP) };
     let (code, text) = suspend(&scene, "");
     unsafe { libc::kill(pid, libc::SIGCONT) };

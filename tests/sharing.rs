@@ -3,10 +3,11 @@
 
 mod common;
 
-use common::sharing::{MIB, Machine, PIECE, PROGRAM, Program};
+use common::machine::{Machine, Program, Ran};
+use common::sharing::{MIB, PIECE, PROGRAM};
 use common::{LONG_MS, eventually};
 use proptest::prelude::*;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -15,8 +16,8 @@ use std::time::{Duration, Instant};
 
 #[test]
 fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     // Several pieces of physical memory.
     let bytes = 2 * PIECE + 6 * MIB;
     let pointer = owner.number(&format!("malloc({bytes})"));
@@ -33,11 +34,11 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[3]");
 
     assert_eq!(other.number(&format!("open_('{handle}')")), theirs, "open already");
-    machine.refused(&owner.pid(), &other);
+    machine.refused(&owner, &other);
     assert_eq!(machine.used(), bytes);
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
-    machine.refused(&owner.pid(), &other);
-    let json: Value = serde_json::from_slice(&machine.ask(&["pause", "--name", "owner", "--json"]).stdout).unwrap();
+    machine.refused(&owner, &other);
+    let json = machine.vramctl(&["pause", "--name", "owner", "--json"]).json();
     assert!(json.to_string().contains("shared"), "{json}");
     for wrong in [theirs + MIB, 0x1234] {
         assert_eq!(other.ask(&format!("close({wrong})")), "1");
@@ -69,10 +70,10 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
 /// A process without the library only gets an error that does not say why.
 #[test]
 fn who_shares_memory_logs_once_that_others_need_the_library() {
-    let machine = Machine::new();
-    let path = machine.0.path().join("log");
+    let machine = Machine::pair();
+    let path = machine.folder.path().join("log");
     let log = std::fs::File::create(&path).unwrap();
-    let mut owner = machine.start_with("owner", |command| _ = command.env("VRAMCTL_LOG", "info").stderr(log));
+    let mut owner = machine.python_with("owner", |command| _ = command.env("VRAMCTL_LOG", "info").stderr(log));
     let said = || std::fs::read_to_string(&path).unwrap().matches("only if it has this library preloaded, too").count();
     let pointer = owner.number(&format!("malloc({})", 4 * MIB));
     assert_eq!(said(), 0);
@@ -84,17 +85,17 @@ fn who_shares_memory_logs_once_that_others_need_the_library() {
 
 #[test]
 fn only_open_memory_is_not_paused() {
-    let machine = Machine::new();
-    let (mut owner, mut one, mut two) = (machine.start("owner"), machine.start("one"), machine.start("two"));
+    let machine = Machine::pair();
+    let (mut owner, mut one, mut two) = (machine.python("owner"), machine.python("one"), machine.python("two"));
     let pointers: Vec<_> = (0..3).map(|_| owner.number(&format!("malloc({})", 4 * MIB))).collect();
     let handles: Vec<_> = pointers.iter().map(|pointer| owner.ask(&format!("get({pointer})"))).collect();
     let a = one.number(&format!("open_('{}')", handles[0]));
     let b = one.number(&format!("open_('{}')", handles[1]));
     let c = two.number(&format!("open_('{}')", handles[1]));
     assert_ne!(a, b);
-    machine.refused(&owner.pid(), &one);
+    machine.refused(&owner, &one);
     assert_eq!(one.ask(&format!("close({a}), close({b})")), "(0, 0)");
-    machine.refused(&owner.pid(), &two);
+    machine.refused(&owner, &two);
     assert_eq!(two.ask(&format!("close({c})")), "0");
     machine.done(&["pause", "--name", "owner"]);
     machine.done(&["resume", "--name", "owner"]);
@@ -105,18 +106,17 @@ fn only_open_memory_is_not_paused() {
     let back = two.number(&format!("open_('{}')", handles[2]));
     assert_eq!(two.ask(&format!("fill({mine}, 9, 10), fill({back}, 8, 10)")), "(0, 0)");
     assert_eq!(owner.ask(&format!("read({there}, 10), read({}, 10)", pointers[2])), "([9], [8])");
-    machine.refused(&owner.pid(), &two);
-    machine.refused(&two.pid(), &owner);
+    machine.refused(&owner, &two);
+    machine.refused(&two, &owner);
 }
 
 /// Until then, the program runs on.
 #[test]
 fn a_pause_with_a_timeout_waits_until_it_is_closed() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
-    let mut command = machine.command(common::command_line());
-    let mut waiting = command.args(["pause", "--name", "owner", "--timeout", "60"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut waiting = machine.cli("pause --name owner --timeout 60").stderr(Stdio::piped()).spawn().unwrap();
     let mut said = String::new();
     BufReader::new(waiting.stderr.take().unwrap()).read_line(&mut said).unwrap();
     let who = format!("owner (pid {}): waiting until this is closed: default by pid {}", owner.pid(), other.pid());
@@ -128,25 +128,24 @@ fn a_pause_with_a_timeout_waits_until_it_is_closed() {
     assert_eq!(machine.used(), 0);
     machine.done(&["resume", "--name", "owner"]);
     let theirs = other.number(&format!("open_('{handle}')"));
-    let output = machine.ask(&["pause", "--name", "owner", "--timeout", "0.5"]);
-    assert_eq!(output.status.code(), Some(5), "{output:?}");
+    machine.vramctl(&["pause", "--name", "owner", "--timeout", "0.5"]).expect(5, "", "");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
 }
 
 /// Some programs keep memory open for as long as they run.
 #[test]
 fn open_memory_can_be_left_out_of_a_pause() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let lent = owner.number(&format!("malloc({})", 4 * MIB));
     owner.number(&format!("malloc({})", 6 * MIB));
     let handle = owner.ask(&format!("get({lent})"));
     let theirs = other.number(&format!("open_('{handle}')"));
     for how in [&["--registered", "refuse"][..], &["--registered", "take"], &["--dry-run"], &["--dry-run", "--registered", "take"]] {
-        let output = machine.ask(&[&["pause", "--name", "owner", "--json"], how].concat());
-        assert_eq!(output.status.code(), Some(5), "{how:?}: {output:?}");
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(text.contains("\"shared\"") && text.contains(&other.pid()), "{how:?}: {text}");
+        let output = machine.vramctl(&[&["pause", "--name", "owner", "--json"], how].concat());
+        assert_eq!(output.code, Some(5), "{how:?}: {output:?}");
+        let text = output.out;
+        assert!(text.contains("\"shared\"") && text.contains(&other.pid().to_string()), "{how:?}: {text}");
         assert_eq!(machine.used(), 10 * MIB);
     }
     let keep = ["pause", "--name", "owner", "--no-hold", "--registered", "keep"];
@@ -166,8 +165,8 @@ fn open_memory_can_be_left_out_of_a_pause() {
 /// Custom all-reduce: each process has memory of the other open for as long as it runs.
 #[test]
 fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
-    let machine = Machine::new();
-    let (mut one, mut two) = (machine.start("one"), machine.start("two"));
+    let machine = Machine::pair();
+    let (mut one, mut two) = (machine.python("one"), machine.python("two"));
     let bytes = PIECE + 4 * MIB;
     let (a, b) = (one.number(&format!("malloc({bytes})")), two.number(&format!("malloc({bytes})")));
     let (handle_a, handle_b) = (one.ask(&format!("get({a})")), two.ask(&format!("get({b})")));
@@ -175,7 +174,7 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
     for round in 1..4 {
         assert_eq!(two.ask(&format!("fill({a_in_two}, {round}, {bytes})")), "0");
         assert_eq!(one.ask(&format!("fill({b_in_one}, {}, {bytes})", 10 + round)), "0");
-        machine.refused(&one.pid(), &two);
+        machine.refused(&one, &two);
         // To the program it is memory of CUDA IPC, also while it is not there.
         let queries = format!("[2, 0, True, 0, {bytes}, 0, {bytes}, 0, 0, 0, {bytes}, 1]");
         assert_eq!(two.ask(&format!("queries({a_in_two})")), queries);
@@ -191,7 +190,7 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
         a_in_two = two.number(&format!("open_('{handle_a}')"));
         assert_eq!(two.ask(&format!("read({b}, {bytes}), read({a_in_two}, {bytes})")), format!("([{}], [{round}])", 10 + round));
     }
-    machine.refused(&one.pid(), &two);
+    machine.refused(&one, &two);
     assert_eq!(one.ask(&format!("close({b_in_one})")), "0");
     assert_eq!(two.ask(&format!("close({a_in_two})")), "0");
     machine.done(&["pause", "--all"]);
@@ -201,8 +200,8 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
 /// The command line pauses all processes of a job together, including one without memory of its own.
 #[test]
 fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
-    let machine = Machine::new();
-    let mut ranks: Vec<_> = (0..3).map(|_| machine.start("job")).collect();
+    let machine = Machine::pair();
+    let mut ranks: Vec<_> = (0..3).map(|_| machine.python("job")).collect();
     let bytes = 4 * MIB;
     let handles: Vec<_> = ranks[..2]
         .iter_mut()
@@ -232,8 +231,8 @@ fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
 /// So do a suspend and a move.
 #[test]
 fn a_job_is_suspended_and_moved_with_what_its_processes_have_open_of_each_other() {
-    let machine = Machine::new();
-    let start = || machine.start_with("job", |command| _ = command.env("SIMGPU_DEVICES", "2"));
+    let machine = Machine::pair();
+    let start = || machine.python_with("job", |command| _ = command.env("SIMGPU_DEVICES", "2"));
     let (mut owner, mut borrower) = (start(), start());
     let bytes = 4 * MIB;
     let mine = owner.number(&format!("malloc({bytes})"));
@@ -255,12 +254,12 @@ fn a_job_is_suspended_and_moved_with_what_its_processes_have_open_of_each_other(
 /// Memory that is not paused stays open, and a process that uses no paused memory keeps running.
 #[test]
 fn a_held_job_gives_up_only_what_is_paused() {
-    let machine = Machine::new();
-    let (mut owner, mut one, mut two) = (machine.start("job"), machine.start("job"), machine.start("job"));
+    let machine = Machine::pair();
+    let (mut owner, mut one, mut two) = (machine.python("job"), machine.python("job"), machine.python("job"));
     let mut shared = |tag: &str, value: u32| {
         // The first allocation starts the socket.
         let pointer = owner.number(&format!("malloc({})", 2 * MIB));
-        machine.done(&["set-tag", tag, "--pid", &owner.pid()]);
+        machine.done(&["set-tag", tag, "--pid", &owner.pid().to_string()]);
         assert_eq!(owner.ask(&format!("free({pointer})")), "0");
         let pointer = owner.number(&format!("malloc({})", 4 * MIB));
         assert_eq!(owner.ask(&format!("fill({pointer}, {value}, 100)")), "0");
@@ -283,8 +282,8 @@ fn a_held_job_gives_up_only_what_is_paused() {
 /// Every process that uses memory on the GPU takes part, even if only that of others.
 #[test]
 fn a_pause_of_a_gpu_includes_processes_with_open_memory_there() {
-    let machine = Machine::new();
-    let (mut owner, mut other, mut elsewhere) = (machine.start("job"), machine.start("job"), machine.start("job"));
+    let machine = Machine::pair();
+    let (mut owner, mut other, mut elsewhere) = (machine.python("job"), machine.python("job"), machine.python("job"));
     let pointers = [(0, 7), (1, 8)].map(|(device, value)| {
         assert_eq!(owner.ask(&format!("cuda.cudaSetDevice({device})")), "0");
         let pointer = owner.number(&format!("malloc({})", 4 * MIB));
@@ -312,8 +311,8 @@ fn a_pause_of_a_gpu_includes_processes_with_open_memory_there() {
 /// A process paused without hold may use memory that others have open of it, and its open memory of others.
 #[test]
 fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("job"), machine.start("job"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("job"), machine.python("job"));
     let lent = owner.number(&format!("malloc({})", 4 * MIB));
     assert_eq!(owner.ask(&format!("fill({lent}, 7, 100)")), "0");
     let handle = owner.ask(&format!("get({lent})"));
@@ -327,16 +326,15 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
     assert_eq!(other.ask(&format!("fill({theirs}, 8, 100)")), "0");
     assert_eq!(owner.ask(&format!("read({lent}, 100)")), "[8]");
     for dry_run in [&[][..], &["--dry-run"]] {
-        let output = machine.ask(&[&["pause", "--no-hold", "--name", "job"], dry_run].concat());
-        assert_eq!(output.status.code(), Some(5), "{output:?}");
+        machine.vramctl(&[&["pause", "--no-hold", "--name", "job"], dry_run].concat()).expect(5, "", "");
     }
     // Nor does any other client get it.
-    let (owners, others) = ([owner.child.id()], [other.child.id()]);
+    let (owners, others) = ([owner.pid()], [other.pid()]);
     for part in ["partners", "borrowers"] {
-        let answer = machine.answer(&owner, &json!({"version": 1, "request": "pause", part: others}));
+        let answer = machine.answer(&owner, &json!({"request": "pause", part: others}));
         assert_eq!(answer["code"], "shared", "{answer}");
     }
-    let answer = machine.answer(&other, &json!({"version": 1, "request": "pause", "partners": owners}));
+    let answer = machine.answer(&other, &json!({"request": "pause", "partners": owners}));
     assert_eq!(answer["reply"], "done", "{answer}");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]", "only its own is paused");
     machine.done(&["resume", "--name", "job"]);
@@ -348,7 +346,7 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
 /// The owner has passed its memory, and is paused before the other process has it at an address.
 #[test]
 fn memory_being_opened_during_a_pause_is_paused() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
     other.number(&format!("malloc({})", 4 * MIB));
@@ -372,7 +370,7 @@ fn memory_being_opened_during_a_pause_is_paused() {
 /// A process that is paused first does not reopen memory that its partner is about to give up.
 #[test]
 fn a_process_that_is_paused_before_its_partner_waits_for_it() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
     let theirs = other.number(&format!("open_('{handle}')"));
@@ -389,7 +387,7 @@ fn a_process_that_is_paused_before_its_partner_waits_for_it() {
 /// Nothing is paused there any more, so nobody would resume it.
 #[test]
 fn a_process_that_closes_its_paused_open_memory_continues() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
     machine.both("pause", &owner, &other);
@@ -401,38 +399,31 @@ fn a_process_that_closes_its_paused_open_memory_continues() {
 /// A resume that leaves the program held says whose memory is missing, and what to do.
 #[test]
 fn a_resume_says_whose_memory_is_missing() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
     let theirs = other.number(&format!("open_('{handle}')"));
     other.number(&format!("malloc({})", 2 * MIB));
     machine.both("pause", &owner, &other);
     assert!(machine.done(&["status", "other"]).contains(&format!("Opened from process {}: 4.00 MiB, 4.00 MiB of it paused.", owner.pid())));
-    for arguments in [&["resume", "--name", "other"][..], &["resume", "--pid", &other.pid()]] {
-        let output = machine.ask(arguments);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(5), "{text}");
+    for arguments in [&["resume", "--name", "other"][..], &["resume", "--pid", &other.pid().to_string()]] {
+        let text = machine.vramctl(arguments).expect(5, "", "").err;
         let said =
             format!("other (pid {}) stays held: 4.00 MiB that it has opened from process {1} is still paused", other.pid(), owner.pid());
         assert!(text.contains(&said) && text.contains(&format!("vramctl resume --pid {}", owner.pid())), "{text}");
     }
-    let output = machine.ask(&["resume", "--name", "other", "--json"]);
-    assert_eq!(output.status.code(), Some(5), "{output:?}");
-    let missing = &serde_json::from_slice::<Value>(&output.stdout).unwrap()["processes"][0]["report"]["missing"];
-    assert_eq!((&missing[0]["owner"], &missing[0]["paused_bytes"]), (&owner.child.id().into(), &(4 * MIB).into()), "{missing}");
+    let output = machine.vramctl(&["resume", "--name", "other", "--json"]).expect(5, "", "");
+    let missing = &output.json()["processes"][0]["report"]["missing"];
+    assert_eq!((&missing[0]["owner"], &missing[0]["paused_bytes"]), (&owner.pid().into(), &(4 * MIB).into()), "{missing}");
     assert!(machine.is_held(&other));
     // So does that of a move, and of one that has come to nothing.
     let stays_held = format!("other (pid {}) stays held: 4.00 MiB that it has opened from process {}", other.pid(), owner.pid());
     for (fault, to, code, said) in [("", "1", 5, "moved other"), ("cuCheckpointProcessRestore:1:801", "0", 1, "The job is where it was")] {
-        let mut command = machine.command(common::command_line());
-        let output = command.args(["move", "other", "--to", to]).env("SIMGPU_FAIL", fault).output().unwrap();
-        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
-        assert_eq!(output.status.code(), Some(code), "{text}");
+        let text = Ran::of(machine.cli(&["move", "other", "--to", to]).env("SIMGPU_FAIL", fault)).expect(code, "", "").text();
         assert!(text.contains(said) && text.contains(&stays_held), "{text}");
     }
-    let output = machine.ask(&["move", "other", "--to", "0", "--json"]);
-    assert_eq!(output.status.code(), Some(5), "{output:?}");
-    assert_eq!(&serde_json::from_slice::<Value>(&output.stdout).unwrap()["processes"][0]["report"]["missing"], missing);
+    let output = machine.vramctl(&["move", "other", "--to", "0", "--json"]).expect(5, "", "");
+    assert_eq!(&output.json()["processes"][0]["report"]["missing"], missing);
     machine.done(&["resume", "--name", "owner"]);
     machine.goes_on(&other);
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
@@ -442,8 +433,8 @@ fn a_resume_says_whose_memory_is_missing() {
 /// If an owner is stopped, or ends, the resume does not wait long for it, and the program continues as soon as it can.
 #[test]
 fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
-    let machine = Machine::new();
-    let (mut owner, mut ends, mut other) = (machine.start("owner"), machine.start("ends"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut ends, mut other) = (machine.python("owner"), machine.python("ends"), machine.python("other"));
     let mut open = |process: &mut Program| {
         let pointer = process.number(&format!("malloc({})", 4 * MIB));
         assert_eq!(process.ask(&format!("fill({pointer}, 7, 100)")), "0");
@@ -459,7 +450,7 @@ fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
     let answer = machine.request(&other, "resume", &[]);
     let mut missing: Vec<_> = answer["missing"].as_array().unwrap().iter().map(|one| one["owner"].as_u64().unwrap() as u32).collect();
     missing.sort_unstable();
-    let mut owners = [owner.child.id(), ends.child.id()];
+    let mut owners = [owner.pid(), ends.pid()];
     owners.sort_unstable();
     assert_eq!(missing, owners, "{answer}");
     assert!(machine.is_held(&other));
@@ -475,8 +466,8 @@ fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
 /// The process that is resumed first waits for the other, but not for a process that is gone.
 #[test]
 fn a_process_stays_held_until_its_open_memory_is_back() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let pointers: Vec<_> = (0..2).map(|_| owner.number(&format!("malloc({})", 4 * MIB))).collect();
     let opened: Vec<_> = pointers
         .iter()
@@ -512,25 +503,25 @@ fn a_process_stays_held_until_its_open_memory_is_back() {
 
 #[test]
 fn a_process_that_is_killed_has_nothing_open_any_more() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
     other.number(&format!("open_('{handle}')"));
-    machine.refused(&owner.pid(), &other);
+    machine.refused(&owner, &other);
     other.kill();
     machine.done(&["pause", "--name", "owner"]);
     machine.done(&["resume", "--name", "owner"]);
 
     // One that ends with its memory open, too.
-    let mut other = machine.start("other");
+    let mut other = machine.python("other");
     other.number(&format!("open_('{handle}')"));
-    machine.refused(&owner.pid(), &other);
+    machine.refused(&owner, &other);
     other.end();
     machine.done(&["pause", "--name", "owner"]);
 }
 
 #[test]
 fn memory_outlives_its_owner_and_handles_do_not() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 5, {})", 4 * MIB)), "0");
     let theirs = other.number(&format!("open_('{handle}')"));
@@ -546,7 +537,7 @@ fn memory_outlives_its_owner_and_handles_do_not() {
 
 #[test]
 fn wrong_handles_get_the_drivers_error_codes() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, _, handle) = machine.sharing();
     assert_eq!(handle.len(), 128);
     assert_eq!(owner.ask(&format!("open_('{handle}')")), "error 201", "not in the process itself");
@@ -573,10 +564,10 @@ fn wrong_handles_get_the_drivers_error_codes() {
 /// Plain memory is shared by the driver, and a process without the library opens only that.
 #[test]
 fn unmanaged_memory_and_processes_use_the_drivers_handles() {
-    let machine = Machine::new();
-    let mut owner = machine.start_with("owner", |command| _ = command.env("VRAMCTL_MIN_BYTES", "1M"));
-    let mut other = machine.start("other");
-    let mut bare = Program::spawn(machine.command("python3").args(["-c", PROGRAM]));
+    let machine = Machine::pair();
+    let mut owner = machine.python_with("owner", |command| _ = command.env("VRAMCTL_MIN_BYTES", "1M"));
+    let mut other = machine.python("other");
+    let mut bare = Program::ready(&mut machine.command("python3", &["-c", PROGRAM]));
     let (plain, managed) = (owner.number("malloc(4096)"), owner.number(&format!("malloc({})", 4 * MIB)));
     assert_eq!(owner.ask(&format!("fill({plain}, 6, 4096)")), "0");
     let handle = owner.ask(&format!("get({plain})"));
@@ -596,13 +587,13 @@ fn unmanaged_memory_and_processes_use_the_drivers_handles() {
 /// A forked child has no CUDA. It neither closes what its parent has open nor keeps it open.
 #[test]
 fn forked_children_do_not_affect_open_memory() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("fork(lambda: close({theirs}))")), "3");
     assert_eq!(other.ask(&format!("fork(lambda: int(open_('{handle}')[6:]))")), "3");
     assert_eq!(owner.ask(&format!("fork(lambda: int(get({pointer})[6:]))")), "3");
-    machine.refused(&owner.pid(), &other);
+    machine.refused(&owner, &other);
     assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
     // A child that lives on.
     assert_eq!(other.ask("(child := os.fork()) or signal.pause()").parse::<u32>().map(drop), Ok(()));
@@ -613,10 +604,10 @@ fn forked_children_do_not_affect_open_memory() {
 
 #[test]
 fn a_reset_closes_what_was_opened() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
-    machine.refused(&owner.pid(), &other);
+    machine.refused(&owner, &other);
     assert_eq!(other.ask("cuda.cudaDeviceReset()"), "0");
     machine.done(&["pause", "--name", "owner"]);
     machine.done(&["resume", "--name", "owner"]);
@@ -629,9 +620,9 @@ fn a_reset_closes_what_was_opened() {
 /// The driver fails each call on the way, at every attempt of one opening. The program gets an error that plain CUDA gives, too.
 #[test]
 fn a_failed_opening_leaves_nothing_open() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:999:2"));
-    let mut owner = machine.start_with("owner", fail("cuMemExportToShareableHandle"));
+    let mut owner = machine.python_with("owner", fail("cuMemExportToShareableHandle"));
     let pointer = owner.number(&format!("malloc({})", PIECE + 4 * MIB));
     let handle = owner.ask(&format!("get({pointer})"));
     for call in [
@@ -642,7 +633,7 @@ fn a_failed_opening_leaves_nothing_open() {
         "cuMemGetAllocationPropertiesFromHandle",
         "cuMemSetAccess",
     ] {
-        let mut other = machine.start_with("other", fail(call));
+        let mut other = machine.python_with("other", fail(call));
         assert_eq!(other.ask(&format!("open_('{handle}')")), "error 205", "{call}");
         machine.done(&["pause", "--name", "owner"]);
         assert_eq!(machine.used(), 0, "{call}");
@@ -657,13 +648,13 @@ fn a_failed_opening_leaves_nothing_open() {
 /// What a driver refuses once, it may grant a moment later.
 #[test]
 fn an_opening_that_is_refused_once_is_tried_again() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:600:1"));
-    let mut owner = machine.start_with("owner", fail("cuMemExportToShareableHandle"));
+    let mut owner = machine.python_with("owner", fail("cuMemExportToShareableHandle"));
     let pointer = owner.number(&format!("malloc({})", 4 * MIB));
     let handle = owner.ask(&format!("get({pointer})"));
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
-        let mut other = machine.start_with("other", fail(call));
+        let mut other = machine.python_with("other", fail(call));
         let theirs = other.number(&format!("open_('{handle}')"));
         assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]", "{call}");
     }
@@ -671,8 +662,8 @@ fn an_opening_that_is_refused_once_is_tried_again() {
 
 #[test]
 fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     // Several pieces, of which the first arrives.
     let pointer = owner.number(&format!("malloc({})", 2 * PIECE + 4 * MIB));
     let small = owner.number(&format!("malloc({})", 2 * MIB));
@@ -680,7 +671,7 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
     // With other memory open, the connection stays.
     let kept = other.number(&format!("open_('{small}')"));
     assert_eq!(other.ask(&format!("with_descriptors(1, lambda: open_('{handle}'))")), "error 205");
-    machine.refused(&owner.pid(), &other);
+    machine.refused(&owner, &other);
     assert!(machine.done(&["pause", "--name", "owner", "--registered", "keep"]).contains("paused"));
     assert_eq!(machine.used(), 2 * MIB);
     machine.done(&["resume", "--name", "owner"]);
@@ -693,7 +684,7 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
 /// It is not asked again until it is resumed, which may take long.
 #[test]
 fn memory_of_a_suspended_owner_cannot_be_opened() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
     machine.done(&["suspend", "owner"]);
     assert_eq!(other.ask(&format!("open_('{handle}')")), "error 205");
@@ -706,8 +697,8 @@ fn memory_of_a_suspended_owner_cannot_be_opened() {
 /// An owner accepts only so many connections.
 #[test]
 fn the_last_close_ends_the_connection() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let handles = [(); 2].map(|()| {
         let pointer = owner.number(&format!("malloc({})", 2 * MIB));
         owner.ask(&format!("get({pointer})"))
@@ -729,8 +720,8 @@ fn the_last_close_ends_the_connection() {
 /// A stopped owner confirms no close, but reads all of them when it continues.
 #[test]
 fn an_owner_that_was_stopped_learns_of_every_close() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let opened = [(); 3].map(|()| {
         let pointer = owner.number(&format!("malloc({})", 2 * MIB));
         let handle = owner.ask(&format!("get({pointer})"));
@@ -752,7 +743,7 @@ fn an_owner_that_was_stopped_learns_of_every_close() {
 /// As a program's timer does.
 #[test]
 fn a_signal_does_not_end_an_opening() {
-    let machine = Machine::new();
+    let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
     let pid = owner.pid();
     other.ask("signal.signal(signal.SIGUSR1, lambda *_: None)");
@@ -771,8 +762,8 @@ fn a_signal_does_not_end_an_opening() {
 /// As one that is paused for long does not.
 #[test]
 fn a_silent_owner_does_not_delay_memory_of_other_owners() {
-    let machine = Machine::new();
-    let (mut stopped, mut running, mut other) = (machine.start("stopped"), machine.start("running"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut stopped, mut running, mut other) = (machine.python("stopped"), machine.python("running"), machine.python("other"));
     let handles = |owner: &mut Program| {
         let pointer = owner.number(&format!("malloc({})", 2 * MIB));
         owner.ask(&format!("get({pointer})"))
@@ -798,11 +789,11 @@ fn a_silent_owner_does_not_delay_memory_of_other_owners() {
 
 #[test]
 fn an_owner_with_too_many_connections_is_asked_again() {
-    let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (machine.python("owner"), machine.python("other"));
     let pointer = owner.number(&format!("malloc({})", 2 * MIB));
     let handle = owner.ask(&format!("get({pointer})"));
-    let socket = machine.0.path().join(format!("sockets/{}.sock", owner.pid()));
+    let socket = machine.socket(owner.pid());
     let others: Vec<_> = (0..16).map(|_| UnixStream::connect(&socket).unwrap()).collect();
     let mut refused = String::new();
     BufReader::new(UnixStream::connect(&socket).unwrap()).read_line(&mut refused).unwrap();
@@ -818,9 +809,9 @@ fn an_owner_with_too_many_connections_is_asked_again() {
 /// The last of several concurrent closes waits for the device.
 #[test]
 fn concurrent_closes_are_safe() {
-    let machine = Machine::new();
-    let mut owner = machine.start("owner");
-    let mut other = machine.start_with("other", |command| _ = command.env("SIMGPU_OP_DELAY_MS", "20"));
+    let machine = Machine::pair();
+    let mut owner = machine.python("owner");
+    let mut other = machine.python_with("other", |command| _ = command.env("SIMGPU_OP_DELAY_MS", "20"));
     let pointer = owner.number(&format!("malloc({})", 2 * MIB));
     let handle = owner.ask(&format!("get({pointer})"));
     for _ in 0..10 {
@@ -839,8 +830,8 @@ fn concurrent_closes_are_safe() {
 /// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
 #[test]
 fn opening_and_pausing_concurrently_is_safe() {
-    let machine = Machine::new();
-    let mut owner = machine.start("owner");
+    let machine = Machine::pair();
+    let mut owner = machine.python("owner");
     let handles: Vec<_> = (0..8)
         .map(|_| {
             let pointer = owner.number(&format!("malloc({})", 2 * MIB));
@@ -853,7 +844,7 @@ fn opening_and_pausing_concurrently_is_safe() {
             .map(|index| {
                 let (machine, handles) = (&machine, &handles);
                 scope.spawn(move || {
-                    let mut other = machine.start(&format!("other{index}"));
+                    let mut other = machine.python(&format!("other{index}"));
                     let (begun, mut opened) = (Instant::now(), 0);
                     // On a busy machine, the owner may be paused during all of the first rounds.
                     let goes_on = |round: usize, opened| round < 60 || opened == 0 && begun.elapsed() < Duration::from_secs(60);
@@ -875,8 +866,8 @@ fn opening_and_pausing_concurrently_is_safe() {
             })
             .collect();
         while opening.iter().any(|thread| !thread.is_finished()) {
-            let output = machine.ask(&["pause", "--name", "owner"]);
-            assert!(matches!(output.status.code(), Some(0 | 5)), "{output:?}");
+            let output = machine.vramctl(&["pause", "--name", "owner"]);
+            assert!(matches!(output.code, Some(0 | 5)), "{output:?}");
             machine.done(&["resume", "--name", "owner"]);
         }
         for thread in opening {
@@ -954,8 +945,8 @@ impl Two {
     const BYTES: u64 = 2 * MIB;
 
     fn new() -> Self {
-        let machine = Machine::new();
-        let mut programs = ["one", "two"].map(|name| machine.start(name));
+        let machine = Machine::pair();
+        let mut programs = ["one", "two"].map(|name| machine.python(name));
         // The first allocation starts the socket.
         let first = |program: &mut Program| assert_eq!(program.ask(&format!("free(malloc({}))", Self::BYTES)), "0");
         programs.iter_mut().for_each(first);
@@ -1044,8 +1035,8 @@ impl Two {
                 }
             }
             Step::PauseShared { who } => {
-                let output = self.machine.ask(&["pause", "--pid", &self.programs[who].pid(), "--shared"]);
-                prop_assert!(output.status.success(), "{:?}", output);
+                let output = self.machine.vramctl(&["pause", "--pid", &self.programs[who].pid().to_string(), "--shared"]);
+                prop_assert!(output.code == Some(0), "{:?}", output);
                 for piece in self.pieces.iter_mut().filter(|piece| piece.owner == who && !piece.paused && piece.at[who].is_some()) {
                     piece.paused = true;
                     piece.aside = piece.opened > 0;

@@ -80,8 +80,7 @@ fn the_readme_agrees() {
 
 /// What `command` says on a machine where a variable makes the driver or the GPU another one.
 fn told(machine: &Machine, (name, value): (&str, &str), line: &str) -> (Option<i32>, String) {
-    let arguments: Vec<_> = line.split(' ').collect();
-    let output = machine.command(common::command_line(), &arguments).env(name, value).env("VRAMCTL_HOST_CAP", "64M").output().unwrap();
+    let output = machine.cli(line).env(name, value).env("VRAMCTL_HOST_CAP", "64M").output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).split_whitespace().collect::<Vec<_>>().join(" ");
     (output.status.code(), text(&output.stdout) + " " + &text(&output.stderr))
 }
@@ -92,7 +91,7 @@ fn doctor_dry_run_status_and_the_page_agree() {
     let mut machine = Machine::new();
     machine.devices = 2;
     let mps = |command: &mut std::process::Command| _ = command.env("SIMGPU_MPS", "1");
-    let (mut engine, mut behind) = (machine.start_with("engine", |_| ()), machine.start_with("behind", mps));
+    let (mut engine, mut behind) = (machine.engine("engine"), machine.engine_with("behind", mps));
     let page = page();
     for (variable, name, refused, why) in [
         (("SIMGPU_CUDA", "12.4"), "engine", &["suspend", "move"][..], SUSPEND.text()),

@@ -3,15 +3,17 @@
 
 mod common;
 
-use common::{Gpu, artifacts, programs, simulated_libraries};
+use common::Gpu;
+use common::machine::{Machine, Program, Ran};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_core::memory::Memory;
@@ -26,77 +28,21 @@ const CONTEXT: u64 = 32 * MIB;
 /// How long a process waits for a request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A simulated machine with GPUs of 256 MiB.
-struct Machine {
-    folder: tempfile::TempDir,
-    gpus: u32,
-    memory: &'static str,
-}
-
-/// A command's output and exit code.
-struct Said {
-    code: Option<i32>,
-    text: String,
-}
-
-impl Said {
-    fn of(output: &Output) -> Self {
-        Self { code: output.status.code(), text: [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat() }
-    }
-
-    #[track_caller]
-    fn expect(&self, code: i32, text: &str) {
-        assert_eq!(self.code, Some(code), "{}", self.text);
-        assert!(self.text.contains(text), "{text:?} is not in {}", self.text);
-    }
-}
-
 impl Machine {
-    fn new() -> Self {
-        Self::with_gpus(2)
-    }
-
+    /// GPUs of 256 MiB, on which contexts take some of it.
     fn with_gpus(gpus: u32) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self { folder, gpus, memory: "256M" }
-    }
-
-    fn sockets(&self) -> PathBuf {
-        self.folder.path().join("sockets")
-    }
-
-    fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
-        let mut command = Command::new(program);
-        command
-            .args(arguments)
-            .env_remove("LD_PRELOAD")
-            .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
-            .env("SIMGPU_MEMORY", self.memory)
-            .env("SIMGPU_DEVICES", self.gpus.to_string())
-            .env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string())
-            .env("VRAMCTL_DIR", self.sockets())
-            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
-        command
-    }
-
-    fn vramctl(&self, arguments: &str) -> Said {
-        self.vramctl_failing("", arguments)
+        Self { context_bytes: CONTEXT, engine_mib: [32, 16], ..Self::with(gpus, "256M") }
     }
 
     /// With faults of the driver in the command line's own process.
-    fn vramctl_failing(&self, faults: &str, arguments: &str) -> Said {
-        let arguments: Vec<_> = arguments.split(' ').collect();
-        Said::of(&self.command(common::command_line(), &arguments).env("SIMGPU_FAIL", faults).output().unwrap())
+    fn vramctl_failing(&self, faults: &str, arguments: &str) -> Ran {
+        Ran::of(self.cli(arguments).env("SIMGPU_FAIL", faults))
     }
 
     /// Stops the command line's own process at a call of the driver's (`FUNCTION:USE:stop-…`) for something to happen meanwhile. `None`
     /// if it does not make the call.
-    fn vramctl_meanwhile(&self, stop: &str, arguments: &str, meanwhile: impl FnOnce()) -> Option<Said> {
-        let arguments: Vec<_> = arguments.split(' ').collect();
-        let mut command = self.command(common::command_line(), &arguments);
-        let mut child = command.env("SIMGPU_FAIL", stop).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    fn vramctl_meanwhile(&self, stop: &str, arguments: &str, meanwhile: impl FnOnce()) -> Option<Ran> {
+        let mut child = self.cli(arguments).env("SIMGPU_FAIL", stop).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut state: libc::siginfo_t = unsafe { std::mem::zeroed() };
         // A process that has ended is left for the `wait` below.
         let what = libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT;
@@ -107,47 +53,8 @@ impl Machine {
             unsafe { libc::kill(child.id() as i32, libc::SIGCONT) };
         }
         common::eventually("the command ends", || child.try_wait().unwrap().is_some());
-        let said = Said::of(&child.wait_with_output().unwrap());
+        let said = Ran::end_of(child);
         has_stopped.then_some(said)
-    }
-
-    fn start(&self, name: &str) -> Engine {
-        self.start_with(name, |_| ())
-    }
-
-    fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Engine {
-        let engine = programs().join("engine");
-        let mut command = self.command(common::command_line(), &["run", "--name", name, "--", engine.to_str().unwrap()]);
-        command.args(["--weights-mib", "32", "--kv-mib", "16"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-        change(&mut command);
-        let mut child = command.spawn().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut engine = Engine { child, output, answers: 0 };
-        engine.line("ready");
-        engine
-    }
-
-    /// Fills a GPU with this much, besides a context.
-    fn hog_on(&self, gpu: u32, mib: u32) -> Engine {
-        let mut command = self.command(programs().join("hog"), &["--seconds", "600"]);
-        command.args(["--device", &gpu.to_string(), "--mib", &mib.to_string()]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut hog = Engine { child, output, answers: 0 };
-        hog.line("");
-        hog
-    }
-
-    fn hog(&self, mib: u32) -> Engine {
-        self.hog_on(0, mib)
-    }
-
-    /// Bytes in use on each GPU, and processes that NVML lists there.
-    fn gpus(&self) -> Vec<(u64, usize)> {
-        let output = self.command(artifacts().join("simgpu-smi"), &["--json"]).output().unwrap();
-        let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
-        let gpu = |gpu: &Value| (gpu["used"].as_u64().unwrap(), gpu["processes"].as_array().unwrap().len());
-        status["devices"].as_array().unwrap().iter().map(gpu).collect()
     }
 
     /// Another tool has the driver do this to a process.
@@ -159,107 +66,76 @@ impl Machine {
 
     /// Resumes the engine, checks that it is as before, and moves it back to the first GPU if it is on the second.
     #[track_caller]
-    fn comes_back(&self, engine: &mut Engine, before: &[(u64, usize)], about: &str) {
-        self.vramctl("resume").expect(0, "engine");
+    fn comes_back(&self, engine: &mut Program, before: &[(u64, usize)], about: &str) {
+        self.vramctl("resume").expect(0, "engine", "");
         let mut gpus = self.gpus();
         let has_moved = gpus[1].1 == 1;
         gpus.rotate_left(has_moved.into());
         assert_eq!(gpus, before, "{about}");
         engine.is_well();
         if has_moved {
-            self.vramctl("move engine --to 0").expect(0, "moved");
+            self.vramctl("move engine --to 0").expect(0, "moved", "");
         }
     }
 
     /// Runs the commands that a message tells after these words, in this order.
     #[track_caller]
-    fn follow(&self, words: &str, said: &Said) {
-        let (_, advice) = said.text.split_once(words).unwrap_or_else(|| panic!("{words:?} is not in {}", said.text));
+    fn follow(&self, words: &str, said: &Ran) {
+        let text = said.text();
+        let (_, advice) = text.split_once(words).unwrap_or_else(|| panic!("{words:?} is not in {}", said.text()));
         let commands: Vec<_> = advice.split('`').filter_map(|word| word.strip_prefix("vramctl ")).collect();
-        assert!(!commands.is_empty(), "{}", said.text);
+        assert!(!commands.is_empty(), "{}", said.text());
         for command in commands {
             let done = self.vramctl(command);
-            assert_eq!(done.code, Some(0), "{command}: {} after {}", done.text, said.text);
+            assert_eq!(done.code, Some(0), "{command}: {} after {}", done.text(), said.text());
         }
     }
-
-    fn status(&self, name: &str) -> Value {
-        let said = self.vramctl(&format!("status {name} --json"));
-        serde_json::from_str(&said.text).unwrap_or_else(|error| panic!("{error}: {}", said.text))
-    }
 }
 
-struct Engine {
-    child: Child,
-    output: BufReader<ChildStdout>,
-    answers: u32,
-}
-
-impl Engine {
-    fn tell(&mut self, request: &str) {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{request}").unwrap();
-    }
-
-    #[track_caller]
-    fn line(&mut self, beginning: &str) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        assert!(line.starts_with(beginning), "{beginning:?} does not begin {line:?}");
-        line
-    }
-
+impl Program {
     /// It works, its memory is as it was, and it answers as any other engine.
     #[track_caller]
     fn is_well(&mut self) {
-        self.tell("verify");
-        let verified = self.line("verify");
+        /// Each check has another token.
+        static TOKEN: AtomicU32 = AtomicU32::new(1);
+        let verified = self.ask("verify");
         assert!(verified.contains("weights ok") && verified.contains("kv ok"), "{verified}");
-        self.answers += 1;
-        let request = format!("generate {}", self.answers);
-        self.tell(&request);
-        self.line("answer");
-    }
-}
-
-impl Drop for Engine {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let answer = self.ask(&format!("generate {}", TOKEN.fetch_add(1, Ordering::Relaxed)));
+        assert!(answer.starts_with("answer"), "{answer}");
     }
 }
 
 #[test]
 fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     engine.is_well();
     let before = machine.gpus();
     assert!(before[0].0 > CONTEXT && before[0].1 == 1, "{before:?}");
     for round in 0..3 {
-        machine.vramctl("suspend engine").expect(0, "suspended engine");
+        machine.vramctl("suspend engine").expect(0, "suspended engine", "");
         assert_eq!(machine.gpus(), [(0, 0), (0, 0)]);
         let status = machine.status("engine");
         let process = &status["processes"][0];
         let needed = process["suspended"][0]["bytes"].as_u64().unwrap();
         assert_eq!(needed, before[0].0 - process["tags"][0]["bytes"].as_u64().unwrap(), "{status}");
         assert_eq!(process["tags"][0]["state"], "paused", "{status}");
-        machine.vramctl("ps").expect(0, "suspended");
-        machine.vramctl("pause").expect(5, "vramctl resume");
-        machine.vramctl("set-tag x").expect(5, "suspended");
-        machine.vramctl("suspend --name engine").expect(0, "already suspended");
+        machine.vramctl("ps").expect(0, "suspended", "");
+        machine.vramctl("pause").expect(5, "", "vramctl resume");
+        machine.vramctl("set-tag x").expect(5, "", "suspended");
+        machine.vramctl("suspend --name engine").expect(0, "already suspended", "");
         engine.tell("verify");
         if round == 0 {
-            machine.vramctl("resume").expect(0, "resumed default of engine");
+            machine.vramctl("resume").expect(0, "resumed default of engine", "");
         } else {
-            let told = machine.vramctl("resume --json");
-            let told: Value = serde_json::from_str(&told.text).unwrap_or_else(|error| panic!("{error}: {}", told.text));
+            let told = machine.vramctl("resume --json").json();
             let process = &told["processes"][0];
             assert_eq!(process["restored"]["bytes"], needed, "{told}");
             let stages = process["restored"]["stages"].as_object().unwrap();
             assert_eq!(stages.keys().collect::<Vec<_>>(), ["restore", "room", "unlock"], "{told}");
             assert!(process["report"]["stages"]["map"].is_number(), "{told}");
         }
-        engine.line("verify");
+        engine.expect("verify");
         assert_eq!(machine.gpus(), before);
         engine.is_well();
     }
@@ -268,15 +144,15 @@ fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
 
 #[test]
 fn a_resume_without_room_changes_nothing_and_waits_if_told() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    machine.vramctl("suspend engine").expect(0, "suspended");
-    let hog = machine.hog(180);
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
+    let hog = machine.hog(0, 180);
     let short = machine.vramctl("resume");
-    short.expect(4, "nothing is lost");
-    assert!(short.text.contains("needed") && short.text.contains("(hog) "), "{}", short.text);
+    short.has(4, "", "nothing is lost");
+    assert!(short.text().contains("needed") && short.text().contains("(hog) "), "{}", short.text());
     assert_eq!(machine.gpus()[0].1, 1, "the hog");
-    let waiting = machine.command(common::command_line(), &["resume", "--timeout", "60"]).stdout(Stdio::null()).spawn();
+    let waiting = machine.cli(&["resume", "--timeout", "60"]).stdout(Stdio::null()).spawn();
     thread::sleep(Duration::from_millis(50));
     drop(hog);
     assert!(waiting.unwrap().wait().unwrap().success());
@@ -295,43 +171,41 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
     thread::scope(|scope| {
         for (about, stop, command, first) in calls {
             scope.spawn(move || {
-                let machine = Machine::new();
-                let mut engine = machine.start("engine");
+                let machine = Machine::with_gpus(2);
+                let mut engine = machine.engine("engine");
                 let before = machine.gpus();
                 if let Some(first) = first {
-                    machine.vramctl(first).expect(0, "suspended");
+                    machine.vramctl(first).expect(0, "suspended", "");
                 }
                 let said = machine.vramctl_meanwhile(stop, command, || thread::sleep(long)).unwrap();
-                assert_eq!(said.code, Some(0), "{about}: {}", said.text);
+                assert_eq!(said.code, Some(0), "{about}: {}", said.text());
                 machine.comes_back(&mut engine, &before, about);
             });
         }
         scope.spawn(|| {
-            let machine = Machine::new();
-            let mut engine = machine.start("engine");
-            machine.vramctl("suspend engine").expect(0, "suspended");
-            let hog = machine.hog(180);
-            let mut command = machine.command(common::command_line(), &["resume", "--timeout", "120"]);
-            let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            let machine = Machine::with_gpus(2);
+            let mut engine = machine.engine("engine");
+            machine.vramctl("suspend engine").expect(0, "suspended", "");
+            let hog = machine.hog(0, 180);
+            let waits = machine.begin(&["resume", "--timeout", "120"]);
             thread::sleep(long);
             drop(hog);
-            Said::of(&waits.wait_with_output().unwrap()).expect(0, "resumed");
+            Ran::end_of(waits).expect(0, "resumed", "");
             engine.is_well();
         });
         // Nor does a job give up that is resumed next.
         scope.spawn(|| {
-            let machine = Machine::new();
-            let mut engines = ["first", "second"].map(|name| machine.start(name));
-            machine.vramctl("suspend --all").expect(0, "suspended second");
+            let machine = Machine::with_gpus(2);
+            let mut engines = ["first", "second"].map(|name| machine.engine(name));
+            machine.vramctl("suspend --all").expect(0, "suspended second", "");
             let mut waits = None;
             let said = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume --name first", || {
-                let mut command = machine.command(common::command_line(), &["resume", "--name", "second"]);
-                waits = Some(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+                waits = Some(machine.begin(&["resume", "--name", "second"]));
                 thread::sleep(long);
             });
-            said.unwrap().expect(0, "restored first");
-            Said::of(&waits.unwrap().wait_with_output().unwrap()).expect(0, "restored second");
-            engines.iter_mut().for_each(Engine::is_well);
+            said.unwrap().expect(0, "restored first", "");
+            Ran::end_of(waits.unwrap()).expect(0, "restored second", "");
+            engines.iter_mut().for_each(Program::is_well);
         });
     });
 }
@@ -339,25 +213,25 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
 /// A smaller job would fit before the first has room.
 #[test]
 fn suspended_jobs_queue_for_memory() {
-    let machine = Machine::new();
-    let mut first = machine.start("first");
-    let mut second = machine.start_with("second", |command| _ = command.args(["--weights-mib", "4", "--kv-mib", "4"]));
-    machine.vramctl("suspend --all").expect(0, "suspended second");
-    let hog = machine.hog(160);
+    let machine = Machine::with_gpus(2);
+    let mut first = machine.engine("first");
+    let mut second = machine.engine_with("second", |command| _ = command.args(["--weights-mib", "4", "--kv-mib", "4"]));
+    machine.vramctl("suspend --all").expect(0, "suspended second", "");
+    let hog = machine.hog(0, 160);
     let resume = |name: &str| {
-        let mut command = machine.command(common::command_line(), &["resume", "--name", name, "--timeout", "60"]);
+        let mut command = machine.cli(&["resume", "--name", name, "--timeout", "60"]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let waits = resume("first");
     common::eventually_waits_for_memory(&machine.sockets());
-    machine.vramctl("resume --name second").expect(5, "goes to job first first");
+    machine.vramctl("resume --name second").expect(5, "", "goes to job first first");
     let behind = resume("second");
     thread::sleep(Duration::from_millis(500));
     assert_eq!(machine.gpus()[0].1, 1, "the hog");
     drop(hog);
-    Said::of(&waits.wait_with_output().unwrap()).expect(0, "resumed default of first");
-    let said = Said::of(&behind.wait_with_output().unwrap());
-    said.expect(0, "number 2 in the queue for GPU memory, behind job first");
+    Ran::end_of(waits).expect(0, "resumed default of first", "");
+    let said = Ran::end_of(behind);
+    said.has(0, "", "number 2 in the queue for GPU memory, behind job first");
     first.is_well();
     second.is_well();
 }
@@ -365,37 +239,35 @@ fn suspended_jobs_queue_for_memory() {
 /// Its turn ends only when its memory is resumed, too.
 #[test]
 fn a_suspended_job_is_not_overtaken_between_its_context_and_its_memory() {
-    let machine = Machine::new();
-    let (mut first, mut second) = (machine.start("first"), machine.start("second"));
-    machine.vramctl("suspend --all").expect(0, "suspended second");
-    let _hog = machine.hog(70);
+    let machine = Machine::with_gpus(2);
+    let (mut first, mut second) = (machine.engine("first"), machine.engine("second"));
+    machine.vramctl("suspend --all").expect(0, "suspended second", "");
+    let _hog = machine.hog(0, 70);
     let mut second_resume = None;
     let said = machine.vramctl_meanwhile("cuCheckpointProcessUnlock:1:stop-after", "resume --name first --timeout 60", || {
-        let mut command = machine.command(common::command_line(), &["resume", "--name", "second", "--timeout", "3"]);
-        second_resume = Some(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+        second_resume = Some(machine.begin(&["resume", "--name", "second", "--timeout", "3"]));
         thread::sleep(Duration::from_millis(500));
     });
-    said.unwrap().expect(0, "resumed default of first");
-    let said = Said::of(&second_resume.unwrap().wait_with_output().unwrap());
-    said.expect(4, "needed");
-    assert!(said.text.contains("number 2 in the queue"), "{}", said.text);
+    said.unwrap().expect(0, "resumed default of first", "");
+    let said = Ran::end_of(second_resume.unwrap());
+    said.has(4, "", "needed");
+    assert!(said.text().contains("number 2 in the queue"), "{}", said.text());
     first.is_well();
     drop(first);
-    machine.vramctl("resume --name second").expect(0, "resumed default of second");
+    machine.vramctl("resume --name second").expect(0, "resumed default of second", "");
     second.is_well();
 }
 
 /// Then it needs room there.
 #[test]
 fn a_job_may_move_while_a_resume_waits_for_room() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    machine.vramctl("suspend engine").expect(0, "suspended");
-    let _hog = machine.hog(180);
-    let mut command = machine.command(common::command_line(), &["resume", "--timeout", "20"]);
-    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
+    let _hog = machine.hog(0, 180);
+    let waits = machine.begin(&["resume", "--timeout", "20"]);
     thread::sleep(Duration::from_millis(500));
-    let lock = machine.sockets().join(format!("{}.lock", engine.child.id()));
+    let lock = machine.sockets().join(format!("{}.lock", engine.pid()));
     common::eventually("it is stopped between two looks", || {
         let mut state = 0;
         unsafe {
@@ -408,10 +280,10 @@ fn a_job_may_move_while_a_resume_waits_for_room() {
         }
         is_between
     });
-    machine.vramctl("move engine --to 1").expect(0, "moved");
-    machine.vramctl("suspend engine").expect(0, "suspended");
+    machine.vramctl("move engine --to 1").expect(0, "moved", "");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
     unsafe { libc::kill(waits.id() as i32, libc::SIGCONT) };
-    Said::of(&waits.wait_with_output().unwrap()).expect(0, "restored engine");
+    Ran::end_of(waits).expect(0, "restored engine", "");
     assert_eq!(machine.gpus()[1].1, 1);
     engine.is_well();
 }
@@ -419,24 +291,23 @@ fn a_job_may_move_while_a_resume_waits_for_room() {
 /// It is for all that a resume waits for: other commands, room for the context, and memory.
 #[test]
 fn a_timeout_is_for_the_whole_resume() {
-    let machine = Machine::new();
-    let engine = machine.start("engine");
-    machine.vramctl("suspend engine").expect(0, "suspended");
+    let machine = Machine::with_gpus(2);
+    let engine = machine.engine("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
     let lock = fs::File::create(machine.folder.path().join("sockets/restore.lock")).unwrap();
     lock.lock().unwrap();
     let begun = Instant::now();
-    machine.vramctl("resume --timeout 0.5").expect(1, "has been restoring a job");
+    machine.vramctl("resume --timeout 0.5").expect(1, "", "has been restoring a job");
     assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 
     // Room for its context, but not for its memory.
-    let _hog = machine.hog(180);
+    let _hog = machine.hog(0, 180);
     let begun = Instant::now();
-    let mut command = machine.command(common::command_line(), &["resume", "default", "--timeout", "8"]);
-    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let waits = machine.begin(&["resume", "default", "--timeout", "8"]);
     thread::sleep(Duration::from_secs(6));
     drop(lock);
-    let said = Said::of(&waits.wait_with_output().unwrap());
-    said.expect(4, "restored engine");
+    let said = Ran::end_of(waits);
+    said.has(4, "restored engine", "");
     assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
     drop(engine);
 }
@@ -444,20 +315,20 @@ fn a_timeout_is_for_the_whole_resume() {
 /// What is suspended and has no memory on the GPU is not brought back, and memory on other GPUs needs no room.
 #[test]
 fn a_resume_on_one_gpu_leaves_the_others_alone() {
-    let machine = Machine::new();
-    let (mut first, mut second) = (machine.start("first"), machine.start("second"));
-    machine.vramctl("move second --to 1").expect(0, "moved");
+    let machine = Machine::with_gpus(2);
+    let (mut first, mut second) = (machine.engine("first"), machine.engine("second"));
+    machine.vramctl("move second --to 1").expect(0, "moved", "");
     let before = machine.gpus();
-    machine.vramctl("suspend --all").expect(0, "suspended second");
+    machine.vramctl("suspend --all").expect(0, "suspended second", "");
     // No room for the first, which is not to come back.
-    let hog = machine.hog_on(0, 200);
+    let hog = machine.hog(0, 200);
     let resumed = machine.vramctl("resume --gpu 1 --all");
-    resumed.expect(0, "restored second");
-    assert!(!resumed.text.contains("first"), "{}", resumed.text);
+    resumed.has(0, "restored second", "");
+    assert!(!resumed.text().contains("first"), "{}", resumed.text());
     assert_eq!((machine.gpus()[0].1, machine.gpus()[1]), (1, before[1]));
     second.is_well();
     drop(hog);
-    machine.vramctl("resume --gpu 0").expect(0, "restored first");
+    machine.vramctl("resume --gpu 0").expect(0, "restored first", "");
     assert_eq!(machine.gpus(), before);
     first.is_well();
     drop((first, second));
@@ -472,26 +343,23 @@ for device in 0, 1:
 print('ready', flush=True)
 sys.stdin.read()
 ";
-    let mut command = machine.command(common::command_line(), &["run", "--name", "both", "--", "python3", "-c", program]);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let output = BufReader::new(child.stdout.take().unwrap());
-    let mut both = Engine { child, output, answers: 0 };
-    both.line("ready");
-    machine.vramctl("suspend both").expect(0, "suspended both");
+    let mut command = machine.cli(&["run", "--name", "both", "--", "python3", "-c", program]);
+    let _both = Program::ready(&mut command);
+    machine.vramctl("suspend both").expect(0, "suspended both", "");
     // Room for its context, but not for its memory.
-    let _hog = machine.hog_on(0, 164);
-    machine.vramctl("resume").expect(4, "needed");
-    machine.vramctl("resume --gpu 1").expect(0, "resumed default of both");
-    machine.vramctl("resume --gpu 0").expect(4, "needed");
+    let _hog = machine.hog(0, 164);
+    machine.vramctl("resume").expect(4, "", "needed");
+    machine.vramctl("resume --gpu 1").expect(0, "resumed default of both", "");
+    machine.vramctl("resume --gpu 0").expect(4, "", "needed");
 }
 
 /// Arguments are checked before anything comes back, and a word that is no tag may be a process.
 #[test]
 fn a_resume_takes_the_name_that_a_suspend_takes() {
-    let machine = Machine::new();
-    let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
+    let machine = Machine::with_gpus(2);
+    let (mut engine, mut other) = (machine.engine("engine"), machine.engine("other"));
     let before = machine.gpus();
-    machine.vramctl("suspend --all").expect(0, "suspended other");
+    machine.vramctl("suspend --all").expect(0, "suspended other", "");
     for (command, code, why) in [
         ("resume nosuch --all", 6, "no allocation has the tag nosuch"),
         ("resume nosuch --name engine", 6, "no allocation has the tag nosuch"),
@@ -499,19 +367,19 @@ fn a_resume_takes_the_name_that_a_suspend_takes() {
         ("resume engine --all", 6, "engine is a process: `vramctl resume --name=engine`"),
         ("resume engine --ranks 2", 3, "1 of 2 processes are there"),
     ] {
-        machine.vramctl(command).expect(code, why);
+        machine.vramctl(command).expect(code, "", why);
         assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command}");
     }
     let resumed = machine.vramctl("resume engine");
-    resumed.expect(0, "resumed default of engine");
-    assert!(!resumed.text.contains("other"), "{}", resumed.text);
+    resumed.has(0, "resumed default of engine", "");
+    assert!(!resumed.text().contains("other"), "{}", resumed.text());
     engine.is_well();
-    machine.vramctl(&format!("resume default {}", other.child.id())).expect(0, "resumed default of other");
+    machine.vramctl(&format!("resume default {}", other.pid())).expect(0, "resumed default of other", "");
     assert_eq!(machine.gpus(), before);
     other.is_well();
-    machine.vramctl("pause other").expect(0, "paused default of other");
+    machine.vramctl("pause other").expect(0, "paused default of other", "");
     engine.is_well();
-    machine.vramctl("resume other").expect(0, "resumed default of other");
+    machine.vramctl("resume other").expect(0, "resumed default of other", "");
     other.is_well();
 }
 
@@ -565,21 +433,21 @@ fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, case: impl Fn(T) + Sync)
 /// The list above contains exactly the calls that the commands make.
 #[test]
 fn the_tested_steps_are_those_of_the_commands() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     for (command, first, steps) in COMMANDS {
         for name in ["GetState", "Lock", "Checkpoint", "Restore", "Unlock"] {
             let listed = steps.iter().filter(|(call, _)| *call == name).map(|(_, nth)| *nth).max().unwrap_or(0);
             for (nth, is_made) in [(listed, listed > 0), (listed + 1, false)].into_iter().filter(|(nth, _)| *nth > 0) {
                 if let Some(first) = first {
-                    machine.vramctl(first).expect(0, "engine");
+                    machine.vramctl(first).expect(0, "engine", "");
                 }
                 let killed = machine.vramctl_failing(&format!("cuCheckpointProcess{name}:{nth}:kill-before"), command);
-                assert_eq!(killed.code.is_none(), is_made, "{command}: {name} {nth}: {}", killed.text);
-                machine.vramctl("resume").expect(0, "engine");
+                assert_eq!(killed.code.is_none(), is_made, "{command}: {name} {nth}: {}", killed.text());
+                machine.vramctl("resume").expect(0, "engine", "");
                 engine.is_well();
                 drop(engine);
-                engine = machine.start("engine");
+                engine = machine.engine("engine");
             }
         }
     }
@@ -588,23 +456,23 @@ fn the_tested_steps_are_those_of_the_commands() {
 /// The caller may be killed at any step. The next caller continues from there, in either direction.
 #[test]
 fn a_caller_may_be_killed_at_any_step() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let before = machine.gpus();
     for (round, (command, first, step)) in steps().enumerate() {
         for when in ["before", "after"] {
             if let Some(first) = first {
-                machine.vramctl(first).expect(0, "suspended");
+                machine.vramctl(first).expect(0, "suspended", "");
             }
             let killed = machine.vramctl_failing(&format!("{step}:kill-{when}"), command);
-            assert_eq!(killed.code, None, "{command} {step} {when}: {}", killed.text);
+            assert_eq!(killed.code, None, "{command} {step} {when}: {}", killed.text());
             let state = machine.status("engine");
             assert!(state["processes"][0].get("error").is_none(), "{command} {step} {when}: {state}");
             if round % 2 == 0 {
-                machine.vramctl("suspend engine").expect(0, "engine");
+                machine.vramctl("suspend engine").expect(0, "engine", "");
                 assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command} {step} {when}");
             }
-            machine.vramctl("resume").expect(0, "engine");
+            machine.vramctl("resume").expect(0, "engine", "");
             let mut gpus = machine.gpus();
             let has_moved = gpus[1].1 == 1;
             gpus.rotate_left(has_moved.into());
@@ -612,7 +480,7 @@ fn a_caller_may_be_killed_at_any_step() {
             engine.is_well();
             // A move may have been complete but for its tags.
             if has_moved {
-                machine.vramctl("move engine --to 0").expect(0, "moved");
+                machine.vramctl("move engine --to 0").expect(0, "moved", "");
             }
         }
     }
@@ -624,18 +492,16 @@ fn a_caller_may_be_killed_at_any_step() {
 fn two_commands_at_once_lose_nothing() {
     const MEANWHILE: Duration = Duration::from_millis(700);
     at_once(["suspend engine", "resume"].into_iter().flat_map(|other| COMMANDS.iter().map(move |one| (one, other))), |(one, other)| {
-        let machine = Machine::new();
-        let mut engine = machine.start("engine");
+        let machine = Machine::with_gpus(2);
+        let mut engine = machine.engine("engine");
         let before = machine.gpus();
         for (command, first, step) in steps_of(one) {
             if let Some(first) = first {
-                machine.vramctl(first).expect(0, "suspended");
+                machine.vramctl(first).expect(0, "suspended", "");
             }
             let mut second = None;
             let said = machine.vramctl_meanwhile(&format!("{step}:stop-after"), command, || {
-                let arguments: Vec<_> = other.split(' ').collect();
-                let mut child =
-                    machine.command(common::command_line(), &arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+                let mut child = machine.cli(other).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
                 // It ends, or it waits for the first.
                 let begun = Instant::now();
                 while begun.elapsed() < MEANWHILE && child.try_wait().unwrap().is_none() {
@@ -645,7 +511,7 @@ fn two_commands_at_once_lose_nothing() {
             });
             let about = format!("{command} {step}, {other} meanwhile");
             let said = said.unwrap_or_else(|| panic!("{command} makes no {step}"));
-            assert!(matches!(said.code, Some(0 | 1 | 5)), "{about}: {:?} {}", said.code, said.text);
+            assert!(matches!(said.code, Some(0 | 1 | 5)), "{about}: {:?} {}", said.code, said.text());
             let code = second.unwrap().wait().unwrap().code();
             assert!(matches!(code, Some(0 | 1 | 5)), "{about}: {code:?}");
             let status = machine.status("engine");
@@ -658,20 +524,20 @@ fn two_commands_at_once_lose_nothing() {
 /// It says how to find out how far it has come, and how to go on.
 #[test]
 fn an_interrupted_command_says_how_to_continue() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let before = machine.gpus();
     for (command, said) in [("suspend engine", "`vramctl suspend --name=engine` continues"), ("move engine --to 1", "to continue")] {
-        let lock = fs::File::create(machine.sockets().join(format!("{}.lock", engine.child.id()))).unwrap();
+        let lock = fs::File::create(machine.sockets().join(format!("{}.lock", engine.pid()))).unwrap();
         lock.lock().unwrap();
-        let mut running = machine.command(common::command_line(), &command.split(' ').collect::<Vec<_>>());
+        let mut running = machine.cli(command);
         let running = common::interruptible(&mut running).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         common::eventually("it is paused", || machine.status("engine")["processes"][0]["tags"][0]["state"] == "paused");
         unsafe { libc::kill(running.id() as i32, libc::SIGINT) };
-        let interrupted = Said::of(&running.wait_with_output().unwrap());
+        let interrupted = Ran::end_of(running);
         drop(lock);
-        assert!(interrupted.text.contains("interrupted: the "), "{command}: {}", interrupted.text);
-        assert!(interrupted.text.contains("`vramctl status`") && interrupted.text.contains(said), "{}", interrupted.text);
+        assert!(interrupted.text().contains("interrupted: the "), "{command}: {}", interrupted.text());
+        assert!(interrupted.text().contains("`vramctl status`") && interrupted.text().contains(said), "{}", interrupted.text());
         machine.comes_back(&mut engine, &before, command);
     }
 }
@@ -679,17 +545,17 @@ fn an_interrupted_command_says_how_to_continue() {
 /// A command that has been stopped in the middle keeps others out, and they say who it is.
 #[test]
 fn a_stopped_command_is_named() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    machine.vramctl("suspend engine").expect(0, "suspended");
-    let lock = machine.sockets().join(format!("{}.lock", engine.child.id()));
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
+    let lock = machine.sockets().join(format!("{}.lock", engine.pid()));
     let resumed = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume", || {
         let refused = machine.vramctl("suspend engine --hold-timeout 0.2");
-        refused.expect(5, "has been suspending or restoring engine");
+        refused.has(5, "", "has been suspending or restoring engine");
         let pid = fs::read_to_string(&lock).unwrap();
-        assert!(refused.text.contains(&format!("(if that is stopped: kill -CONT {pid})")), "{}", refused.text);
+        assert!(refused.text().contains(&format!("(if that is stopped: kill -CONT {pid})")), "{}", refused.text());
     });
-    resumed.unwrap().expect(0, "restored engine");
+    resumed.unwrap().expect(0, "restored engine", "");
     assert!(!lock.exists());
     engine.is_well();
 }
@@ -697,29 +563,28 @@ fn a_stopped_command_is_named() {
 /// Others may resume a job while a suspend waits: before its pause, as if it had been suspended already, or after it.
 #[test]
 fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    let pid = engine.child.id();
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    let pid = engine.pid();
     let runs =
         format!("engine (pid {pid}) has been resumed meanwhile, and runs; try again. What is paused stays paused until `vramctl resume`");
-    machine.vramctl("suspend engine").expect(0, "suspended engine");
+    machine.vramctl("suspend engine").expect(0, "suspended engine", "");
     let refused = machine.vramctl_meanwhile("cuInit:1:stop-before", "suspend engine", || {
-        machine.vramctl("resume").expect(0, "resumed default of engine");
+        machine.vramctl("resume").expect(0, "resumed default of engine", "");
     });
-    refused.unwrap().expect(5, &runs);
+    refused.unwrap().expect(5, "", &runs);
     engine.is_well();
 
     let lock = fs::File::create(machine.sockets().join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
-    let mut command = machine.command(common::command_line(), &["suspend", "engine"]);
-    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let waits = machine.begin(&["suspend", "engine"]);
     common::eventually("it is paused", || machine.status("engine")["processes"][0]["tags"][0]["state"] == "paused");
-    machine.vramctl("resume").expect(0, "resumed default of engine");
+    machine.vramctl("resume").expect(0, "resumed default of engine", "");
     drop(lock);
-    Said::of(&waits.wait_with_output().unwrap()).expect(5, &runs);
+    Ran::end_of(waits).expect(5, "", &runs);
     engine.is_well();
-    machine.vramctl("suspend engine").expect(0, "suspended engine");
-    machine.vramctl("resume").expect(0, "resumed default of engine");
+    machine.vramctl("suspend engine").expect(0, "suspended engine", "");
+    machine.vramctl("resume").expect(0, "resumed default of engine", "");
     engine.is_well();
 }
 
@@ -727,20 +592,20 @@ fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
 #[test]
 fn a_process_that_was_checkpointed_without_its_library_comes_back() {
     at_once([("Lock", None), ("Lock Checkpoint", None), ("Lock Checkpoint", Some(150))], |(calls, hog)| {
-        let machine = Machine::new();
-        let mut engine = machine.start("engine");
+        let machine = Machine::with_gpus(2);
+        let mut engine = machine.engine("engine");
         let before = machine.gpus();
-        let pid = engine.child.id();
+        let pid = engine.pid();
         machine.call_for(pid, &calls.split(' ').collect::<Vec<_>>());
-        machine.vramctl("status engine").expect(5, "no answer");
+        machine.vramctl("status engine").expect(5, "", "no answer");
         // Too little for whatever it may need.
-        if let Some(hog) = hog.map(|mib| machine.hog(mib)) {
+        if let Some(hog) = hog.map(|mib| machine.hog(0, mib)) {
             let short = machine.vramctl("resume --name engine");
-            short.expect(4, "needed");
-            short.expect(4, "may need as much as it has in host memory, on any GPU");
+            short.has(4, "", "needed");
+            short.has(4, "", "may need as much as it has in host memory, on any GPU");
             drop(hog);
         }
-        machine.vramctl("resume --name engine").expect(0, "the driver had locked or checkpointed it; it is restored");
+        machine.vramctl("resume --name engine").expect(0, "", "the driver had locked or checkpointed it; it is restored");
         assert_eq!(machine.gpus(), before);
         engine.is_well();
     });
@@ -749,9 +614,9 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
 /// Whatever clients ask of a process that waits in the driver, and whether they wait for the answer or hang up, the next one is served.
 #[test]
 fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    let (pid, before) = (engine.child.id(), machine.gpus());
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    let (pid, before) = (engine.pid(), machine.gpus());
     machine.call_for(pid, &["Lock"]);
     let socket = machine.sockets().join(format!("{pid}.sock"));
     let ask = |request: &str| {
@@ -776,16 +641,16 @@ fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
     let waiting: Vec<_> = (0..12).map(|_| ask("pause")).collect();
     let refusal = answer(&ask("status"));
     assert!(refusal.contains("no answer from the driver"), "{refusal}");
-    machine.vramctl("resume --name engine").expect(0, "the driver had locked or checkpointed it; it is restored");
+    machine.vramctl("resume --name engine").expect(0, "", "the driver had locked or checkpointed it; it is restored");
     drop(waiting);
     // Nothing that was asked for by those who are gone is done now. Those that stayed may have been served.
-    machine.vramctl("resume --name engine").expect(0, "engine");
+    machine.vramctl("resume --name engine").expect(0, "engine", "");
     common::eventually("all have ended", || {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
         let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());
         !names.into_iter().any(|name| ["vramctl-client", "vramctl-status"].contains(&name.trim()))
     });
-    machine.vramctl("resume --name engine").expect(0, "engine");
+    machine.vramctl("resume --name engine").expect(0, "engine", "");
     assert_eq!(machine.gpus(), before);
     engine.is_well();
 }
@@ -793,10 +658,10 @@ fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
 /// Nobody would wake the library again: the next command finds a process that can be resumed.
 #[test]
 fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    machine.vramctl("pause --name engine").expect(0, "paused");
-    let socket = machine.sockets().join(format!("{}.sock", engine.child.id()));
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    machine.vramctl("pause --name engine").expect(0, "paused", "");
+    let socket = machine.sockets().join(format!("{}.sock", engine.pid()));
     for _ in 0..5 {
         let mut stream = UnixStream::connect(&socket).unwrap();
         stream.write_all(b"{\"version\":1,\"request\":\"suspend\"}\n").unwrap();
@@ -807,7 +672,7 @@ fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
     last.write_all(b"{\"version\":1,\"request\":\"plan\"}\n").unwrap();
     BufReader::new(last).read_line(&mut String::new()).unwrap();
     common::eventually("the library is awake", || machine.status("engine")["processes"][0]["suspended"].is_null());
-    machine.vramctl("resume --name engine").expect(0, "resumed");
+    machine.vramctl("resume --name engine").expect(0, "resumed", "");
     engine.is_well();
 }
 
@@ -815,27 +680,26 @@ fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
 #[test]
 fn a_process_may_be_killed_at_any_step() {
     at_once(COMMANDS, |one| {
-        let machine = Machine::new();
+        let machine = Machine::with_gpus(2);
         for ((command, first, step), when) in steps_of(one).flat_map(|step| ["before", "after"].map(|when| (step.clone(), when))) {
-            let mut engine = machine.start("engine");
+            let mut engine = machine.engine("engine");
             if let Some(first) = first {
-                machine.vramctl(first).expect(0, "suspended");
+                machine.vramctl(first).expect(0, "suspended", "");
             }
             let said = machine.vramctl_meanwhile(&format!("{step}:stop-{when}"), command, || {
-                engine.child.kill().unwrap();
-                engine.child.wait().unwrap();
+                engine.kill();
             });
             let said = said.unwrap_or_else(|| panic!("{command} makes no {step}"));
             // With nothing left to do, it may not have noticed.
             let is_last = step.contains("Checkpoint:1") && when == "after" && command.starts_with("suspend");
             if !is_last {
-                assert!(matches!(said.code, Some(1 | 3)), "{command} {step} {when}: {:?} {}", said.code, said.text);
+                assert!(matches!(said.code, Some(1 | 3)), "{command} {step} {when}: {:?} {}", said.code, said.text());
                 let is_told =
-                    ["has ended", "ended before it answered", "does not answer", "no process"].iter().any(|why| said.text.contains(why));
-                assert!(is_told, "{command} {step} {when}: {}", said.text);
+                    ["has ended", "ended before it answered", "does not answer", "no process"].iter().any(|why| said.text().contains(why));
+                assert!(is_told, "{command} {step} {when}: {}", said.text());
             }
-            assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command} {step} {when}: {}", said.text);
-            machine.vramctl("resume --name engine").expect(3, "no process is managed");
+            assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command} {step} {when}: {}", said.text());
+            machine.vramctl("resume --name engine").expect(3, "", "no process is managed");
         }
     });
 }
@@ -844,23 +708,23 @@ fn a_process_may_be_killed_at_any_step() {
 #[test]
 fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
     at_once(COMMANDS, |one| {
-        let machine = Machine::new();
-        let mut engine = machine.start("engine");
+        let machine = Machine::with_gpus(2);
+        let mut engine = machine.engine("engine");
         let before = machine.gpus();
         for ((command, first, step), code) in steps_of(one).flat_map(|step| [999, 600, 1, 2].map(|code| (step.clone(), code))) {
             if let Some(first) = first {
-                machine.vramctl(first).expect(0, "suspended");
+                machine.vramctl(first).expect(0, "suspended", "");
             }
             let refused = machine.vramctl_failing(&format!("{step}:{code}"), command);
-            let about = format!("{command} {step} {code}: {:?} {}", refused.code, refused.text);
+            let about = format!("{command} {step} {code}: {:?} {}", refused.code, refused.text());
             // Whether the driver knows the call is asked of a process that does not exist, and any other answer will do.
             if step.ends_with("GetState:1") {
                 assert_eq!(refused.code, Some(0), "{about}");
             } else if refused.code != Some(0) {
                 assert!(matches!(refused.code, Some(1 | 5)), "{about}");
-                assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{about}");
+                assert!(refused.text().contains("cuCheckpointProcess") || refused.text().contains("has not ended"), "{about}");
                 let next = ["is where it was", "The job is on GPU 1", "`vramctl resume`", "Nothing has changed"];
-                assert!(next.iter().any(|next| refused.text.contains(next)), "{about}");
+                assert!(next.iter().any(|next| refused.text().contains(next)), "{about}");
             }
             machine.comes_back(&mut engine, &before, &about);
         }
@@ -872,8 +736,8 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
 fn a_driver_that_goes_on_refusing_leaves_no_program_held() {
     // Two processes are suspended, so the first may be set aside when the second is refused.
     at_once([("suspend pair", SUSPEND, 2), ("move pair --to 1", MOVE, 1)], |(command, calls, processes)| {
-        let machine = Machine::new();
-        let mut pair: Vec<_> = (0..processes).map(|_| machine.start("pair")).collect();
+        let machine = Machine::with_gpus(2);
+        let mut pair: Vec<_> = (0..processes).map(|_| machine.engine("pair")).collect();
         let before = machine.gpus();
         for (call, nth) in calls {
             // The first state is of nobody.
@@ -882,17 +746,17 @@ fn a_driver_that_goes_on_refusing_leaves_no_program_held() {
             for nth in uses {
                 let about = format!("{command}: {call} {nth}");
                 let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}:{nth}:801:*"), command);
-                assert!(matches!(refused.code, Some(0 | 1)), "{about}: {:?} {}", refused.code, refused.text);
+                assert!(matches!(refused.code, Some(0 | 1)), "{about}: {:?} {}", refused.code, refused.text());
                 // A process that has left its GPU needs all that a restore needs, and a locked one must be unlocked.
                 let is_there = machine.gpus()[0].1 == pair.len() && *call != "Unlock";
                 let fault = if is_there { format!("cuCheckpointProcess{call}:1:801:*") } else { String::new() };
                 let resumed = machine.vramctl_failing(&fault, "resume --name pair");
-                assert_eq!(resumed.code, Some(0), "{about}: {} after {}", resumed.text, refused.text);
-                pair.iter_mut().for_each(Engine::is_well);
+                assert_eq!(resumed.code, Some(0), "{about}: {} after {}", resumed.text(), refused.text());
+                pair.iter_mut().for_each(Program::is_well);
                 if machine.gpus()[1].1 > 0 {
-                    machine.vramctl("move pair --to 0").expect(0, "moved");
+                    machine.vramctl("move pair --to 0").expect(0, "moved", "");
                 }
-                assert_eq!(machine.gpus(), before, "{about}: {}", refused.text);
+                assert_eq!(machine.gpus(), before, "{about}: {}", refused.text());
             }
         }
     });
@@ -901,17 +765,19 @@ fn a_driver_that_goes_on_refusing_leaves_no_program_held() {
 /// Nothing is set aside that the driver has not been asked about, and a dry run tells it.
 #[test]
 fn a_driver_that_tells_no_state_is_asked_before_anything_changes() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let silent = "cuCheckpointProcessGetState:1:801:*";
-    machine
-        .vramctl_failing(silent, "suspend engine --dry-run")
-        .expect(1, "the driver does not tell its state: cuCheckpointProcessGetState");
-    machine.vramctl_failing(silent, "move engine --to 1").expect(1, "Nothing has changed");
+    machine.vramctl_failing(silent, "suspend engine --dry-run").expect(
+        1,
+        "",
+        "the driver does not tell its state: cuCheckpointProcessGetState",
+    );
+    machine.vramctl_failing(silent, "move engine --to 1").expect(1, "", "Nothing has changed");
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "active");
-    machine.vramctl_failing(silent, "suspend engine").expect(1, "All tags are paused");
-    machine.vramctl("ps").expect(0, "paused");
-    machine.vramctl_failing(silent, "resume").expect(0, "resumed");
+    machine.vramctl_failing(silent, "suspend engine").expect(1, "", "All tags are paused");
+    machine.vramctl("ps").expect(0, "paused", "");
+    machine.vramctl_failing(silent, "resume").expect(0, "resumed", "");
     engine.is_well();
 }
 
@@ -929,32 +795,29 @@ for number in range(600):
 print("ready", flush=True)
 sys.stdin.read()
 "#;
-    let machine = Machine { memory: "1300M", ..Machine::new() };
-    let mut command = machine.command(common::command_line(), &["run", "--name", "many", "--no-python", "--", "python3", "-c", PROGRAM]);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let output = BufReader::new(child.stdout.take().unwrap());
-    let mut program = Engine { child, output, answers: 0 };
-    program.line("ready");
+    let machine = Machine { memory: "1300M", ..Machine::with_gpus(2) };
+    let mut command = machine.cli(&["run", "--name", "many", "--no-python", "--", "python3", "-c", PROGRAM]);
+    let _program = Program::ready(&mut command);
     let paused = || {
         let status = machine.status("many");
         let tags = status["processes"][0]["tags"].as_array().unwrap();
         tags.iter().filter(|tag| tag["state"] == "paused").count()
     };
-    machine.vramctl("move many --to 1").expect(0, "moved many");
+    machine.vramctl("move many --to 1").expect(0, "moved many", "");
     assert_eq!(paused(), 0);
-    machine.vramctl(&format!("pause {:0128} --no-hold", 7)).expect(0, "paused");
-    machine.vramctl("move many --to 0").expect(0, "moved many");
+    machine.vramctl(&format!("pause {:0128} --no-hold", 7)).expect(0, "paused", "");
+    machine.vramctl("move many --to 0").expect(0, "moved many", "");
     assert_eq!((paused(), machine.gpus()[1]), (1, (0, 0)));
 }
 
 #[test]
 fn a_job_moves_to_another_gpu_and_back() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let before = machine.gpus();
     engine.is_well();
     for (round, gpu) in ["1", "0000:10:00.0", "GPU-73696d75-6c61-7465-642d-6770752d3031", "0"].iter().enumerate() {
-        machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine");
+        machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine", "");
         let there = 1 - round % 2;
         let gpus = machine.gpus();
         assert_eq!((gpus[there], gpus[1 - there]), (before[0], (0, 0)));
@@ -964,9 +827,9 @@ fn a_job_moves_to_another_gpu_and_back() {
         assert_eq!(status["processes"][0]["tags"][0]["state"], "active");
         engine.is_well();
         // Commands that name the GPU by its UUID find it there.
-        machine.vramctl(&format!("pause --gpu {there}")).expect(0, "paused");
+        machine.vramctl(&format!("pause --gpu {there}")).expect(0, "paused", "");
         assert!(machine.gpus()[there].0 < before[0].0);
-        machine.vramctl(&format!("resume --gpu {there}")).expect(0, "resumed");
+        machine.vramctl(&format!("resume --gpu {there}")).expect(0, "resumed", "");
         engine.is_well();
     }
 }
@@ -974,31 +837,31 @@ fn a_job_moves_to_another_gpu_and_back() {
 /// Another program takes the room on the other GPU in the middle of a move.
 #[test]
 fn a_move_whose_room_is_taken_says_where_the_job_is() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let before = machine.gpus();
     let short = "too little memory on GPU-73696d75: ";
     let move_meanwhile = |mib| {
         let mut hog = None;
         let stop = "cuCheckpointProcessCheckpoint:1:stop-after";
-        let moved = machine.vramctl_meanwhile(stop, "move engine --to 1", || hog = Some(machine.hog_on(1, mib)));
+        let moved = machine.vramctl_meanwhile(stop, "move engine --to 1", || hog = Some(machine.hog(1, mib)));
         (moved.unwrap(), hog)
     };
     // Not enough for anything.
     let (moved, hog) = move_meanwhile(200);
-    moved.expect(4, short);
-    moved.expect(4, ". The job is where it was");
-    assert!(!moved.text.contains("stays suspended"), "{}", moved.text);
+    moved.has(4, "", short);
+    moved.has(4, "", ". The job is where it was");
+    assert!(!moved.text().contains("stays suspended"), "{}", moved.text());
     assert_eq!(machine.gpus()[0], before[0]);
     engine.is_well();
     drop(hog);
     // Enough for its context, but not for its tags.
     let (moved, hog) = move_meanwhile(164);
-    moved.expect(4, short);
-    moved.expect(4, ". The job is on GPU 1, paused and held; to continue: `vramctl resume --name=engine`");
+    moved.has(4, "", short);
+    moved.has(4, "", ". The job is on GPU 1, paused and held; to continue: `vramctl resume --name=engine`");
     assert_eq!((machine.gpus()[0].1, machine.gpus()[1].1), (0, 2));
     drop(hog);
-    machine.vramctl("resume --name=engine").expect(0, "resumed");
+    machine.vramctl("resume --name=engine").expect(0, "resumed", "");
     assert_eq!(machine.gpus()[1], before[0]);
     engine.is_well();
 }
@@ -1006,24 +869,24 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
 /// What is suspended needs as much room as what is active.
 #[test]
 fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let before = machine.gpus();
     // Room for its context, with what a restore wants beyond that, but not for its tags as well.
-    let hog = machine.hog_on(1, 144);
+    let hog = machine.hog(1, 144);
     for prepared in [None, Some("pause"), Some("suspend")] {
         if let Some(verb) = prepared {
-            machine.vramctl(&format!("{verb} engine")).expect(0, "");
+            machine.vramctl(&format!("{verb} engine")).expect(0, "", "");
         }
         let there = machine.gpus();
-        machine.vramctl("move engine --to 1").expect(4, "too little memory on GPU-73696d75: ");
+        machine.vramctl("move engine --to 1").expect(4, "", "too little memory on GPU-73696d75: ");
         assert_eq!(machine.gpus(), there, "{prepared:?}");
-        machine.vramctl("resume").expect(0, "");
+        machine.vramctl("resume").expect(0, "", "");
         assert_eq!(machine.gpus()[0], before[0]);
     }
     drop(hog);
-    machine.vramctl("suspend engine").expect(0, "suspended");
-    machine.vramctl("move engine --to 1").expect(0, "moved");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
+    machine.vramctl("move engine --to 1").expect(0, "moved", "");
     assert_eq!(machine.gpus()[1], before[0]);
     engine.is_well();
 }
@@ -1031,25 +894,25 @@ fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
 /// There would be room for what it has now, but a restore wants more.
 #[test]
 fn a_move_is_refused_before_a_restore_would_be() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let free = machine.gpus()[0].0 + CONTEXT / 8;
-    let _hog = machine.hog_on(1, ((256 * MIB - CONTEXT - free) / MIB) as u32);
-    machine.vramctl_failing("cuCheckpointProcessLock:1:999", "move engine --to 1").expect(4, ". Nothing has changed");
+    let _hog = machine.hog(1, ((256 * MIB - CONTEXT - free) / MIB) as u32);
+    machine.vramctl_failing("cuCheckpointProcessLock:1:999", "move engine --to 1").expect(4, "", ". Nothing has changed");
     engine.is_well();
 }
 
 /// The past stays where it was, and what follows is on the new GPU.
 #[test]
 fn the_trace_of_a_job_that_has_moved_tells_the_gpu_of_each_time() {
-    let machine = Machine::new();
-    let mut engine = machine.start_with("engine", |command| _ = command.env("VRAMCTL_TRACE", "1M"));
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_TRACE", "1M"));
     let file = machine.folder.path().join("trace.json");
     for gpu in [1, 0, 1] {
-        machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine");
+        machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine", "");
         engine.is_well();
         let devices = machine.status("engine")["processes"][0]["devices"].clone();
-        machine.vramctl(&format!("trace engine -o {}", file.display())).expect(0, "");
+        machine.vramctl(&format!("trace engine -o {}", file.display())).expect(0, "", "");
         let trace: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
         let counters = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "C");
         let now: BTreeMap<_, _> =
@@ -1064,27 +927,27 @@ fn the_trace_of_a_job_that_has_moved_tells_the_gpu_of_each_time() {
 /// `examples/empty_gpu.py`: jobs that fit elsewhere move there, the others are suspended.
 #[test]
 fn a_gpu_is_emptied_for_maintenance() {
-    let machine = Machine::new();
+    let machine = Machine::with_gpus(2);
     // Two have room on a GPU, three have not.
-    let start = |name| machine.start_with(name, |command| _ = command.args(["--weights-mib", "40"]));
+    let start = |name| machine.engine_with(name, |command| _ = command.args(["--weights-mib", "40"]));
     let third = start("c");
-    machine.vramctl("move c --to 1").expect(0, "moved");
+    machine.vramctl("move c --to 1").expect(0, "moved", "");
     let mut engines = [start("a"), start("b"), third];
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/empty_gpu.py");
     let path = format!("{}:{}", Path::new(common::command_line()).parent().unwrap().display(), std::env::var("PATH").unwrap());
-    let said = Said::of(&machine.command("python3", &[example.to_str().unwrap(), "0", "1"]).env("PATH", path).output().unwrap());
-    said.expect(0, "moved a");
-    assert!(said.text.contains("b does not go to GPU 1") && said.text.contains("suspended b"), "{}", said.text);
+    let said = Ran::of(machine.command("python3", &[example.to_str().unwrap(), "0", "1"]).env("PATH", path));
+    said.has(0, "moved a", "");
+    assert!(said.text().contains("b does not go to GPU 1") && said.text().contains("suspended b"), "{}", said.text());
     assert_eq!((machine.gpus()[0], machine.gpus()[1].1), ((0, 0), 2));
-    machine.vramctl("resume --name b").expect(0, "resumed");
-    engines.iter_mut().for_each(Engine::is_well);
+    machine.vramctl("resume --name b").expect(0, "resumed", "");
+    engines.iter_mut().for_each(Program::is_well);
 }
 
 #[test]
 fn an_impossible_move_is_refused_before_anything_changes() {
-    let machine = Machine::new();
-    let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
-    machine.vramctl("move other --to 1").expect(0, "moved");
+    let machine = Machine::with_gpus(2);
+    let (mut engine, mut other) = (machine.engine("engine"), machine.engine("other"));
+    machine.vramctl("move other --to 1").expect(0, "moved", "");
     let before = machine.gpus();
     for (command, code, why) in [
         ("move engine --to 0", 2, "already"),
@@ -1094,74 +957,73 @@ fn an_impossible_move_is_refused_before_anything_changes() {
         ("move nobody --to 1", 3, "nobody"),
         ("move engine --to 0 --swap other", 2, "is on GPU 1"),
     ] {
-        machine.vramctl(command).expect(code, why);
+        machine.vramctl(command).expect(code, "", why);
     }
     // A third one does not fit, unless it swaps with another.
-    let filler = machine.start("filler");
-    machine.vramctl("move filler --to 1").expect(0, "moved");
-    machine.vramctl("move engine --to 1").expect(4, "Nothing has changed");
-    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other");
-    machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine");
+    let filler = machine.engine("filler");
+    machine.vramctl("move filler --to 1").expect(0, "moved", "");
+    machine.vramctl("move engine --to 1").expect(4, "", "Nothing has changed");
+    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other", "");
+    machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine", "");
     drop(filler);
-    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other (pid");
-    machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine");
+    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other (pid", "");
+    machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine", "");
     assert_eq!(machine.gpus(), before);
     // The driver refuses to restore it there: it returns to its own GPU.
     let refused = machine.vramctl_failing("cuCheckpointProcessRestore:1:801", "move engine --to 1");
-    refused.expect(1, "The job is where it was");
+    refused.has(1, "", "The job is where it was");
     assert_eq!(machine.gpus(), before);
     engine.is_well();
     // A paused one stays paused.
-    machine.vramctl("pause --name engine").expect(0, "paused");
+    machine.vramctl("pause --name engine").expect(0, "paused", "");
     let refused = machine.vramctl_failing("cuCheckpointProcessRestore:1:801", "move engine --to 1");
-    refused.expect(1, "The job is where it was");
+    refused.has(1, "", "The job is where it was");
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
-    assert!(!refused.text.contains("run"), "{}", refused.text);
-    machine.vramctl("resume --name engine").expect(0, "resumed");
+    assert!(!refused.text().contains("run"), "{}", refused.text());
+    machine.vramctl("resume --name engine").expect(0, "resumed", "");
     engine.is_well();
     other.is_well();
 }
 
 #[test]
 fn a_job_changes_places_with_a_whole_job_only() {
-    let machine = Machine::new();
-    let start = |name| machine.start_with(name, |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]));
+    let machine = Machine::with_gpus(2);
+    let start = |name| machine.engine_with(name, |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]));
     let (mut engines, mut ends) = ([start("engine"), start("other")], start("other"));
-    machine.vramctl("move other --to 1").expect(0, "moved");
-    ends.child.kill().unwrap();
-    ends.child.wait().unwrap();
+    machine.vramctl("move other --to 1").expect(0, "moved", "");
+    ends.kill();
     let before = machine.gpus();
     let refused = machine.vramctl("move engine --to 1 --swap other");
-    refused.expect(3, "1 of 2 processes are there: process ");
-    refused.expect(3, "To do without the rest, add --ranks 1 to a pause or resume of the other job first");
+    refused.has(3, "", "1 of 2 processes are there: process ");
+    refused.has(3, "", "To do without the rest, add --ranks 1 to a pause or resume of the other job first");
     assert_eq!(machine.gpus(), before);
-    machine.vramctl("pause other --ranks 1").expect(0, "paused");
-    machine.vramctl("resume other").expect(0, "resumed");
-    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved");
-    engines.iter_mut().for_each(Engine::is_well);
+    machine.vramctl("pause other --ranks 1").expect(0, "paused", "");
+    machine.vramctl("resume other").expect(0, "resumed", "");
+    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved", "");
+    engines.iter_mut().for_each(Program::is_well);
 }
 
 /// The driver refuses one of two that change places. The message says where the other is, and its commands bring both back.
 #[test]
 fn a_swap_of_which_half_fails_says_what_has_moved() {
-    let machine = Machine::new();
-    let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
-    machine.vramctl("move other --to 1").expect(0, "moved");
+    let machine = Machine::with_gpus(2);
+    let (mut engine, mut other) = (machine.engine("engine"), machine.engine("other"));
+    machine.vramctl("move other --to 1").expect(0, "moved", "");
     let before = machine.gpus();
     // The second fault refuses its way home, too: it stays suspended.
     for (faults, resumes) in [("2:999", false), ("2:999:2", true)] {
         let refused = machine.vramctl_failing(&format!("cuCheckpointProcessRestore:{faults}"), "move engine --to 1 --swap other");
         // They are restored at once, and the second to arrive is refused.
-        let is_other_refused = refused.text.contains("did not restore other");
-        let (moved, pid, now) = if is_other_refused { ("engine", engine.child.id(), 1) } else { ("other", other.child.id(), 0) };
-        refused.expect(1, &format!(". {moved} (pid {pid}) is on GPU {now} now. No other has moved. "));
-        assert_eq!(machine.gpus()[now].1, if resumes { 1 } else { 2 }, "{}", refused.text);
+        let is_other_refused = refused.text().contains("did not restore other");
+        let (moved, pid, now) = if is_other_refused { ("engine", engine.pid(), 1) } else { ("other", other.pid(), 0) };
+        refused.has(1, "", &format!(". {moved} (pid {pid}) is on GPU {now} now. No other has moved. "));
+        assert_eq!(machine.gpus()[now].1, if resumes { 1 } else { 2 }, "{}", refused.text());
         let back = format!("`vramctl move --pid={pid} --to {}`", 1 - now);
         if resumes {
-            refused.expect(1, &format!("To continue: {back}, then `vramctl resume --name=engine`, then `vramctl resume --name=other`"));
+            refused.has(1, "", &format!("To continue: {back}, then `vramctl resume --name=engine`, then `vramctl resume --name=other`"));
             machine.follow("To continue: ", &refused);
         } else {
-            refused.expect(1, &format!("The way back: {back}"));
+            refused.has(1, "", &format!("The way back: {back}"));
             machine.follow("The way back: ", &refused);
         }
         assert_eq!(machine.gpus(), before);
@@ -1174,42 +1036,42 @@ fn a_swap_of_which_half_fails_says_what_has_moved() {
 #[test]
 fn the_way_back_of_half_a_swap_is_told_in_an_order_that_works() {
     let machine = Machine::with_gpus(4);
-    let large = |name| machine.start_with(name, |command| _ = command.args(["--weights-mib", "120"]));
+    let large = |name| machine.engine_with(name, |command| _ = command.args(["--weights-mib", "120"]));
     let mut engines: Vec<_> = [("engine", 3), ("engine", 2), ("other", 1)]
         .into_iter()
         .map(|(name, gpu)| {
             let engine = large(name);
-            machine.vramctl(&format!("move --pid={} --to {gpu}", engine.child.id())).expect(0, "moved");
+            machine.vramctl(&format!("move --pid={} --to {gpu}", engine.pid())).expect(0, "moved", "");
             engine
         })
         .collect();
     engines.push(large("other"));
     let before = machine.gpus();
     let refused = machine.vramctl_failing("cuCheckpointProcessRestore:4:999", "move engine --to 0,1 --swap other");
-    refused.expect(1, ". No other has moved. To continue: ");
+    refused.has(1, "", ". No other has moved. To continue: ");
     machine.follow("To continue: ", &refused);
-    assert_eq!(machine.gpus(), before, "{}", refused.text);
-    engines.iter_mut().for_each(Engine::is_well);
-    machine.vramctl("move engine --to 0,1 --swap other").expect(0, "moved");
+    assert_eq!(machine.gpus(), before, "{}", refused.text());
+    engines.iter_mut().for_each(Program::is_well);
+    machine.vramctl("move engine --to 0,1 --swap other").expect(0, "moved", "");
 }
 
 /// The driver restores all, refuses to unlock one, and then does.
 #[test]
 fn a_move_that_was_complete_after_all_says_where_the_job_is() {
     let machine = Machine::with_gpus(3);
-    let (mut stays, mut goes) = (machine.start("job"), machine.start("job"));
-    machine.vramctl(&format!("move --pid={} --to 1", goes.child.id())).expect(0, "moved");
+    let (mut stays, mut goes) = (machine.engine("job"), machine.engine("job"));
+    machine.vramctl(&format!("move --pid={} --to 1", goes.pid())).expect(0, "moved", "");
     let refused = machine.vramctl_failing("cuCheckpointProcessUnlock:1:999", "move job --to 0,2");
-    refused.expect(1, ". The job is on GPU 0, GPU 2\n");
+    refused.has(1, "", ". The job is on GPU 0, GPU 2\n");
     stays.is_well();
     goes.is_well();
 
-    let other = machine.start("other");
-    machine.vramctl("move other --to 1").expect(0, "moved");
-    let swap = format!("move --pid={} --to 1 --swap other", goes.child.id());
-    machine.vramctl_failing("cuCheckpointProcessUnlock:1:999", &swap).expect(1, ". The jobs have changed places\n");
+    let other = machine.engine("other");
+    machine.vramctl("move other --to 1").expect(0, "moved", "");
+    let swap = format!("move --pid={} --to 1 --swap other", goes.pid());
+    machine.vramctl_failing("cuCheckpointProcessUnlock:1:999", &swap).expect(1, "", ". The jobs have changed places\n");
     assert_eq!(machine.gpus().iter().map(|gpu| gpu.1).collect::<Vec<_>>(), [1, 1, 1]);
-    [stays, goes, other].iter_mut().for_each(Engine::is_well);
+    [stays, goes, other].iter_mut().for_each(Program::is_well);
 }
 
 /// Of two processes, the driver does not restore the one that moves.
@@ -1217,9 +1079,9 @@ fn a_move_that_was_complete_after_all_says_where_the_job_is() {
 fn a_process_that_stays_on_its_gpu_is_not_said_to_have_moved() {
     let machine = Machine::with_gpus(4);
     let mut engines = [0, 1, 2].map(|gpu| {
-        let engine = machine.start("job");
+        let engine = machine.engine("job");
         if gpu > 0 {
-            machine.vramctl(&format!("move --pid={} --to {gpu}", engine.child.id())).expect(0, "moved");
+            machine.vramctl(&format!("move --pid={} --to {gpu}", engine.pid())).expect(0, "moved", "");
         }
         engine
     });
@@ -1227,36 +1089,36 @@ fn a_process_that_stays_on_its_gpu_is_not_said_to_have_moved() {
     // They are restored at once, and the last to arrive is refused, which may be the one that stays.
     let refused = loop {
         let refused = machine.vramctl_failing("cuCheckpointProcessRestore:3:999", "move job --to 0,2,3");
-        if !refused.text.contains("The job is on GPU 0, GPU 2, GPU 3") {
+        if !refused.text().contains("The job is on GPU 0, GPU 2, GPU 3") {
             break refused;
         }
-        machine.vramctl("move job --to 0,1,2").expect(0, "moved");
+        machine.vramctl("move job --to 0,1,2").expect(0, "moved", "");
     };
-    refused.expect(1, " now. No other has moved");
-    assert!(!refused.text.contains("is on GPU 0 now"), "{}", refused.text);
+    refused.has(1, "", " now. No other has moved");
+    assert!(!refused.text().contains("is on GPU 0 now"), "{}", refused.text());
     machine.follow("The way back: ", &refused);
-    assert_eq!(machine.gpus(), before, "{}", refused.text);
-    engines.iter_mut().for_each(Engine::is_well);
+    assert_eq!(machine.gpus(), before, "{}", refused.text());
+    engines.iter_mut().for_each(Program::is_well);
 }
 
 #[test]
 fn a_process_may_be_killed_while_it_is_suspended() {
-    let machine = Machine::new();
-    let engine = machine.start("engine");
-    let mut other = machine.start("other");
-    machine.vramctl("suspend engine").expect(0, "suspended");
+    let machine = Machine::with_gpus(2);
+    let engine = machine.engine("engine");
+    let mut other = machine.engine("other");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
     drop(engine);
-    machine.vramctl("resume --name engine").expect(3, "engine");
+    machine.vramctl("resume --name engine").expect(3, "", "engine");
     // At each step of a suspend.
     for death in ["Lock:1:kill-before", "Checkpoint:1:kill-before", "Checkpoint:1:kill-after"] {
-        let engine = machine.start("engine");
+        let engine = machine.engine("engine");
         assert_eq!(machine.vramctl_failing(&format!("cuCheckpointProcess{death}"), "suspend engine").code, None);
         drop(engine);
-        machine.vramctl("suspend engine").expect(3, "engine");
-        machine.vramctl("resume --name engine").expect(3, "engine");
+        machine.vramctl("suspend engine").expect(3, "", "engine");
+        machine.vramctl("resume --name engine").expect(3, "", "engine");
     }
-    machine.vramctl("suspend other").expect(0, "suspended");
-    machine.vramctl("resume --name other").expect(0, "resumed");
+    machine.vramctl("suspend other").expect(0, "suspended", "");
+    machine.vramctl("resume --name other").expect(0, "resumed", "");
     other.is_well();
     assert_eq!(machine.gpus()[0].1, 1, "nothing of the others is left");
 }
@@ -1264,108 +1126,105 @@ fn a_process_may_be_killed_while_it_is_suspended() {
 /// An obstacle that the library cannot know. The message says that the process is lost, and what to do.
 #[test]
 fn a_process_lost_by_the_driver_is_reported() {
-    let machine = Machine::new();
-    let lost = machine.start_with("lost", |command| _ = command.env("SIMGPU_UNRESTORABLE", "1"));
-    machine.vramctl("suspend lost").expect(0, "suspended");
+    let machine = Machine::with_gpus(2);
+    let lost = machine.engine_with("lost", |command| _ = command.env("SIMGPU_UNRESTORABLE", "1"));
+    machine.vramctl("suspend lost").expect(0, "suspended", "");
     for command in ["resume", "resume", "suspend lost"] {
-        machine.vramctl(command).expect(1, "reports the process as FAILED. It is lost: end it and start it again");
-        machine.vramctl("ps").expect(0, "lost (FAILED)");
-        machine.vramctl("status lost").expect(0, "reports the process as FAILED. It is lost");
+        machine.vramctl(command).expect(1, "", "reports the process as FAILED. It is lost: end it and start it again");
+        machine.vramctl("ps").expect(0, "lost (FAILED)", "");
+        machine.vramctl("status lost").expect(0, "reports the process as FAILED. It is lost", "");
     }
     // Room would not help it.
-    let hog = machine.hog(200);
+    let hog = machine.hog(0, 200);
     let without_room = machine.vramctl("resume --timeout 60");
-    without_room.expect(1, "reports the process as FAILED. It is lost: end it and start it again");
-    assert!(!without_room.text.contains("too little memory"), "{}", without_room.text);
+    without_room.has(1, "", "reports the process as FAILED. It is lost: end it and start it again");
+    assert!(!without_room.text().contains("too little memory"), "{}", without_room.text());
     drop((hog, lost));
-    let mut engine = machine.start("engine");
-    machine.vramctl("suspend engine").expect(0, "suspended");
+    let mut engine = machine.engine("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended", "");
     let spoilt = machine.vramctl_failing("cuCheckpointProcessRestore:1:304", "resume");
-    spoilt.expect(1, "an earlier restore has failed for lack of memory");
-    machine.vramctl("resume").expect(0, "resumed");
+    spoilt.has(1, "", "an earlier restore has failed for lack of memory");
+    machine.vramctl("resume").expect(0, "resumed", "");
     engine.is_well();
 }
 
 /// A job is suspended as one: if one process fails, the others undo their steps.
 #[test]
 fn several_processes_are_suspended_as_one() {
-    let machine = Machine::new();
-    let mut engines = [machine.start("pair"), machine.start("pair")];
+    let machine = Machine::with_gpus(2);
+    let mut engines = [machine.engine("pair"), machine.engine("pair")];
     let before = machine.gpus();
     for fault in ["cuCheckpointProcessLock:2:999", "cuCheckpointProcessCheckpoint:2:999"] {
-        machine.vramctl_failing(fault, "suspend pair").expect(1, "All tags are paused");
+        machine.vramctl_failing(fault, "suspend pair").expect(1, "", "All tags are paused");
         assert_eq!(machine.gpus()[0].1, 2, "{fault}: both are there, paused");
-        machine.vramctl("resume --name pair").expect(0, "resumed");
+        machine.vramctl("resume --name pair").expect(0, "resumed", "");
     }
-    machine.vramctl("suspend pair").expect(0, "suspended pair");
+    machine.vramctl("suspend pair").expect(0, "suspended pair", "");
     assert_eq!(machine.gpus()[0], (0, 0));
     // A dry run says of each process what a pause would do.
-    let other = machine.start("other");
+    let other = machine.engine("other");
     let foretold = machine.vramctl("pause --all --dry-run");
-    foretold.expect(5, &format!("other (pid {}): a pause would free", other.child.id()));
+    foretold.has(5, &format!("other (pid {}): a pause would free", other.pid()), "");
     for engine in &engines {
-        foretold.expect(5, &format!("error: pair (pid {}): the process is suspended", engine.child.id()));
+        foretold.has(5, "", &format!("error: pair (pid {}): the process is suspended", engine.pid()));
     }
     drop(other);
     // One comes back, the other does not: the next resume goes on.
-    machine.vramctl_failing("cuCheckpointProcessRestore:2:999", "resume --name pair").expect(1, "cuCheckpointProcessRestore");
+    machine.vramctl_failing("cuCheckpointProcessRestore:2:999", "resume --name pair").expect(1, "", "cuCheckpointProcessRestore");
     assert_eq!(machine.gpus()[0].1, 1);
-    machine.vramctl("resume --name pair").expect(0, "resumed");
+    machine.vramctl("resume --name pair").expect(0, "resumed", "");
     assert_eq!(machine.gpus(), before);
-    machine.vramctl("move pair --to 1").expect(0, "moved pair");
+    machine.vramctl("move pair --to 1").expect(0, "moved pair", "");
     assert_eq!(machine.gpus()[1], before[0]);
     // The death of one is not that of the other.
-    machine.vramctl("suspend pair").expect(0, "suspended pair");
+    machine.vramctl("suspend pair").expect(0, "suspended pair", "");
     let [survivor, killed] = &mut engines;
-    killed.child.kill().unwrap();
-    killed.child.wait().unwrap();
-    machine.vramctl("resume --name pair").expect(0, "resumed");
+    killed.kill();
+    machine.vramctl("resume --name pair").expect(0, "resumed", "");
     survivor.is_well();
-    machine.vramctl("suspend pair --ranks 2").expect(3, "1 of 2 processes are there");
+    machine.vramctl("suspend pair --ranks 2").expect(3, "", "1 of 2 processes are there");
     survivor.is_well();
 }
 
 /// While a suspend waits for its turn, one process is resumed, and another is killed.
 #[test]
 fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
-    let machine = Machine::new();
-    let mut engines = [machine.start("pair"), machine.start("pair")];
-    engines.sort_by_key(|engine| engine.child.id());
+    let machine = Machine::with_gpus(2);
+    let mut engines = [machine.engine("pair"), machine.engine("pair")];
+    engines.sort_by_key(Program::pid);
     let [dies, runs] = &mut engines;
-    let pid = runs.child.id();
+    let pid = runs.pid();
     let lock = fs::File::create(machine.sockets().join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
-    let mut command = machine.command(common::command_line(), &["suspend", "pair", "--hold-timeout", "100"]);
-    let waits = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let waits = machine.begin(&["suspend", "pair", "--hold-timeout", "100"]);
     let is_paused = |process: &Value| process["tags"][0]["state"] == "paused";
     common::eventually("both are paused", || machine.status("pair")["processes"].as_array().unwrap().iter().all(is_paused));
-    machine.vramctl(&format!("resume --pid {pid}")).expect(0, "resumed default of pair");
-    dies.child.kill().unwrap();
-    dies.child.wait().unwrap();
+    machine.vramctl(&format!("resume --pid {pid}")).expect(0, "resumed default of pair", "");
+    dies.kill();
     drop(lock);
-    let refused = Said::of(&waits.wait_with_output().unwrap());
-    refused.expect(3, &format!(". Resumed meanwhile: pair (pid {pid}). All other tags are paused; the CUDA context"));
+    let refused = Ran::end_of(waits);
+    refused.has(3, "", &format!(". Resumed meanwhile: pair (pid {pid}). All other tags are paused; the CUDA context"));
     runs.is_well();
 }
 
 /// The caller has been killed, or is on its way: what the process still has on the GPU is not denied.
 #[test]
 fn the_middle_of_a_suspend_is_no_suspend() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     for (death, state, text) in [
         ("Lock:1:kill-before", "partly suspended", "its CUDA context is on the GPU"),
         ("Checkpoint:1:kill-before", "partly suspended", "its CUDA context is on the GPU"),
         ("Checkpoint:1:kill-after", " suspended", "it has nothing on any GPU"),
     ] {
         assert_eq!(machine.vramctl_failing(&format!("cuCheckpointProcess{death}"), "suspend engine").code, None);
-        machine.vramctl("ps").expect(0, state);
-        machine.vramctl("status engine").expect(0, text);
-        machine.vramctl("pause").expect(5, "suspended, or is being suspended or restored");
+        machine.vramctl("ps").expect(0, state, "");
+        machine.vramctl("status engine").expect(0, text, "");
+        machine.vramctl("pause").expect(5, "", "suspended, or is being suspended or restored");
         // A driver that does not say.
         let silent = machine.vramctl_failing("cuInit:1:999:*", "status engine");
-        silent.expect(0, "Suspended, or being suspended or restored.");
-        machine.vramctl("resume").expect(0, "resumed");
+        silent.has(0, "Suspended, or being suspended or restored.", "");
+        machine.vramctl("resume").expect(0, "resumed", "");
         engine.is_well();
     }
 }
@@ -1373,113 +1232,103 @@ fn the_middle_of_a_suspend_is_no_suspend() {
 /// Without room for one that has left, another that has not goes on all the same.
 #[test]
 fn what_has_not_left_needs_no_room() {
-    let machine = Machine::new();
-    let mut engines = [machine.start("pair"), machine.start("pair")];
+    let machine = Machine::with_gpus(2);
+    let mut engines = [machine.engine("pair"), machine.engine("pair")];
     let mut hog = None;
     let fault = "cuCheckpointProcessCheckpoint:1:stop-after,cuCheckpointProcessCheckpoint:2:999";
-    let refused = machine.vramctl_meanwhile(fault, "suspend pair", || hog = Some(machine.hog(170)));
+    let refused = machine.vramctl_meanwhile(fault, "suspend pair", || hog = Some(machine.hog(0, 170)));
     let refused = refused.unwrap();
-    refused.expect(1, "All tags are paused");
-    assert!(refused.text.contains("too little memory") && refused.text.contains("`vramctl resume` tries again"), "{}", refused.text);
+    refused.has(1, "", "All tags are paused");
+    assert!(refused.text().contains("too little memory") && refused.text().contains("`vramctl resume` tries again"), "{}", refused.text());
     let listed = machine.vramctl("ps");
-    assert_eq!((listed.text.matches(" suspended").count(), listed.text.matches(" paused").count()), (1, 1), "{}", listed.text);
+    assert_eq!((listed.text().matches(" suspended").count(), listed.text().matches(" paused").count()), (1, 1), "{}", listed.text());
     drop(hog);
-    machine.vramctl("resume --name pair").expect(0, "resumed");
-    engines.iter_mut().for_each(Engine::is_well);
+    machine.vramctl("resume --name pair").expect(0, "resumed", "");
+    engines.iter_mut().for_each(Program::is_well);
 }
 
 /// The process is lost with such a restore, so it must not come to that.
 #[test]
 fn a_process_that_cannot_be_restored_is_paused_by_tag() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let old = machine.vramctl_failing("cuCheckpointProcessGetState:1:500", "suspend engine");
-    old.expect(7, "older than 570");
+    old.has(7, "", "older than 570");
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
-    machine.vramctl("resume").expect(0, "resumed");
+    machine.vramctl("resume").expect(0, "resumed", "");
     engine.is_well();
 }
 
 /// The process reports MPS, even without memory. MIG is detected from outside.
 #[test]
 fn suspend_is_refused_with_mps_and_mig() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
-    let on_mig = |arguments: &str| {
-        let arguments: Vec<_> = arguments.split(' ').collect();
-        Said::of(&machine.command(common::command_line(), &arguments).env("SIMGPU_MIG", "1").output().unwrap())
-    };
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
+    let on_mig = |arguments: &str| Ran::of(machine.cli(arguments).env("SIMGPU_MIG", "1"));
     let before = machine.gpus();
-    machine.vramctl("suspend engine --dry-run").expect(0, "a pause would free");
+    machine.vramctl("suspend engine --dry-run").expect(0, "a pause would free", "");
     let foretold = on_mig("suspend engine --dry-run");
-    foretold.expect(7, "GPU 0 is in MIG mode");
-    assert_eq!(foretold.text.lines().last().unwrap().matches("engine (pid").count(), 1, "{}", foretold.text);
+    foretold.has(7, "", "GPU 0 is in MIG mode");
+    assert_eq!(foretold.text().lines().last().unwrap().matches("engine (pid").count(), 1, "{}", foretold.text());
     let refused = on_mig("move engine --to 1");
-    refused.expect(7, "GPU 0 is in MIG mode (`nvidia-smi -i 0 -mig 0` ends that");
-    assert_eq!(refused.text.matches("engine (pid").count(), 1, "{}", refused.text);
+    refused.has(7, "", "GPU 0 is in MIG mode (`nvidia-smi -i 0 -mig 0` ends that");
+    assert_eq!(refused.text().matches("engine (pid").count(), 1, "{}", refused.text());
     assert_eq!((machine.gpus(), machine.status("engine")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
     let refused = on_mig("suspend engine");
-    refused.expect(7, "GPU 0 is in MIG mode");
-    assert!(refused.text.contains("All tags are paused") && !refused.text.contains("GPU 1"), "{}", refused.text);
+    refused.has(7, "", "GPU 0 is in MIG mode");
+    assert!(refused.text().contains("All tags are paused") && !refused.text().contains("GPU 1"), "{}", refused.text());
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
-    on_mig("resume").expect(0, "resumed");
+    on_mig("resume").expect(0, "resumed", "");
     engine.is_well();
     drop(engine);
 
-    let mut command = machine.command(common::command_line(), &["run", "--name", "empty", "--", "python3", "-c"]);
+    let mut command = machine.cli(&["run", "--name", "empty", "--", "python3", "-c"]);
     let program = "import ctypes\nctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\npointer = ctypes.c_void_p()\nassert \
                    cuda.cudaMalloc(ctypes.byref(pointer), 4 << 20) == cuda.cudaFree(pointer) == 0\nprint('ready', flush=True)\ninput()";
-    let mut child = command.arg(program).env("SIMGPU_MPS", "1").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let output = BufReader::new(child.stdout.take().unwrap());
-    let mut empty = Engine { child, output, answers: 0 };
-    empty.line("ready");
-    machine.vramctl("suspend empty").expect(7, "a GPU behind MPS");
-    machine.vramctl("status empty").expect(0, "Cannot be suspended: a GPU behind MPS");
+    let _empty = Program::ready(command.arg(program).env("SIMGPU_MPS", "1"));
+    machine.vramctl("suspend empty").expect(7, "", "a GPU behind MPS");
+    machine.vramctl("status empty").expect(0, "Cannot be suspended: a GPU behind MPS", "");
 }
 
 /// Plain memory that the program has passed to others by CUDA IPC cannot be paused away, so the program need not be paused to know.
 #[test]
 fn a_process_that_cannot_be_restored_is_neither_moved_nor_paused() {
-    let machine = Machine::new();
-    let mut command = machine.command(common::command_line(), &["run", "--name", "giver", "--", "python3", "-c"]);
+    let machine = Machine::with_gpus(2);
+    let mut command = machine.cli(&["run", "--name", "giver", "--", "python3", "-c"]);
     let program = "import ctypes\ncuda = ctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\nmanaged, plain = \
                    ctypes.c_void_p(), ctypes.c_void_p()\nhandle = (ctypes.c_char * 64)()\nassert cuda.cudaMalloc(ctypes.byref(managed), 4 << 20) \
                    == cuda.cudaMalloc(ctypes.byref(plain), 4096) == cuda.cudaIpcGetMemHandle(handle, plain) == 0\nprint('ready', \
                    flush=True)\ninput()";
-    let mut child = command.arg(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let output = BufReader::new(child.stdout.take().unwrap());
-    let mut giver = Engine { child, output, answers: 0 };
-    giver.line("ready");
+    let _giver = Program::ready(command.arg(program));
     let before = machine.gpus();
     let refused = machine.vramctl("move giver --to 1");
-    refused.expect(7, "Nothing has changed");
-    assert!(refused.text.contains("shared with other processes"), "{}", refused.text);
+    refused.has(7, "", "Nothing has changed");
+    assert!(refused.text().contains("shared with other processes"), "{}", refused.text());
     assert_eq!((machine.gpus(), machine.status("giver")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
 }
 
 /// The program keeps running until the driver has locked it. Obstacles that it creates until then are found, and nothing is checkpointed.
 #[test]
 fn an_obstacle_that_appears_in_the_middle_is_found() {
-    let machine = Machine::new();
-    let mut engine = machine.start("engine");
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.engine("engine");
     let before = machine.gpus();
     for command in ["suspend engine", "move engine --to 1"] {
         let refused = machine.vramctl_meanwhile("cuCheckpointProcessLock:1:stop-before", command, || {
             engine.tell("unified");
-            engine.line("unified 0");
+            engine.expect("unified 0");
         });
-        refused.unwrap().expect(7, "1 allocation of unified memory, new or in progress");
+        refused.unwrap().expect(7, "", "1 allocation of unified memory, new or in progress");
         assert_eq!(machine.gpus()[0].1, 1, "{command}: it is there");
         if command.starts_with("suspend") {
             assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused", "as if it had been there before");
-            machine.vramctl("resume").expect(0, "resumed");
+            machine.vramctl("resume").expect(0, "resumed", "");
         }
         engine.is_well();
         let unified = "1 allocation of unified memory (cudaMallocManaged)";
         // Which is said before anything changes, too.
-        machine.vramctl("suspend engine --dry-run").expect(7, unified);
-        let told = machine.vramctl("suspend engine --dry-run --json");
-        let told: Value = serde_json::from_str(&told.text).unwrap_or_else(|error| panic!("{error}: {}", told.text));
+        machine.vramctl("suspend engine --dry-run").expect(7, "", unified);
+        let told = machine.vramctl("suspend engine --dry-run --json").json();
         let process = &told["processes"][0];
         assert_eq!(process["plan"]["obstacles"][0]["kind"], "unified", "{told}");
         assert_eq!(
@@ -1488,9 +1337,9 @@ fn an_obstacle_that_appears_in_the_middle_is_found() {
             "{told}"
         );
         assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "active", "{command}");
-        machine.vramctl(command).expect(7, unified);
+        machine.vramctl(command).expect(7, "", unified);
         drop(engine);
-        engine = machine.start("engine");
+        engine = machine.engine("engine");
     }
     assert_eq!(machine.gpus(), before);
 }

@@ -34,7 +34,7 @@ impl Terminal {
         let none = std::ptr::null_mut();
         assert_eq!(unsafe { libc::openpty(&raw mut ours, &raw mut theirs, none, none.cast(), &raw mut size) }, 0);
         let (ours, theirs) = unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
-        let mut command = machine.command(common::command_line(), arguments);
+        let mut command = machine.cli(arguments);
         command.env("TERM", "xterm-256color").env_remove("NO_COLOR").env_remove("COLUMNS");
         command.stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap()).stderr(theirs.try_clone().unwrap());
         let own = || {
@@ -136,7 +136,8 @@ const SMALL: (u16, u16) = (24, 80);
 fn jobs_are_watched_paused_and_resumed_by_key() {
     let machine = Machine::new();
     let mut engine = machine.job::<2>("engine");
-    let mut trainer = machine.start("trainer", "engine_regions", |command| _ = command.args(["--weights-mib", "100", "--kv-mib", "8"]));
+    let mut trainer =
+        machine.start_with("trainer", "engine_regions", |command| _ = command.args(["--weights-mib", "100", "--kv-mib", "8"]));
     let mut top = Terminal::start(&machine, &["top", "--interval", "0.2"], SMALL);
     top.shows(&["vramctl top: 3 processes, every 0.2 s"]);
     top.shows(&["> ", "engine x2", "active"]);
@@ -164,7 +165,7 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     top.press("r\r");
     top.shows(&["engine x2", "active"]);
     top.shows(&["resumed job engine: 2 processes"]);
-    engine.iter_mut().for_each(common::machine::Rank::verify);
+    engine.iter_mut().for_each(common::machine::Program::verify);
 
     // Three rows below are those of the trainer, whose KV cache is not kept: the question says so.
     top.press("\x1b[Fkkkp");
@@ -209,7 +210,7 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     drop(trainer);
     // The last message, which names it, stays for a while.
     top.expect("no trainer", |screen| line_with(screen, &["trainer", "active"]).is_none());
-    let _late = machine.start_with("late", |_| ());
+    let _late = machine.engine("late");
     top.shows(&["late (pid", "active"]);
     top.press("q");
     assert_eq!(top.ended().code(), Some(0));
@@ -218,7 +219,7 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
 #[test]
 fn a_job_leaves_the_gpu_and_comes_back() {
     let machine = Machine::new();
-    let mut engine = machine.start_with("engine", |_| ());
+    let mut engine = machine.engine("engine");
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
     top.shows(&["engine", "active"]);
     // Also if a tag is selected.
@@ -236,7 +237,7 @@ fn a_job_leaves_the_gpu_and_comes_back() {
 #[test]
 fn it_follows_the_size_of_the_terminal() {
     let machine = Machine::new();
-    let _engine = machine.start_with("engine", |_| ());
+    let _engine = machine.engine("engine");
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
     top.shows(&["engine", "active"]);
     for (rows, columns) in [(40, 120), (10, 80), (3, 10), (1, 1), (60, 200), SMALL] {
@@ -296,7 +297,7 @@ fn the_terminal_is_restored_however_it_ends() {
 #[test]
 fn a_stopped_process_does_not_stop_the_display() {
     let machine = Machine::new();
-    let (stopped, other) = (machine.start_with("stopped", |_| ()), machine.start_with("other", |_| ()));
+    let (stopped, other) = (machine.engine("stopped"), machine.engine("other"));
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
     top.shows(&["stopped", "active"]);
     stopped.signal(libc::SIGSTOP);
@@ -316,7 +317,7 @@ fn a_stopped_process_does_not_stop_the_display() {
 #[test]
 fn a_slow_pause_is_followed_and_may_be_cancelled() {
     let machine = Machine::new();
-    let mut engine = machine.start("engine", "engine", |command| {
+    let mut engine = machine.start_with("engine", "engine", |command| {
         command.args(["--weights-mib", "256", "--kv-mib", "8"]).env("SIMGPU_LINK", "30M");
     });
     // Commands can be cancelled even if whoever started this ignores ^C, as a background job does.
@@ -350,7 +351,7 @@ fn a_slow_pause_is_followed_and_may_be_cancelled() {
 #[test]
 fn colours_are_only_for_those_who_want_them() {
     let machine = Machine::new();
-    let _engine = machine.start_with("engine", |_| ());
+    let _engine = machine.engine("engine");
     let is_coloured = |told: &[u8]| {
         let text = String::from_utf8_lossy(told).into_owned();
         text.split("\x1b[").skip(1).filter_map(|rest| rest.split_once('m')).any(|(codes, _)| {
@@ -374,13 +375,13 @@ fn without_a_terminal_it_prints_one_frame() {
     machine.vramctl("top").expect(2, "", "vramctl top --once");
     machine.vramctl("top --interval 0").expect(2, "", "from 0.1 to 20 seconds");
     machine.vramctl("top --once").expect(0, "no process is managed", "");
-    let engine = machine.start_with("engine", |_| ());
+    let engine = machine.engine("engine");
     machine.vramctl("pause").expect(0, "", "");
     let picture = machine.vramctl("top --once").expect(0, "engine (pid", "").out;
     assert!(line_with(&picture, &["engine (pid", "held, paused"]).is_some() && line_with(&picture, &["GPU 0"]).is_some(), "{picture}");
     assert!(!picture.contains('\x1b') && picture.lines().all(|line| line.len() <= 80), "{picture}");
     let run = |variable: &str| {
-        let mut command = machine.command(common::command_line(), &["top", "--once"]);
+        let mut command = machine.cli(&["top", "--once"]);
         command.env_remove("NO_COLOR").env("CLICOLOR_FORCE", "1").env("COLUMNS", "120");
         if !variable.is_empty() {
             command.env(variable, "1");

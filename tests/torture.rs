@@ -16,7 +16,7 @@
 
 mod common;
 
-use common::machine::{Machine, Ran, Rank, pass_on};
+use common::machine::{Machine, Program, Ran, pass_on};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -70,7 +70,7 @@ fn rounds(usual: u64) -> u64 {
 struct Watchdog(#[expect(dead_code, reason = "its end is what is heard")] Sender<()>);
 
 impl Watchdog {
-    fn of(ranks: &[Rank]) -> Self {
+    fn of(ranks: &[Program]) -> Self {
         let pids: Vec<_> = ranks.iter().map(|rank| rank.pid().cast_signed()).collect();
         let (over, wait) = channel::<()>();
         let limit = 5 * NEVER * rounds(1) as u32;
@@ -96,17 +96,11 @@ fn end_of(mut command: Child) -> Ran {
         }
         thread::sleep(Duration::from_millis(2));
     }
-    Ran::new(&command.wait_with_output().unwrap())
-}
-
-fn start(machine: &Machine, arguments: &str) -> Child {
-    let arguments: Vec<_> = arguments.split_whitespace().collect();
-    let mut command = machine.command(common::command_line(), &arguments);
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    Ran::end_of(command)
 }
 
 fn run(machine: &Machine, arguments: &str) -> Ran {
-    end_of(start(machine, arguments))
+    end_of(machine.begin(arguments))
 }
 
 fn numbers(line: &str) -> Vec<u64> {
@@ -114,7 +108,7 @@ fn numbers(line: &str) -> Vec<u64> {
 }
 
 /// Waits until all threads of all programs have made progress.
-fn all_get_on(ranks: &mut [Rank]) {
+fn all_get_on(ranks: &mut [Program]) {
     let mut progress = || ranks.iter_mut().flat_map(|rank| numbers(&rank.ask("progress"))).collect::<Vec<_>>();
     let (before, begun) = (progress(), Instant::now());
     assert!(!before.is_empty());
@@ -145,7 +139,7 @@ const MAY_FAIL: [&str; 9] = [
 fn a_busy_program(random: &mut Random, with_faults: bool) {
     let machine = Machine::new();
     let seed = random.below(1 << 40).to_string();
-    let mut program = machine.start("busy", "torture", |command| _ = command.args(["threads", &seed, "5"]));
+    let mut program = machine.start_with("busy", "torture", |command| _ = command.args(["threads", &seed, "5"]));
     let watchdog = Watchdog::of(std::slice::from_ref(&program));
     let (mut paused, mut tried, mut failed) = (0, 0, 0);
     let wanted = rounds(12);
@@ -193,13 +187,13 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
 }
 
 /// Makes the driver fail at one of the next calls: the program's, or those of the pause or resume that follows.
-fn fail(program: &mut Rank, random: &mut Random) {
+fn fail(program: &mut Program, random: &mut Random) {
     let call = MAY_FAIL[random.below(MAY_FAIL.len() as u64) as usize];
     assert_eq!(program.ask(&format!("fail {call} {}", 1 + random.below(6))), "ok", "{call}");
 }
 
 /// A pause step by step, by a coordinator that may give up or die at any of them. Whether it was done.
-fn in_steps(machine: &Machine, program: &mut Rank, tags: &[&str], limit: u64, random: &mut Random, faults: &mut Option<Random>) -> bool {
+fn in_steps(machine: &Machine, program: &mut Program, tags: &[&str], limit: u64, random: &mut Random, faults: &mut Option<Random>) -> bool {
     let mut wire = machine.connect(program);
     let steps = [
         json!({"request": "hold"}),
@@ -235,19 +229,19 @@ fn a_program_that_does_everything_at_once_is_paused_while_the_driver_fails() {
 }
 
 /// A job in collectives.
-fn in_collectives(machine: &Machine, last: u64) -> [Rank; 4] {
+fn in_collectives(machine: &Machine, last: u64) -> [Program; 4] {
     static COMMUNICATORS: AtomicU64 = AtomicU64::new(1);
     let communicator = COMMUNICATORS.fetch_add(1, Ordering::Relaxed).to_string();
     std::array::from_fn(|rank| {
         let arguments = ["rank", &communicator, &rank.to_string(), "4", &last.to_string()];
-        machine.start("ring", "torture", |command| _ = command.args(arguments))
+        machine.start_with("ring", "torture", |command| _ = command.args(arguments))
     })
 }
 
 /// The final position and result of each.
-fn results(ranks: &mut [Rank]) -> Vec<String> {
+fn results(ranks: &mut [Program]) -> Vec<String> {
     let begun = Instant::now();
-    let mut wait = |rank: &mut Rank| loop {
+    let mut wait = |rank: &mut Program| loop {
         let told = rank.ask("progress");
         if told.contains("over") {
             return told;
@@ -271,7 +265,7 @@ fn a_job_in_collectives(random: &mut Random, with_faults: bool) {
         assert!(tried < 20 * wanted, "{paused} of {tried} pauses succeeded");
         random.sleep(20);
         let case = if with_faults { fail_some(&mut ranks, &OF_PAUSE, random) } else { String::new() };
-        let mut command = start(&machine, "pause --name ring --hold-timeout 5 --json");
+        let mut command = machine.begin("pause --name ring --hold-timeout 5 --json");
         if random.one_in(3) {
             random.sleep(100);
             let _ = command.kill();
@@ -331,7 +325,7 @@ const OF_PAUSE: [&str; 4] = ["cuMemcpyDtoHAsync_v2", "cuMemUnmap", "cuMemMap", "
 const OF_RESUME: [&str; 4] = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyHtoDAsync_v2"];
 
 /// Makes the drivers of one or two ranks fail at one of these calls, or at any other. Returns what will happen.
-fn fail_some(ranks: &mut [Rank], usual: &[&str], random: &mut Random) -> String {
+fn fail_some(ranks: &mut [Program], usual: &[&str], random: &mut Random) -> String {
     clear_faults(ranks);
     let (count, first) = (ranks.len() as u64, random.below(ranks.len() as u64));
     let both = random.one_in(2);
@@ -345,7 +339,7 @@ fn fail_some(ranks: &mut [Rank], usual: &[&str], random: &mut Random) -> String 
     if both { format!("{will}, {}", fail((first + 1) % count)) } else { will }
 }
 
-fn clear_faults(ranks: &mut [Rank]) {
+fn clear_faults(ranks: &mut [Program]) {
     for rank in ranks {
         assert_eq!(rank.ask("clear"), "ok");
     }
@@ -361,7 +355,7 @@ fn a_killed_rank_in_collectives_does_not_kill_the_others() {
         let mut ranks = in_collectives(&machine, 0);
         let watchdog = Watchdog::of(&ranks);
         all_get_on(&mut ranks);
-        let command = start(&machine, "pause --name ring --hold-timeout 2");
+        let command = machine.begin("pause --name ring --hold-timeout 2");
         random.sleep(100);
         let mut survivors = Vec::from(ranks);
         let mut killed = survivors.remove(random.below(4) as usize);
@@ -500,7 +494,7 @@ fn the_protocol_keeps_its_promises_in_any_order_of_events() {
 fn schedules(mut random: Random) {
     let machine = Machine::new();
     let network = Network::new(Random(random.0.rotate_left(32) | 1));
-    let mut ranks: [Rank; 3] = machine.job("engine");
+    let mut ranks: [Program; 3] = machine.job("engine");
     for rank in &ranks {
         network.add(&machine, rank.pid());
     }
@@ -511,7 +505,7 @@ fn schedules(mut random: Random) {
         network.weather.lease_ms.store([150, 5000][random.below(2) as usize], Ordering::Relaxed);
         network.weather.is_cut.store(false, Ordering::SeqCst);
         network.weather.is_rough.store(true, Ordering::SeqCst);
-        let mut command = machine.command(common::command_line(), &[verb, "--name", "engine", "--json"]);
+        let mut command = machine.cli(&[verb, "--name", "engine", "--json"]);
         command.env("VRAMCTL_DIR", network.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = {
             let mut coordinator = network.weather.coordinator.lock().unwrap();
@@ -524,7 +518,7 @@ fn schedules(mut random: Random) {
         let case = format!("round {round}, {verb}: {:?} {}{}", ran.code, ran.out, ran.err);
 
         let killed = std::mem::take(&mut *network.weather.killed.lock().unwrap());
-        let is_alive = |rank: &mut Rank| !killed.contains(&rank.pid()) || rank.child.wait().is_err();
+        let is_alive = |rank: &mut Program| !killed.contains(&rank.pid()) || rank.child.wait().is_err();
         let alive: Vec<bool> = ranks.iter_mut().map(is_alive).collect();
         let survivors: Vec<_> = ranks.iter().zip(&alive).filter_map(|(rank, alive)| alive.then_some(rank)).collect();
         let state = machine.settled(&survivors);
@@ -541,7 +535,7 @@ fn schedules(mut random: Random) {
             machine.vramctl("resume --name engine").expect(0, "", "");
             for (rank, _) in ranks.iter_mut().zip(alive).filter(|(_, alive)| !alive) {
                 let _ = fs::remove_file(network.folder.path().join(format!("{}.sock", rank.pid())));
-                *rank = machine.start_with("engine", |_| ());
+                *rank = machine.engine("engine");
                 network.add(&machine, rank.pid());
             }
         }
@@ -549,7 +543,7 @@ fn schedules(mut random: Random) {
     println!("{done} committed, {undone} taken back, {unknown} without a coordinator");
     machine.vramctl("resume --name engine").expect(0, "", "");
     assert_eq!(machine.settled(&ranks.each_ref()), "active");
-    ranks.iter_mut().for_each(Rank::verify);
+    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// What comes to a job from outside.
@@ -580,7 +574,7 @@ impl Event {
 }
 
 /// What disturbs a command and its job meanwhile.
-fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String {
+fn disturb(machine: &Machine, ranks: &mut [Program], random: &mut Random) -> String {
     let rank = random.below(ranks.len() as u64) as usize;
     match random.below(6) {
         0 => {
@@ -590,12 +584,12 @@ fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String
             format!("rank {rank} was stopped for a while")
         }
         1 => {
-            let _ = fs::remove_file(machine.socket_of(&ranks[rank]));
+            let _ = fs::remove_file(machine.socket(ranks[rank].pid()));
             format!("rank {rank}'s socket was deleted")
         }
         2 => {
             // More than a process has seats for. Some never end their line, others do not read the answer.
-            let own = machine.socket_of(&ranks[rank]);
+            let own = machine.socket(ranks[rank].pid());
             let guests: Vec<_> = (0..24).filter_map(|_| UnixStream::connect(&own).ok()).collect();
             for (number, mut guest) in guests.iter().enumerate() {
                 let said: &[u8] = [&b"{\"version\":1,\"request\":\"status\"}\n"[..], b"{\"version\":1,\"req", b"\xff\0]\n"][number % 3];
@@ -605,7 +599,7 @@ fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String
             format!("{} guests came to rank {rank}", guests.len())
         }
         3 => {
-            let others = ["ps", "status", "metrics", "gpus"].map(|command| start(machine, command));
+            let others = ["ps", "status", "metrics", "gpus"].map(|command| machine.begin(command));
             for other in others {
                 end_of(other);
             }
@@ -617,8 +611,8 @@ fn disturb(machine: &Machine, ranks: &mut [Rank], random: &mut Random) -> String
 }
 
 /// Waits until all are held and have paused memory, or none of them. They may allocate and free meanwhile.
-fn end_as_one(machine: &Machine, ranks: &[Rank]) -> &'static str {
-    let of = |rank: &Rank| {
+fn end_as_one(machine: &Machine, ranks: &[Program]) -> &'static str {
+    let of = |rank: &Program| {
         let status = machine.connect(rank).ask(&json!({"request": "status"}));
         let is_paused = status["tags"].as_array()?.iter().any(|tag| tag["paused_bytes"] != 0);
         let is_changing = status["tags"].as_array()?.iter().any(|tag| tag["state"] == "pausing" || tag["state"] == "resuming");
@@ -643,9 +637,9 @@ fn a_job_that_does_everything_survives_everything() {
     let machine = Machine { devices: 2, ..Machine::new() };
     // TORTURE_BOTH=1: they also copy while a second device is current, and cannot be moved to one of them.
     let kind = if std::env::var_os("TORTURE_BOTH").is_some() { "both" } else { "ahead" };
-    let mut ranks: [Rank; 2] = std::array::from_fn(|_| {
+    let mut ranks: [Program; 2] = std::array::from_fn(|_| {
         let seed = random.below(1 << 40).to_string();
-        machine.start("busy", "torture", |command| _ = command.env("VRAMCTL_JOB", "busy").args(["threads", &seed, "3", kind]))
+        machine.start_with("busy", "torture", |command| _ = command.env("VRAMCTL_JOB", "busy").args(["threads", &seed, "3", kind]))
     });
     let watchdog = Watchdog::of(&ranks);
     // Since then, each knows of the other: the first command of a job cannot know of a rank whose socket has just been deleted.
@@ -655,7 +649,7 @@ fn a_job_that_does_everything_survives_everything() {
     for round in 0..rounds(16) {
         let event = Event::of(&mut random);
         let line = event.command(&mut random);
-        let mut command = start(&machine, &line);
+        let mut command = machine.begin(&line);
         let is_killed = random.one_in(4);
         random.sleep(60);
         let disturbance = disturb(&machine, &mut ranks, &mut random);

@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::machine::{Machine, Ran, Rank};
-use common::{command_line, eventually};
+use common::eventually;
+use common::machine::{Machine, Program, Ran};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,8 +17,8 @@ fn traced(command: &mut Command) {
     command.env("VRAMCTL_TRACE", "1");
 }
 
-fn start(machine: &Machine, name: &str) -> Rank {
-    machine.start_with(name, traced)
+fn start(machine: &Machine, name: &str) -> Program {
+    machine.engine_with(name, traced)
 }
 
 fn file(machine: &Machine, name: &str) -> PathBuf {
@@ -82,13 +82,13 @@ fn a_job_is_on_one_axis() {
     let (events, ran) = trace(&machine, "engine");
     assert!(ran.out.contains("s of 2 processes"), "{}", ran.out);
 
-    let pids = BTreeSet::from(ranks.each_ref().map(Rank::pid).map(u64::from));
+    let pids = BTreeSet::from(ranks.each_ref().map(Program::pid).map(u64::from));
     assert_eq!(events.iter().map(|event| event["pid"].as_u64().unwrap()).collect::<BTreeSet<_>>(), pids);
     let pauses = slices(&events, "pause");
     assert_eq!((pauses.len(), slices(&events, "resume").len()), (4, 2));
     assert!(pauses.iter().all(|pause| pause["args"]["bytes"].as_u64().unwrap() > 0));
     // Both processes are held before either is paused, and each is paused until the command has committed both.
-    let of = |rank: &Rank| *pauses.iter().find(|pause| pause["pid"] == rank.pid()).unwrap();
+    let of = |rank: &Program| *pauses.iter().find(|pause| pause["pid"] == rank.pid()).unwrap();
     let from_to = |slice: &Value| (slice["ts"].as_f64().unwrap(), slice["ts"].as_f64().unwrap() + slice["dur"].as_f64().unwrap());
     let (one, other) = (from_to(of(&ranks[0])), from_to(of(&ranks[1])));
     assert!(one.0 < other.1 && other.0 < one.1, "{one:?} {other:?}");
@@ -109,7 +109,7 @@ fn a_job_is_on_one_axis() {
 
 fn follow(machine: &Machine, arguments: &[&str]) -> (Child, PathBuf) {
     let path = file(machine, "followed.json");
-    let mut command = machine.command(command_line(), &["trace", "-o", path.to_str().unwrap()]);
+    let mut command = machine.cli(&["trace", "-o", path.to_str().unwrap()]);
     let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     (child, path)
 }
@@ -134,7 +134,7 @@ fn a_process_that_dies_while_followed_is_in_the_trace_until_then() {
         machine.vramctl("pause --name stays").expect(0, "", "");
         machine.vramctl("resume --name stays").expect(0, "", "");
         assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
-        let ran = Ran::new(&child.wait_with_output().unwrap());
+        let ran = Ran::end_of(child);
         ran.out.contains("s of 2 processes").then_some((ran, machine, stays, dead, path))
     };
     let (ran, _machine, mut stays, dead, path) = BEGINS_WITHIN.into_iter().find_map(recorded).unwrap();
@@ -155,7 +155,7 @@ fn the_recording_ends_when_all_processes_have_ended() {
         let (child, path) = follow(&machine, &["--seconds", "600"]);
         until_followed(&path, begins_within);
         drop(rank);
-        let ran = Ran::new(&child.wait_with_output().unwrap());
+        let ran = Ran::end_of(child);
         // It may have ended before it was asked for the first time.
         (ran.code == Some(0)).then(|| (ran, fs::read_to_string(path).unwrap()))
     };
@@ -173,7 +173,7 @@ fn a_recording_lasts_the_given_seconds() {
         until_followed(&path, BEGINS_WITHIN[0]);
         machine.vramctl("pause").expect(0, "", "");
         let is_in_time = child.try_wait().unwrap().is_none();
-        Ran::new(&child.wait_with_output().unwrap()).expect(0, "s of 1 process", "");
+        Ran::end_of(child).expect(0, "s of 1 process", "");
         let events = read(&fs::read_to_string(&path).unwrap());
         if is_in_time {
             assert_eq!((slices(&events, "pause").len(), in_the_end(&events, rank.pid())["default"]), (pauses, 0));
@@ -189,7 +189,7 @@ fn a_recording_lasts_the_given_seconds() {
 #[test]
 fn without_recording_processes_the_message_says_how_to_record() {
     let machine = Machine::new();
-    let plain = machine.start_with("plain", |_| ());
+    let plain = machine.engine("plain");
     let path = file(&machine, "trace.json");
     let none = machine.vramctl(&format!("trace -o {}", path.display()));
     none.expect(1, "", "vramctl run --trace");
@@ -198,8 +198,8 @@ fn without_recording_processes_the_message_says_how_to_record() {
     machine.vramctl(&format!("trace -o {}/no/folder.json", machine.folder.path().display())).expect(1, "", "No such file");
     machine.vramctl(&format!("trace nobody -o {}", path.display())).expect(3, "", "nobody");
 
-    let rank =
-        machine.start("traced", "engine", |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TRACE", "64K"));
+    let rank = machine
+        .start_with("traced", "engine", |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TRACE", "64K"));
     let stopped = start(&machine, "stopped");
     stopped.signal(libc::SIGSTOP);
     let (events, ran) = trace(&machine, "");
@@ -213,7 +213,7 @@ fn without_recording_processes_the_message_says_how_to_record() {
 #[test]
 fn overwritten_events_are_counted() {
     let machine = Machine::new();
-    let mut churn = machine.start("churn", "churn", |command| _ = command.env("VRAMCTL_TRACE", "64K"));
+    let mut churn = machine.start_with("churn", "churn", |command| _ = command.env("VRAMCTL_TRACE", "64K"));
     churn.ask("5000");
     let (events, ran) = trace(&machine, "churn");
     assert!(ran.out.contains("older events were overwritten"), "{}", ran.out);
@@ -228,7 +228,7 @@ fn overwritten_events_are_counted() {
 #[test]
 fn the_page_is_self_contained() {
     let machine = Machine::new();
-    let rank = machine.start("engine", "engine", |command| {
+    let rank = machine.start_with("engine", "engine", |command| {
         traced(command);
         command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TAG", "</script><b>");
     });

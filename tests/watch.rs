@@ -4,14 +4,12 @@
 mod common;
 
 use common::eventually;
-use common::machine::{Machine, Ran, Rank};
+use common::machine::{Machine, Program, Ran};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -34,21 +32,16 @@ impl Watched {
     }
 
     /// An engine of 16 MiB whose log is kept.
-    fn engine(&self, name: &str, watch: &str) -> Rank {
+    fn engine(&self, name: &str, watch: &str) -> Program {
         let log = File::create(self.log(name)).unwrap();
-        self.machine.start_with(name, |command| {
+        self.machine.engine_with(name, |command| {
             command.env("VRAMCTL_WATCH", watch).stderr(log.try_clone().unwrap());
         })
     }
 
     /// Another program that takes most of the 1 GiB, until it is dropped.
-    fn hog(&self) -> Hog {
-        let mut command = self.machine.command(common::programs().join("hog"), &["--mib", "900"]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.starts_with("holding"), "{line}");
-        Hog(child)
+    fn hog(&self) -> Program {
+        self.machine.hog(0, 900)
     }
 
     fn falls(&self, name: &str) -> Vec<String> {
@@ -98,15 +91,6 @@ impl Watched {
     }
 }
 
-struct Hog(Child);
-
-impl Drop for Hog {
-    fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn each_fall_is_logged_once_with_the_owners() {
     let watched = Watched::new();
@@ -134,7 +118,7 @@ fn each_fall_is_logged_once_with_the_owners() {
 fn a_fall_in_the_middle_of_a_resume_names_what_is_resumed() {
     let watched = Watched::new();
     let log = File::create(watched.log("engine")).unwrap();
-    let mut engine = watched.machine.start("engine", "engine", |command| {
+    let mut engine = watched.machine.start_with("engine", "engine", |command| {
         // The copy back takes a second.
         command.args(["--weights-mib", "200", "--kv-mib", "8"]).env("SIMGPU_LINK", "200M");
         command.env("VRAMCTL_WATCH", "850M").stderr(log.try_clone().unwrap());
@@ -157,7 +141,7 @@ fn a_program_that_takes_all_memory_itself_logs_it_and_so_do_the_others() {
         command.args(["--weights-mib", "8", "--kv-mib", "900"]);
         command.env("VRAMCTL_WATCH", "256M").stderr(log.try_clone().unwrap());
     };
-    let _large = watched.machine.start("large", "engine", large);
+    let _large = watched.machine.start_with("large", "engine", large);
     assert!(watched.expect("large", 1)[0].contains("default: 9"));
     assert!(watched.expect("other", 1)[0].contains("default: 22"));
 }
@@ -232,11 +216,11 @@ fn without_a_watch_there_is_no_thread_and_no_file() {
 #[test]
 fn a_process_that_has_moved_watches_its_new_gpu() {
     let watched = Watched::new();
-    let mut engine = watched.machine.start_with("engine", |command| {
+    let mut engine = watched.machine.engine_with("engine", |command| {
         command.env("VRAMCTL_WATCH", "64M").env("SIMGPU_DEVICES", "2");
     });
     watched.until(true);
-    let moved = watched.machine.command(common::command_line(), &["move", "engine", "--to", "1"]).env("SIMGPU_DEVICES", "2").output();
+    let moved = watched.machine.cli(&["move", "engine", "--to", "1"]).env("SIMGPU_DEVICES", "2").output();
     Ran::new(&moved.unwrap()).expect(0, "moved engine", "");
     let gauges = || -> Vec<_> {
         let files = fs::read_dir(format!("/proc/{}/fd", engine.pid())).unwrap();
@@ -260,6 +244,6 @@ assert cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4 << 
 time.sleep(0.2)
 ";
     let machine = Machine::new();
-    let mut command = machine.command(common::command_line(), &["run", "--no-python", "--", "python3", "-c", SCRIPT]);
-    Ran::new(&command.env("SIMGPU_END_MS", "300").output().unwrap()).expect(0, "", "");
+    let mut command = machine.cli(&["run", "--no-python", "--", "python3", "-c", SCRIPT]);
+    Ran::of(command.env("SIMGPU_END_MS", "300")).expect(0, "", "");
 }

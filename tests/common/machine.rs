@@ -1,6 +1,8 @@
-//! Real programs under the preloaded library on a simulated machine, and clients for them.
+//! A simulated machine: its GPUs and its socket directory, the programs that run on it under the preloaded library, the commands that run
+//! there, and clients for both.
 
 use serde_json::{Value, json};
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -8,90 +10,203 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use vramctl_control::descriptors::{self, Passed};
 
-/// A simulated machine, with a job on it.
+/// A simulated machine with a socket directory of its own.
 pub struct Machine {
     pub folder: tempfile::TempDir,
+    /// The memory of each GPU.
     pub memory: &'static str,
-    /// How many GPUs it has.
+    /// How many GPUs it has. Without any, it has no driver either.
     pub devices: u32,
+    /// The bytes of a process on a GPU apart from its allocations.
+    pub context_bytes: u64,
+    /// The memory of its engines: MiB of weights, and of the KV cache.
+    pub engine_mib: [u32; 2],
+}
+
+/// A command's arguments: words in a string, or a list of arguments that may contain spaces.
+pub trait Arguments {
+    fn arguments(&self) -> Vec<&str>;
+}
+
+impl Arguments for str {
+    fn arguments(&self) -> Vec<&str> {
+        self.split_whitespace().collect()
+    }
+}
+
+impl<A: Arguments + ?Sized> Arguments for &A {
+    fn arguments(&self) -> Vec<&str> {
+        (**self).arguments()
+    }
+}
+
+impl Arguments for String {
+    fn arguments(&self) -> Vec<&str> {
+        self.as_str().arguments()
+    }
+}
+
+impl<T: AsRef<str>> Arguments for [T] {
+    fn arguments(&self) -> Vec<&str> {
+        self.iter().map(AsRef::as_ref).collect()
+    }
+}
+
+impl<T: AsRef<str>> Arguments for Vec<T> {
+    fn arguments(&self) -> Vec<&str> {
+        self.as_slice().arguments()
+    }
+}
+
+impl<T: AsRef<str>, const N: usize> Arguments for [T; N] {
+    fn arguments(&self) -> Vec<&str> {
+        self.as_slice().arguments()
+    }
 }
 
 impl Machine {
     pub fn new() -> Self {
+        Self::with(1, "1G")
+    }
+
+    /// A machine with this many GPUs, of this much memory each.
+    pub fn with(devices: u32, memory: &'static str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
         DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
-        Self { folder, memory: "1G", devices: 1 }
+        Self { folder, memory, devices, context_bytes: 0, engine_mib: [8, 8] }
     }
 
-    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
+    /// A machine with neither a GPU nor a driver.
+    pub fn without_gpus() -> Self {
+        Self::with(0, "0")
+    }
+
+    /// A command on this machine, without the library and with nothing of the test's own settings.
+    pub fn command(&self, program: impl AsRef<OsStr>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program);
-        command.env_remove("LD_PRELOAD").env_remove("VRAMCTL_NAME").env_remove("VRAMCTL_JOB").args(arguments);
+        command.args(arguments).stdin(Stdio::null());
+        for (name, _) in std::env::vars_os() {
+            let is_setting = ["VRAMCTL_", "SIMGPU_"].iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()));
+            if is_setting || ["LD_PRELOAD", "PYTHONPATH", "XDG_RUNTIME_DIR"].iter().any(|known| name == **known) {
+                command.env_remove(name);
+            }
+        }
+        command.env("VRAMCTL_DIR", self.sockets());
+        if self.devices > 0 {
+            command
+                .env("LD_LIBRARY_PATH", super::simulated_libraries())
+                .env("SIMGPU_DIR", self.folder.path().join("gpu"))
+                .env("SIMGPU_MEMORY", self.memory)
+                .env("SIMGPU_DEVICES", self.devices.to_string())
+                .env("SIMGPU_CONTEXT_BYTES", self.context_bytes.to_string());
+        }
         command
-            .env("LD_LIBRARY_PATH", super::simulated_libraries())
-            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
-            .env("SIMGPU_MEMORY", self.memory)
-            .env("SIMGPU_DEVICES", self.devices.to_string())
-            .env("VRAMCTL_LIB", super::artifacts().join("libvramctl.so"))
-            .env("VRAMCTL_DIR", self.sockets());
-        command
     }
 
-    pub fn vramctl(&self, arguments: &str) -> Ran {
-        let arguments: Vec<_> = arguments.split_whitespace().collect();
-        Ran::new(&self.command(super::command_line(), &arguments).output().unwrap())
+    /// A command of the command line.
+    pub fn cli(&self, arguments: &(impl Arguments + ?Sized)) -> Command {
+        self.command(super::command_line(), &arguments.arguments())
     }
 
-    /// An engine under this name.
-    pub fn start_with(&self, name: &str, change: impl Fn(&mut Command)) -> Rank {
-        self.start(name, "engine", |command| {
-            command.args(["--weights-mib", "8", "--kv-mib", "8"]);
-            change(command);
-        })
+    /// Starts it in the background, for [`Ran::end_of`].
+    pub fn begin(&self, arguments: &(impl Arguments + ?Sized)) -> Child {
+        self.cli(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// A program of `tests/apps`.
-    pub fn start(&self, name: &str, program: &str, change: impl Fn(&mut Command)) -> Rank {
-        let mut command = self.command(super::command_line(), &["run", "--name", name, "--no-python", "--"]);
-        command.arg(super::programs().join(program)).stdin(Stdio::piped()).stdout(Stdio::piped());
+    /// Runs it.
+    pub fn vramctl(&self, arguments: &(impl Arguments + ?Sized)) -> Ran {
+        Ran::of(&mut self.cli(arguments))
+    }
+
+    /// Runs it, which must succeed. Returns everything that it wrote.
+    #[track_caller]
+    pub fn done(&self, arguments: &(impl Arguments + ?Sized)) -> String {
+        self.vramctl(arguments).expect(0, "", "").text()
+    }
+
+    /// Starts a program of `tests/apps`, or of another folder, with arguments, under the library.
+    pub fn start(&self, name: &str, program: &str) -> Program {
+        self.start_with(name, program, |_| ())
+    }
+
+    #[track_caller]
+    pub fn start_with(&self, name: &str, program: &str, change: impl FnOnce(&mut Command)) -> Program {
+        let mut words = program.split(' ');
+        let mut command = self.cli(&["run", "--name", name, "--no-python", "--"]);
+        command.arg(super::programs().join(words.next().unwrap())).args(words);
         change(&mut command);
-        let mut child = command.spawn().unwrap();
-        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut rank = Rank { child, input, output };
-        assert!(rank.line().starts_with("ready"));
-        rank
+        Program::ready(&mut command)
     }
 
-    pub fn job<const N: usize>(&self, name: &str) -> [Rank; N] {
+    /// Starts an engine under this name.
+    pub fn engine(&self, name: &str) -> Program {
+        self.engine_with(name, |_| ())
+    }
+
+    #[track_caller]
+    pub fn engine_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
+        let [weights, kv] = self.engine_mib;
+        self.start_with(name, &format!("engine --weights-mib {weights} --kv-mib {kv}"), change)
+    }
+
+    pub fn job<const N: usize>(&self, name: &str) -> [Program; N] {
         // One run, as ranks that are meant to belong together have.
-        std::array::from_fn(|_| self.start_with(name, |command| _ = command.env("VRAMCTL_JOB", format!("run-of-{name}"))))
+        std::array::from_fn(|_| self.engine_with(name, |command| _ = command.env("VRAMCTL_JOB", format!("run-of-{name}"))))
+    }
+
+    /// Starts a program without the library that fills a GPU with this much, besides a context.
+    pub fn hog(&self, gpu: u32, mib: u32) -> Program {
+        let mut command = self.command(super::programs().join("hog"), &["--seconds", "600"]);
+        let mut hog = Program::spawn(command.args(["--device", &gpu.to_string(), "--mib", &mib.to_string()]));
+        hog.expect("holding");
+        hog
+    }
+
+    /// Bytes in use on each GPU, and the processes that NVML lists there.
+    pub fn gpus(&self) -> Vec<(u64, usize)> {
+        let status = Ran::of(&mut self.command(super::artifacts().join("simgpu-smi"), &["--json"])).json();
+        let gpu = |gpu: &Value| (gpu["used"].as_u64().unwrap(), gpu["processes"].as_array().unwrap().len());
+        status["devices"].as_array().unwrap().iter().map(gpu).collect()
+    }
+
+    /// Bytes in use on the first GPU, by all processes.
+    pub fn used(&self) -> u64 {
+        self.gpus()[0].0
+    }
+
+    /// What `vramctl status` says of a process.
+    #[track_caller]
+    pub fn status(&self, name: &str) -> Value {
+        self.vramctl(&["status", name, "--json"]).expect(0, "", "").json()
     }
 
     pub fn sockets(&self) -> PathBuf {
         self.folder.path().join("sockets")
     }
 
-    pub fn socket_of(&self, rank: &Rank) -> PathBuf {
-        self.sockets().join(format!("{}.sock", rank.pid()))
+    /// The path of a process's socket.
+    pub fn socket(&self, pid: u32) -> PathBuf {
+        self.sockets().join(format!("{pid}.sock"))
     }
 
-    pub fn connect(&self, rank: &Rank) -> Wire {
+    pub fn connect(&self, program: &Program) -> Wire {
         // A deleted socket is created again within about a second.
-        let stream = super::patiently(|| UnixStream::connect(self.socket_of(rank))).unwrap();
+        let stream = super::patiently(|| UnixStream::connect(self.socket(program.pid()))).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(100))).unwrap();
         Wire(BufReader::new(stream))
     }
 
     /// The state of a process over all its tags.
-    pub fn state(&self, rank: &Rank) -> String {
+    pub fn state(&self, program: &Program) -> String {
         // Because of frequent polling it may have too many connections: then it refuses, or has already disconnected.
-        let told = super::patiently(|| match self.connect(rank).try_ask(&json!({"request": "status"})) {
+        let told = super::patiently(|| match self.connect(program).try_ask(&json!({"request": "status"})) {
             Ok(told) if told["code"] != "busy" => Ok(told),
             refused => Err(refused),
         })
@@ -103,7 +218,7 @@ impl Machine {
 
     /// Waits until all survivors are in the same state, with no transition in progress. Returns the state.
     #[track_caller]
-    pub fn settled(&self, ranks: &[&Rank]) -> String {
+    pub fn settled(&self, ranks: &[&Program]) -> String {
         let settled = super::patiently(|| {
             let states: Vec<_> = ranks.iter().map(|rank| self.state(rank)).collect();
             let is_settled = |state: &String| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str());
@@ -125,6 +240,19 @@ impl Ran {
     pub fn new(output: &Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
         Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+    }
+
+    pub fn of(command: &mut Command) -> Self {
+        Self::new(&command.output().unwrap())
+    }
+
+    pub fn end_of(command: Child) -> Self {
+        Self::new(&command.wait_with_output().unwrap())
+    }
+
+    /// All that it wrote.
+    pub fn text(&self) -> String {
+        format!("{}{}", self.out, self.err)
     }
 
     #[track_caller]
@@ -153,14 +281,27 @@ impl Ran {
     }
 }
 
-/// A process of a job.
-pub struct Rank {
+/// A program on the machine, which has a pipe at each end.
+pub struct Program {
     pub child: Child,
-    pub input: ChildStdin,
     pub output: BufReader<ChildStdout>,
 }
 
-impl Rank {
+impl Program {
+    pub fn spawn(command: &mut Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self { child, output }
+    }
+
+    /// Waits until it is ready.
+    #[track_caller]
+    pub fn ready(command: &mut Command) -> Self {
+        let mut program = Self::spawn(command);
+        program.expect("ready");
+        program
+    }
+
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -171,10 +312,18 @@ impl Rank {
         line.trim().to_owned()
     }
 
+    /// Its next line, which must begin with this.
+    #[track_caller]
+    pub fn expect(&mut self, beginning: &str) -> String {
+        let line = self.line();
+        assert!(line.starts_with(beginning), "{beginning:?} does not begin {line:?}");
+        line
+    }
+
     /// Sends it a line. A program that cannot read the line has ended: its last words tell why.
     #[track_caller]
     pub fn tell(&mut self, line: &str) {
-        if let Err(error) = writeln!(self.input, "{line}") {
+        if let Err(error) = writeln!(self.child.stdin.as_mut().unwrap(), "{line}") {
             let (ended, mut said) = (self.child.wait(), Vec::new());
             let _ = self.output.read_to_end(&mut said);
             let said = String::from_utf8_lossy(&said);
@@ -188,6 +337,12 @@ impl Rank {
         self.line()
     }
 
+    #[track_caller]
+    pub fn number(&mut self, line: &str) -> u64 {
+        let answer = self.ask(line);
+        answer.parse().unwrap_or_else(|_| panic!("{line}: {answer}"))
+    }
+
     /// Checks that its memory is as the program left it.
     #[track_caller]
     pub fn verify(&mut self) {
@@ -198,9 +353,31 @@ impl Rank {
     pub fn signal(&self, signal: libc::c_int) {
         assert_eq!(unsafe { libc::kill(self.pid() as i32, signal) }, 0);
     }
+
+    /// The names of its threads.
+    pub fn threads(&self) -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok()).map(|name| name.trim().to_owned()).collect()
+    }
+
+    /// Closes its input, at which it must end by itself.
+    #[track_caller]
+    pub fn end(mut self) {
+        drop(self.child.stdin.take());
+        let mut rest = String::new();
+        self.output.read_to_string(&mut rest).unwrap();
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "{status}: {rest}");
+        assert!(rest.trim().is_empty() || rest.trim().ends_with("ok") || rest.contains("bye"), "{rest}");
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
 }
 
-impl Drop for Rank {
+impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -1,12 +1,8 @@
 //! Programs that share memory by CUDA IPC, under the preloaded library on a simulated machine.
 
-use super::machine::Wire;
-use super::{artifacts, simulated_libraries};
-use serde_json::Value;
-use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use super::machine::{Machine, Program};
+use serde_json::{Value, json};
+use std::process::Command;
 
 /// What each process runs: it evaluates one expression per line.
 pub const PROGRAM: &str = r#"
@@ -112,153 +108,53 @@ pub const MIB: u64 = 1 << 20;
 /// The size of the library's pieces of physical memory in debug builds.
 pub const PIECE: u64 = 32 * MIB;
 
-pub struct Machine(pub tempfile::TempDir);
-
 impl Machine {
-    pub fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self(folder)
+    /// Two GPUs of 512 MiB.
+    pub fn pair() -> Self {
+        Self::with(2, "512M")
     }
 
-    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new(program);
-        command
-            .env_remove("LD_PRELOAD")
-            .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("SIMGPU_DIR", self.0.path().join("gpu"))
-            .env("SIMGPU_MEMORY", "512M")
-            .env("SIMGPU_DEVICES", "2")
-            .env("VRAMCTL_DIR", self.0.path().join("sockets"))
-            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
-        command
+    /// Starts a process of [`PROGRAM`].
+    pub fn python(&self, name: &str) -> Program {
+        self.python_with(name, |_| ())
     }
 
-    pub fn start(&self, name: &str) -> Program {
-        self.start_with(name, |_| ())
+    #[track_caller]
+    pub fn python_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
+        let mut command = self.cli(&["run", "--name", name, "--", "python3", "-c", PROGRAM]);
+        // Programs of one name belong together.
+        change(command.env("VRAMCTL_JOB", format!("run-of-{name}")));
+        Program::ready(&mut command)
     }
 
     /// An owner with 4 MiB, another process, the memory's address in the owner, and its handle.
     pub fn sharing(&self) -> (Program, Program, u64, String) {
-        let (mut owner, other) = (self.start("owner"), self.start("other"));
+        let (mut owner, other) = (self.python("owner"), self.python("other"));
         let pointer = owner.number(&format!("malloc({})", 4 * MIB));
         let handle = owner.ask(&format!("get({pointer})"));
         (owner, other, pointer, handle)
     }
 
-    pub fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
-        let mut command = self.command(super::command_line());
-        // Programs of one name belong together.
-        command.env("VRAMCTL_JOB", format!("run-of-{name}")).args(["run", "--name", name, "--", "python3", "-c", PROGRAM]);
-        change(&mut command);
-        Program::spawn(&mut command)
-    }
-
-    pub fn ask(&self, arguments: &[&str]) -> Output {
-        self.command(super::command_line()).args(arguments).output().unwrap()
-    }
-
-    pub fn done(&self, arguments: &[&str]) -> String {
-        let output = self.ask(arguments);
-        let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "vramctl {arguments:?}: {text}");
-        text
-    }
-
     /// A pause that must be refused because another process has the memory open.
-    pub fn refused(&self, target: &str, by: &Program) {
-        let output = self.ask(&["pause", "--pid", target]);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(5), "{text}");
-        assert!(text.contains(&format!("pid {} (python3", by.child.id())) && text.contains("default"), "{text}");
-    }
-
-    pub fn used(&self) -> u64 {
-        let output = self.command(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
-        serde_json::from_slice::<Value>(&output.stdout).unwrap()["devices"][0]["used"].as_u64().unwrap()
-    }
-}
-
-pub struct Program {
-    pub child: Child,
-    pub output: BufReader<ChildStdout>,
-}
-
-impl Program {
-    pub fn spawn(command: &mut Command) -> Self {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut program = Self { child, output };
-        assert_eq!(program.line(), "ready");
-        program
-    }
-
-    pub fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-
-    pub fn ask(&mut self, expression: &str) -> String {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{expression}").unwrap();
-        self.line()
-    }
-
-    pub fn number(&mut self, expression: &str) -> u64 {
-        let answer = self.ask(expression);
-        answer.parse().unwrap_or_else(|_| panic!("{expression}: {answer}"))
-    }
-
-    pub fn pid(&self) -> String {
-        self.child.id().to_string()
-    }
-
-    pub fn end(mut self) {
-        drop(self.child.stdin.take());
-        assert!(self.child.wait().unwrap().success());
-    }
-
-    pub fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Machine {
-    fn connect(&self, process: &Program) -> UnixStream {
-        UnixStream::connect(self.0.path().join("sockets").join(format!("{}.sock", process.pid()))).unwrap()
-    }
-
-    /// What a client sends for one process of several.
-    pub fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
-        let partners: Vec<_> = partners.iter().map(|partner| partner.child.id()).collect();
-        let hold = if verb == "pause" { 60_000 } else { 0 };
-        let mut request = serde_json::json!({ "version": 1, "request": verb, "partners": partners });
-        if hold > 0 {
-            request["hold_ms"] = hold.into();
-        }
-        self.answer(process, &request)
+    #[track_caller]
+    pub fn refused(&self, owner: &Program, by: &Program) {
+        let ran = self.vramctl(&format!("pause --pid {}", owner.pid())).expect(5, "", &format!("pid {} (python3", by.pid()));
+        ran.has(5, "", "default");
     }
 
     /// The answer to one request.
     pub fn answer(&self, process: &Program, request: &Value) -> Value {
-        let mut socket = self.connect(process);
-        writeln!(socket, "{request}").unwrap();
-        let mut line = String::new();
-        BufReader::new(socket).read_line(&mut line).unwrap();
-        serde_json::from_str(&line).unwrap()
+        self.connect(process).ask(request)
     }
 
-    /// A connection for requests that follow each other.
-    pub fn wire(&self, process: &Program) -> Wire {
-        Wire(BufReader::new(self.connect(process)))
+    /// What a client sends for one process of several.
+    pub fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
+        let partners: Vec<_> = partners.iter().map(|partner| partner.pid()).collect();
+        let mut request = json!({ "request": verb, "partners": partners });
+        if verb == "pause" {
+            request["hold_ms"] = 60_000.into();
+        }
+        self.answer(process, &request)
     }
 
     pub fn both(&self, verb: &str, one: &Program, two: &Program) {
