@@ -312,6 +312,7 @@ impl Checkpoint {
             is_whole: self.is_whole && jobs.len() == 1 && !jobs.contains(&None),
             ticket: None,
             engines: None,
+            nodes: None,
         }
         .run(observer);
         patience.spend(report.waited);

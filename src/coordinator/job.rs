@@ -15,15 +15,16 @@
 
 use crate::Observer;
 use crate::engine::Engines;
+use crate::nodes::{Aborted, Participant, Step};
 use crate::processes::Found;
 use crate::queue::{Place, Ticket};
 use crate::retry::{FIRST_DRAIN, Limits, Retry, TURN_WITHIN, kind};
 use crate::shared::{self, Borrower};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
@@ -50,6 +51,8 @@ pub struct Job<'a> {
     pub ticket: Option<Ticket>,
     /// The inference engines that must have no requests when the memory is released, and until when to try again if one has got a request.
     pub engines: Option<(&'a Engines, Option<Instant>)>,
+    /// If the job has ranks on other nodes, which take part in the same attempt. Further attempts are made there.
+    pub nodes: Option<Arc<Participant>>,
 }
 
 /// A process of a job.
@@ -89,19 +92,6 @@ pub struct JobReport {
 const LEASE: Duration = Duration::from_secs(5);
 /// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
-/// The points at which the processes wait for each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
-    /// The processes that had to wait for memory have it.
-    Early,
-    /// All gates are closed; only then does it make sense to wait for work.
-    Held,
-    /// No device has work any more; only then does it make sense to copy contents.
-    Drained,
-    /// Every step that can fail is done.
-    Prepared,
-}
-
 impl Job<'_> {
     /// Pauses or resumes all of them, or none.
     pub fn run(mut self, observer: &dyn Observer) -> JobReport {
@@ -112,12 +102,19 @@ impl Job<'_> {
             Err(refusal) => return self.refused(&refusal, begun),
         };
         let (mut attempts, mut next_drain, mut early) = (0, FIRST_DRAIN, BTreeSet::new());
+        let terms = self.nodes.as_ref().map(|nodes| nodes.terms().clone());
+        if terms.as_ref().is_some_and(|terms| terms.early) {
+            early.extend(0..self.ranks.len());
+        }
         loop {
             attempts += 1;
-            let drain_within = limits.drain_within(next_drain, self.ranks.len() + self.borrowers.iter().flatten().count());
+            let drain_within = match &terms {
+                Some(terms) => terms.drain,
+                None => limits.drain_within(next_drain, self.ranks.len() + self.borrowers.iter().flatten().count()),
+            };
             let done = self.attempt(&limits, drain_within, &early, observer);
             let rest = a_little();
-            let retry = if done.committed { None } else { self.retry(&done, &limits, rest) };
+            let retry = if done.committed || terms.is_some() { None } else { self.retry(&done, &limits, rest) };
             let Some(retry) = retry else { return self.report(done, attempts, begun) };
             match retry {
                 Retry::Memory => {
@@ -177,19 +174,14 @@ impl Job<'_> {
         let borrowers = self.borrowers.iter().flatten().map(|one| self.borrower(one));
         let ranks: Vec<_> = self.ranks.iter().cloned().chain(borrowers).collect();
         match Decision::create() {
-            Ok((decision, file)) => Attempt {
-                job: self,
-                ranks,
-                begun: limits.begun,
-                drain_within,
-                early,
-                decision,
-                file,
-                gathering: Mutex::default(),
-                changed: Condvar::new(),
-                observer,
+            Ok((decision, file)) => {
+                let decision = Arc::new(decision);
+                if let Some(nodes) = &self.nodes {
+                    nodes.decides(Arc::clone(&decision));
+                }
+                let (gathering, changed) = (Mutex::default(), Condvar::new());
+                Attempt { job: self, ranks, begun: limits.begun, drain_within, early, decision, file, gathering, changed, observer }.run()
             }
-            .run(),
             Err(error) => {
                 let results = ranks.iter().map(|rank| Err(failed(rank.pid, error.kind().into()))).collect();
                 Attempted { results, committed: false, objected: false, drained: None }
@@ -256,7 +248,7 @@ struct Attempt<'a> {
     drain_within: Duration,
     /// The members that have to wait for memory.
     early: &'a BTreeSet<usize>,
-    decision: Decision,
+    decision: Arc<Decision>,
     /// The decision's descriptor, for the processes.
     file: OwnedFd,
     gathering: Mutex<Gathering>,
@@ -286,7 +278,7 @@ impl Attempted {
 #[derive(Default)]
 struct Gathering {
     /// How many members have reached each step.
-    arrived: [usize; 4],
+    arrived: BTreeMap<Step, usize>,
     /// How many members' work has ended; the last one asks the engines.
     drained: usize,
     /// When the last one's had.
@@ -307,6 +299,13 @@ enum Stop {
 impl From<ClientError> for Stop {
     fn from(error: ClientError) -> Self {
         Self::Failed(error)
+    }
+}
+
+/// Those on other nodes could not.
+impl From<Aborted> for Stop {
+    fn from(_: Aborted) -> Self {
+        Self::Others
     }
 }
 
@@ -336,7 +335,9 @@ impl Attempt<'_> {
         let done = self.prepare_and_commit(member);
         self.observer.disconnected(self.ranks[member].pid);
         // If it is committed, this process does not answer, but the others are done.
-        if let Err(Stop::Failed(_)) = done {
+        if let Err(Stop::Failed(_)) = done
+            && self.job.nodes.as_ref().is_none_or(Participant::may_abort)
+        {
             // Locked, so that whoever learns that it is aborted also learns by whom.
             let mut gathering = self.gathering();
             if self.decision.abort() {
@@ -443,17 +444,20 @@ impl Attempt<'_> {
     fn meet(&self, step: Step, mut client: Option<&mut Client>) -> Result<(), Stop> {
         /// How often to check whether the process has ended while it waits for the others.
         const LOOK_EVERY: Duration = Duration::from_millis(50);
-        let mut gathering = self.gathering();
-        gathering.arrived[step as usize] += 1;
-        self.changed.notify_all();
+        let nodes = self.job.nodes.as_ref().filter(|_| step > Step::Early);
+        if self.arrive(step) == self.ranks.len() {
+            nodes.map_or(Ok(()), |nodes| nodes.reach(step))?;
+        }
         let mut renewed = Instant::now();
-        while gathering.arrived[step as usize] < self.ranks.len() {
-            if gathering.failed.is_some() {
-                return Err(Stop::Others);
+        loop {
+            if self.waits(step, LOOK_EVERY)? {
+                // The ranks here have arrived.
+                match nodes {
+                    Some(nodes) if !nodes.may_go_on(step, LOOK_EVERY)? => (),
+                    _ => return Ok(()),
+                }
             }
-            gathering = self.changed.wait_timeout(gathering, LOOK_EVERY).unpoisoned().0;
             let Some(client) = &mut client else { continue };
-            drop(gathering);
             if let Some(error) = client.unasked() {
                 return Err(error.into());
             }
@@ -461,9 +465,29 @@ impl Attempt<'_> {
                 client.renew();
                 renewed = Instant::now();
             }
-            gathering = self.gathering();
         }
-        Ok(())
+    }
+
+    /// A member has reached the step. Returns how many have.
+    fn arrive(&self, step: Step) -> usize {
+        let mut gathering = self.gathering();
+        let arrived = gathering.arrived.entry(step).or_default();
+        *arrived += 1;
+        let arrived = *arrived;
+        self.changed.notify_all();
+        arrived
+    }
+
+    /// Waits a moment for all members to reach the step. Returns whether they have.
+    fn waits(&self, step: Step, moment: Duration) -> Result<bool, Stop> {
+        let have = |gathering: &Gathering| gathering.arrived.get(&step) == Some(&self.ranks.len());
+        let is_open = |gathering: &mut Gathering| !have(gathering) && gathering.failed.is_none();
+        let gathering = self.changed.wait_timeout_while(self.gathering(), moment, is_open).unpoisoned().0;
+        match gathering.failed {
+            _ if have(&gathering) && self.job.nodes.is_none() => Ok(true),
+            Some(_) => Err(Stop::Others),
+            None => Ok(have(&gathering)),
+        }
     }
 
     /// Why a process has refused a step: it may have noticed that another one failed, and given up.

@@ -12,6 +12,7 @@ mod job;
 mod lock;
 pub mod machine;
 pub mod nccl;
+pub mod nodes;
 mod observer;
 pub mod operation;
 pub mod outcome;

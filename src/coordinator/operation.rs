@@ -3,8 +3,10 @@
 use crate::engine;
 use crate::failure::CommandError;
 use crate::machine::Machine;
+use crate::nodes::Participant;
 use crate::processes::{Found, Target};
 use crate::retry::Deadline;
+use std::sync::Arc;
 use std::time::Duration;
 use vramctl_model::{Error, Policy, Registered, TransitionRequest, Verb};
 
@@ -28,6 +30,8 @@ pub struct Operation {
     pub deadline: Deadline,
     /// Pause only: how.
     pub pause: PauseOptions,
+    /// If the job has ranks on other nodes: how those here take part.
+    pub nodes: Option<Arc<Participant>>,
 }
 
 /// Which memory.

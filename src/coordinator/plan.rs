@@ -92,7 +92,9 @@ impl Plan {
         let gpus = found.keep_on(operation.gpus())?;
         // GPUs choose processes, too.
         let target = if gpus.is_empty() { target } else { target.or_all() };
-        let members = found.choose_answering(&target).and_then(|chosen| members(verb, chosen, &tags)).map_err(|failure| {
+        // The ranks of other nodes may have the tags that those here lack.
+        let known = |chosen| if operation.nodes.is_none() { members(verb, chosen, &tags) } else { Ok(any_members(verb, chosen, &tags)) };
+        let members = found.choose_answering(&target).and_then(known).map_err(|failure| {
             let meant = found.taken_for_tag(verb.name(), &tags);
             if matches!(failure.exit(), Exit::UnknownTag | Exit::Usage) { failure.adding(&meant.unwrap_or_default()) } else { failure }
         })?;
@@ -127,6 +129,9 @@ impl Plan {
             Verb::Pause => without_borrowers(plan.jobs()),
             Verb::Resume => plan.joining_those_that_wait(plan.jobs()),
         };
+        if plan.operation.nodes.is_some() && plan.groups.len() != 1 {
+            return Err(CommandError::new(Exit::Usage, "only one job can be asked together with its ranks on other nodes: name it"));
+        }
         if plan.request.hold.is_some() {
             plan.operation.pause.check_not_held(plan.held())?;
         }
@@ -149,7 +154,7 @@ impl Plan {
         // A process with none of the tags may have memory of the others open: it is held and resumed with them.
         let all_take_part = self.request.tags.is_empty() || self.operation.verb == Verb::Resume || self.request.hold.is_some();
         let part = |mut places: Vec<usize>| {
-            let any = places.iter().any(is_asked);
+            let any = self.operation.nodes.is_some() || places.iter().any(is_asked);
             places.retain(|place| any && (all_take_part || is_asked(place)));
             places
         };
@@ -300,6 +305,7 @@ impl Plan {
             is_whole: self.is_whole && jobs.len() == 1,
             ticket: Some(self.ticket(who, members())),
             engines: consent.engines.as_ref().map(|engines| (engines, deadline.at())),
+            nodes: self.operation.nodes.clone(),
         }
         .run(observer)
     }
@@ -474,7 +480,11 @@ fn members(verb: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec<M
     if !unknown.is_empty() {
         return Err(CommandError::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
     }
-    Ok(processes.into_iter().map(|process| Member::new(verb, process, tags)).collect())
+    Ok(any_members(verb, processes, tags))
+}
+
+fn any_members(verb: Verb, processes: Vec<Process>, tags: &[String]) -> Vec<Member> {
+    processes.into_iter().map(|process| Member::new(verb, process, tags)).collect()
 }
 
 impl Member {

@@ -79,6 +79,7 @@ impl Args {
         let target = self.target.or_words(&self.processes);
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
         let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), ..PauseOptions::default() };
-        Operation { machine: &ThisMachine, verb: Verb::Pause, target, scope, ranks: self.ranks, deadline: Deadline::new(None), pause }
+        let deadline = Deadline::new(None);
+        Operation { machine: &ThisMachine, verb: Verb::Pause, target, scope, ranks: self.ranks, deadline, pause, nodes: None }
     }
 }

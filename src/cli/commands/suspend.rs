@@ -135,6 +135,7 @@ impl Args {
             ranks: self.ranks,
             deadline: Deadline::new(None),
             pause,
+            nodes: None,
         }
     }
 }

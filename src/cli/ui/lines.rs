@@ -8,6 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::thread;
 use vramctl_coordinator::Observer;
+use vramctl_coordinator::nodes::Step;
+use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
 use vramctl_host::Unpoison;
 use vramctl_model::Progress;
@@ -28,6 +30,27 @@ impl Lines {
     /// `progress`: whether to tell of it.
     pub fn new(progress: bool, left_behind: LeftBehind) -> Self {
         Self { connections: Connections::default(), progress, left_behind: Mutex::new(Some(left_behind)) }
+    }
+
+    /// The ranks of this node have got this far, and wait for those of others.
+    pub fn reached(step: Step) {
+        let step = match step {
+            Step::Found => "found",
+            Step::Early => "early",
+            Step::Held => "held",
+            Step::Drained => "drained",
+            Step::Prepared => "prepared",
+        };
+        tell(&json!({ "reply": "reached", "step": step }));
+    }
+
+    /// The ranks of this node that take part.
+    pub fn found<'a>(processes: impl Iterator<Item = &'a Process>) {
+        let process = |one: &Process| {
+            let tags: Vec<_> = one.tags().iter().map(|tag| &tag.tag).collect();
+            json!({ "pid": one.pid, "name": one.name(), "tags": tags })
+        };
+        tell(&json!({ "reply": "found", "processes": processes.map(process).collect::<Vec<_>>() }));
     }
 
     /// From now on, a cancellation answers this.

@@ -12,10 +12,12 @@ use std::io::{self, BufRead};
 use std::sync::Arc;
 use std::{process, thread};
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::nodes::{Aborted, Participant, Word};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::plan::{Consent, Left};
 use vramctl_coordinator::processes::{Found, Process, Target};
-use vramctl_coordinator::{Move, Outcome, Plan, Suspend};
+use vramctl_coordinator::{Move, Operation, Outcome, Plan, Suspend};
+use vramctl_model::Error;
 
 #[derive(clap::Args)]
 #[command(after_help = "Runs one operation for a program: docs/protocol.md, \"For programs\".")]
@@ -38,16 +40,20 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
     let progress = request.as_ref().is_ok_and(Request::wants_progress);
     let is_detached = request.as_ref().is_ok_and(Request::is_detached);
     let lines = Arc::new(Lines::new(progress, Box::new(|| cancelled(Some(false), &[]))));
-    let cancelling = Arc::clone(&lines);
+    let nodes = request.as_ref().ok().and_then(Request::participant);
+    let (cancelling, listening) = (Arc::clone(&lines), nodes.clone());
     thread::spawn(move || {
-        // Another line says the same as the end: the program may have forked, and its child keeps the pipe open.
-        let has_ended = io::stdin().lock().read_line(&mut String::new()).is_ok_and(|length| length == 0);
-        if !(has_ended && is_detached) {
+        let is_cancelled = match listening {
+            Some(nodes) => listen(&nodes),
+            // Another line says the same as the end: the program may have forked, and its child keeps the pipe open.
+            None => !(next_line().is_empty() && is_detached),
+        };
+        if is_cancelled {
             cancelling.cancel();
             process::exit(i32::from(Exit::Failed as u8));
         }
     });
-    let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(&lines));
+    let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
     let (outcome, exit) = match answer {
         Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
         Ok(Answer::Tags(outcome)) => told(&outcome, |one| process_json(one, None)),
@@ -62,6 +68,26 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
     Ok(exit)
 }
 
+/// Passes on what the coordinator of the nodes says, until it says nothing any more. Returns whether that cancels the operation.
+fn listen(nodes: &Arc<Participant>) -> bool {
+    loop {
+        match next_line().trim() {
+            "renew" => nodes.hear(Word::Renew),
+            "go" => nodes.hear(Word::Go),
+            "commit" => nodes.hear(Word::Commit),
+            "abort" => nodes.hear(Word::Abort),
+            _ => return nodes.hang_up(),
+        }
+    }
+}
+
+/// The next line of stdin. Empty at its end.
+fn next_line() -> String {
+    let mut line = String::new();
+    _ = io::stdin().lock().read_line(&mut line);
+    line
+}
+
 /// A failure, and whether what was asked for is done all the same; `None` if that is not known, or only a part of it is.
 type Failed = (CommandError, Option<bool>);
 
@@ -71,15 +97,18 @@ fn unchanged(failure: CommandError) -> Failed {
 }
 
 impl Request {
-    fn run(self, lines: &Arc<Lines>) -> Result<Answer, Failed> {
+    fn run(self, nodes: Option<Arc<Participant>>, lines: &Arc<Lines>) -> Result<Answer, Failed> {
         match self {
             Self::Pause(pause) => {
-                let plan = Plan::make(pause.operation().map_err(unchanged)?, &**lines).map_err(unchanged)?;
+                let operation = Operation { nodes, ..pause.operation().map_err(unchanged)? };
+                let plan = Plan::make(operation, &**lines).map_err(unchanged)?;
+                begin(&plan).map_err(unchanged)?;
                 let consent = plan.consent(&**lines).map_err(unchanged)?;
                 Ok(transition(plan, &consent, lines))
             }
             Self::Resume(resume) => {
-                let plan = Plan::make(resume.operation(), &**lines).map_err(unchanged)?;
+                let plan = Plan::make(Operation { nodes, ..resume.operation() }, &**lines).map_err(unchanged)?;
+                begin(&plan).map_err(unchanged)?;
                 // It may have brought some processes back to their GPUs, and others not.
                 lines.leaves(|| cancelled(None, &[]));
                 let plan = plan.bring_back(&**lines).map_err(|failure| (failure, None))?;
@@ -103,6 +132,13 @@ impl Request {
             Self::Gpus(Nothing {}) => gpus::ledgers().map(Answer::Found).map_err(unchanged),
         }
     }
+}
+
+/// If the job has ranks on other nodes, waits until all may begin.
+fn begin(plan: &Plan) -> Result<(), CommandError> {
+    let Some(nodes) = &plan.operation().nodes else { return Ok(()) };
+    Lines::found(plan.taking_part().into_iter().filter_map(|pid| plan.process(pid)));
+    nodes.begin().map_err(|Aborted| CommandError::from(&Error::Aborted("the ranks on other nodes could not begin".into())))
 }
 
 fn transition(plan: Plan, consent: &Consent, lines: &Arc<Lines>) -> Answer {

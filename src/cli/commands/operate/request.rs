@@ -1,13 +1,16 @@
 //! The request of a program, and the operation that it asks for.
 
 use crate::commands::transition::engine_key;
+use crate::ui::lines::Lines;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::env;
+use std::sync::Arc;
 use std::time::Duration;
 use vramctl_coordinator::engine::{Addresses, checked_address};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::machine::ThisMachine;
+use vramctl_coordinator::nodes::{Participant, Terms};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
@@ -49,6 +52,7 @@ pub struct Pause {
     timeout_ms: Option<u64>,
     waiting: Option<u32>,
     progress: bool,
+    node: Option<Node>,
 }
 
 impl Default for Pause {
@@ -70,6 +74,7 @@ impl Default for Pause {
             timeout_ms: None,
             waiting: None,
             progress: false,
+            node: None,
         }
     }
 }
@@ -84,6 +89,19 @@ pub struct Resume {
     timeout_ms: Option<u64>,
     detached: bool,
     progress: bool,
+    node: Option<Node>,
+}
+
+/// The job has ranks on other nodes: how those of this one take part in one attempt.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Node {
+    #[serde(default)]
+    drain_ms: u64,
+    #[serde(default)]
+    early: bool,
+    lease_ms: u64,
+    record: Vec<String>,
 }
 
 #[derive(Deserialize, Default)]
@@ -163,6 +181,14 @@ impl Request {
         matches!(self, Self::Resume(Resume { detached: true, .. }))
     }
 
+    /// The participant in an attempt over several nodes, if it is one.
+    pub fn participant(&self) -> Option<Arc<Participant>> {
+        let (Self::Pause(Pause { node, .. }) | Self::Resume(Resume { node, .. })) = self else { return None };
+        let Node { drain_ms, early, lease_ms, record } = node.as_ref()?;
+        let terms = Terms { drain: time(*drain_ms), early: *early, lease: time(*lease_ms), record: record.clone() };
+        Some(Arc::new(Participant::new(terms, Lines::reached)))
+    }
+
     /// Whether to tell of progress.
     pub fn wants_progress(&self) -> bool {
         matches!(self, Self::Pause(Pause { progress: true, .. }) | Self::Resume(Resume { progress: true, .. }))
@@ -236,7 +262,7 @@ fn engines_of_environment() -> Vec<String> {
 
 fn operation(verb: Verb, target: Who, scope: Scope, ranks: Option<usize>, timeout_ms: Option<u64>, pause: PauseOptions) -> Operation {
     let deadline = Deadline::new(timeout_ms.map(time));
-    Operation { machine: &ThisMachine, verb, target: Target::from(target), scope, ranks, deadline, pause }
+    Operation { machine: &ThisMachine, verb, target: Target::from(target), scope, ranks, deadline, pause, nodes: None }
 }
 
 fn hold(ms: Option<u64>) -> Hold {

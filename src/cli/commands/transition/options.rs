@@ -175,7 +175,8 @@ impl Args {
     /// The operation that they ask for.
     fn operation(&self, verb: Verb, deadline: Deadline, pause: PauseOptions) -> Operation {
         let scope = Scope::Tags { words: self.words.clone(), may_name: true, gpus: self.gpu.gpu.clone() };
-        Operation { machine: &ThisMachine, verb, target: Target::from(self.target.clone()), scope, ranks: self.ranks, deadline, pause }
+        let target = Target::from(self.target.clone());
+        Operation { machine: &ThisMachine, verb, target, scope, ranks: self.ranks, deadline, pause, nodes: None }
     }
 }
 
