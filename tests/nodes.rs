@@ -60,7 +60,7 @@ impl Nodes {
             for one in &mut both {
                 one.say("abort");
             }
-            assert!(attempt < 20, "they do not align");
+            assert!(attempt < 300, "they do not align");
         }
     }
 
@@ -131,7 +131,7 @@ struct Participant {
 impl Participant {
     fn new(machine: &Machine, place: usize, operation: &str, lease_ms: u64, record: &Path) -> Self {
         let set_once = format!("set -C; (echo abort > {0}) 2>&-; cat {0}", record.display());
-        let node_fields = json!({"drain_ms": 500, "lease_ms": lease_ms, "record": ["sh", "-c", set_once]});
+        let node_fields = json!({"drain_ms": 100, "lease_ms": lease_ms, "record": ["sh", "-c", set_once]});
         let request = json!({"version": 1, "operation": operation, "target": {"name": "ring"}, "ranks": 0, "node": node_fields});
         let mut command = machine.command(command_line(), &["operate"]);
         let mut child = command.env("VRAMCTL_DIR", node(machine, place)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
