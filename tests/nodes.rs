@@ -4,8 +4,8 @@
 
 mod common;
 
-use common::machine::{Machine, Rank};
-use common::{command_line, eventually};
+use common::eventually;
+use common::machine::{Machine, Program};
 use serde_json::{Value, json};
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader, Write};
@@ -17,7 +17,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 struct Nodes {
     machine: Machine,
     /// Those of a node beside each other.
-    ranks: [Rank; 4],
+    ranks: [Program; 4],
 }
 
 impl Nodes {
@@ -30,7 +30,8 @@ impl Nodes {
                 DirBuilder::new().mode(0o700).create(&node).unwrap();
             }
             let arguments = ["rank", "1", &place.to_string(), "4"];
-            machine.start("ring", "torture", |command| _ = command.args(arguments).env("VRAMCTL_DIR", &node).env("VRAMCTL_JOB", "ring"))
+            machine
+                .start_with("ring", "torture", |command| _ = command.args(arguments).env("VRAMCTL_DIR", &node).env("VRAMCTL_JOB", "ring"))
         });
         Self { machine, ranks }
     }
@@ -74,7 +75,7 @@ impl Nodes {
         states.remove(0)
     }
 
-    fn state(&self, place: usize, rank: &Rank) -> String {
+    fn state(&self, place: usize, rank: &Program) -> String {
         let status = run(&self.machine, place / 2, &json!({"version": 1, "operation": "status", "target": "all"}));
         let of_rank =
             status["processes"].as_array().unwrap().iter().find(|one| one["pid"] == rank.pid()).unwrap_or_else(|| panic!("{status}"));
@@ -84,7 +85,7 @@ impl Nodes {
 
     /// They compute on, and together.
     fn go_on(&mut self) {
-        let rounds = |rank: &mut Rank| rank.ask("progress").split(' ').next().unwrap().parse::<u64>().unwrap();
+        let rounds = |rank: &mut Program| rank.ask("progress").split(' ').next().unwrap().parse::<u64>().unwrap();
         let before = self.ranks.each_mut().map(rounds);
         eventually("all go on", || self.ranks.each_mut().map(rounds).iter().zip(before).all(|(now, before)| *now > before));
     }
@@ -97,7 +98,7 @@ fn node(machine: &Machine, place: usize) -> PathBuf {
 }
 
 fn run(machine: &Machine, place: usize, request: &Value) -> Value {
-    let mut command = machine.command(command_line(), &["operate"]);
+    let mut command = machine.cli("operate");
     let mut child = command.env("VRAMCTL_DIR", node(machine, place)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     writeln!(stdin, "{request}").unwrap();
@@ -133,7 +134,7 @@ impl Participant {
         let set_once = format!("set -C; (echo abort > {0}) 2>&-; cat {0}", record.display());
         let node_fields = json!({"drain_ms": 100, "lease_ms": lease_ms, "record": ["sh", "-c", set_once]});
         let request = json!({"version": 1, "operation": operation, "target": {"name": "ring"}, "ranks": 0, "node": node_fields});
-        let mut command = machine.command(command_line(), &["operate"]);
+        let mut command = machine.cli("operate");
         let mut child = command.env("VRAMCTL_DIR", node(machine, place)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (stdin, stdout) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
         let mut participant = Self { child, stdin, stdout, step: String::new(), ended: None };
