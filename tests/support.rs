@@ -129,3 +129,26 @@ fn doctor_dry_run_status_and_the_page_agree() {
         rank.verify();
     }
 }
+
+/// How much there is, how much a pause would take, and how much it takes.
+#[test]
+fn doctor_dry_run_status_and_the_pause_tell_the_same_numbers() {
+    const CAP: u64 = 64 << 20;
+    let machine = Machine::new();
+    let capped = |command: &mut std::process::Command| _ = command.env("VRAMCTL_HOST_CAP", "64M");
+    let mut engine = machine.start_with("engine", capped);
+    let cap = ("VRAMCTL_HOST_CAP", "64M");
+    let json = |line: &str| serde_json::from_str::<Value>(&told(&machine, cap, line).1).unwrap();
+    let (doctor, plan, status) = (json("doctor --json"), json("pause engine --dry-run --json"), json("status engine --json"));
+    let check = |name: &str| doctor["checks"].as_array().unwrap().iter().find(|check| check["check"] == name).unwrap()["data"].clone();
+    let (plan, status) = (&plan["processes"][0]["plan"], &status["processes"][0]);
+    assert_eq!((check("host memory")["available_bytes"].as_u64(), plan["host"]["available_bytes"].as_u64()), (Some(CAP), Some(CAP)));
+    let (gpu, device) = (check("GPU"), &status["devices"][0]);
+    assert_eq!((&gpu["uuid"], &gpu["total_bytes"]), (&device["uuid"], &device["total_bytes"]));
+    let bytes = |of: &Value| of["tags"].as_array().unwrap().iter().map(|tag| tag["bytes"].as_u64().unwrap()).sum::<u64>();
+    let paused = json("pause engine --json");
+    let freed = paused["processes"][0]["report"]["bytes"].as_u64().unwrap();
+    assert_eq!([bytes(plan), bytes(status), device["active_bytes"].as_u64().unwrap()], [freed; 3]);
+    machine.vramctl("resume").has(0, "resumed", "");
+    engine.verify();
+}
