@@ -136,7 +136,7 @@ fn doctor_dry_run_status_and_the_pause_tell_the_same_numbers() {
     const CAP: u64 = 64 << 20;
     let machine = Machine::new();
     let capped = |command: &mut std::process::Command| _ = command.env("VRAMCTL_HOST_CAP", "64M");
-    let mut engine = machine.start_with("engine", capped);
+    let mut engine = machine.engine_with("engine", capped);
     let cap = ("VRAMCTL_HOST_CAP", "64M");
     let json = |line: &str| serde_json::from_str::<Value>(&told(&machine, cap, line).1).unwrap();
     let (doctor, plan, status) = (json("doctor --json"), json("pause engine --dry-run --json"), json("status engine --json"));
