@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::machine::Ran;
+use common::machine::{Machine, Ran};
 use common::{artifacts, command_line, interruptible};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
@@ -20,7 +20,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
-use tempfile::TempDir;
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request};
 use vramctl_model::{
     Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Policy, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
@@ -30,43 +29,6 @@ use vramctl_model::{
 const GIB: u64 = 1 << 30;
 const TEN_SECONDS: Duration = Duration::from_secs(10);
 const GPU: &str = "GPU-11111111-2222-3333-4444-555555555555";
-
-/// A socket directory for one test.
-struct Place {
-    folder: TempDir,
-    sockets: PathBuf,
-}
-
-impl Place {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let sockets = folder.path().join("sockets");
-        fs::create_dir(&sockets).unwrap();
-        fs::set_permissions(&sockets, Permissions::from_mode(0o700)).unwrap();
-        Self { folder, sockets }
-    }
-
-    fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
-        let mut command = Command::new(program.as_ref());
-        let ours = ["VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_NAME", "VRAMCTL_LIB", "VRAMCTL_PYTHON"];
-        for name in ["XDG_RUNTIME_DIR", "LD_PRELOAD", "PYTHONPATH"].iter().chain(&ours) {
-            command.env_remove(name);
-        }
-        command.args(arguments).env("VRAMCTL_DIR", &self.sockets).stdin(Stdio::null());
-        command.env_remove("VRAMCTL_ENGINE").env_remove("VRAMCTL_ENGINE_KEY");
-        command
-    }
-
-    /// Runs `vramctl` with space-separated arguments.
-    fn vramctl(&self, arguments: &str) -> Ran {
-        let arguments: Vec<_> = arguments.split_whitespace().collect();
-        Ran::new(&self.command(command_line(), &arguments).output().unwrap())
-    }
-
-    fn socket(&self, pid: u32) -> PathBuf {
-        self.sockets.join(format!("{pid}.sock"))
-    }
-}
 
 /// How a fake process misbehaves on a request.
 #[allow(clippy::large_enum_variant)]
@@ -101,12 +63,12 @@ struct State {
 }
 
 impl Fake {
-    fn new(place: &Place, name: &str, tags: &[&str]) -> Self {
+    fn new(place: &Machine, name: &str, tags: &[&str]) -> Self {
         Self::reacting(place, name, tags, |_| None)
     }
 
     /// A fake process that misbehaves on some requests.
-    fn reacting(place: &Place, name: &str, tags: &[&str], react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static) -> Self {
+    fn reacting(place: &Machine, name: &str, tags: &[&str], react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static) -> Self {
         let child = Command::new("sleep").arg("600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
         let socket = place.socket(child.id());
         let listener = UnixListener::bind(&socket).unwrap();
@@ -378,7 +340,7 @@ fn copy_command(to: &Path) {
 
 #[test]
 fn ps_and_status_show_the_processes() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let pid = engine.pid().to_string();
 
@@ -411,7 +373,7 @@ fn ps_and_status_show_the_processes() {
 /// Ordinals are meaningless outside their process.
 #[test]
 fn gpus_are_identified_by_uuid() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let (first, second) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-aaaabbbb-0000-0000-0000-000000000000");
     let engine = Fake::new(&place, "engine", &["weights"]).on_gpu(first);
     let trainer = Fake::new(&place, "trainer", &["weights"]).on_gpu(second);
@@ -446,7 +408,7 @@ fn gpus_are_identified_by_uuid() {
 
 #[test]
 fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
     let run = place.vramctl("pause weights --dry-run");
     run.has(0, &format!("engine (pid {}): a pause would free 1.00 GiB", engine.pid()), "");
@@ -473,7 +435,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
 
 #[test]
 fn without_processes_the_message_says_what_to_do() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let ps = place.vramctl("ps");
     ps.has(0, "", "vramctl run");
     assert_eq!(ps.out, "", "a script that reads a table reads none");
@@ -486,14 +448,14 @@ fn without_processes_the_message_says_what_to_do() {
     assert_eq!(answer.only_json()["error"]["code"], "no_process");
     assert_eq!(answer.only_json()["processes"], json!([]));
 
-    fs::remove_dir(&place.sockets).unwrap();
-    place.vramctl("ps").expect(0, "", place.sockets.to_str().unwrap());
+    fs::remove_dir(place.sockets()).unwrap();
+    place.vramctl("ps").expect(0, "", place.sockets().to_str().unwrap());
     place.vramctl("pause").expect(3, "", "no process is managed");
 }
 
 #[test]
 fn a_silent_process_does_not_hide_the_others() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
     let ps = place.vramctl("ps -o wide");
@@ -511,7 +473,7 @@ struct Stopped {
 
 impl Stopped {
     /// `name`: its `VRAMCTL_NAME`, if any. `queue`: its listen backlog.
-    fn new(place: &Place, name: Option<&str>, queue: u32) -> Self {
+    fn new(place: &Machine, name: Option<&str>, queue: u32) -> Self {
         let program = format!(
             "import os, signal, socket\n\
              listener = socket.socket(socket.AF_UNIX)\n\
@@ -546,7 +508,7 @@ impl Drop for Stopped {
 /// A half-paused engine is the worst possible outcome.
 #[test]
 fn nothing_is_done_if_a_matching_process_does_not_answer() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
     // In parallel, because each of them waits.
@@ -580,7 +542,7 @@ fn nothing_is_done_if_a_matching_process_does_not_answer() {
 
 #[test]
 fn a_stopped_process_with_another_name_does_not_matter() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let trainer = Stopped::new(&place, Some("trainer"), 100);
     place.vramctl("pause --name engine").expect(0, "paused weights of engine", "");
@@ -592,7 +554,7 @@ fn a_stopped_process_with_another_name_does_not_matter() {
 /// The dead process's child holds its socket open and never answers. Nobody may wait for it or be refused because of it.
 #[test]
 fn a_dead_process_does_not_count_as_silent() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let program = "\
 import os, socket, time
@@ -619,17 +581,17 @@ else:
 /// Each has a connection; the usual limit is 1024 open files.
 #[test]
 fn more_processes_are_reached_than_the_limit_of_open_files_allows() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let all: Vec<_> = (0..40).map(|_| Fake::new(&place, "engine", &["weights"])).collect();
     let limited = format!("ulimit -S -n 32; exec {} pause --all --json", command_line());
-    let ran = Ran::new(&place.command("sh", &["-c", &limited]).output().unwrap());
+    let ran = Ran::of(&mut place.command("sh", &["-c", &limited]));
     assert_eq!((ran.code, ran.only_json()["processes"].as_array().map(Vec::len)), (Some(0), Some(all.len())), "{ran:?}");
 }
 
 /// A stopped process accepts nothing, so once its backlog is full, connecting blocks until it continues.
 #[test]
 fn a_stopped_process_with_a_full_queue_delays_nobody() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let stopped = Stopped::new(&place, None, 0);
     let _waiting = UnixStream::connect(place.socket(stopped.pid())).unwrap();
     let row = place.vramctl("ps");
@@ -641,7 +603,7 @@ fn a_stopped_process_with_a_full_queue_delays_nobody() {
 
 #[test]
 fn one_process_is_paused_and_resumed_without_a_target() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let who = format!("engine (pid {})", engine.pid());
 
@@ -669,7 +631,7 @@ fn one_process_is_paused_and_resumed_without_a_target() {
 
 #[test]
 fn a_transition_is_reported_as_json() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let answer = place.vramctl("pause weights --json");
     assert_eq!(answer.code, Some(0));
@@ -683,7 +645,7 @@ fn a_transition_is_reported_as_json() {
 
 #[test]
 fn an_unknown_tag_error_lists_the_known_tags() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     place.vramctl("pause wieghts").expect(6, "", "wieghts is neither a tag nor a process; did you mean weights?");
     place.vramctl("pause lost").expect(
@@ -700,7 +662,7 @@ fn an_unknown_tag_error_lists_the_known_tags() {
 
 #[test]
 fn several_processes_need_a_target() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let twin = Fake::new(&place, "engine", &["weights"]);
     let trainer = Fake::new(&place, "trainer", &["optimizer"]);
@@ -711,7 +673,7 @@ fn several_processes_need_a_target() {
         pause.has(2, "", &fake.pid().to_string());
     }
     place.vramctl("pause --name nobody").expect(3, "", "trainer");
-    let sockets = format!("VRAMCTL_DIR (looked in {})", place.sockets.display());
+    let sockets = format!("VRAMCTL_DIR (looked in {})", place.sockets().display());
     let unmanaged = place.vramctl("pause --pid 1");
     unmanaged.has(3, "", "process 1 is not managed");
     unmanaged.has(3, "", &sockets);
@@ -734,7 +696,7 @@ fn several_processes_need_a_target() {
 
 #[test]
 fn a_shortage_says_what_is_missing_and_what_helps() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let trainer = Fake::new(&place, "trainer", &["optimizer"]);
     let holder = trainer.pid();
     let engine =
@@ -756,7 +718,7 @@ fn a_shortage_says_what_is_missing_and_what_helps() {
 
 #[test]
 fn refusals_have_exit_codes_of_their_own() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let errors = [
         (Error::Busy(Duration::from_millis(50)), 5, "had not finished after 50 ms"),
         (Error::Capturing, 5, "captured"),
@@ -779,7 +741,7 @@ fn refusals_have_exit_codes_of_their_own() {
 
 #[test]
 fn late_memory_is_reported() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
         let report = Report { allocations: 1, bytes: GIB, kept_bytes: GIB, late_bytes: GIB / 2, ..Report::default() };
         is_transition(request).then_some(Reaction::Answer(Reply::Done(report)))
@@ -791,7 +753,7 @@ fn late_memory_is_reported() {
 /// Optional details are printed only if present.
 #[test]
 fn status_shows_missing_memory_and_its_owner() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let usual = place.vramctl("status");
     usual.has(0, "kv_cache", "");
@@ -824,7 +786,7 @@ fn status_shows_missing_memory_and_its_owner() {
 }
 
 /// A process that is pausing or resuming its `weights`.
-fn in_the_middle(place: &Place, state: TagState, copying: Stage) -> Fake {
+fn in_the_middle(place: &Machine, state: TagState, copying: Stage) -> Fake {
     let engine = Fake::new(place, "engine", &["kv_cache", "weights"]);
     let mut status = engine.state.lock().unwrap().status();
     drop(engine);
@@ -839,7 +801,7 @@ fn in_the_middle(place: &Place, state: TagState, copying: Stage) -> Fake {
 
 #[test]
 fn the_progress_of_a_long_pause_is_shown() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     place.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
     let tag = place.vramctl("status --json").only_json()["processes"][0]["tags"][1].clone();
@@ -853,7 +815,7 @@ fn the_progress_of_a_long_pause_is_shown() {
 
 #[test]
 fn ps_says_which_tags_are_paused() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     place.vramctl("pause kv_cache").expect(0, "", "");
     let ps = place.vramctl("ps");
@@ -864,7 +826,7 @@ fn ps_says_which_tags_are_paused() {
 /// Words may be processes, as for other commands, if they are no tags and nothing else chooses the processes.
 #[test]
 fn a_process_may_be_named_in_place_of_a_tag() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let (engine, weights) = (Fake::new(&place, "engine", &["weights", "kv"]), Fake::new(&place, "weights", &["kv"]));
     place.vramctl("pause weights --all").expect(0, "paused weights of engine", "");
     assert!(weights.asked().is_empty(), "a tag stays a tag");
@@ -882,7 +844,7 @@ fn a_process_may_be_named_in_place_of_a_tag() {
 
 #[test]
 fn several_processes_are_named_by_words_and_patterns() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let [one, two, other] = ["engine-1", "engine-2", "trainer"].map(|name| Fake::new(&place, name, &["weights"]));
     let asked = || [&one, &two, &other].map(|fake| fake.asked().len());
     place.vramctl(&format!("pause engine-1 {}", other.pid())).expect(0, "paused weights of trainer", "");
@@ -902,7 +864,7 @@ fn several_processes_are_named_by_words_and_patterns() {
 
 #[test]
 fn a_mistyped_name_is_answered_with_the_right_one() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let fakes = ["engine", "trainer"].map(|name| Fake::new(&place, name, &["weights"]));
     place.vramctl("pause engin").expect(3, "", "engin is neither a tag nor a process; did you mean engine?");
     place.vramctl("pause something").expect(3, "", "neither a tag nor a process; the tags are weights; the processes are engine, trainer");
@@ -917,7 +879,7 @@ fn a_mistyped_name_is_answered_with_the_right_one() {
 
 #[test]
 fn a_gpu_chooses_the_processes_on_it() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let (here, there) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000");
     let _fakes = ["engine", "trainer"].map(|name| Fake::new(&place, name, &["weights"]).on_gpu(here));
     let other = Fake::new(&place, "other", &["weights"]).on_gpu(there);
@@ -929,7 +891,7 @@ fn a_gpu_chooses_the_processes_on_it() {
 
 #[test]
 fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let (_big, _small) = (Fake::new(&place, "big", &["a", "b", "c"]), Fake::new(&place, "a-small-one", &["a"]));
     let names = |line: &str| place.vramctl(line).out.lines().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(names("list -o name --sort name"), ["a-small-one", "big"]);
@@ -942,12 +904,12 @@ fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
 
 #[test]
 fn colours_are_for_those_who_want_them() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     let run = |variables: &[(&str, &str)], words: &[&str]| {
-        let mut command = place.command(command_line(), words);
+        let mut command = place.cli(words);
         command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE").envs(variables.iter().copied());
-        Ran::new(&command.output().unwrap())
+        Ran::of(&mut command)
     };
     let forced = ("CLICOLOR_FORCE", "1");
     for words in [&["ps"][..], &["status"]] {
@@ -960,7 +922,7 @@ fn colours_are_for_those_who_want_them() {
 
 #[test]
 fn the_short_help_is_short_and_the_long_help_has_the_rest() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     for command in ["pause", "resume", "suspend", "move", "ps", "run"] {
         let (short, long) = (place.vramctl(&format!("{command} -h")), place.vramctl(&format!("{command} --help")));
         assert!(!short.out.contains("Examples:") && short.out.contains("--help"), "{short:?}");
@@ -970,7 +932,7 @@ fn the_short_help_is_short_and_the_long_help_has_the_rest() {
 
 #[test]
 fn a_message_in_json_has_no_table_in_it() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _processes = [Fake::new(&place, "engine", &["weights"]), Fake::new(&place, "trainer", &["weights"])];
     for line in ["pause --json", "pause --name nobody --json", "status --name nobody --json"] {
         let answer = place.vramctl(line).only_json();
@@ -983,8 +945,8 @@ fn a_message_in_json_has_no_table_in_it() {
 /// After ^C, users want to know the state of the pause.
 #[test]
 fn an_interrupted_command_reports_the_state_of_the_pause() {
-    let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
-        let mut command = place.command(command_line(), line);
+    let interrupted = |place: &Machine, engine: &Fake, line: &[&str]| {
+        let mut command = place.cli(line);
         let child = interruptible(&mut command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         while engine.state.lock().unwrap().transitions == 0 {
             thread::sleep(Duration::from_millis(5));
@@ -996,7 +958,7 @@ fn an_interrupted_command_reports_the_state_of_the_pause() {
         assert_eq!(String::from_utf8_lossy(&output.stdout), "");
         String::from_utf8(output.stderr).unwrap()
     };
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     let text = interrupted(&place, &engine, &["pause"]);
     assert!(text.contains(&format!("engine (pid {}): the pause is being undone (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
@@ -1021,7 +983,7 @@ fn an_interrupted_command_reports_the_state_of_the_pause() {
 /// The progress bar and the terminal's `^C` are cleared before the message.
 #[test]
 fn on_a_terminal_an_interrupted_command_leaves_a_clean_line() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     let program = "\
 import os, pty, signal, sys
@@ -1049,7 +1011,7 @@ sys.stdout.buffer.write(said)";
 
 #[test]
 fn the_command_waits_for_a_long_pause() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
         if is_transition(request) {
             // Longer than the client's own polling interval.
@@ -1062,7 +1024,7 @@ fn the_command_waits_for_a_long_pause() {
 
 #[test]
 fn a_process_that_ends_in_the_middle_is_an_error() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
     place.vramctl("pause").expect(1, "", "ended before it answered");
     let answer = place.vramctl("pause --json");
@@ -1073,7 +1035,7 @@ fn a_process_that_ends_in_the_middle_is_an_error() {
 /// A child of the program may hold the socket open after the program's death, so no end of file is seen.
 #[test]
 fn a_dead_process_whose_socket_stays_open_is_given_up() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     // Answers only a status, and has a child that keeps its descriptors open.
     let program = r#"
 import json, os, socket, sys, time
@@ -1104,11 +1066,11 @@ while True:
     let mut engine = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(engine.stdout.take().unwrap()).lines();
     assert_eq!(said.next().unwrap().unwrap(), "ready");
-    let pause = place.command(command_line(), &["pause"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pause = place.begin("pause");
     let child: i32 = said.next().unwrap().unwrap().parse().unwrap();
     engine.kill().unwrap();
     engine.wait().unwrap();
-    let ran = Ran::new(&pause.wait_with_output().unwrap());
+    let ran = Ran::end_of(pause);
     // SAFETY: touches no memory; the process is the one that was just started.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0, "its child was still there");
     ran.has(1, "", "ended before it answered");
@@ -1116,7 +1078,7 @@ while True:
 
 #[test]
 fn the_process_tag_is_set() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &[]);
     place.vramctl("set-tag weights").expect(0, "get the tag weights from now on", "");
     assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("weights"));
@@ -1131,7 +1093,7 @@ fn the_process_tag_is_set() {
 
 #[test]
 fn stale_sockets_are_removed() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let stale = place.socket(999_999_999);
     drop(UnixListener::bind(&stale).unwrap());
     assert!(stale.exists());
@@ -1141,35 +1103,35 @@ fn stale_sockets_are_removed() {
 
 #[test]
 fn files_that_are_not_sockets_are_left_alone() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     for name in ["notes.txt", "x.sock", "-1.sock"] {
-        fs::write(place.sockets.join(name), "mine").unwrap();
+        fs::write(place.sockets().join(name), "mine").unwrap();
     }
     place.vramctl("ps").expect(0, "", "no process is managed");
-    assert_eq!(fs::read_dir(&place.sockets).unwrap().count(), 3);
+    assert_eq!(fs::read_dir(place.sockets()).unwrap().count(), 3);
 }
 
 #[test]
 fn an_unsafe_directory_is_refused() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     // Open to the group only, to others only, and to both.
     for open in [0o750, 0o720, 0o710, 0o705, 0o755] {
-        fs::set_permissions(&place.sockets, Permissions::from_mode(open)).unwrap();
+        fs::set_permissions(place.sockets(), Permissions::from_mode(open)).unwrap();
         place.vramctl("ps").expect(1, "", "chmod 700 it if only you use it, else set VRAMCTL_DIR");
     }
     let pause = place.vramctl("pause --json");
     assert_eq!((pause.code, &pause.only_json()["error"]["code"]), (Some(1), &json!("failed")));
 
-    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(place.sockets(), Permissions::from_mode(0o700)).unwrap();
     let link = place.folder.path().join("link");
-    symlink(&place.sockets, &link).unwrap();
-    let ps = Ran::new(&place.command(command_line(), &["ps"]).env("VRAMCTL_DIR", &link).output().unwrap());
+    symlink(place.sockets(), &link).unwrap();
+    let ps = Ran::of(place.cli("ps").env("VRAMCTL_DIR", &link));
     ps.has(1, "", "/link: a symbolic link; set VRAMCTL_DIR to the directory itself");
     let file = place.folder.path().join("file");
     fs::write(&file, "").unwrap();
     for arguments in [&["ps"][..], &["top", "--once"]] {
-        let ran = Ran::new(&place.command(command_line(), arguments).env("VRAMCTL_DIR", &file).output().unwrap());
+        let ran = Ran::of(place.cli(arguments).env("VRAMCTL_DIR", &file));
         ran.has(1, "", "/file: not a directory; set VRAMCTL_DIR to one");
         assert_eq!(ran.err.matches("/file").count(), 1, "{ran:?}");
     }
@@ -1180,7 +1142,7 @@ fn an_unsafe_directory_is_refused() {
         // Where the other user can execute it.
         let copy = place.folder.path().join("vramctl");
         copy_command(&copy);
-        let ran = Ran::new(&place.command(&copy, &["ps"]).uid(65534).output().unwrap());
+        let ran = Ran::of(place.command(&copy, &["ps"]).uid(65534));
         ran.has(1, "", "owned by user 0, not by you; set VRAMCTL_DIR to a directory of yours");
     }
 }
@@ -1188,7 +1150,7 @@ fn an_unsafe_directory_is_refused() {
 /// Names come from other programs: one must not pass for a message of the command, nor do harm where it is copied into a shell.
 #[test]
 fn a_name_may_be_anything() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let strange = "it's a\nerror: all is lost";
     let (odd, even) = (Fake::new(&place, strange, &["x"]), Fake::new(&place, "a b", &["x"]));
     let place_of = |line: &str| line.starts_with("error: all is lost");
@@ -1196,28 +1158,27 @@ fn a_name_may_be_anything() {
         let ran = place.vramctl(arguments);
         assert!(!format!("{}\n{}", ran.out, ran.err).lines().any(place_of), "{arguments}: {ran:?}");
     }
-    let pause = |word: &str| Ran::new(&place.command(command_line(), &["pause", word]).output().unwrap());
-    let all = Ran::new(&place.command(command_line(), &["pause", "a b", "--all"]).output().unwrap());
+    let pause = |word: &str| Ran::of(&mut place.cli(&["pause", word]));
+    let all = Ran::of(&mut place.cli(&["pause", "a b", "--all"]));
     all.has(6, "", "a b is a process: `vramctl pause --name='a b'`");
     pause("a b").expect(0, "nothing to do: x of a b", "");
     pause(strange).expect(2, "", "");
-    let exact = Ran::new(&place.command(command_line(), &["pause", "--name", strange]).output().unwrap());
+    let exact = Ran::of(&mut place.cli(&["pause", "--name", strange]));
     exact.has(0, &format!("it's a error: all is lost (pid {})", odd.pid()), "");
     assert_eq!((odd.asked().len(), even.asked().len()), (2, 2));
 }
 
 #[test]
 fn sockets_are_in_the_runtime_directory_by_default() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let base = place.folder.path();
-    fs::rename(&place.sockets, base.join("vramctl")).unwrap();
-    let in_base = Place { sockets: base.join("vramctl"), ..place };
-    let _engine = Fake::new(&in_base, "engine", &["weights"]);
+    let _engine = Fake::new(&place, "engine", &["weights"]);
+    fs::rename(place.sockets(), base.join("vramctl")).unwrap();
     for program in [PathBuf::from(command_line()), script("pause.sh")] {
         let arguments: &[&str] = if program.extension().is_some() { &[] } else { &["pause"] };
-        let mut command = in_base.command(program, arguments);
-        command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", in_base.folder.path());
-        let ran = Ran::new(&command.output().unwrap());
+        let mut command = place.command(program, arguments);
+        command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", base);
+        let ran = Ran::of(&mut command);
         assert_eq!(ran.code, Some(0), "{ran:?}");
     }
 }
@@ -1226,12 +1187,12 @@ fn sockets_are_in_the_runtime_directory_by_default() {
 
 #[test]
 fn a_closed_output_pipe_is_no_error() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     for arguments in [&["ps"][..], &["status", "--json"], &["completions", "bash"], &["pause"]] {
         let (reader, writer) = UnixStream::pair().unwrap();
         drop(reader);
-        let output = place.command(command_line(), arguments).stdout(OwnedFd::from(writer)).output().unwrap();
+        let output = place.cli(arguments).stdout(OwnedFd::from(writer)).output().unwrap();
         assert_eq!((output.status.code(), output.status.signal()), (Some(0), None), "{arguments:?}");
         assert_eq!(String::from_utf8_lossy(&output.stderr), "");
     }
@@ -1239,7 +1200,7 @@ fn a_closed_output_pipe_is_no_error() {
 
 #[test]
 fn help_and_completions_exist() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     place.vramctl("--help").expect(0, "Exit codes:", "");
     for command in ["run", "ps", "status", "gpus", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
         place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
@@ -1254,10 +1215,10 @@ fn help_and_completions_exist() {
 /// The shell passes the words typed so far; the last one is to be completed.
 #[test]
 fn shells_complete_tags_processes_and_gpus() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let complete = |words: &[&str]| {
         let arguments: Vec<_> = ["--", "vramctl"].iter().chain(words).copied().collect();
-        let output = place.command(command_line(), &arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
+        let output = place.cli(&arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
         let ran = Ran::new(&output);
         assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""), "{ran:?}");
         let first = |line: &str| line.split('\t').next().unwrap().to_owned();
@@ -1280,12 +1241,12 @@ fn shells_complete_tags_processes_and_gpus() {
 
 #[test]
 fn the_doctor_reports_what_would_fail() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let doctor = |change: &dyn Fn(&mut Command)| {
-        let mut command = place.command(command_line(), &["doctor"]);
+        let mut command = place.cli("doctor");
         // No driver here: checks of GPUs are tested with the simulated one.
         change(command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64M"));
-        Ran::new(&command.output().unwrap())
+        Ran::of(&mut command)
     };
     let line = |ran: &Ran, check: &str| {
         let line = ran.out.lines().find(|line| line[9..].starts_with(check));
@@ -1302,12 +1263,12 @@ fn the_doctor_reports_what_would_fail() {
     let damaged = doctor(&|command| _ = command.env("VRAMCTL_LIB", &damaged));
     assert!(line(&damaged, "library").starts_with("failed") && line(&damaged, "library").contains("damaged.so: "), "{damaged:?}");
 
-    fs::set_permissions(&place.sockets, Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(place.sockets(), Permissions::from_mode(0o755)).unwrap();
     let open = doctor(&|_| ());
     assert!(line(&open, "sockets").starts_with("failed") && line(&open, "sockets").contains("chmod 700"), "{open:?}");
-    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(place.sockets(), Permissions::from_mode(0o700)).unwrap();
     let sockets = line(&doctor(&|_| ()), "sockets");
-    assert!(sockets.starts_with("ok") && sockets.contains(place.sockets.to_str().unwrap()), "{sockets}");
+    assert!(sockets.starts_with("ok") && sockets.contains(place.sockets().to_str().unwrap()), "{sockets}");
     let sockets = line(&doctor(&|command| _ = command.env("VRAMCTL_DIR", "/nowhere/sockets")), "sockets");
     assert!(sockets.starts_with("failed") && sockets.contains("VRAMCTL_DIR"), "{sockets}");
 
@@ -1317,11 +1278,11 @@ fn the_doctor_reports_what_would_fail() {
 
 #[test]
 fn the_doctor_knows_the_limits_that_matter() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let doctor = |limits: &str| {
         let script = format!("{limits}; exec \"$0\" doctor --json");
         let mut command = place.command("sh", &["-c", &script, command_line()]);
-        let checks = Ran::new(&command.env("VRAMCTL_HOST_CAP", "64M").output().unwrap()).only_json()["checks"].as_array().unwrap().clone();
+        let checks = Ran::of(command.env("VRAMCTL_HOST_CAP", "64M")).only_json()["checks"].as_array().unwrap().clone();
         checks.into_iter().find(|check| check["check"] == "limits").unwrap()
     };
     let free = doctor("true");
@@ -1334,7 +1295,7 @@ fn the_doctor_knows_the_limits_that_matter() {
 
 #[test]
 fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let Some(_) = installed("python3") else { return eprintln!("skipped: no python3 here") };
     let site = place.folder.path().join("site");
     for (engine, version) in [("vllm", "0.26.0"), ("sglang", "0.1.2")] {
@@ -1342,8 +1303,8 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("METADATA"), format!("Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")).unwrap();
     }
-    let mut command = place.command(command_line(), &["doctor"]);
-    let ran = Ran::new(&command.env("PYTHONPATH", &site).env("VRAMCTL_HOST_CAP", "64M").output().unwrap());
+    let mut command = place.cli("doctor");
+    let ran = Ran::of(command.env("PYTHONPATH", &site).env("VRAMCTL_HOST_CAP", "64M"));
     assert!(ran.out.lines().any(|line| line.starts_with("ok ") && line.ends_with(" vllm 0.26.0")), "{ran:?}");
     assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a known version")), "{ran:?}");
 }
@@ -1351,10 +1312,10 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
 /// The library would ignore them, and say so in the program's log at most.
 #[test]
 fn the_doctor_checks_variables_and_directories() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let doctor = |name: &str, value: &str, check: &str| {
-        let mut command = place.command(command_line(), &["doctor"]);
-        let ran = Ran::new(&command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64MB").env(name, value).output().unwrap());
+        let mut command = place.cli("doctor");
+        let ran = Ran::of(command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64MB").env(name, value));
         let line = ran.out.lines().find(|line| line[9..].starts_with(check)).map(str::to_owned);
         line.unwrap_or_else(|| panic!("{check} is not in {ran:?}"))
     };
@@ -1410,16 +1371,16 @@ fn harmless_library() -> PathBuf {
     PathBuf::from(path)
 }
 
-fn run(place: &Place, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
+fn run(place: &Machine, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
     let arguments: Vec<_> = ["run"].iter().chain(arguments).copied().collect();
-    let mut command = place.command(command_line(), &arguments);
+    let mut command = place.cli(&arguments);
     command.env("VRAMCTL_LIB", library()).envs(environment.iter().copied());
-    Ran::new(&command.output().unwrap())
+    Ran::of(&mut command)
 }
 
 #[test]
 fn run_sets_the_environment() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let library = library();
     let arguments =
         ["--name", "my engine", "--backup", "kv=discard", "--backup", "w=host", "--min-bytes", "64K", "--log", "off", "--", "env"];
@@ -1445,7 +1406,7 @@ fn run_sets_the_environment() {
 
 #[test]
 fn run_is_replaced_by_the_command() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     run(&place, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"], &[]).expect(7, "out\n", "err\n");
     run(&place, &["sh", "-c", "exit $#", "sh", "--name", "x"], &[]).expect(2, "", "");
 
@@ -1463,7 +1424,7 @@ fn run_is_replaced_by_the_command() {
 
 #[test]
 fn a_command_that_cannot_start_ends_as_in_a_shell() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let missing = |command: &str| run(&place, &["--", command], &[]);
     missing("no-such-command-here").expect(
         127,
@@ -1482,7 +1443,7 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
 
 #[test]
 fn a_missing_library_is_explained() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     run(&place, &["--", "true"], &[("VRAMCTL_LIB", "/nowhere/libvramctl.so")]).expect(1, "", "/nowhere/libvramctl.so");
     let spaced = place.folder.path().join("with space.so");
     symlink(library(), &spaced).unwrap();
@@ -1492,7 +1453,7 @@ fn a_missing_library_is_explained() {
     let (bin, lib) = (place.folder.path().join("bin"), place.folder.path().join("lib"));
     fs::create_dir(&bin).unwrap();
     copy_command(&bin.join("vramctl"));
-    let run = || Ran::new(&place.command(bin.join("vramctl"), &["run", "--", "env"]).output().unwrap());
+    let run = || Ran::of(&mut place.command(bin.join("vramctl"), &["run", "--", "env"]));
     run().expect(1, "", "set VRAMCTL_LIB");
     fs::create_dir(&lib).unwrap();
     symlink(library(), lib.join("libvramctl.so")).unwrap();
@@ -1500,7 +1461,7 @@ fn a_missing_library_is_explained() {
 }
 
 /// A directory that looks like the Python package.
-fn package(place: &Place) -> PathBuf {
+fn package(place: &Machine) -> PathBuf {
     let package = place.folder.path().join("vramctl");
     for folder in ["site", "dropin"] {
         fs::create_dir_all(package.join(folder)).unwrap();
@@ -1511,7 +1472,7 @@ fn package(place: &Place) -> PathBuf {
 
 #[test]
 fn python_programs_find_the_package() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let package = package(&place);
     let (site, dropin) = (package.join("site"), package.join("dropin"));
     let ours = format!("{}:{}", site.display(), dropin.display());
@@ -1526,7 +1487,7 @@ fn python_programs_find_the_package() {
     assert_eq!(path(&["--no-python", "env"], "/mine"), "/mine");
     assert_eq!(path(&["--", command_line(), "run", "--", "env"], "/mine"), format!("{ours}:/mine"), "once");
 
-    let printed = |value: &str| Ran::new(&place.command(command_line(), &["python-path"]).env(chosen.0, value).output().unwrap());
+    let printed = |value: &str| Ran::of(place.cli("python-path").env(chosen.0, value));
     assert_eq!(printed(chosen.1).out, format!("{ours}\n"));
     fs::remove_dir(&dropin).unwrap();
     assert_eq!(printed(chosen.1).out, format!("{}\n", site.display()), "what is not there is not named");
@@ -1537,7 +1498,7 @@ fn python_programs_find_the_package() {
 /// As pip installs a wheel: into a Python prefix, or into a separate directory.
 #[test]
 fn a_pip_installation_is_found() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     for site in ["venv/lib/python3.12/site-packages", "target"] {
         let site = place.folder.path().join(site);
         let prefix = place.folder.path().join(site.strip_prefix(place.folder.path()).unwrap().iter().next().unwrap());
@@ -1546,7 +1507,7 @@ fn a_pip_installation_is_found() {
         fs::create_dir_all(site.join("vramctl/site")).unwrap();
         fs::write(site.join("vramctl/__init__.py"), "").unwrap();
         symlink(library(), site.join("vramctl/libvramctl.so")).unwrap();
-        let ran = Ran::new(&place.command(prefix.join("bin/vramctl"), &["run", "env"]).output().unwrap());
+        let ran = Ran::of(&mut place.command(prefix.join("bin/vramctl"), &["run", "env"]));
         ran.has(0, &format!("LD_PRELOAD={}", site.join("vramctl/libvramctl.so").display()), "");
         ran.has(0, &format!("PYTHONPATH={}", site.join("vramctl/site").display()), "");
     }
@@ -1555,7 +1516,7 @@ fn a_pip_installation_is_found() {
 /// For one release.
 #[test]
 fn old_spellings_work_with_a_warning() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["kv_cache"]);
     for (old, new) in
         [("pause --backup discard", "--discard"), ("suspend --dry-run --backup discard", "--discard"), ("status --ledger", "vramctl gpus")]
@@ -1581,8 +1542,8 @@ struct Operating {
 }
 
 impl Operating {
-    fn new(place: &Place, request: &Value) -> Self {
-        let mut command = place.command(command_line(), &["operate"]);
+    fn new(place: &Machine, request: &Value) -> Self {
+        let mut command = place.cli("operate");
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         writeln!(child.stdin.as_ref().unwrap(), "{request}").unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -1598,7 +1559,7 @@ impl Operating {
 }
 
 /// What comes of a request: the outcome.
-fn operate(place: &Place, request: &Value) -> Value {
+fn operate(place: &Machine, request: &Value) -> Value {
     Operating::new(place, request).ends().0.pop().unwrap()
 }
 
@@ -1610,7 +1571,7 @@ fn request(operation: &str, fields: &Value) -> Value {
 
 #[test]
 fn a_program_hears_what_comes_of_its_operation() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["weights", "kv_cache"]);
     let pause = request("pause", &json!({ "target": { "name": "engine" }, "tags": ["kv_cache"], "backup": "discard", "progress": true }));
     let (lines, code) = Operating::new(&place, &pause).ends();
@@ -1632,7 +1593,7 @@ fn a_program_hears_what_comes_of_its_operation() {
 
 #[test]
 fn a_program_hears_why_its_operation_failed() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let failed = |request: &Value| {
         let outcome = operate(&place, request);
@@ -1677,7 +1638,7 @@ fn a_program_hears_why_its_operation_failed() {
 #[test]
 fn a_program_can_cancel_its_operation() {
     for by_a_line in [false, true] {
-        let place = Place::new();
+        let place = Machine::without_gpus();
         let engine =
             Fake::reacting(&place, "engine", &["weights"], |request| matches!(request, Request::Pause(_)).then_some(Reaction::BeSilent));
         let mut operating = Operating::new(&place, &request("pause", &json!({})));
@@ -1700,7 +1661,7 @@ fn a_program_can_cancel_its_operation() {
 /// The example in the page is one that the command understands.
 #[test]
 fn the_documented_operation_runs() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]);
     let page = protocol_page();
     let mut documented = blocks(&page, "jsonl")[0].lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -1726,7 +1687,7 @@ fn installed(name: &str) -> Option<PathBuf> {
 }
 
 /// One directory for `PATH` per installed transport, with that transport and the system tools that the scripts need.
-fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
+fn transports(place: &Machine) -> Vec<(&'static str, PathBuf)> {
     let folder_with = |transport: &'static str, program: &Path| {
         let folder = place.folder.path().join(transport);
         fs::create_dir(&folder).unwrap();
@@ -1758,15 +1719,15 @@ fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
         .collect()
 }
 
-fn run_script(place: &Place, path: &Path, name: &str, arguments: &[&str]) -> Ran {
-    Ran::new(&place.command(script(name), arguments).env("PATH", path).output().unwrap())
+fn run_script(place: &Machine, path: &Path, name: &str, arguments: &[&str]) -> Ran {
+    Ran::of(place.command(script(name), arguments).env("PATH", path))
 }
 
 #[test]
 fn scripts_pause_and_resume_through_every_transport() {
     let try_with = |transport: &'static str, path: &Path| {
         eprintln!("{transport}");
-        let place = Place::new();
+        let place = Machine::without_gpus();
         let slow = |request: &Request| {
             if is_transition(request) {
                 // Longer than any transport waits by default.
@@ -1806,7 +1767,7 @@ fn scripts_pause_and_resume_through_every_transport() {
         assert_eq!(engine.asked()[4], Request::Pause(limits));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
     };
-    let place = Place::new();
+    let place = Machine::without_gpus();
     thread::scope(|scope| {
         for (transport, path) in transports(&place) {
             let try_with = &try_with;
@@ -1818,16 +1779,16 @@ fn scripts_pause_and_resume_through_every_transport() {
 /// Installed into a directory in `PATH`, as administrators do.
 #[test]
 fn a_script_works_through_a_link() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let link = place.folder.path().join("pause");
     std::os::unix::fs::symlink(script("pause.sh"), &link).unwrap();
-    Ran::new(&place.command(&link, &["--help"]).output().unwrap()).expect(0, "usage: pause.sh", "");
+    Ran::of(&mut place.command(&link, &["--help"])).expect(0, "usage: pause.sh", "");
 }
 
 /// Containers with separate PID namespaces may share the directory, so a PID does not identify the listener.
 #[test]
 fn scripts_find_processes_by_their_listening_socket() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let stale = std::process::id();
     drop(UnixListener::bind(place.socket(stale)).unwrap());
     for (transport, path) in transports(&place) {
@@ -1849,7 +1810,7 @@ fn scripts_find_processes_by_their_listening_socket() {
 
 #[test]
 fn scripts_refuse_as_the_command_line_does() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let path = std::env::var_os("PATH").unwrap();
     let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
     run("pause.sh", &[]).expect(3, "", "no process is managed");
@@ -1879,19 +1840,19 @@ fn scripts_refuse_as_the_command_line_does() {
     run("pause.sh", &["weights", "--all"]).expect(0, "\"reply\":\"done\"", "");
     run("pause.sh", &["lost", "--all"]).expect(6, "unknown_tag", "");
 
-    fs::set_permissions(&place.sockets, Permissions::from_mode(0o750)).unwrap();
+    fs::set_permissions(place.sockets(), Permissions::from_mode(0o750)).unwrap();
     run("pause.sh", &["--all"]).expect(1, "", "chmod 700");
-    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(place.sockets(), Permissions::from_mode(0o700)).unwrap();
     let link = place.folder.path().join("link");
-    symlink(&place.sockets, &link).unwrap();
-    let ran = Ran::new(&place.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link).output().unwrap());
+    symlink(place.sockets(), &link).unwrap();
+    let ran = Ran::of(place.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link));
     ran.has(1, "", "symbolic link");
 }
 
 /// One after another, an error would leave half of a job paused.
 #[test]
 fn a_script_does_not_pause_half_a_job() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     for (transport, path) in transports(&place) {
         eprintln!("{transport}");
         let run = |name: &str, arguments: &[&str]| run_script(&place, &path, name, arguments);
@@ -1914,7 +1875,7 @@ fn a_script_does_not_pause_half_a_job() {
 
 #[test]
 fn a_script_sees_a_process_end_in_the_middle() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
     for (transport, path) in transports(&place) {
         eprintln!("{transport}");
@@ -1983,7 +1944,7 @@ impl Http {
 /// Discarding contents without telling the engine would silently produce wrong answers later.
 #[test]
 fn an_engines_kv_cache_is_not_discarded_without_asking() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
     for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
         place.vramctl(line).expect(1, "", "--engine URL");
@@ -2018,13 +1979,13 @@ fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
         ),
     ];
     for (http, wanted) in &engines {
-        let place = Place::new();
+        let place = Machine::without_gpus();
         let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("whatever it says");
         let address = &http.address;
         place.vramctl(&format!("pause weights --engine {address}")).expect(0, "paused weights", "");
         assert!(!http.asked().iter().any(|request| request.starts_with("POST")), "kept contents need not be forgotten");
         http.asked.lock().unwrap().clear();
-        let ran = Ran::new(&place.command(command_line(), &["pause", "--discard"]).env("VRAMCTL_ENGINE", address).output().unwrap());
+        let ran = Ran::of(place.cli("pause --discard").env("VRAMCTL_ENGINE", address));
         ran.has(0, "paused kv_cache", "");
         assert_eq!(http.asked(), *wanted);
         assert_eq!(engine.asked().len(), 2);
@@ -2037,7 +1998,7 @@ fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
 /// What the engine has taken of it is not there for the program's work any more.
 #[test]
 fn a_timeout_is_for_all_that_a_pause_waits_for() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     // It is asked again after 100 ms.
     let busy = Http::vllm(&[0, 1, 0], (200, "{}"));
@@ -2055,20 +2016,20 @@ fn a_timeout_is_for_all_that_a_pause_waits_for() {
 fn a_request_that_comes_after_the_reset_keeps_its_memory() {
     let late = "a request has come meanwhile";
     for how in ["--discard", "--discard --no-hold", "--no-hold"] {
-        let place = Place::new();
+        let place = Machine::without_gpus();
         let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
         let busy = Http::vllm(&[0, 0, 1], (200, "{}"));
         place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", late);
     }
     // With a timeout, it is waited for, and the prefix cache is reset again. Nothing is prepared before.
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let soon = Http::vllm(&[0, 0, 1, 1, 0], (200, "{}"));
     place.vramctl(&format!("pause --discard --timeout 60 --engine {}", soon.address)).expect(0, "paused kv_cache", "");
     assert_eq!(engine.asked().len(), 1);
     assert_eq!(soon.asked().iter().filter(|request| request.starts_with("POST")).count(), 3);
     // A count that is not up to date: the prefix cache is in use again.
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let resets = AtomicUsize::new(0);
     let stale = Http::new(move |request| match request {
@@ -2090,7 +2051,7 @@ fn a_request_that_comes_after_the_reset_keeps_its_memory() {
 
 #[test]
 fn an_engine_with_requests_is_not_paused() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
     let loaded = Http::sglang(2, (400, "pending"));
@@ -2110,7 +2071,7 @@ fn an_engine_with_requests_is_not_paused() {
 /// Requests lose nothing if the engine is held and all contents are kept, so nobody is asked.
 #[test]
 fn an_engine_with_requests_is_held() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
     place.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
@@ -2121,7 +2082,7 @@ fn an_engine_with_requests_is_held() {
 /// The last option wins, so that users can override an alias.
 #[test]
 fn a_program_is_held_unless_told_otherwise() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["cache"]);
     for (line, wanted) in [
         ("pause --no-hold", None),
@@ -2142,7 +2103,7 @@ fn a_program_is_held_unless_told_otherwise() {
 
 #[test]
 fn pause_requests_a_guard_only_if_told() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["cache"]);
     for (line, wanted) in [("pause --no-hold --guard", true), ("pause", false)] {
         place.vramctl(line).expect(0, "paused cache", "");
@@ -2158,7 +2119,7 @@ fn pause_requests_a_guard_only_if_told() {
 /// If the engine cannot reset its cache, nothing is paused, and the message says what to do.
 #[test]
 fn an_engine_that_cannot_reset_its_prefix_cache_keeps_its_memory() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let pause = |http: &Http| place.vramctl(&format!("pause --discard --engine {}", http.address));
     pause(&Http::vllm(&[0], (404, ""))).expect(1, "", "VLLM_SERVER_DEV_MODE=1");
@@ -2173,7 +2134,7 @@ fn an_engine_that_cannot_reset_its_prefix_cache_keeps_its_memory() {
 
 #[test]
 fn an_engines_api_key_comes_from_the_environment() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("sglang");
     let http = Http::new(|request| match request.to_lowercase().as_str() {
         "get /v1/loads?include=coreauthorization: bearer secret" => (200, r#"{"loads":[]}"#.into()),
@@ -2183,8 +2144,8 @@ fn an_engines_api_key_comes_from_the_environment() {
     });
     let arguments = ["pause", "--discard", "--engine", &http.address];
     place.vramctl(&arguments.join(" ")).expect(1, "", "VRAMCTL_ENGINE_KEY");
-    let mut command = place.command(command_line(), &arguments);
-    Ran::new(&command.env("VRAMCTL_ENGINE_KEY", "secret").output().unwrap()).expect(0, "discarded", "");
+    let mut command = place.cli(&arguments);
+    Ran::of(command.env("VRAMCTL_ENGINE_KEY", "secret")).expect(0, "discarded", "");
 }
 
 // ---- the documentation ----
@@ -2201,20 +2162,20 @@ fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
 
 #[test]
 fn the_documented_client_runs() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]);
     let page = protocol_page();
     let client = blocks(&page, "python")[0];
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
-    let ran = Ran::new(&place.command(&python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
+    let ran = Ran::of(&mut place.command(&python, &["-c", client, &engine.pid().to_string()]));
     ran.has(0, "'reply': 'done'", "");
     assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
 
     let base = place.folder.path();
-    fs::rename(&place.sockets, base.join("vramctl")).unwrap();
+    fs::rename(place.sockets(), base.join("vramctl")).unwrap();
     let mut command = place.command(&python, &["-c", client, &engine.pid().to_string()]);
     command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", base);
-    Ran::new(&command.output().unwrap()).expect(0, "'reply': 'done'", "");
+    Ran::of(&mut command).expect(0, "'reply': 'done'", "");
 }
 
 /// Every example line in the page parses, and contains no unknown field.
@@ -2239,7 +2200,7 @@ fn the_documented_messages_match_the_code() {
 /// An engine that reports requests and then nonsense is not idle.
 #[test]
 fn an_engine_that_starts_to_answer_with_errors_is_not_idle() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let looks = AtomicUsize::new(0);
     let http = Http::new(move |request| match request {
@@ -2255,7 +2216,7 @@ fn an_engine_that_starts_to_answer_with_errors_is_not_idle() {
 /// Each engine has its own prefix cache; one that is not reset would return wrong answers.
 #[test]
 fn one_engine_url_does_not_cover_two_engines() {
-    let place = Place::new();
+    let place = Machine::without_gpus();
     let engines = ["a", "b"].map(|name| Fake::new(&place, name, &["kv_cache"]).with_engine("vllm"));
     let http = Http::vllm(&[0], (200, r#"{"success":true}"#));
     let ran = place.vramctl(&format!("pause kv_cache --discard --all --engine {}", http.address));

@@ -233,13 +233,13 @@ fn memory_whose_importer_is_unknown_is_not_paused() {
     let machine = Machine::pair();
     let mut owner = Rank::start(&machine, 0);
     let file = owner.program.number(&format!("export({})", owner.handle));
-    machine.vramctl(&["pause", "--name", "job"]).expect(1, "", "cuMemExportToShareableHandle");
+    machine.vramctl("pause --name job").expect(1, "", "cuMemExportToShareableHandle");
     let mut importer = Rank::start(&machine, 1);
     let handle = importer.program.number(&format!("import_(receive({}, {file}))", owner.program.pid()));
     let address = importer.program.number(&format!("map({handle}, {BYTES})"));
     assert_eq!(importer.read(address), "[1]");
-    machine.done(&["pause", "--name", "job"]);
-    machine.done(&["resume", "--name", "job"]);
+    machine.done("pause --name job");
+    machine.done("resume --name job");
     assert_eq!(importer.read(address), "[1]");
     // The owner alone cannot be paused, until the importer has released the memory.
     machine.refused(&owner.program, &importer.program);
@@ -256,11 +256,11 @@ fn memory_whose_importer_is_unknown_is_not_paused() {
 #[test]
 fn imports_are_mapped_and_released_while_they_are_away() {
     let mut job = Job::start(2);
-    job.machine.done(&["pause", "--name", "job"]);
+    job.machine.done("pause --name job");
     let importer = &mut job.ranks[1];
     let address = job.imports[1][0].1;
     assert_eq!(importer.program.number(&format!("unmap({address}, {BYTES})")), 0);
-    job.machine.done(&["resume", "--name", "job"]);
+    job.machine.done("resume --name job");
     let (again, handle) = {
         let [owner, importer] = job.ranks.get_disjoint_mut([0, 1]).unwrap();
         let (handle, again) = importer.import(owner);

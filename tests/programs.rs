@@ -4,7 +4,8 @@
 
 mod common;
 
-use common::{artifacts, programs, simulated_libraries};
+use common::machine::{Machine, Program, Ran};
+use common::{artifacts, programs};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,152 +14,15 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 use vramctl_intercept::hooks::HOOKED;
 use vramctl_intercept::opens::OPENERS;
 use vramctl_intercept::resolve::RESOLVERS;
 use vramctl_intercept::{entries, nccl};
 
-/// A simulated machine with its own socket directory.
-struct Machine {
-    folder: tempfile::TempDir,
-    memory: &'static str,
-}
-
-impl Machine {
-    fn new(memory: &'static str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self { folder, memory }
-    }
-
-    fn sockets(&self) -> PathBuf {
-        self.folder.path().join("sockets")
-    }
-
-    /// The path of a program's socket.
-    fn socket(&self, program: &Program) -> PathBuf {
-        self.sockets().join(format!("{}.sock", program.pid()))
-    }
-
-    /// A command on this machine, without the library.
-    fn bare(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new(program);
-        command
-            .env_remove("LD_PRELOAD")
-            .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
-            .env("SIMGPU_MEMORY", self.memory)
-            .env("VRAMCTL_DIR", self.sockets());
-        command
-    }
-
-    fn vramctl(&self, arguments: &[&str]) -> Command {
-        let mut command = self.bare(common::command_line());
-        command.env("VRAMCTL_LIB", library()).args(arguments);
-        command
-    }
-
-    fn ask(&self, arguments: &[&str]) -> Output {
-        self.vramctl(arguments).output().unwrap()
-    }
-
-    /// Sends a request, which must succeed.
-    fn done(&self, arguments: &[&str]) -> String {
-        let output = self.ask(arguments);
-        let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "vramctl {arguments:?}: {text}");
-        text
-    }
-
-    /// Starts a sample program under `vramctl run`.
-    fn start(&self, name: &str, program: &str, arguments: &[&str]) -> Program {
-        self.start_with(name, program, arguments, |_| ())
-    }
-
-    fn start_with(&self, name: &str, program: &str, arguments: &[&str], change: impl FnOnce(&mut Command)) -> Program {
-        let mut command = self.vramctl(&["run", "--name", name, "--"]);
-        command.arg(programs().join(program)).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        change(&mut command);
-        Program::spawn(&mut command)
-    }
-
-    /// Bytes in use on device 0, by all processes.
-    fn used(&self) -> u64 {
-        let output = self.bare(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
-        let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
-        status["devices"][0]["used"].as_u64().unwrap()
-    }
-
-    fn status(&self, target: &str) -> Value {
-        serde_json::from_str(&self.done(&["status", target, "--json"])).unwrap()
-    }
-}
-
 fn library() -> PathBuf {
     artifacts().join("libvramctl.so")
-}
-
-struct Program {
-    child: Child,
-    input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
-}
-
-impl Program {
-    fn spawn(command: &mut Command) -> Self {
-        let mut child = command.spawn().unwrap();
-        let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
-        Self { child, input, output }
-    }
-
-    fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-
-    fn expect(&mut self, beginning: &str) -> String {
-        let line = self.line();
-        assert!(line.starts_with(beginning), "expected {beginning:?}, got {line:?}");
-        line
-    }
-
-    fn tell(&mut self, line: &str) {
-        writeln!(self.input.as_mut().unwrap(), "{line}").unwrap();
-    }
-
-    fn ask(&mut self, line: &str) -> String {
-        self.tell(line);
-        self.line()
-    }
-
-    /// The names of its threads.
-    fn threads(&self) -> Vec<String> {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
-        tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok()).map(|name| name.trim().to_owned()).collect()
-    }
-
-    fn ends_well(mut self) {
-        drop(self.input.take());
-        let mut rest = String::new();
-        self.output.read_to_string(&mut rest).unwrap();
-        let status = self.child.wait().unwrap();
-        assert!(status.success(), "{status}: {rest}");
-        assert!(rest.trim().is_empty() || rest.trim().ends_with("ok") || rest.contains("bye"), "{rest}");
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 const MIB: u64 = 1 << 20;
@@ -168,19 +32,13 @@ const MIB: u64 = 1 << 20;
 fn the_ledger_adds_up() {
     const CONTEXT: u64 = 24 * MIB;
     const UUID: &str = "GPU-73696d75-6c61-7465-642d-6770752d3030";
-    let machine = Machine::new("512M");
-    let with_context = |command: &mut Command| _ = command.env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string());
-    let mut engine = machine.start_with("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"], with_context);
-    engine.expect("ready");
-    let mut other = machine.bare(programs().join("hog"));
-    with_context(other.args(["--mib", "48"]).stdin(Stdio::piped()).stdout(Stdio::piped()));
-    let mut other = Program::spawn(&mut other);
-    other.expect("holding");
+    let machine = Machine { context_bytes: CONTEXT, ..Machine::with(1, "512M") };
+    let engine = machine.start("engine", "engine --weights-mib 64 --kv-mib 32");
+    let other = machine.hog(0, 48);
 
     // Keyed by kind, process and owner.
     let ledger = |pids: &str| -> BTreeMap<(String, u64, String), i64> {
-        let output = machine.vramctl(&["gpus", "--json"]).env("SIMGPU_NVML_PIDS", pids).output().unwrap();
-        let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        let answer = Ran::of(machine.cli("gpus --json").env("SIMGPU_NVML_PIDS", pids)).json();
         let gpu = &answer["gpus"][0];
         assert_eq!(gpu["used_bytes"], machine.used());
         let shares = gpu["shares"].as_array().unwrap();
@@ -208,42 +66,36 @@ fn the_ledger_adds_up() {
     let silent = ledger("none");
     assert_eq!(silent[&nobody("unexplained")], unseen[&nobody("out_of_sight")], "{silent:?}");
 
-    machine.done(&["pause"]);
+    machine.done("pause");
     let paused = ledger("");
     let of_engine: i64 = paused.iter().filter(|((_, pid, _), _)| *pid == engine_pid).map(|(_, bytes)| bytes).sum();
     assert!(!paused.contains_key(&tag) && of_engine >= CONTEXT as i64, "{paused:?}");
     assert_eq!(paused[&nobody("unexplained")], 0, "{paused:?}");
     // The command has told it what NVML counts.
     assert_eq!(machine.status("engine")["processes"][0]["cycles"][0]["driver"][UUID], of_engine, "{paused:?}");
-    let text = machine.done(&["gpus", "engine"]);
+    let text = machine.done("gpus engine");
     assert!(text.contains("backup of default") && text.contains("all else of its own"), "{text}");
-    machine.done(&["resume"]);
+    machine.done("resume");
 
-    let text = machine.done(&["gpus", "engine"]);
+    let text = machine.done("gpus engine");
     for what in ["Host memory: ", "GPU 0, Simulated GPU", "context, loaded code, small allocations", "hog", "all of it", "unexplained"] {
         assert!(text.contains(what), "{what} is not in {text}");
     }
     drop(engine);
-    let alone = machine.done(&["gpus", "--gpu", "0"]);
+    let alone = machine.done("gpus --gpu 0");
     assert!(alone.contains("hog") && !alone.contains("engine"), "without any managed process: {alone}");
 }
 
 /// Who watches memory wants to see programs that pause nothing, too.
 #[test]
 fn a_program_that_leaves_its_memory_to_cuda_is_listed_with_it() {
-    let machine = Machine::new("512M");
+    let machine = Machine::with(1, "512M");
     // The rest of a job is looked for on the whole machine, by the job's name.
     let name = format!("trainer-{}", std::process::id());
-    let start = || {
-        let mut engine = machine.start_with(&name, "engine", &["--weights-mib", "64", "--kv-mib", "32"], |command| {
-            command.env("VRAMCTL_TAG", "");
-        });
-        engine.expect("ready");
-        engine
-    };
+    let start = || machine.start_with(&name, "engine --weights-mib 64 --kv-mib 32", |command| _ = command.env("VRAMCTL_TAG", ""));
     let (engine, _other_rank) = (start(), start());
     let pid = engine.pid().to_string();
-    let ledger: Value = serde_json::from_str(&machine.done(&["gpus", "--json", "--pid", &pid])).unwrap();
+    let ledger = machine.vramctl(&["gpus", "--json", "--pid", &pid]).json();
     let process = &ledger["processes"][0];
     assert_eq!((&process["pid"], &process["tags"]), (&engine.pid().into(), &Value::Array(Vec::new())), "{ledger:#}");
     let left: u64 = process["left_alone"].as_array().unwrap().iter().map(|left| left["bytes"].as_u64().unwrap()).sum();
@@ -254,63 +106,56 @@ fn a_program_that_leaves_its_memory_to_cuda_is_listed_with_it() {
 
 #[test]
 fn an_unmodified_engine_is_paused_and_answers_the_same() {
-    let machine = Machine::new("512M");
-    let mut engine = machine.start("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"]);
-    engine.expect("ready");
+    let machine = Machine::with(1, "512M");
+    let mut engine = machine.start("engine", "engine --weights-mib 64 --kv-mib 32");
     let (addresses, first) = (engine.ask("addresses"), engine.ask("generate 1"));
     assert!(first.starts_with("answer"), "{first}");
     let running = machine.used();
     for _ in 0..3 {
-        machine.done(&["pause"]);
+        machine.done("pause");
         assert!(machine.used() <= running - 96 * MIB, "{} of {running} bytes are still in use", machine.used());
         let paused = machine.status("engine");
         assert!(paused["processes"][0]["tags"].as_array().unwrap().iter().all(|tag| tag["state"] == "paused"), "{paused}");
-        machine.done(&["resume"]);
+        machine.done("resume");
         assert!(engine.ask("verify").contains("ok"));
         assert_eq!(engine.ask("addresses"), addresses);
     }
     assert!(engine.ask("generate 2").starts_with("answer"));
     assert_eq!(engine.ask("quit"), "bye");
-    engine.ends_well();
+    engine.end();
     assert_eq!(machine.used(), 0);
     assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 0, "the socket goes with the program");
 }
 
 #[test]
 fn regions_by_tag_one_kept_and_one_discarded() {
-    let machine = Machine::new("512M");
-    let mut engine = machine.start("engine", "engine_regions", &["--weights-mib", "32", "--kv-mib", "32"]);
-    engine.expect("ready");
+    let machine = Machine::with(1, "512M");
+    let mut engine = machine.start("engine", "engine_regions --weights-mib 32 --kv-mib 32");
     let status = machine.status("engine");
     let tags: Vec<_> = status["processes"][0]["tags"].as_array().unwrap().iter().map(|tag| tag["tag"].as_str().unwrap()).collect();
     assert!(tags.contains(&"weights") && tags.contains(&"kv_cache"), "{tags:?}");
-    machine.done(&["pause", "kv_cache"]);
-    machine.done(&["pause", "weights"]);
-    machine.done(&["resume", "weights", "kv_cache"]);
+    machine.done("pause kv_cache");
+    machine.done("pause weights");
+    machine.done("resume weights kv_cache");
     let verified = engine.ask("verify");
     assert!(verified.contains("zero") && !verified.contains("corrupt 1"), "{verified}");
-    let unknown = machine.ask(&["pause", "nonsense"]);
-    let text = String::from_utf8_lossy(&unknown.stderr).into_owned();
-    assert!(!unknown.status.success() && text.contains("kv_cache") && text.contains("weights"), "{text}");
+    machine.vramctl("pause nonsense").expect(6, "", "kv_cache").has(6, "", "weights");
 }
 
 #[test]
 fn the_python_program_marks_regions_and_pauses_itself() {
-    let machine = Machine::new("512M");
-    let output = machine.vramctl(&["run", "--"]).arg("python3").arg(programs().join("engine.py")).output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{text}");
+    let machine = Machine::with(1, "512M");
+    Ran::of(machine.cli("run -- python3").arg(programs().join("engine.py"))).expect(0, "", "");
 }
 
 #[test]
 fn the_doctor_approves_a_good_machine_and_names_what_is_missing() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     let doctor = |change: &dyn Fn(&mut Command)| {
-        let mut command = machine.vramctl(&["doctor", "--json"]);
+        let mut command = machine.cli("doctor --json");
         change(&mut command);
-        let output = command.output().unwrap();
-        let checks = serde_json::from_slice::<Value>(&output.stdout).unwrap()["checks"].as_array().unwrap().clone();
-        (output.status.code(), checks)
+        let ran = Ran::of(&mut command);
+        (ran.code, ran.json()["checks"].as_array().unwrap().clone())
     };
     let found = |checks: &[Value], name: &str| checks.iter().find(|check| check["check"] == name).cloned().unwrap_or_default();
     let (code, checks) = doctor(&|_| ());
@@ -336,15 +181,14 @@ fn the_doctor_approves_a_good_machine_and_names_what_is_missing() {
 #[test]
 fn without_nvml_each_command_says_why_and_shows_the_rest() {
     const CAPABILITY: &str = "NVIDIA_DRIVER_CAPABILITIES=compute,utility";
-    let machine = Machine::new("512M");
-    let mut engine = machine.start("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"]);
-    engine.expect("ready");
+    let machine = Machine::with(1, "512M");
+    let _engine = machine.start("engine", "engine --weights-mib 64 --kv-mib 32");
     let libraries = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(artifacts().join("libsimgpu.so"), libraries.path().join("libcuda.so.1")).unwrap();
     let ask = |line: &str, variable: &str, value: &std::ffi::OsStr| {
-        let output = machine.vramctl(&line.split(' ').collect::<Vec<_>>()).env(variable, value).output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).split_whitespace().collect::<Vec<_>>().join(" ");
-        (output.status.code(), text(&output.stdout), text(&output.stderr))
+        let ran = Ran::of(machine.cli(line).env(variable, value));
+        let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        (ran.code, words(&ran.out), words(&ran.err))
     };
     let missing = |line: &str| ask(line, "LD_LIBRARY_PATH", libraries.path().as_os_str());
 
@@ -386,29 +230,20 @@ fn without_nvml_each_command_says_why_and_shows_the_rest() {
 /// The process, the command line and NVML identify a GPU by the same UUID.
 #[test]
 fn gpus_are_chosen_by_index_and_by_uuid() {
-    let machine = Machine::new("256M");
-    let ask = |arguments: &[&str]| {
-        let output = machine.vramctl(arguments).env("SIMGPU_DEVICES", "2").output().unwrap();
-        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
-    };
-    let mut program = machine.start_with("engine", "odd", &["plain"], |command| _ = command.env("SIMGPU_DEVICES", "2"));
-    program.expect("ready");
-    let status: Value = serde_json::from_str(&ask(&["status", "--json"]).1).unwrap();
+    let machine = Machine::with(2, "256M");
+    let mut program = machine.start("engine", "odd plain");
+    let status = machine.status("engine");
     let uuid = status["processes"][0]["devices"][0]["uuid"].as_str().unwrap();
     for gpu in ["0", uuid] {
-        let (code, text) = ask(&["ps", "--gpu", gpu]);
-        assert!(code == Some(0) && text.contains("engine"), "{text}");
+        machine.vramctl(&["ps", "--gpu", gpu]).expect(0, "engine", "");
     }
-    let (code, text) = ask(&["pause", "--gpu", "1"]);
-    assert!(code == Some(3) && text.contains("no managed process has memory on GPU-"), "{text}");
-    let (code, text) = ask(&["pause", "--gpu", "9"]);
-    assert!(code == Some(2) && text.contains("NVML reports no GPU 9; give its UUID (`nvidia-smi -L`)"), "{code:?} {text}");
+    machine.vramctl("pause --gpu 1").expect(3, "", "no managed process has memory on GPU-");
+    machine.vramctl("pause --gpu 9").expect(2, "", "NVML reports no GPU 9; give its UUID (`nvidia-smi -L`)");
     for request in ["pause", "resume"] {
-        let (code, text) = ask(&[request, "--gpu", "0"]);
-        assert!(code == Some(0) && text.contains("engine"), "{text}");
+        machine.vramctl(&[request, "--gpu", "0"]).expect(0, "engine", "");
     }
     program.tell("go on");
-    program.ends_well();
+    program.end();
 }
 
 /// The process itself protects a cache that its engine's prefix cache describes, whichever client asks.
@@ -428,11 +263,10 @@ input()
 print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
 "#;
     for (tags, cache) in [("[b'kv_cache', b'weights', b'default']", "kv_cache"), ("[b'weights', b'default']", "default")] {
-        let machine = Machine::new("256M");
-        let mut command = machine.vramctl(&["run", "--name", "engine", "--", "python3", "-c", &program.replace("TAGS", tags)]);
-        let mut engine = Program::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
-        engine.expect("ready");
-        let stream = UnixStream::connect(machine.socket(&engine)).unwrap();
+        let machine = Machine::with(1, "256M");
+        let mut command = machine.cli(&["run", "--name", "engine", "--", "python3", "-c", &program.replace("TAGS", tags)]);
+        let mut engine = Program::ready(&mut command);
+        let stream = UnixStream::connect(machine.socket(engine.pid())).unwrap();
         let mut lines = BufReader::new(&stream).lines();
         let mut ask = |request: &str| {
             (&stream).write_all(format!("{{\"version\":1,{request}}}\n").as_bytes()).unwrap();
@@ -467,72 +301,67 @@ print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
 
 #[test]
 fn a_killed_program_gives_everything_back_and_leaves_no_socket_for_long() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("victim", "odd", &["plain"]);
-    program.expect("ready");
-    machine.done(&["pause"]);
-    program.child.kill().unwrap();
-    program.child.wait().unwrap();
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("victim", "odd plain");
+    machine.done("pause");
+    program.kill();
     assert_eq!(machine.used(), 0);
     assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 1, "kill -9 leaves the socket");
-    machine.done(&["ps"]);
+    machine.done("ps");
     assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 0, "and whoever looks next removes it");
 }
 
 #[test]
 fn forks_before_and_after_cuda() {
-    let machine = Machine::new("256M");
-    let mut after = machine.start("after", "odd", &["fork-after-cuda"]);
-    after.expect("ready");
-    machine.done(&["pause", "--name", "after"]);
-    machine.done(&["resume", "--name", "after"]);
+    let machine = Machine::with(1, "256M");
+    let mut after = machine.start("after", "odd fork-after-cuda");
+    machine.done("pause --name after");
+    machine.done("resume --name after");
     after.tell("fork");
     after.expect("forked");
-    assert!(machine.socket(&after).exists(), "a child that exits leaves its parent's socket alone");
-    machine.done(&["pause", "--name", "after"]);
-    machine.done(&["resume", "--name", "after"]);
+    assert!(machine.socket(after.pid()).exists(), "a child that exits leaves its parent's socket alone");
+    machine.done("pause --name after");
+    machine.done("resume --name after");
     after.tell("go on");
     after.expect("ok");
-    after.ends_well();
+    after.end();
 
-    let mut before = machine.start("before", "odd", &["fork-before-cuda"]);
+    let mut before = Program::spawn(&mut machine.program("before", "odd fork-before-cuda"));
     let child = before.expect("child");
     before.expect("ready");
-    let both = machine.done(&["ps"]);
+    let both = machine.done("ps");
     assert!(both.contains(&before.pid().to_string()) && both.contains(child.trim_start_matches("child ")), "{both}");
-    machine.done(&["pause", "--name", "before"]);
+    machine.done("pause --name before");
     assert_eq!(machine.used(), 0, "both are paused");
-    machine.done(&["resume", "--name", "before"]);
+    machine.done("resume --name before");
     before.tell("go on");
     before.expect("ok");
-    before.ends_well();
+    before.end();
 }
 
 #[test]
 fn forking_all_the_time_while_paused_and_resumed() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("forking", "odd", &["forking-all-the-time"]);
-    program.expect("ready");
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("forking", "odd forking-all-the-time");
     for _ in 0..20 {
-        machine.done(&["pause", "--name", "forking"]);
-        machine.done(&["resume", "--name", "forking"]);
+        machine.done("pause --name forking");
+        machine.done("resume --name forking");
     }
     program.expect("forked");
     program.tell("go on");
     program.expect("ok");
-    program.ends_well();
+    program.end();
 }
 
 /// The child must not inherit the socket, or a client would wait for a dead server.
 #[test]
 fn a_dead_programs_child_does_not_keep_its_socket_alive() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("parent", "odd", &["orphan"]);
+    let machine = Machine::with(1, "256M");
+    let mut program = Program::spawn(&mut machine.program("parent", "odd orphan"));
     let child: i32 = program.expect("child").trim_start_matches("child ").parse().unwrap();
     program.expect("ready");
-    program.child.kill().unwrap();
-    program.child.wait().unwrap();
-    let listed = machine.done(&["ps", "-o", "wide"]);
+    program.kill();
+    let listed = machine.done("ps -o wide");
     unsafe { libc::kill(child, libc::SIGKILL) };
     assert!(!listed.contains("parent"), "{listed}");
 }
@@ -540,34 +369,32 @@ fn a_dead_programs_child_does_not_keep_its_socket_alive() {
 /// Programs run for days, and the cause of the failure may have been fixed since.
 #[test]
 fn a_socket_that_could_not_be_created_is_retried() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     let place = machine.folder.path().join("later");
-    let mut program = machine.start_with("late", "odd", &["plain"], |command| {
+    let mut program = machine.start_with("late", "odd plain", |command| {
         command.env("VRAMCTL_DIR", place.join("sockets"));
     });
-    program.expect("ready");
     fs::create_dir(&place).unwrap();
     for request in ["pause", "resume"] {
-        succeeds(|| machine.vramctl(&[request, "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets")).output().unwrap());
+        succeeds(|| Ran::of(machine.cli(&[request, "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets"))));
     }
     program.tell("go on");
-    program.ends_well();
+    program.end();
     assert_eq!(fs::read_dir(place.join("sockets")).unwrap().count(), 0, "its socket went with it");
 }
 
 /// A cleaner of `/tmp` deletes sockets, and the end of a login session their whole directory. Whoever is paused then must come back.
 #[test]
 fn a_program_whose_socket_is_deleted_is_found_again() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     let place = machine.folder.path().join("session");
     let sockets = place.join("sockets");
     fs::create_dir(&place).unwrap();
-    let mut program = machine.start_with("found", "odd", &["plain"], |command| {
+    let mut program = machine.start_with("found", "odd plain", |command| {
         command.env("VRAMCTL_DIR", &sockets);
     });
-    program.expect("ready");
     let socket = sockets.join(format!("{}.sock", program.pid()));
-    let vramctl = |arguments: &[&str]| machine.vramctl(arguments).env("VRAMCTL_DIR", &sockets).output().unwrap();
+    let vramctl = |arguments: &[&str]| Ran::of(machine.cli(arguments).env("VRAMCTL_DIR", &sockets));
     let deletions: [(&str, &dyn Fn()); 4] = [
         ("pause", &|| fs::remove_file(&socket).unwrap()),
         ("pause", &|| fs::remove_dir_all(&sockets).unwrap()),
@@ -586,69 +413,59 @@ fn a_program_whose_socket_is_deleted_is_found_again() {
         assert_eq!(fs::metadata(&sockets).unwrap().mode() & 0o777, 0o700);
     }
     program.tell("go on");
-    program.ends_well();
+    program.end();
     assert_eq!(fs::read_dir(&sockets).unwrap().count(), 0, "its socket went with it");
 }
 
 /// Its name is known without its answer, also if it has none of its own, or has overwritten its environment as `setproctitle` does.
 #[test]
 fn a_stopped_program_is_in_the_way_of_its_own_name_only() {
-    let machine = Machine::new("256M");
-    let mut engine = machine.start("engine", "odd", &["plain"]);
-    let mut unnamed = Program::spawn(
-        machine.vramctl(&["run", "--"]).arg(programs().join("odd")).arg("plain").stdin(Stdio::piped()).stdout(Stdio::piped()),
-    );
-    let mut overwritten = machine.start("trainer", "odd", &["overwritten"]);
-    for program in [&mut engine, &mut unnamed, &mut overwritten] {
-        program.expect("ready");
-    }
+    let machine = Machine::with(1, "256M");
+    let _engine = machine.start("engine", "odd plain");
+    let unnamed = Program::ready(machine.cli("run --").arg(programs().join("odd")).arg("plain"));
+    let overwritten = machine.start("trainer", "odd overwritten");
     let environment = fs::read(format!("/proc/{}/environ", overwritten.pid())).unwrap();
     assert!(!String::from_utf8_lossy(&environment).contains("VRAMCTL_NAME"), "it is overwritten");
     for program in [&unnamed, &overwritten] {
-        // SAFETY: touches no memory; the child is ours.
-        assert_eq!(unsafe { libc::kill(program.pid() as i32, libc::SIGSTOP) }, 0);
+        program.signal(libc::SIGSTOP);
     }
-    let code = |arguments: &[&str]| machine.ask(arguments).status.code();
-    assert_eq!(code(&["pause", "--name", "engine"]), Some(0));
-    assert_eq!(code(&["resume", "--name", "engine"]), Some(0));
-    assert_eq!(code(&["pause", "--name", "nobody"]), Some(3));
+    let code = |arguments: &str| machine.vramctl(arguments).code;
+    assert_eq!(code("pause --name engine"), Some(0));
+    assert_eq!(code("resume --name engine"), Some(0));
+    assert_eq!(code("pause --name nobody"), Some(3));
     for (name, program) in [("odd", &unnamed), ("trainer", &overwritten)] {
-        let refused = machine.ask(&["pause", "--name", name]);
-        let said = String::from_utf8_lossy(&refused.stderr);
-        assert!(refused.status.code() == Some(5) && said.contains(&format!("{name} (pid {})", program.pid())), "{said}");
+        machine.vramctl(&["pause", "--name", name]).expect(5, "", &format!("{name} (pid {})", program.pid()));
     }
 }
 
 #[test]
 fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("tidy", "odd", &["close-sockets"]);
-    program.expect("ready");
-    let socket = machine.socket(&program);
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("tidy", "odd close-sockets");
+    let socket = machine.socket(program.pid());
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
     // The first client's connection makes the library notice the loss, and waits for the new socket, but not for long.
     for request in ["pause", "resume"] {
-        succeeds(|| machine.ask(&[request, "--name", "tidy"]));
+        succeeds(|| machine.vramctl(&[request, "--name", "tidy"]));
     }
     assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
     program.tell("go on");
-    program.ends_well();
+    program.end();
 }
 
 #[test]
 fn a_program_in_the_background_is_found_and_keeps_its_files() {
     for mode in ["daemon-with-files", "daemon-without-streams"] {
-        let machine = Machine::new("256M");
+        let machine = Machine::with(1, "256M");
         let stop = machine.folder.path().join("stop");
         fs::write(&stop, "").unwrap();
-        let mut program = machine.start_with(mode, "odd", &[mode], |command| {
+        let mut program = machine.start_with(mode, &format!("odd {mode}"), |command| {
             command.env("ODD_STOP", &stop);
         });
-        program.expect("ready");
         // A new socket may get the old one's inode number.
-        let path = machine.socket(&program);
+        let path = machine.socket(program.pid());
         let socket = || fs::metadata(&path).map(|socket| (socket.ino(), socket.ctime(), socket.ctime_nsec())).unwrap();
         let first = socket();
         program.tell("go on");
@@ -658,11 +475,11 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         // Several clients at once: none may remove the new socket, mistaking it for the old one.
         std::thread::scope(|scope| {
             for _ in 0..6 {
-                scope.spawn(|| common::eventually("it is listed", || machine.done(&["ps", "-o", "wide"]).contains(mode)));
+                scope.spawn(|| common::eventually("it is listed", || machine.done("ps -o wide").contains(mode)));
             }
         });
-        machine.done(&["pause", "--backup", "disk"]);
-        machine.done(&["resume"]);
+        machine.done("pause --backup disk");
+        machine.done("resume");
         assert_ne!(socket(), first);
         fs::remove_file(&stop).unwrap();
         let ended = program.child.wait().unwrap();
@@ -674,19 +491,18 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
 /// other's when it exits.
 #[test]
 fn a_socket_of_another_process_with_the_same_pid_is_left_alone() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     fs::DirBuilder::new().mode(0o700).create(machine.sockets()).unwrap();
-    let mut command = machine.vramctl(&["run", "--name", "second", "--", "sh", "-c", "read line; exec \"$0\" plain"]);
-    command.arg(programs().join("odd")).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut program = Program::spawn(&mut command);
-    let place = machine.socket(&program);
+    let mut command = machine.cli(&["run", "--name", "second", "--", "sh", "-c", "read line; exec \"$0\" plain"]);
+    let mut program = Program::spawn(command.arg(programs().join("odd")));
+    let place = machine.socket(program.pid());
     let first = UnixListener::bind(&place).unwrap();
     program.tell("go on");
     program.expect("ready");
     first.set_nonblocking(true).unwrap();
     assert!(first.accept().is_ok(), "it has looked whether somebody listens");
     program.tell("go on");
-    program.ends_well();
+    program.end();
     assert!(place.exists());
 }
 
@@ -702,11 +518,11 @@ fn programs_with_the_same_pid_in_two_containers_are_both_managed() {
         eprintln!("not run: PID namespaces cannot be made here");
         return;
     }
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     let mut programs: Vec<_> = ["a", "b"]
         .iter()
         .map(|name| {
-            let run = machine.vramctl(&["run", "--name", name, "--"]);
+            let run = machine.cli(&["run", "--name", name, "--"]);
             let mut command = unshare();
             command.arg(run.get_program()).args(run.get_args()).arg(programs().join("odd")).arg("plain");
             for (name, value) in run.get_envs() {
@@ -715,47 +531,44 @@ fn programs_with_the_same_pid_in_two_containers_are_both_managed() {
                     None => command.env_remove(name),
                 };
             }
-            let mut program = Program::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
-            program.expect("ready");
-            program
+            Program::ready(&mut command)
         })
         .collect();
-    let listed = || -> Value { serde_json::from_str(&machine.done(&["ps", "--json"])).unwrap() };
+    let listed = || -> Value { machine.vramctl("ps --json").json() };
     common::eventually("both are listed", || listed()["processes"].as_array().unwrap().len() == 2);
     for (program, name) in programs.iter().zip(["a", "b"]) {
         // The child of `unshare`.
         let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", program.pid())).unwrap();
         let pid = children.trim();
-        assert!(machine.done(&["ps"]).lines().any(|line| line.contains(pid) && line.contains(name)), "{name} is {pid} here");
+        assert!(machine.done("ps").lines().any(|line| line.contains(pid) && line.contains(name)), "{name} is {pid} here");
         machine.done(&["pause", "--pid", pid]);
         machine.done(&["resume", "--name", name]);
     }
-    let ledger: Value = serde_json::from_str(&machine.done(&["gpus", "--json"])).unwrap();
+    let ledger = machine.vramctl("gpus --json").json();
     let pids: Vec<_> = ledger["processes"].as_array().unwrap().iter().map(|process| process["pid"].as_u64().unwrap()).collect();
     assert!(pids.iter().all(|pid| *pid > 1), "{pids:?}");
     for program in &mut programs {
         program.tell("go on");
     }
     for program in programs {
-        program.ends_well();
+        program.end();
     }
 }
 
 /// The program's output must not go to clients or into backups.
 #[test]
 fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("closed", "odd", &["closed-input"]);
-    program.expect("ready");
-    machine.done(&["pause", "--backup", "disk"]);
-    let _client = UnixStream::connect(machine.socket(&program)).unwrap();
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("closed", "odd closed-input");
+    machine.done("pause --backup disk");
+    let _client = UnixStream::connect(machine.socket(program.pid())).unwrap();
     // This one was served, so the one before it has been accepted.
-    machine.done(&["status"]);
+    machine.done("status");
     program.tell("go on");
     program.expect("free");
-    machine.done(&["resume"]);
+    machine.done("resume");
     program.tell("go on");
-    program.ends_well();
+    program.end();
 }
 
 /// What a program has logged, without the lines that say who holds it and until when.
@@ -764,20 +577,19 @@ fn besides_holds(log: &str) -> String {
 }
 
 /// Retries until it succeeds.
-fn succeeds(ask: impl Fn() -> Output) {
-    common::eventually("it succeeds", || ask().status.success());
+fn succeeds(ask: impl Fn() -> Ran) {
+    common::eventually("it succeeds", || ask().code == Some(0));
 }
 
 #[test]
 fn signals_exit_handlers_and_large_thread_locals() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     for mode in ["signals", "exit-with-memory"] {
-        let mut program = machine.start(mode, "odd", &[mode]);
-        program.expect("ready");
-        machine.done(&["pause"]);
-        machine.done(&["resume"]);
+        let mut program = machine.start(mode, &format!("odd {mode}"));
+        machine.done("pause");
+        machine.done("resume");
         program.tell("go on");
-        program.ends_well();
+        program.end();
         assert_eq!(machine.used(), 0, "{mode}");
     }
 }
@@ -786,15 +598,14 @@ fn signals_exit_handlers_and_large_thread_locals() {
 #[test]
 fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
     let ends = |mode: &str, request: &str, thread: &str| {
-        let machine = Machine::new("256M");
-        let mut program = machine.start_with("leaves", "odd", &[mode], |command| {
+        let machine = Machine::with(1, "256M");
+        let mut program = machine.start_with("leaves", &format!("odd {mode}"), |command| {
             command.env("SIMGPU_OP_DELAY_MS", "1500").env("SIMGPU_END_MS", "20").stderr(Stdio::piped());
         });
-        program.expect("ready");
         if request == "resume" {
-            machine.done(&["pause"]);
+            machine.done("pause");
         }
-        let mut client = machine.vramctl(&[request, "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut client = machine.begin(&[request, "--json"]);
         // On a slow machine, it may be over before that is seen.
         common::eventually("it has begun", || program.threads().contains(&thread.to_owned()) || client.try_wait().unwrap().is_some());
         if mode == "ends-by-signal" {
@@ -804,10 +615,9 @@ fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
         }
         let mut said = String::new();
         program.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        program.ends_well();
+        program.end();
         assert_eq!(besides_holds(&said), "", "{mode}, {request}");
-        let told = client.wait_with_output().unwrap();
-        let text = String::from_utf8_lossy(&told.stdout).into_owned() + &String::from_utf8_lossy(&told.stderr);
+        let text = Ran::end_of(client).text();
         // It may have had nothing left to do but this one copy.
         assert!(text.contains("\"ending\"") || text.contains("\"report\""), "{mode}, {request}: {text}");
     };
@@ -822,13 +632,12 @@ fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
 /// Nobody may be there to resume it.
 #[test]
 fn a_held_program_can_end() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("held", "odd", &["ends-while-held"]);
-    program.expect("ready");
-    machine.done(&["pause"]);
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("held", "odd ends-while-held");
+    machine.done("pause");
     program.tell("go on");
     common::eventually("it does not wait at the gate", || program.child.try_wait().unwrap().is_some());
-    program.ends_well();
+    program.end();
     assert_eq!(machine.used(), 0);
 }
 
@@ -836,8 +645,8 @@ fn a_held_program_can_end() {
 /// limit, and half of the addresses are left under `ulimit -v`.
 #[test]
 fn the_programs_limits_are_left_to_the_program() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("locked", "odd", &["locked"]);
+    let machine = Machine::with(1, "256M");
+    let mut program = Program::spawn(&mut machine.program("locked", "odd locked"));
     let bytes = |program: &Program, which: &str| {
         let status = fs::read_to_string(format!("/proc/{}/status", program.pid())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix(which)).unwrap().trim();
@@ -855,44 +664,42 @@ fn the_programs_limits_are_left_to_the_program() {
         // Only a privileged user may lock this much.
         if program.line() == "ready" {
             let [resident, locked] = ["VmRSS:", "VmLck:"].map(|which| bytes(&program, which));
-            machine.done(&["pause"]);
+            machine.done("pause");
             let paused = ["VmRSS:", "VmLck:"].map(|which| bytes(&program, which));
             assert!(paused[0] < resident + (200 << 20), "{resident} bytes before the pause, {} after it", paused[0]);
             assert!(largest_mapping(&program) <= left / 2, "{left} bytes of addresses were left");
             // The workers' stacks are locked, too.
             assert!(paused[1] < locked + (3 << 29), "{locked} bytes locked before the pause, {} after it", paused[1]);
-            machine.done(&["resume"]);
+            machine.done("resume");
         } else {
             eprintln!("memory cannot be locked here: that part was not tested");
         }
         program.tell("go on");
     }
-    program.ends_well();
+    program.end();
 
     // A failed prewarm must not count against the program's limit either.
     for (name, prewarm) in [("little", "0"), ("cold", "384M")] {
-        let mut program = machine.start_with(name, "odd", &["little-data"], |command| {
+        let mut program = machine.start_with(name, "odd little-data", |command| {
             command.env("VRAMCTL_PREWARM", prewarm).env("VRAMCTL_HOST_CAP", "32M").env("VRAMCTL_LOG", "error");
         });
-        program.expect("ready");
-        machine.done(&["pause"]);
+        machine.done("pause");
         program.tell("go on");
         program.expect("enough");
-        machine.done(&["resume"]);
+        machine.done("resume");
         program.tell("go on");
-        program.ends_well();
+        program.end();
     }
 }
 
 #[test]
 fn threads_of_ours_are_named_and_block_all_signals() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start_with("threads", "odd", &["plain"], |command| {
+    let machine = Machine::with(1, "256M");
+    let program = machine.start_with("threads", "odd plain", |command| {
         command.env("VRAMCTL_HOST_KEEP", "1");
     });
-    program.expect("ready");
-    machine.done(&["pause"]);
-    machine.done(&["resume"]);
+    machine.done("pause");
+    machine.done("resume");
     let ours = || {
         let mut ours = Vec::new();
         for task in fs::read_dir(format!("/proc/{}/task", program.pid())).unwrap() {
@@ -916,33 +723,29 @@ fn threads_of_ours_are_named_and_block_all_signals() {
 /// GPU work that uses paused memory is the program's bug. It is reported, and asking again changes nothing.
 #[test]
 fn the_programs_own_failed_work_is_reported() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("careless", "odd", &["use-while-paused"]);
-    program.expect("ready");
-    machine.done(&["pause", "--no-hold"]);
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("careless", "odd use-while-paused");
+    machine.done("pause --no-hold");
     program.tell("go on");
     program.expect("failed");
     let before = machine.status("careless")["processes"][0]["tags"].clone();
-    let refused = machine.ask(&["resume", "--json"]);
-    let text = String::from_utf8_lossy(&refused.stdout).into_owned() + &String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && text.contains("work"), "{text}");
+    machine.vramctl("resume --json").expect(1, "work", "");
     assert_eq!(machine.status("careless")["processes"][0]["tags"], before);
 }
 
 /// With a guard, it is reported too, and the program goes on.
 #[test]
 fn the_programs_stray_work_hits_the_guard() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("careless", "odd", &["use-while-paused"]);
-    program.expect("ready");
-    let said = machine.done(&["pause", "--no-hold", "--guard"]);
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("careless", "odd use-while-paused");
+    let said = machine.done("pause --no-hold --guard");
     assert!(said.contains("guarded by 14.00 MiB"), "{said}");
-    let said = machine.done(&["status"]);
+    let said = machine.done("status");
     assert!(said.contains("The guard of paused memory takes 14.00 MiB of GPU-"), "{said}");
     assert_eq!(machine.status("careless")["processes"][0]["devices"][0]["guard_bytes"], 14 << 20);
     program.tell("go on");
     program.expect("went well");
-    let said = machine.done(&["resume"]);
+    let said = machine.done("resume");
     assert!(said.contains("warning: careless") && said.contains("something wrote to paused memory"), "{said}");
     assert_eq!(machine.status("careless")["processes"][0]["devices"][0].get("guard_bytes"), None);
     assert_eq!(program.ask("go on"), "ok");
@@ -950,31 +753,27 @@ fn the_programs_stray_work_hits_the_guard() {
 
 #[test]
 fn two_programs_wait_for_each_others_memory() {
-    let machine = Machine::new("256M");
-    let sizes = ["--weights-mib", "128", "--kv-mib", "16"];
-    let mut first = machine.start("first", "engine", &sizes);
-    first.expect("ready");
-    machine.done(&["pause", "--name", "first"]);
-    let mut second = machine.start("second", "engine", &sizes);
-    second.expect("ready");
+    let machine = Machine::with(1, "256M");
+    let sizes = "engine --weights-mib 128 --kv-mib 16";
+    let mut first = machine.start("first", sizes);
+    machine.done("pause --name first");
+    let mut second = machine.start("second", sizes);
 
     // Not enough for both: the error has numbers and names.
-    let refused = machine.ask(&["resume", "--name", "first"]);
-    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(4), "{text}");
+    let text = machine.vramctl("resume --name first").expect(4, "", "").err;
     assert!(text.contains("needed") && text.contains("free") && text.contains(&second.pid().to_string()), "{text}");
-    let refused: Value = serde_json::from_slice(&machine.ask(&["resume", "--name", "first", "--json"]).stdout).unwrap();
+    let refused = machine.vramctl("resume --name first --json").json();
     let uuid = &machine.status("first")["processes"][0]["devices"][0]["uuid"];
     assert_eq!(&refused["processes"][0]["error"]["shortage"]["uuid"], uuid, "an ordinal says nothing outside of the process: {refused}");
     assert!(uuid.is_string(), "{refused}");
 
     for _ in 0..3 {
-        let patient = machine.vramctl(&["resume", "--name", "first", "--timeout", "30"]).stdout(Stdio::null()).spawn().unwrap();
-        machine.done(&["pause", "--name", "second"]);
+        let patient = machine.cli("resume --name first --timeout 30").stdout(Stdio::null()).spawn().unwrap();
+        machine.done("pause --name second");
         assert!(patient.wait_with_output().unwrap().status.success());
         assert!(first.ask("verify").contains("ok"));
-        let patient = machine.vramctl(&["resume", "--name", "second", "--timeout", "30"]).stdout(Stdio::null()).spawn().unwrap();
-        machine.done(&["pause", "--name", "first"]);
+        let patient = machine.cli("resume --name second --timeout 30").stdout(Stdio::null()).spawn().unwrap();
+        machine.done("pause --name first");
         assert!(patient.wait_with_output().unwrap().status.success());
         assert!(second.ask("verify").contains("ok"));
     }
@@ -983,10 +782,9 @@ fn two_programs_wait_for_each_others_memory() {
 /// Whatever arrives on the socket, the program keeps running with its state intact and serves the next client.
 #[test]
 fn rude_clients_do_no_harm() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start("polite", "odd", &["plain"]);
-    program.expect("ready");
-    let path = machine.socket(&program);
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start("polite", "odd plain");
+    let path = machine.socket(program.pid());
     assert_eq!(fs::metadata(machine.sockets()).unwrap().permissions().mode() & 0o777, 0o700);
     let connect = || UnixStream::connect(&path).unwrap();
     let answer = |mut stream: &UnixStream| {
@@ -1045,8 +843,8 @@ fn rude_clients_do_no_harm() {
         for _ in 0..4 {
             scope.spawn(|| {
                 for _ in 0..5 {
-                    machine.done(&["pause"]);
-                    machine.done(&["resume"]);
+                    machine.done("pause");
+                    machine.done("resume");
                 }
             });
         }
@@ -1054,10 +852,10 @@ fn rude_clients_do_no_harm() {
     drop(deaf);
     // The deaf client's request is carried out or dropped, but it ends eventually.
     common::eventually("it ends", serves_nobody);
-    machine.done(&["resume"]);
+    machine.done("resume");
     program.tell("go on");
     program.expect("ok");
-    program.ends_well();
+    program.end();
 }
 
 /// Other users are refused even if they get past the directory's mode.
@@ -1068,10 +866,9 @@ fn another_users_client_is_refused() {
         println!("not run: only root can be somebody else");
         return;
     }
-    let machine = Machine::new("256M");
-    let mut program = machine.start("mine", "odd", &["plain"]);
-    program.expect("ready");
-    let socket = machine.socket(&program);
+    let machine = Machine::with(1, "256M");
+    let program = machine.start("mine", "odd plain");
+    let socket = machine.socket(program.pid());
     let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
     [machine.folder.path(), &machine.sockets(), &socket].into_iter().for_each(open);
     let client = r#"
@@ -1085,20 +882,18 @@ except BrokenPipeError:
     pass  # it was told off and hung up on before it said a word
 print(s.makefile().readline())
 "#;
-    let output = machine.bare("python3").args(["-c", client]).arg(&socket).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("another user"), "{output:?}");
+    Ran::of(machine.command("python3", &["-c", client]).arg(&socket)).expect(0, "another user", "");
     fs::set_permissions(machine.sockets(), fs::Permissions::from_mode(0o700)).unwrap();
     assert_eq!(machine.status("mine")["processes"][0]["tags"][0]["state"], "active");
 }
 
 #[test]
 fn programs_without_cuda_are_unaffected() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     // In the shell itself: while it starts a pipeline, it may still have an end of the pipe.
     let script = "set -- /proc/$$/task/*; echo $#; set -- /proc/$$/fd/*; echo $#; grep -c libcuda /proc/$$/maps; echo $?";
     let run = |preload: bool| {
-        let mut command = machine.bare("bash");
+        let mut command = machine.command("bash", &[]);
         command.args(["-c", script]).env("VRAMCTL_TAG", "default");
         // SAFETY: one system call. Descriptors that other tests have open must not reach the program.
         unsafe {
@@ -1114,8 +909,12 @@ fn programs_without_cuda_are_unaffected() {
     };
     assert_eq!(run(true), run(false));
     assert!(!machine.sockets().exists(), "no directory, no socket");
-    let python =
-        machine.bare("python3").env("LD_PRELOAD", library()).args(["-c", "import os; os.fork() and os.wait(); print(1)"]).output().unwrap();
+    let python = machine
+        .command("python3", &[])
+        .env("LD_PRELOAD", library())
+        .args(["-c", "import os; os.fork() and os.wait(); print(1)"])
+        .output()
+        .unwrap();
     assert!(python.status.success() && python.stderr.is_empty());
 }
 
@@ -1127,35 +926,33 @@ fn works_with_another_preloaded_library() {
         println!("not run: no jemalloc (Debian, Ubuntu: apt-get install libjemalloc2)");
         return;
     };
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     let ours = library().display().to_string();
     for preload in [format!("{jemalloc}:{ours}"), format!("{ours}:{jemalloc}")] {
-        let mut command = machine.bare(programs().join("odd"));
+        let mut command = machine.command(programs().join("odd"), &[]);
         command.arg("forking-all-the-time").env("LD_PRELOAD", &preload).env("VRAMCTL_TAG", "default");
-        let mut program = Program::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
-        program.expect("ready");
+        let mut program = Program::ready(&mut command);
         for _ in 0..5 {
-            machine.done(&["pause"]);
-            machine.done(&["resume"]);
+            machine.done("pause");
+            machine.done("resume");
         }
         program.expect("forked");
         program.tell("go on");
         program.expect("ok");
-        program.ends_well();
+        program.end();
     }
 }
 
 #[test]
 fn a_device_without_virtual_memory_is_left_to_cuda_with_one_warning() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start_with("old", "odd", &["plain"], |command| {
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start_with("old", "odd plain", |command| {
         command.env("SIMGPU_NO_VMM", "1").stderr(Stdio::piped());
     });
-    program.expect("ready");
     let mut errors = program.child.stderr.take().unwrap();
     program.tell("go on");
     program.expect("ok");
-    program.ends_well();
+    program.end();
     let mut text = String::new();
     errors.read_to_string(&mut text).unwrap();
     assert_eq!(text.matches("warn").count(), 1, "{text}");
@@ -1164,7 +961,7 @@ fn a_device_without_virtual_memory_is_left_to_cuda_with_one_warning() {
 /// Where managed memory cannot be shared, the program gets CUDA's own error, and the log explains it once.
 #[test]
 fn memory_that_cannot_be_shared_is_explained_once() {
-    let machine = Machine::new("256M");
+    let machine = Machine::with(1, "256M");
     let program = r#"
 import ctypes
 ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
@@ -1173,20 +970,19 @@ pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
 assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
 print(cuda.cudaIpcGetMemHandle(handle, pointer), cuda.cudaIpcGetMemHandle(handle, pointer))
 "#;
-    let output = machine.vramctl(&["run", "--"]).args(["python3", "-c", program]).env("SIMGPU_NO_SHARING", "1").output().unwrap();
-    let (said, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(said.trim(), "1 1", "{log}");
+    let ran = Ran::of(machine.cli(&["run", "--", "python3", "-c", program]).env("SIMGPU_NO_SHARING", "1"));
+    let log = &ran.err;
+    assert_eq!(ran.out.trim(), "1 1", "{log}");
     assert_eq!(log.matches("cannot be shared").count(), 1, "{log}");
     assert!(log.contains("--no-tag"), "{log}");
 }
 
 #[test]
 fn no_more_host_memory_is_prepared_in_advance_than_the_cap_allows() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start_with("capped", "odd", &["plain"], |command| {
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start_with("capped", "odd plain", |command| {
         command.env("VRAMCTL_PREWARM", "128M").env("VRAMCTL_HOST_CAP", "64M").env("VRAMCTL_LOG", "info").stderr(Stdio::piped());
     });
-    program.expect("ready");
     let mut log = BufReader::new(program.child.stderr.take().unwrap()).lines().map(Result::unwrap);
     let told = log.find(|line| line.contains("of host memory is ready")).unwrap();
     assert!(told.contains("only 64.00 MiB"), "{told}");
@@ -1196,30 +992,29 @@ fn no_more_host_memory_is_prepared_in_advance_than_the_cap_allows() {
     }
     program.tell("go on");
     program.expect("ok");
-    program.ends_well();
+    program.end();
 }
 
 #[test]
 fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
-    let machine = Machine::new("256M");
-    let mut program = machine.start_with("warm", "odd", &["plain"], |command| {
+    let machine = Machine::with(1, "256M");
+    let mut program = machine.start_with("warm", "odd plain", |command| {
         command.env("VRAMCTL_PREWARM", "128M").env("VRAMCTL_RETAIN", "*").stderr(Stdio::piped());
     });
-    program.expect("ready");
     let ready = || machine.status("warm")["processes"][0]["host"]["ready_bytes"].as_u64().unwrap();
     common::eventually("it is ready", || ready() >= 128 * MIB);
     assert_eq!(ready(), 128 * MIB);
     for round in 0..3 {
-        let told: Value = serde_json::from_str(&machine.done(&["pause", "--json"])).unwrap();
+        let told = machine.vramctl("pause --json").json();
         let unchanged = if round == 0 { 0 } else { 4 * MIB };
         assert_eq!(told["processes"][0]["report"]["unchanged_bytes"], unchanged, "{told}");
-        machine.done(&["resume"]);
+        machine.done("resume");
     }
     assert_eq!(ready(), 128 * MIB, "it stays ready");
     let mut errors = program.child.stderr.take().unwrap();
     program.tell("go on");
     program.expect("ok");
-    program.ends_well();
+    program.end();
     let mut text = String::new();
     errors.read_to_string(&mut text).unwrap();
     assert_eq!(besides_holds(&text), "");

@@ -78,20 +78,20 @@ fn borrowers_are_held_and_continue_by_themselves() {
     scene.works(7);
     for round in 0..3 {
         scene.refuses(&[], 5, &format!("pid {}", scene.engine.pid()));
-        let said = scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+        let said = scene.machine.done("pause --name trainer --shared");
         let aside = format!("held engine (pid {}): 4.00 MiB that it has opened from process {}", scene.engine.pid(), scene.trainer.pid());
         assert!(said.contains(&aside) && said.contains("paused default of trainer"), "{said}");
         assert_eq!(scene.machine.used(), OWN, "its own memory stays");
         assert_eq!(scene.held(), [true; 2]);
         // Work that begins meanwhile waits.
         scene.engine.ask(&format!("globals().update(end=start(lambda: fill({opened}, {round}, {BYTES})))"));
-        let status = scene.machine.done(&["status", "engine"]);
+        let status = scene.machine.done("status engine");
         assert!(
             status.contains(&format!("It waits for memory of process {0}: `vramctl resume --pid {0}`", scene.trainer.pid())),
             "{status}"
         );
-        assert!(scene.machine.done(&["ps"]).contains(&format!("waits for {}", scene.trainer.pid())));
-        scene.machine.done(&["resume", "--name", "trainer"]);
+        assert!(scene.machine.done("ps").contains(&format!("waits for {}", scene.trainer.pid())));
+        scene.machine.done("resume --name trainer");
         scene.machine.goes_on(&scene.engine);
         assert_eq!(scene.engine.ask("end()"), "0");
         // Nothing is left to ask for.
@@ -102,7 +102,7 @@ fn borrowers_are_held_and_continue_by_themselves() {
         scene.works(7);
     }
     assert_eq!(scene.engine.ask(&format!("close({opened}), free({own})")), "(0, 0)");
-    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    scene.machine.done("pause --name trainer --shared");
     assert!(!scene.machine.is_held(&scene.engine), "it has nothing to do with it");
     assert_eq!(scene.machine.used(), 0);
 }
@@ -125,7 +125,7 @@ fn several_owners_and_several_borrowers() {
     let opened = [(0, 0), (0, 1), (1, 1)].map(|(by, of)| (by, of + 1, others[by].number(&format!("open_('{}')", handles[of]))));
     let unrelated = others[2].number(&format!("malloc({OWN})"));
     for _ in 0..2 {
-        let paused = machine.vramctl(&["pause", "--name", "trainer", "--shared", "--json"]).expect(0, "", "").json();
+        let paused = machine.vramctl("pause --name trainer --shared --json").expect(0, "", "").json();
         let missing = |process: &Value| process["report"]["missing"].as_array().map_or(0, Vec::len);
         let told: Vec<_> =
             paused["processes"].as_array().unwrap().iter().map(|process| (process["name"].as_str().unwrap(), missing(process))).collect();
@@ -134,7 +134,7 @@ fn several_owners_and_several_borrowers() {
         assert_eq!(machine.used(), OWN);
         assert_eq!([0, 1, 2].map(|other| machine.is_held(&others[other])), [true, true, false]);
         assert_eq!(others[2].ask(&format!("fill({unrelated}, 1, 10)")), "0");
-        machine.done(&["resume", "--name", "trainer"]);
+        machine.done("resume --name trainer");
         for (by, value, at) in &opened {
             machine.goes_on(&others[*by]);
             assert_eq!(others[*by].ask(&format!("read({at}, {BYTES})")), format!("[{value}]"));
@@ -146,10 +146,10 @@ fn several_owners_and_several_borrowers() {
 fn a_dry_run_lists_the_borrowers() {
     let mut scene = Scene::new();
     scene.refuses(&["--dry-run"], 5, "--shared");
-    let said = scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run"]);
+    let said = scene.machine.done("pause --name trainer --shared --dry-run");
     let engine = format!("engine (pid {}): would be held, too, until 4.00 MiB that it has open is resumed", scene.engine.pid());
     assert!(said.contains(&engine) && said.contains("a pause would free 4.00 MiB"), "{said}");
-    let told = scene.machine.vramctl(&["pause", "--name", "trainer", "--shared", "--dry-run", "--json"]).expect(0, "", "").json();
+    let told = scene.machine.vramctl("pause --name trainer --shared --dry-run --json").expect(0, "", "").json();
     let engine = told["processes"].as_array().unwrap().iter().find(|process| process["name"] == "engine").unwrap();
     assert_eq!((&engine["aside_bytes"], &engine["pid"]), (&json!(BYTES), &json!(scene.engine.pid())), "{told}");
     assert_eq!(scene.held(), [false; 2]);
@@ -161,11 +161,11 @@ fn a_dry_run_lists_the_borrowers() {
 #[test]
 fn a_borrower_resumed_alone_stays_held() {
     let mut scene = Scene::new();
-    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    scene.machine.done("pause --name trainer --shared");
     let said = format!("stays held: 4.00 MiB that it has opened from process {} is still paused", scene.trainer.pid());
-    scene.machine.vramctl(&["resume", "--name", "engine"]).expect(5, "", &said);
+    scene.machine.vramctl("resume --name engine").expect(5, "", &said);
     assert_eq!(scene.held(), [true; 2]);
-    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done("resume --name trainer");
     scene.works(7);
 }
 
@@ -192,15 +192,15 @@ fn a_borrower_may_be_paused_itself() {
 #[test]
 fn the_owner_may_be_paused_again_before_the_borrower_is_back() {
     let mut scene = Scene::new();
-    scene.machine.done(&["pause", "--name", "engine"]);
-    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    scene.machine.done("pause --name engine");
+    scene.machine.done("pause --name trainer --shared");
     for _ in 0..2 {
-        scene.machine.done(&["resume", "--name", "trainer"]);
-        scene.machine.done(&["pause", "--name", "trainer"]);
+        scene.machine.done("resume --name trainer");
+        scene.machine.done("pause --name trainer");
         assert_eq!(scene.machine.used(), 0);
     }
-    scene.machine.done(&["resume", "--name", "trainer"]);
-    scene.machine.done(&["resume", "--name", "engine"]);
+    scene.machine.done("resume --name trainer");
+    scene.machine.done("resume --name engine");
     scene.works(7);
     scene.refuses(&[], 5, &format!("pid {}", scene.engine.pid()));
 }
@@ -209,11 +209,11 @@ fn the_owner_may_be_paused_again_before_the_borrower_is_back() {
 #[test]
 fn a_borrower_paused_without_hold_is_refused() {
     let mut scene = Scene::new();
-    scene.machine.done(&["pause", "--name", "engine", "--no-hold"]);
+    scene.machine.done("pause --name engine --no-hold");
     let said = format!("engine (pid {}): some of its own memory was paused with --no-hold", scene.engine.pid());
-    scene.machine.vramctl(&["pause", "--name", "trainer", "--shared"]).expect(1, "", &said);
+    scene.machine.vramctl("pause --name trainer --shared").expect(1, "", &said);
     assert_eq!((scene.machine.used(), scene.held()), (BYTES, [false; 2]));
-    scene.machine.done(&["resume", "--name", "engine"]);
+    scene.machine.done("resume --name engine");
     scene.works(7);
 }
 
@@ -231,7 +231,7 @@ fn a_borrower_that_cannot_be_asked_is_named() {
     let away = socket.with_extension("away");
     fs::rename(&socket, &away).unwrap();
     let said = format!("process {pid} has 4.00 MiB of it open and cannot be held: it does not listen");
-    scene.machine.vramctl(&["pause", "--name", "trainer", "--shared"]).expect(5, "", &said);
+    scene.machine.vramctl("pause --name trainer --shared").expect(5, "", &said);
     assert_eq!(scene.machine.used(), BYTES + OWN);
     fs::rename(away, socket).unwrap();
     scene.works(7);
@@ -243,14 +243,14 @@ fn jobs_that_share_are_paused_as_one() {
     let mut scene = Scene::new();
     let mut alone = scene.machine.python("alone");
     let pointer = alone.number(&format!("malloc({OWN})"));
-    assert_eq!(scene.machine.vramctl(&["pause", "--all"]).code, Some(5));
-    scene.machine.done(&["resume", "--all"]);
-    let paused = scene.machine.vramctl(&["pause", "--all", "--shared", "--json"]).expect(0, "", "").json();
+    assert_eq!(scene.machine.vramctl("pause --all").code, Some(5));
+    scene.machine.done("resume --all");
+    let paused = scene.machine.vramctl("pause --all --shared --json").expect(0, "", "").json();
     let mut jobs: Vec<_> = paused["jobs"].as_array().unwrap().iter().map(|job| job["pids"].as_array().unwrap().len()).collect();
     jobs.sort_unstable();
     assert_eq!(jobs, [1, 2], "{paused}");
     assert_eq!((scene.machine.used(), scene.held()), (0, [true; 2]));
-    scene.machine.done(&["resume", "--all"]);
+    scene.machine.done("resume --all");
     assert_eq!(alone.ask(&format!("free({pointer})")), "0");
     scene.works(7);
 }
@@ -264,12 +264,12 @@ fn registered_memory_can_be_left_out_of_a_shared_pause() {
     let driver = "ctypes.CDLL('libcuda.so.1')";
     let register = format!("{driver}.cuPointerSetAttribute(ctypes.byref(ctypes.c_int(1)), 6, ctypes.c_uint64({weights}))");
     assert_eq!(scene.trainer.ask(&register), "0");
-    scene.machine.vramctl(&["pause", "--name", "trainer", "--shared"]).expect(1, "", "registered");
-    scene.machine.done(&["pause", "--name", "trainer", "--shared", "--registered", "keep"]);
+    scene.machine.vramctl("pause --name trainer --shared").expect(1, "", "registered");
+    scene.machine.done("pause --name trainer --shared --registered keep");
     assert_eq!(scene.machine.used(), BYTES + OWN, "the rest is paused");
     scene.machine.goes_on(&scene.engine);
     assert_eq!(scene.engine.ask(&format!("read({opened}, {BYTES})")), "[7]");
-    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done("resume --name trainer");
     assert_eq!(scene.trainer.ask(&format!("free({more})")), "0");
     scene.works(7);
 }
@@ -304,7 +304,7 @@ fn a_borrower_that_ends_meanwhile_does_not_prevent_the_pause() {
     let ran = Ran::end_of(pausing).expect(0, "paused default of trainer", "");
     assert!(!ran.out.contains("engine"), "{ran:?}");
     assert_eq!(scene.machine.used(), 0);
-    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done("resume --name trainer");
 }
 
 /// How far a coordinator gets.
@@ -397,7 +397,7 @@ fn whenever_the_coordinator_dies_both_are_in_one_state() {
         drop(Coordinator::of(&scene, until));
         if until >= Until::Decided {
             eventually("both paused", || scene.machine.used() == OWN && scene.held() == [true; 2]);
-            scene.machine.done(&["resume", "--name", "trainer"]);
+            scene.machine.done("resume --name trainer");
         } else {
             eventually("both active", || scene.held() == [false; 2]);
         }
@@ -415,10 +415,10 @@ fn whenever_the_borrower_dies_the_owner_can_be_resumed() {
         let is_paused = until >= Until::Decided;
         eventually("one of both", || scene.machine.is_held(&scene.trainer) == is_paused);
         eventually("freed", || scene.machine.used() == if is_paused { 0 } else { BYTES });
-        scene.machine.done(&["resume", "--name", "trainer"]);
+        scene.machine.done("resume --name trainer");
         assert_eq!(scene.trainer.ask(&format!("read({}, {BYTES})", scene.at[0])), "[7]", "{until:?}");
         // Nobody has it open any more.
-        scene.machine.done(&["pause", "--name", "trainer"]);
+        scene.machine.done("pause --name trainer");
         assert_eq!(scene.machine.used(), 0);
     }
 }
@@ -445,7 +445,7 @@ fn whenever_the_owner_dies_the_borrower_continues() {
 fn an_owner_that_ends_while_paused_releases_its_borrowers() {
     let mut scene = Scene::new();
     let [_, opened, own] = scene.at;
-    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    scene.machine.done("pause --name trainer --shared");
     scene.trainer.kill();
     scene.machine.goes_on(&scene.engine);
     assert_ne!(scene.engine.ask(&format!("read({opened}, {BYTES})")), "[7]", "it is lost");
@@ -467,7 +467,7 @@ fn open_memory_moves_with_the_processes() {
     };
     let (before, its) = gpus();
     assert_eq!(before, its);
-    machine.done(&["move", "job", "--to", "1"]);
+    machine.done("move job --to 1");
     let (after, its) = gpus();
     assert_ne!(before, after);
     assert_eq!(after, its);
@@ -478,9 +478,9 @@ fn open_memory_moves_with_the_processes() {
 fn a_slow_mapping_delays_nobody() {
     let mut scene = Scene::new();
     let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemMap', ctypes.c_uint64({milliseconds}))");
-    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    scene.machine.done("pause --name trainer --shared");
     assert_eq!(scene.engine.ask(&slow(LONG_MS)), "0");
-    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done("resume --name trainer");
     // Until it has the trainer's memory, and is mapping it.
     eventually("mapping", || scene.engine.ask("ctypes.CDLL('libcuda.so.1').simgpu_calls(b'cuMemImportFromShareableHandle')") != "1");
     let told = scene.machine.request(&scene.engine, "status", &[]);
@@ -514,8 +514,8 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
     assert_eq!(other.ask(&format!("read({last}, 10)")), "[0]");
     // The owner knows of all.
     assert_eq!(other.ask(&format!("close({last}), close({})", opened[2])), "(0, 0)");
-    machine.done(&["pause", "--name", "owner"]);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("pause --name owner");
+    machine.done("resume --name owner");
     // Nobody is asking it for anything.
     let again = other.number(&format!("open_('{}')", handles[0]));
     other.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
@@ -523,7 +523,7 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
     assert_eq!(other.ask(&format!("close({again})")), "0");
     assert!(begun.elapsed() < Duration::from_secs(30));
     other.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
     assert_eq!(machine.used(), 0);
 }
 
@@ -562,30 +562,30 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
 fn an_owner_is_suspended_while_its_borrowers_are_held() {
     let mut scene = Scene::new();
     let [trainer, engine] = [scene.trainer.pid(), scene.engine.pid()];
-    let foretold = scene.machine.done(&["suspend", "trainer", "--shared", "--dry-run"]);
+    let foretold = scene.machine.done("suspend trainer --shared --dry-run");
     assert!(foretold.contains(&format!("engine (pid {engine}): would be held, too, until 4.00 MiB")), "{foretold}");
     assert_eq!(scene.held(), [false; 2]);
     for engine_too in [false, true] {
-        let said = scene.machine.done(&["suspend", "trainer", "--shared"]);
+        let said = scene.machine.done("suspend trainer --shared");
         let held = format!("held engine (pid {engine}): 4.00 MiB that it has opened from process {trainer} is paused");
         assert!(said.contains(&held) && said.contains(&format!("suspended trainer (pid {trainer})")), "{said}");
         assert_eq!(scene.machine.used(), OWN);
         assert_eq!(scene.held(), [true; 2]);
         if engine_too {
-            scene.machine.done(&["suspend", "engine"]);
+            scene.machine.done("suspend engine");
             assert_eq!(scene.machine.used(), 0);
             // It has its own memory again, and waits for the trainer's.
-            assert_eq!(scene.machine.vramctl(&["resume", "--name", "engine"]).code, Some(5));
+            assert_eq!(scene.machine.vramctl("resume --name engine").code, Some(5));
             assert_eq!((scene.machine.used(), scene.held()), (OWN, [true; 2]));
         }
-        scene.machine.done(&["resume", "--name", "trainer"]);
+        scene.machine.done("resume --name trainer");
         scene.works(7);
     }
-    let told = scene.machine.vramctl(&["suspend", "trainer", "--shared", "--json"]).expect(0, "", "").json();
+    let told = scene.machine.vramctl("suspend trainer --shared --json").expect(0, "", "").json();
     let of = |pid: u32| told["processes"].as_array().unwrap().iter().find(|process| process["pid"] == pid).unwrap()["report"].clone();
     assert!(of(trainer)["bytes"].as_u64() > Some(BYTES) && of(trainer)["missing"].is_null(), "{told}");
     assert_eq!((&of(engine)["bytes"], &of(engine)["missing"][0]["paused_bytes"]), (&json!(0), &json!(BYTES)), "{told}");
-    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done("resume --name trainer");
     scene.works(7);
 }
 
@@ -600,7 +600,7 @@ fn an_owner_that_cannot_be_suspended_with_its_borrowers_runs_on() {
     let (code, text) = suspend(&scene, "cuCheckpointProcessCheckpoint:1:999");
     assert!(code == Some(1) && text.contains("held engine") && text.contains("All tags are paused"), "{code:?} {text}");
     assert_eq!((scene.machine.used(), scene.held()), (OWN, [true; 2]));
-    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done("resume --name trainer");
     scene.works(7);
     // The engine does not answer.
     let pid = scene.engine.pid() as i32;

@@ -38,7 +38,7 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
     assert_eq!(machine.used(), bytes);
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
     machine.refused(&owner, &other);
-    let json = machine.vramctl(&["pause", "--name", "owner", "--json"]).json();
+    let json = machine.vramctl("pause --name owner --json").json();
     assert!(json.to_string().contains("shared"), "{json}");
     for wrong in [theirs + MIB, 0x1234] {
         assert_eq!(other.ask(&format!("close({wrong})")), "1");
@@ -50,10 +50,10 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
     assert_eq!(other.ask(&format!("read({theirs}, 1)")), "error 1");
 
     for round in 0..2 {
-        machine.done(&["pause", "--name", "owner"]);
+        machine.done("pause --name owner");
         assert_eq!(machine.used(), 0);
         assert_eq!(other.ask(&format!("open_('{handle}')")), "error 401", "paused");
-        machine.done(&["resume", "--name", "owner"]);
+        machine.done("resume --name owner");
         let theirs = other.number(&format!("open_('{handle}')"));
         assert_eq!(other.ask(&format!("read({}, {MIB})", theirs + last)), format!("[{}]", round + 2));
         assert_eq!(other.ask(&format!("fill({}, {}, {MIB})", theirs + last, round + 3)), "0");
@@ -97,8 +97,8 @@ fn only_open_memory_is_not_paused() {
     assert_eq!(one.ask(&format!("close({a}), close({b})")), "(0, 0)");
     machine.refused(&owner, &two);
     assert_eq!(two.ask(&format!("close({c})")), "0");
-    machine.done(&["pause", "--name", "owner"]);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("pause --name owner");
+    machine.done("resume --name owner");
     // Both directions at once.
     let mine = two.number(&format!("malloc({})", 4 * MIB));
     let handle = two.ask(&format!("get({mine})"));
@@ -126,9 +126,9 @@ fn a_pause_with_a_timeout_waits_until_it_is_closed() {
     assert_eq!(other.ask(&format!("read({theirs}, 100), close({theirs})")), "([7], 0)");
     assert!(waiting.wait().unwrap().success());
     assert_eq!(machine.used(), 0);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("resume --name owner");
     let theirs = other.number(&format!("open_('{handle}')"));
-    machine.vramctl(&["pause", "--name", "owner", "--timeout", "0.5"]).expect(5, "", "");
+    machine.vramctl("pause --name owner --timeout 0.5").expect(5, "", "");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
 }
 
@@ -158,7 +158,7 @@ fn open_memory_can_be_left_out_of_a_pause() {
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
     machine.done(&keep);
     assert_eq!(machine.used(), 0);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("resume --name owner");
     assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
 }
 
@@ -193,7 +193,7 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
     machine.refused(&one, &two);
     assert_eq!(one.ask(&format!("close({b_in_one})")), "0");
     assert_eq!(two.ask(&format!("close({a_in_two})")), "0");
-    machine.done(&["pause", "--all"]);
+    machine.done("pause --all");
     assert_eq!(machine.used(), 0);
 }
 
@@ -217,10 +217,10 @@ fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
         .map(|(rank, of)| (rank, of + 1, ranks[rank].number(&format!("open_('{}')", handles[of]))))
         .collect();
     for round in 0..3 {
-        machine.done(&["pause", "--name", "job", "--hold"]);
+        machine.done("pause --name job --hold");
         assert_eq!(machine.used(), 0, "round {round}");
         assert!(ranks.iter().all(|rank| machine.is_held(rank)));
-        machine.done(&["resume", "--name", "job"]);
+        machine.done("resume --name job");
         assert!(!ranks.iter().any(|rank| machine.is_held(rank)));
         for (rank, value, at) in &opened {
             assert_eq!(ranks[*rank].ask(&format!("read({at}, {bytes})")), format!("[{value}]"), "round {round}");
@@ -268,11 +268,11 @@ fn a_held_job_gives_up_only_what_is_paused() {
     let (weights, cache) = (shared("weights", 7), shared("cache", 8));
     let (weights, cache) = (one.number(&format!("open_('{weights}')")), two.number(&format!("open_('{cache}')")));
     for round in 0..2 {
-        machine.done(&["pause", "weights", "--name", "job"]);
+        machine.done("pause weights --name job");
         assert_eq!([&owner, &one, &two].map(|process| machine.is_held(process)), [true, true, false]);
         assert_eq!(two.ask(&format!("read({cache}, 100)")), format!("[{}]", 8 + round));
         assert_eq!(two.ask(&format!("fill({cache}, {}, 100)", 9 + round)), "0");
-        machine.done(&["resume", "--name", "job"]);
+        machine.done("resume --name job");
         assert_eq!([&owner, &one, &two].map(|process| machine.is_held(process)), [false; 3]);
         assert_eq!(one.ask(&format!("read({weights}, 100)")), "[7]");
         assert_eq!(two.ask(&format!("read({cache}, 100)")), format!("[{}]", 9 + round));
@@ -294,15 +294,15 @@ fn a_pause_of_a_gpu_includes_processes_with_open_memory_there() {
     let theirs = other.number(&format!("open_('{}')", handles[0]));
     let there = elsewhere.number(&format!("open_('{}')", handles[1]));
     let held = |processes: [&Program; 3]| processes.map(|process| machine.is_held(process));
-    machine.done(&["pause", "--gpu", "0", "--name", "job"]);
+    machine.done("pause --gpu 0 --name job");
     assert_eq!((machine.used(), held([&owner, &other, &elsewhere])), (0, [true, true, false]));
     assert_eq!(elsewhere.ask(&format!("read({there}, 100)")), "[8]");
-    machine.done(&["resume", "--gpu", "0", "--name", "job"]);
+    machine.done("resume --gpu 0 --name job");
     assert_eq!(held([&owner, &other, &elsewhere]), [false; 3]);
-    machine.done(&["pause", "--name", "job"]);
-    machine.done(&["resume", "--gpu", "1", "--name", "job"]);
+    machine.done("pause --name job");
+    machine.done("resume --gpu 1 --name job");
     assert_eq!(held([&owner, &other, &elsewhere]), [true, true, false], "its memory is back, though that of the others is not");
-    machine.done(&["resume", "--gpu", "0", "--name", "job"]);
+    machine.done("resume --gpu 0 --name job");
     assert_eq!(held([&owner, &other, &elsewhere]), [false; 3]);
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
     assert_eq!(elsewhere.ask(&format!("read({there}, 100)")), "[8]");
@@ -317,11 +317,11 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
     assert_eq!(owner.ask(&format!("fill({lent}, 7, 100)")), "0");
     let handle = owner.ask(&format!("get({lent})"));
     other.number(&format!("malloc({})", 2 * MIB));
-    machine.done(&["set-tag", "weights", "--all"]);
+    machine.done("set-tag weights --all");
     owner.number(&format!("malloc({})", 4 * MIB));
     other.number(&format!("malloc({})", 4 * MIB));
     let theirs = other.number(&format!("open_('{handle}')"));
-    machine.done(&["pause", "weights", "--no-hold", "--name", "job"]);
+    machine.done("pause weights --no-hold --name job");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]", "nobody has paused it");
     assert_eq!(other.ask(&format!("fill({theirs}, 8, 100)")), "0");
     assert_eq!(owner.ask(&format!("read({lent}, 100)")), "[8]");
@@ -337,9 +337,9 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
     let answer = machine.answer(&other, &json!({"request": "pause", "partners": owners}));
     assert_eq!(answer["reply"], "done", "{answer}");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]", "only its own is paused");
-    machine.done(&["resume", "--name", "job"]);
-    machine.done(&["pause", "--name", "job"]);
-    machine.done(&["resume", "--name", "job"]);
+    machine.done("resume --name job");
+    machine.done("pause --name job");
+    machine.done("resume --name job");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]");
 }
 
@@ -405,14 +405,14 @@ fn a_resume_says_whose_memory_is_missing() {
     let theirs = other.number(&format!("open_('{handle}')"));
     other.number(&format!("malloc({})", 2 * MIB));
     machine.both("pause", &owner, &other);
-    assert!(machine.done(&["status", "other"]).contains(&format!("Opened from process {}: 4.00 MiB, 4.00 MiB of it paused.", owner.pid())));
+    assert!(machine.done("status other").contains(&format!("Opened from process {}: 4.00 MiB, 4.00 MiB of it paused.", owner.pid())));
     for arguments in [&["resume", "--name", "other"][..], &["resume", "--pid", &other.pid().to_string()]] {
         let text = machine.vramctl(arguments).expect(5, "", "").err;
         let said =
             format!("other (pid {}) stays held: 4.00 MiB that it has opened from process {1} is still paused", other.pid(), owner.pid());
         assert!(text.contains(&said) && text.contains(&format!("vramctl resume --pid {}", owner.pid())), "{text}");
     }
-    let output = machine.vramctl(&["resume", "--name", "other", "--json"]).expect(5, "", "");
+    let output = machine.vramctl("resume --name other --json").expect(5, "", "");
     let missing = &output.json()["processes"][0]["report"]["missing"];
     assert_eq!((&missing[0]["owner"], &missing[0]["paused_bytes"]), (&owner.pid().into(), &(4 * MIB).into()), "{missing}");
     assert!(machine.is_held(&other));
@@ -422,12 +422,12 @@ fn a_resume_says_whose_memory_is_missing() {
         let text = Ran::of(machine.cli(&["move", "other", "--to", to]).env("SIMGPU_FAIL", fault)).expect(code, "", "").text();
         assert!(text.contains(said) && text.contains(&stays_held), "{text}");
     }
-    let output = machine.vramctl(&["move", "other", "--to", "0", "--json"]).expect(5, "", "");
+    let output = machine.vramctl("move other --to 0 --json").expect(5, "", "");
     assert_eq!(&output.json()["processes"][0]["report"]["missing"], missing);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("resume --name owner");
     machine.goes_on(&other);
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
-    machine.done(&["resume", "--name", "other"]);
+    machine.done("resume --name other");
 }
 
 /// If an owner is stopped, or ends, the resume does not wait long for it, and the program continues as soon as it can.
@@ -508,15 +508,15 @@ fn a_process_that_is_killed_has_nothing_open_any_more() {
     other.number(&format!("open_('{handle}')"));
     machine.refused(&owner, &other);
     other.kill();
-    machine.done(&["pause", "--name", "owner"]);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("pause --name owner");
+    machine.done("resume --name owner");
 
     // One that ends with its memory open, too.
     let mut other = machine.python("other");
     other.number(&format!("open_('{handle}')"));
     machine.refused(&owner, &other);
     other.end();
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
 }
 
 #[test]
@@ -558,7 +558,7 @@ fn wrong_handles_get_the_drivers_error_codes() {
     for wrong in ["0", "0x1234"] {
         assert_eq!(owner.ask(&format!("get({wrong})")), "error 1");
     }
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
 }
 
 /// Plain memory is shared by the driver, and a process without the library opens only that.
@@ -598,7 +598,7 @@ fn forked_children_do_not_affect_open_memory() {
     // A child that lives on.
     assert_eq!(other.ask("(child := os.fork()) or signal.pause()").parse::<u32>().map(drop), Ok(()));
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
     assert_eq!(other.ask("os.kill(child, 9)"), "None");
 }
 
@@ -609,8 +609,8 @@ fn a_reset_closes_what_was_opened() {
     let theirs = other.number(&format!("open_('{handle}')"));
     machine.refused(&owner, &other);
     assert_eq!(other.ask("cuda.cudaDeviceReset()"), "0");
-    machine.done(&["pause", "--name", "owner"]);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("pause --name owner");
+    machine.done("resume --name owner");
     assert_eq!(other.ask(&format!("close({theirs})")), "1");
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
@@ -635,14 +635,14 @@ fn a_failed_opening_leaves_nothing_open() {
     ] {
         let mut other = machine.python_with("other", fail(call));
         assert_eq!(other.ask(&format!("open_('{handle}')")), "error 205", "{call}");
-        machine.done(&["pause", "--name", "owner"]);
+        machine.done("pause --name owner");
         assert_eq!(machine.used(), 0, "{call}");
-        machine.done(&["resume", "--name", "owner"]);
+        machine.done("resume --name owner");
         let theirs = other.number(&format!("open_('{handle}')"));
         assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
         assert_eq!(other.ask(&format!("close({theirs})")), "0");
     }
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
 }
 
 /// What a driver refuses once, it may grant a moment later.
@@ -672,9 +672,9 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
     let kept = other.number(&format!("open_('{small}')"));
     assert_eq!(other.ask(&format!("with_descriptors(1, lambda: open_('{handle}'))")), "error 205");
     machine.refused(&owner, &other);
-    assert!(machine.done(&["pause", "--name", "owner", "--registered", "keep"]).contains("paused"));
+    assert!(machine.done("pause --name owner --registered keep").contains("paused"));
     assert_eq!(machine.used(), 2 * MIB);
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("resume --name owner");
     assert_eq!(other.ask(&format!("close({kept})")), "0");
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
@@ -686,9 +686,9 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
 fn memory_of_a_suspended_owner_cannot_be_opened() {
     let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
-    machine.done(&["suspend", "owner"]);
+    machine.done("suspend owner");
     assert_eq!(other.ask(&format!("open_('{handle}')")), "error 205");
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("resume --name owner");
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
     owner.end();
@@ -733,10 +733,10 @@ fn an_owner_that_was_stopped_learns_of_every_close() {
     assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
     // The third is still open over the same connection.
     eventually("both are closed", || {
-        machine.done(&["pause", "--name", "owner", "--registered", "keep"]);
+        machine.done("pause --name owner --registered keep");
         machine.used() == 2 * MIB
     });
-    machine.done(&["resume", "--name", "owner"]);
+    machine.done("resume --name owner");
     assert_eq!(other.ask(&format!("read({}, 10)", opened[2])), "[0]");
 }
 
@@ -784,7 +784,7 @@ fn a_silent_owner_does_not_delay_memory_of_other_owners() {
     assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
     let opened = other.number("opening()");
     assert_eq!(other.ask(&format!("close({opened}), close({known}), close({theirs})")), "(0, 0, 0)");
-    machine.done(&["pause", "--name", "stopped"]);
+    machine.done("pause --name stopped");
 }
 
 #[test]
@@ -803,7 +803,7 @@ fn an_owner_with_too_many_connections_is_asked_again() {
     drop(others);
     let theirs = other.number("opening()");
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
 }
 
 /// The last of several concurrent closes waits for the device.
@@ -824,7 +824,7 @@ fn concurrent_closes_are_safe() {
         assert_eq!(owner.ask(&format!("read({pointer}, {MIB})")), "[3]");
         assert_eq!(other.ask(&format!("close({theirs})")), "1");
     }
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
 }
 
 /// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
@@ -866,15 +866,15 @@ fn opening_and_pausing_concurrently_is_safe() {
             })
             .collect();
         while opening.iter().any(|thread| !thread.is_finished()) {
-            let output = machine.vramctl(&["pause", "--name", "owner"]);
+            let output = machine.vramctl("pause --name owner");
             assert!(matches!(output.code, Some(0 | 5)), "{output:?}");
-            machine.done(&["resume", "--name", "owner"]);
+            machine.done("resume --name owner");
         }
         for thread in opening {
             assert!(thread.join().unwrap() > 0);
         }
     });
-    machine.done(&["pause", "--name", "owner"]);
+    machine.done("pause --name owner");
     assert_eq!(machine.used(), 0);
 }
 

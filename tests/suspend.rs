@@ -152,7 +152,7 @@ fn a_resume_without_room_changes_nothing_and_waits_if_told() {
     short.has(4, "", "nothing is lost");
     assert!(short.text().contains("needed") && short.text().contains("(hog) "), "{}", short.text());
     assert_eq!(machine.gpus()[0].1, 1, "the hog");
-    let waiting = machine.cli(&["resume", "--timeout", "60"]).stdout(Stdio::null()).spawn();
+    let waiting = machine.cli("resume --timeout 60").stdout(Stdio::null()).spawn();
     thread::sleep(Duration::from_millis(50));
     drop(hog);
     assert!(waiting.unwrap().wait().unwrap().success());
@@ -187,7 +187,7 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
             let mut engine = machine.engine("engine");
             machine.vramctl("suspend engine").expect(0, "suspended", "");
             let hog = machine.hog(0, 180);
-            let waits = machine.begin(&["resume", "--timeout", "120"]);
+            let waits = machine.begin("resume --timeout 120");
             thread::sleep(long);
             drop(hog);
             Ran::end_of(waits).expect(0, "resumed", "");
@@ -200,7 +200,7 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
             machine.vramctl("suspend --all").expect(0, "suspended second", "");
             let mut waits = None;
             let said = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume --name first", || {
-                waits = Some(machine.begin(&["resume", "--name", "second"]));
+                waits = Some(machine.begin("resume --name second"));
                 thread::sleep(long);
             });
             said.unwrap().expect(0, "restored first", "");
@@ -245,7 +245,7 @@ fn a_suspended_job_is_not_overtaken_between_its_context_and_its_memory() {
     let _hog = machine.hog(0, 70);
     let mut second_resume = None;
     let said = machine.vramctl_meanwhile("cuCheckpointProcessUnlock:1:stop-after", "resume --name first --timeout 60", || {
-        second_resume = Some(machine.begin(&["resume", "--name", "second", "--timeout", "3"]));
+        second_resume = Some(machine.begin("resume --name second --timeout 3"));
         thread::sleep(Duration::from_millis(500));
     });
     said.unwrap().expect(0, "resumed default of first", "");
@@ -265,7 +265,7 @@ fn a_job_may_move_while_a_resume_waits_for_room() {
     let mut engine = machine.engine("engine");
     machine.vramctl("suspend engine").expect(0, "suspended", "");
     let _hog = machine.hog(0, 180);
-    let waits = machine.begin(&["resume", "--timeout", "20"]);
+    let waits = machine.begin("resume --timeout 20");
     thread::sleep(Duration::from_millis(500));
     let lock = machine.sockets().join(format!("{}.lock", engine.pid()));
     common::eventually("it is stopped between two looks", || {
@@ -303,7 +303,7 @@ fn a_timeout_is_for_the_whole_resume() {
     // Room for its context, but not for its memory.
     let _hog = machine.hog(0, 180);
     let begun = Instant::now();
-    let waits = machine.begin(&["resume", "default", "--timeout", "8"]);
+    let waits = machine.begin("resume default --timeout 8");
     thread::sleep(Duration::from_secs(6));
     drop(lock);
     let said = Ran::end_of(waits);
@@ -577,7 +577,7 @@ fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
 
     let lock = fs::File::create(machine.sockets().join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
-    let waits = machine.begin(&["suspend", "engine"]);
+    let waits = machine.begin("suspend engine");
     common::eventually("it is paused", || machine.status("engine")["processes"][0]["tags"][0]["state"] == "paused");
     machine.vramctl("resume").expect(0, "resumed default of engine", "");
     drop(lock);
@@ -1196,7 +1196,7 @@ fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
     let pid = runs.pid();
     let lock = fs::File::create(machine.sockets().join(format!("{pid}.lock"))).unwrap();
     lock.lock().unwrap();
-    let waits = machine.begin(&["suspend", "pair", "--hold-timeout", "100"]);
+    let waits = machine.begin("suspend pair --hold-timeout 100");
     let is_paused = |process: &Value| process["tags"][0]["state"] == "paused";
     common::eventually("both are paused", || machine.status("pair")["processes"].as_array().unwrap().iter().all(is_paused));
     machine.vramctl(&format!("resume --pid {pid}")).expect(0, "resumed default of pair", "");
@@ -1282,7 +1282,7 @@ fn suspend_is_refused_with_mps_and_mig() {
     engine.is_well();
     drop(engine);
 
-    let mut command = machine.cli(&["run", "--name", "empty", "--", "python3", "-c"]);
+    let mut command = machine.cli("run --name empty -- python3 -c");
     let program = "import ctypes\nctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\npointer = ctypes.c_void_p()\nassert \
                    cuda.cudaMalloc(ctypes.byref(pointer), 4 << 20) == cuda.cudaFree(pointer) == 0\nprint('ready', flush=True)\ninput()";
     let _empty = Program::ready(command.arg(program).env("SIMGPU_MPS", "1"));
@@ -1294,7 +1294,7 @@ fn suspend_is_refused_with_mps_and_mig() {
 #[test]
 fn a_process_that_cannot_be_restored_is_neither_moved_nor_paused() {
     let machine = Machine::with_gpus(2);
-    let mut command = machine.cli(&["run", "--name", "giver", "--", "python3", "-c"]);
+    let mut command = machine.cli("run --name giver -- python3 -c");
     let program = "import ctypes\ncuda = ctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\nmanaged, plain = \
                    ctypes.c_void_p(), ctypes.c_void_p()\nhandle = (ctypes.c_char * 64)()\nassert cuda.cudaMalloc(ctypes.byref(managed), 4 << 20) \
                    == cuda.cudaMalloc(ctypes.byref(plain), 4096) == cuda.cudaIpcGetMemHandle(handle, plain) == 0\nprint('ready', \

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::Duration;
 use vramctl_control::descriptors::{self, Passed};
 
-/// A simulated machine with a socket directory of its own.
+/// A simulated machine with a socket directory of its own, which the first program on it makes.
 pub struct Machine {
     pub folder: tempfile::TempDir,
     /// The memory of each GPU.
@@ -79,13 +79,14 @@ impl Machine {
     pub fn with(devices: u32, memory: &'static str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
-        DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
         Self { folder, memory, devices, context_bytes: 0, engine_mib: [8, 8] }
     }
 
-    /// A machine with neither a GPU nor a driver.
+    /// A machine with neither a GPU nor a driver, and with an empty socket directory.
     pub fn without_gpus() -> Self {
-        Self::with(0, "0")
+        let machine = Self::with(0, "0");
+        DirBuilder::new().mode(0o700).create(machine.sockets()).unwrap();
+        machine
     }
 
     /// A command on this machine, without the library and with nothing of the test's own settings.
@@ -131,16 +132,42 @@ impl Machine {
         self.vramctl(arguments).expect(0, "", "").text()
     }
 
-    /// Starts a program of `tests/apps`, or of another folder, with arguments, under the library.
+    /// What a user sees of these commands, one after the other, for a snapshot: each with its output, its messages (`! `) and its exit code
+    /// (`[1]`). What differs between runs is replaced: PIDs by `<name>`, the machine's folder by `<folder>`, and the width of columns.
+    pub fn transcript(&self, programs: &[(&str, u32)], commands: &[&str]) -> String {
+        let shown = |command: &&str| {
+            let ran = self.vramctl(command);
+            let messages: String = ran.err.lines().map(|line| ["! ", line, "\n"].concat()).collect();
+            let code = if ran.code == Some(0) { String::new() } else { format!("[{}]\n", ran.code.expect("an exit code")) };
+            format!("$ vramctl {command}\n{}{messages}{code}", ran.out)
+        };
+        let mut text = commands.iter().map(shown).collect::<String>().replace(self.folder.path().to_str().unwrap(), "<folder>");
+        for (name, pid) in programs {
+            text = replaced(&text, &pid.to_string(), &format!("<{name}>"));
+        }
+        while text.contains("   ") {
+            text = text.replace("   ", "  ");
+        }
+        text
+    }
+
+    /// A program of `tests/apps`, or of another folder, with arguments, under the library.
+    pub fn program(&self, name: &str, program: &str) -> Command {
+        let mut words = program.split(' ');
+        let mut command = self.cli(&["run", "--name", name, "--no-python", "--"]);
+        command.arg(super::programs().join(words.next().unwrap())).args(words);
+        command
+    }
+
+    /// Starts it, and waits until it is ready.
+    #[track_caller]
     pub fn start(&self, name: &str, program: &str) -> Program {
         self.start_with(name, program, |_| ())
     }
 
     #[track_caller]
     pub fn start_with(&self, name: &str, program: &str, change: impl FnOnce(&mut Command)) -> Program {
-        let mut words = program.split(' ');
-        let mut command = self.cli(&["run", "--name", name, "--no-python", "--"]);
-        command.arg(super::programs().join(words.next().unwrap())).args(words);
+        let mut command = self.program(name, program);
         change(&mut command);
         Program::ready(&mut command)
     }
@@ -226,6 +253,18 @@ impl Machine {
         });
         settled.unwrap_or_else(|states| panic!("split: {states:?}"))
     }
+}
+
+/// The text with another word wherever this number stands by itself.
+fn replaced(text: &str, number: &str, word: &str) -> String {
+    let (mut done, mut rest) = (String::new(), text);
+    while let Some((before, after)) = rest.split_once(number) {
+        let is_within =
+            before.ends_with(|last: char| last.is_ascii_alphanumeric()) || after.starts_with(|first: char| first.is_ascii_alphanumeric());
+        done = done + before + if is_within { number } else { word };
+        rest = after;
+    }
+    done + rest
 }
 
 /// A finished command.
