@@ -7,6 +7,7 @@ mod common;
 use common::machine::{Machine, Ran};
 use common::{artifacts, command_line, interruptible};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -209,7 +210,6 @@ impl State {
                 self.transition(wanted, TagState::Active)
             }
             Request::Events { .. } => panic!("tests/events.rs has real processes"),
-            Request::Communicators => panic!("tests/communicators.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,
             Request::Drain { limit_ms } => {
@@ -302,7 +302,7 @@ impl State {
             waiting_threads: 0,
             suspended: None,
             obstacles: Vec::new(),
-            communicators: Vec::new(),
+            communicators: BTreeSet::new(),
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],
@@ -608,7 +608,7 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     let who = format!("engine (pid {})", engine.pid());
 
     let pause = place.vramctl("pause kv_cache --discard --timeout 2.5");
-    assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
+    assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms\n  1.00 GiB discarded\n  wait 3, unmap 20 ms\n"));
     pause.has(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
     let wanted = TransitionRequest {

@@ -619,51 +619,55 @@ class Communicators(unittest.TestCase):
     def setUp(self) -> None:
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        # Its memory is left to CUDA, so that NCCL itself has to give it back.
-        self.ranks = [stack.enter_context(Program("train", self.source, VRAMCTL_EXCLUDE="libnccl")) for _ in range(2)]
+        self.ranks = [stack.enter_context(Program("train", self.source)) for _ in range(2)]
 
     def all_say(self, lines: list[str]) -> list[str]:
         """The ranks wait for each other."""
         with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as threads:
             return list(threads.map(lambda rank, line: rank.ask(line), self.ranks, lines))
 
+    def states(self) -> set[tuple[str, str]]:
+        return {(tag.tag, tag.state) for status in vramctl.Job("train").status().values() for tag in status.tags}
+
     def test_a_job_gives_back_the_memory_of_its_communicators(self) -> None:
         self.assertEqual(self.all_say(["join 0 2 job", "join 1 2 job"]), ["0", "0"])
         job = vramctl.Job("train")
-
-        def told(report: vramctl.JobReport) -> list[tuple[str, int, int]]:
-            self.assertEqual(set(report.processes), {rank.pid for rank in self.ranks})
-            for one in report.processes.values():
-                self.assertGreater(one.stages["nccl"], 0)
-            return [(one.state, one.bytes, one.kept_bytes) for each in report.processes.values() for one in each.communicators]
-
-        self.assertEqual(told(job.pause(nccl=True)), [("suspended", 10 * MIB, 2 * MIB)] * 2)
-        for status in job.status().values():
-            self.assertEqual([(one.state, one.ranks, one.nccl) for one in status.communicators], [("suspended", 2, "2.29.7")])
-        self.assertEqual(told(job.resume()), [("active", 10 * MIB, 2 * MIB)] * 2)
-        self.assertEqual(self.all_say(["sum 1", "sum 2"]), ["0 3", "0 3"])
+        ranks = sorted((one.rank, one.ranks) for status in job.status().values() for one in status.communicators)
+        self.assertEqual(ranks, [(0, 2), (1, 2)])
         # Only on request.
-        self.assertEqual([one.communicators for one in job.pause().processes.values()], [(), ()])
+        job.pause()
+        self.assertEqual(self.states(), {("default", "paused"), ("nccl", "active")})
         job.resume()
-        with self.assertRaisesRegex(errors.NotRestorable, "NCCL has given back 20.00 MiB") as left:
-            job.suspend(nccl=True)
-        self.assertIs(left.exception.committed, True)
-        self.assertEqual({tag.state for status in job.status().values() for tag in status.tags}, {"paused"})
+        job.pause(nccl=True)
+        self.assertEqual(self.states(), {("default", "paused"), ("nccl", "paused")})
         job.resume()
-        with self.assertRaises(errors.NotRestorable) as refused:
-            job.move(1)
-        self.assertIs(refused.exception.committed, False)
+        self.assertEqual(self.all_say(["sum 1", "sum 2"]), ["0 3", "0 3"])
+        job.suspend()
+        job.resume()
         self.assertEqual(self.all_say(["sum 3", "sum 4"]), ["0 7", "0 7"])
         with self.assertRaises(errors.Error):
             job.pause(nccl=True, hold=None)
 
+    def test_a_rank_elsewhere_prevents_it(self) -> None:
+        elsewhere = Program("serve", self.source)
+        self.addCleanup(elsewhere.__exit__, None, None, None)
+        self.ranks.append(elsewhere.__enter__())
+        self.assertEqual(self.all_say(["join 0 3 three", "join 1 3 three", "join 2 3 three"]), ["0", "0", "0"])
+        job = vramctl.Job("train")
+        for leave in (job.suspend, lambda: job.move(1)):
+            with self.assertRaisesRegex(errors.NotRestorable, "1 of 3 ranks elsewhere") as refused:
+                leave()
+            self.assertIs(refused.exception.committed, False)
+        with self.assertRaisesRegex(errors.Error, "1 of 3 ranks elsewhere"):
+            job.pause(nccl=True)
+        self.assertEqual(self.states(), {("default", "active"), ("nccl", "active")})
+
     def test_so_does_a_single_process(self) -> None:
-        self.assertEqual(self.all_say(["join 0 1 one", "join 0 1 other"]), ["0", "0"])
+        self.assertEqual(self.ranks[0].ask("join 0 1 one"), "0")
         with vramctl.Client(self.ranks[0].pid) as client:
-            report = client.pause(nccl=True)
-            self.assertEqual([(one.state, one.bytes) for one in report.communicators], [("suspended", 10 * MIB)])
-            self.assertEqual([one.state for one in client.status().communicators], ["suspended"])
-            self.assertEqual([one.state for one in client.resume().communicators], ["active"])
+            client.pause(nccl=True)
+            self.assertEqual({tag.state for tag in client.status().tags}, {"paused"})
+            client.resume()
             for wrong in ({"hold": None}, {"progress": print}, {"tags": {"default": "host"}}):
                 with self.assertRaisesRegex(errors.Invalid, "nccl=True"):
                     client.pause(nccl=True, **wrong)  # type: ignore[arg-type]

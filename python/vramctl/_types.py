@@ -33,27 +33,14 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class Communicator:
-    """An NCCL communicator of a process: one rank of it."""
+    """A rank of a communicator of NCCL. One that was split off another has that one's values."""
 
     #: The same at all of its ranks, in whichever process.
     id: str
+    #: Which of its ranks this is.
+    rank: int = 0
     #: How many ranks it has; 0 if that is not known.
     ranks: int = 0
-    #: The device's ordinal in the process.
-    device: int = 0
-    #: The version of its NCCL.
-    nccl: str = ""
-    #: ``active``; ``suspending``, while NCCL waits for the other ranks; ``suspended``; ``resuming``, likewise; ``broken``: NCCL failed in
-    #: the middle, and the communicator is unusable. While one is not ``active``, the program stays held.
-    state: str = "active"
-    #: Memory that NCCL can give back or, if it is suspended, has given back. 0 in a `Status`, for which NCCL is not asked.
-    bytes: int = 0
-    #: Memory that NCCL does not give back.
-    kept_bytes: int = 0
-    #: NCCL's error from the last attempt, if it failed.
-    error: str | None = None
-    #: Why it cannot be suspended; None if it can.
-    unfit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +53,8 @@ class Report:
     bytes: int = 0
     #: Part of `bytes`: contents saved or restored.
     kept_bytes: int = 0
+    #: Part of `kept_bytes`: contents in files, not in host memory.
+    disk_bytes: int = 0
     #: Part of `kept_bytes`: not copied because the backup already had them.
     unchanged_bytes: int = 0
     #: Part of `bytes`: contents dropped; they read as zero after the resume.
@@ -85,10 +74,7 @@ class Report:
     guard_bytes: int = 0
     #: After a resume: bytes of the guards that something wrote to. Reads cannot be detected.
     guard_written_bytes: int = 0
-    #: The communicators that NCCL was asked to suspend or to resume, as they are now. Unless all are ``active``, the program stays held.
-    communicators: tuple[Communicator, ...] = ()
-    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume; `guard` and `nccl`
-    #: for both.
+    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume; `guard` for both.
     stages: Mapping[str, float] = field(default_factory=dict)
     #: Total milliseconds.
     ms: float = 0.0
@@ -99,7 +85,6 @@ class Report:
             cls,
             reply,
             missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())),
-            communicators=tuple(_read(Communicator, one) for one in reply.get("communicators", ())),
         )
 
 
@@ -245,7 +230,7 @@ class Status:
     late_bytes: int = 0
     #: Memory of other processes that it has open, by owner and GPU.
     borrowed: tuple[Borrowed, ...] = ()
-    #: The NCCL communicators that the library has seen the program create, and that are not destroyed yet.
+    #: The ranks of NCCL's communicators that the library has seen the program create, and that are not destroyed yet.
     communicators: tuple[Communicator, ...] = ()
     #: By owner, in alphabetical order.
     left_alone: tuple[LeftAlone, ...] = ()

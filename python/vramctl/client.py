@@ -271,9 +271,8 @@ class Client:
         `shared`: also hold other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They set aside what
         they have open, and continue by themselves when it is resumed.
 
-        `nccl`: once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
-        communicator must be in this process; for others, see `Job.pause`. Off by default, because a failure inside NCCL cannot be
-        undone. It does not raise an exception: see `Report.communicators`.
+        `nccl`: without `tags`, also NCCL's own memory (the tag ``nccl``). All ranks of its communicators must be in this process; for
+        others, see `Job.pause`.
 
         `shared` and `nccl` run the command line, which must be installed. They need `hold`, and do not work with `progress` or with a
         mapping of tags to policies (`errors.Invalid`).

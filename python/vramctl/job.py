@@ -122,9 +122,7 @@ class Job:
         `shared`: also hold other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They set aside what
         they have open, and continue by themselves when it is resumed. They are in the report, with `Report.missing`. Only with `hold`.
 
-        `nccl`: once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
-        communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone. It does not raise an exception:
-        see `Report.communicators`. Only with `hold`.
+        `nccl`: without `tags`, also NCCL's own memory (the tag ``nccl``), which all ranks of the job give up together.
 
         `backup`, `force`, `registered`, `guard`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
@@ -159,15 +157,13 @@ class Job:
         force: bool = False,
         registered: str = "refuse",
         shared: bool = False,
-        nccl: bool = False,
         hold: float = 10.0,
     ) -> dict[int, StepsReport]:
         """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. Returns reports by process id.
 
         `resume` brings it back. The arguments are those of `pause`, but `registered` cannot be ``keep``. With `shared`, processes of other
         jobs that have its memory open stay on their GPUs: they are only held, and are in the report with `StepsReport.missing`. Raises
-        `errors.NotRestorable` if the driver could not restore it: then all tags are paused, and the rest stays on the GPU. `nccl` is for
-        a job that can only be paused by tag because of NCCL; the exception's message says what NCCL has given back.
+        `errors.NotRestorable` if the driver could not restore it; nothing has changed then, unless `committed` is set: all tags are paused.
         """
         return self._steps(
             "suspend",
@@ -175,7 +171,6 @@ class Job:
             force=force,
             registered=_request.registered(registered),
             shared=shared,
-            nccl=nccl,
             hold_ms=_limit(hold),
         )
 

@@ -56,6 +56,11 @@ impl Backup {
             Self::Disk(saved) => saved.kept_bytes(),
         }
     }
+
+    /// Of these, bytes in a file.
+    pub fn disk_bytes(&self) -> u64 {
+        if let Self::Disk(saved) = self { saved.kept_bytes() } else { 0 }
+    }
 }
 
 /// An allocation's location and its backup.

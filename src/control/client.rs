@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
-use vramctl_model::{Cached, Communicator, Events, GpuUse, Progress, Report, TransitionRequest, Trimmed, milliseconds};
+use vramctl_model::{Cached, Events, GpuUse, Progress, Report, TransitionRequest, Trimmed, milliseconds};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -124,11 +124,6 @@ impl Client {
     /// Asks what a pause would do.
     pub fn plan(&mut self, transition: TransitionRequest) -> Result<DryRun, ClientError> {
         answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)
-    }
-
-    /// Asks for its NCCL communicators and their memory.
-    pub fn communicators(&mut self) -> Result<Vec<Communicator>, ClientError> {
-        answer!(self, Request::Communicators, Reply::Communicators { communicators } => communicators)
     }
 
     /// Pauses this one process.

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::iter;
 use vramctl_model::{
-    Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registration, Report, Shortage, Status,
-    TransitionRequest, Trimmed, Verb,
+    Cached, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registration, Report, Shortage, Status, TransitionRequest,
+    Trimmed, Verb,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
@@ -49,8 +49,6 @@ pub enum Request {
     Plan(TransitionRequest),
     /// Give memory back.
     Resume(TransitionRequest),
-    /// Which NCCL communicators are there, and how much memory could NCCL give back?
-    Communicators,
     /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver, and answers only requests
     /// that do not need it.
     Suspend,
@@ -160,11 +158,6 @@ pub enum Reply {
     Prepared,
     /// To `plan`.
     Plan(DryRun),
-    /// To `communicators`.
-    Communicators {
-        /// Those of the process.
-        communicators: Vec<Communicator>,
-    },
     /// To `suspend`: it may be checkpointed now.
     Suspended {
         /// The GPUs that it sees, and the memory that a restore needs there.

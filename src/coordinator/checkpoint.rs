@@ -12,12 +12,12 @@
 //! While an operation is between two steps, no other may take one: a lock per process (`lock.rs`) keeps others out.
 
 use crate::Observer;
+use crate::communicators::Elsewhere;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::job::{Job, Rank};
 use crate::lock::{FileLock, Others};
 use crate::machine::Machine;
-use crate::nccl::{self, ChosenCommunicators};
 use crate::outcome::{self, Done};
 use crate::proc;
 use crate::processes::{self, Found, Process, Target, check_whole};
@@ -34,8 +34,7 @@ use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_model::support::Requirement;
 use vramctl_model::{
-    CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState, TransitionRequest, Verb,
-    code, support,
+    Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage, TagState, TransitionRequest, Verb, code, support,
 };
 
 /// Processes that leave their GPUs and come back together.
@@ -123,6 +122,18 @@ fn mig(machine: &dyn Machine, process: &Process, pid: u32, cards: &[Card]) -> Ve
 
 fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
     if obstacles.is_empty() { Ok(()) } else { Err(CommandError::from(&Error::NotRestorable(obstacles))) }
+}
+
+/// The obstacles that a process itself does not know.
+struct InTheWay {
+    elsewhere: Elsewhere,
+    cards: Vec<Card>,
+}
+
+impl InTheWay {
+    fn of(&self, member: &Member) -> Vec<Obstacle> {
+        self.elsewhere.obstacle(&member.process).into_iter().chain(member.mig(&self.cards)).collect()
+    }
 }
 
 /// What the driver says of the processes that are suspended, or are being suspended or restored; as far as it can be asked from here.
@@ -215,13 +226,6 @@ impl Checkpoint {
         self.found.machine()
     }
 
-    /// Fails if the driver cannot reach the processes from here, or if they use a GPU whose checkpoints cannot be restored.
-    pub fn can_be_taken(&self, observer: &dyn Observer) -> Result<(), CommandError> {
-        self.can_be_seen()?;
-        let cards = cards_to_check(self.machine(), observer);
-        self.members.iter().try_for_each(|member| unless_in_the_way(member.mig(&cards)).map_err(|failure| member.named(failure)))
-    }
-
     /// Fails if a process's id here is not the one that the driver uses.
     pub fn can_be_seen(&self) -> Result<(), CommandError> {
         self.members.iter().try_for_each(|member| member.can_be_seen().map_err(|failure| member.named(failure)))
@@ -230,7 +234,7 @@ impl Checkpoint {
     /// Dry run: what a suspend would do to each process, and why it would fail.
     pub fn forecast(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
         let (machine, pids) = (self.machine(), self.pids());
-        let (loaded, cards) = (load(machine), cards_to_check(machine, observer));
+        let (loaded, in_the_way) = (load(machine), self.in_the_way(observer));
         let forecast = |member: &mut Member| {
             let untold = |failure| CommandError::new(Exit::Failed, format!("the driver does not tell its state: {failure}"));
             let state = || machine.state(member.pid).map(drop).map_err(untold);
@@ -240,11 +244,12 @@ impl Checkpoint {
                 let nothing = protocol::DryRun { plan: Plan::default(), refused: None };
                 return Ok(Forecast { failure: asked.err(), ..Forecast::new(&member.process, nothing, true) });
             }
-            let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
-            let mut answer = member
-                .ask(|client| client.plan(TransitionRequest { partners, nccl: true, ..wanted.clone() }))
-                .map_err(|error| member.failed(error))?;
-            answer.plan.obstacles.extend(member.mig(&cards));
+            let in_the_way = in_the_way.of(member);
+            let mut answer = match (member.plan(wanted, &pids), unless_in_the_way(in_the_way.clone())) {
+                (Err(_), Err(failure)) => return Ok(Forecast::refused(&member.process, failure)),
+                (answer, _) => answer?,
+            };
+            answer.plan.obstacles.extend(in_the_way);
             let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
             let paused = Forecast::new(&member.process, answer, wanted.force);
             Ok(Forecast { failure: able.err().or(paused.failure.clone()), ..paused })
@@ -252,35 +257,41 @@ impl Checkpoint {
         self.members.iter_mut().map(forecast).collect()
     }
 
-    /// The communicators that NCCL can suspend.
-    pub fn choose_communicators(&self) -> Result<ChosenCommunicators, CommandError> {
-        let mut chosen = ChosenCommunicators::default();
-        let jobs: BTreeSet<_> = self.members.iter().map(|member| member.process.job().ok_or(member.process.pid)).collect();
-        for job in jobs {
-            let of_job = |member: &&Member| member.gpus.is_empty() && member.process.job().ok_or(member.process.pid) == job;
-            let processes: Vec<_> = self.members.iter().filter(of_job).map(|member| &member.process).collect();
-            chosen.add(ChosenCommunicators::ask(&self.found, &processes)?);
+    /// Fails if something prevents a checkpoint of the members once they are paused. Nothing has changed then.
+    pub fn check_restorable(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<(), CommandError> {
+        let (in_the_way, pids) = (self.in_the_way(observer), self.pids());
+        for member in self.members.iter_mut().filter(|member| member.gpus.is_empty()) {
+            member.can_be_seen().map_err(|failure| member.named(failure))?;
+            unless_in_the_way(in_the_way.of(member)).map_err(|failure| member.named(failure))?;
+            // Whatever else it refuses, its pause refuses, too.
+            let obstacles = member.plan(wanted, &pids).map_or_else(|_| Vec::new(), |answer| answer.plan.obstacles);
+            unless_in_the_way(obstacles).map_err(|failure| member.named(failure))?;
         }
-        Ok(chosen)
+        Ok(())
     }
 
-    /// Holds and pauses all tags of all members, or of none. Then NCCL suspends the chosen communicators. `borrowers`: those to hold as well,
-    /// if that is wanted; returns what has come of them.
+    /// What the members themselves do not know.
+    fn in_the_way(&self, observer: &dyn Observer) -> InTheWay {
+        let elsewhere = Elsewhere::of(self.members.iter().map(|member| &member.process));
+        InTheWay { elsewhere, cards: cards_to_check(self.machine(), observer) }
+    }
+
+    /// Holds and pauses all tags of all members, or of none. `borrowers`: those to hold as well, if that is wanted; returns what has come of
+    /// them.
     pub fn pause(
         &mut self,
         wanted: &TransitionRequest,
-        chosen: &ChosenCommunicators,
         borrowers: Option<Vec<Borrower>>,
         patience: &mut Patience,
         observer: &dyn Observer,
     ) -> Result<Vec<(Process, Report)>, CommandError> {
-        self.transition(Verb::Pause, wanted, chosen, borrowers, patience, observer)
+        self.transition(Verb::Pause, wanted, borrowers, patience, observer)
     }
 
     /// Resumes the tags that were active, and the open memory of members without tags.
     pub fn resume(&mut self, observer: &dyn Observer) -> Result<(), CommandError> {
-        let (nothing, none) = (TransitionRequest::default(), ChosenCommunicators::default());
-        self.transition(Verb::Resume, &nothing, &none, None, &mut Patience::new(Duration::ZERO), observer).map(drop)
+        let nothing = TransitionRequest::default();
+        self.transition(Verb::Resume, &nothing, None, &mut Patience::new(Duration::ZERO), observer).map(drop)
     }
 
     /// Pauses or resumes as one job.
@@ -288,7 +299,6 @@ impl Checkpoint {
         &mut self,
         verb: Verb,
         wanted: &TransitionRequest,
-        chosen: &ChosenCommunicators,
         borrowers: Option<Vec<Borrower>>,
         patience: &mut Patience,
         observer: &dyn Observer,
@@ -300,7 +310,6 @@ impl Checkpoint {
             pid: member.process.pid,
             tags: tags.clone(),
             lenient: false,
-            communicators: chosen.ids(member.process.pid),
             is_borrower: false,
         };
         let report = Job {
@@ -321,8 +330,7 @@ impl Checkpoint {
             member.done.stages.push((verb.name(), report.ms));
             match result {
                 Ok(report) => {
-                    (member.done.tag_bytes, member.done.missing, member.done.communicators) =
-                        (report.bytes, report.missing, report.communicators);
+                    (member.done.tag_bytes, member.done.missing) = (report.bytes, report.missing);
                 }
                 Err(error) => failures.push(member.failed(error)),
             }
@@ -481,10 +489,7 @@ impl Checkpoint {
 
     /// Why programs stay held after a resume.
     pub fn stay_held(&self) -> Vec<String> {
-        self.members
-            .iter()
-            .flat_map(|member| outcome::stays_held(&member.process, &member.done.missing, &member.done.communicators))
-            .collect()
+        self.members.iter().flat_map(|member| outcome::stays_held(&member.process, &member.done.missing)).collect()
     }
 }
 
@@ -602,7 +607,14 @@ impl Member {
         if self.pid == 0 { Err(away()) } else { Ok(()) }
     }
 
-    /// The obstacles that the process itself does not know.
+    /// Dry run of its pause, together with these processes.
+    fn plan(&mut self, wanted: &TransitionRequest, pids: &[u32]) -> Result<protocol::DryRun, CommandError> {
+        let partners = pids.iter().copied().filter(|pid| *pid != self.process.pid).collect();
+        let wanted = TransitionRequest { partners, nccl: true, ..wanted.clone() };
+        self.ask(|client| client.plan(wanted)).map_err(|error| self.failed(error))
+    }
+
+    /// Its GPUs in MIG mode.
     fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
         mig(self.machine, &self.process, self.pid as u32, cards)
     }
@@ -710,15 +722,5 @@ impl Member {
     /// Device memory that is left to CUDA, which a pause by tag does not release.
     pub fn unmanaged(&self) -> u64 {
         self.process.status.iter().flat_map(|status| &status.memory.unmanaged).map(|left| left.bytes).sum()
-    }
-
-    /// Bytes that NCCL has given back.
-    pub fn given_back(&self) -> u64 {
-        nccl::bytes(&self.done.communicators, CommunicatorState::Suspended)
-    }
-
-    /// NCCL's failures.
-    pub fn failures_of_nccl(&self) -> Vec<String> {
-        nccl::failures(&self.process, &self.done.communicators)
     }
 }

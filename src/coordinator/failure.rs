@@ -65,8 +65,8 @@ impl Exit {
             }
             Self::UnknownTag => "no allocation has this tag",
             Self::Unsuspendable => {
-                "the driver could not restore the program: `suspend` has only paused tags,\n\
-             `move` has changed nothing"
+                "the driver could not restore the program; nothing has changed, unless\n\
+             the message says that tags are paused"
             }
             Self::NotExecutable => "run: the command cannot be executed",
             Self::NotFound => "run: the command was not found; else `run` returns the command's code",

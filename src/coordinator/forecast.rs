@@ -1,7 +1,6 @@
 //! Dry runs: what an operation would do to each process, and why it would fail.
 
 use crate::failure::CommandError;
-use crate::nccl::ChosenCommunicators;
 use crate::processes::Process;
 use vramctl_control::protocol;
 use vramctl_model::{Error, Plan};
@@ -36,14 +35,5 @@ impl Forecast {
     /// A process that would refuse.
     pub fn refused(process: &Process, failure: CommandError) -> Self {
         Self { process: process.clone(), plan: None, failure: Some(failure), aside_bytes: None }
-    }
-
-    /// Adds the memory that NCCL would give back.
-    #[must_use]
-    pub fn with_communicators(mut self, chosen: &ChosenCommunicators) -> Self {
-        if let Some(plan) = &mut self.plan {
-            plan.communicators = chosen.of(self.process.pid).to_vec();
-        }
-        self
     }
 }

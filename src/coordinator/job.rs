@@ -64,8 +64,6 @@ pub struct Rank {
     pub tags: Vec<String>,
     /// Ignore tags that it does not have, instead of failing.
     pub lenient: bool,
-    /// Pause only: the communicators that NCCL is to suspend; each must be sent to all of its ranks.
-    pub communicators: Vec<String>,
     /// It pauses nothing of its own, and sets aside its open memory that the others pause.
     pub is_borrower: bool,
 }
@@ -137,7 +135,7 @@ impl Job<'_> {
     /// It sets aside what the request selects of the others' memory.
     fn borrower(&self, Borrower { process, .. }: &Borrower) -> Rank {
         let TransitionRequest { tags, lenient, .. } = &self.wanted;
-        Rank { pid: process.pid, tags: tags.clone(), lenient: *lenient, communicators: Vec::new(), is_borrower: true }
+        Rank { pid: process.pid, tags: tags.clone(), lenient: *lenient, is_borrower: true }
     }
 
     fn hold(&self) -> Option<Duration> {
@@ -381,7 +379,7 @@ impl Attempt<'_> {
 
     fn prepare(&self, member: usize, is_early: bool, client: &mut Client) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
-        let Rank { pid, tags, lenient, is_borrower, communicators } = &self.ranks[member];
+        let Rank { pid, tags, lenient, is_borrower } = &self.ranks[member];
         // Processes that are not held may be using memory of each other.
         let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold.is_some();
         let others = |are_borrowers: bool| {
@@ -389,8 +387,7 @@ impl Attempt<'_> {
             others.map(|rank| rank.pid).collect::<Vec<_>>()
         };
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
-        let (tags, communicators) = (tags.clone(), communicators.clone());
-        let mut transition = TransitionRequest { tags, lenient: *lenient, partners, borrowers, communicators, ..self.job.wanted.clone() };
+        let mut transition = TransitionRequest { tags: tags.clone(), lenient: *lenient, partners, borrowers, ..self.job.wanted.clone() };
         if transition.hold.take().is_some() && self.job.verb == Verb::Pause {
             let limit_ms = self.drain_within.as_millis() as u64;
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;

@@ -4,6 +4,7 @@
 //! [`Observer`].
 
 pub mod checkpoint;
+pub mod communicators;
 pub mod engine;
 pub mod failure;
 pub mod forecast;
@@ -11,7 +12,6 @@ pub mod gpus;
 mod job;
 mod lock;
 pub mod machine;
-pub mod nccl;
 pub mod nodes;
 mod observer;
 pub mod operation;

@@ -75,7 +75,7 @@ pub struct PauseOptions {
     pub hold: Hold,
     /// Also hold the borrowers: other processes that have the memory open.
     pub shared: bool,
-    /// Also NCCL's own memory. Where it is left to CUDA: have NCCL suspend its communicators.
+    /// Without tags: also NCCL's own memory.
     pub nccl: bool,
     /// A process that waits for this operation, and must not be held by it.
     pub waiting: Option<u32>,

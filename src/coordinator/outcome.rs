@@ -2,7 +2,6 @@
 
 use crate::failure::CommandError;
 use crate::job::JobReport;
-use crate::nccl;
 use crate::processes::Process;
 use serde::{Serialize, Serializer};
 use serde_json::json;
@@ -10,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::time::Duration;
 use vramctl_control::client::ClientError;
-use vramctl_model::{Borrowed, Communicator, Report, Verb};
+use vramctl_model::{Borrowed, Report, Verb};
 
 /// What came of an operation.
 #[derive(Debug, Default)]
@@ -46,10 +45,8 @@ impl ProcessOutcome {
 
     /// Why the program stays held after this.
     pub fn stays_held(&self) -> Vec<String> {
-        let none = || (&[][..], &[][..]);
-        let of_report = || self.report().map_or_else(none, |report| (&report.missing[..], &report.communicators[..]));
-        let (missing, communicators) = self.device.as_ref().map_or_else(of_report, |done| (&done.missing[..], &done.communicators[..]));
-        stays_held(&self.process, missing, communicators)
+        let of_report = || self.report().map_or(&[][..], |report| &report.missing[..]);
+        stays_held(&self.process, self.device.as_ref().map_or_else(of_report, |done| &done.missing[..]))
     }
 
     /// A borrower's.
@@ -67,8 +64,6 @@ pub struct Done {
     pub rest_bytes: u64,
     /// Memory of other processes: after a resume, what is not back yet, so the program stays held; of a borrower, what it has set aside.
     pub missing: Vec<Borrowed>,
-    /// The communicators that NCCL was asked to suspend or resume.
-    pub communicators: Vec<Communicator>,
     /// After a move: the GPUs that it is on, by their indices.
     pub now_on: Vec<u32>,
     /// Milliseconds in each step, in order.
@@ -152,8 +147,7 @@ pub fn result(result: Result<Report, ClientError>, verb: Verb, committed: bool) 
     })
 }
 
-/// Why a program stays held after a resume: other processes' memory is missing, or NCCL could not take back its own.
-pub fn stays_held(process: &Process, missing: &[Borrowed], communicators: &[Communicator]) -> Vec<String> {
-    let missing: Vec<_> = missing.iter().map(|missing| process.stays_held(missing)).collect();
-    [missing, nccl::failures(process, communicators)].concat()
+/// Why a program stays held after a resume: other processes' memory is missing.
+pub fn stays_held(process: &Process, missing: &[Borrowed]) -> Vec<String> {
+    missing.iter().map(|missing| process.stays_held(missing)).collect()
 }

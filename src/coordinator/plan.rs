@@ -2,11 +2,11 @@
 
 use crate::Observer;
 use crate::checkpoint::RESTORE_WITHIN;
+use crate::communicators::Elsewhere;
 use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank};
-use crate::nccl::ChosenCommunicators;
 use crate::operation::{Operation, Scope};
 use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target, check_whole};
@@ -19,7 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver as driver;
-use vramctl_model::{Error, Kind, Report, TagState, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, NCCL, Report, TagState, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -31,7 +31,6 @@ pub struct Plan {
     groups: Vec<Group<Borrower>>,
     /// The same for each process: it applies to their own memory and to open memory of each other.
     request: TransitionRequest,
-    communicators: ChosenCommunicators,
     /// Whether whole jobs are selected, not only some of their processes or memory.
     is_whole: bool,
     /// This operation in the queue for memory: a random number.
@@ -92,8 +91,18 @@ impl Plan {
         let gpus = found.keep_on(operation.gpus())?;
         // GPUs choose processes, too.
         let target = if gpus.is_empty() { target } else { target.or_all() };
+        let own = if verb == Verb::Pause { operation.pause.request(&operation.deadline) } else { TransitionRequest::default() };
+        // It is checked that each tag is known to one of them.
+        let request = TransitionRequest {
+            lenient: !tags.is_empty(),
+            tags: tags.clone(),
+            gpus: gpus.clone(),
+            progress: observer.follows_progress(),
+            ..own
+        };
         // The ranks of other nodes may have the tags that those here lack.
-        let known = |chosen| if operation.nodes.is_none() { members(verb, chosen, &tags) } else { Ok(any_members(verb, chosen, &tags)) };
+        let known =
+            |chosen| if operation.nodes.is_none() { members(verb, chosen, &request) } else { Ok(any_members(verb, chosen, &request)) };
         let members = found.choose_answering(&target).and_then(known).map_err(|failure| {
             let meant = found.taken_for_tag(verb.name(), &tags);
             if matches!(failure.exit(), Exit::UnknownTag | Exit::Usage) { failure.adding(&meant.unwrap_or_default()) } else { failure }
@@ -106,11 +115,6 @@ impl Plan {
         if verb == Verb::Pause && target.is_by_id() {
             warn_of_the_rest(&found, &members, observer);
         }
-        // It has been checked that each tag is known to one of them.
-        let lenient = !tags.is_empty();
-        let progress = observer.follows_progress();
-        let own = if verb == Verb::Pause { operation.pause.request(&operation.deadline) } else { TransitionRequest::default() };
-        let request = TransitionRequest { tags, lenient, gpus, progress, ..own };
         let mut plan = Self {
             operation,
             found,
@@ -118,7 +122,6 @@ impl Plan {
             members,
             groups: Vec::new(),
             request,
-            communicators: ChosenCommunicators::default(),
             is_whole,
             in_queue: RandomState::new().build_hasher().finish(),
             turn: None,
@@ -135,8 +138,8 @@ impl Plan {
         if plan.request.hold.is_some() {
             plan.operation.pause.check_not_held(plan.held())?;
         }
-        if plan.operation.pause.nccl {
-            plan.communicators = plan.choose_communicators(observer)?;
+        if verb == Verb::Pause && plan.members.iter().any(|member| member.meant.iter().any(|tag| tag == NCCL)) {
+            Elsewhere::check(plan.members.iter().map(|member| &member.process))?;
         }
         Ok(plan)
     }
@@ -180,22 +183,11 @@ impl Plan {
         without_borrowers(groups.into_iter().map(|group| group.members).collect())
     }
 
-    /// Which communicators NCCL can suspend.
-    fn choose_communicators(&self, observer: &dyn Observer) -> Result<ChosenCommunicators, CommandError> {
-        let mut all = ChosenCommunicators::default();
-        for group in &self.groups {
-            let processes: Vec<_> = group.members.iter().map(|place| &self.members[*place].process).collect();
-            all.add(ChosenCommunicators::ask(&self.found, &processes)?);
-        }
-        all.note_what_is_left(observer);
-        Ok(all)
-    }
-
     /// A dry run: what the pause would do, as far as it can be predicted. Asks no engine.
     pub fn forecast(&self) -> Vec<Forecast> {
         let may_lose = self.request.force || self.operation.pause.engines.any();
         let forecast = |member: &Member| match self.ask_plan(member) {
-            Ok(answer) => Forecast::new(&member.process, answer, may_lose).with_communicators(&self.communicators),
+            Ok(answer) => Forecast::new(&member.process, answer, may_lose),
             Err(failure) => Forecast::refused(&member.process, failure),
         };
         let meant = self.members.iter().filter(|member| !member.meant.is_empty()).map(forecast);
@@ -288,13 +280,8 @@ impl Plan {
         let hold = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause);
         let wanted =
             TransitionRequest { hold, timeout: deadline.left(), force: self.request.force || consent.may_lose, ..self.request.clone() };
-        let rank = |member: &Member| Rank {
-            pid: member.process.pid,
-            tags: wanted.tags.clone(),
-            lenient: wanted.lenient,
-            communicators: self.communicators.ids(member.process.pid),
-            is_borrower: false,
-        };
+        let rank =
+            |member: &Member| Rank { pid: member.process.pid, tags: wanted.tags.clone(), lenient: wanted.lenient, is_borrower: false };
         let who = members().next().map(|member| member.process.job_or_itself()).unwrap_or_default();
         Job {
             found: &self.found,
@@ -470,26 +457,28 @@ fn warn_of_the_rest(found: &Found, members: &[Member], observer: &dyn Observer) 
 }
 
 /// What the operation does to each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
-fn members(verb: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec<Member>, CommandError> {
+fn members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Result<Vec<Member>, CommandError> {
     let known: BTreeSet<_> = processes
         .iter()
         .filter_map(|process| process.status.as_ref().ok())
         .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
         .collect();
-    let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
+    let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
     if !unknown.is_empty() {
         return Err(CommandError::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
     }
-    Ok(any_members(verb, processes, tags))
+    Ok(any_members(verb, processes, request))
 }
 
-fn any_members(verb: Verb, processes: Vec<Process>, tags: &[String]) -> Vec<Member> {
-    processes.into_iter().map(|process| Member::new(verb, process, tags)).collect()
+fn any_members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Vec<Member> {
+    processes.into_iter().map(|process| Member::new(verb, process, request)).collect()
 }
 
 impl Member {
-    pub(crate) fn new(verb: Verb, process: Process, tags: &[String]) -> Self {
-        let meant: Vec<_> = process.tags().iter().filter(|tag| tags.is_empty() || tags.contains(&tag.tag)).collect();
+    pub(crate) fn new(verb: Verb, process: Process, request: &TransitionRequest) -> Self {
+        // A resume without tags brings everything back.
+        let is_meant = |tag: &&TagStatus| verb == Verb::Resume && request.tags.is_empty() || request.selects(&tag.tag);
+        let meant: Vec<_> = process.tags().iter().filter(is_meant).collect();
         let names = |tags: &[&TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
         let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != verb.end()).collect();
         let (meant, due) = (names(&meant), names(&due));
@@ -548,19 +537,34 @@ mod tests {
         tags.iter().map(ToString::to_string).collect()
     }
 
+    fn of(tags: &[&str]) -> TransitionRequest {
+        TransitionRequest { tags: names(tags), ..TransitionRequest::default() }
+    }
+
+    /// NCCL's memory stays where it is unless it is named, and comes back with the rest.
+    #[test]
+    fn a_pause_of_everything_leaves_nccls_memory() {
+        let process = || process(1, "a", &[("x", TagState::Active), (NCCL, TagState::Active)]);
+        let meant = |verb, request| Member::new(verb, process(), &request).meant;
+        assert_eq!(meant(Verb::Pause, of(&[])), names(&["x"]));
+        assert_eq!(meant(Verb::Pause, TransitionRequest { nccl: true, ..of(&[]) }), names(&["x", NCCL]));
+        assert_eq!(meant(Verb::Pause, of(&[NCCL])), names(&[NCCL]));
+        assert_eq!(meant(Verb::Resume, of(&[])), names(&["x", NCCL]));
+    }
+
     #[test]
     fn a_tag_must_be_known_somewhere() {
         let two = || vec![process(1, "a", &[("x", TagState::Active)]), process(2, "b", &[("y", TagState::Active)])];
-        let both = members(Verb::Pause, two(), &names(&["y"])).unwrap();
+        let both = members(Verb::Pause, two(), &of(&["y"])).unwrap();
         assert_eq!((&both[0].meant, &both[1].meant), (&names(&[]), &names(&["y"])));
-        let failure = members(Verb::Pause, two(), &names(&["y", "z"])).unwrap_err();
+        let failure = members(Verb::Pause, two(), &of(&["y", "z"])).unwrap_err();
         assert_eq!(failure.exit(), Exit::UnknownTag);
         assert_eq!(failure.to_string(), "no allocation has the tag z; the tags are x, y");
     }
 
     #[test]
     fn only_tags_that_need_a_change_are_named() {
-        let half = Member::new(Verb::Pause, process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &[]);
+        let half = Member::new(Verb::Pause, process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &of(&[]));
         assert_eq!((&half.meant, &half.due), (&names(&["x", "y"]), &names(&["y"])));
     }
 }

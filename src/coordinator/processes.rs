@@ -626,7 +626,7 @@ fn not_managed(pid: u32) -> String {
 #[cfg(any(test, feature = "test-support"))]
 pub mod made_up {
     use super::{Process, ProcessStatus, TagState, TagStatus};
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
     use vramctl_control::protocol::Hello;
     use vramctl_model::Status;
 
@@ -654,7 +654,7 @@ pub mod made_up {
             waiting_threads: 0,
             suspended: None,
             obstacles: Vec::new(),
-            communicators: Vec::new(),
+            communicators: BTreeSet::new(),
             process_tag: None,
             tags: tags.iter().map(tag).collect(),
             devices: Vec::new(),

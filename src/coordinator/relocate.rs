@@ -5,7 +5,6 @@ use crate::checkpoint::{self, Checkpoint, Member};
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
 use crate::machine::Machine;
-use crate::nccl::ChosenCommunicators;
 use crate::operation::{Operation, Scope};
 use crate::outcome::Outcome;
 use crate::processes::{Found, Target};
@@ -75,10 +74,10 @@ impl Move {
 
     /// Suspends, restores elsewhere, resumes. If the driver refuses that, the jobs come back where they were.
     pub fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
-        let (none, at_once) = (ChosenCommunicators::default(), Deadline::new(None));
+        let at_once = Deadline::new(None);
         let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let Self { checkpoint, request, map, .. } = &mut self;
-        checkpoint.pause(request, &none, None, &mut patience, observer)?;
+        checkpoint.pause(request, None, &mut patience, observer)?;
         let moved = checkpoint.take(&mut patience, observer).and_then(|()| {
             checkpoint.restore(map, &at_once, observer).map_err(|failure| {
                 // Restore processes that the driver has refused to restore there to their old GPUs.

@@ -4,7 +4,6 @@ use crate::Observer;
 use crate::checkpoint::{self, Checkpoint, Member};
 use crate::failure::CommandError;
 use crate::forecast::Forecast;
-use crate::nccl::ChosenCommunicators;
 use crate::operation::Operation;
 use crate::outcome::{Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target};
@@ -18,7 +17,6 @@ pub struct Suspend {
     target: Target,
     checkpoint: Checkpoint,
     request: TransitionRequest,
-    communicators: ChosenCommunicators,
     /// Those to hold as well, if that is wanted.
     borrowers: Option<Vec<Borrower>>,
 }
@@ -31,12 +29,11 @@ impl Suspend {
         let checkpoint = Checkpoint::of(&found, target)?;
         checkpoint.check_whole(*ranks, observer)?;
         let request = pause.request(deadline);
-        let communicators = if pause.nccl { checkpoint.choose_communicators()? } else { ChosenCommunicators::default() };
         let lent = || shared::find(&found, shared::lent_by(&found, &checkpoint.pids(), &request));
         let borrowers = pause.shared.then(lent).transpose()?;
         let held = checkpoint.pids().into_iter().chain(borrowers.iter().flatten().map(|borrower| borrower.process.pid));
         pause.check_not_held(held)?;
-        Ok(Self { target: target.clone(), checkpoint, request, communicators, borrowers })
+        Ok(Self { target: target.clone(), checkpoint, request, borrowers })
     }
 
     /// Which processes are meant.
@@ -46,34 +43,39 @@ impl Suspend {
 
     /// A dry run: what would be paused, and what prevents a suspend.
     pub fn forecast(&mut self, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
-        self.communicators.note_what_is_left(observer);
+        let own = self.checkpoint.forecast(&self.wanted(), observer).map_err(|failure| self.advise(failure))?;
         let borrowers = self.borrowers.iter().flatten();
-        let request =
-            TransitionRequest { borrowers: borrowers.clone().map(|borrower| borrower.process.pid).collect(), ..self.request.clone() };
-        let own = self.checkpoint.forecast(&request, observer).map_err(|failure| self.advise(failure))?;
-        let own = own.into_iter().map(|one| one.with_communicators(&self.communicators));
-        Ok(own.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect())
+        Ok(own.into_iter().chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect())
     }
 
-    /// Holds and pauses the tags, then has the driver take the rest. If only that fails, the tags stay paused.
-    pub fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
+    /// Fails if the driver could not restore the processes. Nothing has changed then.
+    pub fn check(mut self, observer: &dyn Observer) -> Result<Restorable, CommandError> {
+        let failed = |failure: CommandError| failure.adding(". Nothing has changed; `vramctl pause` frees the tags");
+        self.checkpoint.check_restorable(&self.wanted(), observer).map_err(failed)?;
+        Ok(Restorable(self))
+    }
+
+    /// With those that are held as well.
+    fn wanted(&self) -> TransitionRequest {
+        let borrowers = self.borrowers.iter().flatten().map(|borrower| borrower.process.pid).collect();
+        TransitionRequest { borrowers, ..self.request.clone() }
+    }
+
+    fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
         // Loading the driver takes a while, so it happens during the pause.
         let machine = self.checkpoint.found.machine();
         let loading = thread::spawn(move || checkpoint::load(machine));
         let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let borrowers = self.borrowers.take();
-        let paused = self.checkpoint.pause(&self.request, &self.communicators, borrowers, &mut patience, observer);
+        let paused = self.checkpoint.pause(&self.request, borrowers, &mut patience, observer);
         let held = paused.map_err(|failure| self.advise(failure))?;
         let Checkpoint { found, members, .. } = &self.checkpoint;
         found.tell_what_nvml_counts(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
         for (process, report) in &held {
             observer.done(&shared::text(process, report));
         }
-        self.communicators.note_what_is_left(observer);
-        members.iter().flat_map(Member::failures_of_nccl).for_each(|why| observer.fail(&why));
         let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let able = self.checkpoint.can_be_taken(observer).and(loaded);
-        match able.and_then(|()| self.checkpoint.take(&mut patience, observer)) {
+        match loaded.and_then(|()| self.checkpoint.take(&mut patience, observer)) {
             Ok(()) => Ok(outcome(self.checkpoint, held)),
             Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays paused until `vramctl resume`")),
             Err(failure) => Err(failure.adding(&self.only_paused())),
@@ -89,8 +91,6 @@ impl Suspend {
     fn only_paused(&self) -> String {
         let Checkpoint { found, members, .. } = &self.checkpoint;
         let left: u64 = members.iter().map(Member::unmanaged).sum();
-        let given: u64 = members.iter().map(Member::given_back).sum();
-        let given = if given > 0 { format!("; NCCL has given back {}", Bytes(given)) } else { String::new() };
         let libraries = if left > 0 { format!(" and {} of libraries", Bytes(left)) } else { String::new() };
         let resumed = resumed_meanwhile(found, &self.checkpoint.pids());
         let paused = match resumed.len() {
@@ -98,7 +98,17 @@ impl Suspend {
             all if all == members.len() => format!("Resumed meanwhile: {}", resumed.join(", ")),
             _ => format!("Resumed meanwhile: {}. All other tags are paused", resumed.join(", ")),
         };
-        format!(". {paused}{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken")
+        format!(". {paused}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken")
+    }
+}
+
+/// A suspend of processes that the driver can restore, as far as they tell.
+pub struct Restorable(Suspend);
+
+impl Restorable {
+    /// Holds and pauses the tags, then has the driver take the rest. If only that fails, the tags stay paused.
+    pub fn run(self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
+        self.0.run(observer)
     }
 }
 

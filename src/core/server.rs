@@ -8,8 +8,8 @@
 //! works for a program that is paused, held or suspended.
 
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
+use crate::memory::Memory;
 use crate::memory::share::Loan;
-use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
 use crate::{cache, engine, events, holder, lease, status};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -219,8 +219,8 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
 /// Whether it may wait long, for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). Of the steps of
 /// a transition, only one client's do.
 fn may_wait(request: &Request) -> bool {
-    use Request::{Cache, Communicators, Counted, Pause, Plan, Resume, Suspend, Trim};
-    matches!(request, Pause(_) | Plan(_) | Resume(_) | Communicators | Suspend | Counted { .. } | Cache | Trim { .. })
+    use Request::{Cache, Counted, Pause, Plan, Resume, Suspend, Trim};
+    matches!(request, Pause(_) | Plan(_) | Resume(_) | Suspend | Counted { .. } | Cache | Trim { .. })
 }
 
 /// Whether the program is held afterwards.
@@ -262,7 +262,6 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Drain { .. } | Request::SetAside(_) | Request::Renew | Request::Commit | Request::Abort => {
             Err(Error::Invalid("nothing is held or prepared here: the lease has ended, or never began".into()))
         }
-        Request::Communicators => Ok(Reply::Communicators { communicators: communicators::measured() }),
         Request::Suspend => memory.suspend(|| connection.is_gone()).map(|gpus| Reply::Suspended { gpus }),
         Request::Awake => {
             memory.awake();

@@ -106,6 +106,9 @@ pub struct Loaded {
     versions: *const u16,
 }
 
+// SAFETY: the tables of a loaded library are the same for all threads, and nothing writes to them.
+unsafe impl Send for Loaded {}
+
 impl Loaded {
     /// The library that contains an address.
     pub fn around(address: *const c_void) -> Option<Self> {

@@ -1,7 +1,6 @@
 //! NCCL's functions that register memory, those that create and destroy communicators, and the one that explains errors, generated from the
-//! table `nccl_functions!`. Memory that NCCL has registered must keep its physical pages ([`vramctl_core::memory`]); NCCL can be asked to
-//! give back the memory of its communicators ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged
-//! results. Collectives and groups are not hooked: their failures show when the program asks what an error means.
+//! table `nccl_functions!`. Memory that NCCL has registered must keep its physical pages ([`vramctl_core::memory`]), and the ranks of a
+//! communicator share memory ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged results. Collectives and groups are not hooked: their failures show when the program asks what an error means.
 //!
 //! A process may contain several NCCLs, each with its own communicators: a separate library, the one bundled with torch, or one linked into
 //! torch. So a call must reach exactly the one that it would have reached without this library.
@@ -25,13 +24,13 @@ use std::arch::naked_asm;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::{env, mem, ptr, slice};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::{mem, ptr, slice};
 use vramctl_core::events::{self, Event};
 use vramctl_core::memory::Memory;
-use vramctl_core::memory::communicators::{self, CommunicatorOrigin, NewCommunicator, Sharing};
+use vramctl_core::memory::communicators::{self, Origin};
+use vramctl_driver::nccl::NcclResult;
 use vramctl_driver::nccl::answer::{CUDA_ERROR, IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
-use vramctl_driver::nccl::{Nccl, NcclResult};
 use vramctl_host::guarded;
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::Span;
@@ -125,9 +124,9 @@ fn deregister(_: *mut c_void, communicator: usize, handle: usize, real: impl FnO
 }
 
 /// A communicator is destroyed, and with it its registrations.
-fn end(communicator: usize, waits: bool, real: impl FnOnce() -> NcclResult) -> NcclResult {
+fn destroy(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let mut answer = INTERNAL_ERROR;
-    communicators::ending(communicator, waits, || {
+    communicators::ending(communicator, || {
         let Some(memory) = Memory::existing() else {
             answer = real();
             return is_done(answer);
@@ -141,85 +140,17 @@ fn end(communicator: usize, waits: bool, real: impl FnOnce() -> NcclResult) -> N
     answer
 }
 
-fn destroy(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
-    end(communicator, true, real)
-}
-
-fn abort(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
-    end(communicator, false, real)
-}
-
-/// The communicator is unusable from now on, but its registrations last until it is destroyed.
-fn finalize(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
-    let mut answer = INTERNAL_ERROR;
-    communicators::ending(communicator, true, || {
-        answer = real();
-        is_done(answer)
-    });
-    answer
-}
-
 /// `ncclUniqueId`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId([u8; 128]);
 
-/// The relevant settings of a `ncclConfig_t`. `None` where the program leaves a setting to NCCL.
-#[derive(Default)]
-struct NcclConfig {
-    blocking: Option<bool>,
-    split_share: Option<bool>,
-    shrink_share: Option<bool>,
-}
-
-impl NcclConfig {
-    /// Reads a configuration; NCCL's environment variables take precedence, as in NCCL.
-    ///
-    /// # Safety
-    /// Null, or what a program has passed to NCCL as its configuration.
-    unsafe fn of(config: *const c_void) -> Self {
-        const MAGIC: u32 = 0xcafe_beef;
-        /// The value of a setting that the program has not made.
-        const UNDEFINED: i32 = i32::MIN;
-        let word = |at: usize| {
-            // SAFETY: a configuration begins with its size and the magic number, and is as long as that size.
-            unsafe {
-                let is_one = !config.is_null() && config.byte_add(8).cast::<u32>().read() == MAGIC;
-                let is_there = is_one && config.cast::<usize>().read() >= at + size_of::<i32>();
-                if is_there { Some(config.byte_add(at).cast::<i32>().read()) } else { None }
-            }
-        };
-        let set = |variable: &str, at| {
-            let by_variable = env::var(variable).ok().and_then(|text| text.trim().parse().ok());
-            by_variable.or_else(|| word(at)).filter(|value: &i32| *value != UNDEFINED).map(|value| value != 0)
-        };
-        Self {
-            blocking: set("NCCL_COMM_BLOCKING", 16),
-            split_share: set("NCCL_COMM_SPLIT_SHARE_RESOURCES", 40),
-            shrink_share: set("NCCL_COMM_SHRINK_SHARE_RESOURCES", 64),
-        }
+/// Records the communicator that NCCL has created, if any.
+fn note(found: *mut c_void, created: Option<usize>, answer: NcclResult, origin: Origin<'_>) {
+    let created = created.filter(|handle| is_done(answer) && *handle != 0);
+    if let (Some(handle), Some(nccl)) = (created, Loaded::around(found)) {
+        communicators::created(nccl, handle, origin);
     }
-}
-
-/// Records the communicator that NCCL has made, if any.
-fn note(
-    found: *mut c_void,
-    made: Option<usize>,
-    answer: NcclResult,
-    config: *const c_void,
-    origin: CommunicatorOrigin<'_>,
-    is_shrunk: bool,
-) {
-    let Some(handle) = made.filter(|handle| is_done(answer) && *handle != 0) else { return };
-    let Some(nccl) = Nccl::around(found) else { return };
-    // SAFETY: the program has passed it to NCCL.
-    let settings = unsafe { NcclConfig::of(config) };
-    let inherited = if let CommunicatorOrigin::Child { of, .. } = origin { communicators::sharing(of) } else { Sharing::default() };
-    let sharing =
-        Sharing { split: settings.split_share.unwrap_or(inherited.split), shrink: settings.shrink_share.unwrap_or(inherited.shrink) };
-    let shares = matches!(origin, CommunicatorOrigin::Child { .. }) && if is_shrunk { sharing.shrink } else { sharing.split };
-    let blocks = answer == SUCCESS && settings.blocking != Some(false);
-    communicators::made(&NewCommunicator { nccl, handle, origin, sharing, shares, blocks });
 }
 
 fn init(
@@ -230,39 +161,39 @@ fn init(
     rank: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    init_with(found, communicator, ranks, unique, rank, ptr::null(), real)
+    let (answer, created) = writing(communicator, 1, real);
+    note(found, created[0], answer, Origin::Unique { ids: &unique.0, rank: rank as u32, ranks: ranks as u32 });
+    answer
 }
 
 fn init_with(
     found: *mut c_void,
     communicator: *mut usize,
-    _ranks: c_int,
+    ranks: c_int,
     unique: UniqueId,
-    _rank: c_int,
-    config: *const c_void,
+    rank: c_int,
+    _config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, made) = writing(communicator, 1, real);
-    note(found, made[0], answer, config, CommunicatorOrigin::Unique(&unique.0), false);
-    answer
+    init(found, communicator, ranks, unique, rank, real)
 }
 
 #[allow(clippy::too_many_arguments)] // NCCL's
 fn init_of_many(
     found: *mut c_void,
     communicator: *mut usize,
-    _ranks: c_int,
-    _rank: c_int,
+    ranks: c_int,
+    rank: c_int,
     ids: c_int,
     uniques: *const UniqueId,
-    config: *const c_void,
+    _config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, made) = writing(communicator, 1, real);
+    let (answer, created) = writing(communicator, 1, real);
     if is_done(answer) && !uniques.is_null() && ids > 0 {
         // SAFETY: NCCL has accepted them: there are as many.
-        let uniques = unsafe { slice::from_raw_parts(uniques.cast::<u8>(), ids as usize * size_of::<UniqueId>()) };
-        note(found, made[0], answer, config, CommunicatorOrigin::Unique(uniques), false);
+        let ids = unsafe { slice::from_raw_parts(uniques.cast::<u8>(), ids as usize * size_of::<UniqueId>()) };
+        note(found, created[0], answer, Origin::Unique { ids, rank: rank as u32, ranks: ranks as u32 });
     }
     answer
 }
@@ -274,11 +205,9 @@ fn init_all(
     _devices: *const c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    static CALLS: AtomicU64 = AtomicU64::new(0);
-    let (answer, made) = writing(communicators, usize::try_from(ranks).unwrap_or_default(), real);
-    let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    for made in made {
-        note(found, made, answer, ptr::null(), CommunicatorOrigin::Here(call), false);
+    let (answer, created) = writing(communicators, usize::try_from(ranks).unwrap_or_default(), real);
+    if let Some(nccl) = Loaded::around(found).filter(|_| is_done(answer)) {
+        communicators::created_here(nccl, &created);
     }
     answer
 }
@@ -287,18 +216,14 @@ fn init_all(
 fn split(
     found: *mut c_void,
     communicator: usize,
-    color: c_int,
+    _color: c_int,
     _key: c_int,
     made: *mut usize,
-    config: *const c_void,
+    _config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, made) = writing(made, 1, real);
-    note(found, made[0], answer, config, CommunicatorOrigin::Child { of: communicator, saying: &color.to_le_bytes() }, false);
-    // Also at ranks that get no new communicator.
-    if is_done(answer) {
-        communicators::has_had_child(communicator);
-    }
+    let (answer, created) = writing(made, 1, real);
+    note(found, created[0], answer, Origin::Child(communicator));
     answer
 }
 
@@ -306,20 +231,15 @@ fn split(
 fn shrink(
     found: *mut c_void,
     communicator: usize,
-    excluded: *const c_int,
-    count: c_int,
+    _excluded: *const c_int,
+    _count: c_int,
     made: *mut usize,
-    config: *const c_void,
+    _config: *const c_void,
     _flags: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, made) = writing(made, 1, real);
-    if is_done(answer) && !excluded.is_null() && count > 0 {
-        // SAFETY: NCCL has accepted them: there are as many.
-        let excluded = unsafe { slice::from_raw_parts(excluded.cast::<u8>(), count as usize * size_of::<c_int>()) };
-        note(found, made[0], answer, config, CommunicatorOrigin::Child { of: communicator, saying: excluded }, true);
-        communicators::has_had_child(communicator);
-    }
+    let (answer, created) = writing(made, 1, real);
+    note(found, created[0], answer, Origin::Child(communicator));
     answer
 }
 
@@ -418,7 +338,7 @@ impl OfCommunicator for NcclResult {
 /// A communicator.
 impl OfCommunicator for usize {
     fn in_its_nccl(self, name: &CStr) -> Option<*mut c_void> {
-        communicators::made_by(self)?.symbol(name)
+        communicators::nccl_of(self)?.symbol(name)
     }
 }
 

@@ -100,8 +100,7 @@ macro_rules! nccl_functions {
         ncclCommWindowRegister(communicator: usize, address: *mut c_void, bytes: usize, window: *mut usize, flags: c_int) -> NcclResult => register_window;
         ncclCommWindowDeregister(communicator: usize, window: usize) -> NcclResult => deregister;
         ncclCommDestroy(communicator: usize) -> NcclResult => destroy;
-        ncclCommAbort(communicator: usize) -> NcclResult => abort;
-        ncclCommFinalize(communicator: usize) -> NcclResult => finalize;
+        ncclCommAbort(communicator: usize) -> NcclResult => destroy;
         ncclCommInitRank(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int) -> NcclResult => init;
         ncclCommInitRankConfig(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int, config: *const c_void) -> NcclResult => init_with;
         ncclCommInitRankScalable(communicator: *mut usize, ranks: c_int, rank: c_int, ids: c_int, uniques: *const UniqueId, config: *const c_void) -> NcclResult => init_of_many;

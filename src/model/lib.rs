@@ -25,7 +25,7 @@ mod totals;
 mod units;
 
 pub use cache::{Cached, Trimmed};
-pub use communicator::{Communicator, CommunicatorState};
+pub use communicator::Communicator;
 pub use error::{Error, Shortage};
 pub use event::{Events, Happening, MemoryOwner, OwnersBytes, TraceEvent};
 pub use failure::{Failure, StatusCode, code};

@@ -1,6 +1,6 @@
 //! Dry runs.
 
-use crate::{Communicator, Obstacle, Policy};
+use crate::{Obstacle, Policy};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -17,10 +17,6 @@ pub struct Plan {
     /// What would prevent a suspend after this pause.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,
-    /// The communicators whose memory NCCL would give back. Only the command line fills it in, because it depends on all processes of a
-    /// job.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub communicators: Vec<Communicator>,
 }
 
 /// What a pause would do to one tag.

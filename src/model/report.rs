@@ -1,7 +1,7 @@
 //! A pause or resume: progress and report.
 
 use crate::status::is_zero;
-use crate::{Borrowed, Bytes, Communicator, Error, TagState};
+use crate::{Borrowed, Bytes, Error, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -52,13 +52,11 @@ pub enum Stage {
     Map,
     /// Copy contents back.
     Restore,
-    /// Have NCCL give its communicators' memory back, or take it back.
-    Nccl,
 }
 
 impl Stage {
     /// All of them, in order: a recorded stage is its place here.
-    pub const ALL: [Self; 8] = [Self::Wait, Self::Save, Self::Unmap, Self::Release, Self::Guard, Self::Map, Self::Restore, Self::Nccl];
+    pub const ALL: [Self; 7] = [Self::Wait, Self::Save, Self::Unmap, Self::Release, Self::Guard, Self::Map, Self::Restore];
 
     /// The name used in the protocol.
     pub fn name(self) -> &'static str {
@@ -70,7 +68,6 @@ impl Stage {
             Self::Guard => "guard",
             Self::Map => "map",
             Self::Restore => "restore",
-            Self::Nccl => "nccl",
         }
     }
 }
@@ -95,6 +92,9 @@ pub struct Report {
     pub bytes: u64,
     /// Of those, bytes whose contents were saved or restored.
     pub kept_bytes: u64,
+    /// Of those, bytes in files; the rest is in host memory.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub disk_bytes: u64,
     /// Of the bytes saved, those that a retained backup already held, so they were not copied.
     #[serde(default)]
     pub unchanged_bytes: u64,
@@ -121,10 +121,6 @@ pub struct Report {
     /// this may be less than was written.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_written_bytes: u64,
-    /// The communicators that NCCL was asked to suspend or to resume, as they are now. Unless all of them are active, the program stays
-    /// held.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub communicators: Vec<Communicator>,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in total.
@@ -175,6 +171,6 @@ mod tests {
     fn every_stage_is_at_its_place() {
         assert!(Stage::ALL.iter().enumerate().all(|(place, stage)| *stage as usize == place));
         // The last one of the enumeration.
-        assert_eq!(Stage::ALL.last(), Some(&Stage::Nccl));
+        assert_eq!(Stage::ALL.last(), Some(&Stage::Restore));
     }
 }

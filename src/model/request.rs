@@ -53,10 +53,6 @@ pub struct TransitionRequest {
     /// each other does not block the pause: each sets aside what the request selects until it is resumed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partners: Vec<u32>,
-    /// Pause with `hold` only: the communicators whose memory NCCL gives back once all else is paused, by their ids. All of their ranks
-    /// must be paused at once; NCCL's errors cannot be undone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub communicators: Vec<String>,
     /// Pause only: the processes that set aside their open memory of this process (`set-aside`), and pause none of their own. They do not
     /// block the pause either.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -2,7 +2,7 @@
 
 use crate::{Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Policy, Progress, RefusingDevice, Totals, Verb};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// All managed memory of a process. Other threads keep running while it is taken, so it is not an atomic snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -35,9 +35,9 @@ pub struct Status {
     /// Memory of other processes that this one has open, by owner and GPU. While any of it is paused, the program is held.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub borrowed: Vec<Borrowed>,
-    /// The NCCL communicators that the program has created and not destroyed.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub communicators: Vec<Communicator>,
+    /// The ranks of NCCL's communicators that the program has created and not destroyed.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub communicators: BTreeSet<Communicator>,
     /// Host memory for backups.
     pub host: HostStatus,
     /// Bytes that the driver has refused to take back so far.

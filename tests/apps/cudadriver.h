@@ -19,7 +19,7 @@ typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUstream_st *CUstream;
 
-enum { CU_MEM_LOCATION_TYPE_DEVICE = 1, CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
+enum { CU_MEM_LOCATION_TYPE_DEVICE = 1, CU_MEM_ALLOCATION_TYPE_PINNED = 1, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1 };
 enum { CU_MEM_ACCESS_FLAGS_PROT_READ = 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
 
 typedef struct {
@@ -45,6 +45,10 @@ typedef struct {
 	int flags;
 } CUmemAccessDesc;
 
+typedef struct {
+	char reserved[64];
+} CUipcMemHandle;
+
 CUresult cuInit(unsigned flags);
 CUresult cuGetErrorName(CUresult error, const char **name);
 CUresult cuDeviceGet(CUdevice *device, int ordinal);
@@ -53,6 +57,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
 CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device);
 CUresult cuCtxDestroy_v2(CUcontext context);
 CUresult cuCtxSetCurrent(CUcontext context);
+CUresult cuCtxGetDevice(CUdevice *device);
 CUresult cuCtxSynchronize(void);
 
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes);
@@ -69,6 +74,16 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
 CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, uint64_t flags);
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes);
 CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count);
+
+CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocationHandle handle, int type, uint64_t flags);
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shareable, int type);
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address);
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags);
+CUresult cuIpcCloseMemHandle(CUdeviceptr address);
+
+CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags);
+CUresult cuMemHostUnregister(void *address);
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image);
 CUresult cuModuleUnload(CUmodule module);

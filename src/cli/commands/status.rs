@@ -11,7 +11,6 @@ use vramctl_control::protocol::{Hello, ProcessStatus};
 use vramctl_coordinator::checkpoint;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
-use vramctl_coordinator::nccl;
 use vramctl_coordinator::processes::{Found, Process};
 use vramctl_coordinator::text::{self, plain};
 use vramctl_driver::checkpoint::ProcessState;
@@ -154,11 +153,12 @@ fn tables(memory: &Status) -> String {
 
 /// What else there is to say, each on a line below the tables.
 fn notes(memory: &Status) -> String {
-    let mut text = String::new();
+    let (mut text, indices) = (String::new(), gpus::indices());
     if memory.host.ready_bytes > 0 {
-        let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
-        let _ = write!(text, "\nHost memory for backups: {used} used of {ready}.");
-        if memory.host.used_bytes < memory.host.ready_bytes {
+        // What copies to files go through holds no contents once they are there.
+        let used: u64 = memory.tags.iter().map(|tag| tag.host_bytes).sum();
+        let _ = write!(text, "\nHost memory for backups: {} used of {}.", Bytes(used), Bytes(memory.host.ready_bytes));
+        if used < memory.host.ready_bytes {
             let _ = write!(text, " The rest is ready for the next pause.");
         }
         if memory.host.pinned_bytes < memory.host.ready_bytes {
@@ -166,7 +166,7 @@ fn notes(memory: &Status) -> String {
         }
     }
     for device in memory.devices.iter().filter(|device| device.guard_bytes > 0) {
-        let _ = write!(text, "\nThe guard of paused memory takes {} of {}.", Bytes(device.guard_bytes), gpu_in_words(device));
+        let _ = write!(text, "\nThe guard of paused memory takes {} of {}.", Bytes(device.guard_bytes), gpu_in_words(device, &indices));
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
@@ -174,9 +174,6 @@ fn notes(memory: &Status) -> String {
     for Borrowed { owner, bytes, paused_bytes, .. } in &memory.borrowed {
         let paused = if *paused_bytes > 0 { format!(", {} of it paused", Bytes(*paused_bytes)) } else { String::new() };
         let _ = write!(text, "\nOpened from process {owner}: {}{paused}.", Bytes(*bytes));
-    }
-    for line in nccl::described(&memory.communicators) {
-        let _ = write!(text, "\n{line}");
     }
     for obstacle in &memory.obstacles {
         let _ = write!(text, "\nCannot be suspended: {obstacle}.");
@@ -238,8 +235,9 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
     vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]
 }
 
-fn gpu_in_words(device: &DeviceStatus) -> String {
-    device.uuid.as_deref().map_or_else(|| format!("device {}", device.device), |uuid| short_uuid(uuid).to_owned())
+fn gpu_in_words(device: &DeviceStatus, indices: &BTreeMap<String, u32>) -> String {
+    let named = |uuid: &str| indices.get(uuid).map_or_else(|| short_uuid(uuid).to_owned(), |index| format!("GPU {index}"));
+    device.uuid.as_deref().map_or_else(|| format!("device {}", device.device), named)
 }
 
 /// A GPU has the index that `nvidia-smi` and the other commands give it: after a move, the program's own number means another. Without

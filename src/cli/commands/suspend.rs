@@ -24,9 +24,9 @@ Holds and pauses the processes as `vramctl pause` does, then has the driver chec
 code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vramctl resume` brings them back, and their work \
 continues.
 
-Processes that the driver cannot restore are only paused by tag, with exit code 7: those with NCCL or NVSHMEM communicators, \
-peer access between GPUs, multicast objects, unified memory, or unmanaged memory that processes share or that is registered with a \
-network card; and any process under MPS, in MIG mode, or with a driver older than 570. --dry-run lists what is in the way.
+Processes that the driver could not restore are refused, with exit code 7, and nothing changes: those with unmanaged memory of NCCL \
+or NVSHMEM, multicast objects, unified memory, unmanaged memory that processes share, or memory that is registered with a network \
+card; and any process under MPS, in MIG mode, or with a driver older than 570. --dry-run lists what is in the way.
 
 If another process has some of the memory open (CUDA IPC), it must be suspended by the same command (--all, or a common name). With \
 --shared, it is held instead, as with `vramctl pause --shared`, and stays on its GPU. Otherwise the suspend fails.
@@ -61,9 +61,6 @@ pub struct Args {
     /// Also hold other processes that have the memory open (CUDA IPC); they keep their own, and continue by themselves when it is resumed
     #[arg(long)]
     shared: bool,
-    /// As `vramctl pause --nccl`, for a job that can only be paused by tag because of NCCL
-    #[arg(long)]
-    nccl: bool,
     /// Discard a KV cache although the prefix cache of an engine still describes it
     #[arg(long)]
     force: bool,
@@ -90,7 +87,7 @@ pub fn suspend(args: &Args) -> Result<Exit, CommandError> {
         let next = format!("`vramctl status` shows how far it has come, `{suspend}` continues it, and `{resume}` undoes it");
         output::complain("interrupted", &format!("the suspend is not complete; {next}"));
     });
-    let outcome = plan.run(&ui)?;
+    let outcome = plan.check(&ui)?.run(&ui)?;
     print(&outcome, &ui, |process, done| match process.suspended() {
         Some(_) if done.bytes() == 0 => format!("nothing to do: {process} is already suspended"),
         _ => format!("suspended {process}: {} freed {}", Bytes(done.bytes()), done.took()),
@@ -124,7 +121,6 @@ impl Args {
             force: self.force,
             hold: Hold::Within(self.hold_timeout),
             shared: self.shared,
-            nccl: self.nccl,
             ..PauseOptions::default()
         };
         Operation {

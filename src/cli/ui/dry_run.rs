@@ -4,15 +4,13 @@ use crate::ui::output;
 use serde_json::json;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::forecast::Forecast;
-use vramctl_coordinator::nccl;
 use vramctl_model::{Bytes, Plan, Policy, TagPlan};
 
 /// What would be done to a process, in words. Nothing for one that would refuse.
 fn text(one: &Forecast) -> Option<String> {
     let aside = |bytes| format!("{}: would be held, too, until {} that it has open is resumed", one.process, Bytes(bytes));
     let Some(plan) = &one.plan else { return one.aside_bytes.map(aside) };
-    let nccl = nccl::foretold(&plan.communicators).map_or_else(String::new, |text| format!("\n{text}"));
-    Some(tags_text(one, plan) + &nccl)
+    Some(tags_text(one, plan))
 }
 
 fn tags_text(one: &Forecast, plan: &Plan) -> String {

@@ -350,7 +350,6 @@ impl Rank {
             Request::Hello => client.answer(&Reply::Hello(self.status().process)),
             Request::Status => client.answer(&Reply::Status(self.status())),
             Request::Counted { .. } => client.answer(&Reply::Counted),
-            Request::Communicators => client.answer(&Reply::Communicators { communicators: Vec::new() }),
             Request::Plan(_) => client.answer(&Reply::Plan(DryRun { plan: vramctl_model::Plan::default(), refused: None })),
             Request::Suspend => self.suspend(client),
             Request::Awake => {
@@ -562,7 +561,7 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
         nodes: None,
     };
     let run = || match *verb {
-        "suspend" => Suspend::plan(&operation, &())?.run(&()),
+        "suspend" => Suspend::plan(&operation, &())?.check(&())?.run(&()),
         "pause" => Plan::make(operation.clone(), &()).map(|plan| plan.run(&Consent::default(), &())),
         _ => Plan::make(operation.clone(), &())?.bring_back(&()).map(|plan| plan.run(&Consent::default(), &())),
     };

@@ -1,15 +1,13 @@
 //! Obstacles: what the driver checkpoints but cannot restore. A process with an obstacle would be lost, so they must be known before a
 //! suspend.
 //!
-//! Driver 580 refuses to restore processes with NCCL or memory that several processes use (tried on H200s). The rest is refused because
-//! nothing shows that a driver restores it, whatever its version: unified memory, which NVIDIA excludes as of driver 570
-//! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, access between GPUs, multicast objects and shared
-//! pools. An obstacle is reported as long as it may exist: too long rather than too short.
+//! Driver 580 refuses to restore processes with memory that they have imported (tried on H100s and H200s), which NCCL works with. The rest is
+//! refused because nothing shows that a driver restores it, whatever its version: unified memory, which NVIDIA excludes as of driver 570
+//! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, multicast objects and shared pools. An obstacle is reported as long as it may exist: too long rather than too short.
 
-use super::{Allocation, Memory, NCCL, borrow, communicators, sightings, unmanaged};
+use super::{Allocation, Memory, borrow, communicators, sightings, unmanaged};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
 use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest, support};
 
@@ -18,29 +16,20 @@ const UNLESS_TOGETHER: &str = "unless one command takes all of these processes (
 
 /// The communicators whose creation was seen, by their number of ranks.
 fn known_communicators() -> Option<String> {
-    let mut times = BTreeMap::<_, usize>::new();
+    let mut times = BTreeMap::<_, BTreeSet<_>>::new();
     for one in communicators::list() {
-        *times.entry(one.ranks).or_default() += 1;
+        times.entry(one.ranks).or_default().insert(one.id);
     }
-    let text = |(ranks, times): (u32, usize)| match ranks {
-        0 => format!("{times} of unknown size"),
-        1 => format!("{times} of 1 rank"),
-        ranks => format!("{times} of {ranks} ranks"),
+    let text = |(ranks, ids): (u32, BTreeSet<String>)| match ranks {
+        0 => format!("{} of unknown size", ids.len()),
+        1 => format!("{} of 1 rank", ids.len()),
+        ranks => format!("{} of {ranks} ranks", ids.len()),
     };
     let texts: Vec<_> = times.into_iter().map(text).collect();
     if texts.is_empty() { None } else { Some(texts.join(", ")) }
 }
 
 impl Memory {
-    /// Whether NCCL's memory is managed, and all ranks of its communicators may be processes of this directory: then they give up their
-    /// memory of each other together.
-    fn communicators_are_here(&self) -> bool {
-        let is_managed = self.all().iter().any(|allocation| &*allocation.tag == NCCL);
-        let most = communicators::list().iter().map(|one| one.ranks).max().unwrap_or_default();
-        let here = || Directory::open().ok().flatten().and_then(|directory| directory.processes().ok()).map_or(0, |here| here.len());
-        is_managed && most > 0 && here() >= most as usize
-    }
-
     /// What prevents a suspend of this process.
     pub fn obstacles(&self) -> Vec<Obstacle> {
         self.obstacles_after(&[], &TransitionRequest::default())
@@ -51,7 +40,7 @@ impl Memory {
         let paused: BTreeSet<_> = paused.iter().map(Arc::as_ptr).collect();
         let mut found = Vec::new();
         let mut add = |kind, what: String, bytes| found.push(Obstacle { kind, what, bytes });
-        // Known communicators are reported together with NCCL's memory; NCCL may also be linked into another library.
+        // Where NCCL's memory is managed, the ranks give up their memory of each other together.
         let mut known = known_communicators();
         for owner in unmanaged::status() {
             if sightings::is_communicator(&owner.owner) {
@@ -59,9 +48,6 @@ impl Memory {
                 let which = which.map_or_else(String::new, |which| format!(": {which}"));
                 add(ObstacleKind::Communicator, format!("communicators of {}{which}", owner.owner), owner.bytes);
             }
-        }
-        if let Some(which) = known.filter(|_| !self.communicators_are_here()) {
-            add(ObstacleKind::Communicator, format!("communicators of NCCL: {which}"), 0);
         }
         let (mut lent, mut registered) = (0, BTreeMap::<_, u64>::new());
         for allocation in self.snapshot().iter().filter(|allocation| !paused.contains(&Arc::as_ptr(allocation))) {

@@ -3,9 +3,9 @@
 //! A program cannot hold itself: a waiting thread may hold Python's interpreter lock, and then no other thread could resume it. So only the
 //! socket accepts a hold, and not from the process itself.
 
-use super::{unless_ending, with_communicators};
+use super::unless_ending;
 use crate::events::{self, Event};
-use crate::memory::{Allocation, Memory, aside, check_not_quiesced, communicators};
+use crate::memory::{Allocation, Memory, aside, check_not_quiesced};
 use crate::{contexts, drain, gate, holder};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -154,8 +154,6 @@ impl Holding<'_> {
         let before = PausedBefore::of(self.memory);
         let mut attempt = HeldPause { holding: &mut self, before, is_done: false };
         let paused = unless_ending(|| attempt.holding.memory.pause_when_idle(request, observer));
-        // All ranks have committed, so every rank will make NCCL's calls. Without the lock, which NCCL's calls may need.
-        let paused = paused.map(|report| with_communicators(report, || communicators::suspend(&request.communicators)));
         attempt.is_done = paused.is_ok();
         paused
     }

@@ -22,13 +22,13 @@ pub use hold::Holding;
 pub(crate) use hold::passing_by;
 
 use crate::events::{self, Event};
-use crate::memory::{Allocation, Memory, aside, communicators};
+use crate::memory::{Allocation, Memory, aside};
 use crate::{gate, holder};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use vramctl_driver::CUdevice;
 use vramctl_host::exit;
-use vramctl_model::{Communicator, Error, Report, Stage, TransitionRequest};
+use vramctl_model::{Error, Stage, TransitionRequest};
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
@@ -41,9 +41,9 @@ impl Memory {
         self.snapshot().iter().any(|allocation| allocation.is_paused() && self.has(allocation))
     }
 
-    /// Whether anything is paused, including open memory of other processes and NCCL's memory.
+    /// Whether anything is paused, including open memory of other processes.
     fn any_paused(&self) -> bool {
-        aside::any() || communicators::any_away() || self.has_paused()
+        aside::any() || self.has_paused()
     }
 
     /// Lets a held program continue once nothing is paused. Called wherever the last paused memory may have been resumed or freed. If only
@@ -67,20 +67,6 @@ fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error>
 /// Says in a "busy" error how long the device has been busy: since the first attempt, not only during the last one.
 fn busy_since(started: Instant) -> impl FnOnce(Error) -> Error {
     move |error| if let Error::Busy(_) = error { Error::Busy(started.elapsed()) } else { error }
-}
-
-/// Adds NCCL's results to a report.
-fn with_communicators(report: Report, ask_nccl: impl FnOnce() -> Vec<Communicator>) -> Report {
-    let started = Instant::now();
-    let communicators = ask_nccl();
-    if communicators.is_empty() {
-        return report;
-    }
-    events::publish(Event::Stage(Stage::Nccl, started.elapsed()));
-    let ms = milliseconds(started.elapsed());
-    let mut stages = report.stages;
-    *stages.entry(Stage::Nccl).or_default() += ms;
-    Report { communicators, stages, ms: report.ms + ms, ..report }
 }
 
 /// Total bytes on each device.

@@ -4,7 +4,7 @@ use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, aside, check_not_quiesced, communicators, guard};
+use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,9 +26,6 @@ impl Memory {
         events::transition(Verb::Pause, || {
             unless_ending(|| match request.hold {
                 Some(limit) => self.hold_and_pause(request, limit, observer),
-                None if !request.communicators.is_empty() => {
-                    Err(Error::Invalid("NCCL's communicators are only suspended while the program is held".into()))
-                }
                 // Without hold, this process may still use its open memory of partners, and they theirs of this process.
                 None => {
                     self.pause_when_idle(&TransitionRequest { partners: Vec::new(), borrowers: Vec::new(), ..request.clone() }, observer)
@@ -96,7 +93,6 @@ impl Memory {
         observer: &mut dyn Observer,
     ) -> Result<Report, Error> {
         let _exclusive = self.exclude_unless_quiesced()?;
-        communicators::check(&request.communicators)?;
         let _relaxed = RelaxedCapture::enter();
         let mut chosen = self.choose_settled(request)?;
         chosen.spare_prefix_cache(request)?;
@@ -132,6 +128,7 @@ impl Memory {
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
+        let disk_bytes = kept.items.iter().map(|(_, saved)| saved.disk_bytes()).sum();
         clock.time(Stage::Release, || release(&victims, kept.items));
         let wants_guard = request.guard || Config::get().guard;
         let guarded_bytes = if wants_guard { clock.time(Stage::Guard, || self.guard(&victims)) } else { 0 };
@@ -142,6 +139,7 @@ impl Memory {
             allocations: victims.len() as u64,
             bytes,
             kept_bytes,
+            disk_bytes,
             unchanged_bytes: kept.unchanged_bytes,
             discarded_bytes: bytes - kept_bytes,
             unchanged: already.len() as u64,
@@ -151,7 +149,6 @@ impl Memory {
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),
             guard_written_bytes: 0,
-            communicators: Vec::new(),
             stages: std::mem::take(&mut clock.0),
             ms: milliseconds(started.elapsed()),
         })

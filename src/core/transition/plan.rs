@@ -40,7 +40,6 @@ impl Memory {
             host,
             prefix_cache,
             obstacles: self.obstacles_after(&chosen.active, request),
-            communicators: Vec::new(),
         };
         Ok((plan, admitted))
     }

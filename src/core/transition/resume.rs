@@ -2,10 +2,10 @@
 
 use super::choose::Chosen;
 use super::pause::WAIT_LOCKED;
-use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
+use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
-use crate::memory::{Allocation, Memory, aside, check_not_quiesced, communicators, guard};
+use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -33,7 +33,6 @@ impl Memory {
                     // Without the lock: the owner may be waiting for memory of this process.
                     aside::bring_back(&mut || !exit::is_ending() && observer.is_wanted());
                     report.missing = aside::missing(request);
-                    report = with_communicators(report, communicators::resume);
                 }
                 Ok(report)
             })
@@ -84,9 +83,7 @@ impl Memory {
         self.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
-        // Once nothing of the process is paused, NCCL takes its memory back; check now that there is room, because that must not fail.
-        let is_last = all.iter().filter(|allocation| allocation.is_paused()).count() == paused.len();
-        let needed = check_free(&paused, &if is_last { communicators::bytes_away() } else { BTreeMap::new() })?;
+        let needed = check_free(&paused)?;
         // The client may have gone while this waited for the lock, or for the driver.
         if !observer.is_wanted() {
             return Err(Error::Busy(started.elapsed()));
@@ -112,8 +109,10 @@ impl Memory {
         report.guard_bytes = guard::all_bytes(&all);
         report.guard_written_bytes = self.take_written();
         for (allocation, memory) in paused.iter().zip(memories) {
-            let kept_bytes = allocation.contents().saved.as_ref().map_or(0, |saved| saved.kept_bytes());
+            let bytes = |saved: &Arc<Backup>| (saved.kept_bytes(), saved.disk_bytes());
+            let (kept_bytes, disk_bytes) = allocation.contents().saved.as_ref().map_or((0, 0), bytes);
             report.kept_bytes += kept_bytes;
+            report.disk_bytes += disk_bytes;
             report.discarded_bytes += allocation.bytes() as u64 - kept_bytes;
             report.bytes += allocation.bytes() as u64;
             done_with.extend(activate(allocation, memory));
@@ -222,16 +221,12 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// Bytes needed on each device; an error if they are not free. Memory of guards counts as free if it will be released first. `more`:
-/// additional bytes needed.
-fn check_free(paused: &[Arc<Allocation>], more: &BTreeMap<CUdevice, u64>) -> Result<BTreeMap<CUdevice, u64>, Error> {
-    let mut all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
-    for (&device, &bytes) in more {
-        *all_needed.entry(device).or_default() += bytes;
-    }
+/// Bytes needed on each device; an error if they are not free. Memory of guards counts as free if it will be released first.
+fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
+    let all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
     for (&device, &needed) in &all_needed {
         let on_device = paused.iter().find(|allocation| allocation.device == device).map(|allocation| allocation.context());
-        let Some(context) = on_device.map_or_else(|| Current::primary_of(device), |context| Ok(Some(context)))? else { continue };
+        let Some(context) = on_device else { continue };
         let _current = Current::push(context)?;
         if needed > driver::memory_info()?.0 + guard::bytes_left_by(paused, device) {
             return Err(shortage(device, context, needed));

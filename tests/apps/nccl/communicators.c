@@ -1,12 +1,14 @@
-/* Stands in for an NCCL with communicators across processes, as far as they can be observed from outside.
+/* Stands in for an NCCL with communicators across processes, as far as they can be observed from outside: each rank has a buffer that all
+ * other ranks have open, by the transport that NCCL would choose (src/transport/p2p.cc, shm.cc):
  *
- * As in NCCL (src/mem_manager.cc): suspending waits for the device and for all ranks, then copies the memory that must be kept to the
- * host, unmaps and releases; resuming creates new memory at the old addresses, copies back and waits for all ranks. A rank that has ended
- * is a remote error. A collective reads the memory, so it fails on a suspended communicator. It finds the driver as NCCL does.
+ *   by default              memory of cuMemCreate, passed by descriptor
+ *   NCCL_CUMEM_ENABLE=0     memory of cuMemAlloc, passed by CUDA IPC
+ *   NCCL_P2P_DISABLE=1      shared memory of the host, registered with CUDA
+ *
+ * A collective writes to the others' buffers, and reads what they hold. It finds the driver as NCCL does.
  *
  * With -DVERSION=21210, as NCCL before 2.14, communicators that are made in a group exist only at its end, and their variables are not written
- * before. With -DVERSION=22703, it cannot suspend. $SIMGPU_DIR/nccl-fail makes a rank's call fail: "suspend RANK CODE" before anything is done,
- * "half RANK CODE" after half of the memory is released, "resume RANK CODE" when the memory is back; "sum RANK CODE". */
+ * before. "sum RANK CODE" in $SIMGPU_DIR/nccl-fail makes a rank's collective fail. */
 #define _GNU_SOURCE
 #include "../cudadriver.h"
 #include <dlfcn.h>
@@ -17,6 +19,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -25,30 +30,26 @@
 #endif
 
 enum { SUCCESS, CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS };
-enum { MOST_RANKS = 16, MIB = 1 << 20, SCRATCH = 8 * MIB, OFFLOAD = 2 * MIB, PERSIST = 2 * MIB };
+enum { MOST_RANKS = 16, MIB = 1 << 20, BUFFER = 2 * MIB, SLOTS = 4096, PATTERN = 0x5a };
 
 typedef struct { char bytes[128]; } unique_id;
-typedef struct { size_t size; unsigned magic, version; int blocking, ctas[3]; const char *net; int split_share; } config;
+enum transport { BY_DESCRIPTOR, BY_IPC, BY_HOST };
 
 /* The ranks' shared state, in a file. */
 struct world {
 	_Atomic int arrived, round, pids[MOST_RANKS];
-	_Atomic long values[MOST_RANKS];
-};
-
-struct piece {
-	CUdeviceptr at;
-	size_t bytes;
-	CUmemGenericAllocationHandle handle;
-	char *kept;
+	CUipcMemHandle passed[MOST_RANKS];
 };
 
 struct communicator {
 	const void *owner;
 	struct world *world;
-	int rank, ranks, device, children, shared, suspended;
+	enum transport transport;
+	int rank, ranks, device, children;
 	char name[160];
-	struct piece scratch, offload, persist;
+	/* The own buffer, and the others'. */
+	CUdeviceptr at[MOST_RANKS];
+	CUmemGenericAllocationHandle handles[MOST_RANKS];
 };
 
 static const int own;
@@ -97,26 +98,148 @@ static int barrier(struct communicator *c)
 	return SUCCESS;
 }
 
-static int fill(struct communicator *c, struct piece *piece)
+static int is_set(const char *variable, int otherwise)
 {
-	CUmemAllocationProp what = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, c->device}};
+	const char *text = getenv(variable);
+	return text ? atoi(text) : otherwise;
+}
+
+/* Maps a rank's memory of cuMemCreate. */
+static int map(struct communicator *c, int rank)
+{
 	CUmemAccessDesc access = {{CU_MEM_LOCATION_TYPE_DEVICE, c->device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-	if (CU(cuMemCreate)(&piece->handle, piece->bytes, &what, 0))
+	CUdeviceptr *at = &c->at[rank];
+	return CU(cuMemAddressReserve)(at, BUFFER, 0, 0, 0) || CU(cuMemMap)(*at, BUFFER, 0, c->handles[rank], 0) ||
+	       CU(cuMemSetAccess)(*at, BUFFER, &access, 1) ? CUDA_ERROR : SUCCESS;
+}
+
+/* Maps a rank's memory of the host. */
+static int map_host(struct communicator *c, int rank)
+{
+	char path[PATH_MAX];
+	snprintf(path, sizeof path, "%s/nccl-%s-%d.shm", getenv("SIMGPU_DIR"), c->name, rank);
+	int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+	if (file < 0 || ftruncate(file, BUFFER))
+		return SYSTEM_ERROR;
+	void *at = mmap(NULL, BUFFER, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	close(file);
+	c->at[rank] = (CUdeviceptr)at;
+	return at == MAP_FAILED ? SYSTEM_ERROR : CU(cuMemHostRegister_v2)(at, BUFFER, 0) ? CUDA_ERROR : SUCCESS;
+}
+
+/* The address of a rank's socket: in no folder, whose path may be too long. */
+static socklen_t address_of(struct communicator *c, int rank, struct sockaddr_un *address)
+{
+	struct stat folder;
+	stat(getenv("SIMGPU_DIR"), &folder);
+	*address = (struct sockaddr_un){.sun_family = AF_UNIX};
+	int length = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "nccl-%lu-%.60s-%d", (unsigned long)folder.st_ino, c->name, rank);
+	return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
+}
+
+/* Sends the own rank and descriptor, or receives another's. */
+static int pass(int connection, int *rank, int *file, int sends)
+{
+	union { char bytes[CMSG_SPACE(sizeof(int))]; struct cmsghdr aligned; } control = {{0}};
+	struct iovec data = {rank, sizeof *rank};
+	struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
+	if (sends) {
+		struct cmsghdr *with = CMSG_FIRSTHDR(&message);
+		*with = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+		memcpy(CMSG_DATA(with), file, sizeof(int));
+		return sendmsg(connection, &message, 0) == sizeof *rank;
+	}
+	if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) != sizeof *rank || !CMSG_FIRSTHDR(&message))
+		return 0;
+	memcpy(file, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof(int));
+	return 1;
+}
+
+/* Passes the own buffer's descriptor to all others, and maps theirs. Each sends before it receives, so none waits for another. */
+static int open_by_descriptor(struct communicator *c)
+{
+	struct sockaddr_un address;
+	int answer, file = -1, connections[MOST_RANKS], listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	socklen_t length = address_of(c, c->rank, &address);
+	if (bind(listening, (struct sockaddr *)&address, length) || listen(listening, MOST_RANKS))
+		return SYSTEM_ERROR;
+	if (CU(cuMemExportToShareableHandle)(&file, c->handles[c->rank], CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0))
 		return CUDA_ERROR;
-	return CU(cuMemMap)(piece->at, piece->bytes, 0, piece->handle, 0) || CU(cuMemSetAccess)(piece->at, piece->bytes, &access, 1) ? CUDA_ERROR : SUCCESS;
+	if ((answer = barrier(c)))
+		return answer;
+	for (int rank = 0; rank < c->ranks; rank++) {
+		connections[rank] = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		length = address_of(c, rank, &address);
+		if (rank != c->rank && (connect(connections[rank], (struct sockaddr *)&address, length) || !pass(connections[rank], &c->rank, &file, 1)))
+			return SYSTEM_ERROR;
+	}
+	for (int others = 1; others < c->ranks; others++) {
+		int rank, theirs, connection = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
+		if (!pass(connection, &rank, &theirs, 0))
+			return SYSTEM_ERROR;
+		if (CU(cuMemImportFromShareableHandle)(&c->handles[rank], (void *)(uintptr_t)theirs, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+			return CUDA_ERROR;
+		close(theirs);
+		close(connection);
+		if ((answer = map(c, rank)))
+			return answer;
+	}
+	answer = barrier(c);
+	for (int rank = 0; rank < c->ranks; rank++)
+		close(connections[rank]);
+	close(listening);
+	close(file);
+	return answer;
 }
 
-static void empty(struct piece *piece)
+static int open_by_ipc(struct communicator *c)
 {
-	CU(cuMemUnmap)(piece->at, piece->bytes);
-	CU(cuMemRelease)(piece->handle);
-	piece->handle = 0;
+	int answer;
+	if (CU(cuIpcGetMemHandle)(&c->world->passed[c->rank], c->at[c->rank]))
+		return CUDA_ERROR;
+	if ((answer = barrier(c)))
+		return answer;
+	for (int rank = 0; rank < c->ranks; rank++)
+		if (rank != c->rank && CU(cuIpcOpenMemHandle_v2)(&c->at[rank], c->world->passed[rank], 1))
+			return CUDA_ERROR;
+	return barrier(c);
 }
 
-static int make(struct piece *piece, struct communicator *c, size_t bytes)
+static int open_by_host(struct communicator *c)
 {
-	piece->bytes = bytes;
-	return CU(cuMemAddressReserve)(&piece->at, bytes, 0, 0, 0) ? CUDA_ERROR : fill(c, piece);
+	int answer = SUCCESS;
+	for (int rank = 0; rank < c->ranks && !answer; rank++)
+		answer = map_host(c, rank);
+	return answer ? answer : barrier(c);
+}
+
+/* Makes the own buffer. */
+static int make(struct communicator *c)
+{
+	CUmemAllocationProp what = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+	                            .location = {CU_MEM_LOCATION_TYPE_DEVICE, c->device}};
+	int answer = SUCCESS;
+	if (c->transport == BY_DESCRIPTOR)
+		answer = CU(cuMemCreate)(&c->handles[c->rank], BUFFER, &what, 0) ? CUDA_ERROR : map(c, c->rank);
+	else if (c->transport == BY_IPC)
+		answer = CU(cuMemAlloc_v2)(&c->at[c->rank], BUFFER) ? CUDA_ERROR : SUCCESS;
+	if (answer || c->transport == BY_HOST)
+		return answer;
+	return CU(cuMemsetD8_v2)(c->at[c->rank], PATTERN + (unsigned char)c->rank, BUFFER) ? CUDA_ERROR : SUCCESS;
+}
+
+static void end(struct communicator *c, int rank)
+{
+	if (c->transport == BY_DESCRIPTOR) {
+		CU(cuMemUnmap)(c->at[rank], BUFFER);
+		CU(cuMemRelease)(c->handles[rank]);
+		CU(cuMemAddressFree)(c->at[rank], BUFFER);
+	} else if (c->transport == BY_IPC) {
+		rank == c->rank ? CU(cuMemFree_v2)(c->at[rank]) : CU(cuIpcCloseMemHandle)(c->at[rank]);
+	} else {
+		CU(cuMemHostUnregister)((void *)c->at[rank]);
+		munmap((void *)c->at[rank], BUFFER);
+	}
 }
 
 static struct communicator *check(struct communicator *c) { return c && c->owner == &own ? c : NULL; }
@@ -153,7 +276,8 @@ static int join(struct communicator **made, int ranks, const char *name, int ran
 		return SUCCESS;
 	}
 #endif
-	char path[PATH_MAX], pattern[OFFLOAD];
+	char path[PATH_MAX];
+	int answer;
 	struct communicator *c = calloc(1, sizeof *c);
 	snprintf(c->name, sizeof c->name, "%s", name);
 	snprintf(path, sizeof path, "%s/nccl-%s", getenv("SIMGPU_DIR"), c->name);
@@ -165,13 +289,16 @@ static int join(struct communicator **made, int ranks, const char *name, int ran
 	c->owner = &own;
 	c->rank = rank;
 	c->ranks = ranks;
+	c->transport = is_set("NCCL_P2P_DISABLE", 0) ? BY_HOST : is_set("NCCL_CUMEM_ENABLE", 1) ? BY_DESCRIPTOR : BY_IPC;
 	c->world->pids[rank] = getpid();
-	memset(pattern, 0x5a, sizeof pattern);
-	if (make(&c->scratch, c, SCRATCH) || make(&c->offload, c, OFFLOAD) || make(&c->persist, c, PERSIST) ||
-	    CU(cuMemcpyHtoD_v2)(c->offload.at, pattern, OFFLOAD))
+	if (CU(cuCtxGetDevice)(&c->device))
 		return CUDA_ERROR;
+	if ((answer = make(c)))
+		return answer;
 	*made = c;
-	return barrier(c);
+	if (ranks == 1)
+		return SUCCESS;
+	return c->transport == BY_DESCRIPTOR ? open_by_descriptor(c) : c->transport == BY_IPC ? open_by_ipc(c) : open_by_host(c);
 }
 
 int ncclGetVersion(int *version) { *version = VERSION; return SUCCESS; }
@@ -180,13 +307,13 @@ const char *ncclGetLastError(struct communicator *c) { (void)c; return last_erro
 
 int ncclCommInitRank(struct communicator **made, int ranks, unique_id id, int rank) { return join(made, ranks, id.bytes, rank); }
 
-int ncclCommInitRankConfig(struct communicator **made, int ranks, unique_id id, int rank, config *with)
+int ncclCommInitRankConfig(struct communicator **made, int ranks, unique_id id, int rank, void *with)
 {
-	int answer = join(made, ranks, id.bytes, rank);
-	return answer == SUCCESS && with && with->blocking == 0 ? IN_PROGRESS : answer;
+	(void)with;
+	return join(made, ranks, id.bytes, rank);
 }
 
-int ncclCommInitRankScalable(struct communicator **made, int ranks, int rank, int ids, unique_id *of, config *with)
+int ncclCommInitRankScalable(struct communicator **made, int ranks, int rank, int ids, unique_id *of, void *with)
 {
 	return ids > 0 ? ncclCommInitRankConfig(made, ranks, of[ids - 1], rank, with) : INVALID_ARGUMENT;
 }
@@ -198,23 +325,21 @@ int ncclCommInitAll(struct communicator **made, int ranks, const int *devices)
 }
 
 /* By the parity of the ranks, so that each knows how many there are. */
-int ncclCommSplit(struct communicator *c, int color, int key, struct communicator **made, config *with)
+int ncclCommSplit(struct communicator *c, int color, int key, struct communicator **made, void *with)
 {
 	char name[200];
 	(void)key;
+	(void)with;
 	if (!check(c))
 		return INVALID_ARGUMENT;
 	snprintf(name, sizeof name, "%.100s-%d-%d", c->name, c->children++, color);
 	*made = NULL;
 	if (color < 0)
 		return SUCCESS;
-	int answer = join(made, color == 2 ? c->ranks : 1, name, color == 2 ? c->rank : 0);
-	if (with && with->split_share == 1)
-		(*made)->shared = c->shared = 1;
-	return answer;
+	return join(made, color == 2 ? c->ranks : 1, name, color == 2 ? c->rank : 0);
 }
 
-int ncclCommShrink(struct communicator *c, int *excluded, int count, struct communicator **made, config *with, int flags)
+int ncclCommShrink(struct communicator *c, int *excluded, int count, struct communicator **made, void *with, int flags)
 {
 	char name[200];
 	(void)excluded;
@@ -224,25 +349,18 @@ int ncclCommShrink(struct communicator *c, int *excluded, int count, struct comm
 	return c->rank == 0 && c->ranks - count == 1 ? join(made, 1, name, 0) : INVALID_ARGUMENT;
 }
 
-int ncclCommCount(struct communicator *c, int *ranks) { return check(c) ? (*ranks = c->ranks, SUCCESS) : INVALID_ARGUMENT; }
-int ncclCommCuDevice(struct communicator *c, int *device) { return check(c) ? (*device = c->device, SUCCESS) : INVALID_ARGUMENT; }
-
 int ncclCommDestroy(struct communicator *c)
 {
 	if (!check(c))
 		return INVALID_ARGUMENT;
 	c->owner = NULL;
 	c->world->pids[c->rank] = 0;
-	if (c->scratch.handle)
-		empty(&c->scratch);
-	if (c->offload.handle)
-		empty(&c->offload);
-	empty(&c->persist);
+	for (int rank = 0; rank < c->ranks; rank++)
+		end(c, rank);
 	return SUCCESS;
 }
 
 int ncclCommAbort(struct communicator *c) { return ncclCommDestroy(c); }
-int ncclCommFinalize(struct communicator *c) { return check(c) ? SUCCESS : INVALID_ARGUMENT; }
 
 static int fails(const char *verb, int rank)
 {
@@ -260,76 +378,32 @@ static int fails(const char *verb, int rank)
 	return code;
 }
 
-/* A collective of one number. */
+/* A collective of one number: each rank writes it into all buffers, and adds up what has been written into its own. */
 int sum_over_ranks(struct communicator *c, long value, long *sum)
 {
-	char memory[OFFLOAD];
+	unsigned char held[BUFFER - SLOTS];
+	long slots[MOST_RANKS];
 	int answer = check(c) ? fails("sum", c->rank) : INVALID_ARGUMENT;
-	if (answer)
+	for (int rank = 0; rank < c->ranks && !answer; rank++) {
+		if (c->transport == BY_HOST) {
+			((long *)c->at[rank])[c->rank] = value;
+			continue;
+		}
+		if (CU(cuMemcpyHtoD_v2)(c->at[rank] + (CUdeviceptr)c->rank * sizeof value, &value, sizeof value) ||
+		    CU(cuMemcpyDtoH_v2)(held, c->at[rank] + SLOTS, sizeof held))
+			return CUDA_ERROR;
+		for (size_t at = 0; at < sizeof held; at++)
+			if (held[at] != PATTERN + rank)
+				return INTERNAL_ERROR;
+	}
+	if (answer || (answer = barrier(c)))
 		return answer;
-	if (CU(cuMemcpyDtoH_v2)(memory, c->offload.at, OFFLOAD) || CU(cuMemsetD8_v2)(c->scratch.at, 1, SCRATCH))
+	if (c->transport == BY_HOST)
+		memcpy(slots, (void *)c->at[c->rank], sizeof slots);
+	else if (CU(cuMemcpyDtoH_v2)(slots, c->at[c->rank], sizeof slots))
 		return CUDA_ERROR;
-	for (size_t at = 0; at < OFFLOAD; at++)
-		if (memory[at] != 0x5a)
-			return INTERNAL_ERROR;
-	c->world->values[c->rank] = value;
-	answer = barrier(c);
-	for (int rank = *sum = 0; rank < c->ranks; rank++)
-		*sum += c->world->values[rank];
-	return answer ? answer : barrier(c);
+	*sum = 0;
+	for (int rank = 0; rank < c->ranks; rank++)
+		*sum += slots[rank];
+	return barrier(c);
 }
-
-#if VERSION >= 22907
-int ncclCommSuspend(struct communicator *c, int flags)
-{
-	int answer;
-	last_error[0] = 0;
-	if (!check(c) || flags != 1)
-		return INVALID_ARGUMENT;
-	if (c->shared || c->suspended)
-		return INVALID_USAGE;
-	if ((answer = fails("suspend", c->rank)))
-		return answer;
-	if (CU(cuCtxSynchronize)())
-		return CUDA_ERROR;
-	if ((answer = barrier(c)))
-		return answer;
-	empty(&c->scratch);
-	if ((answer = fails("half", c->rank)))
-		return answer;
-	c->offload.kept = malloc(OFFLOAD);
-	if (CU(cuMemcpyDtoH_v2)(c->offload.kept, c->offload.at, OFFLOAD))
-		return CUDA_ERROR;
-	empty(&c->offload);
-	c->suspended = 1;
-	return SUCCESS;
-}
-
-int ncclCommResume(struct communicator *c)
-{
-	int answer;
-	last_error[0] = 0;
-	if (!check(c))
-		return INVALID_ARGUMENT;
-	if (!c->suspended)
-		return INVALID_USAGE;
-	if ((!c->scratch.handle && (answer = fill(c, &c->scratch))) || (!c->offload.handle && (answer = fill(c, &c->offload))))
-		return answer;
-	if (c->offload.kept && CU(cuMemcpyHtoD_v2)(c->offload.at, c->offload.kept, OFFLOAD))
-		return CUDA_ERROR;
-	free(c->offload.kept);
-	c->offload.kept = NULL;
-	if ((answer = fails("resume", c->rank)) || (answer = barrier(c)))
-		return answer;
-	c->suspended = 0;
-	return fails("late", c->rank);
-}
-
-int ncclCommMemStats(struct communicator *c, int which, uint64_t *value)
-{
-	if (!check(c))
-		return INVALID_ARGUMENT;
-	*value = (uint64_t[]){SCRATCH + OFFLOAD, c->suspended, PERSIST, SCRATCH + OFFLOAD + PERSIST}[which & 3];
-	return SUCCESS;
-}
-#endif

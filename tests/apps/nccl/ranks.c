@@ -1,20 +1,18 @@
 /* A rank of a job that uses NCCL. Arguments: RANK RANKS ID [PATH]. With PATH, it looks NCCL up there instead of using the linked one.
- * Reads commands:
+ * With SPREAD, it is on the GPU of its rank. Reads commands:
  *   sum              a collective over all ranks, in the order of the managed memory's work
  *   config, many     creates the communicator to use from now on with another function
  *   split COLOR      splits, and prints whether this rank got a communicator; color 2 is for all ranks, other colors for one
- *   share, late, shrink   splits with splitShare; creates one that does not block; shrinks by the last rank
+ *   shrink           shrinks by the last rank
  *   other PATH       creates one of another NCCL
  *   group [all]      creates one in a group, into a variable that is not initialised, and uses it from then on
  *   explain CODE     asks NCCL what an error means
  *   slow MS          makes the driver this slow to say how much is free
- *   suspend, resume  the program itself suspends or resumes the communicator
  *   child            creates one in a child process, which does not use CUDA before
  *   destroy, fork, exit */
 #define _GNU_SOURCE
 #include "../cudart.h"
 #include <dlfcn.h>
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,20 +20,17 @@
 #include <unistd.h>
 
 typedef struct { char bytes[128]; } unique_id;
-typedef struct { size_t size; unsigned magic, version; int blocking, ctas[3]; const char *net; int split_share; } config;
 
 extern int ncclCommInitRank(void **made, int ranks, unique_id id, int rank);
-extern int ncclCommInitRankConfig(void **made, int ranks, unique_id id, int rank, config *with);
-extern int ncclCommInitRankScalable(void **made, int ranks, int rank, int ids, unique_id *of, config *with);
-extern int ncclCommSplit(void *c, int color, int key, void **made, config *with);
-extern int ncclCommShrink(void *c, int *excluded, int count, void **made, config *with, int flags);
+extern int ncclCommInitRankConfig(void **made, int ranks, unique_id id, int rank, void *with);
+extern int ncclCommInitRankScalable(void **made, int ranks, int rank, int ids, unique_id *of, void *with);
+extern int ncclCommSplit(void *c, int color, int key, void **made, void *with);
+extern int ncclCommShrink(void *c, int *excluded, int count, void **made, void *with, int flags);
 extern int ncclCommInitAll(void **made, int ranks, const int *devices);
 extern int ncclGroupStart(void), ncclGroupEnd(void);
 extern int ncclCommDestroy(void *c);
 extern const char *ncclGetErrorString(int code);
 extern int sum_over_ranks(void *c, long value, long *sum);
-
-static const config settings = {sizeof settings, 0xcafebeef, 22907, INT_MIN, {INT_MIN, INT_MIN, INT_MIN}, NULL, INT_MIN};
 
 static unique_id id_of(const char *name, const char *suffix)
 {
@@ -53,7 +48,6 @@ int main(int count, char **arguments)
 	__typeof__(&ncclCommInitRank) init = ncclCommInitRank;
 	__typeof__(&sum_over_ranks) add = sum_over_ranks;
 	__typeof__(&ncclGetErrorString) explain = ncclGetErrorString;
-	config with = settings;
 
 	setvbuf(stdout, NULL, _IONBF, 0);
 	if (count > 4) {
@@ -62,7 +56,7 @@ int main(int count, char **arguments)
 		add = (__typeof__(add))dlsym(library, "sum_over_ranks");
 		explain = (__typeof__(explain))dlsym(library, "ncclGetErrorString");
 	}
-	if (cudaMalloc(&memory, 4 << 20))
+	if ((getenv("SPREAD") && cudaSetDevice(rank)) || cudaMalloc(&memory, 4 << 20))
 		return 1;
 	answer = init(&c, ranks, id_of(arguments[3], ""), rank);
 	printf("ready %d\n", answer);
@@ -72,7 +66,6 @@ int main(int count, char **arguments)
 		if (*text)
 			*text++ = 0;
 		void *made = NULL;
-		with = settings;
 		if (!strcmp(line, "sum")) {
 			cudaMemsetAsync(memory, rank, 4 << 20, NULL);
 			answer = cudaDeviceSynchronize();
@@ -80,23 +73,15 @@ int main(int count, char **arguments)
 				answer = add(c, rank + 1, &sum);
 			printf("sum %ld, answer %d\n", sum, answer);
 		} else if (!strcmp(line, "config")) {
-			answer = ncclCommInitRankConfig(&c, ranks, id_of(arguments[3], "-config"), rank, &with);
+			answer = ncclCommInitRankConfig(&c, ranks, id_of(arguments[3], "-config"), rank, NULL);
 			printf("config %d\n", answer);
 		} else if (!strcmp(line, "many")) {
 			unique_id ids[2] = {id_of(arguments[3], "-first"), id_of(arguments[3], "-second")};
-			answer = ncclCommInitRankScalable(&c, ranks, rank, 2, ids, &with);
+			answer = ncclCommInitRankScalable(&c, ranks, rank, 2, ids, NULL);
 			printf("many %d\n", answer);
 		} else if (!strcmp(line, "split")) {
-			answer = ncclCommSplit(c, atoi(text), rank, &made, &with);
+			answer = ncclCommSplit(c, atoi(text), rank, &made, NULL);
 			printf("split %d %s\n", answer, made ? "one" : "none");
-		} else if (!strcmp(line, "share")) {
-			with.split_share = 1;
-			answer = ncclCommSplit(c, 2, rank, &made, &with);
-			printf("share %d\n", answer);
-		} else if (!strcmp(line, "late")) {
-			with.blocking = 0;
-			answer = ncclCommInitRankConfig(&made, ranks, id_of(arguments[3], "-late"), rank, &with);
-			printf("late %d\n", answer);
 		} else if (!strcmp(line, "shrink")) {
 			number = ranks - 1;
 			answer = ncclCommShrink(c, &number, 1, &made, NULL, 0);
@@ -120,9 +105,6 @@ int main(int count, char **arguments)
 		} else if (!strcmp(line, "slow")) {
 			int (*slow_down)(const char *, unsigned long) = (int (*)(const char *, unsigned long))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "simgpu_slow_down");
 			printf("slow %d\n", slow_down("cuMemGetInfo_v2", atoi(text)));
-		} else if (!strcmp(line, "suspend") || !strcmp(line, "resume")) {
-			int (*call)(void *, int) = (int (*)(void *, int))dlsym(RTLD_DEFAULT, !strcmp(line, "suspend") ? "ncclCommSuspend" : "ncclCommResume");
-			printf("%s %d\n", line, call(c, 1));
 		} else if (!strcmp(line, "destroy")) {
 			printf("destroy %d\n", ncclCommDestroy(c));
 		} else if (!strcmp(line, "fork")) {
@@ -134,7 +116,7 @@ int main(int count, char **arguments)
 		} else if (!strcmp(line, "child")) {
 			pid_t child = fork();
 			if (child == 0)
-				_exit(ncclCommInitRankConfig(&made, ranks, id_of(arguments[3], "-config"), rank, &with));
+				_exit(ncclCommInitRankConfig(&made, ranks, id_of(arguments[3], "-config"), rank, NULL));
 			waitpid(child, &state, 0);
 			printf("child %d\n", WEXITSTATUS(state));
 		} else if (!strcmp(line, "exit")) {

@@ -115,9 +115,11 @@ impl Request {
                 Ok(transition(plan, &Consent::default(), lines))
             }
             Self::Suspend(suspend) => {
-                let plan = Suspend::plan(&suspend.operation().map_err(unchanged)?, &**lines).map_err(unchanged)?;
+                let plan = Suspend::plan(&suspend.operation().map_err(unchanged)?, &**lines)
+                    .and_then(|plan| plan.check(&**lines))
+                    .map_err(unchanged)?;
                 lines.leaves(|| cancelled(None, &[]));
-                // What the driver cannot restore is found once all tags are paused.
+                // What the driver refuses, it refuses once all tags are paused.
                 plan.run(&**lines).map(Answer::Device).map_err(|failure| {
                     let is_paused = failure.exit() == Exit::Unsuspendable;
                     (failure, is_paused.then_some(true))

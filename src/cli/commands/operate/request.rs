@@ -114,7 +114,6 @@ pub struct SuspendRequest {
     force: bool,
     hold_ms: Option<u64>,
     shared: bool,
-    nccl: bool,
     waiting: Option<u32>,
 }
 
@@ -239,7 +238,6 @@ impl SuspendRequest {
             force: self.force,
             hold: hold(self.hold_ms),
             shared: self.shared,
-            nccl: self.nccl,
             waiting: self.waiting,
             ..PauseOptions::default()
         };

@@ -8,8 +8,8 @@ use std::fmt::Write;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
-use vramctl_coordinator::{Outcome, Plan, Scope, nccl, shared};
-use vramctl_model::{Bytes, Communicator, Report, Trimmed, Verb};
+use vramctl_coordinator::{Outcome, Plan, Scope, shared};
+use vramctl_model::{Bytes, Report, Trimmed, Verb};
 
 /// Prints what came of the plan. `trimmed`: what the programs' own allocators returned before. Returns the exit code.
 pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, ui: &Ui) -> Result<Exit, CommandError> {
@@ -28,8 +28,7 @@ pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, u
     }
     let all = || outcome.processes.iter().chain(&outcome.borrowers);
     let cause = CommandError::original(all().filter_map(|one| one.result.as_ref().err()));
-    let is_amiss = |one: &Communicator| one.error.is_some() || one.state.is_in_progress();
-    let stays_held = |report: &Report| verb == Verb::Resume && !report.missing.is_empty() || report.communicators.iter().any(is_amiss);
+    let stays_held = |report: &Report| verb == Verb::Resume && !report.missing.is_empty();
     let otherwise = if all().filter_map(ProcessOutcome::report).any(stays_held) { Exit::Busy } else { Exit::Done };
     Ok(cause.map_or(otherwise, CommandError::exit))
 }
@@ -93,12 +92,6 @@ impl Printing<'_> {
                 if !self.quiet {
                     output::say(&success(self.verb(), one, report, self.on_some_gpus))?;
                 }
-                if let Some(text) = nccl::success(self.verb(), process, &report.communicators).filter(|_| !self.quiet) {
-                    output::say(&text)?;
-                }
-                for why in nccl::failures(process, &report.communicators) {
-                    output::complain("error", &why);
-                }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
                     let text = format!("{process}: the driver has not taken {late} back yet; every pause and resume retries");
@@ -161,26 +154,36 @@ fn success(direction: Verb, one: &ProcessOutcome, report: &Report, on_some_gpus:
     }
     // If nothing was due, the state of a matching tag has changed since.
     let tags = if one.due.is_empty() { &one.tags } else { &one.due }.join(", ");
-    let (did, moved, kept, discarded) = match direction {
-        Verb::Pause => ("paused", "freed", "kept", "discarded"),
-        Verb::Resume => ("resumed", "allocated", "restored", "zeroed"),
+    let (did, moved) = match direction {
+        Verb::Pause => ("paused", "freed"),
+        Verb::Resume => ("resumed", "allocated"),
     };
     let mut text = format!("{did} {tags} of {process}: {} {moved} in {} ms", Bytes(report.bytes), whole(report.ms));
     let stages: Vec<_> = report.stages.iter().map(|(stage, ms)| format!("{} {}", stage.name(), whole(*ms))).collect();
+    for below in [fate_of_contents(direction, report).join(", "), stages.join(", ")].iter().filter(|below| !below.is_empty()) {
+        let _ = write!(text, "\n  {below}");
+    }
     if !stages.is_empty() {
-        let _ = write!(text, " ({})", stages.join(", "));
-    }
-    let unchanged = "of that unchanged and not copied again";
-    let contents = [(report.kept_bytes, kept), (report.unchanged_bytes, unchanged), (report.discarded_bytes, discarded)];
-    let contents: Vec<_> =
-        contents.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, fate)| format!("{} {fate}", Bytes(*bytes))).collect();
-    if !contents.is_empty() {
-        let _ = write!(text, "; {}", contents.join(", "));
-    }
-    if report.guarded_bytes > 0 {
-        let _ = write!(text, "; {} guarded by {} on the GPU", Bytes(report.guarded_bytes), Bytes(report.guard_bytes));
+        text += " ms";
     }
     text
+}
+
+/// Where the contents are, or have come from.
+fn fate_of_contents(direction: Verb, report: &Report) -> Vec<String> {
+    let fates = match direction {
+        Verb::Pause => ["kept in host memory", "kept in files", "discarded"],
+        Verb::Resume => ["restored from host memory", "restored from files", "not kept, now zero"],
+    };
+    let in_memory = report.kept_bytes.saturating_sub(report.disk_bytes);
+    let contents = [in_memory, report.disk_bytes, report.discarded_bytes].into_iter().zip(fates);
+    let unchanged = (report.unchanged_bytes, "unchanged and not copied again");
+    let mut texts: Vec<_> =
+        contents.chain([unchanged]).filter(|(bytes, _)| *bytes > 0).map(|(bytes, fate)| format!("{} {fate}", Bytes(bytes))).collect();
+    if report.guarded_bytes > 0 {
+        texts.push(format!("{} guarded by {} on the GPU", Bytes(report.guarded_bytes), Bytes(report.guard_bytes)));
+    }
+    texts
 }
 
 /// Warnings about guards.
@@ -250,6 +253,7 @@ mod tests {
             allocations: 3,
             bytes: 40 << 30,
             kept_bytes: 38 << 30,
+            disk_bytes: 8 << 30,
             discarded_bytes: 2 << 30,
             unchanged_bytes: 0,
             unchanged: 0,
@@ -259,26 +263,27 @@ mod tests {
             unguarded_bytes: 0,
             guard_bytes: 0,
             guard_written_bytes: 0,
-            communicators: Vec::new(),
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
             ms: 912.3,
         };
         assert_eq!(
             success(Verb::Pause, &paused, &report, false),
-            "paused kv_cache, weights of engine (pid 4711): 40.00 GiB freed in 912 ms (wait 3, save 850, unmap 20, release 39); \
-             38.00 GiB kept, 2.00 GiB discarded"
+            "paused kv_cache, weights of engine (pid 4711): 40.00 GiB freed in 912 ms\n  \
+             30.00 GiB kept in host memory, 8.00 GiB kept in files, 2.00 GiB discarded\n  \
+             wait 3, save 850, unmap 20, release 39 ms"
         );
         let resumed = outcome(engine(TagState::Paused), &["weights"], &["weights"]);
         let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };
         assert_eq!(
             success(Verb::Resume, &resumed, &report, false),
-            "resumed weights of engine (pid 4711): 40.00 GiB allocated in 912 ms (map 1); 38.00 GiB restored"
+            "resumed weights of engine (pid 4711): 40.00 GiB allocated in 912 ms\n  \
+             30.00 GiB restored from host memory, 8.00 GiB restored from files\n  map 1 ms"
         );
         assert!(guard_warnings(&report).is_empty());
-        let guarded = Report { guarded_bytes: 40 << 30, guard_bytes: 62 << 20, kept_bytes: 0, ..report };
+        let guarded = Report { guarded_bytes: 40 << 30, guard_bytes: 62 << 20, kept_bytes: 0, disk_bytes: 0, ..report };
         assert_eq!(
             success(Verb::Pause, &resumed, &guarded, false),
-            "paused weights of engine (pid 4711): 40.00 GiB freed in 912 ms (map 1); 40.00 GiB guarded by 62.00 MiB on the GPU"
+            "paused weights of engine (pid 4711): 40.00 GiB freed in 912 ms\n  40.00 GiB guarded by 62.00 MiB on the GPU\n  map 1 ms"
         );
         let stray = guard_warnings(&Report { unguarded_bytes: 1 << 30, guard_written_bytes: 4096, ..Report::default() });
         assert!(stray[0].starts_with("1.00 GiB are paused without a guard"), "{stray:?}");

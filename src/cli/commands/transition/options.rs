@@ -70,9 +70,8 @@ pub struct PauseArgs {
     /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
     #[arg(long, conflicts_with = "dry_run")]
     pub trim: bool,
-    /// Once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
-    /// communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone
-    #[arg(long, conflicts_with = "no_hold")]
+    /// Without TAGs: also NCCL's own memory, which otherwise has to be named (tag nccl)
+    #[arg(long, conflicts_with_all = ["no_hold", "words"])]
     pub nccl: bool,
     #[command(flatten)]
     pub hold: HoldArgs,
