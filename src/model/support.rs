@@ -107,7 +107,7 @@ pub const DRIVER: (u32, CudaVersion) = (580, CudaVersion(13_000));
 pub const ARCHITECTURE: &str = "x86_64";
 
 /// The runs.
-pub const RUNS: [Run; 13] = [
+pub const RUNS: [Run; 12] = [
     run("H200", "1", "2.11", "vLLM", "0.26.0", "sleep mode, pauses in the middle of requests, suspend, move", "2026-11-24"),
     run("H200", "2", "2.11", "vLLM", "0.26.0", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
     run("H100", "2", "2.11", "vLLM", "0.26.0", "the same; sleep mode", "2026-11-25"),
@@ -125,7 +125,6 @@ pub const RUNS: [Run; 13] = [
         "2026-11-23",
     ),
     run("H100", "2", "2.11", "NCCL", "2.28.9", "all-reduce and all-gather over NVLink, CUDA IPC and sockets; suspend", "2026-11-25"),
-    run("H200", "2", "2.11", "NCCL", "2.29.7", "`pause --nccl`", "2026-11-23"),
     run("H200", "1", "2.11", "Triton", "3.6", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CuPy 14.2, JAX 0.11, Numba 0.68", "", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CUDA runtime", "11.8, 12.4, 13.0", "programs built with nvcc, shared and static; pause, resume", "2026-11-20"),
@@ -192,14 +191,14 @@ pub fn in_mig_mode(index: u32) -> String {
 /// What an obstacle to a suspend and a move is, and what becomes of it.
 pub const fn obstacle(kind: ObstacleKind) -> (&'static str, &'static str) {
     match kind {
-        ObstacleKind::Communicator => ("communicators of NVSHMEM, and of an NCCL whose memory is left to CUDA", "paused by tag"),
-        ObstacleKind::Shared => ("memory that a process shares with one outside of the job", "paused by tag, or with `--shared`"),
-        ObstacleKind::Registered => ("untagged memory that a network card or a disk has registered", "paused by tag"),
-        ObstacleKind::Peers => ("access of another GPU to single mappings or pools", "paused by tag"),
-        ObstacleKind::Multicast => ("multicast objects (NVLink SHARP)", "paused by tag; `NCCL_NVLS_ENABLE=0` avoids them"),
-        ObstacleKind::Unified => ("unified memory", "paused by tag; it stays"),
-        ObstacleKind::Mps => (BEHIND_MPS, "paused by tag"),
-        ObstacleKind::Mig => ("a GPU in MIG mode", "paused by tag"),
+        ObstacleKind::Communicator => ("communicators of NVSHMEM, of an NCCL whose memory is left to CUDA, or with ranks elsewhere", "refused"),
+        ObstacleKind::Shared => ("memory that a process shares with one outside of the job", "refused; `--shared` holds the other"),
+        ObstacleKind::Registered => ("untagged memory that a network card or a disk has registered", "refused"),
+        ObstacleKind::Peers => ("access of another GPU to single mappings or pools", "refused"),
+        ObstacleKind::Multicast => ("multicast objects (NVLink SHARP)", "refused; `NCCL_NVLS_ENABLE=0` avoids them"),
+        ObstacleKind::Unified => ("unified memory", "refused"),
+        ObstacleKind::Mps => (BEHIND_MPS, "refused"),
+        ObstacleKind::Mig => ("a GPU in MIG mode", "refused"),
     }
 }
 
