@@ -191,7 +191,9 @@ pub fn in_mig_mode(index: u32) -> String {
 /// What an obstacle to a suspend and a move is, and what becomes of it.
 pub const fn obstacle(kind: ObstacleKind) -> (&'static str, &'static str) {
     match kind {
-        ObstacleKind::Communicator => ("communicators of NVSHMEM, of an NCCL whose memory is left to CUDA, or with ranks elsewhere", "refused"),
+        ObstacleKind::Communicator => {
+            ("communicators of NVSHMEM, of an NCCL whose memory is left to CUDA, or with ranks elsewhere", "refused")
+        }
         ObstacleKind::Shared => ("memory that a process shares with one outside of the job", "refused; `--shared` holds the other"),
         ObstacleKind::Registered => ("untagged memory that a network card or a disk has registered", "refused"),
         ObstacleKind::Peers => ("access of another GPU to single mappings or pools", "refused"),
