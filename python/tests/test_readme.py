@@ -8,8 +8,9 @@ import subprocess
 import tempfile
 import unittest
 
-from support import ROOT
+from support import ROOT, VRAMCTL
 
+BUILT = os.path.dirname(VRAMCTL)
 README = (ROOT / "README.md").read_text()
 
 
@@ -60,7 +61,10 @@ class ByHand(unittest.TestCase):
         first, second = blocks()
         with tempfile.TemporaryDirectory() as folder:
             # The places that the README names belong to whoever runs this; all is built already.
-            at_home = [text.replace("/tmp/", f"{folder}/").replace("cargo build --workspace\n", "") for text in (first, second)]
+            at_home = [
+                text.replace("/tmp/", f"{folder}/").replace("cargo build --workspace\n", "").replace("$PWD/target/debug", BUILT)
+                for text in (first, second)
+            ]
             ours = ("VRAMCTL_", "SIMGPU_", "LD_PRELOAD", "PYTHONPATH", "LD_LIBRARY_PATH")
             environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
             environment["VRAMCTL_DIR"] = f"{folder}/sockets"
