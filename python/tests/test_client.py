@@ -19,7 +19,7 @@ from unittest import mock
 
 import vramctl
 from support import HOLDER, MIB, VRAMCTL, Cuda, Program, bare
-from vramctl import errors
+from vramctl import _request, errors
 
 #: The socket directory of the tests; their programs inherit it.
 SOCKETS = Path(os.environ["VRAMCTL_DIR"])
@@ -29,7 +29,7 @@ class Real(unittest.TestCase):
     def test_another_process_is_paused_and_resumed(self) -> None:
         with Program("engine") as engine, vramctl.Client("engine") as client:
             self.assertEqual((client.hello().name, client.hello().pid), ("engine", engine.pid))
-            seen: list[vramctl.Progress] = []
+            seen: list[vramctl.types.Progress] = []
             report = client.pause(["weights", "kv_cache"], progress=seen.append)
             self.assertEqual((report.bytes, report.kept_bytes, report.discarded_bytes), (12 * MIB, 8 * MIB, 4 * MIB))
             self.assertEqual((seen[-1].stage, seen[-1].done), ("save", seen[-1].total))
@@ -62,7 +62,7 @@ class Real(unittest.TestCase):
     vramctl.Client(__import__("os").getpid()).pause()
 except vramctl.errors.Invalid as error:
     assert "cannot hold itself" in str(error), error
-    assert vramctl.Client(__import__("os").getpid()).pause(hold=None).allocations == 2
+    assert vramctl.Client(__import__("os").getpid()).pause(hold=False).allocations == 2
     print("ready", flush=True)""",
         )
         with Program("own", source) as own, vramctl.Client(own.pid) as client:
@@ -103,9 +103,9 @@ except vramctl.errors.Invalid as error:
     def test_a_progress_callback_may_ask_for_anything(self) -> None:
         with Program("engine") as engine, vramctl.Client("engine") as client:
             states: list[list[str]] = []
-            reports: list[vramctl.Report] = []
+            reports: list[vramctl.types.Report] = []
 
-            def look(_: vramctl.Progress) -> None:
+            def look(_: vramctl.types.Progress) -> None:
                 client.status()
                 if not reports:
                     # The process starts this one only after the outer pause has ended.
@@ -306,24 +306,24 @@ class Pretended(unittest.TestCase):
         with vramctl.Client(self.serve(answer)) as client:
             for pause, wanted in [
                 (lambda: client.pause(), {"hold_ms": 10000}),
-                (lambda: client.pause(hold=None), {}),
-                (lambda: client.pause(hold=0.5, timeout=9), {"timeout_ms": 9000, "hold_ms": 500}),
+                (lambda: client.pause(hold=False), {}),
+                (lambda: client.pause(hold_timeout=0.5, timeout=9), {"timeout_ms": 9000, "hold_ms": 500}),
                 (
                     lambda: client.pause("kv_cache", backup="discard", timeout=2.4999),
                     {"tags": ["kv_cache"], "backup": "discard", "timeout_ms": 2500, "hold_ms": 2500},
                 ),
-                (lambda: client.pause((tag for tag in "ab"), hold=None), {"tags": ["a", "b"]}),
-                (lambda: client.pause("kv_cache", force=True, hold=None), {"tags": ["kv_cache"], "force": True}),
-                (lambda: client.pause("kv_cache", guard=True, hold=None), {"tags": ["kv_cache"], "guard": True}),
+                (lambda: client.pause((tag for tag in "ab"), hold=False), {"tags": ["a", "b"]}),
+                (lambda: client.pause("kv_cache", force=True, hold=False), {"tags": ["kv_cache"], "force": True}),
+                (lambda: client.pause("kv_cache", guard=True, hold=False), {"tags": ["kv_cache"], "guard": True}),
                 (
-                    lambda: client.pause({"a": "host", "b": "default"}, hold=None),
+                    lambda: client.pause({"a": "host", "b": "default"}, hold=False),
                     {"tags": ["a", "b"], "backups": {"a": "host", "b": None}},
                 ),
                 (
-                    lambda: client.pause({"a": "disk", None: "discard"}, hold=None),
+                    lambda: client.pause({"a": "disk", None: "discard"}, hold=False),
                     {"backup": "discard", "backups": {"a": "disk"}},
                 ),
-                (lambda: client.pause(progress=lambda _: None, hold=None), {"progress": True}),
+                (lambda: client.pause(progress=lambda _: None, hold=False), {"progress": True}),
             ]:
                 asked.clear()
                 self.assertEqual(pause().bytes, 5)
@@ -342,7 +342,7 @@ class Pretended(unittest.TestCase):
         reply = {"reply": "status", **HELLO, "tags": tags, "devices": [{"device": 0, "uuid": "GPU-1"}]}
         with vramctl.Client(self.serve(lambda it, _: it.sendall(json.dumps(reply).encode() + b"\n"))) as client:
             status = client.status()
-        self.assertEqual([tag.progress for tag in status.tags], [vramctl.Progress("save", 1, 2), None])
+        self.assertEqual([tag.progress for tag in status.tags], [vramctl.types.Progress("save", 1, 2), None])
         self.assertEqual([device.uuid for device in status.devices], ["GPU-1"])
 
     def test_a_process_that_takes_no_connections_is_busy(self) -> None:
@@ -409,7 +409,7 @@ class Pretended(unittest.TestCase):
             else:
                 connection.sendall(json.dumps({"reply": "status", **HELLO}).encode() + b"\n")
 
-        def fail(now: vramctl.Progress) -> None:
+        def fail(now: vramctl.types.Progress) -> None:
             raise KeyError(now.stage)
 
         with vramctl.Client(self.serve(answer)) as client:
@@ -543,6 +543,19 @@ time.sleep(60)
         deep.chmod(0o700)
         with Program("engine", VRAMCTL_DIR=str(deep)) as engine, vramctl.Client(deep / f"{engine.pid}.sock") as client:
             self.assertEqual(client.hello().name, "engine")
+
+    def test_old_spellings_work_with_a_warning(self) -> None:
+        with self.assertWarnsRegex(DeprecationWarning, "vramctl.types.Report now"):
+            self.assertIs(vramctl.Report, vramctl.types.Report)
+        with self.assertRaises(AttributeError):
+            vramctl.Reports  # noqa: B018
+        for hold, timeout, limit in ((True, 5.0, 5.0), (False, 5.0, None)):
+            self.assertEqual(_request.hold_limit(hold, timeout), limit)
+        for hold, instead, limit in ((None, "hold=False", None), (2.5, "hold_timeout=2.5", 2.5)):
+            with self.assertWarnsRegex(DeprecationWarning, instead):
+                self.assertEqual(_request.hold_limit(hold, 10.0), limit)
+        with self.assertRaises(errors.Invalid):
+            _request.hold_limit("yes", 10.0)
 
     def test_the_way_out_is_said_where_nothing_is_managed(self) -> None:
         source = "import vramctl; vramctl.Client()"

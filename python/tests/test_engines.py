@@ -127,7 +127,9 @@ class Gpu:
         def state(tag):
             return {0: "active", tag["bytes"]: "paused"}.get(tag["paused_bytes"], "mixed")
 
-        return vramctl.Status(tags=tuple(vramctl.Tag(tag=name, state=state(tag), **tag) for name, tag in sorted(tags.items())))
+        return vramctl.types.Status(
+            tags=tuple(vramctl.types.Tag(tag=name, state=state(tag), **tag) for name, tag in sorted(tags.items()))
+        )
 
     def chosen(self, tags):
         known = {one["tag"] for one in self.allocations}
@@ -150,7 +152,7 @@ class Gpu:
             one.update(state="paused", contents=fate)
             report["bytes"] += one["bytes"]
             report[f"{fate}_bytes"] += one["bytes"]
-        return vramctl.Report(**report)
+        return vramctl.types.Report(**report)
 
     def resume(self, tags, *, timeout=0.0):
         """All or nothing, as the real one."""
@@ -162,7 +164,7 @@ class Gpu:
             raise vramctl.errors.DeviceMemory("too little device memory")
         for one in mine:
             one.update(state="active", contents={"kept": "here", "discarded": "zero"}[one["contents"]])
-        return vramctl.Report(bytes=needed)
+        return vramctl.types.Report(bytes=needed)
 
     def empty_cache(self):
         self.log.append("empty_cache")

@@ -145,7 +145,7 @@ class Jobs(unittest.TestCase):
         self.assertGreater(report.ms, 0)
         self.assertEqual(self.job.resume(timeout=None).bytes, 24 * MIB)
         self.assertEqual({rank.ask("check") for rank in self.ranks}, {"weights ok, cache zero"})
-        self.assertEqual(self.job.pause("weights", hold=None, timeout=5, backup="host").bytes, 16 * MIB)
+        self.assertEqual(self.job.pause("weights", hold=False, timeout=5, backup="host").bytes, 16 * MIB)
         self.assertEqual(self.job.resume(iter(["weights", "kv_cache"])).bytes, 16 * MIB)
 
     def test_the_ledger_knows_whose_memory_is_in_use(self) -> None:
@@ -250,7 +250,7 @@ for hold in held:
     else:
         job.resume()
         sys.exit("it holds itself")
-assert job.pause(hold=None).bytes == 12 * MIB
+assert job.pause(hold=False).bytes == 12 * MIB
 assert job.resume().bytes == 12 * MIB
 vramctl.Job("engine").pause()  # others
 print("ready", flush=True)""",
@@ -533,7 +533,7 @@ class Sharing(unittest.TestCase):
         self.trainer, self.engine = (stack.enter_context(Program(name, SHARING)) for name in ("trainer", "engine"))
         self.address = self.engine.ask(f"open {self.trainer.ask('handle')}")
 
-    def held_up(self) -> list[vramctl.Borrowed]:
+    def held_up(self) -> list[vramctl.types.Borrowed]:
         return [one for one in vramctl.Client(self.engine.pid).status().borrowed if one.paused_bytes]
 
     def test_a_job_is_paused_with_those_that_have_its_memory_open(self) -> None:
@@ -572,7 +572,7 @@ class Sharing(unittest.TestCase):
             self.assertEqual([one.owner for one in self.held_up()], [self.trainer.pid])
             client.resume()
             self.assertEqual(self.engine.ask("check"), "True")
-            for wrong in ({"hold": None}, {"progress": print}):
+            for wrong in ({"hold": False}, {"progress": print}):
                 with self.assertRaises(errors.Invalid):
                     client.pause(shared=True, **wrong)  # type: ignore[arg-type]
             with self.assertRaises(errors.Invalid):
@@ -646,7 +646,7 @@ class Communicators(unittest.TestCase):
         job.resume()
         self.assertEqual(self.all_say(["sum 3", "sum 4"]), ["0 7", "0 7"])
         with self.assertRaises(errors.Error):
-            job.pause(nccl=True, hold=None)
+            job.pause(nccl=True, hold=False)
 
     def test_a_rank_elsewhere_prevents_it(self) -> None:
         elsewhere = Program("serve", self.source)
@@ -668,7 +668,7 @@ class Communicators(unittest.TestCase):
             client.pause(nccl=True)
             self.assertEqual({tag.state for tag in client.status().tags}, {"paused"})
             client.resume()
-            for wrong in ({"hold": None}, {"progress": print}, {"tags": {"default": "host"}}):
+            for wrong in ({"hold": False}, {"progress": print}, {"tags": {"default": "host"}}):
                 with self.assertRaisesRegex(errors.Invalid, "nccl=True"):
                     client.pause(nccl=True, **wrong)  # type: ignore[arg-type]
 

@@ -34,53 +34,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _imports, _library, _request, _torch, _trim, errors
+from . import _imports, _library, _request, _torch, _trim, errors, types
 from ._request import Backup, Tags
-from ._types import (
-    Borrowed,
-    Cached,
-    Communicator,
-    Cycle,
-    Device,
-    Growth,
-    Hello,
-    Host,
-    Ledger,
-    LeftAlone,
-    Progress,
-    Report,
-    Share,
-    Status,
-    Tag,
-    Trimmed,
-)
 from .client import Client, Process, processes
 from .errors import Error
-from .job import Job, JobReport, StepsReport, ledger
+from .job import Job, ledger
 
 __all__ = [
-    "Borrowed",
-    "Cached",
     "Client",
-    "Communicator",
-    "Cycle",
-    "Device",
     "Error",
-    "Growth",
-    "Hello",
-    "Host",
     "Job",
-    "JobReport",
-    "LeftAlone",
-    "Ledger",
     "Process",
-    "Progress",
-    "Report",
-    "Share",
-    "Status",
-    "StepsReport",
-    "Tag",
-    "Trimmed",
     "__version__",
     "backup_of",
     "cuda_graph",
@@ -100,8 +64,38 @@ __all__ = [
     "set_watch",
     "status",
     "trim",
+    "types",
     "unmanaged",
 ]
+
+
+_TYPES = {
+    "Borrowed",
+    "Cached",
+    "Communicator",
+    "Cycle",
+    "Device",
+    "Growth",
+    "Hello",
+    "Host",
+    "JobReport",
+    "Ledger",
+    "LeftAlone",
+    "Progress",
+    "Report",
+    "Share",
+    "Status",
+    "StepsReport",
+    "Tag",
+    "Trimmed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TYPES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"vramctl.{name} is vramctl.types.{name} now", DeprecationWarning, stacklevel=2)
+    return getattr(types, name)
 
 
 #: The version of this package and of the library and command line installed with it.
@@ -210,7 +204,7 @@ def pause(
     timeout: float | None = None,
     backup: Backup = "default",
     live_only: bool = True,
-) -> Report:
+) -> types.Report:
     """Returns the GPU memory of a tag to the driver. Its addresses stay reserved; do not use them until `resume`.
 
     Waits for the device, saves or discards the contents, then releases the memory. All or nothing: an error changes
@@ -237,7 +231,7 @@ def pause(
     if live_only and _torch.is_used():
         free = _free_of(policies)
     library.call("pause_tags", entries, len(entries), timeout_ms, _library.ranges(free.ranges), len(free.ranges))
-    report = Report._from(library.json("last_report_json"))
+    report = types.Report._from(library.json("last_report_json"))
     lost = _torch.taken_since(free)
     if lost:
         warnings.warn(
@@ -249,7 +243,7 @@ def pause(
     return report
 
 
-def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> Report:
+def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> types.Report:
     """Maps new memory at the addresses of a tag and restores the saved contents; discarded contents read as zero.
 
     All or nothing: an error changes nothing. Resuming an active tag is a no-op.
@@ -263,7 +257,7 @@ def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.
     library = _library.get()
     names = (ctypes.c_char_p * len(chosen))(*map(_library.tag, chosen)) if (chosen := _request.names(tag)) else None
     library.call("resume_tags", names, len(chosen), _library.milliseconds(timeout))
-    return Report._from(library.json("last_report_json"))
+    return types.Report._from(library.json("last_report_json"))
 
 
 def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
@@ -272,7 +266,7 @@ def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
     """
     there = status()
 
-    def is_of_use(tag: Tag) -> bool:
+    def is_of_use(tag: types.Tag) -> bool:
         policy = policies.get(tag.tag, policies.get(None, "discard"))
         # Retained contents are saved whole, to be compared at the next pause.
         return not tag.retained and any(each != "discard" for each in (tag.backup if policy == "default" else [policy]))
@@ -281,14 +275,14 @@ def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
     return _torch.free(asked, there.process_tag) if asked else _torch.Free([], 0)
 
 
-def status() -> Status:
+def status() -> types.Status:
     """This process's managed memory, by tag and by device. Does not wait for a pause or resume in progress.
     Raises `errors.NotPreloaded`.
     """
-    return Status._from(_library.get().json("status_json"))
+    return types.Status._from(_library.get().json("status_json"))
 
 
-def trim(*, timeout: float | None = 10.0) -> Trimmed:
+def trim(*, timeout: float | None = 10.0) -> types.Trimmed:
     """Returns the GPU memory that torch has cached: collects garbage and empties torch's cache, up to three times, until a round
     returns less than 1 GiB.
 
@@ -301,7 +295,7 @@ def trim(*, timeout: float | None = 10.0) -> Trimmed:
     library = _library.get()
     _trim.ensure()
     library.call("trim", _library.milliseconds(timeout))
-    return Trimmed._from(library.json("last_report_json"))
+    return types.Trimmed._from(library.json("last_report_json"))
 
 
 def retain(tag: str | None, keep: bool | None) -> None:

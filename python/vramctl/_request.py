@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Literal, Optional, Union, get_args
 
@@ -46,6 +47,20 @@ def policies(tags: Tags, backup: str) -> dict[str | None, str]:
     if not tags:
         raise errors.Invalid("no tags: None means all of them")
     return {tag: checked(policy) for tag, policy in tags.items()}
+
+
+def hold_limit(hold: object, hold_timeout: float) -> float | None:
+    """How many seconds to wait for the work of a process that is held; None if it is not held.
+
+    `hold` was that number itself, or None, until 0.1.
+    """
+    if isinstance(hold, bool):
+        return hold_timeout if hold else None
+    if hold is not None and not isinstance(hold, (int, float)):
+        raise errors.Invalid(f"hold is True or False, not {hold!r}")
+    instead = "hold=False" if hold is None else f"hold_timeout={hold!r}"
+    warnings.warn(f"hold={hold!r} is {instead} now", DeprecationWarning, stacklevel=4)
+    return hold
 
 
 def milliseconds(timeout: float | None) -> int | None:

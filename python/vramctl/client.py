@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import urllib.parse
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from . import _request, errors
 from ._request import Backup, Tags
-from ._types import Hello, Progress, Report, Status, Trimmed
+from .types import Hello, Progress, Report, Status, Trimmed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -240,7 +241,8 @@ class Client:
         backup: Backup = "default",
         force: bool = False,
         registered: str = "refuse",
-        hold: float | None = 10.0,
+        hold: bool = True,
+        hold_timeout: float = 10.0,
         guard: bool = False,
         shared: bool = False,
         nccl: bool = False,
@@ -259,25 +261,19 @@ class Client:
         `registered`: what to do with memory that another process, a network card or NCCL has registered: ``refuse`` (raise
         `errors.Registered`), ``keep`` (pause the rest) or ``take`` (pause it too).
 
-        `hold`: hold the process, which then need not be idle: its calls that start GPU work wait until everything is resumed. The value
-        is how many seconds to wait for calls and work in flight, at most `timeout`; after that, `errors.Busy` is raised and the process
-        continues. None: it is not held, and must be idle. A process cannot hold itself (`errors.Invalid`), because a waiting thread may
-        have the interpreter lock.
+        `hold`: hold the process, which then need not be idle: its calls that start GPU work wait until everything is resumed. False: it is
+        not held, and must be idle. A process cannot hold itself (`errors.Invalid`), because a waiting thread may have the interpreter lock.
+
+        `hold_timeout`: how many seconds to wait for calls and work in flight of a held process, at most `timeout`; after that,
+        `errors.Busy` is raised and the process continues.
 
         `guard`: map a small block of GPU memory (62 MiB per GPU) under the paused addresses, so that a stray access, which is likely
         only without `hold`, does not destroy the CUDA context. Best effort: see `Report.unguarded_bytes`. The report of the resume says
         if something wrote there (`Report.guard_written_bytes`).
 
-        `shared`: also hold other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They set aside what
-        they have open, and continue by themselves when it is resumed.
+        `shared`, `nccl`: deprecated, because they concern other processes: see `Job.pause`.
 
-        `nccl`: without `tags`, also NCCL's own memory (the tag ``nccl``). All ranks of its communicators must be in this process; for
-        others, see `Job.pause`.
-
-        `shared` and `nccl` run the command line, which must be installed. They need `hold`, and do not work with `progress` or with a
-        mapping of tags to policies (`errors.Invalid`).
-
-        `timeout`: seconds to wait for the device's work; None waits for `hold`, or indefinitely. It does not limit copying.
+        `timeout`: seconds to wait for the device's work; None waits for `hold_timeout`, or indefinitely. It does not limit copying.
 
         `progress`: called in this thread, at most every 50 ms. If it raises, the pause continues but this call ends.
 
@@ -285,16 +281,18 @@ class Client:
         `errors.Work`, and `errors.Disconnected` if the process goes away.
         """
         policies = _request.policies(tags, backup)
+        limit = _request.hold_limit(hold, hold_timeout)
         if shared or nccl:
-            if isinstance(tags, Mapping) or progress is not None or hold is None:
-                given = "shared=True" if shared else "nccl=True"
+            given = "shared=True" if shared else "nccl=True"
+            warnings.warn(f"Client.pause({given}) runs the command line: use Job.pause", DeprecationWarning, stacklevel=2)
+            if isinstance(tags, Mapping) or progress is not None or limit is None:
                 raise errors.Invalid(f"{given} goes with hold, and with neither progress nor a mapping of tags to policies")
             return self._pause_by_command(
                 list(policies),
                 backup=backup,
                 force=force,
                 registered=registered,
-                hold=hold,
+                hold_timeout=limit,
                 guard=guard,
                 shared=shared,
                 nccl=nccl,
@@ -316,8 +314,8 @@ class Client:
             request["registered"] = registered
         if guard:
             request["guard"] = True
-        if hold is not None:
-            request["hold_ms"] = _request.milliseconds(hold if timeout is None else min(hold, timeout))
+        if limit is not None:
+            request["hold_ms"] = _request.milliseconds(limit if timeout is None else min(limit, timeout))
         return self._transition(request, _request.milliseconds(timeout), progress)
 
     def resume(

@@ -17,17 +17,16 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from . import _request, errors
 from ._request import Backup
-from ._types import Borrowed, Ledger, Report, Status, _read
+from .types import JobReport, Ledger, Report, Status, StepsReport
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Job", "JobReport", "StepsReport", "ledger"]
+__all__ = ["Job", "ledger"]
 
 _T = TypeVar("_T")
 
@@ -35,42 +34,6 @@ _log = logging.getLogger("vramctl")
 
 #: The version of the command's requests (``docs/protocol.md``, "Operations").
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class JobReport:
-    """What a pause or resume of a job did."""
-
-    #: By process id.
-    processes: Mapping[int, Report] = field(default_factory=dict)
-    #: How many attempts it took. If the processes of a job stand at different collectives, they run on for a moment and are held again.
-    attempts: int = 0
-    #: Milliseconds from the request until the last process was done.
-    ms: float = 0.0
-
-    @property
-    def bytes(self) -> int:
-        """The device memory released or taken back, of all processes."""
-        return sum(report.bytes for report in self.processes.values())
-
-
-@dataclass(frozen=True)
-class StepsReport:
-    """What `Job.suspend` or `Job.move` did to one process."""
-
-    #: The device memory released: of its tags, and of the rest.
-    bytes: int
-    #: Milliseconds in all.
-    ms: float
-    #: Milliseconds by step: pause, aside, lock, checkpoint; of a move, restore, unlock and resume, too.
-    stages: Mapping[str, float]
-    #: Memory of other processes that this one has open: after a move, that is not back; after a suspend of others with `shared`, that it
-    #: has set aside. The process stays held until it is back.
-    missing: tuple[Borrowed, ...] = ()
-
-    @classmethod
-    def _from(cls, reply: Mapping[str, Any]) -> StepsReport:
-        return _read(cls, reply, missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())))
 
 
 class Job:
@@ -105,7 +68,8 @@ class Job:
         force: bool = False,
         engine: str | None = None,
         registered: str = "refuse",
-        hold: float | None = 10.0,
+        hold: bool = True,
+        hold_timeout: float = 10.0,
         guard: bool = False,
         shared: bool = False,
         nccl: bool = False,
@@ -128,6 +92,7 @@ class Job:
         """
         if isinstance(tags, Mapping):
             raise errors.Invalid("a job has one policy for all tags: pass backup, and pause the others by themselves")
+        limit = _request.hold_limit(hold, hold_timeout)
         return self._transition(
             "pause",
             tags,
@@ -138,8 +103,8 @@ class Job:
             guard=guard,
             shared=shared,
             nccl=nccl,
-            hold=hold is not None,
-            hold_ms=None if hold is None else _limit(hold),
+            hold=limit is not None,
+            hold_ms=None if limit is None else _limit(limit),
             timeout_ms=None if timeout is None else _limit(timeout),
         )
 
@@ -157,7 +122,7 @@ class Job:
         force: bool = False,
         registered: str = "refuse",
         shared: bool = False,
-        hold: float = 10.0,
+        hold_timeout: float = 10.0,
     ) -> dict[int, StepsReport]:
         """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. Returns reports by process id.
 
@@ -171,11 +136,11 @@ class Job:
             force=force,
             registered=_request.registered(registered),
             shared=shared,
-            hold_ms=_limit(hold),
+            hold_ms=_limit(hold_timeout),
         )
 
     def move(
-        self, to: int | str | Iterable[int | str], *, swap: str | None = None, hold: float = 10.0
+        self, to: int | str | Iterable[int | str], *, swap: str | None = None, hold_timeout: float = 10.0
     ) -> dict[int, StepsReport]:
         """Moves the job to other GPUs of the same model, where its work continues. Returns reports by process id.
 
@@ -185,7 +150,7 @@ class Job:
         """
         gpus = [to] if isinstance(to, (int, str)) else list(to)
         other = None if swap is None else {"name": swap}
-        return self._steps("move", to=[str(gpu) for gpu in gpus], swap=other, hold_ms=_limit(hold))
+        return self._steps("move", to=[str(gpu) for gpu in gpus], swap=other, hold_ms=_limit(hold_timeout))
 
     async def suspend_async(self, **options: Any) -> dict[int, StepsReport]:
         """`suspend`, for asyncio. When cancelled, it still completes."""

@@ -344,7 +344,7 @@ class Allocator:
                 logger.warning(
                     "%s is already asleep with its contents %s; leaving it so.", tag.tag, "kept" if kept else "dropped"
                 )
-        return vramctl.pause({tag.tag: policies[tag.tag] for tag in there}) if there else vramctl.Report()
+        return vramctl.pause({tag.tag: policies[tag.tag] for tag in there}) if there else vramctl.types.Report()
 
     def _tidy(self) -> None:
         gc.collect()

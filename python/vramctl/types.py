@@ -338,3 +338,39 @@ class Progress:
     @classmethod
     def _from(cls, reply: Mapping[str, Any]) -> Progress:
         return _read(cls, reply)
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """What a pause or resume of a job did."""
+
+    #: By process id.
+    processes: Mapping[int, Report] = field(default_factory=dict)
+    #: How many attempts it took. If the processes of a job stand at different collectives, they run on for a moment and are held again.
+    attempts: int = 0
+    #: Milliseconds from the request until the last process was done.
+    ms: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """The device memory released or taken back, of all processes."""
+        return sum(report.bytes for report in self.processes.values())
+
+
+@dataclass(frozen=True)
+class StepsReport:
+    """What `Job.suspend` or `Job.move` did to one process."""
+
+    #: The device memory released: of its tags, and of the rest.
+    bytes: int
+    #: Milliseconds in all.
+    ms: float
+    #: Milliseconds by step: pause, aside, lock, checkpoint; of a move, restore, unlock and resume, too.
+    stages: Mapping[str, float]
+    #: Memory of other processes that this one has open: after a move, that is not back; after a suspend of others with `shared`, that it
+    #: has set aside. The process stays held until it is back.
+    missing: tuple[Borrowed, ...] = ()
+
+    @classmethod
+    def _from(cls, reply: Mapping[str, Any]) -> StepsReport:
+        return _read(cls, reply, missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())))
