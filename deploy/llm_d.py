@@ -27,7 +27,7 @@ class Workload:
         self.job, self.engine, self.patience = job, engine, patience
 
     def snapshot(self, mode: str, tags: list[str]) -> None:
-        """Takes the job's memory, all or nothing: if this raises, the job goes on, unless its tags are paused and only the context stays."""
+        """Takes the job's memory, all or nothing: if this raises, the job goes on."""
         backup: Any = "discard" if mode == "discard" else "default"
         if tags or mode == "discard":
             # An engine whose KV cache is discarded must forget what it has cached.
@@ -36,8 +36,8 @@ class Workload:
             try:
                 self.job.suspend()
             except vramctl.errors.NotRestorable as why:
-                # All tags are paused, which is most of the memory.
                 print(f"only paused: {why}", flush=True)
+                self.job.pause()
 
     def restore(self, tags: list[str]) -> None:
         """Gives it back; waits for others to leave."""

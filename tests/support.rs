@@ -115,6 +115,10 @@ fn doctor_dry_run_status_and_the_page_agree() {
             (refused.contains(&"suspend"), refused.contains(&"suspend")),
             "{variable:?} {text}"
         );
+        if refused.contains(&"suspend") {
+            let (code, text) = told(&machine, variable, &format!("suspend {name}"));
+            assert!(code == Some(7) && text.contains(&why) && text.contains("Nothing has changed"), "{variable:?} {code:?} {text}");
+        }
         let (_, text) = told(&machine, variable, &format!("status {name}"));
         assert_eq!(text.contains(&why), !refused.is_empty(), "{variable:?} {text}");
         if refused.contains(&"move") {
@@ -125,6 +129,7 @@ fn doctor_dry_run_status_and_the_page_agree() {
     for words in ["570", "580", "MIG mode", support::BEHIND_MPS] {
         assert!(page.contains(words), "{words}");
     }
+    assert!(!machine.vramctl("status").text().contains("paused "), "something has changed");
     for rank in [&mut engine, &mut behind] {
         rank.verify();
     }

@@ -15,7 +15,7 @@ for gpu in $(echo "${SLURM_JOB_GPUS:-}" | tr ',' ' '); do
 done | sort -u | while read -r name; do
   [ -n "$name" ] || continue
   echo "$name" >>"$place/job-$SLURM_JOB_ID.suspended"
-  # With exit code 7, its tags are paused, and its CUDA context stays.
-  vramctl suspend "$name" --quiet </dev/null || echo "vramctl: $name could not be taken off its GPUs entirely" >&2
+  # What the driver cannot restore is only paused, and its CUDA context stays.
+  vramctl suspend "$name" --quiet </dev/null || vramctl pause "$name" --quiet </dev/null || echo "vramctl: $name stays on its GPUs" >&2
 done
 exit 0

@@ -67,7 +67,7 @@ class Adapter:
 
 class LlmD(unittest.TestCase):
     def test_the_agent_suspends_pauses_and_resumes_a_job(self) -> None:
-        def states() -> dict[str, str]:
+        def states() -> dict[str, Any]:
             (process,) = json.loads(bare([VRAMCTL, "status", "trainer", "--json"]).stdout)["processes"]
             return {**{tag["tag"]: tag["state"] for tag in process["tags"]}, "suspended": "suspended" in process}
 
@@ -90,6 +90,19 @@ class LlmD(unittest.TestCase):
                 adapter.child.send_signal(signal.SIGTERM)
                 self.assertEqual(adapter.answer(), "closed")
                 self.assertEqual(adapter.child.wait(60), 0)
+
+    def test_what_cannot_be_restored_is_paused(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, Program("trainer", SIMGPU_MPS="1"):
+            with Adapter(folder, "--job-id", "mine", "trainer") as adapter:
+                assert adapter.child.stdin is not None and adapter.child.stdout is not None
+                adapter.answer()
+                adapter.child.stdout.readline()
+                print(json.dumps(["snapshot", "offload", []]), file=adapter.child.stdin, flush=True)
+                self.assertIn("only paused: ", adapter.child.stdout.readline())
+                self.assertEqual(adapter.answer(), {"ok": True})
+                listed = bare([VRAMCTL, "ps"]).stdout
+                self.assertTrue("paused" in listed and "suspended" not in listed, listed)
+                self.assertEqual(adapter.ask("restore", []), {"ok": True})
 
 
 if __name__ == "__main__":

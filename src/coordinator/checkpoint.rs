@@ -105,6 +105,12 @@ pub fn add_obstacles_outside(found: &Found, processes: &mut [Process]) {
     }
 }
 
+/// Fails if the driver is known to be too old.
+pub fn check_age(machine: &dyn Machine, need: &Requirement) -> Result<(), CommandError> {
+    let refusal = machine.cuda().ok().and_then(|cuda| need.refusal(cuda));
+    refusal.map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
+}
+
 /// Why the driver can do no suspend or no move, if it can be asked.
 pub fn refusal_by_age(machine: &dyn Machine) -> Option<(&'static Requirement, String)> {
     let cuda = machine.cuda().ok()?;
@@ -259,6 +265,7 @@ impl Checkpoint {
 
     /// Fails if something prevents a checkpoint of the members once they are paused. Nothing has changed then.
     pub fn check_restorable(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<(), CommandError> {
+        check_age(self.machine(), &support::SUSPEND)?;
         let (in_the_way, pids) = (self.in_the_way(observer), self.pids());
         for member in self.members.iter_mut().filter(|member| member.gpus.is_empty()) {
             member.can_be_seen().map_err(|failure| member.named(failure))?;

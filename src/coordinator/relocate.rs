@@ -13,7 +13,7 @@ use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::GpuMap;
-use vramctl_model::TransitionRequest;
+use vramctl_model::{TransitionRequest, support};
 
 /// What a move will do.
 pub struct Move {
@@ -55,9 +55,8 @@ impl Move {
             checkpoint.join(others);
         }
         pause.check_not_held(checkpoint.pids().into_iter())?;
-        if let Some((_, why)) = checkpoint::refusal_by_age(found.machine()) {
-            return Err(CommandError::new(Exit::Unsuspendable, format!("{why}. Nothing has changed")));
-        }
+        let able = [&support::SUSPEND, &support::MOVE].into_iter().try_for_each(|need| checkpoint::check_age(found.machine(), need));
+        able.map_err(|failure| failure.adding(". Nothing has changed"))?;
         let map = permutation(&cards, &from, &to)?;
         let request = pause.request(deadline);
         check_able(&mut checkpoint, &request, observer)?;

@@ -66,7 +66,7 @@ pub const SUSPEND: Requirement = Requirement {
     cuda: CudaVersion(12_080),
     driver: 570,
     able: "checkpoint",
-    otherwise: "exit code 7: all tags are paused, the CUDA context stays",
+    otherwise: "exit code 7: nothing changes; `pause` works",
 };
 
 /// Moving to another GPU.
