@@ -128,6 +128,38 @@ typedef struct VramctlRange {
   size_t bytes;
 } VramctlRange;
 
+// What to pause, and how. Set all of it to zero, and `size` to `sizeof(VramctlPauseOptions)`; later versions may add fields at the end, and
+// zero means that a field is not used.
+typedef struct VramctlPauseOptions {
+  // `sizeof(VramctlPauseOptions)`.
+  size_t size;
+  // `tag_count` tags; none means all, with the allocations' own policies. A tag that no allocation has is
+  // `VRAMCTL_RESULT_UNKNOWN_TAG`, unless a null tag is listed too.
+  const struct VramctlTag *tags;
+  // How many.
+  size_t tag_count;
+  // How long to wait for the device's work, in milliseconds; a negative value means no limit.
+  int64_t timeout_ms;
+  // `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own allocator. Whole 2 MiB pages in them
+  // read as zero after the resume, unless their contents are kept anyway (on disk, or because the tag is retained). They must stay unused
+  // until the call returns. Ranges may overlap; unmanaged parts are ignored.
+  const struct VramctlRange *unused;
+  // How many.
+  size_t unused_count;
+} VramctlPauseOptions;
+
+// What to resume, and how. As with `VramctlPauseOptions`, zero means that a field is not used.
+typedef struct VramctlResumeOptions {
+  // `sizeof(VramctlResumeOptions)`.
+  size_t size;
+  // `tag_count` tags; none, or a null tag, means all.
+  const char *const *tags;
+  // How many.
+  size_t tag_count;
+  // How long to wait for memory held by other processes, for all tags together, in milliseconds; a negative value means no limit.
+  int64_t timeout_ms;
+} VramctlResumeOptions;
+
 // A piece of memory that the program's own allocator got from CUDA.
 typedef struct VramctlSegment {
   // First address.
@@ -177,23 +209,12 @@ VramctlResult vramctl_pause(const char *tag,
                             int64_t timeout_ms,
                             int32_t backup);
 
-// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
+// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused. `options`: null means everything,
+// without a limit.
 //
-// `tags`: `count` entries, at least one. A tag that no allocation has is `VRAMCTL_RESULT_UNKNOWN_TAG`, unless a null tag is listed
-// too. `timeout_ms`: as for `vramctl_pause`.
-//
-// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
-// allocator. Whole 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk,
-// or because the tag is retained). They must stay unused until this function returns. Ranges may overlap; unmanaged
-// parts are ignored.
-//
-// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count`
-// ranges (or null if `unused_count` is 0).
-VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
-                                 size_t count,
-                                 int64_t timeout_ms,
-                                 const struct VramctlRange *unused,
-                                 size_t unused_count);
+// `options` must be null or readable for its size, `tags` for as many entries whose tags are null or NUL-terminated, and `unused` for as many
+// ranges.
+VramctlResult vramctl_pause_with(const struct VramctlPauseOptions *options);
 
 // Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
 // nothing. Resuming active memory is a no-op.
@@ -204,13 +225,11 @@ VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
 
-// Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed.
+// Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed. `options`: null means everything that
+// has room now.
 //
-// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags
-// together.
-//
-// `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
-VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t timeout_ms);
+// `options` must be null or readable for its size, and `tags` for as many pointers, each null or to a NUL-terminated string.
+VramctlResult vramctl_resume_with(const struct VramctlResumeOptions *options);
 
 // Writes the report of the calling thread's last successful pause, resume or trim to `buffer`, as a NUL-terminated JSON
 // object: the fields of the control protocol's `done` or `trimmed` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if

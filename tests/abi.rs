@@ -24,6 +24,11 @@ fn pause(tag: Option<&str>, backup: i32) -> VramctlResult {
     unsafe { vramctl_pause(tag.as_ref().map_or(ptr::null(), |tag| tag.as_ptr()), -1, backup) }
 }
 
+fn pause_options() -> VramctlPauseOptions {
+    let size = size_of::<VramctlPauseOptions>();
+    VramctlPauseOptions { size, tags: ptr::null(), tag_count: 0, timeout_ms: 0, unused: ptr::null(), unused_count: 0 }
+}
+
 fn resume(tag: Option<&str>, timeout_ms: i64) -> VramctlResult {
     let tag = tag.map(|tag| CString::new(tag).unwrap());
     unsafe { vramctl_resume(tag.as_ref().map_or(ptr::null(), |tag| tag.as_ptr()), timeout_ms) }
@@ -254,8 +259,9 @@ fn unused_ranges_are_not_kept() {
         VramctlRange { address: 64 as *const c_void, bytes: 64 },
         VramctlRange { address: spare as *const c_void, bytes: 2 * MIB },
     ];
-    let all = VramctlTag { tag: ptr::null(), backup: 0 };
-    let pause_without = |ranges: &[VramctlRange]| unsafe { vramctl_pause_tags(&raw const all, 1, -1, ranges.as_ptr(), ranges.len()) };
+    let pause_without = |ranges: &[VramctlRange]| unsafe {
+        vramctl_pause_with(&VramctlPauseOptions { timeout_ms: -1, unused: ranges.as_ptr(), unused_count: ranges.len(), ..pause_options() })
+    };
     assert_eq!(pause_without(&unused), VramctlResult::OK, "{}", last_error());
     let report = || text(|buffer, capacity, needed| unsafe { vramctl_last_report_json(buffer, capacity, needed) });
     let report: serde_json::Value = serde_json::from_str(&report()).unwrap();
@@ -265,7 +271,7 @@ fn unused_ranges_are_not_kept() {
     assert!(found[..4 * MIB] == contents[..4 * MIB] && found[6 * MIB..] == contents[6 * MIB..], "what is not whole pages is kept");
     assert!(found[4 * MIB..6 * MIB].iter().all(|byte| *byte == 0));
     assert!(read(spare, 2 * MIB).unwrap().iter().all(|byte| *byte == 0));
-    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, ptr::null(), 1) }, Kind::Invalid);
+    assert_eq!(unsafe { vramctl_pause_with(&VramctlPauseOptions { unused_count: 1, ..pause_options() }) }, Kind::Invalid);
 
     // Once retained, contents are kept whole, although the previous backup was not.
     assert_eq!(write(address, &contents), 0);
@@ -319,8 +325,13 @@ fn several_tags_are_paused_and_resumed_at_once() {
     let is_paused = || [weights, cache, other].map(|address| Memory::get().find(address).unwrap().is_paused());
     let tag = |tag: &'static CStr, backup: VramctlBackup| VramctlTag { tag: tag.as_ptr(), backup: backup as i32 };
     let others = |backup: VramctlBackup| VramctlTag { tag: ptr::null(), backup: backup as i32 };
-    let pause = |tags: &[VramctlTag]| unsafe { vramctl_pause_tags(tags.as_ptr(), tags.len(), -1, ptr::null(), 0) };
-    let resume = |tags: &[*const c_char], timeout| unsafe { vramctl_resume_tags(tags.as_ptr(), tags.len(), timeout) };
+    let pause = |tags: &[VramctlTag]| unsafe {
+        vramctl_pause_with(&VramctlPauseOptions { tags: tags.as_ptr(), tag_count: tags.len(), timeout_ms: -1, ..pause_options() })
+    };
+    let resume = |tags: &[*const c_char], timeout_ms| unsafe {
+        let size = size_of::<VramctlResumeOptions>();
+        vramctl_resume_with(&VramctlResumeOptions { size, tags: tags.as_ptr(), tag_count: tags.len(), timeout_ms })
+    };
 
     assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"missing", VramctlBackup::Host)]), Kind::UnknownTag);
     assert_eq!(is_paused(), [false; 3]);
@@ -343,11 +354,43 @@ fn several_tags_are_paused_and_resumed_at_once() {
     assert!(read(cache, 4096).unwrap() == pattern(4, 4096));
     assert!(read(weights, 4096).unwrap() == [0; 4096] && read(other, 4096).unwrap() == [0; 4096]);
 
-    assert_eq!(pause(&[]), Kind::Invalid);
-    assert_eq!(resume(&[], 0), Kind::Invalid);
+    // None means all, and so do no options.
+    for (paused, resumed) in
+        [(pause(&[]), resume(&[], 0)), unsafe { (vramctl_pause_with(ptr::null()), vramctl_resume_with(ptr::null())) }, unsafe {
+            (vramctl_pause_tags(&others(VramctlBackup::Host), 1, -1, ptr::null(), 0), vramctl_resume_tags(&ptr::null(), 1, 0))
+        }]
+    {
+        assert_eq!((paused, resumed), (VramctlResult::OK, VramctlResult::OK));
+    }
     assert_eq!(unsafe { vramctl_resume_tags(ptr::null(), 2, 0) }, Kind::Invalid);
+    assert_eq!(unsafe { vramctl_pause_tags(ptr::null(), 0, -1, ptr::null(), 0) }, Kind::Invalid);
     assert_eq!(pause(&[VramctlTag { tag: ptr::null(), backup: 9 }]), Kind::Invalid);
     assert_eq!([weights, cache, other].map(free), [0; 3]);
+}
+
+/// A program may be built with the header of another version.
+#[test]
+fn options_may_be_of_another_version() {
+    #[repr(C)]
+    struct Later {
+        now: VramctlPauseOptions,
+        more: u64,
+    }
+    let _gpu = Gpu::take();
+    let address = malloc(8 * MIB).unwrap();
+    let later = |size, more| Later { now: VramctlPauseOptions { size, timeout_ms: -1, ..pause_options() }, more };
+    let pause = |options: &Later| unsafe { vramctl_pause_with((&raw const *options).cast()) };
+    // Shorter than today's, without the unused ranges; longer, with nothing in what is not known; and with something.
+    for options in [later(std::mem::offset_of!(VramctlPauseOptions, unused), 0), later(size_of::<Later>(), 0)] {
+        assert_eq!(pause(&options), VramctlResult::OK, "{}", last_error());
+        assert_eq!(resume(None, 0), VramctlResult::OK);
+    }
+    assert_eq!(pause(&later(size_of::<Later>(), 1)), Kind::Invalid);
+    for size in [0, 4, usize::MAX] {
+        assert_eq!(pause(&later(size, 0)), Kind::Invalid);
+        assert!(last_error().contains("size"), "{}", last_error());
+    }
+    assert_eq!(free(address), 0);
 }
 
 /// Discarded parts have no backup and take no host memory. The parts around them are still found.
@@ -363,10 +406,10 @@ fn parts_that_are_not_kept_have_no_backup() {
     // An earlier backup, whose bytes must not be mistaken for the later one's.
     let range =
         |(from, to): (usize, usize)| VramctlRange { address: (address as usize + from * MIB) as *const c_void, bytes: (to - from) * MIB };
-    let all = VramctlTag { tag: ptr::null(), backup: 0 };
     let unused = GAPS.map(range);
     assert!(224 * MIB as u64 > common::HOST_CAP, "whole, it could not be kept");
-    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, unused.as_ptr(), unused.len()) }, VramctlResult::OK);
+    let options = VramctlPauseOptions { timeout_ms: -1, unused: unused.as_ptr(), unused_count: unused.len(), ..pause_options() };
+    assert_eq!(unsafe { vramctl_pause_with(&options) }, VramctlResult::OK);
     assert_eq!(Memory::get().status().tags[0].host_bytes, 16 << 20);
     for mib in 0..224 {
         let (mut found, mut bytes) = (ptr::null(), 0);

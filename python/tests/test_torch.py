@@ -375,7 +375,7 @@ class LiveBlocks(unittest.TestCase):
         call = library.call
 
         def late(name: str, *arguments: Any) -> None:
-            if name == "pause_tags":
+            if name == "pause_with":
                 with vramctl.region("raced"):
                     taken.append(torch.empty(24 * MIB))
             call(name, *arguments)
@@ -394,7 +394,7 @@ class LiveBlocks(unittest.TestCase):
         call = library.call
 
         def late(name: str, *arguments: Any) -> None:
-            if name == "pause_tags":
+            if name == "pause_with":
                 taken.append(torch.empty(24 * MIB))
             call(name, *arguments)
 

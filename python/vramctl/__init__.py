@@ -230,7 +230,10 @@ def pause(
     free = _torch.Free([], 0)
     if live_only and _torch.is_used():
         free = _free_of(policies)
-    library.call("pause_tags", entries, len(entries), timeout_ms, _library.ranges(free.ranges), len(free.ranges))
+    unused = _library.ranges(free.ranges)
+    size = ctypes.sizeof(_library.PauseOptions)
+    options = _library.PauseOptions(size, entries, len(entries), timeout_ms, unused, len(free.ranges))
+    library.call("pause_with", ctypes.byref(options))
     report = types.Report._from(library.json("last_report_json"))
     lost = _torch.taken_since(free)
     if lost:
@@ -256,7 +259,9 @@ def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.
     """
     library = _library.get()
     names = (ctypes.c_char_p * len(chosen))(*map(_library.tag, chosen)) if (chosen := _request.names(tag)) else None
-    library.call("resume_tags", names, len(chosen), _library.milliseconds(timeout))
+    size = ctypes.sizeof(_library.ResumeOptions)
+    options = _library.ResumeOptions(size, names, len(chosen), _library.milliseconds(timeout))
+    library.call("resume_with", ctypes.byref(options))
     return types.Report._from(library.json("last_report_json"))
 
 

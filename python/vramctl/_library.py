@@ -31,6 +31,30 @@ class Tag(ctypes.Structure):
     _fields_ = [("tag", ctypes.c_char_p), ("backup", ctypes.c_int32)]
 
 
+class PauseOptions(ctypes.Structure):
+    """`VramctlPauseOptions`."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("tags", ctypes.POINTER(Tag)),
+        ("tag_count", ctypes.c_size_t),
+        ("timeout_ms", ctypes.c_int64),
+        ("unused", ctypes.POINTER(Range)),
+        ("unused_count", ctypes.c_size_t),
+    ]
+
+
+class ResumeOptions(ctypes.Structure):
+    """`VramctlResumeOptions`."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("tags", ctypes.POINTER(ctypes.c_char_p)),
+        ("tag_count", ctypes.c_size_t),
+        ("timeout_ms", ctypes.c_int64),
+    ]
+
+
 class Segment(ctypes.Structure):
     """`VramctlSegment`."""
 
@@ -42,8 +66,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "region_begin": (_text, ctypes.c_int32),
     "region_end": (),
     "current_tag": (_text, _size, _pointer(_size)),
-    "pause_tags": (_pointer(Tag), _size, ctypes.c_int64, _pointer(Range), _size),
-    "resume_tags": (_pointer(_text), _size, ctypes.c_int64),
+    "pause_with": (_pointer(PauseOptions),),
+    "resume_with": (_pointer(ResumeOptions),),
     "status_json": (_text, _size, _pointer(_size)),
     "last_report_json": (_text, _size, _pointer(_size)),
     "last_error_json": (_text, _size, _pointer(_size)),

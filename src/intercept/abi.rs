@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
-use std::{ptr, slice};
+use std::{mem::MaybeUninit, ptr, slice};
 use vramctl_control::protocol::Refusal;
 use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
@@ -117,19 +117,84 @@ pub struct VramctlTag {
     pub backup: i32,
 }
 
-/// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
-///
-/// `tags`: `count` entries, at least one. A tag that no allocation has is `VRAMCTL_RESULT_UNKNOWN_TAG`, unless a null tag is listed
-/// too. `timeout_ms`: as for `vramctl_pause`.
-///
-/// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
-/// allocator. Whole 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk,
-/// or because the tag is retained). They must stay unused until this function returns. Ranges may overlap; unmanaged
-/// parts are ignored.
+/// What to pause, and how. Set all of it to zero, and `size` to `sizeof(VramctlPauseOptions)`; later versions may add fields at the end, and
+/// zero means that a field is not used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct VramctlPauseOptions {
+    /// `sizeof(VramctlPauseOptions)`.
+    pub size: usize,
+    /// `tag_count` tags; none means all, with the allocations' own policies. A tag that no allocation has is
+    /// `VRAMCTL_RESULT_UNKNOWN_TAG`, unless a null tag is listed too.
+    pub tags: *const VramctlTag,
+    /// How many.
+    pub tag_count: usize,
+    /// How long to wait for the device's work, in milliseconds; a negative value means no limit.
+    pub timeout_ms: i64,
+    /// `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own allocator. Whole 2 MiB pages in them
+    /// read as zero after the resume, unless their contents are kept anyway (on disk, or because the tag is retained). They must stay unused
+    /// until the call returns. Ranges may overlap; unmanaged parts are ignored.
+    pub unused: *const VramctlRange,
+    /// How many.
+    pub unused_count: usize,
+}
+
+/// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused. `options`: null means everything,
+/// without a limit.
 ///
 /// # Safety
-/// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count`
-/// ranges (or null if `unused_count` is 0).
+/// `options` must be null or readable for its size, `tags` for as many entries whose tags are null or NUL-terminated, and `unused` for as many
+/// ranges.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_pause_with(options: *const VramctlPauseOptions) -> VramctlResult {
+    answer(|| {
+        let default = VramctlPauseOptions {
+            size: size_of::<VramctlPauseOptions>(),
+            tags: ptr::null(),
+            tag_count: 0,
+            timeout_ms: -1,
+            unused: ptr::null(),
+            unused_count: 0,
+        };
+        // SAFETY: the caller's promise; zero is a valid value of each field.
+        let options = unsafe { sized(options)? }.unwrap_or(default);
+        // SAFETY: as above.
+        let (tags, unused) =
+            unsafe { (array(options.tags, options.tag_count, "tags")?, array(options.unused, options.unused_count, "ranges")?) };
+        // SAFETY: as above.
+        let request = unsafe { pause_request(tags, options.timeout_ms, unused)? };
+        keep_report(&Memory::get().pause(&request, &mut ())?);
+        Ok(())
+    })
+}
+
+/// The request of a pause of several tags; none means all.
+unsafe fn pause_request(tags: &[VramctlTag], timeout_ms: i64, unused: &[VramctlRange]) -> Result<TransitionRequest, Error> {
+    let mut request = TransitionRequest {
+        timeout: timeout(timeout_ms),
+        unused: unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect(),
+        ..TransitionRequest::default()
+    };
+    for one in tags {
+        // SAFETY: the caller's promise.
+        match unsafe { text(one.tag)? } {
+            Some(tag) => {
+                request.tags.push(tag.to_owned());
+                request.backups.insert(tag.to_owned(), policy(one.backup)?);
+            }
+            None => request.backup = policy(one.backup)?,
+        }
+    }
+    if tags.iter().any(|one| one.tag.is_null()) {
+        request.tags.clear();
+    }
+    Ok(request)
+}
+
+/// `vramctl_pause_with` as it was in 0.1: goes with the next release. Not in the header.
+///
+/// # Safety
+/// As `vramctl_pause_with`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_pause_tags(
     tags: *const VramctlTag,
@@ -138,33 +203,12 @@ pub unsafe extern "C" fn vramctl_pause_tags(
     unused: *const VramctlRange,
     unused_count: usize,
 ) -> VramctlResult {
-    answer(|| {
-        // SAFETY: the caller's promise.
-        let (tags, unused) = unsafe { (array(tags, count, "tags")?, array(unused, unused_count, "ranges")?) };
-        if tags.is_empty() {
-            return Err(Error::Invalid("no tags given; a null tag means all".into()));
-        }
-        let mut request = TransitionRequest {
-            timeout: timeout(timeout_ms),
-            unused: unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect(),
-            ..TransitionRequest::default()
-        };
-        for one in tags {
-            // SAFETY: the caller's promise.
-            match unsafe { text(one.tag)? } {
-                Some(tag) => {
-                    request.tags.push(tag.to_owned());
-                    request.backups.insert(tag.to_owned(), policy(one.backup)?);
-                }
-                None => request.backup = policy(one.backup)?,
-            }
-        }
-        if tags.iter().any(|one| one.tag.is_null()) {
-            request.tags.clear();
-        }
-        keep_report(&Memory::get().pause(&request, &mut ())?);
-        Ok(())
-    })
+    if count == 0 {
+        return answer(|| Err(Error::Invalid("no tags given; a null tag means all".into())));
+    }
+    let size = size_of::<VramctlPauseOptions>();
+    // SAFETY: the caller's promise.
+    unsafe { vramctl_pause_with(&VramctlPauseOptions { size, tags, tag_count: count, timeout_ms, unused, unused_count }) }
 }
 
 /// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
@@ -186,29 +230,53 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
     })
 }
 
-/// Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed.
-///
-/// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags
-/// together.
+/// What to resume, and how. As with `VramctlPauseOptions`, zero means that a field is not used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct VramctlResumeOptions {
+    /// `sizeof(VramctlResumeOptions)`.
+    pub size: usize,
+    /// `tag_count` tags; none, or a null tag, means all.
+    pub tags: *const *const c_char,
+    /// How many.
+    pub tag_count: usize,
+    /// How long to wait for memory held by other processes, for all tags together, in milliseconds; a negative value means no limit.
+    pub timeout_ms: i64,
+}
+
+/// Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed. `options`: null means everything that
+/// has room now.
 ///
 /// # Safety
-/// `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
+/// `options` must be null or readable for its size, and `tags` for as many pointers, each null or to a NUL-terminated string.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: usize, timeout_ms: i64) -> VramctlResult {
+pub unsafe extern "C" fn vramctl_resume_with(options: *const VramctlResumeOptions) -> VramctlResult {
     answer(|| {
-        // SAFETY: the caller's promise.
-        let names = unsafe { array(tags, count, "tags")?.iter().map(|tag| text(*tag)).collect::<Result<Vec<_>, _>>()? };
-        if names.is_empty() {
-            return Err(Error::Invalid("no tags given; a null tag means all".into()));
-        }
-        let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>();
-        let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
-        keep_report(
-            &Memory::get()
-                .resume(&TransitionRequest { tags: tags.unwrap_or_default(), timeout, ..TransitionRequest::default() }, &mut ())?,
-        );
+        let size = size_of::<VramctlResumeOptions>();
+        let default = VramctlResumeOptions { size, tags: ptr::null(), tag_count: 0, timeout_ms: 0 };
+        // SAFETY: the caller's promise; zero is a valid value of each field.
+        let options = unsafe { sized(options)? }.unwrap_or(default);
+        // SAFETY: as above.
+        let names = unsafe { array(options.tags, options.tag_count, "tags")?.iter().map(|tag| text(*tag)).collect::<Result<Vec<_>, _>>()? };
+        let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>().unwrap_or_default();
+        let timeout = timeout(options.timeout_ms).or(Some(Duration::MAX));
+        keep_report(&Memory::get().resume(&TransitionRequest { tags, timeout, ..TransitionRequest::default() }, &mut ())?);
         Ok(())
     })
+}
+
+/// `vramctl_resume_with` as it was in 0.1: goes with the next release. Not in the header.
+///
+/// # Safety
+/// As `vramctl_resume_with`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: usize, timeout_ms: i64) -> VramctlResult {
+    if count == 0 {
+        return answer(|| Err(Error::Invalid("no tags given; a null tag means all".into())));
+    }
+    let size = size_of::<VramctlResumeOptions>();
+    // SAFETY: the caller's promise.
+    unsafe { vramctl_resume_with(&VramctlResumeOptions { size, tags, tag_count: count, timeout_ms }) }
 }
 
 /// Writes the report of the calling thread's last successful pause, resume or trim to `buffer`, as a NUL-terminated JSON
@@ -551,6 +619,34 @@ unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<TransitionReque
 /// `None` (no limit) if negative.
 fn timeout(ms: i64) -> Option<Duration> {
     u64::try_from(ms).ok().map(Duration::from_millis)
+}
+
+/// Options of a caller whose header may be older or newer; `None` for null. Fields that the caller does not know are zero, and those that this
+/// library does not know must be.
+///
+/// # Safety
+/// `options` must be null or begin with its size and be readable for that. Zero must be a valid value of each field.
+unsafe fn sized<T: Copy>(options: *const T) -> Result<Option<T>, Error> {
+    if options.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    let size = unsafe { options.cast::<usize>().read() };
+    if size < size_of::<usize>() || size > 4096 {
+        return Err(Error::Invalid(format!("`size` of the options is {size}; it has to be their size in bytes")));
+    }
+    // SAFETY: as above.
+    let bytes = unsafe { slice::from_raw_parts(options.cast::<u8>(), size) };
+    let known = size.min(size_of::<T>());
+    if bytes[known..].iter().any(|byte| *byte != 0) {
+        return Err(Error::Invalid("this version of the library does not know all of the options".into()));
+    }
+    let mut own = MaybeUninit::<T>::zeroed();
+    // SAFETY: as many bytes of both. All bytes of `own` are initialised, and each field is copied whole or zero: fields do not change their size.
+    unsafe {
+        ptr::copy_nonoverlapping(bytes.as_ptr(), own.as_mut_ptr().cast(), known);
+        Ok(Some(own.assume_init()))
+    }
 }
 
 /// A C array, which may be null if it is empty.
