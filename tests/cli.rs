@@ -624,7 +624,8 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
     assert_eq!(engine.asked()[1], Request::Pause(held), "all is asked for as all");
     place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
-    place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms"), "");
+    let resumed = format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms\n  1.00 GiB restored from host memory\n");
+    place.vramctl("resume weights").expect(0, &resumed, "");
     let quiet = place.vramctl("resume --quiet");
     assert_eq!((quiet.code, quiet.out.as_str(), quiet.err.as_str()), (Some(0), "", ""));
 }
@@ -780,7 +781,7 @@ fn status_shows_missing_memory_and_its_owner() {
     status.has(0, "A leak? libnccl.so.2: 100.00 MiB more in each cycle, over the last 3.", "");
     status.expect(
         0,
-        "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",
+        "Host memory for backups: 0 B used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",
         "",
     );
 }
@@ -1235,6 +1236,74 @@ fn shells_complete_tags_processes_and_gpus() {
     assert_eq!(complete(&["status", "tr"]), ["trainer"]);
     assert_eq!(complete(&["pause", "--pid", &engine.pid().to_string()]), [engine.pid().to_string()]);
     assert_eq!(complete(&["ps", "--gpu", "GPU"]), [GPU]);
+}
+
+#[test]
+fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
+    let place = Place::new();
+    let programs = place.folder.path().join("programs");
+    fs::create_dir(&programs).unwrap();
+    for (name, mode) in [("serve-it", 0o755), ("serve.txt", 0o644)] {
+        fs::write(programs.join(name), "").unwrap();
+        fs::set_permissions(programs.join(name), Permissions::from_mode(mode)).unwrap();
+    }
+    let complete = |words: &[&str]| {
+        let arguments: Vec<_> = ["--", "vramctl", "run", "--"].iter().chain(words).copied().collect();
+        let mut command = place.command(command_line(), &arguments);
+        command.env("VRAMCTL_COMPLETE", "fish").env("PATH", &programs).current_dir(place.folder.path());
+        Ran::new(&command.output().unwrap()).out.lines().map(|line| line.split('\t').next().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(complete(&["serv"]), ["serve-it"]);
+    assert_eq!(complete(&["serve-it", "prog"]), ["programs/"]);
+}
+
+/// Where zsh is installed, it runs the script as it does at the first Tab; elsewhere, the script is read.
+#[test]
+fn zsh_completes_at_the_first_tab() {
+    let place = Place::new();
+    let script = place.vramctl("completions zsh").out;
+    assert!(
+        script.trim_end().ends_with("if [ \"$funcstack[1]\" = \"_vramctl\" ]; then\n    _clap_dynamic_completer_vramctl \"$@\"\nfi"),
+        "{script}"
+    );
+    let Some(zsh) = installed("zsh") else { return };
+    fs::write(place.folder.path().join("_vramctl"), script).unwrap();
+    let program = "compdef() { :; }; _describe() { print -l \"${(P@)@[-1]}\"; }; fpath=($1 $fpath); autoload -U _vramctl; words=(vramctl set-t); \
+                   CURRENT=2; _vramctl";
+    let mut command = place.command(zsh, &["-f", "-c", program, "zsh", place.folder.path().to_str().unwrap()]);
+    let path = format!("{}:{}", Path::new(command_line()).parent().unwrap().display(), std::env::var("PATH").unwrap());
+    Ran::new(&command.env("PATH", path).output().unwrap()).has(0, "set-tag", "");
+}
+
+#[test]
+fn pause_and_resume_have_help_of_their_own_for_json() {
+    let place = Place::new();
+    let help = |command: &str| place.vramctl(&format!("{command} --help")).out;
+    assert!(help("pause").contains("trimmed") && !help("pause").contains("\"restored\""));
+    assert!(help("resume").contains("restored") && !help("resume").contains("trimmed"));
+}
+
+/// They would see each other's processes, and a memory that is not that of the machine would be believed.
+#[test]
+fn simulated_machines_have_sockets_and_a_size_of_their_own() {
+    let place = Place::new();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/simgpu");
+    let run = |words: &[&str]| {
+        let mut command = place.command(script, words);
+        command.env_remove("VRAMCTL_DIR").current_dir(place.folder.path());
+        for name in ["SIMGPU_DIR", "SIMGPU_MEMORY", "SIMGPU_DEVICES"] {
+            command.env_remove(name);
+        }
+        Ran::new(&command.output().unwrap())
+    };
+    let sockets = |machine: &str| place.folder.path().join(machine).join("sockets").to_str().unwrap().to_owned();
+    let first = run(&["--dir", "one", "--memory", "64M", "sh", "-c", "simgpu-smi >&2 && echo $VRAMCTL_DIR"]);
+    first.has(0, &sockets("one"), "64 MiB");
+    let nested = run(&["--dir", "one", script, "--dir", "two", "printenv", "VRAMCTL_DIR"]);
+    nested.has(0, &sockets("two"), "");
+    run(&["--dir", "one", "--memory", "32M", "true"]).has(2, "", "has 1 GPUs of 64 MiB each. To join it, leave out");
+    run(&["--dir", "one", "--devices", "2", "true"]).has(2, "", "leave out --devices and --memory");
+    run(&["--dir", "one", "--memory", "64M", "true"]).has(0, "", "");
 }
 
 // ---- doctor ----

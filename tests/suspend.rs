@@ -886,7 +886,11 @@ fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
     }
     drop(hog);
     machine.vramctl("suspend engine").expect(0, "suspended", "");
-    machine.vramctl("move engine --to 1").expect(0, "moved", "");
+    let foretold = machine.vramctl("move engine --to 1 --dry-run");
+    foretold.has(0, "a move would take it from GPU 0 to GPU 1, with ", "");
+    foretold.has(0, "; it would not stay suspended", "");
+    assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "a dry run changes nothing");
+    machine.vramctl("move engine --to 1").expect(0, "which was suspended and is resumed, to GPU 1", "");
     assert_eq!(machine.gpus()[1], before[0]);
     engine.is_well();
 }

@@ -301,12 +301,26 @@ print("ready", flush=True)""",
         for leave in (vramctl.Job("engine", ranks=3).suspend, lambda: vramctl.Job("engine", ranks=3).move(1)):
             with self.assertRaisesRegex(errors.NoProcess, "2 of 3 processes are there"):
                 leave()
-        with self.assertRaises(errors.NoProcess):
+        with self.assertRaisesRegex(errors.NoProcess, "no managed process is named nobody; the processes are engine"):
             vramctl.Job("nobody").resume()
+        with self.assertRaisesRegex(errors.NoProcess, "did you mean engine?"):
+            vramctl.Job("engin").resume()
+        for wrong, why in (
+            (lambda: vramctl.Job(7), "a job has a name, a str, and not 7; for one process, use vramctl.Client"),
+            (lambda: vramctl.Job("engine", ranks="2"), "ranks must be the number of the job's processes, or None, not '2'"),
+            (lambda: self.job.pause(7), "tags must be a tag, several of them, or None for all, not 7"),
+            (lambda: self.job.pause(["weights", 7]), "a tag must be a str or None, not 7"),
+            (lambda: self.job.resume(timeout="soon"), "a timeout must be a number of seconds or None, not 'soon'"),
+            (lambda: vramctl.Client(7.5), "a process is chosen by its id, its name or the path of its socket, not by 7.5"),
+        ):
+            with self.assertRaises(TypeError) as unfit:
+                wrong()
+            self.assertIn(why, str(unfit.exception))
         with self.assertRaises(errors.Invalid):
             self.job.pause(backup="tape")  # type: ignore[arg-type]
         with Program("trainer") as trainer, self.assertRaises(errors.SeveralProcesses) as several:
             vramctl.Job().pause()
+        self.assertIn("several jobs are managed: engine, trainer; choose one by its name: vramctl.Job('engine')", str(several.exception))
         self.assertEqual(set(several.exception.pids), {trainer.pid, *(rank.pid for rank in self.ranks)})
         # Refused by the command, and before it.
         with self.assertRaisesRegex(errors.Invalid, "no GPU 7") as wrong_gpu:

@@ -32,10 +32,19 @@ def registered(how: str) -> str:
 
 def names(tags: str | Iterable[str] | None) -> list[str | None]:
     """The tags without duplicates; None means all."""
+    if not (tags is None or isinstance(tags, (str, Iterable))):
+        raise TypeError(f"tags must be a tag, several of them, or None for all, not {tags!r}")
     chosen: list[str | None] = [tags] if tags is None or isinstance(tags, str) else list(dict.fromkeys(tags))
+    for tag in chosen:
+        _check_tag(tag)
     if not chosen:
         raise errors.Invalid("no tags: None means all of them")
     return chosen
+
+
+def _check_tag(tag: object) -> None:
+    if not (tag is None or isinstance(tag, str)):
+        raise TypeError(f"a tag must be a str or None, not {tag!r}")
 
 
 def policies(tags: Tags, backup: str) -> dict[str | None, str]:
@@ -46,6 +55,8 @@ def policies(tags: Tags, backup: str) -> dict[str | None, str]:
         raise errors.Invalid("tags is a mapping that gives each tag its policy; do not pass backup as well")
     if not tags:
         raise errors.Invalid("no tags: None means all of them")
+    for tag in tags:
+        _check_tag(tag)
     return {tag: checked(policy) for tag, policy in tags.items()}
 
 
@@ -67,6 +78,8 @@ def milliseconds(timeout: float | None) -> int | None:
     """Converts seconds to milliseconds, rounded up so that a short timeout does not become 0. None: no limit."""
     if timeout is None:
         return None
+    if not isinstance(timeout, (int, float)):
+        raise TypeError(f"a timeout must be a number of seconds or None, not {timeout!r}")
     if not timeout >= 0:
         raise errors.Invalid(f"a timeout must be a non-negative number of seconds or None, not {timeout!r}")
     return None if timeout > 1e9 else -int(-timeout * 1000 // 1)

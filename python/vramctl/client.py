@@ -504,6 +504,8 @@ def _find(target: int | str | os.PathLike[str] | None, patience: float | None) -
         target = int(target)
     if isinstance(target, int):
         return _Place.of(target)
+    if not (target is None or isinstance(target, (str, os.PathLike))):
+        raise TypeError(f"a process is chosen by its id, its name or the path of its socket, not by {target!r}")
     if isinstance(target, os.PathLike) or (isinstance(target, str) and "/" in target):
         path = Path(os.path.abspath(target))
         return _Place(str(path.parent), path.name)

@@ -49,6 +49,10 @@ class Job:
     """
 
     def __init__(self, name: str | None = None, *, ranks: int | None = None) -> None:
+        if not (name is None or isinstance(name, str)):
+            raise TypeError(f"a job has a name, a str, and not {name!r}; for one process, use vramctl.Client")
+        if not (ranks is None or isinstance(ranks, int)):
+            raise TypeError(f"ranks must be the number of the job's processes, or None, not {ranks!r}")
         self._target: str | dict[str, Any] = "only" if name is None else {"name": name}
         self._ranks = ranks
         self._folder: str | None = None
@@ -202,7 +206,26 @@ class Job:
         return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
 
     def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
-        return _Operation({"operation": operation, "target": self._target, **fields}, self._folder).ended()
+        try:
+            return _Operation({"operation": operation, "target": self._target, **fields}, self._folder).ended()
+        except errors.SeveralProcesses as several:
+            # The command's words are for people at a terminal.
+            error = errors.SeveralProcesses(_choose_a_name(several.pids), several.numbers)
+            error.committed = several.committed
+            raise error from None
+
+
+def _choose_a_name(pids: Iterable[int]) -> str:
+    """What to tell a program that has not said which of several jobs it means."""
+    from .client import processes  # that module uses this one
+
+    names = sorted({process.name for process in processes() if process.name is not None and process.pid in set(pids)})
+    if not names:
+        return "several jobs are managed; choose one by its name: vramctl.Job(NAME)"
+    listed = ", ".join(names)
+    if len(names) == 1:
+        return f"several processes that are no job have the name {listed}; choose all of them: vramctl.Job({names[0]!r})"
+    return f"several jobs are managed: {listed}; choose one by its name: vramctl.Job({names[0]!r})"
 
 
 def ledger() -> list[Ledger]:

@@ -102,7 +102,7 @@ pub fn size(text: &str) -> Result<usize, String> {
     match parse_bytes(text) {
         Some(bytes) => Ok(bytes),
         None if is_negative(text) => Err("a size must not be negative".into()),
-        None => Err("not a size: give bytes, or a whole number with K, M or G, such as 64K or 5G".into()),
+        None => Err("not a size: give bytes, or a number with K, M or G, such as 64K, 5GB or 1.50 GiB".into()),
     }
 }
 

@@ -2,15 +2,28 @@
 
 use crate::ui::output;
 use clap::CommandFactory;
-use clap_complete::engine::CompletionCandidate;
+use clap_complete::engine::{CompletionCandidate, PathCompleter, ValueCompleter};
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::env;
+use std::ffi::OsStr;
+use std::fs::{self, DirEntry};
+use std::os::unix::fs::PermissionsExt;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Process, Target};
+use vramctl_driver::{Card, cards};
+use vramctl_model::Bytes;
 
 /// The variable that a script sets when it asks for candidates.
 const VARIABLE: &str = "VRAMCTL_COMPLETE";
+
+/// zsh runs the script at the first Tab, as the function `_vramctl`, and expects it to complete. clap's only prepares that.
+const ZSH_AT_ONCE: &str = "
+if [ \"$funcstack[1]\" = \"_vramctl\" ]; then
+    _clap_dynamic_completer_vramctl \"$@\"
+fi
+";
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -31,6 +44,9 @@ pub fn completions(args: &Args) -> Result<Exit, CommandError> {
     let shell = shells.completer(&args.shell.to_string()).ok_or_else(|| failed("unknown shell".into()))?;
     let mut script = Vec::new();
     shell.write_registration(VARIABLE, "vramctl", "vramctl", "vramctl", &mut script).map_err(|error| failed(error.to_string()))?;
+    if args.shell == Shell::Zsh {
+        script.extend_from_slice(ZSH_AT_ONCE.as_bytes());
+    }
     output::print(&String::from_utf8_lossy(&script))?;
     Ok(Exit::Done)
 }
@@ -80,6 +96,51 @@ pub fn gpus() -> Vec<CompletionCandidate> {
     let processes = processes();
     let users: BTreeMap<_, _> = processes.iter().flat_map(|process| process.gpus().map(move |gpu| (gpu, process.to_string()))).collect();
     users.into_iter().map(|(gpu, user)| CompletionCandidate::new(gpu).help(Some(user.into()))).collect()
+}
+
+/// The GPUs that a move may go to: all but those of the processes that the command line names, or of the only job.
+pub fn other_gpus() -> Vec<CompletionCandidate> {
+    let words: Vec<_> = env::args().collect();
+    let processes = processes();
+    let is_named = |process: &&Process| words.iter().any(|word| process.name() == Some(word) || process.pid.to_string() == *word);
+    let mut moving: Vec<_> = processes.iter().filter(is_named).collect();
+    if moving.is_empty() && processes.iter().all(|process| process.job() == processes[0].job()) {
+        moving = processes.iter().collect();
+    }
+    let is_left = |card: &&Card| moving.iter().any(|process| process.gpus().any(|gpu| gpu == card.uuid));
+    let candidate = |card: &Card| {
+        let help = format!("{}, {} free", card.name, Bytes(card.free));
+        CompletionCandidate::new(card.index.to_string()).help(Some(help.into()))
+    };
+    cards().unwrap_or_default().iter().filter(|card| !is_left(card)).map(candidate).collect()
+}
+
+/// Completes a command and its arguments: a program on PATH or a path, then paths.
+pub struct CommandLine;
+
+impl ValueCompleter for CommandLine {
+    fn complete(&self, current: &OsStr) -> Vec<CompletionCandidate> {
+        let begun = current.to_string_lossy();
+        let mut found = if begun.contains('/') { Vec::new() } else { programs(&begun) };
+        found.extend(PathCompleter::any().complete(current));
+        found
+    }
+
+    fn complete_at(&self, index: usize, current: &OsStr) -> Vec<CompletionCandidate> {
+        if index == 0 { self.complete(current) } else { PathCompleter::any().complete(current) }
+    }
+}
+
+/// The programs on PATH that begin so.
+fn programs(begun: &str) -> Vec<CompletionCandidate> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let entries = env::split_paths(&path).filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten();
+    let is_program =
+        |entry: &DirEntry| fs::metadata(entry.path()).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
+    let named =
+        |entry: DirEntry| entry.file_name().to_str().filter(|name| name.starts_with(begun) && is_program(&entry)).map(str::to_owned);
+    let programs: BTreeSet<_> = entries.filter_map(named).collect();
+    programs.into_iter().map(CompletionCandidate::new).collect()
 }
 
 /// No processes on errors: a completion must not print messages.

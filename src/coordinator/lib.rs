@@ -26,12 +26,12 @@ pub mod retry;
 pub mod shared;
 mod stuck;
 mod suspend;
-mod target;
+pub mod target;
 pub mod text;
 
 pub use observer::Observer;
 pub use operation::{Operation, Scope};
 pub use outcome::Outcome;
 pub use plan::Plan;
-pub use relocate::Move;
+pub use relocate::{Move, Moving};
 pub use suspend::Suspend;

@@ -106,7 +106,7 @@ impl Done {
     /// The times as text.
     pub fn took(&self) -> String {
         let stages: Vec<_> = self.stages.iter().map(|(stage, ms)| format!("{stage} {ms:.0}")).collect();
-        format!("in {:.0} ms ({})", self.ms(), stages.join(", "))
+        format!("in {:.0} ms\n  {} ms", self.ms(), stages.join(", "))
     }
 }
 

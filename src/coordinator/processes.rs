@@ -535,7 +535,7 @@ fn choose_part<'a>(processes: &'a [Process], part: &Target) -> Result<Vec<&'a Pr
         }
         (Target::Pid(pid), 2..) => fail(Exit::Usage, format!("several processes in containers out of sight have the pid {pid} there")),
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
-        (Target::Name(name), 0) => fail(Exit::NoProcess, target::no_such_name(name, processes)),
+        (Target::Name(name), 0) => Err(CommandError::new(Exit::NoProcess, target::no_such_name(name, processes))),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
         _ => Ok(chosen),
     }

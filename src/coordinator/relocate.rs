@@ -7,7 +7,7 @@ use crate::gpus;
 use crate::machine::Machine;
 use crate::operation::{Operation, Scope};
 use crate::outcome::Outcome;
-use crate::processes::{Found, Target};
+use crate::processes::{Found, Process, Target};
 use crate::retry::{Deadline, Patience};
 use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +26,19 @@ pub struct Move {
     arrived: String,
     /// The commands that continue it where the jobs are.
     again: Vec<String>,
+}
+
+/// Where a process would go.
+#[derive(Debug)]
+pub struct Moving {
+    /// The process.
+    pub process: Process,
+    /// The indices of its GPUs.
+    pub from: Vec<u32>,
+    /// Those that they would be replaced by, in the same order.
+    pub to: Vec<u32>,
+    /// The memory of its tags.
+    pub bytes: u64,
 }
 
 impl Move {
@@ -69,6 +82,16 @@ impl Move {
     /// The commands that continue an interrupted move where the jobs are.
     pub fn way_on(&self) -> String {
         steps(&self.again)
+    }
+
+    /// A dry run: where each process would go. Whether it could is checked with the plan.
+    pub fn forecast(&self) -> Vec<Moving> {
+        let moving = |member: &Member| {
+            let (from, to) = moves(member, &self.map, &self.cards).into_iter().map(|(old, new)| (old.index, new.index)).unzip();
+            let bytes = member.process.tags().iter().map(|tag| tag.bytes).sum();
+            Moving { process: member.process.clone(), from, to, bytes }
+        };
+        self.checkpoint.members.iter().map(moving).collect()
     }
 
     /// Suspends, restores elsewhere, resumes. If the driver refuses that, the jobs come back where they were.

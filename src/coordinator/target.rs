@@ -83,7 +83,8 @@ pub fn no_such_name(written: &str, processes: &[Process]) -> String {
     if is_pattern(written) {
         return format!("no managed process has a name like {written}{}", listed("; the processes are", &names));
     }
-    format!("no managed process is named {written}{}", nearest(written, names).map_or_else(String::new, |name| did_you_mean(&name)))
+    let hint = nearest(written, names.iter().cloned()).map_or_else(|| listed("; the processes are", &names), |name| did_you_mean(&name));
+    format!("no managed process is named {}{hint}", text::one_line(written))
 }
 
 /// The names of processes, without repetition.

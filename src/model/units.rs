@@ -8,7 +8,8 @@ pub fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Parses `4096`, `64K`, `1M`, `1MB`, `1MiB`, `1 MiB` or `2G` into bytes. All units are powers of 1024, as in [`Bytes`].
+/// Parses `4096`, `64K`, `1M`, `1MB`, `1MiB`, `1 MiB` or `2G` into bytes, and what [`Bytes`] displays, such as `5.00 GiB`. All units are
+/// powers of 1024, as there.
 pub fn parse_bytes(text: &str) -> Option<usize> {
     let text = text.trim();
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
@@ -19,7 +20,13 @@ pub fn parse_bytes(text: &str) -> Option<usize> {
         "g" | "gb" | "gib" => 30,
         _ => return None,
     };
-    digits.trim_end().parse::<usize>().ok()?.checked_mul(1 << shift)
+    let (whole, fraction) = digits.trim_end().split_once('.').unwrap_or((digits.trim_end(), "0"));
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    if !is_number(whole) || !is_number(fraction) || (shift == 0 && digits.contains('.')) {
+        return None;
+    }
+    let part = format!("0.{fraction}").parse::<f64>().ok()? * f64::from(1u32 << shift);
+    whole.parse::<usize>().ok()?.checked_mul(1 << shift)?.checked_add(part.round() as usize)
 }
 
 /// Displays bytes: exact below 1 KiB, else with two decimals and a binary unit.
@@ -50,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_take_binary_suffixes_and_refuse_overflow() {
+    fn sizes_are_read_as_they_are_written() {
         assert_eq!(parse_bytes("64K"), Some(64 << 10));
         assert_eq!(parse_bytes("5M"), Some(5 << 20));
         assert_eq!(parse_bytes(" 3g "), Some(3 << 30));
@@ -58,7 +65,12 @@ mod tests {
         for same in ["1M", "1MB", "1MiB", "1 MiB", "1mb", "1024K", "1048576B"] {
             assert_eq!(parse_bytes(same), Some(1 << 20), "{same}");
         }
-        for wrong in ["", "M", "-1", "1T", "1iB", "1.5G", "1 M B", "B", "99999999999G"] {
+        for (text, bytes) in [("5GB", 5 << 30), ("5GiB", 5 << 30), ("5.00 GiB", 5 << 30), ("1.5G", 3 << 29), ("0.5 KiB", 512)] {
+            assert_eq!(parse_bytes(text), Some(bytes), "{text}");
+            let shown = Bytes(bytes as u64).to_string();
+            assert_eq!(parse_bytes(&shown), Some(bytes), "as it is displayed: {shown}");
+        }
+        for wrong in ["", "M", "-1", "1T", "1iB", "1.5", "1.G", ".5G", "1.2.3G", "1e3K", "1 M B", "B", "99999999999G", "nan", "+1"] {
             assert_eq!(parse_bytes(wrong), None, "{wrong}");
         }
     }

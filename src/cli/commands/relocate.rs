@@ -7,13 +7,14 @@ use crate::ui::Ui;
 use crate::ui::interrupt;
 use crate::ui::output;
 use clap_complete::ArgValueCandidates;
+use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
-use vramctl_coordinator::{Move, Operation, Scope};
+use vramctl_coordinator::{Move, Moving, Operation, Scope};
 use vramctl_model::{Bytes, Verb};
 
 #[derive(clap::Args)]
@@ -23,12 +24,15 @@ work continues. A job on several GPUs needs as many others; they are assigned in
 moved, nothing changes, and the message says why. If the driver refuses to restore some of the processes, the message names those \
 that have moved. If the command is interrupted, the job stays suspended: `vramctl resume` brings it back where it was.
 
+A suspended job comes back on the new GPUs, and runs there.
+
 A job that the driver cannot restore is refused with exit code 7, see `vramctl help suspend`. Programs that have memory of each other \
 open (CUDA IPC) move together, with --all or a common name; what each has open must be on its own GPU. Programs keep what they have \
 stored about the old GPU; even the driver still reports its bus id.
 
 Examples:
   vramctl move engine --to 1
+  vramctl move engine --to 1 --dry-run    # could it be moved?
   vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
   vramctl move engine --to 1 --swap other # exchange places with `other`")]
 pub struct Args {
@@ -38,8 +42,11 @@ pub struct Args {
     #[command(flatten)]
     target: TargetArgs,
     /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
-    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(completions::gpus))]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(completions::other_gpus))]
     to: Vec<String>,
+    /// Only check that it can be moved, and show from where to where
+    #[arg(long, conflicts_with = "quiet")]
+    dry_run: bool,
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
     #[arg(long, value_name = "N", value_parser = count)]
     ranks: Option<usize>,
@@ -49,7 +56,7 @@ pub struct Args {
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
-    /// Print JSON: {"processes": [{"pid", "name", "report"}]}
+    /// Print JSON: {"processes": [{"pid", "name", "report"}]}; with --dry-run, "from", "to" and "bytes" in place of "report"
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
@@ -60,6 +67,9 @@ pub struct Args {
 pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.quiet);
     let plan = Move::plan(&args.operation(), &ui)?;
+    if args.dry_run {
+        return foretell(&plan, args.json);
+    }
     interrupt::hold();
     let back = plan.way_on();
     interrupt::watch(move || {
@@ -68,9 +78,33 @@ pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
     });
     let outcome = plan.run(&ui)?;
     print(&outcome, &ui, |process, done| {
-        let gpus: Vec<_> = done.now_on.iter().map(|index| format!("GPU {index}")).collect();
-        format!("moved {process} to {}: {} {}", gpus.join(", "), Bytes(done.bytes()), done.took())
+        let was = if process.suspended().is_some() { ", which was suspended and is resumed," } else { "" };
+        format!("moved {process}{was} to {}: {} {}", list(&done.now_on), Bytes(done.bytes()), done.took())
     })
+}
+
+/// Prints what the move would do.
+fn foretell(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
+    let all = plan.forecast();
+    if as_json {
+        let answer = |Moving { process, from, to, bytes }: &Moving| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes });
+        output::json(&all.iter().map(answer).collect::<Vec<_>>())?;
+        return Ok(Exit::Done);
+    }
+    for Moving { process, from, to, bytes } in all {
+        let resumed = if process.suspended().is_some() { "; it would not stay suspended" } else { "" };
+        output::say(&format!(
+            "{process}: a move would take it from {} to {}, with {} in tags{resumed}",
+            list(&from),
+            list(&to),
+            Bytes(bytes)
+        ))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn list(gpus: &[u32]) -> String {
+    gpus.iter().map(|index| format!("GPU {index}")).collect::<Vec<_>>().join(", ")
 }
 
 impl Args {

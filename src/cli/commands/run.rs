@@ -3,7 +3,9 @@
 use crate::arguments::{checked_tag, size};
 use crate::commands::places::{self, LIBRARY};
 use crate::commands::preloading::{self, Unmanaged};
+use crate::completions;
 use crate::ui::output;
+use clap_complete::engine::ArgValueCompleter;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -14,8 +16,8 @@ use std::path::{self, Path, PathBuf};
 use std::process::Command;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
-use vramctl_coordinator::text;
-use vramctl_model::Policy;
+use vramctl_coordinator::{target, text};
+use vramctl_model::{DEFAULT_TAG, Policy};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -29,7 +31,7 @@ Examples:
   vramctl run --no-tag -- ./engine # manage only its own regions")]
 pub struct Args {
     /// The name by which other commands find it [default: the program's name]
-    #[arg(long, value_parser = checked_name)]
+    #[arg(long, short, value_parser = checked_name)]
     name: Option<String>,
     /// The tag for allocations outside regions
     #[arg(long, value_parser = checked_tag, conflicts_with = "no_tag")]
@@ -53,7 +55,7 @@ pub struct Args {
     #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
     log: Option<String>,
     /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, add = ArgValueCompleter::new(completions::CommandLine))]
     command: Vec<OsString>,
 }
 
@@ -66,6 +68,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let mut variables = environment(args, &library, &python, |name| env::var_os(name))?;
     let (program, arguments) = args.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
     check(&library)?;
+    args.backup.iter().filter_map(|backup| mistyped(backup, args.tag.as_deref())).for_each(|text| output::complain("warning", &text));
     if let Some(Unmanaged { why, is_ended_by_it }) = preloading::unmanaged(program) {
         output::complain("warning", &why);
         if is_ended_by_it {
@@ -91,6 +94,20 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let is_sought = exit == Exit::NotFound && program.components().count() == 1;
     let hint = if is_sought { "; is it on PATH?" } else { "" };
     Err(CommandError::new(exit, format!("cannot start {}: {error}{hint}", program.display())))
+}
+
+/// A warning if a policy is for a tag that looks like a mistyped one. Programs have tags of their own, so only those that are usual are
+/// known now; `status` tells of policies without a tag once the program has allocated.
+fn mistyped(backup: &str, own: Option<&str>) -> Option<String> {
+    /// The tags of the package, of engines, and of the library.
+    const USUAL: [&str; 6] = ["weights", "kv_cache", "cuda_graph", "optimizer", DEFAULT_TAG, "nccl"];
+    let (tag, _) = backup.split_once('=')?;
+    let known = || USUAL.into_iter().chain(own).map(str::to_owned);
+    if known().any(|known| known == tag) {
+        return None;
+    }
+    let meant = target::nearest(tag, known()).filter(|meant| meant.len().abs_diff(tag.len()) <= 1)?;
+    Some(format!("--backup {backup}: no usual tag is {tag}{}", target::did_you_mean(&meant)))
 }
 
 /// Warns of another run that has this name: commands treat both as one job.
@@ -214,6 +231,9 @@ fn checked_name(text: &str) -> Result<String, String> {
     if text.is_empty() || text.contains(char::is_control) {
         return Err("a name must not be empty or contain control characters".into());
     }
+    if text.parse::<u32>().is_ok() {
+        return Err("commands would take a number for a process id; add a letter".into());
+    }
     Ok(text.to_owned())
 }
 
@@ -286,6 +306,22 @@ mod tests {
     }
 
     #[test]
+    fn a_policy_for_a_mistyped_tag_is_noticed() {
+        let text = mistyped("weigths=disk", None).unwrap();
+        assert!(text.contains("--backup weigths=disk") && text.ends_with("did you mean weights?"), "{text}");
+        for (fine, own) in [
+            ("weights=disk", None),
+            ("activations=disk", None),
+            ("w=disk", Some("w")),
+            ("kv=discard", None),
+            ("weight=disk", Some("weight")),
+        ] {
+            assert_eq!(mistyped(fine, own), None, "{fine}");
+        }
+        assert!(mistyped("actoins=disk", Some("actions")).unwrap().ends_with("did you mean actions?"));
+    }
+
+    #[test]
     fn options_that_the_library_would_reject_are_refused_at_once() {
         for wrong in [
             ["--backup", "kv_cache"],
@@ -296,6 +332,7 @@ mod tests {
             ["--min-bytes", "lots"],
             ["--log", "loud"],
             ["--name", ""],
+            ["--name", "123"],
         ] {
             assert!(Line::try_parse_from(["run", wrong[0], wrong[1], "--", "x"]).is_err(), "{wrong:?}");
         }

@@ -11,7 +11,9 @@ use vramctl_control::protocol::{Hello, ProcessStatus};
 use vramctl_coordinator::checkpoint;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
+use vramctl_coordinator::proc;
 use vramctl_coordinator::processes::{Found, Process};
+use vramctl_coordinator::target;
 use vramctl_coordinator::text::{self, plain};
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
@@ -80,7 +82,9 @@ pub fn described(found: &Found, processes: &[Process], history: bool) -> Vec<Str
     let (states, refusal) = (checkpoint::states(found, processes), checkpoint::refusal_by_age(found.machine()));
     let refusal = refusal.map_or_else(String::new, |(need, why)| format!("\nNo {}: {why}.", need.operation));
     let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
-    answering.map(|(pid, status)| describe(status, states.get(&pid)) + &refusal + &history_of(&status.memory, history)).collect()
+    let below =
+        |pid, status: &ProcessStatus| [plain(&unused_policies(pid, status)), refusal.clone(), history_of(&status.memory, history)].concat();
+    answering.map(|(pid, status)| describe(status, states.get(&pid)) + &below(pid, status)).collect()
 }
 
 /// `state`: what the driver says of a suspended process, if it can be asked.
@@ -193,6 +197,23 @@ fn notes(memory: &Status) -> String {
     text
 }
 
+/// The policies that the process was started with, for tags that it has not.
+fn unused_policies(pid: u32, status: &ProcessStatus) -> String {
+    let [given] = proc::variables(pid, ["VRAMCTL_BACKUP"]);
+    policies_without_tag(&given.unwrap_or_default(), &status.memory.tags)
+}
+
+fn policies_without_tag(given: &str, tags: &[TagStatus]) -> String {
+    let known = || tags.iter().map(|tag| tag.tag.clone());
+    let unused =
+        given.split(',').filter_map(|policy| policy.split_once('=')).filter(|(tag, _)| !tags.is_empty() && known().all(|its| its != *tag));
+    let line = |(tag, policy)| {
+        let hint = target::nearest(tag, known()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
+        format!("\nNo allocation has the tag {tag}, for which it was started with --backup {tag}={policy}{hint}")
+    };
+    unused.map(line).collect()
+}
+
 /// The last cycles, if something grows in them or if they are wanted.
 fn history_of(memory: &Status, wanted: bool) -> String {
     match memory.cycles.len() {
@@ -276,6 +297,17 @@ mod tests {
         let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B", "0 B"];
         assert_eq!(tag_row(&tag), wanted);
         assert_eq!(tag_row(&TagStatus { retained: true, ..tag })[4], "discard 1.00 GiB, host 2.00 GiB, retained");
+    }
+
+    #[test]
+    fn a_policy_without_a_tag_is_told() {
+        let tags = [TagStatus { tag: "weights".into(), ..TagStatus::default() }];
+        let text = policies_without_tag("weigths=disk,weights=host", &tags);
+        assert_eq!(text, "\nNo allocation has the tag weigths, for which it was started with --backup weigths=disk; did you mean weights?");
+        assert_eq!(
+            policies_without_tag("weights=disk", &tags) + &policies_without_tag("a=host", &[]) + &policies_without_tag("disk", &tags),
+            ""
+        );
     }
 
     #[test]

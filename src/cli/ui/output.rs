@@ -6,6 +6,7 @@ use crossterm::terminal;
 use serde::Serialize;
 use std::io::{self, ErrorKind, IsTerminal, Write, stdout};
 use vramctl_coordinator::failure::{Choice, CommandError, Exit};
+use vramctl_coordinator::gpus;
 use vramctl_coordinator::text::{one_line, plain};
 
 /// Writes to stdout. A closed pipe (`vramctl ps | head -1`) is not an error.
@@ -50,7 +51,7 @@ pub fn fail(failure: &CommandError, json: bool) {
 
 /// Writes a line to stderr. Best effort.
 pub fn complain(what: &str, text: &str) {
-    let _ = writeln!(io::stderr(), "{} {}", colours::label(what), plain(text));
+    let _ = writeln!(io::stderr(), "{} {}", colours::label(what), plain(&gpus::with_indices(text)));
 }
 
 /// Warns of an old spelling.

@@ -12,12 +12,14 @@ pub struct UnderWay {
     state: TagState,
     tags: BTreeSet<Arc<str>>,
     progress: Option<Progress>,
+    is_undone: bool,
 }
 
 impl UnderWay {
     /// The state and progress of a tag in transition.
     pub fn of(&self, tag: &str) -> Option<(TagState, Option<Progress>)> {
-        self.tags.contains(tag).then_some((self.state, self.progress))
+        let state = if self.is_undone { TagState::Resuming } else { self.state };
+        self.tags.contains(tag).then_some((state, self.progress))
     }
 
     /// Whether a tag is being paused.
@@ -44,10 +46,16 @@ impl Drop for Shown<'_> {
 }
 
 impl Memory {
-    /// The pause or resume in progress, if any.
     /// Whether a pause or resume is in progress.
     pub fn is_in_transition(&self) -> bool {
         self.under_way().is_some()
+    }
+
+    /// The pause is taken back: its memory is on its way to where it was.
+    pub(crate) fn show_undoing(&self) {
+        if let Some(under_way) = &mut *self.under_way() {
+            (under_way.is_undone, under_way.progress) = (true, None);
+        }
     }
 
     pub(crate) fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
@@ -57,7 +65,23 @@ impl Memory {
     /// Shows these allocations' tags as in transition. One at a time: the caller holds the transition lock.
     pub(crate) fn show<'a>(&self, state: TagState, allocations: impl IntoIterator<Item = &'a Arc<Allocation>>) -> Shown<'_> {
         let tags = allocations.into_iter().map(|allocation| Arc::clone(&allocation.tag)).collect();
-        *self.under_way() = Some(UnderWay { state, tags, progress: None });
+        *self.under_way() = Some(UnderWay { state, tags, progress: None, is_undone: false });
         Shown(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_that_is_undone_is_no_pause_any_more() {
+        let tags = [Arc::from("weights")].into();
+        let pausing = UnderWay { state: TagState::Pausing, tags, progress: None, is_undone: false };
+        assert_eq!(pausing.of("weights"), Some((TagState::Pausing, None)));
+        let undone = UnderWay { is_undone: true, ..pausing };
+        assert_eq!(undone.of("weights"), Some((TagState::Resuming, None)));
+        assert!(undone.is_pausing("weights"), "its memory counts as active: nothing has been given up");
+        assert_eq!(undone.of("kv_cache"), None);
     }
 }

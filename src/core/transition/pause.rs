@@ -178,6 +178,7 @@ impl Memory {
 
     /// Undoes what a pause has done so far: maps the memory again, which still holds its contents.
     fn map_back(&self, victims: &[Arc<Allocation>], error: Error) -> Error {
+        self.show_undoing();
         let mut stranded = 0;
         for allocation in victims {
             if !allocation.is_paused() {

@@ -121,7 +121,7 @@ function draw(gpu, parent) {
 function peaks(gpu, parent) {
   const list = element("table", null, parent, "list");
   const head = element("tr", null, list);
-  ["whose", "at most", "in the end"].forEach((title) => element("th", title, head));
+  ["whose", "at most", "last"].forEach((title) => element("th", title, head));
   gpu.owners.forEach((name, i) => {
     const row = element("tr", null, list);
     element("td", name, row);

@@ -23,12 +23,12 @@ use vramctl_model::Trimmed;
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 
 pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
-    let options::Args { json, quiet, timeout, .. } = args.transition;
-    let ui = Ui::new(json, quiet);
-    let operation = args.operation(Deadline::new(timeout));
+    let (json, options::Args { quiet, timeout, .. }) = (args.json, &args.transition);
+    let ui = Ui::new(json, *quiet);
+    let operation = args.operation(Deadline::new(*timeout));
     let trimmed = if args.trim {
         let within = operation.deadline.left().unwrap_or(TRIM_WITHIN).min(TRIM_WITHIN);
-        trim::before_a_pause(operation.target.clone(), args.transition.words.clone(), within, json || quiet)?
+        trim::before_a_pause(operation.target.clone(), args.transition.words.clone(), within, json || *quiet)?
     } else {
         BTreeMap::new()
     };
@@ -41,7 +41,7 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
 }
 
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
-    let ui = Ui::new(args.transition.json, args.transition.quiet);
+    let ui = Ui::new(args.json, args.transition.quiet);
     let plan = Plan::make(args.operation(), &ui)?.bring_back(&ui)?;
     run(plan, &Consent::default(), &BTreeMap::new(), ui)
 }

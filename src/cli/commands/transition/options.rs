@@ -49,22 +49,28 @@ Examples:
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
-    /// Only show what would be paused, where the contents would go, and how much host memory they need; with --json each
-    /// process has a "plan" (docs/protocol.md) in place of its "report"
+    /// Only show what would be paused
+    ///
+    /// Also where the contents would go, and how much host memory they need; with --json each process has a "plan" (docs/protocol.md) in
+    /// place of its "report".
     #[arg(long, conflicts_with = "quiet")]
     pub dry_run: bool,
     #[command(flatten)]
     pub backup: BackupArgs,
-    /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
-    /// the rest, and leave out memory that another process has open) or take (pause it too: nobody may use the registration any more)
+    /// What to do with registered memory: refuse, keep or take
+    ///
+    /// For memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause the rest, and leave out
+    /// memory that another process has open) or take (pause it too: nobody may use the registration any more).
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true, hide_possible_values = true,
         value_parser = registered([Registered::Refuse, Registered::Keep, Registered::Take]))]
     pub registered: Registered,
     /// Also hold other processes that have the memory open (CUDA IPC); they continue by themselves when it is resumed
     #[arg(long, conflicts_with = "no_hold")]
     pub shared: bool,
-    /// Map a small block of GPU memory under the paused addresses (62 MiB per GPU), so that GPU work that wrongly uses them reads
-    /// and writes garbage instead of destroying the program's context
+    /// Map a small block of GPU memory under the paused addresses
+    ///
+    /// It takes 62 MiB per GPU. GPU work that wrongly uses the addresses then reads and writes garbage instead of destroying the program's
+    /// context.
     #[arg(long)]
     pub guard: bool,
     /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
@@ -77,6 +83,12 @@ pub struct PauseArgs {
     pub hold: HoldArgs,
     #[command(flatten)]
     pub engine: EngineArgs,
+    /// Print JSON: {"processes": […], "jobs": […]}
+    ///
+    /// A process is {"pid", "name", "tags", "report" or "error"}, with --trim also "trimmed"; a job is {"job", "pids", "committed",
+    /// "attempts", "ms"}.
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(clap::Args)]
@@ -96,6 +108,12 @@ Examples:
 pub struct ResumeArgs {
     #[command(flatten)]
     pub transition: Args,
+    /// Print JSON: {"processes": […], "jobs": […]}
+    ///
+    /// A process is {"pid", "name", "tags", "report" or "error"}, one that was suspended also "restored", with the times of the driver's
+    /// part; a job is {"job", "pids", "committed", "attempts", "ms"}.
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(clap::Args)]
@@ -113,11 +131,6 @@ pub struct Args {
     /// Wait at most this many seconds, all in all, for what is in the way; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
-    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}], "jobs": [{"job", "pids", "committed", "attempts",
-    /// "ms"}]}; a resume of a suspended process also has "restored", with the times of the driver's part, and a pause with --trim
-    /// "trimmed"
-    #[arg(long)]
-    pub json: bool,
     /// Print errors and warnings only
     #[arg(long, short, conflicts_with = "json")]
     pub quiet: bool,
@@ -131,7 +144,9 @@ pub struct HoldArgs {
     /// The default; overrides an earlier --no-hold
     #[arg(long, hide = true, overrides_with = "no_hold")]
     hold: bool,
-    /// How many seconds to wait for GPU work in flight; after that, nothing is paused and the program continues [default: --timeout, or 10]
+    /// How long to wait for GPU work in flight [default: --timeout, or 10]
+    ///
+    /// After that, nothing is paused and the program continues.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "no_hold")]
     hold_timeout: Option<Duration>,
 }

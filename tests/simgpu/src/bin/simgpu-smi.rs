@@ -2,7 +2,7 @@
 
 use simgpu::machine::Machine;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const HELP: &str = "\
@@ -11,6 +11,8 @@ simgpu-smi: who uses the memory of the simulated GPUs
 Usage: simgpu-smi           a table of devices and processes
        simgpu-smi --json    the same as one line of JSON, in bytes
        simgpu-smi used      the MiB in use on device 0, a number alone
+       simgpu-smi check     nothing if the machine is as SIMGPU_DEVICES and
+                            SIMGPU_MEMORY say, else what it is, and exit code 1
 
 The machine is the one in SIMGPU_DIR, which scripts/simgpu sets.";
 
@@ -20,6 +22,7 @@ fn main() -> ExitCode {
     let show: fn(&Machine) -> String = match arguments[..] {
         [] => table,
         ["--json"] => json,
+        ["check"] => |_| String::new(),
         ["used"] => |machine| format!("{}\n", mebibytes(machine.used(0))),
         ["--help" | "-h"] => {
             println!("{HELP}");
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
     // A machine is created by the first program that uses it.
     let machine = if directory.join("machine").exists() { Machine::look(&directory) } else { Machine::open(simgpu::settings::get()) };
     match machine {
+        Ok(machine) if arguments == ["check"] => check(&machine, &directory),
         Ok(machine) => {
             print!("{}", show(&machine));
             ExitCode::SUCCESS
@@ -46,6 +50,25 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether the machine is what the environment asks for.
+fn check(machine: &Machine, directory: &Path) -> ExitCode {
+    let wanted = simgpu::settings::get();
+    let is_given = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let differs = (is_given("SIMGPU_DEVICES") && wanted.devices != machine.devices())
+        || (is_given("SIMGPU_MEMORY") && wanted.memory != machine.memory());
+    if !differs {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!(
+        "simgpu: the machine in {} has {} GPUs of {} MiB each. To join it, leave out --devices and --memory; for another one, choose another \
+         --dir, or remove this one once its programs have ended",
+        directory.display(),
+        machine.devices(),
+        mebibytes(machine.memory())
+    );
+    ExitCode::FAILURE
 }
 
 fn mebibytes(bytes: u64) -> u64 {
