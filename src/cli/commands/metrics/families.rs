@@ -77,7 +77,7 @@ metrics! {
         "The same by what happened to its contents. Fates: copied, unchanged (in a retained backup already), discarded.";
     SECONDS = "vramctl_operation_seconds_total", ["name", "pid", "operation"], "Time that operations took.";
     STAGE_SECONDS = "vramctl_operation_stage_seconds_total", ["name", "pid", "operation", "stage"],
-        "The same by stage. Stages: wait, save, unmap, release, guard, map, restore, nccl; map and restore overlap.";
+        "The same by stage. Stages: wait, save, unmap, release, guard, map, restore; map and restore overlap.";
 }
 
 /// How many tags or libraries of one process have labels of their own: the largest ones. The others are summed as [`REST`], because a
