@@ -409,7 +409,7 @@ fn parts_that_are_not_kept_have_no_backup() {
     let unused = GAPS.map(range);
     assert!(224 * MIB as u64 > common::HOST_CAP, "whole, it could not be kept");
     let options = VramctlPauseOptions { timeout_ms: -1, unused: unused.as_ptr(), unused_count: unused.len(), ..pause_options() };
-    assert_eq!(unsafe { vramctl_pause_with(&options) }, VramctlResult::OK);
+    assert_eq!(unsafe { vramctl_pause_with(&raw const options) }, VramctlResult::OK);
     assert_eq!(Memory::get().status().tags[0].host_bytes, 16 << 20);
     for mib in 0..224 {
         let (mut found, mut bytes) = (ptr::null(), 0);

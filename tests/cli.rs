@@ -1240,7 +1240,7 @@ fn shells_complete_tags_processes_and_gpus() {
 
 #[test]
 fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
-    let place = Place::new();
+    let place = Machine::new();
     let programs = place.folder.path().join("programs");
     fs::create_dir(&programs).unwrap();
     for (name, mode) in [("serve-it", 0o755), ("serve.txt", 0o644)] {
@@ -1260,7 +1260,7 @@ fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
 /// Where zsh is installed, it runs the script as it does at the first Tab; elsewhere, the script is read.
 #[test]
 fn zsh_completes_at_the_first_tab() {
-    let place = Place::new();
+    let place = Machine::new();
     let script = place.vramctl("completions zsh").out;
     assert!(
         script.trim_end().ends_with("if [ \"$funcstack[1]\" = \"_vramctl\" ]; then\n    _clap_dynamic_completer_vramctl \"$@\"\nfi"),
@@ -1277,7 +1277,7 @@ fn zsh_completes_at_the_first_tab() {
 
 #[test]
 fn pause_and_resume_have_help_of_their_own_for_json() {
-    let place = Place::new();
+    let place = Machine::new();
     let help = |command: &str| place.vramctl(&format!("{command} --help")).out;
     assert!(help("pause").contains("trimmed") && !help("pause").contains("\"restored\""));
     assert!(help("resume").contains("restored") && !help("resume").contains("trimmed"));
@@ -1286,7 +1286,7 @@ fn pause_and_resume_have_help_of_their_own_for_json() {
 /// They would see each other's processes, and a memory that is not that of the machine would be believed.
 #[test]
 fn simulated_machines_have_sockets_and_a_size_of_their_own() {
-    let place = Place::new();
+    let place = Machine::new();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/simgpu");
     let run = |words: &[&str]| {
         let mut command = place.command(script, words);

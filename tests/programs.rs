@@ -741,7 +741,7 @@ fn the_programs_stray_work_hits_the_guard() {
     let said = machine.done("pause --no-hold --guard");
     assert!(said.contains("guarded by 14.00 MiB"), "{said}");
     let said = machine.done("status");
-    assert!(said.contains("The guard of paused memory takes 14.00 MiB of GPU-"), "{said}");
+    assert!(said.contains("The guard of paused memory takes 14.00 MiB of GPU "), "{said}");
     assert_eq!(machine.status("careless")["processes"][0]["devices"][0]["guard_bytes"], 14 << 20);
     program.tell("go on");
     program.expect("went well");

@@ -320,7 +320,9 @@ print("ready", flush=True)""",
             self.job.pause(backup="tape")  # type: ignore[arg-type]
         with Program("trainer") as trainer, self.assertRaises(errors.SeveralProcesses) as several:
             vramctl.Job().pause()
-        self.assertIn("several jobs are managed: engine, trainer; choose one by its name: vramctl.Job('engine')", str(several.exception))
+        self.assertIn(
+            "several jobs are managed: engine, trainer; choose one by its name: vramctl.Job('engine')", str(several.exception)
+        )
         self.assertEqual(set(several.exception.pids), {trainer.pid, *(rank.pid for rank in self.ranks)})
         # Refused by the command, and before it.
         with self.assertRaisesRegex(errors.Invalid, "no GPU 7") as wrong_gpu:

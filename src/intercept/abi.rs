@@ -191,7 +191,7 @@ unsafe fn pause_request(tags: &[VramctlTag], timeout_ms: i64, unused: &[VramctlR
     Ok(request)
 }
 
-/// `vramctl_pause_with` as it was in 0.1: goes with the next release. Not in the header.
+/// Deprecated: goes with the next release. Use `vramctl_pause_with`.
 ///
 /// # Safety
 /// As `vramctl_pause_with`.
@@ -265,7 +265,7 @@ pub unsafe extern "C" fn vramctl_resume_with(options: *const VramctlResumeOption
     })
 }
 
-/// `vramctl_resume_with` as it was in 0.1: goes with the next release. Not in the header.
+/// Deprecated: goes with the next release. Use `vramctl_resume_with`.
 ///
 /// # Safety
 /// As `vramctl_resume_with`.

@@ -76,7 +76,9 @@ pub struct PauseArgs {
     /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
     #[arg(long, conflicts_with = "dry_run")]
     pub trim: bool,
-    /// Without TAGs: also NCCL's own memory, which otherwise has to be named (tag nccl)
+    /// Without TAGs: also NCCL's own memory
+    ///
+    /// Otherwise it has to be named (tag nccl), because all ranks of the job give it up together.
     #[arg(long, conflicts_with_all = ["no_hold", "words"])]
     pub nccl: bool,
     #[command(flatten)]
