@@ -307,7 +307,7 @@ impl Found {
         let known: BTreeSet<_> = self.processes.iter().flat_map(Process::tags).map(|tag| tag.tag.clone()).collect();
         let unknown: Vec<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
         let Some(word) = unknown.first() else { return Ok(()) };
-        let names = target::names(&self.processes);
+        let names = names(&self.processes);
         let [tag, name] = [&known, &names].map(|all| target::nearest(word, all.iter().cloned()));
         let best = target::nearest(word, tag.iter().chain(&name).cloned());
         let hint = best.as_deref().map_or_else(
@@ -535,10 +535,15 @@ fn choose_part<'a>(processes: &'a [Process], part: &Target) -> Result<Vec<&'a Pr
         }
         (Target::Pid(pid), 2..) => fail(Exit::Usage, format!("several processes in containers out of sight have the pid {pid} there")),
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
-        (Target::Name(name), 0) => Err(CommandError::new(Exit::NoProcess, target::no_such_name(name, processes))),
+        (Target::Name(name), 0) => Err(CommandError::new(Exit::NoProcess, target::no_such_name(name, &names(processes)))),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
         _ => Ok(chosen),
     }
+}
+
+/// The names of processes, without repetition.
+fn names(processes: &[Process]) -> BTreeSet<String> {
+    processes.iter().filter_map(Process::name).map(text::one_line).collect()
 }
 
 /// The UUID of the GPU that the user has named. `known` are the GPUs with managed memory.

@@ -1,6 +1,5 @@
 //! Which processes a caller means: by name, by id, by the words of a command.
 
-use crate::processes::Process;
 use crate::text;
 use std::collections::BTreeSet;
 
@@ -77,19 +76,13 @@ fn matches_pattern(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// Why no process has this name, with what may have been meant.
-pub fn no_such_name(written: &str, processes: &[Process]) -> String {
-    let names = names(processes);
+/// Why none of the processes has this name, with what may have been meant.
+pub fn no_such_name(written: &str, names: &BTreeSet<String>) -> String {
     if is_pattern(written) {
-        return format!("no managed process has a name like {written}{}", listed("; the processes are", &names));
+        return format!("no managed process has a name like {written}{}", listed("; the processes are", names));
     }
-    let hint = nearest(written, names.iter().cloned()).map_or_else(|| listed("; the processes are", &names), |name| did_you_mean(&name));
+    let hint = nearest(written, names.iter().cloned()).map_or_else(|| listed("; the processes are", names), |name| did_you_mean(&name));
     format!("no managed process is named {}{hint}", text::one_line(written))
-}
-
-/// The names of processes, without repetition.
-pub fn names(processes: &[Process]) -> BTreeSet<String> {
-    processes.iter().filter_map(Process::name).map(text::one_line).collect()
 }
 
 /// A list for a message. Nothing if it is empty.
