@@ -755,7 +755,7 @@ class Check:
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),
             "registration": (lambda: self.script("registration.py", 110), 120),
-            "nccl": (lambda: self.script("nccl.py", 150), 160),
+            "nccl": (lambda: self.script("nccl.py", 400), 420),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 200),
             "programs": (lambda: kinds.section(self), 540),

@@ -15,7 +15,6 @@ import sys
 import time
 
 import suspend
-import two
 from suspend import GIB, ask, check, run, smi, started, tell, used_mib
 
 #: Exit codes of the command line.
@@ -135,19 +134,6 @@ def shared(vramctl):
             check(f"{name}: it runs on", ask(which, "check")["same"])
 
 
-def ranks(vramctl):
-    port = two.free_port()
-    with both(vramctl, *(("nccl", two.__file__, "--rank", str(number), port) for number in (0, 1))) as pair:
-        check("nccl: both ranks have started", all(json.loads(rank.stdout.readline()).get("ready") for rank in pair))
-        for number, command in enumerate((("move", "nccl", "--to", "1,0"), ("suspend", "nccl"))):
-            refused(f"ranks with NCCL, {command[0]}", vramctl, command, UNSUSPENDABLE, ["libnccl"])
-            run(vramctl, "resume", "--name", "nccl")
-            for rank in pair:
-                tell(rank, json.dumps({"step": number}))
-            seen = [json.loads(rank.stdout.readline()) for rank in pair]
-            check("they run on", all(one.get("eager") and one.get("graph") for one in seen), str(seen))
-
-
 def main():
     vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 5
     own = [sys.executable, suspend.__file__, "--program"]
@@ -159,7 +145,6 @@ def main():
         with started([vramctl, "run", "--name", "other", "--", *own, "8"], CUDA_VISIBLE_DEVICES="1") as other:
             swapped(vramctl, child, other)
     shared(vramctl)
-    ranks(vramctl)
 
 
 if __name__ == "__main__":
