@@ -446,14 +446,18 @@ class Bench:
         self.check(child)
         self.finish(child)
 
+    def change_all(self, child, chosen):
+        """Changes each piece, so that a retained backup has none of it."""
+        child.ask(f"change {sum(size // PIECE for size in chosen.sizes)}")
+
     def retained(self, chosen):
-        """Backups are retained, and everything is copied each time."""
-        child = self.holding(chosen, RETAIN="*", UNCHANGED="off")
+        """Backups are retained, and everything has changed each time."""
+        child = self.holding(chosen, RETAIN="*")
         before = child.memory("VmRSS")
         self.pause(child, chosen, "first_retained")
         self.resume(child, chosen, "resume_retained")
         for turn in self.turns(2 * self.repeat):
-            child.ask(f"change {max(1, sum(chosen.sizes) // PIECE // 100)}")
+            self.change_all(child, chosen)
             self.pause(child, chosen, "steady")
             if turn % 2:
                 self.rest()
@@ -466,7 +470,7 @@ class Bench:
 
     def hashed(self, chosen):
         """Backups are retained, and hashing finds what has changed."""
-        child = self.holding(chosen, RETAIN="*", UNCHANGED="hash")
+        child = self.holding(chosen, RETAIN="*")
         self.pause(child, chosen, "first_hashed")
         self.resume(child, chosen, "resume_hashed")
         self.stages(child, chosen, "unchanged")
@@ -718,8 +722,9 @@ class Bench:
         self.stages(own, chosen, "kept ready")
         self.check(own, "full")
         self.finish(own)
-        own = self.holding(chosen, RETAIN="*", UNCHANGED="off")
+        own = self.holding(chosen, RETAIN="*")
         for at in self.turns(self.repeat + 1):
+            self.change_all(own, chosen)
             back = "resume_retained_rested" if at % 2 else "resume_retained"
             sides = [(own, *ours, "steady" if at else "first_retained", back, "check * sample", False)]
             if other:
@@ -757,7 +762,7 @@ class Bench:
         found["device_pinned"] = self.device_memory("used")
         self.finish(plain)
 
-        child = self.holding(chosen, RETAIN="*", UNCHANGED="hash")
+        child = self.holding(chosen, RETAIN="*")
         found["device_allocated"] = self.device_memory("used")
         for _ in range(2):
             child.took("pause * 0")
@@ -810,7 +815,7 @@ class Bench:
         weights, cache = self.work / "weights.sizes", self.work / "cache.sizes"
         weights.write_text(f"{unit}\n" * (kept // unit))
         cache.write_text(f"{unit}\n" * ((whole - kept) // unit))
-        settings = {"RETAIN": "*", "UNCHANGED": "off"} if retain else {}
+        settings = {"RETAIN": "*"} if retain else {}
         key = "retained" if retain else "released"
         found = self.data["swap"]
         found.update({"bytes": whole, "kept": kept})
@@ -826,6 +831,8 @@ class Bench:
         a.took("pause * 0")
         b = begin("b")
         for turn in self.turns(self.repeat + 1):
+            if retain:  # what has not changed would not be copied
+                b.ask(f"change {whole // PIECE}")
             out_begin, out_end = b.timed("pause * 0")
             # Like a real one, it waits for memory that is released late.
             in_begin, in_end = a.timed("resume * 10000")
