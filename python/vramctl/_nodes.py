@@ -1,0 +1,380 @@
+"""Pauses or resumes a job over several nodes as one: the protocol, without a network, a clock or threads.
+
+On each node, the ranks are taken through an attempt by a participant, ``vramctl operate`` (``docs/protocol.md``, "A job over several nodes").
+The `Coordinator` takes all participants through the steps together: what happens goes in, and what is to be done comes out. The decision is a
+record that is set once; whoever has voted and hears nothing any more reads it. `vramctl.ray` carries this out on Ray, and a simulation drives
+it up to thousands of nodes (``scripts/simulate-nodes``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Union
+
+#: How long a participant does without a sign of its coordinator.
+LEASE = 5.0
+#: How often the coordinator gives one, and expects one.
+RENEW_EVERY = 1.0
+#: When a node that answers nothing counts as lost.
+SILENT = 10.0
+#: How long to try to set the record, and to find out what has become of a node.
+SETTLED_WITHIN = 20.0
+#: How often to try.
+AGAIN_EVERY = 0.3
+#: As on one node (``src/coordinator/retry.rs``): the first attempt's time for work in flight, and for another client's operation.
+FIRST_DRAIN, TURN_WITHIN = 0.1, 10.0
+
+
+class Rank(NamedTuple):
+    """A process of a job over several nodes."""
+
+    #: The node's id in Ray.
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the participant of a node; the answer goes to `Coordinator.heard`. ``begin`` has a request."""
+
+    node: str
+    attempt: int
+    word: str
+    request: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """Set the attempt's record to committed, unless it is set; what it says goes to `Coordinator.recorded`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """Find out how the ranks of a node are; the answer goes to `Coordinator.looked`."""
+
+    node: str
+
+
+Action = Union[Say, Record, Look]
+
+#: No step: the ranks of the node are on their way to the next one.
+_UNDER_WAY = ""
+
+
+@dataclass
+class Coordinator:
+    """One pause or resume. Ends when there is an `outcome`: that of ``vramctl operate``, with `Rank` for ``pid``, and the nodes that are
+    ``behind``: they could not do what had been decided, so the job is to be resumed.
+    """
+
+    #: As for ``vramctl operate``.
+    request: Mapping[str, Any]
+    #: Where ranks may be.
+    nodes: Collection[str]
+    begun: float
+    #: The ranks that the job had when it was last paused or resumed, and how many there must be, if somebody said so.
+    members: Collection[Rank] = ()
+    ranks: int | None = None
+    #: The participant's command that reads the record of an attempt, without its number.
+    record: Collection[str] = ()
+    chance: random.Random = field(default_factory=random.Random)
+
+    outcome: dict[str, Any] | None = None
+    attempt: int = 0
+    #: ``steps``, ``deciding``, ``committing``, ``aborting``, ``resting``
+    phase: str = "resting"
+    #: The nodes that have ranks, with them.
+    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pauses = self.request["operation"] == "pause"
+        hold, timeout = self.request.get("hold_ms"), self.request.get("timeout_ms")
+        holds = self._pauses and self.request.get("hold", True)
+        self._hold: float | None = (10.0 if hold is None else hold / 1000) if holds else None
+        self._timeout: float | None = None if timeout is None else timeout / 1000
+        self._next_drain, self._early, self._next = FIRST_DRAIN, set[str](), self.begun
+        self._part, self._collisions, self._tried_since = set(self.nodes), 0, 0.0
+        self._checked = self._cancelled = False
+        self._fatal: tuple[str, str] | None = None
+
+    # What happens.
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed. To be called every `AGAIN_EVERY` or more often."""
+        if self.phase == "resting":
+            return self._begin(now) if now >= self._next else []
+        actions: list[Action] = []
+        if now >= self._next and self.phase == "deciding":
+            self._next = now + 10 * RENEW_EVERY
+            actions.append(Record(self.attempt))
+        for node in sorted(self._open()):
+            if node not in self._looking and now - self._heard[node] > SILENT:
+                actions += self.lost(now, node, f"it has not answered for {SILENT:.0f} s")
+        if self.outcome is None and now >= self._renew:
+            self._renew = now + RENEW_EVERY
+            actions += [Say(node, self.attempt, "renew") for node in sorted(self._open() - set(self._looking))]
+        if self.phase == "committing":
+            due = [node for node, at in self._looking.items() if now >= at]
+            self._looking.update((node, now + SILENT) for node in due)
+            actions += [Look(node) for node in due]
+        return actions
+
+    def heard(self, now: float, node: str, attempt: int, reply: Mapping[str, Any] | None) -> list[Action]:
+        """A participant has answered: with the step that it has reached, with its outcome, or that it is there."""
+        if attempt != self.attempt or self.phase == "resting" or node not in self._part:
+            return []
+        self._heard[node] = now
+        if reply is None or node in self._outcomes:
+            return []
+        if reply["reply"] == "reached":
+            self._steps[node] = reply["step"]
+            if "processes" in reply:
+                self.found[node] = reply["processes"]
+            return self._advance(now)
+        if self.phase == "steps" and node not in self._steps and _codes(reply) == {"no_process"}:
+            self._part.discard(node)
+            self.found.pop(node, None)
+            return self._advance(now)
+        if self.phase == "committing" and reply["committed"] is not True:
+            return self._look(now, node)
+        self._outcomes[node] = dict(reply)
+        return self._one_ended(now)
+
+    def lost(self, now: float, node: str, why: str) -> list[Action]:
+        """A participant cannot be reached any more."""
+        if self.phase == "resting" or node not in self._open():
+            return []
+        if self.phase == "committing":
+            return [] if node in self._looking else self._look(now, node)
+        self._outcomes[node] = _failed("disconnected", f"node {node} is lost: {why}")
+        return self._one_ended(now)
+
+    def recorded(self, now: float, attempt: int, committed: bool | None) -> list[Action]:
+        """What the record says. None: its store did not answer."""
+        if attempt != self.attempt or self.phase != "deciding":
+            return []
+        if committed is None:
+            if now - self._tried_since < SETTLED_WITHIN:
+                self._next = now + AGAIN_EVERY
+                return []
+            self._fail(now, "disconnected", "the record of the decision cannot be reached: each node follows it once it can", None)
+            return []
+        if not committed:
+            return self._abort(now)
+        self.phase, self._tried_since = "committing", now
+        lost = [node for node in self._part if node in self._outcomes]
+        for node in lost:
+            del self._outcomes[node]
+            self._look(now, node)
+        return [Say(node, self.attempt, "commit") for node in sorted(self._open() - set(self._looking))]
+
+    def looked(self, now: float, node: str, state: str) -> list[Action]:
+        """How the ranks of a node are: ``done``, ``as_it_was``, ``gone`` with the node, or ``unknown``."""
+        if self.phase != "committing" or node not in self._looking:
+            return []
+        # Its participant may be about to read the record.
+        if state in ("as_it_was", "unknown") and now - self._tried_since < SETTLED_WITHIN:
+            self._looking[node] = now + AGAIN_EVERY
+            return []
+        del self._looking[node]
+        self._outcomes[node] = {"reply": "outcome", "committed": state == "done", "processes": [], "state": state}
+        return self._one_ended(now)
+
+    def cancel(self, now: float) -> list[Action]:
+        """Nobody wants it any more. What is decided is completed."""
+        if self.phase in ("deciding", "committing"):
+            return []
+        self._cancelled = True
+        if self.phase == "steps":
+            return self._abort(now)
+        if self.phase == "resting":
+            self._fail(now, "cancelled", "cancelled", False)
+        return []
+
+    # What follows.
+
+    def _open(self) -> set[str]:
+        """The nodes that take part and have not ended."""
+        return self._part - self._outcomes.keys()
+
+    def _begin(self, now: float) -> list[Action]:
+        self.attempt += 1
+        self.phase, self._renew, self._part = "steps", now + RENEW_EVERY, self._part or set(self.nodes)
+        self._steps: dict[str, str] = {}
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._looking: dict[str, float] = {}
+        self._heard = dict.fromkeys(self._part, now)
+        return [Say(node, self.attempt, "begin", self._request(now, node)) for node in sorted(self._part)]
+
+    def _request(self, now: float, node: str) -> dict[str, Any]:
+        terms = {"lease_ms": int(LEASE * 1000), "record": [*self.record, str(self.attempt)], "early": node in self._early}
+        terms["drain_ms"] = int(self._drain(now) * 1000)
+        request = {**self.request, "version": 1, "ranks": 0, "node": terms}
+        if self._timeout is not None:
+            # Not for long at a time: two jobs may wait for memory that the other one has on another node.
+            request["timeout_ms"] = int(min(self._timeout - (now - self.begun), 5.0) * 1000) if node in self._early else 0
+        return request
+
+    def _drain(self, now: float) -> float:
+        """As on one node: half of what is left is for further attempts."""
+        if self._hold is None:
+            return 0.0
+        return max(min(self._next_drain, (self._hold - (now - self.begun)) / 2), min(FIRST_DRAIN, self._hold))
+
+    def _advance(self, now: float) -> list[Action]:
+        steps = {node: self._steps.get(node, _UNDER_WAY) for node in self._part}
+        if self.phase != "steps" or _UNDER_WAY in steps.values():
+            return []
+        if not self._checked and all(step == "found" for step in steps.values()):
+            problem = self._problem()
+            if problem is not None:
+                self._fatal = problem
+                return self._abort(now)
+            self._checked = True
+        early = self._early & self._part
+        if early and any(step == "found" for step in steps.values()):
+            if all(steps[node] == "found" for node in early):
+                return self._go(early)
+            return self._go(self._part - early) if all(steps[node] == "prepared" for node in early) else []
+        if len(set(steps.values())) > 1:
+            return []
+        if "prepared" in steps.values():
+            self.phase, self._tried_since, self._next = "deciding", now, now + 10 * RENEW_EVERY
+            return [Record(self.attempt)]
+        return self._go(self._part)
+
+    def _go(self, nodes: Collection[str]) -> list[Action]:
+        self._steps.update(dict.fromkeys(nodes, _UNDER_WAY))
+        return [Say(node, self.attempt, "go") for node in sorted(nodes)]
+
+    def _problem(self) -> tuple[str, str] | None:
+        """Why nothing is to be done: a rank is missing or new, or nobody has a tag."""
+        there = {Rank(node, process["pid"]) for node in self._part for process in self.found.get(node, ())}
+        if not there:
+            return "no_process", f"no process of the job is managed on any of {len(self.nodes)} nodes"
+        tags = {tag for node in self._part for process in self.found[node] for tag in process["tags"]}
+        unknown = [tag for tag in self.request.get("tags") or () if tag not in tags]
+        if unknown:
+            return "unknown_tag", f"no allocation has the tag {', '.join(unknown)}; the tags are {', '.join(sorted(tags))}"
+        known = set(self.members)
+        missing, new = known - there, there - known
+        if self.ranks is not None:
+            if len(there) >= self.ranks:
+                return None
+            text = f"{len(there)} of {self.ranks} processes are there"
+        elif not self._pauses or not known & there or not (missing or new):
+            return None
+        else:
+            text = f"{len(there)} processes are there, and the job had {len(known)}"
+        named = [f"{what}: {_names(ranks)}" for what, ranks in (("missing", missing), ("new", new)) if ranks and known]
+        rest = f"; {'; '.join(named)}" if named else ""
+        return "no_process", f"nothing was done: {text}{rest}. To do with these, say that there are {len(there)} ranks"
+
+    def _abort(self, now: float) -> list[Action]:
+        self.phase = "aborting"
+        actions: list[Action] = [Say(node, self.attempt, "abort") for node in sorted(self._open())]
+        return actions or self._one_ended(now)
+
+    def _look(self, now: float, node: str) -> list[Action]:
+        self._looking[node] = now
+        return []
+
+    def _one_ended(self, now: float) -> list[Action]:
+        if self.phase == "steps":
+            return self._abort(now)
+        if self.phase == "deciding" or self._open():
+            return []
+        if self.phase == "committing":
+            self._end(now)
+            return []
+        return self._retry(now)
+
+    def _retry(self, now: float) -> list[Action]:
+        """The same policy as on one node. An attempt that was aborted has changed nothing."""
+        if self._cancelled:
+            self._fail(now, "cancelled", "cancelled", False)
+            return []
+        if self._fatal is not None:
+            self._fail(now, *self._fatal, False)
+            return []
+        codes = set().union(*(_codes(outcome) for outcome in self._outcomes.values())) - {"aborted", "cancelled"}
+        rest = self.chance.uniform(0.01, 0.05)
+        limits: list[float | None] = []
+        for code in codes:
+            if code == "leased":
+                limits.append(max(TURN_WITHIN, self._hold or self._timeout or 0.0))
+            elif code in ("busy", "capturing") and self._pauses:
+                limits.append(None if self._hold is None else self._hold - FIRST_DRAIN)
+            elif code == "device_memory" and not self._pauses:
+                limits.append(self._timeout or None)
+            else:
+                limits.append(None)
+        allowed = [limit for limit in limits if limit is not None]
+        if len(allowed) < len(limits) or not allowed or now - self.begun + rest >= min(allowed):
+            self._end(now)
+            return []
+        if "device_memory" in codes:
+            self._early |= {node for node, outcome in self._outcomes.items() if "device_memory" in _codes(outcome)}
+        elif codes & {"busy", "capturing"}:
+            self._next_drain = self._drain(now) * 2
+        elif "leased" in codes:
+            # Two operations that are in each other's way on different nodes.
+            self._collisions += 1
+            rest *= min(2.0**self._collisions, 32.0)
+        self.phase, self._next = "resting", now + rest
+        return []
+
+    def _end(self, now: float) -> None:
+        """All participants have ended."""
+        outcomes, is_committed = self._outcomes, self.phase == "committing"
+        gone = sorted(node for node, outcome in outcomes.items() if outcome.get("state") == "gone")
+        behind = [node for node, one in sorted(outcomes.items()) if is_committed and not one["committed"] and node not in gone]
+        self._answer(now, is_committed and not behind, behind)
+        if gone or behind:
+            where = f"the ranks of {', '.join(gone)} are lost with the node" if gone else ""
+            why = f"node {', '.join(behind)} could not do what was decided" if behind else ""
+            text = "; ".join(part for part in (where, why) if part)
+            self._error("disconnected", f"{text}. All others are {'paused' if self._pauses else 'resumed'}, and can be resumed")
+            return
+        failures = [(node, one["error"]) for node, one in sorted(outcomes.items()) if one.get("error")]
+        if failures:
+            node, cause = min(failures, key=lambda failure: failure[1]["code"] in ("aborted", "cancelled"))
+            assert self.outcome is not None
+            tries = f", {self.attempt} attempts in {now - self.begun:.1f} s" if self.attempt > 1 else ""
+            self.outcome["error"] = {**cause, "message": f"{cause['message']} (node {node}{tries})"}
+
+    def _fail(self, now: float, code: str, message: str, committed: bool | None) -> None:
+        self._answer(now, committed, [])
+        self._error(code, message)
+
+    def _answer(self, now: float, committed: bool | None, behind: list[str]) -> None:
+        outcomes = self._outcomes if self.attempt else {}
+        processes = [
+            {**process, "pid": Rank(node, process["pid"])}
+            for node, outcome in sorted(outcomes.items())
+            for process in outcome["processes"]
+        ]
+        job = {"attempts": self.attempt, "ms": (now - self.begun) * 1000, "committed": committed}
+        self.outcome = {"committed": committed, "processes": processes, "jobs": [job], "behind": behind}
+
+    def _error(self, code: str, message: str) -> None:
+        assert self.outcome is not None
+        self.outcome["error"] = {"code": code, "message": message}
+
+
+def _codes(outcome: Mapping[str, Any]) -> set[str]:
+    """Why a participant has failed."""
+    errors = [outcome.get("error"), *(process.get("error") for process in outcome["processes"])]
+    return {error["code"] for error in errors if error}
+
+
+def _failed(code: str, message: str) -> dict[str, Any]:
+    return {"reply": "outcome", "committed": False, "processes": [], "error": {"code": code, "message": message}}
+
+
+def _names(ranks: Collection[Rank]) -> str:
+    return ", ".join(f"process {rank.pid} of node {rank.node}" for rank in sorted(ranks))

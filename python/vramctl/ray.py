@@ -1,0 +1,467 @@
+"""Jobs over several nodes of a Ray cluster.
+
+``vramctl.ray.Job("engine")`` offers what `vramctl.Job` does, for all processes with a name on all nodes (``docs/many-nodes.md``). Each node has an
+agent, which is started when it is needed: an actor that needs no CPU and no GPU, and runs ``vramctl operate``. What the agents do together is in
+`vramctl._nodes`. The record of a decision is an entry of Ray's key-value store (GCS) that is put without overwriting.
+
+``python -m vramctl.ray pause engine``, or ``vramctl ray pause engine``, does the same from the shell of any node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import queue
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray  # type: ignore[import-not-found]
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # type: ignore[import-not-found]
+
+from . import errors
+from . import job as _job
+from ._nodes import AGAIN_EVERY, Coordinator, Look, Rank, Record, Say
+from ._types import Status
+
+__all__ = ["Job", "Rank"]
+
+#: Where agents and records are.
+_NAMESPACE = "vramctl"
+
+
+class Job(_job.Job):
+    """All processes with a name (``vramctl run --name``) on all nodes of the Ray cluster that this program is connected to, or else of
+    ``RAY_ADDRESS``, or that of this node.
+
+    Has the methods of `vramctl.Job`, and promises the same: all processes are paused or resumed, or none is. Reports and `status` are by
+    `Rank`: the node's id in Ray, and the process id. If a process is missing or new since the job was last paused or resumed, a pause
+    raises `errors.NoProcess` and names it; `ranks` says how many there must be instead.
+    """
+
+    def __init__(self, name: str, *, ranks: int | None = None) -> None:
+        super().__init__(name, ranks=ranks)
+        self._name = name
+
+    def status(self) -> dict[Rank, Status]:  # type: ignore[override]
+        """The managed memory of each process, by its `Rank`."""
+        return {process["pid"]: Status._from(process) for process in self._operate("status")["processes"]}
+
+    def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
+        given = {name: value for name, value in fields.items() if value is not None and name not in ("ranks", "target")}
+        request = {**given, "operation": operation, "target": {"name": self._name}}
+        outcome = _Operation(self, request, fields.get("ranks")).ended()
+        if outcome.get("error"):
+            error = errors._from_reply(outcome["error"])
+            error.committed = outcome["committed"]
+            raise error
+        return outcome
+
+
+class _Operation(_job._Work["dict[str, Any]"]):
+    """An operation on a job. `stop` has it undone, unless it is decided."""
+
+    def __init__(self, job: Job, request: dict[str, Any], ranks: int | None) -> None:
+        super().__init__(self._carry_out)
+        self._name, self._request, self._ranks, self._stopped = job._name, request, ranks, False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _carry_out(self) -> dict[str, Any]:
+        _connect()
+        operation = self._request["operation"]
+        nodes = _Nodes()
+        if operation in ("pause", "resume"):
+            return self._settle(nodes, self._request)
+        if operation == "suspend":
+            return self._suspend(nodes, self._request)
+        if operation == "move":
+            return self._move(nodes)
+        return _joined(nodes.ask_all(self._request))
+
+    def _settle(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A pause or resume. If a node could not do what was decided, all are resumed."""
+        outcome = self._coordinate(nodes, request)
+        if outcome.get("behind"):
+            back = {"operation": "resume", "target": request["target"], "tags": request.get("tags", []), "timeout_ms": 10_000}
+            again = self._coordinate(nodes, back)
+            if not again["committed"]:
+                outcome["committed"] = None
+                outcome["error"]["message"] += f". The resume failed: {again['error']['message']}"
+            elif request["operation"] == "pause":
+                outcome["committed"] = False
+                outcome["error"]["message"] += ". So all of them were resumed"
+            else:
+                return again
+        return outcome
+
+    def _coordinate(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Carries out what the coordinator wants, and tells it what comes of it."""
+        store, key = _Store(), f"{os.getuid()}/{self._name}"
+        name = f"{key}/{uuid.uuid4().hex}"
+        known = [Rank(*rank) for rank in json.loads(store.get(f"{key}/ranks") or b"[]")]
+        record = ["-m", __name__, "record", store.address, name]
+        coordinator = Coordinator(request, nodes.ids, time.monotonic(), known, self._ranks, record)
+        happened: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def carry_out(action: Say | Record | Look) -> None:
+            if isinstance(action, Record):
+                attempt = action.attempt
+                nodes.later(
+                    lambda: store.put_once(f"{name}/{attempt}", b"commit") == b"commit",
+                    lambda said: happened.put(lambda now: coordinator.recorded(now, attempt, said)),
+                )
+            elif isinstance(action, Look):
+                node = action.node
+                nodes.later(
+                    lambda: nodes.look(node, request),
+                    lambda state: happened.put(lambda now: coordinator.looked(now, node, state or "unknown")),
+                )
+            else:
+                nodes.say(action, name, lambda answer: happened.put(lambda now: answered(now, action, answer)))
+
+        def answered(now: float, said: Say, answer: Any) -> list[Any]:
+            if isinstance(answer, Exception):
+                nodes.forget(said.node)
+                return coordinator.lost(now, said.node, str(answer).partition("\n")[0])
+            return coordinator.heard(now, said.node, said.attempt, answer)
+
+        while coordinator.outcome is None:
+            with contextlib.suppress(queue.Empty):
+                event = happened.get(timeout=AGAIN_EVERY / 3)
+                for action in event(time.monotonic()):
+                    carry_out(action)
+            for action in coordinator.cancel(time.monotonic()) if self._stopped else ():
+                carry_out(action)
+            for action in coordinator.tick(time.monotonic()) if coordinator.outcome is None else ():
+                carry_out(action)
+        outcome = coordinator.outcome
+        if outcome["committed"]:
+            ranks = [Rank(node, process["pid"]) for node, found in coordinator.found.items() for process in found]
+            store.put(f"{key}/ranks", json.dumps(ranks).encode())
+        if "error" not in outcome:
+            # All have done it: nobody will ask.
+            for attempt in range(1, coordinator.attempt + 1):
+                store.delete(f"{name}/{attempt}")
+        return outcome
+
+    def _suspend(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Once all tags are paused, each node's ranks leave their GPUs by themselves: none of them has work in flight any more."""
+        pause = {name: value for name, value in request.items() if name not in ("to", "swap")}
+        outcome = self._settle(nodes, {**pause, "operation": "pause"})
+        if outcome.get("error"):
+            return outcome
+        left = _joined(nodes.ask_all({**pause, "operation": "suspend"}))
+        if left.get("error"):
+            # The tags are paused all the same.
+            left["committed"] = True if left["error"]["code"] == "not_restorable" else None
+        return left
+
+    def _move(self, nodes: _Nodes) -> dict[str, Any]:
+        """The ranks of each node go to other GPUs of the node: the same for all."""
+        suspended = self._suspend(nodes, {name: value for name, value in self._request.items() if name != "to"})
+        if suspended.get("error"):
+            return suspended
+        moved = _joined(nodes.ask_all(self._request))
+        if moved.get("error"):
+            moved["committed"] = None
+        return moved
+
+
+class _Store:
+    """Ray's key-value store. It survives the death of drivers, workers and nodes; that of the head only if Ray has been told to keep it."""
+
+    def __init__(self, address: str | None = None) -> None:
+        from ray._raylet import GcsClient  # type: ignore[import-not-found]
+
+        self.address = address or ray.get_runtime_context().gcs_address
+        self._client = GcsClient(address=self.address)
+
+    def get(self, key: str) -> bytes | None:
+        found: bytes | None = self._client.internal_kv_get(key.encode(), _NAMESPACE.encode(), timeout=10)
+        return found
+
+    def put(self, key: str, value: bytes) -> None:
+        self._client.internal_kv_put(key.encode(), value, True, _NAMESPACE.encode(), timeout=10)
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        """Sets it unless it is set, and returns what it is."""
+        self._client.internal_kv_put(key.encode(), value, False, _NAMESPACE.encode(), timeout=10)
+        return self.get(key) or b""
+
+    def delete(self, key: str) -> None:
+        self._client.internal_kv_del(key.encode(), False, _NAMESPACE.encode(), timeout=10)
+
+
+class _Nodes:
+    """The nodes of the cluster that are alive, and their agents."""
+
+    def __init__(self) -> None:
+        self.ids = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        self._here = ray.get_runtime_context().get_node_id()
+        self._agents: dict[str, Any] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(32, "vramctl-ray")
+
+    def agent(self, node: str) -> Any:
+        """The agent of a node, which is started if there is none."""
+        if node not in self._agents:
+            self._agents[node] = (
+                ray.remote(_Agent)
+                .options(
+                    name=f"agent/{os.getuid()}/{node}",
+                    namespace=_NAMESPACE,
+                    lifetime="detached",
+                    get_if_exists=True,
+                    num_cpus=0,
+                    num_gpus=0,
+                    max_concurrency=1000,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                )
+                .remote()
+            )
+        return self._agents[node]
+
+    def forget(self, node: str) -> None:
+        """Its agent has died."""
+        self._agents.pop(node, None)
+
+    def later(self, work: Any, done: Any) -> None:
+        """In a thread. What fails is None."""
+
+        def run() -> None:
+            answer = None
+            with contextlib.suppress(Exception):
+                answer = work()
+            done(answer)
+
+        self._threads.submit(run)
+
+    def say(self, said: Say, name: str, answered: Any) -> None:
+        request = None if said.request is None else dict(said.request)
+        if request is not None and said.node != self._here:
+            request.pop("waiting", None)
+        try:
+            reference = self.agent(said.node).say.remote(f"{name}/{said.attempt}", said.word, request)
+        except Exception as error:
+            return answered(error)
+        reference.future().add_done_callback(lambda future: answered(future.exception() or future.result()))
+
+    def ask_all(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """An operation of each node for itself: its outcome, or why there is none. Those without a process of the job are left out."""
+        asked = {}
+        for node in self.ids:
+            own = {**request, "version": 1}
+            if node != self._here:
+                own.pop("waiting", None)
+            asked[node] = self.agent(node).operate.remote(own)
+        outcomes: dict[str, Any] = {}
+        for node, reference in asked.items():
+            try:
+                outcomes[node] = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                self.forget(node)
+                text = f"node {node} does not answer: {str(error).partition(chr(10))[0]}"
+                outcomes[node] = {"committed": None, "processes": [], "error": {"code": "disconnected", "message": text}}
+        there = {node: one for node, one in outcomes.items() if (one.get("error") or {}).get("code") != "no_process"}
+        return there or outcomes
+
+    def look(self, node: str, request: Mapping[str, Any]) -> str:
+        """How the ranks of a node are."""
+        if not any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()):
+            return "gone"
+        self.forget(node)
+        asked = {"version": 1, "operation": "status", "target": request["target"]}
+        status = ray.get(self.agent(node).operate.remote(asked), timeout=5)
+        if status.get("error"):
+            return "gone" if status["error"]["code"] == "no_process" else "unknown"
+        wanted = "paused" if request["operation"] == "pause" else "active"
+        tags = [tag for process in status["processes"] for tag in process["tags"]]
+        meant = [tag["state"] for tag in tags if not request.get("tags") or tag["tag"] in request["tags"]]
+        if any(state in ("pausing", "resuming") for state in meant):
+            return "unknown"
+        return "done" if all(state == wanted for state in meant) else "as_it_was"
+
+
+class _Agent:
+    """The agent of a node. It does nothing that its user could not do in a shell of the node."""
+
+    def __init__(self) -> None:
+        self._participants: dict[str, _Participant] = {}
+
+    async def operate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """An operation of this node alone."""
+        participant = await _Participant.start(request)
+        return await participant.outcome
+
+    async def say(self, attempt: str, word: str, request: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Says something to the participant in an attempt, and returns what it comes to: a step, or the outcome."""
+        if request is not None:
+            terms = {**request["node"], "record": [sys.executable, *request["node"]["record"]]}
+            terms["record"][-2:] = ["/".join(terms["record"][-2:])]
+            self._participants[attempt] = await _Participant.start({**request, "node": terms})
+        participant = self._participants.get(attempt)
+        if participant is None:
+            # It is another agent that has begun this.
+            raise RuntimeError("the agent has been started anew")
+        answer = await participant.say(word if request is None else None)
+        if participant.outcome.done() and word in ("commit", "abort"):
+            del self._participants[attempt]
+        return answer
+
+
+class _Participant:
+    """``vramctl operate``."""
+
+    @classmethod
+    async def start(cls, request: Mapping[str, Any]) -> _Participant:
+        from .__main__ import command
+
+        # Of its own session: it goes on if the agent dies.
+        self = cls()
+        self._child = await asyncio.create_subprocess_exec(
+            command(), "operate", stdin=-1, stdout=-1, start_new_session=True, limit=1 << 26
+        )
+        self._reached: list[dict[str, Any]] = []
+        self._asked = 0
+        self._changed = asyncio.Condition()
+        self.outcome = asyncio.get_running_loop().create_task(self._follow())
+        self._tell(json.dumps(request))
+        return self
+
+    async def say(self, word: str | None) -> dict[str, Any] | None:
+        if word is not None:
+            self._tell(word)
+        if word == "renew":
+            return self.outcome.result() if self.outcome.done() else None
+        if word in ("commit", "abort"):
+            return await self.outcome
+        place, self._asked = self._asked, self._asked + 1
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._reached) > place)
+        return self._reached[place]
+
+    def _tell(self, line: str) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._child.stdin.write(line.encode() + b"\n")
+
+    async def _follow(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        found: dict[str, Any] = {}
+        outcome: dict[str, Any] | None = None
+        async for line in self._child.stdout:
+            reply = json.loads(line)
+            if reply["reply"] == "found":
+                found = {"processes": reply["processes"]}
+            elif reply["reply"] == "reached":
+                await self._reach({**found, **reply})
+            elif reply["reply"] == "outcome":
+                outcome = reply
+        code = await self._child.wait()
+        if outcome is None:
+            error = {"code": "internal", "message": f"vramctl operate ended with {code} and said nothing"}
+            outcome = {"reply": "outcome", "committed": None, "processes": [], "error": error}
+        # For whoever waits for a step.
+        await self._reach(outcome, last=True)
+        return outcome
+
+    async def _reach(self, reply: dict[str, Any], last: bool = False) -> None:
+        async with self._changed:
+            self._reached += [reply] * (10 if last else 1)
+            self._changed.notify_all()
+
+
+def _joined(outcomes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of all nodes in one."""
+    processes = [
+        {**process, "pid": Rank(node, process["pid"])} for node, one in outcomes.items() for process in one["processes"]
+    ]
+    joined: dict[str, Any] = {"committed": all(one["committed"] for one in outcomes.values()), "processes": processes, "jobs": []}
+    failed = [(node, one["error"]) for node, one in outcomes.items() if one.get("error")]
+    if failed:
+        node, cause = failed[0]
+        joined["error"] = {**cause, "message": f"{cause['message']} (node {node})"}
+        joined["committed"] = False if not any(one["committed"] for one in outcomes.values()) else None
+    return joined
+
+
+def _connect() -> None:
+    """To the cluster, unless the program is connected."""
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+
+
+# From the shell.
+
+
+def _main() -> int:
+    if sys.argv[1:2] == ["record"]:
+        # A participant asks, because it hears nothing any more. Nobody who has not decided yet may do so after this.
+        address, key = sys.argv[2:]
+        print(_Store(address).put_once(key, b"abort").decode(), flush=True)
+        return 0
+    parser = argparse.ArgumentParser(prog="vramctl ray", description="Pause and resume a job over several nodes of a Ray cluster.")
+    parser.add_argument("verb", choices=["status", "pause", "resume", "suspend", "move"])
+    parser.add_argument("name", help="the job's name")
+    parser.add_argument("tags", nargs="*", help="pause, resume: only these tags")
+    parser.add_argument("--ranks", type=int, help="fail unless there are so many processes")
+    parser.add_argument("--backup", choices=["host", "disk", "discard"], default="default", help="where contents go")
+    parser.add_argument("--hold-timeout", type=float, default=10.0, metavar="SECONDS", help="for the work in flight")
+    parser.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="resume: wait for memory that others hold")
+    parser.add_argument("--to", action="append", metavar="GPU", help="move: index or UUID, one for each GPU of the job on a node")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    job = Job(given.name, ranks=given.ranks)
+    try:
+        _print(_call(job, given), given)
+    except errors.Error as error:
+        code = {"code": error.code, "message": str(error), "committed": error.committed}
+        print(json.dumps({"error": code}) if given.json else f"vramctl ray {given.verb}: {error}", file=sys.stderr)
+        return {"no_process": 3, "device_memory": 4, "host_memory": 4, "busy": 5, "leased": 5, "unknown_tag": 6}.get(error.code, 1)
+    return 0
+
+
+def _call(job: Job, given: argparse.Namespace) -> Mapping[Any, Any]:
+    if given.verb == "pause":
+        return job.pause(given.tags or None, backup=given.backup, hold=given.hold_timeout).processes
+    if given.verb == "resume":
+        return job.resume(given.tags or None, timeout=given.timeout).processes
+    if given.verb == "suspend":
+        return job.suspend(backup=given.backup, hold=given.hold_timeout)
+    if given.verb == "move":
+        return job.move(given.to or [], hold=given.hold_timeout)
+    return job.status()
+
+
+def _print(answer: Mapping[Any, Any], given: argparse.Namespace) -> None:
+    if given.json:
+        print(json.dumps([{"node": rank.node, "pid": rank.pid, **_plain(about)} for rank, about in answer.items()]))
+        return
+    for rank, about in sorted(answer.items()):
+        if isinstance(about, Status):
+            what = ", ".join(f"{tag.tag} {tag.state} {tag.bytes >> 20} MiB" for tag in about.tags)
+            gpus = ", ".join(device.uuid or "?" for device in about.devices)
+            print(f"{rank.node[:12]} pid {rank.pid} on {gpus}: {what}")
+        else:
+            print(f"{rank.node[:12]} pid {rank.pid}: {given.verb} {about.bytes >> 20} MiB in {about.ms:.0f} ms")
+
+
+def _plain(about: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.asdict(about, dict_factory=lambda fields: {name: value for name, value in fields if value is not None})
+
+
+
+if __name__ == "__main__":
+    # As the agents import it.
+    from vramctl.ray import _main as main
+
+    sys.exit(main())
