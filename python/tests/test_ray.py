@@ -51,6 +51,61 @@ except ImportError:
     ray = None
 
 
+#: The steps of a pause at which something may happen: what the coordinator is about to tell, for which time, to how many nodes before.
+STEPS = [
+    ("begin", 0, 0),
+    ("begin", 0, 2),
+    ("go", 0, 0),
+    ("go", 1, 2),
+    ("go", 2, 0),
+    ("go", 2, 2),
+    ("before the record", 0, 0),
+    ("after the record", 0, 0),
+    ("commit", 0, 2),
+]
+
+
+def arm(step: tuple[str, int, int], act: Callable[[], Any]) -> Callable[[], None]:
+    """Has something happen once, at a step of the next operation of this process. Returns what disarms it."""
+    say, put_once = vramctl.ray._Nodes.say, vramctl.ray._Store.put_once
+    counts: dict[str, int] = {}
+    acted: list[bool] = []
+
+    def reach(word: str) -> None:
+        count = counts[word] = counts.get(word, -1) + 1
+        if (word, *divmod(count, NODES)) == step and not acted:
+            acted.append(True)
+            act()
+
+    def watched_say(self: Any, said: Any, name: str, answered: Any) -> None:
+        if said.word in ("begin", "go", "commit"):
+            reach(said.word)
+        say(self, said, name, answered)
+
+    def watched_put_once(self: Any, key: str, value: bytes) -> bytes:
+        reach("before the record")
+        answer = put_once(self, key, value)
+        reach("after the record")
+        return answer
+
+    def disarm() -> None:
+        vramctl.ray._Nodes.say, vramctl.ray._Store.put_once = say, put_once
+
+    vramctl.ray._Nodes.say, vramctl.ray._Store.put_once = watched_say, watched_put_once
+    return disarm
+
+
+#: A driver that is killed at a step.
+DRIVER = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT / "python/tests")!r})
+import test_ray, vramctl.ray
+test_ray.arm(eval(sys.argv[2]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+job = vramctl.ray.Job("ring", ranks=test_ray.RANKS)
+getattr(job, sys.argv[1])(**({{"hold": 60}} if sys.argv[1] == "pause" else {{}}))
+"""
+
+
 class RayCluster:
     """Four nodes, and a job of eight ranks on them."""
 
@@ -141,6 +196,22 @@ class RayCluster:
         before = self.rounds()
         eventually("all ranks go on", lambda: all(now > then for now, then in zip(self.rounds(), before)))
 
+    def processes(self, place: int, *words: str) -> list[int]:
+        """Of a node, those whose command line has these words."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                there = f"VRAMCTL_DIR={self.places[place]}".encode() in (folder / "environ").read_bytes().split(b"\0")
+                if there and all(word in line for word in words):
+                    found.append(int(folder.name))
+        return found
+
+    def signal(self, number: int, place: int, *words: str) -> None:
+        for pid in self.processes(place, *words):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def close(self) -> None:
         self.stop_ranks()
         with contextlib.suppress(Exception):
@@ -182,6 +253,91 @@ class ManyNodes(unittest.TestCase):
         for rank in range(RANKS):
             self.assertIn("ok", self.cluster.ask(rank, "verify"))
         print(f"{len(times)} pauses of {RANKS} ranks on {NODES} nodes: attempts {sorted(attempts)}, ms {[round(ms) for ms in sorted(times)]}")
+
+    def all_or_none(self, what: Any, *expected: str) -> None:
+        """After a fault: all ranks are in one state, and come back."""
+        with self.subTest(what):
+            state = self.cluster.settled()
+            if expected:
+                self.assertIn(state, expected)
+            eventually("they are resumed", self.is_resumed)
+            self.assertEqual(self.cluster.settled(), "active")
+            self.cluster.go_on()
+
+    def is_resumed(self) -> bool:
+        with contextlib.suppress(errors.Error):
+            self.job.resume(timeout=30)
+            return True
+        return False
+
+    def during(self, operation: str, step: tuple[str, int, int], act: Callable[[], Any]) -> str:
+        """An operation, at a step of which something happens."""
+        disarm = arm(step, act)
+        try:
+            self.job.pause(hold=60) if operation == "pause" else self.job.resume(timeout=30)
+            return "done"
+        except errors.Error as error:
+            return f"{error.code}, {error.committed}"
+        finally:
+            disarm()
+
+    def chosen(self, few: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        return STEPS if ROUNDS else few
+
+    def test_the_driver_dies_at_every_step(self) -> None:
+        for step in self.chosen([("go", 2, 2), ("after the record", 0, 0)]):
+            command = [sys.executable, "-c", DRIVER, "pause", repr(step)]
+            driver = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": self.cluster.cluster.address}, capture_output=True)
+            self.assertEqual(driver.returncode, -signal.SIGKILL, driver.stderr.decode())
+            is_decided = step[0] in ("after the record", "commit")
+            self.all_or_none(step, "paused, held" if is_decided else "active")
+
+    def test_an_agent_or_participant_dies_at_every_step(self) -> None:
+        for words in (["ray::_Agent"], ["operate"]):
+            for step in self.chosen([("go", 1, 2)] if words == ["operate"] else [("after the record", 0, 0)]):
+                said = self.during("pause", step, lambda words=words: self.cluster.signal(signal.SIGKILL, 1, *words))
+                self.all_or_none((words, step, said))
+
+    def test_two_operations_at_once_do_not_split_it(self) -> None:
+        for _ in range(ROUNDS // 10 or 1):
+            said: list[Any] = []
+
+            def pause() -> None:
+                try:
+                    said.append(vramctl.ray.Job("ring", ranks=RANKS).pause(hold=60).attempts)
+                except errors.Error as error:
+                    said.append(error.code)
+
+            both = [threading.Thread(target=pause) for _ in range(2)]
+            for thread in both:
+                thread.start()
+            for thread in both:
+                thread.join()
+            self.all_or_none(said, "paused, held")
+
+    def test_a_rank_that_is_missing_is_named_and_nothing_is_paused(self) -> None:
+        job = vramctl.ray.Job("ring")
+        job.pause(hold=60)
+        job.resume(timeout=30)
+        self.cluster.ranks[5].kill()
+        self.cluster.ranks[5].wait()
+        with self.assertRaisesRegex(errors.NoProcess, f"missing: process {self.cluster.ranks[5].pid} of node") as raised:
+            job.pause(hold=1)
+        self.assertIs(raised.exception.committed, False)
+        self.assertEqual(self.cluster.settled(RANKS - 1), "active")
+
+    def test_from_the_shell_of_a_node(self) -> None:
+        def shell(*words: str) -> Any:
+            command = [sys.executable, "-m", "vramctl.ray", *words]
+            environment = {**os.environ, "RAY_ADDRESS": self.cluster.cluster.address}
+            return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+        ran = shell("pause", "ring", "--hold-timeout", "60", "--json")
+        self.assertEqual(len(json.loads(ran.stdout)), RANKS, ran.stderr)
+        self.assertIn("paused", shell("status", "ring").stdout)
+        self.assertEqual(shell("resume", "ring").returncode, 0)
+        nobody = shell("pause", "nobody")
+        self.assertEqual((nobody.returncode, "no process of the job" in nobody.stderr), (3, True), nobody.stderr)
 
 
 if __name__ == "__main__":

@@ -305,7 +305,8 @@ class Coordinator:
         rest = self.chance.uniform(0.01, 0.05)
         limits: list[float | None] = []
         for code in codes:
-            if code == "leased":
+            if code in ("leased", "disconnected"):
+                # Another client, or an agent that has died.
                 limits.append(max(TURN_WITHIN, self._hold or self._timeout or 0.0))
             elif code in ("busy", "capturing") and self._pauses:
                 limits.append(None if self._hold is None else self._hold - FIRST_DRAIN)

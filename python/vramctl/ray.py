@@ -76,8 +76,11 @@ class _Operation(_job._Work["dict[str, Any]"]):
 
     def _carry_out(self) -> dict[str, Any]:
         _connect()
+        with contextlib.closing(_Nodes()) as nodes:
+            return self._among(nodes)
+
+    def _among(self, nodes: _Nodes) -> dict[str, Any]:
         operation = self._request["operation"]
-        nodes = _Nodes()
         if operation in ("pause", "resume"):
             return self._settle(nodes, self._request)
         if operation == "suspend":
@@ -209,6 +212,9 @@ class _Nodes:
         self._agents: dict[str, Any] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(32, "vramctl-ray")
 
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
     def agent(self, node: str) -> Any:
         """The agent of a node, which is started if there is none."""
         if node not in self._agents:
@@ -241,7 +247,8 @@ class _Nodes:
                 answer = work()
             done(answer)
 
-        self._threads.submit(run)
+        with contextlib.suppress(RuntimeError):  # the operation has ended
+            self._threads.submit(run)
 
     def say(self, said: Say, name: str, answered: Any) -> None:
         request = None if said.request is None else dict(said.request)
