@@ -30,7 +30,10 @@ NODES, RANKS = 4, 8
 
 def python_with_ray() -> str | None:
     """Of an environment in target/, with Ray if it can be installed."""
-    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "python-ray"
+    folder = (
+        Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+        / f"python-ray-{sys.version_info.major}.{sys.version_info.minor}"
+    )
     done, python = folder / "installed", folder / "bin" / "python3"
     if not done.exists() or done.read_text() != RAY:
         plain = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
@@ -252,7 +255,9 @@ class ManyNodes(unittest.TestCase):
         self.cluster.go_on()
         for rank in range(RANKS):
             self.assertIn("ok", self.cluster.ask(rank, "verify"))
-        print(f"{len(times)} pauses of {RANKS} ranks on {NODES} nodes: attempts {sorted(attempts)}, ms {[round(ms) for ms in sorted(times)]}")
+        print(
+            f"{len(times)} pauses of {RANKS} ranks on {NODES} nodes: attempts {sorted(attempts)}, ms {[round(ms) for ms in sorted(times)]}"
+        )
 
     def all_or_none(self, what: Any, *expected: str) -> None:
         """After a fault: all ranks are in one state, and come back."""
@@ -287,7 +292,9 @@ class ManyNodes(unittest.TestCase):
     def test_the_driver_dies_at_every_step(self) -> None:
         for step in self.chosen([("go", 2, 2), ("after the record", 0, 0)]):
             command = [sys.executable, "-c", DRIVER, "pause", repr(step)]
-            driver = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": self.cluster.cluster.address}, capture_output=True)
+            driver = subprocess.run(
+                command, env={**os.environ, "RAY_ADDRESS": self.cluster.cluster.address}, capture_output=True
+            )
             self.assertEqual(driver.returncode, -signal.SIGKILL, driver.stderr.decode())
             is_decided = step[0] in ("after the record", "commit")
             self.all_or_none(step, "paused, held" if is_decided else "active")
@@ -302,7 +309,7 @@ class ManyNodes(unittest.TestCase):
         for _ in range(ROUNDS // 10 or 1):
             said: list[Any] = []
 
-            def pause() -> None:
+            def pause(said: list[Any] = said) -> None:
                 try:
                     said.append(vramctl.ray.Job("ring", ranks=RANKS).pause(hold=60).attempts)
                 except errors.Error as error:

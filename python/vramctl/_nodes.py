@@ -2,8 +2,8 @@
 
 On each node, the ranks are taken through an attempt by a participant, ``vramctl operate`` (``docs/protocol.md``, "A job over several nodes").
 The `Coordinator` takes all participants through the steps together: what happens goes in, and what is to be done comes out. The decision is a
-record that is set once; whoever has voted and hears nothing any more reads it. `vramctl.ray` carries this out on Ray, and a simulation drives
-it up to thousands of nodes (``scripts/simulate-nodes``).
+record that is set once; whoever has voted and hears nothing any more reads it. `vramctl.ray` carries this out on
+Ray.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ RENEW_EVERY = 1.0
 SILENT = 10.0
 #: How long to try to set the record, and to find out what has become of a node.
 SETTLED_WITHIN = 20.0
+#: How long it takes until all nodes know when to hold their ranks, and how much longer for each node.
+HOLD_AFTER, HOLD_AFTER_EACH = 0.01, 0.0005
 #: How often to try.
 AGAIN_EVERY = 0.3
 #: As on one node (``src/coordinator/retry.rs``): the first attempt's time for work in flight, and for another client's operation.
@@ -43,6 +45,9 @@ class Say:
     attempt: int
     word: str
     request: Mapping[str, Any] | None = None
+    #: Not before this moment, so that all nodes hold their ranks at once: the less they are apart, the more often do the ranks stand at the
+    #: same collective. Clocks that differ only cost further attempts.
+    at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,6 @@ class Look:
 
 
 Action = Union[Say, Record, Look]
-
-#: No step: the ranks of the node are on their way to the next one.
-_UNDER_WAY = ""
 
 
 @dataclass
@@ -97,7 +99,14 @@ class Coordinator:
         self._hold: float | None = (10.0 if hold is None else hold / 1000) if holds else None
         self._timeout: float | None = None if timeout is None else timeout / 1000
         self._next_drain, self._early, self._next = FIRST_DRAIN, set[str](), self.begun
-        self._part, self._collisions, self._tried_since = set(self.nodes), 0, 0.0
+        self._part, self._collisions, self._tried_since, self._renew = set(self.nodes), 0, 0.0, self.begun
+        # Those that have not ended, and those that have not reached the next step.
+        self._open, self._under_way = set[str](), set[str]()
+        # By node, in this attempt: its step, its outcome, when it has answered, and when to look at its ranks.
+        self._steps: dict[str, str] = {}
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._heard: dict[str, float] = {}
+        self._looking: dict[str, float] = {}
         self._checked = self._cancelled = False
         self._fatal: tuple[str, str] | None = None
 
@@ -111,12 +120,12 @@ class Coordinator:
         if now >= self._next and self.phase == "deciding":
             self._next = now + 10 * RENEW_EVERY
             actions.append(Record(self.attempt))
-        for node in sorted(self._open()):
+        for node in sorted(self._open):
             if node not in self._looking and now - self._heard[node] > SILENT:
                 actions += self.lost(now, node, f"it has not answered for {SILENT:.0f} s")
         if self.outcome is None and now >= self._renew:
             self._renew = now + RENEW_EVERY
-            actions += [Say(node, self.attempt, "renew") for node in sorted(self._open() - set(self._looking))]
+            actions += [Say(node, self.attempt, "renew") for node in sorted(self._open - set(self._looking))]
         if self.phase == "committing":
             due = [node for node, at in self._looking.items() if now >= at]
             self._looking.update((node, now + SILENT) for node in due)
@@ -132,26 +141,26 @@ class Coordinator:
             return []
         if reply["reply"] == "reached":
             self._steps[node] = reply["step"]
+            self._under_way.discard(node)
             if "processes" in reply:
                 self.found[node] = reply["processes"]
             return self._advance(now)
         if self.phase == "steps" and node not in self._steps and _codes(reply) == {"no_process"}:
-            self._part.discard(node)
+            for nodes in (self._part, self._open, self._under_way):
+                nodes.discard(node)
             self.found.pop(node, None)
             return self._advance(now)
         if self.phase == "committing" and reply["committed"] is not True:
             return self._look(now, node)
-        self._outcomes[node] = dict(reply)
-        return self._one_ended(now)
+        return self._ends(now, node, dict(reply))
 
     def lost(self, now: float, node: str, why: str) -> list[Action]:
         """A participant cannot be reached any more."""
-        if self.phase == "resting" or node not in self._open():
+        if self.phase == "resting" or node not in self._open:
             return []
         if self.phase == "committing":
             return [] if node in self._looking else self._look(now, node)
-        self._outcomes[node] = _failed("disconnected", f"node {node} is lost: {why}")
-        return self._one_ended(now)
+        return self._ends(now, node, _failed("disconnected", f"node {node} is lost: {why}"))
 
     def recorded(self, now: float, attempt: int, committed: bool | None) -> list[Action]:
         """What the record says. None: its store did not answer."""
@@ -161,16 +170,18 @@ class Coordinator:
             if now - self._tried_since < SETTLED_WITHIN:
                 self._next = now + AGAIN_EVERY
                 return []
-            self._fail(now, "disconnected", "the record of the decision cannot be reached: each node follows it once it can", None)
+            self._fail(
+                now, "disconnected", "the record of the decision cannot be reached: each node follows it once it can", None
+            )
             return []
         if not committed:
             return self._abort(now)
         self.phase, self._tried_since = "committing", now
-        lost = [node for node in self._part if node in self._outcomes]
-        for node in lost:
+        for node in list(self._outcomes):
             del self._outcomes[node]
+            self._open.add(node)
             self._look(now, node)
-        return [Say(node, self.attempt, "commit") for node in sorted(self._open() - set(self._looking))]
+        return [Say(node, self.attempt, "commit") for node in sorted(self._open - set(self._looking))]
 
     def looked(self, now: float, node: str, state: str) -> list[Action]:
         """How the ranks of a node are: ``done``, ``as_it_was``, ``gone`` with the node, or ``unknown``."""
@@ -181,8 +192,7 @@ class Coordinator:
             self._looking[node] = now + AGAIN_EVERY
             return []
         del self._looking[node]
-        self._outcomes[node] = {"reply": "outcome", "committed": state == "done", "processes": [], "state": state}
-        return self._one_ended(now)
+        return self._ends(now, node, {"reply": "outcome", "committed": state == "done", "processes": [], "state": state})
 
     def cancel(self, now: float) -> list[Action]:
         """Nobody wants it any more. What is decided is completed."""
@@ -197,17 +207,12 @@ class Coordinator:
 
     # What follows.
 
-    def _open(self) -> set[str]:
-        """The nodes that take part and have not ended."""
-        return self._part - self._outcomes.keys()
-
     def _begin(self, now: float) -> list[Action]:
         self.attempt += 1
         self.phase, self._renew, self._part = "steps", now + RENEW_EVERY, self._part or set(self.nodes)
-        self._steps: dict[str, str] = {}
-        self._outcomes: dict[str, dict[str, Any]] = {}
-        self._looking: dict[str, float] = {}
+        self._steps, self._outcomes, self._looking = {}, {}, {}
         self._heard = dict.fromkeys(self._part, now)
+        self._open, self._under_way = set(self._part), set(self._part)
         return [Say(node, self.attempt, "begin", self._request(now, node)) for node in sorted(self._part)]
 
     def _request(self, now: float, node: str) -> dict[str, Any]:
@@ -226,9 +231,9 @@ class Coordinator:
         return max(min(self._next_drain, (self._hold - (now - self.begun)) / 2), min(FIRST_DRAIN, self._hold))
 
     def _advance(self, now: float) -> list[Action]:
-        steps = {node: self._steps.get(node, _UNDER_WAY) for node in self._part}
-        if self.phase != "steps" or _UNDER_WAY in steps.values():
+        if self.phase != "steps" or self._under_way:
             return []
+        steps = {node: self._steps[node] for node in self._part}
         if not self._checked and all(step == "found" for step in steps.values()):
             problem = self._problem()
             if problem is not None:
@@ -238,18 +243,20 @@ class Coordinator:
         early = self._early & self._part
         if early and any(step == "found" for step in steps.values()):
             if all(steps[node] == "found" for node in early):
-                return self._go(early)
-            return self._go(self._part - early) if all(steps[node] == "prepared" for node in early) else []
+                return self._go(now, early)
+            return self._go(now, self._part - early) if all(steps[node] == "prepared" for node in early) else []
         if len(set(steps.values())) > 1:
             return []
         if "prepared" in steps.values():
             self.phase, self._tried_since, self._next = "deciding", now, now + 10 * RENEW_EVERY
             return [Record(self.attempt)]
-        return self._go(self._part)
+        return self._go(now, self._part)
 
-    def _go(self, nodes: Collection[str]) -> list[Action]:
-        self._steps.update(dict.fromkeys(nodes, _UNDER_WAY))
-        return [Say(node, self.attempt, "go") for node in sorted(nodes)]
+    def _go(self, now: float, nodes: Collection[str]) -> list[Action]:
+        self._under_way.update(nodes)
+        holds = self._hold is not None and "found" in self._steps.values()
+        at = now + HOLD_AFTER + HOLD_AFTER_EACH * len(nodes) if holds else None
+        return [Say(node, self.attempt, "go", at=at) for node in sorted(nodes)]
 
     def _problem(self) -> tuple[str, str] | None:
         """Why nothing is to be done: a rank is missing or new, or nobody has a tag."""
@@ -276,17 +283,22 @@ class Coordinator:
 
     def _abort(self, now: float) -> list[Action]:
         self.phase = "aborting"
-        actions: list[Action] = [Say(node, self.attempt, "abort") for node in sorted(self._open())]
+        actions: list[Action] = [Say(node, self.attempt, "abort") for node in sorted(self._open)]
         return actions or self._one_ended(now)
 
     def _look(self, now: float, node: str) -> list[Action]:
         self._looking[node] = now
         return []
 
+    def _ends(self, now: float, node: str, outcome: dict[str, Any]) -> list[Action]:
+        self._outcomes[node] = outcome
+        self._open.discard(node)
+        return self._one_ended(now)
+
     def _one_ended(self, now: float) -> list[Action]:
         if self.phase == "steps":
             return self._abort(now)
-        if self.phase == "deciding" or self._open():
+        if self.phase == "deciding" or self._open:
             return []
         if self.phase == "committing":
             self._end(now)

@@ -13,13 +13,14 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import queue
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray  # type: ignore[import-not-found]
@@ -255,9 +256,11 @@ class _Nodes:
         if request is not None and said.node != self._here:
             request.pop("waiting", None)
         try:
-            reference = self.agent(said.node).say.remote(f"{name}/{said.attempt}", said.word, request)
+            at = None if said.at is None else time.time() + said.at - time.monotonic()
+            reference = self.agent(said.node).say.remote(f"{name}/{said.attempt}", said.word, request, at)
         except Exception as error:
-            return answered(error)
+            answered(error)
+            return
         reference.future().add_done_callback(lambda future: answered(future.exception() or future.result()))
 
     def ask_all(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,10 +307,10 @@ class _Agent:
 
     async def operate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """An operation of this node alone."""
-        participant = await _Participant.start(request)
-        return await participant.outcome
+        outcome: dict[str, Any] = await (await _Participant.start(request)).outcome
+        return outcome
 
-    async def say(self, attempt: str, word: str, request: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    async def say(self, attempt: str, word: str, request: Mapping[str, Any] | None, at: float | None) -> dict[str, Any] | None:
         """Says something to the participant in an attempt, and returns what it comes to: a step, or the outcome."""
         if request is not None:
             terms = {**request["node"], "record": [sys.executable, *request["node"]["record"]]}
@@ -317,6 +320,8 @@ class _Agent:
         if participant is None:
             # It is another agent that has begun this.
             raise RuntimeError("the agent has been started anew")
+        if at is not None:
+            await asyncio.sleep(min(max(at - time.time(), 0.0), 1.0))
         answer = await participant.say(word if request is None else None)
         if participant.outcome.done() and word in ("commit", "abort"):
             del self._participants[attempt]
@@ -331,16 +336,19 @@ class _Participant:
         from .__main__ import command
 
         # Of its own session: it goes on if the agent dies.
-        self = cls()
-        self._child = await asyncio.create_subprocess_exec(
+        child = await asyncio.create_subprocess_exec(
             command(), "operate", stdin=-1, stdout=-1, start_new_session=True, limit=1 << 26
         )
+        self = cls(child)
+        self._tell(json.dumps(request))
+        return self
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        self._child = child
         self._reached: list[dict[str, Any]] = []
         self._asked = 0
         self._changed = asyncio.Condition()
-        self.outcome = asyncio.get_running_loop().create_task(self._follow())
-        self._tell(json.dumps(request))
-        return self
+        self.outcome: asyncio.Task[dict[str, Any]] = asyncio.get_running_loop().create_task(self._follow())
 
     async def say(self, word: str | None) -> dict[str, Any] | None:
         if word is not None:
@@ -390,7 +398,11 @@ def _joined(outcomes: Mapping[str, Any]) -> dict[str, Any]:
     processes = [
         {**process, "pid": Rank(node, process["pid"])} for node, one in outcomes.items() for process in one["processes"]
     ]
-    joined: dict[str, Any] = {"committed": all(one["committed"] for one in outcomes.values()), "processes": processes, "jobs": []}
+    joined: dict[str, Any] = {
+        "committed": all(one["committed"] for one in outcomes.values()),
+        "processes": processes,
+        "jobs": [],
+    }
     failed = [(node, one["error"]) for node, one in outcomes.items() if one.get("error")]
     if failed:
         node, cause = failed[0]
@@ -402,7 +414,9 @@ def _joined(outcomes: Mapping[str, Any]) -> dict[str, Any]:
 def _connect() -> None:
     """To the cluster, unless the program is connected."""
     if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "auto"), namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR"
+        )
 
 
 # From the shell.
@@ -414,15 +428,21 @@ def _main() -> int:
         address, key = sys.argv[2:]
         print(_Store(address).put_once(key, b"abort").decode(), flush=True)
         return 0
-    parser = argparse.ArgumentParser(prog="vramctl ray", description="Pause and resume a job over several nodes of a Ray cluster.")
+    parser = argparse.ArgumentParser(
+        prog="vramctl ray", description="Pause and resume a job over several nodes of a Ray cluster."
+    )
     parser.add_argument("verb", choices=["status", "pause", "resume", "suspend", "move"])
     parser.add_argument("name", help="the job's name")
     parser.add_argument("tags", nargs="*", help="pause, resume: only these tags")
     parser.add_argument("--ranks", type=int, help="fail unless there are so many processes")
     parser.add_argument("--backup", choices=["host", "disk", "discard"], default="default", help="where contents go")
     parser.add_argument("--hold-timeout", type=float, default=10.0, metavar="SECONDS", help="for the work in flight")
-    parser.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="resume: wait for memory that others hold")
-    parser.add_argument("--to", action="append", metavar="GPU", help="move: index or UUID, one for each GPU of the job on a node")
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="resume: wait for memory that others hold"
+    )
+    parser.add_argument(
+        "--to", action="append", metavar="GPU", help="move: index or UUID, one for each GPU of the job on a node"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     job = Job(given.name, ranks=given.ranks)
@@ -431,7 +451,9 @@ def _main() -> int:
     except errors.Error as error:
         code = {"code": error.code, "message": str(error), "committed": error.committed}
         print(json.dumps({"error": code}) if given.json else f"vramctl ray {given.verb}: {error}", file=sys.stderr)
-        return {"no_process": 3, "device_memory": 4, "host_memory": 4, "busy": 5, "leased": 5, "unknown_tag": 6}.get(error.code, 1)
+        return {"no_process": 3, "device_memory": 4, "host_memory": 4, "busy": 5, "leased": 5, "unknown_tag": 6}.get(
+            error.code, 1
+        )
     return 0
 
 
@@ -461,10 +483,7 @@ def _print(answer: Mapping[Any, Any], given: argparse.Namespace) -> None:
 
 
 def _plain(about: Any) -> Any:
-    import dataclasses
-
     return dataclasses.asdict(about, dict_factory=lambda fields: {name: value for name, value in fields if value is not None})
-
 
 
 if __name__ == "__main__":
