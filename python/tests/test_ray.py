@@ -105,7 +105,7 @@ sys.path.insert(0, {str(ROOT / "python/tests")!r})
 import test_ray, vramctl.ray
 test_ray.arm(eval(sys.argv[2]), lambda: os.kill(os.getpid(), signal.SIGKILL))
 job = vramctl.ray.Job("ring", ranks=test_ray.RANKS)
-getattr(job, sys.argv[1])(**({{"hold": 60}} if sys.argv[1] == "pause" else {{}}))
+getattr(job, sys.argv[1])(**({{"hold_timeout": 60}} if sys.argv[1] == "pause" else {{}}))
 """
 
 
@@ -244,7 +244,7 @@ class ManyNodes(unittest.TestCase):
         attempts, times = [], []
         for _ in range(ROUNDS or 3):
             time.sleep(random.uniform(0, 0.3))
-            paused = self.job.pause(hold=60)
+            paused = self.job.pause(hold_timeout=60)
             self.assertEqual(len(paused.processes), RANKS)
             self.assertEqual(len({rank.node for rank in paused.processes}), NODES)
             attempts.append(paused.attempts)
@@ -279,7 +279,7 @@ class ManyNodes(unittest.TestCase):
         """An operation, at a step of which something happens."""
         disarm = arm(step, act)
         try:
-            self.job.pause(hold=60) if operation == "pause" else self.job.resume(timeout=30)
+            self.job.pause(hold_timeout=60) if operation == "pause" else self.job.resume(timeout=30)
             return "done"
         except errors.Error as error:
             return f"{error.code}, {error.committed}"
@@ -311,7 +311,7 @@ class ManyNodes(unittest.TestCase):
 
             def pause(said: list[Any] = said) -> None:
                 try:
-                    said.append(vramctl.ray.Job("ring", ranks=RANKS).pause(hold=60).attempts)
+                    said.append(vramctl.ray.Job("ring", ranks=RANKS).pause(hold_timeout=60).attempts)
                 except errors.Error as error:
                     said.append(error.code)
 
@@ -324,12 +324,12 @@ class ManyNodes(unittest.TestCase):
 
     def test_a_rank_that_is_missing_is_named_and_nothing_is_paused(self) -> None:
         job = vramctl.ray.Job("ring")
-        job.pause(hold=60)
+        job.pause(hold_timeout=60)
         job.resume(timeout=30)
         self.cluster.ranks[5].kill()
         self.cluster.ranks[5].wait()
         with self.assertRaisesRegex(errors.NoProcess, f"missing: process {self.cluster.ranks[5].pid} of node") as raised:
-            job.pause(hold=1)
+            job.pause(hold_timeout=1)
         self.assertIs(raised.exception.committed, False)
         self.assertEqual(self.cluster.settled(RANKS - 1), "active")
 

@@ -19,6 +19,8 @@ LEASE = 5.0
 RENEW_EVERY = 1.0
 #: When a node that answers nothing counts as lost.
 SILENT = 10.0
+#: And one that has not answered yet: its agent has to start.
+STARTED_WITHIN = 30.0
 #: How long to try to set the record, and to find out what has become of a node.
 SETTLED_WITHIN = 20.0
 #: How long it takes until all nodes know when to hold their ranks, and how much longer for each node.
@@ -107,6 +109,8 @@ class Coordinator:
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, float] = {}
         self._looking: dict[str, float] = {}
+        # Those that have answered in this operation, and whose participants have ended without having committed.
+        self._known, self._given_up = set[str](), set[str]()
         self._checked = self._cancelled = False
         self._fatal: tuple[str, str] | None = None
 
@@ -121,8 +125,9 @@ class Coordinator:
             self._next = now + 10 * RENEW_EVERY
             actions.append(Record(self.attempt))
         for node in sorted(self._open):
-            if node not in self._looking and now - self._heard[node] > SILENT:
-                actions += self.lost(now, node, f"it has not answered for {SILENT:.0f} s")
+            silent = SILENT if node in self._known else STARTED_WITHIN
+            if node not in self._looking and now - self._heard[node] > silent:
+                actions += self.lost(now, node, f"it has not answered for {silent:.0f} s")
         if self.outcome is None and now >= self._renew:
             self._renew = now + RENEW_EVERY
             actions += [Say(node, self.attempt, "renew") for node in sorted(self._open - set(self._looking))]
@@ -137,6 +142,7 @@ class Coordinator:
         if attempt != self.attempt or self.phase == "resting" or node not in self._part:
             return []
         self._heard[node] = now
+        self._known.add(node)
         if reply is None or node in self._outcomes:
             return []
         if reply["reply"] == "reached":
@@ -151,7 +157,8 @@ class Coordinator:
             self.found.pop(node, None)
             return self._advance(now)
         if self.phase == "committing" and reply["committed"] is not True:
-            return self._look(now, node)
+            self._given_up.add(node)
+            return self._look(now, node) if node not in self._looking else []
         return self._ends(now, node, dict(reply))
 
     def lost(self, now: float, node: str, why: str) -> list[Action]:
@@ -187,8 +194,9 @@ class Coordinator:
         """How the ranks of a node are: ``done``, ``as_it_was``, ``gone`` with the node, or ``unknown``."""
         if self.phase != "committing" or node not in self._looking:
             return []
-        # Its participant may be about to read the record.
-        if state in ("as_it_was", "unknown") and now - self._tried_since < SETTLED_WITHIN:
+        # Its participant may be about to read the record, unless there is none any more.
+        is_open = state == "unknown" or (state == "as_it_was" and node not in self._given_up)
+        if is_open and now - self._tried_since < SETTLED_WITHIN:
             self._looking[node] = now + AGAIN_EVERY
             return []
         del self._looking[node]
@@ -210,7 +218,7 @@ class Coordinator:
     def _begin(self, now: float) -> list[Action]:
         self.attempt += 1
         self.phase, self._renew, self._part = "steps", now + RENEW_EVERY, self._part or set(self.nodes)
-        self._steps, self._outcomes, self._looking = {}, {}, {}
+        self._steps, self._outcomes, self._looking, self._given_up = {}, {}, {}, set()
         self._heard = dict.fromkeys(self._part, now)
         self._open, self._under_way = set(self._part), set(self._part)
         return [Say(node, self.attempt, "begin", self._request(now, node)) for node in sorted(self._part)]
@@ -219,7 +227,7 @@ class Coordinator:
         terms = {"lease_ms": int(LEASE * 1000), "record": [*self.record, str(self.attempt)], "early": node in self._early}
         terms["drain_ms"] = int(self._drain(now) * 1000)
         request = {**self.request, "version": 1, "ranks": 0, "node": terms}
-        if self._timeout is not None:
+        if self._timeout is not None and not self._pauses:
             # Not for long at a time: two jobs may wait for memory that the other one has on another node.
             request["timeout_ms"] = int(min(self._timeout - (now - self.begun), 5.0) * 1000) if node in self._early else 0
         return request

@@ -17,7 +17,9 @@ import dataclasses
 import json
 import os
 import queue
+import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,15 +28,17 @@ from typing import Any
 import ray  # type: ignore[import-not-found]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # type: ignore[import-not-found]
 
-from . import errors
+from . import __version__, errors
 from . import job as _job
-from ._nodes import AGAIN_EVERY, Coordinator, Look, Rank, Record, Say
-from ._types import Status
+from ._nodes import AGAIN_EVERY, RENEW_EVERY, SILENT, STARTED_WITHIN, Coordinator, Look, Rank, Record, Say
+from .types import Status
 
 __all__ = ["Job", "Rank"]
 
 #: Where agents and records are.
 _NAMESPACE = "vramctl"
+#: What a record says. Anything else is no answer.
+_DECISIONS = {b"commit": True, b"abort": False}
 
 
 class Job(_job.Job):
@@ -55,7 +59,9 @@ class Job(_job.Job):
         return {process["pid"]: Status._from(process) for process in self._operate("status")["processes"]}
 
     def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
-        given = {name: value for name, value in fields.items() if value is not None and name not in ("ranks", "target")}
+        # A participant is never detached: it is held to the record instead.
+        left_out = ("ranks", "target", "detached")
+        given = {name: value for name, value in fields.items() if value is not None and name not in left_out}
         request = {**given, "operation": operation, "target": {"name": self._name}}
         outcome = _Operation(self, request, fields.get("ranks")).ended()
         if outcome.get("error"):
@@ -76,9 +82,13 @@ class _Operation(_job._Work["dict[str, Any]"]):
         self._stopped = True
 
     def _carry_out(self) -> dict[str, Any]:
-        _connect()
-        with contextlib.closing(_Nodes()) as nodes:
-            return self._among(nodes)
+        try:
+            _connect()
+            with contextlib.closing(_Nodes()) as nodes:
+                return self._among(nodes)
+        except (ray.exceptions.RaySystemError, ConnectionError) as error:
+            # Whatever had been begun is settled by the participants.
+            raise errors.Disconnected(f"the Ray cluster cannot be reached: {_line(error)}") from error
 
     def _among(self, nodes: _Nodes) -> dict[str, Any]:
         operation = self._request["operation"]
@@ -119,7 +129,7 @@ class _Operation(_job._Work["dict[str, Any]"]):
             if isinstance(action, Record):
                 attempt = action.attempt
                 nodes.later(
-                    lambda: store.put_once(f"{name}/{attempt}", b"commit") == b"commit",
+                    lambda: _DECISIONS.get(store.put_once(f"{name}/{attempt}", b"commit")),
                     lambda said: happened.put(lambda now: coordinator.recorded(now, attempt, said)),
                 )
             elif isinstance(action, Look):
@@ -134,7 +144,7 @@ class _Operation(_job._Work["dict[str, Any]"]):
         def answered(now: float, said: Say, answer: Any) -> list[Any]:
             if isinstance(answer, Exception):
                 nodes.forget(said.node)
-                return coordinator.lost(now, said.node, str(answer).partition("\n")[0])
+                return coordinator.lost(now, said.node, _line(answer))
             return coordinator.heard(now, said.node, said.attempt, answer)
 
         while coordinator.outcome is None:
@@ -147,13 +157,15 @@ class _Operation(_job._Work["dict[str, Any]"]):
             for action in coordinator.tick(time.monotonic()) if coordinator.outcome is None else ():
                 carry_out(action)
         outcome = coordinator.outcome
-        if outcome["committed"]:
-            ranks = [Rank(node, process["pid"]) for node, found in coordinator.found.items() for process in found]
-            store.put(f"{key}/ranks", json.dumps(ranks).encode())
-        if "error" not in outcome:
-            # All have done it: nobody will ask.
-            for attempt in range(1, coordinator.attempt + 1):
-                store.delete(f"{name}/{attempt}")
+        # Whether the store answers or not, it is done.
+        with contextlib.suppress(Exception):
+            if outcome["committed"]:
+                ranks = [Rank(node, process["pid"]) for node, found in coordinator.found.items() for process in found]
+                store.put(f"{key}/ranks", json.dumps(ranks).encode())
+            if "error" not in outcome:
+                # All have done it: nobody will ask.
+                for attempt in range(1, coordinator.attempt + 1):
+                    store.delete(f"{name}/{attempt}")
         return outcome
 
     def _suspend(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,7 +234,8 @@ class _Nodes:
             self._agents[node] = (
                 ray.remote(_Agent)
                 .options(
-                    name=f"agent/{os.getuid()}/{node}",
+                    # One of another version does not understand this one.
+                    name=f"agent/{__version__}/{os.getuid()}/{node}",
                     namespace=_NAMESPACE,
                     lifetime="detached",
                     get_if_exists=True,
@@ -265,22 +278,31 @@ class _Nodes:
 
     def ask_all(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """An operation of each node for itself: its outcome, or why there is none. Those without a process of the job are left out."""
-        asked = {}
-        for node in self.ids:
-            own = {**request, "version": 1}
-            if node != self._here:
-                own.pop("waiting", None)
-            asked[node] = self.agent(node).operate.remote(own)
-        outcomes: dict[str, Any] = {}
-        for node, reference in asked.items():
-            try:
-                outcomes[node] = ray.get(reference)
-            except ray.exceptions.RayError as error:
-                self.forget(node)
-                text = f"node {node} does not answer: {str(error).partition(chr(10))[0]}"
-                outcomes[node] = {"committed": None, "processes": [], "error": {"code": "disconnected", "message": text}}
+        with concurrent.futures.ThreadPoolExecutor(len(self.ids), "vramctl-ray") as threads:
+            outcomes = dict(zip(self.ids, threads.map(lambda node: self._ask(node, request), self.ids)))
         there = {node: one for node, one in outcomes.items() if (one.get("error") or {}).get("code") != "no_process"}
         return there or outcomes
+
+    def _ask(self, node: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        own = {**request, "version": 1}
+        if node != self._here:
+            own.pop("waiting", None)
+        try:
+            try:
+                ray.get(self.agent(node).is_there.remote(), timeout=STARTED_WITHIN)
+            except ray.exceptions.RayActorError:
+                # It has died since it was last needed.
+                self.forget(node)
+                ray.get(self.agent(node).is_there.remote(), timeout=STARTED_WITHIN)
+            agent = self.agent(node)
+            asked = agent.operate.remote(own)
+            while not ray.wait([asked], timeout=RENEW_EVERY)[0]:
+                ray.get(agent.is_there.remote(), timeout=SILENT)
+            outcome: dict[str, Any] = ray.get(asked)
+            return outcome
+        except ray.exceptions.RayError as error:
+            self.forget(node)
+            return _unknown("disconnected", f"node {node} does not answer: {_line(error)}")
 
     def look(self, node: str, request: Mapping[str, Any]) -> str:
         """How the ranks of a node are."""
@@ -305,27 +327,38 @@ class _Agent:
     def __init__(self) -> None:
         self._participants: dict[str, _Participant] = {}
 
+    async def is_there(self) -> None:
+        """Answers."""
+
     async def operate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """An operation of this node alone."""
-        outcome: dict[str, Any] = await (await _Participant.start(request)).outcome
+        try:
+            outcome: dict[str, Any] = await (await _Participant.start(request)).outcome
+        except OSError as error:
+            return _unknown("internal", str(error))
         return outcome
 
     async def say(self, attempt: str, word: str, request: Mapping[str, Any] | None, at: float | None) -> dict[str, Any] | None:
         """Says something to the participant in an attempt, and returns what it comes to: a step, or the outcome."""
         if request is not None:
-            terms = {**request["node"], "record": [sys.executable, *request["node"]["record"]]}
-            terms["record"][-2:] = ["/".join(terms["record"][-2:])]
-            self._participants[attempt] = await _Participant.start({**request, "node": terms})
+            *reads, name, number = request["node"]["record"]
+            terms = {**request["node"], "record": [sys.executable, *reads, f"{name}/{number}"]}
+            try:
+                started = await _Participant.start({**request, "node": terms})
+            except OSError as error:
+                return {**_unknown("internal", str(error)), "committed": False}
+            self._participants[attempt] = started
+            # Its outcome is asked for soon, or never.
+            started.outcome.add_done_callback(
+                lambda _: asyncio.get_running_loop().call_later(60, self._participants.pop, attempt, None)
+            )
         participant = self._participants.get(attempt)
         if participant is None:
             # It is another agent that has begun this.
             raise RuntimeError("the agent has been started anew")
         if at is not None:
             await asyncio.sleep(min(max(at - time.time(), 0.0), 1.0))
-        answer = await participant.say(word if request is None else None)
-        if participant.outcome.done() and word in ("commit", "abort"):
-            del self._participants[attempt]
-        return answer
+        return await participant.say(word if request is None else None)
 
 
 class _Participant:
@@ -335,9 +368,15 @@ class _Participant:
     async def start(cls, request: Mapping[str, Any]) -> _Participant:
         from .__main__ import command
 
-        # Of its own session: it goes on if the agent dies.
+        # Of its own session: it goes on if the agent dies. Its command for the record finds the modules that are found here.
         child = await asyncio.create_subprocess_exec(
-            command(), "operate", stdin=-1, stdout=-1, start_new_session=True, limit=1 << 26
+            command(),
+            "operate",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+            limit=1 << 26,
         )
         self = cls(child)
         self._tell(json.dumps(request))
@@ -381,8 +420,7 @@ class _Participant:
                 outcome = reply
         code = await self._child.wait()
         if outcome is None:
-            error = {"code": "internal", "message": f"vramctl operate ended with {code} and said nothing"}
-            outcome = {"reply": "outcome", "committed": None, "processes": [], "error": error}
+            outcome = _unknown("internal", f"vramctl operate ended with {code} and said nothing")
         # For whoever waits for a step.
         await self._reach(outcome, last=True)
         return outcome
@@ -411,12 +449,26 @@ def _joined(outcomes: Mapping[str, Any]) -> dict[str, Any]:
     return joined
 
 
+def _unknown(code: str, message: str) -> dict[str, Any]:
+    """The outcome of a node, if nobody can say what has become of it."""
+    error = {"code": code, "message": message}
+    return {"reply": "outcome", "committed": None, "processes": [], "error": error}
+
+
+def _line(error: BaseException) -> str:
+    """What an exception of Ray says, without the trace."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+_connecting = threading.Lock()
+
+
 def _connect() -> None:
     """To the cluster, unless the program is connected."""
-    if not ray.is_initialized():
-        ray.init(
-            address=os.environ.get("RAY_ADDRESS", "auto"), namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR"
-        )
+    with _connecting:
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS", "auto")
+            ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
 
 
 # From the shell.
@@ -459,13 +511,13 @@ def _main() -> int:
 
 def _call(job: Job, given: argparse.Namespace) -> Mapping[Any, Any]:
     if given.verb == "pause":
-        return job.pause(given.tags or None, backup=given.backup, hold=given.hold_timeout).processes
+        return job.pause(given.tags or None, backup=given.backup, hold_timeout=given.hold_timeout).processes
     if given.verb == "resume":
         return job.resume(given.tags or None, timeout=given.timeout).processes
     if given.verb == "suspend":
-        return job.suspend(backup=given.backup, hold=given.hold_timeout)
+        return job.suspend(backup=given.backup, hold_timeout=given.hold_timeout)
     if given.verb == "move":
-        return job.move(given.to or [], hold=given.hold_timeout)
+        return job.move(given.to or [], hold_timeout=given.hold_timeout)
     return job.status()
 
 
