@@ -716,35 +716,47 @@ fn a_pause_that_gives_up_holds_up_no_launch() {
 #[test]
 fn a_capture_survives_a_question_that_the_driver_does_not_answer() {
     let gpu = Gpu::take();
+    // Only the pause asks: unpinning in the background would ask, too, and get the answer that is meant for the pause.
+    vramctl_backup::set_host_keep(Some(LONG), None);
+    vramctl_backup::settle();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     for (call, code) in [("cuEventQuery", code::NOT_SUPPORTED), ("cuEventQuery", 999), ("cuStreamGetCtx_v2", 999), ("cuCtxGetId", 999)] {
-        let (captured, pipeline) = (Stream::create(), Pipeline::start(address));
-        let timeout = Some(LONG);
-        let graph = thread::scope(|scope| {
-            let opens = Opens(&pipeline.gate);
-            gpu.reset_counts();
-            let pause = scope.spawn(|| Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut ()));
-            common::eventually("the pause asks", || gpu.calls("cuEventQuery") > 2);
-            if call != "cuEventQuery" {
-                // Nor does it say where the capture begins.
-                gpu.fail(call, 1, code, u64::MAX);
-            }
-            captured.begin_capture(1);
-            gpu.clear_faults();
-            let others = || ["cuStreamQuery", "cuCtxSynchronize"].map(|call| gpu.calls(call)).iter().sum::<u64>();
-            let before = others();
-            gpu.fail("cuEventQuery", 1, code, 1);
-            common::eventually("the pause asks in another way", || others() > before);
-            let graph = captured.end_capture();
-            drop(opens);
-            pause.join().unwrap().unwrap();
-            graph
-        });
-        gpu.clear_faults();
-        drop(graph.unwrap_or_else(|answer| panic!("{call}, {code}: the capture ended with {answer}")));
-        resume(&["t"]).unwrap();
+        // The pause itself may get the answer that is meant for the capture, and fails then: a round that shows nothing.
+        while !capture_while_a_pause_is_refused(&gpu, address, call, code) {}
     }
     assert_eq!(common::free(address), 0);
+}
+
+/// Begins a capture, of which the driver does not tell the context if `call` is not the pause's question, and refuses one question of the
+/// pause. Returns whether the pause went on.
+fn capture_while_a_pause_is_refused(gpu: &Gpu, address: u64, call: &str, code: u32) -> bool {
+    let (captured, pipeline) = (Stream::create(), Pipeline::start(address));
+    let (graph, paused) = thread::scope(|scope| {
+        let opens = Opens(&pipeline.gate);
+        gpu.reset_counts();
+        let request = TransitionRequest { timeout: Some(LONG), ..request(&["t"]) };
+        let pause = scope.spawn(move || Memory::get().pause(&request, &mut ()));
+        common::eventually("the pause asks", || gpu.calls("cuEventQuery") > 2);
+        if call != "cuEventQuery" {
+            gpu.fail(call, 1, code, u64::MAX);
+        }
+        captured.begin_capture(1);
+        gpu.clear_faults();
+        let others = || ["cuStreamQuery", "cuCtxSynchronize"].map(|call| gpu.calls(call)).iter().sum::<u64>();
+        let before = others();
+        gpu.fail("cuEventQuery", 1, code, 1);
+        common::eventually("the pause asks in another way", || others() > before || pause.is_finished());
+        let graph = captured.end_capture();
+        drop(opens);
+        (graph, pause.join().unwrap())
+    });
+    gpu.clear_faults();
+    drop(graph.unwrap_or_else(|answer| panic!("{call}, {code}: the capture ended with {answer}")));
+    match paused {
+        Ok(_) => resume(&["t"]).map(|_| true).unwrap(),
+        Err(Error::Driver(failure)) if call != "cuEventQuery" && (failure.call, failure.code) == (call, code) => false,
+        Err(error) => panic!("{call}, {code}: {error}"),
+    }
 }
 
 /// What a stream had to do before it was captured is work in flight, although the stream can no longer be asked.

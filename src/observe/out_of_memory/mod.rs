@@ -129,12 +129,15 @@ pub(crate) fn failed(asked: FailedRequest) {
 fn take_up(asked: FailedRequest) {
     let reports = REPORTS.get();
     let episode = {
-        // Another thread is recording an episode right now: reporting this one is not worth waiting.
-        let Some(mut books) = reports.try_books() else { return };
+        let mut books = reports.books();
         match books.same(stack::thread_id(), &asked) {
             Some(episode) => Some(episode),
             None if books.may_open(&asked) => None,
-            None => return books.leave_untold(asked.library, asked.bytes),
+            None => {
+                books.untold += 1;
+                drop(books);
+                return log::debug!("out of memory: {} asked for {}", asked.library, Bytes(asked.bytes));
+            }
         }
     };
     match episode {
@@ -146,7 +149,7 @@ fn take_up(asked: FailedRequest) {
 /// A request of the calling thread has succeeded. `is_piece`: the memory may be one of several pieces for one larger request.
 pub(crate) fn succeeded(bytes: u64, is_piece: bool) {
     let thread = stack::thread_id();
-    let Some(books) = REPORTS.get().try_books() else { return };
+    let books = REPORTS.get().books();
     for episode in books.open.iter().filter(|episode| episode.thread == thread && episode.bytes <= bytes) {
         let mut course = episode.course();
         course.got_it = true;
@@ -160,15 +163,11 @@ pub(crate) fn succeeded(bytes: u64, is_piece: bool) {
 
 /// The calling thread frees memory, which may have to wait for the GPU. Its retry may follow.
 pub(crate) fn free_begun() {
-    let reports = REPORTS.get();
-    if let Some(books) = reports.try_books() {
-        books.of_thread().inspect(|episode| episode.course().frees = Frees::InProgress);
-    }
+    REPORTS.get().books().of_thread().inspect(|episode| episode.course().frees = Frees::InProgress);
 }
 
 /// The calling thread has freed memory.
 pub(crate) fn free_ended() {
-    // Waits, unlike above: an episode would go on for long if its free never ended.
     REPORTS.get().books().of_thread().inspect(|episode| episode.course().frees.end());
 }
 
@@ -266,11 +265,6 @@ impl Books {
         let now = Instant::now();
         self.allowances.entry((library, told)).or_insert_with(|| Allowance::full(now)).take(now)
     }
-
-    fn leave_untold(&mut self, library: &str, bytes: u64) {
-        self.untold += 1;
-        log::debug!("out of memory: {library} asked for {}", Bytes(bytes));
-    }
 }
 
 impl Frees {
@@ -351,7 +345,10 @@ impl Episode {
                 log::warn!("{}; a later attempt succeeded, after other memory was freed", scene.headline());
             }
             Some(scene) if !got_it && (!self.is_tried_again || self.may_tell(Told::Page)) => tell(scene, attempts),
-            Some(_) if !got_it => REPORTS.get().books().leave_untold(self.library, self.bytes),
+            Some(_) if !got_it => {
+                REPORTS.get().books().untold += 1;
+                log::debug!("out of memory: {} asked for {}", self.library, Bytes(self.bytes));
+            }
             _ => (),
         }
         {
