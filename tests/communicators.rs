@@ -207,8 +207,9 @@ fn a_failure_before_the_first_use_of_cuda_is_not_logged() {
     assert_eq!(failures(&log, 1).len(), 1);
 }
 
-/// What NCCL may share memory by: descriptors, CUDA IPC, memory of the host.
-const TRANSPORTS: [&[(&str, &str)]; 3] = [&[], &[("NCCL_CUMEM_ENABLE", "0")], &[("NCCL_P2P_DISABLE", "1")]];
+/// What NCCL may share memory by: descriptors, CUDA IPC, memory of the host, and descriptors of the host's.
+const TRANSPORTS: [&[(&str, &str)]; 4] =
+    [&[], &[("NCCL_CUMEM_ENABLE", "0")], &[("NCCL_P2P_DISABLE", "1")], &[("NCCL_P2P_DISABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "1")]];
 
 /// A job of as many ranks.
 fn job(machine: &Machine, ranks: u32, transport: &[(&str, &str)]) -> Vec<Program> {

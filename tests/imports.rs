@@ -26,6 +26,18 @@ def create(size):
     ok(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(wanted), ctypes.c_uint64(0)))
     return handle.value
 
+def create_on_host(size):
+    handle, wanted = ctypes.c_uint64(), Properties(1, 1, Location(3, 0))
+    ok(cuda.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(wanted), ctypes.c_uint64(0)))
+    return handle.value
+
+def open_to_host(pointer, size):
+    access = Access(Location(3, 0), 3)
+    return cuda.cuMemSetAccess(ctypes.c_uint64(pointer), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+
+def peek(pointer):
+    return ctypes.string_at(pointer, 1)[0]
+
 def create_by_nccl(library, size):
     handle, wanted = ctypes.c_uint64(), Properties(1, 1, Location(1, 0))
     ok(ctypes.CDLL(library).nccl_create(ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(wanted)))
@@ -196,6 +208,58 @@ fn a_job_with_imports_is_paused_suspended_and_moved_as_one() {
         common::eventually("all is back", || job.machine.used() == before);
         job.check(|place| if round == 0 { place as u64 + 1 } else { (10 * round + place) as u64 });
         job.write(|place| (10 * (round + 1) + place) as u64);
+    }
+}
+
+/// Memory of the host that ranks pass each other, as NCCL does with `NCCL_CUMEM_HOST_ENABLE=1`: a pause frees nothing by taking it, so it stays in use. The
+/// driver cannot restore what is imported of it, so it goes in a suspend.
+#[test]
+fn memory_of_the_host_stays_in_a_pause_and_leaves_in_a_suspend() {
+    let mut job = Job::of(Machine::pair(), 3, &format!("create_on_host({BYTES})"));
+    let each: Vec<_> =
+        (0..3).map(|place| (place, [vec![(place, job.ranks[place].pointer)], job.imports[place].clone()].concat())).collect();
+    for (place, seen) in &each {
+        for (_, address) in seen {
+            assert_eq!(job.ranks[*place].program.number(&format!("open_to_host({address}, {BYTES})")), 0);
+        }
+    }
+    let pid = job.ranks[0].program.pid().to_string();
+    let status = job.machine.vramctl(&["status", "--pid", &pid, "--json"]).json();
+    assert!(status["processes"][0]["devices"].as_array().unwrap().iter().all(|device| device["active_bytes"] == 0), "{status}");
+    let mut other = Vec::new();
+    for rank in &mut job.ranks {
+        other.push(rank.program.number(&format!("malloc({BYTES})")));
+    }
+    let before = job.machine.used();
+    for (away, back) in [
+        (&["pause", "--name", "job"][..], &["resume", "--name", "job"][..]),
+        (&["suspend", "job"], &["resume", "job"]),
+        (&["move", "job", "--to", "1"], &["move", "job", "--to", "0"]),
+        (&["suspend", "job"], &["resume", "job"]),
+    ] {
+        job.machine.done(away);
+        let used = job.machine.used();
+        assert!(
+            if away[0] == "pause" { used + 3 * BYTES == before } else { used == 0 || away[0] == "move" },
+            "{away:?}: {used} of {before}"
+        );
+        for (place, seen) in each.iter().filter(|_| away[0] != "suspend") {
+            for (owner, address) in seen {
+                assert_eq!(job.ranks[*place].program.number(&format!("peek({address})")), *owner as u64 + 1, "{away:?}");
+            }
+        }
+        job.machine.done(back);
+        common::eventually("all is back", || job.machine.used() == before);
+        job.check(|place| place as u64 + 1);
+    }
+    job.write(|place| place as u64 + 10);
+    for (place, seen) in &each {
+        for (owner, address) in seen {
+            assert_eq!(job.ranks[*place].program.number(&format!("peek({address})")), *owner as u64 + 10);
+        }
+    }
+    for (rank, other) in job.ranks.iter_mut().zip(other) {
+        assert_eq!(rank.program.number(&format!("free({other})")), 0);
     }
 }
 

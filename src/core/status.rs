@@ -114,8 +114,8 @@ impl Memory {
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
-            let device =
-                devices.entry(allocation.device).or_insert_with(|| DeviceStatus { device: allocation.device, ..DeviceStatus::default() });
+            let Some(ordinal) = allocation.on_device() else { continue };
+            let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
         }

@@ -94,6 +94,12 @@ impl Location {
     pub fn device(self) -> Option<CUdevice> {
         (self == Self::of_device(self.id)).then_some(self.id)
     }
+
+    /// Whether it is the host, at whichever node.
+    pub fn is_host(self) -> bool {
+        // `CU_MEM_LOCATION_TYPE_HOST` and `…_HOST_NUMA` (CUDA 12.2).
+        matches!(self.kind, 2 | 3)
+    }
 }
 
 impl Properties {
@@ -113,8 +119,21 @@ impl Properties {
 
     /// The device whose plain memory this describes; `None` for host memory, tile pools and whatever else exists.
     pub fn device(&self) -> Option<CUdevice> {
-        let plain = self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage & !FOR_DECOMPRESSION == 0;
-        self.location.device().filter(|_| plain)
+        self.location.device().filter(|_| self.is_plain())
+    }
+
+    /// Whether this describes plain memory of the host.
+    pub fn is_on_host(&self) -> bool {
+        self.location.is_host() && self.is_plain()
+    }
+
+    fn is_plain(&self) -> bool {
+        self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage & !FOR_DECOMPRESSION == 0
+    }
+
+    /// Whether other processes can import the memory by descriptor.
+    pub fn is_by_descriptor(&self) -> bool {
+        self.handle_types & BY_DESCRIPTOR != 0
     }
 
     /// The kinds of handles by which it can be shared, as bits.
@@ -364,9 +383,9 @@ impl Physical {
         }
     }
 
-    /// Allocates memory as the program wants it, in one piece. The memory is zeroed.
+    /// Allocates memory as the program wants it, in one piece. The memory is zeroed. Only a device's is counted.
     pub fn create_as(wanted: &Properties, account: Account, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(wanted, in_equal_pieces(bytes, bytes.max(1)), Some(account))
+        Self::in_pieces(wanted, in_equal_pieces(bytes, bytes.max(1)), Some(account).filter(|_| !wanted.is_on_host()))
     }
 
     fn in_pieces(wanted: &Properties, sizes: impl Iterator<Item = usize>, account: Option<Account>) -> Result<Self, Failure> {

@@ -432,8 +432,8 @@ pub fn managed(
     }
 }
 
-/// The process has GPU memory now, managed or not: from now on it can be asked about it.
-fn has_memory() {
+/// The process has memory now, managed or not: from now on it can be asked about it.
+pub fn has_memory() {
     server::ensure_running();
     events::publish(Event::HasMemory);
 }

@@ -94,6 +94,10 @@ impl Pointed {
         }
     }
 
+    fn is_on_host(&self) -> bool {
+        matches!(self, Self::Managed(allocation) if allocation.is_on_host())
+    }
+
     fn device(&self) -> CUdevice {
         match self {
             Self::Managed(allocation) => allocation.device,
@@ -121,7 +125,7 @@ fn told(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<Value> 
     let place = || known.place_of(pointer);
     match attribute {
         attribute::CONTEXT => Some(Wide(known.context())),
-        attribute::MEMORY_TYPE => Some(Narrow(2)), // CU_MEMORYTYPE_DEVICE
+        attribute::MEMORY_TYPE => Some(Narrow(if known.is_on_host() { 1 } else { 2 })), // CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
         attribute::DEVICE_POINTER => place().filter(|(_, is_open)| *is_open).map(|_| Wide(pointer)),
         attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Some(Narrow(0)),
         attribute::DEVICE_ORDINAL => Some(Narrow(known.device().cast_unsigned())),

@@ -1,7 +1,7 @@
 //! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and related functions. Calls about other memory go to the real
 //! function.
 
-use crate::alloc::{forward_unmanaged, managed, placement};
+use crate::alloc::{forward_unmanaged, has_memory, managed, placement};
 use crate::share::BY_DESCRIPTOR;
 use crate::{driver_memory, driver_originals};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
@@ -33,7 +33,13 @@ pub unsafe fn create(
     // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Properties` has the layout of.
     let wanted = unsafe { properties.cast::<Properties>().as_ref() };
     let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
-    let Some(device) = wanted.device() else { return real() };
+    let Some(device) = wanted.device() else {
+        return create_on_host(wanted, bytes, caller).map_or_else(real, |made| {
+            // SAFETY: not null, and writable by the program's promise.
+            unsafe { handle.write(made) };
+            code::SUCCESS
+        });
+    };
     // SAFETY: not null, and the real function has succeeded.
     let note = |requester| unmanaged::note_handle(unsafe { handle.read() }, bytes, device, requester);
     let real = || forward_unmanaged(caller, bytes, Some(device), real, note);
@@ -55,6 +61,18 @@ pub unsafe fn create(
         }
         Some(Err(error)) => error,
     }
+}
+
+/// The handle for memory of the host that other processes can import, for which they are asked to give it up. `None` if the real function is to answer: it
+/// takes nothing of a device, and the driver's checkpoint restores what nobody else has.
+fn create_on_host(wanted: &Properties, bytes: usize, caller: *const c_void) -> Option<Handle> {
+    if !wanted.is_on_host() || !wanted.is_by_descriptor() {
+        return None;
+    }
+    let policy = placement(bytes, caller)?;
+    let current = Current::of_thread().ok()??;
+    let made = Memory::get().create(&policy, wanted, bytes, &current);
+    made.inspect(|_| has_memory()).inspect_err(|error| log::debug!("cannot manage {bytes} bytes of the host's memory: {error}")).ok()
 }
 
 /// A context of a device, for copies: the thread's current one, the primary one, or another. Creating memory needs no context, so there may

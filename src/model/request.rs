@@ -77,6 +77,11 @@ impl TransitionRequest {
         if self.tags.is_empty() { self.nccl || tag != NCCL } else { self.tags.iter().any(|wanted| wanted == tag) }
     }
 
+    /// Whether nothing may stay that the driver could not restore: also the host's memory that processes pass each other.
+    pub fn leaves_nothing(&self) -> bool {
+        self.nccl && self.tags.is_empty()
+    }
+
     /// Whether another process takes part in the pause and sets aside its open memory of this process.
     pub fn has_along(&self, pid: u32) -> bool {
         self.partners.contains(&pid) || self.borrowers.contains(&pid)

@@ -21,7 +21,7 @@ use vramctl_driver::{
     self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Extent, Extras, Physical, Place, Properties,
 };
 use vramctl_host::Unpoison;
-use vramctl_model::{Failure, Policy, Span, TransitionRequest};
+use vramctl_model::{Failure, Policy, Span, StatusCode, TransitionRequest, code};
 
 /// What the program got, and the physical memory that currently backs it.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub struct Allocation {
     pub backend: CpuBackupBackend,
     /// Bytes the program asked for.
     pub requested: usize,
-    /// The memory's device.
+    /// The memory's device. Of the host's memory: the device of the context that it was made in.
     pub device: CUdevice,
     /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
     pub from_pool: bool,
@@ -259,7 +259,31 @@ impl Allocation {
     }
 
     fn record(&self, change: Change) {
-        events::change(change, Owner::Tag(&self.tag), Some(self.device), self.bytes);
+        if let Some(device) = self.on_device() {
+            events::change(change, Owner::Tag(&self.tag), Some(device), self.bytes);
+        }
+    }
+
+    /// Whether it is memory of the host: made by `cuMemCreate` to be passed to other processes, as NCCL does (`NCCL_CUMEM_HOST_ENABLE`). Nothing of it is
+    /// on a device, so it is away only while nothing may stay: what others have imported of it cannot be restored.
+    pub fn is_on_host(&self) -> bool {
+        self.origin.properties().is_some_and(Properties::is_on_host)
+    }
+
+    /// The device whose memory it takes.
+    pub fn on_device(&self) -> Option<CUdevice> {
+        (!self.is_on_host()).then_some(self.device)
+    }
+
+    /// What the driver would answer to an access, were the memory there.
+    pub fn check(&self, access: Access) -> Result<(), StatusCode> {
+        match (self.is_on_host(), access.location.device()) {
+            (false, _) => access.check(self.device),
+            // Each device reaches it.
+            (true, Some(device)) => access.check(device),
+            (true, None) if access.location.is_host() => Ok(()),
+            (true, None) => Err(code::NOT_SUPPORTED),
+        }
     }
 
     /// Its key in the registry: the address that `cudaMalloc` returned, or the handle that `cuMemCreate` did.

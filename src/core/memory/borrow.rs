@@ -147,9 +147,14 @@ impl Opened {
         pause.request.partners.contains(&self.lease.lender.pid) && self.is_meant(pause)
     }
 
+    fn is_on_host(&self) -> bool {
+        matches!(&self.site, Site::Imported(allocation) if allocation.is_on_host())
+    }
+
     /// Whether a pause that both this process and the owner take part in selects it. If its tag or device is unknown, it may be selected.
     pub(super) fn is_meant(&self, meant: &Meant<'_>) -> bool {
         self.tag.as_ref().is_none_or(|own| meant.request.selects(own))
+            && (!self.is_on_host() || meant.request.leaves_nothing())
             && self.device.is_none_or(|device| !meant.elsewhere.contains(&device))
     }
 }
@@ -369,7 +374,7 @@ pub(super) fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
     let mut sums = BTreeMap::<_, (u64, u64)>::new();
     for opened in existing.lock().unpoisoned().open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
         let bytes = opened.bytes();
-        let (all, paused) = sums.entry((opened.lease.lender.pid, opened.device)).or_default();
+        let (all, paused) = sums.entry((opened.lease.lender.pid, opened.device.filter(|_| !opened.is_on_host()))).or_default();
         *all += bytes;
         *paused += if opened.is_paused() { bytes } else { 0 };
     }

@@ -177,7 +177,9 @@ fn block_of(allocations: &[Arc<Allocation>], device: CUdevice) -> Option<Arc<Phy
 fn by_device(allocations: &[Arc<Allocation>]) -> BTreeMap<CUdevice, Vec<&Arc<Allocation>>> {
     let mut devices = BTreeMap::<_, Vec<_>>::new();
     for allocation in allocations {
-        devices.entry(allocation.device).or_default().push(allocation);
+        if let Some(device) = allocation.on_device() {
+            devices.entry(device).or_default().push(allocation);
+        }
     }
     devices
 }

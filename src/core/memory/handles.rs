@@ -37,14 +37,17 @@ pub fn is_ours(handle: u64) -> bool {
 }
 
 impl Memory {
-    /// Creates physical memory on a device and returns the handle for it. Leaves nothing behind on error.
+    /// Creates physical memory on a device, or the host's for it, and returns the handle. Leaves nothing behind on error.
     pub fn create(&self, policy: &Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
-        let Some(device) = wanted.device() else { return Err(Error::Unsupported) };
+        let on_host = wanted.is_on_host();
+        let Some(device) = wanted.device().or(on_host.then_some(current.device())) else { return Err(Error::Unsupported) };
         contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
         let create = || {
             let _shared = self.share();
-            self.check_margin(device, bytes)?;
+            if !on_host {
+                self.check_margin(device, bytes)?;
+            }
             let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &policy.tag), bytes))?;
             let handle = next_handle();
             self.enter(Arc::new(Allocation::with_handle(policy.clone(), bytes, device, current, memory, handle, *wanted)));
@@ -52,7 +55,7 @@ impl Memory {
         };
         let released = self.released();
         create().or_else(|error: Error| {
-            let is_short = error.cuda_code() == code::OUT_OF_MEMORY;
+            let is_short = error.cuda_code() == code::OUT_OF_MEMORY && !on_host;
             if is_short && self.free_up(device, bytes, released) { create() } else { Err(error) }
         })
     }
@@ -168,8 +171,8 @@ impl Memory {
         if leading.is_empty() || !is_whole {
             return Err(code::INVALID_VALUE);
         }
-        let owners = leading.iter().filter_map(|mapping| Some(mapping.paused()?.device));
-        owners.flat_map(|owner| access.iter().map(move |access| access.check(owner))).collect::<Result<(), _>>()?;
+        let paused = leading.iter().filter_map(MappedPiece::paused);
+        paused.flat_map(|one| access.iter().map(|access| one.check(*access))).collect::<Result<(), _>>()?;
         for mappings in leading.chunk_by(|one, next| one.paused().is_some() == next.paused().is_some()) {
             if mappings.iter().all(|mapping| mapping.paused().is_none()) {
                 let active = Span::contiguous(mappings.iter().map(|mapping| mapping.span));

@@ -40,7 +40,7 @@ impl Memory {
         }
         let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
         let (paused, mut active): (Vec<_>, Vec<_>) = meant.partition(|allocation| allocation.is_paused());
-        active.retain(|allocation| request.selects(&allocation.tag));
+        active.retain(|allocation| request.selects(&allocation.tag) && (!allocation.is_on_host() || request.leaves_nothing()));
         Ok(Chosen { all, active, paused })
     }
 

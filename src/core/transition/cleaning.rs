@@ -115,7 +115,7 @@ fn look(when: When) -> bool {
     let mut by_device = bytes_of_devices(all.iter().map(|allocation| &**allocation));
     by_device.retain(|_, bytes| *bytes >= when.bytes);
     for device in by_device.into_keys() {
-        let of_device = |allocation: &&Arc<Allocation>| allocation.device == device;
+        let of_device = |allocation: &&Arc<Allocation>| allocation.on_device() == Some(device);
         if !all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context())) {
             continue;
         }

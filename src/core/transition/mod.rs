@@ -72,7 +72,9 @@ fn busy_since(started: Instant) -> impl FnOnce(Error) -> Error {
 /// Total bytes on each device.
 fn bytes_of_devices<'a>(allocations: impl Iterator<Item = &'a Allocation>) -> BTreeMap<CUdevice, u64> {
     allocations.fold(BTreeMap::new(), |mut bytes, allocation| {
-        *bytes.entry(allocation.device).or_default() += allocation.bytes() as u64;
+        if let Some(device) = allocation.on_device() {
+            *bytes.entry(device).or_default() += allocation.bytes() as u64;
+        }
         bytes
     })
 }

@@ -146,7 +146,7 @@ impl Memory {
             let mut from = 0;
             for upto in batches(paused) {
                 for allocation in &paused[from..upto] {
-                    memories.push(create(allocation, needed[&allocation.device])?);
+                    memories.push(create(allocation, needed.get(&allocation.device).copied().unwrap_or_default())?);
                 }
                 self.open(paused[from..upto].iter().map(|allocation| &**allocation))?;
                 for allocation in &paused[from..upto] {
@@ -186,7 +186,8 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
 /// New memory mapped at an allocation's addresses, not accessible yet. `needed` is the total for the resume, for the error.
 fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
     let short = |failure: Failure| {
-        if failure.code == code::OUT_OF_MEMORY { shortage(allocation.device, allocation.context(), needed) } else { failure.into() }
+        let is_short = failure.code == code::OUT_OF_MEMORY && !allocation.is_on_host();
+        if is_short { shortage(allocation.device, allocation.context(), needed) } else { failure.into() }
     };
     allocation.create_again().map_err(short)
 }

@@ -67,7 +67,7 @@ impl Scene {
         let (mut tags, mut unmanaged, mut blocks) = (BTreeMap::<_, TagShare>::new(), BTreeMap::new(), Vec::new());
         let memory = Memory::existing();
         for allocation in memory.map(Memory::all).unwrap_or_default() {
-            if !is_there(Some(allocation.device)) {
+            if allocation.is_on_host() || !is_there(Some(allocation.device)) {
                 continue;
             }
             let bytes = allocation.bytes() as u64;

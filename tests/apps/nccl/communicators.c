@@ -3,7 +3,8 @@
  *
  *   by default              memory of cuMemCreate, passed by descriptor
  *   NCCL_CUMEM_ENABLE=0     memory of cuMemAlloc, passed by CUDA IPC
- *   NCCL_P2P_DISABLE=1      shared memory of the host, registered with CUDA
+ *   NCCL_P2P_DISABLE=1      memory of the host from cuMemCreate, passed by descriptor (NCCL_CUMEM_HOST_ENABLE=1), else
+ *                           shared memory of the host, registered with CUDA
  *
  * A collective writes to the others' buffers, and reads what they hold. It finds the driver as NCCL does.
  *
@@ -33,7 +34,7 @@ enum { SUCCESS, CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVA
 enum { MOST_RANKS = 16, MIB = 1 << 20, BUFFER = 2 * MIB, SLOTS = 4096, PATTERN = 0x5a };
 
 typedef struct { char bytes[128]; } unique_id;
-enum transport { BY_DESCRIPTOR, BY_IPC, BY_HOST };
+enum transport { BY_DESCRIPTOR, BY_IPC, BY_HOST, BY_HOST_DESCRIPTOR };
 
 /* The ranks' shared state, in a file. */
 struct world {
@@ -104,13 +105,15 @@ static int is_set(const char *variable, int otherwise)
 	return text ? atoi(text) : otherwise;
 }
 
-/* Maps a rank's memory of cuMemCreate. */
+/* Maps a rank's memory of cuMemCreate. That of the host is for the host, too. */
 static int map(struct communicator *c, int rank)
 {
 	CUmemAccessDesc access = {{CU_MEM_LOCATION_TYPE_DEVICE, c->device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+	CUmemAccessDesc of_host = {{CU_MEM_LOCATION_TYPE_HOST_NUMA, 0}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 	CUdeviceptr *at = &c->at[rank];
 	return CU(cuMemAddressReserve)(at, BUFFER, 0, 0, 0) || CU(cuMemMap)(*at, BUFFER, 0, c->handles[rank], 0) ||
-	       CU(cuMemSetAccess)(*at, BUFFER, &access, 1) ? CUDA_ERROR : SUCCESS;
+	       CU(cuMemSetAccess)(*at, BUFFER, &access, 1) ||
+	       (c->transport == BY_HOST_DESCRIPTOR && CU(cuMemSetAccess)(*at, BUFFER, &of_host, 1)) ? CUDA_ERROR : SUCCESS;
 }
 
 /* Maps a rank's memory of the host. */
@@ -219,7 +222,9 @@ static int make(struct communicator *c)
 	CUmemAllocationProp what = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
 	                            .location = {CU_MEM_LOCATION_TYPE_DEVICE, c->device}};
 	int answer = SUCCESS;
-	if (c->transport == BY_DESCRIPTOR)
+	if (c->transport == BY_HOST_DESCRIPTOR)
+		what.location = (CUmemLocation){CU_MEM_LOCATION_TYPE_HOST_NUMA, 0};
+	if (c->transport == BY_DESCRIPTOR || c->transport == BY_HOST_DESCRIPTOR)
 		answer = CU(cuMemCreate)(&c->handles[c->rank], BUFFER, &what, 0) ? CUDA_ERROR : map(c, c->rank);
 	else if (c->transport == BY_IPC)
 		answer = CU(cuMemAlloc_v2)(&c->at[c->rank], BUFFER) ? CUDA_ERROR : SUCCESS;
@@ -230,7 +235,7 @@ static int make(struct communicator *c)
 
 static void end(struct communicator *c, int rank)
 {
-	if (c->transport == BY_DESCRIPTOR) {
+	if (c->transport == BY_DESCRIPTOR || c->transport == BY_HOST_DESCRIPTOR) {
 		CU(cuMemUnmap)(c->at[rank], BUFFER);
 		CU(cuMemRelease)(c->handles[rank]);
 		CU(cuMemAddressFree)(c->at[rank], BUFFER);
@@ -289,7 +294,7 @@ static int join(struct communicator **made, int ranks, const char *name, int ran
 	c->owner = &own;
 	c->rank = rank;
 	c->ranks = ranks;
-	c->transport = is_set("NCCL_P2P_DISABLE", 0) ? BY_HOST : is_set("NCCL_CUMEM_ENABLE", 1) ? BY_DESCRIPTOR : BY_IPC;
+	c->transport = is_set("NCCL_P2P_DISABLE", 0) ? (is_set("NCCL_CUMEM_HOST_ENABLE", 0) ? BY_HOST_DESCRIPTOR : BY_HOST) : is_set("NCCL_CUMEM_ENABLE", 1) ? BY_DESCRIPTOR : BY_IPC;
 	c->world->pids[rank] = getpid();
 	if (CU(cuCtxGetDevice)(&c->device))
 		return CUDA_ERROR;
@@ -298,7 +303,7 @@ static int join(struct communicator **made, int ranks, const char *name, int ran
 	*made = c;
 	if (ranks == 1)
 		return SUCCESS;
-	return c->transport == BY_DESCRIPTOR ? open_by_descriptor(c) : c->transport == BY_IPC ? open_by_ipc(c) : open_by_host(c);
+	return c->transport == BY_IPC ? open_by_ipc(c) : c->transport == BY_HOST ? open_by_host(c) : open_by_descriptor(c);
 }
 
 int ncclGetVersion(int *version) { *version = VERSION; return SUCCESS; }
@@ -402,6 +407,8 @@ int sum_over_ranks(struct communicator *c, long value, long *sum)
 		memcpy(slots, (void *)c->at[c->rank], sizeof slots);
 	else if (CU(cuMemcpyDtoH_v2)(slots, c->at[c->rank], sizeof slots))
 		return CUDA_ERROR;
+	else if (c->transport == BY_HOST_DESCRIPTOR && memcmp(slots, (void *)c->at[c->rank], sizeof slots))
+		return INTERNAL_ERROR;
 	*sum = 0;
 	for (int rank = 0; rank < c->ranks; rank++)
 		*sum += slots[rank];

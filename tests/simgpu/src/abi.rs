@@ -144,6 +144,8 @@ pub struct Location {
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub const LOCATION_DEVICE: u32 = 1;
+/// `CU_MEM_LOCATION_TYPE_HOST_NUMA`: the host's memory at a node, by its number.
+pub const LOCATION_HOST_NUMA: u32 = 3;
 
 /// `CUmemAllocationProp`.
 #[repr(C)]

@@ -8,7 +8,7 @@ use crate::codes::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, OPERATING_SYS
 use crate::context;
 use crate::driver::{self, machine, state};
 use crate::machine::{Key, Tie};
-use crate::vmm::{HANDLE_TYPE_FILE, Physical, Purpose};
+use crate::vmm::{HANDLE_TYPE_FILE, Home, Physical, Purpose};
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
 use std::fs::File;
@@ -40,16 +40,31 @@ fn prefix() -> Outcome<String> {
     Ok(format!("simgpu-{device}-{inode}-"))
 }
 
-/// The device whose memory a file holds; `None` if it is no memory of this machine.
-fn device_of(file: &File) -> Option<usize> {
+/// The end of the name of a file with the host's memory.
+const HOST: &str = "host";
+
+/// Whose memory a file holds; `None` if it is no memory of this machine.
+fn home_of(file: &File) -> Option<Home> {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     let rest = name.to_str()?.strip_prefix(&format!("/memfd:{}", prefix().ok()?))?;
-    let device = rest.split(' ').next()?.parse().ok()?;
-    driver::device(device).ok().and_then(|device| Some(machine().ok()?.ordinal(device)))
+    let rest = rest.split(' ').next()?;
+    if rest == HOST {
+        return Some(Home::Host);
+    }
+    driver::device(rest.parse().ok()?).ok().and_then(|device| Some(Home::Device(machine().ok()?.ordinal(device))))
 }
 
-fn name_of(physical: &Physical) -> Outcome<String> {
-    Ok(format!("{}{}", prefix()?, machine()?.place(physical.device)))
+/// The same for what can only be on a device.
+fn device_of(file: &File) -> Option<usize> {
+    if let Home::Device(device) = home_of(file)? { Some(device) } else { None }
+}
+
+/// The name of the file that holds memory.
+pub fn name_of(physical: &Physical) -> Outcome<String> {
+    match physical.home {
+        Home::Device(device) => Ok(format!("{}{}", prefix()?, machine()?.place(device))),
+        Home::Host => Ok(format!("{}{HOST}", prefix()?)),
+    }
 }
 
 /// `cuMemExportToShareableHandle`.
@@ -73,9 +88,9 @@ pub fn import(handle: Out<Handle>, shared: usize, kind: u32) -> Outcome {
         return Err(INVALID_VALUE);
     }
     let file = duplicate(shared)?;
-    let device = device_of(&file).ok_or(UNKNOWN)?;
+    let home = home_of(&file).ok_or(UNKNOWN)?;
     let new = driver::new_handle();
-    let physical = Physical::import(new, device, file, Tie::Imported)?;
+    let physical = Physical::import(new, home, file, Tie::Imported)?;
     state().space.add_handle(physical);
     handle.put(new)
 }
@@ -124,7 +139,7 @@ fn opened((key, pid, descriptor): (Key, u32, u32)) -> Outcome<Arc<Physical>> {
         return Err(INVALID_HANDLE);
     }
     let device = device_of(&file).ok_or(INVALID_HANDLE)?;
-    Physical::import(0, device, file, Tie::Opened)
+    Physical::import(0, Home::Device(device), file, Tie::Opened)
 }
 
 /// Memory of another process's pool, at a new address in the current context.

@@ -6,7 +6,7 @@
 //! children, so releasing it really frees host memory. When it is shared with another process ([`crate::sharing`]), its pages
 //! move to a file in memory.
 
-use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
+use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, LOCATION_HOST_NUMA, Location, Out};
 use crate::codes::{
     ILLEGAL_ADDRESS, INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome, UNKNOWN,
 };
@@ -14,6 +14,7 @@ use crate::context;
 use crate::device;
 use crate::driver::{self, machine, state};
 use crate::machine::{Key, MAX_DEVICES, Tie};
+use crate::sharing;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
@@ -148,14 +149,42 @@ impl Drop for Backing {
     }
 }
 
-/// Physical memory of one device. As in the driver, it lives while a handle, a mapping or a running copy refers to it; then
+/// Where physical memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Home {
+    /// On a device.
+    Device(usize),
+    /// In the host's memory, at its only node.
+    Host,
+}
+
+impl Home {
+    /// The device; the first one stands for the host, whose memory all can access.
+    fn device(self) -> usize {
+        if let Self::Device(device) = self { device } else { 0 }
+    }
+
+    /// As programs name it.
+    fn location(self) -> Location {
+        match self {
+            Self::Device(device) => Location { kind: LOCATION_DEVICE, id: device as i32 },
+            Self::Host => Location { kind: LOCATION_HOST_NUMA, id: 0 },
+        }
+    }
+
+    fn take(self, bytes: u64) -> Outcome {
+        if let Self::Device(device) = self { device::take(device, bytes) } else { Ok(()) }
+    }
+}
+
+/// Physical memory of one device, or of the host. As in the driver, it lives while a handle, a mapping or a running copy refers to it; then
 /// its capacity returns to the machine.
 #[derive(Debug)]
 pub struct Physical {
     /// The handle that it was created with; 0 for plain memory.
     pub handle: Handle,
-    /// Its device.
-    pub device: usize,
+    /// Where it is.
+    pub home: Home,
     /// Its size.
     pub bytes: usize,
     charged: u64,
@@ -169,30 +198,34 @@ pub struct Physical {
 }
 
 impl Physical {
-    fn new(handle: Handle, device: usize, bytes: usize, prop: Option<AllocationProp>, for_children: bool) -> Outcome<Arc<Self>> {
+    fn new(handle: Handle, home: Home, bytes: usize, prop: Option<AllocationProp>, for_children: bool) -> Outcome<Arc<Self>> {
         let charged = bytes as u64;
-        device::take(device, charged)?;
+        home.take(charged)?;
         let Some(backing) = Backing::new(bytes, for_children) else {
-            machine()?.give(device, charged);
+            if let Home::Device(device) = home {
+                machine()?.give(device, charged);
+            }
             return Err(OUT_OF_MEMORY);
         };
-        Ok(Arc::new(Self { handle, device, bytes, charged, prop, shared: OnceLock::new(), tie: OnceLock::new(), backing }))
+        Ok(Arc::new(Self { handle, home, bytes, charged, prop, shared: OnceLock::new(), tie: OnceLock::new(), backing }))
     }
 
     /// Memory that was shared, by another process or this one.
-    pub fn import(handle: Handle, device: usize, file: File, tie: Tie) -> Outcome<Arc<Self>> {
+    pub fn import(handle: Handle, home: Home, file: File, tie: Tie) -> Outcome<Arc<Self>> {
         let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
         let bytes = metadata.len() as usize;
-        let place = machine()?.join_shared(key(&metadata), machine()?.place(device), bytes as u64).ok_or(OUT_OF_MEMORY)?;
+        let shared = OnceLock::new();
+        if let Home::Device(device) = home {
+            let place = machine()?.join_shared(key(&metadata), machine()?.place(device), bytes as u64).ok_or(OUT_OF_MEMORY)?;
+            let _ = shared.set(place);
+        }
         let backing = Backing::of_file(file).map_err(|_| {
-            let _ = machine().map(|machine| machine.leave_shared(place));
+            let _ = machine().map(|machine| shared.get().inspect(|place| machine.leave_shared(**place)));
             OPERATING_SYSTEM
         })?;
         // Driver 580 tells importers nothing of how the memory was made.
-        let location = Location { kind: LOCATION_DEVICE, id: device as i32 };
-        let prop = Some(AllocationProp { kind: 1, handle_types: 0, location, win32: std::ptr::null_mut(), flags: [0; 8] });
-        let shared = OnceLock::from(place);
-        let imported = Self { handle, device, bytes, charged: bytes as u64, prop, shared, tie: OnceLock::new(), backing };
+        let prop = Some(AllocationProp { kind: 1, handle_types: 0, location: home.location(), win32: std::ptr::null_mut(), flags: [0; 8] });
+        let imported = Self { handle, home, bytes, charged: bytes as u64, prop, shared, tie: OnceLock::new(), backing };
         imported.is_tied(tie);
         Ok(Arc::new(imported))
     }
@@ -220,8 +253,10 @@ impl Physical {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let file = self.backing.share(name).map_err(|_| OPERATING_SYSTEM)?;
         let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
-        if self.shared.get().is_none() {
-            let place = machine()?.share(key(&metadata), machine()?.place(self.device), self.charged).ok_or(OPERATING_SYSTEM)?;
+        if let Home::Device(device) = self.home
+            && self.shared.get().is_none()
+        {
+            let place = machine()?.share(key(&metadata), machine()?.place(device), self.charged).ok_or(OPERATING_SYSTEM)?;
             let _ = self.shared.set(place);
         }
         Ok(file)
@@ -232,9 +267,10 @@ impl Drop for Physical {
     fn drop(&mut self) {
         if let Ok(machine) = machine() {
             self.tie.get().inspect(|tie| machine.forget_tie(**tie));
-            match self.shared.get() {
-                Some(place) => machine.leave_shared(*place),
-                None => machine.give(self.device, self.charged),
+            match (self.shared.get(), self.home) {
+                (Some(place), _) => machine.leave_shared(*place),
+                (None, Home::Device(device)) => machine.give(device, self.charged),
+                (None, Home::Host) => (),
             }
         }
     }
@@ -308,6 +344,8 @@ struct Mapping {
     bytes: usize,
     physical: Arc<Physical>,
     access: [u32; MAX_DEVICES],
+    /// The host's access, which only the host's memory can give.
+    of_host: u32,
 }
 
 #[derive(Debug)]
@@ -380,7 +418,7 @@ impl Space {
         Some(Range {
             base,
             bytes: mapping.bytes,
-            device: mapping.physical.device,
+            device: mapping.physical.home.device(),
             purpose: reservation.purpose,
             reservation: (start, reservation.bytes),
             id: reservation.id,
@@ -439,8 +477,8 @@ impl Space {
         let managed = matches!(purpose, Purpose::Managed { .. });
         // The returned address "is suitably aligned for any kind of variable": 512 bytes on devices.
         let rounded = bytes.checked_next_multiple_of(512).ok_or(OUT_OF_MEMORY)?;
-        let physical = match Physical::new(0, device, rounded, None, managed) {
-            Err(OUT_OF_MEMORY) if self.give_back(|of| of == device) => Physical::new(0, device, rounded, None, managed)?,
+        let physical = match Physical::new(0, Home::Device(device), rounded, None, managed) {
+            Err(OUT_OF_MEMORY) if self.give_back(|of| of == device) => Physical::new(0, Home::Device(device), rounded, None, managed)?,
             other => other?,
         };
         let (address, space) = if managed {
@@ -561,7 +599,7 @@ impl Space {
 
     /// Releases what pools keep on these devices and nobody uses. Returns whether there was anything.
     pub fn give_back(&mut self, is_meant: impl Fn(usize) -> bool) -> bool {
-        let device_of = |address| self.mappings.get(address).map(|mapping| mapping.physical.device);
+        let device_of = |address| self.mappings.get(address).map(|mapping| mapping.physical.home.device());
         let idle = self
             .reservations
             .iter()
@@ -599,7 +637,7 @@ impl Space {
     fn add_mapping(&mut self, at: Address, bytes: usize, physical: Arc<Physical>, access: [u32; MAX_DEVICES]) {
         self.next_mapping += 1;
         let id = self.next_mapping;
-        self.mappings.insert(at, Mapping { id, bytes, physical, access });
+        self.mappings.insert(at, Mapping { id, bytes, physical, access, of_host: 0 });
     }
 
     /// The mappings in a range of reserved addresses, possibly none. The range must not cut any.
@@ -677,15 +715,17 @@ fn is_granular(bytes: usize) -> bool {
     bytes > 0 && bytes.is_multiple_of(GRANULARITY)
 }
 
-fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
+fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, Home)> {
     let prop = prop.get()?;
     if prop.kind != 1 {
         return Err(INVALID_VALUE);
     }
-    if prop.location.kind != LOCATION_DEVICE {
-        return Err(if prop.location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
-    }
-    let device = driver::device(prop.location.id)?;
+    let home = match prop.location {
+        Location { kind: LOCATION_DEVICE, id } => Home::Device(driver::device(id)?),
+        Location { kind: LOCATION_HOST_NUMA, id: 0 } => Home::Host,
+        Location { kind: 0 | LOCATION_HOST_NUMA, .. } => return Err(INVALID_VALUE),
+        _ => return Err(NOT_SUPPORTED),
+    };
     // `CU_MEM_CREATE_USAGE_HW_DECOMPRESS`, of devices that have the engine.
     let usage = u16::from_ne_bytes([prop.flags[2], prop.flags[3]]);
     if usage != 0 && !(usage == 2 && driver::settings().decompression) {
@@ -693,7 +733,7 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
     }
     match prop.handle_types {
         HANDLE_TYPE_FILE if driver::settings().no_sharing => Err(NOT_SUPPORTED),
-        0 | HANDLE_TYPE_FILE => Ok((prop, device)),
+        0 | HANDLE_TYPE_FILE => Ok((prop, home)),
         // Fabric handles need a service that this machine does not run.
         types if types & HANDLE_TYPE_FABRIC != 0 => Err(NOT_PERMITTED),
         _ => Err(INVALID_VALUE),
@@ -758,16 +798,20 @@ pub fn address_free(address: Address, bytes: usize) -> Outcome {
 /// `cuMemCreate`.
 pub fn create(handle: Out<Handle>, bytes: usize, prop: In<AllocationProp>, flags: u64) -> Outcome {
     handle.required()?;
-    let (prop, device) = checked_prop(prop)?;
+    let (prop, home) = checked_prop(prop)?;
     if !is_granular(bytes) || flags != 0 {
         return Err(INVALID_VALUE);
     }
     let new = driver::new_handle();
-    let make = || Physical::new(new, device, bytes, Some(prop), false);
+    let make = || Physical::new(new, home, bytes, Some(prop), false);
     let physical = match make() {
-        Err(OUT_OF_MEMORY) if state().space.give_back(|of| of == device) => make()?,
+        Err(OUT_OF_MEMORY) if state().space.give_back(|of| Home::Device(of) == home) => make()?,
         other => other?,
     };
+    if home == Home::Host {
+        // The host has it at the program's addresses.
+        physical.share(&sharing::name_of(&physical)?)?;
+    }
     state().space.handles.insert(new, Created { physical, references: 1 });
     handle.put(new)
 }
@@ -837,7 +881,11 @@ pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags:
 pub fn unmap(address: Address, bytes: usize) -> Outcome {
     let mut state = state();
     for base in state.space.mappings_within(address, bytes)? {
-        state.space.mappings.remove(&base);
+        if let Some(mapping) = state.space.mappings.remove(&base)
+            && mapping.of_host != 0
+        {
+            close_to_host(base, mapping.bytes)?;
+        }
     }
     Ok(())
 }
@@ -853,7 +901,7 @@ pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count:
         if !matches!(access.flags, 0 | READ | READ_WRITE) {
             return Err(INVALID_VALUE);
         }
-        changes.push((access_device(access.location)?, access.flags));
+        changes.push((accessor(access.location)?, access.flags));
     }
     let mut state = state();
     let mappings = state.space.leading_mappings(address, bytes)?;
@@ -861,24 +909,66 @@ pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count:
     if driver::settings().no_rdma && mappings.iter().any(is_refused) {
         return Err(UNKNOWN);
     }
-    let owners = mappings.iter().filter_map(|base| Some(state.space.mappings.get(base)?.physical.device));
-    if owners.into_iter().any(|owner| changes.iter().any(|&(device, flags)| flags != 0 && !context::has_path(device, owner))) {
-        return Err(INVALID_DEVICE);
+    for owner in mappings.iter().filter_map(|base| Some(state.space.mappings.get(base)?.physical.home)) {
+        for &(who, flags) in &changes {
+            match (who, owner) {
+                (Home::Host, Home::Device(_)) => return Err(NOT_SUPPORTED),
+                (Home::Device(device), Home::Device(owner)) if flags != 0 && !context::has_path(device, owner) => {
+                    return Err(INVALID_DEVICE);
+                }
+                _ => (),
+            }
+        }
     }
     for base in mappings {
         if let Some(mapping) = state.space.mappings.get_mut(&base) {
-            for &(device, flags) in &changes {
-                mapping.access[device] = flags;
+            for &(who, flags) in &changes {
+                match who {
+                    Home::Device(device) => mapping.access[device] = flags,
+                    Home::Host => mapping.open_to_host(base, flags)?,
+                }
             }
         }
     }
     Ok(())
 }
 
+impl Mapping {
+    /// Puts the host's memory at the program's addresses, where the host can use it.
+    fn open_to_host(&mut self, base: Address, flags: u32) -> Outcome {
+        let file = self.physical.backing.file.get().ok_or(OPERATING_SYSTEM)?;
+        map_file(file, base as *mut u8, self.bytes, libc::MAP_FIXED).map_err(|_| OPERATING_SYSTEM)?;
+        let rights = if flags == READ_WRITE { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ * i32::from(flags == READ) };
+        // SAFETY: the mapping that was just made.
+        unsafe { libc::mprotect(base as *mut _, self.bytes, rights) };
+        self.of_host = flags;
+        Ok(())
+    }
+}
+
+/// Takes memory away from the host's view of a range, which stays reserved.
+fn close_to_host(base: Address, bytes: usize) -> Outcome {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: a range of this module's, in which the host's memory was.
+    let closed = unsafe { libc::mmap(base as *mut _, bytes, libc::PROT_NONE, flags, -1, 0) };
+    if closed == libc::MAP_FAILED { Err(OPERATING_SYSTEM) } else { Ok(()) }
+}
+
+/// Who gets access: a device, or the host at its only node.
+fn accessor(location: Location) -> Outcome<Home> {
+    if (location.kind, location.id) == (LOCATION_HOST_NUMA, 0) {
+        return Ok(Home::Host);
+    }
+    access_device(location).map(Home::Device)
+}
+
 /// `cuMemGetAccess`.
 pub fn get_access(flags: Out<u64>, location: In<Location>, address: Address) -> Outcome {
-    let device = access_device(location.get()?)?;
+    let who = accessor(location.get()?)?;
     let state = state();
     let (_, mapping) = state.space.mapping(address).ok_or(INVALID_VALUE)?;
-    flags.put(u64::from(mapping.access[device]))
+    flags.put(u64::from(match who {
+        Home::Device(device) => mapping.access[device],
+        Home::Host => mapping.of_host,
+    }))
 }

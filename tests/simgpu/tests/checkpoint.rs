@@ -74,7 +74,7 @@ fn answers_another_process() {
         return;
     }
     let gpu = Gpu::start();
-    let (mut memory, mut exported) = (0, 0);
+    let (mut memory, mut exported, mut location) = (0, 0, [1, 0]);
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let mut handle = 0;
@@ -103,9 +103,14 @@ fn answers_another_process() {
                 ok!(gpu.cuCtxSynchronize());
                 0
             }
+            // From now on, memory that is exported is the host's.
+            ("host", _) => {
+                location = [3, 0];
+                0
+            }
             // A descriptor of memory at an address, which stays mapped.
             ("export", byte) => {
-                ok!(gpu.cuMemCreate(&raw mut handle, 2 * MIB, &common::Prop { handle_types: 1, ..prop(0) }, 0));
+                ok!(gpu.cuMemCreate(&raw mut handle, 2 * MIB, &common::Prop { handle_types: 1, location, ..prop(0) }, 0));
                 memory = if memory == 0 { gpu.reserve(2 * MIB) } else { memory };
                 ok!(gpu.cuMemMap(memory, 2 * MIB, 0, handle, 0));
                 gpu.access(memory, 2 * MIB, 3);
@@ -303,36 +308,45 @@ fn path_of(other: &Other, descriptor: &str) -> String {
 #[test]
 fn imported_memory_makes_a_restore_fail_for_good() {
     on_a_machine("imported_memory_makes_a_restore_fail_for_good", || {
-        let gpu = Gpu::start();
-        let (mut owner, mut importer) = (Other::start(), Other::start());
-        let descriptor = owner.ask("export 7");
-        let address = importer.ask(&path_of(&owner, &descriptor));
-        for new_memory in [false, true] {
-            importer.ask("release");
-            gpu.take(owner.pid());
-            gpu.take(importer.pid());
-            assert_eq!(gpu.seen(0), (0, 0));
-            for one in [&owner, &importer] {
-                ok!(gpu.cuCheckpointProcessRestore(one.pid(), ptr::null()));
-                ok!(gpu.cuCheckpointProcessUnlock(one.pid(), ptr::null()));
-            }
-            let again = if new_memory {
-                owner.ask("release");
-                owner.ask("export 9")
-            } else {
-                owner.ask("export_again")
-            };
-            assert_eq!(importer.ask(&path_of(&owner, &again)), address);
-            let value = if new_memory { "9" } else { "7" };
-            assert_eq!((owner.ask("first").as_str(), importer.ask("first").as_str()), (value, value));
-        }
+        imported_memory_is_lost(false);
+        imported_memory_is_lost(true);
+    });
+}
+
+/// `of_host`: the memory is in the host's. A checkpoint of the importer is as final.
+fn imported_memory_is_lost(of_host: bool) {
+    let gpu = Gpu::start();
+    let (mut owner, mut importer) = (Other::start(), Other::start());
+    if of_host {
+        owner.ask("host");
+    }
+    let descriptor = owner.ask("export 7");
+    let address = importer.ask(&path_of(&owner, &descriptor));
+    for new_memory in [false, true] {
+        importer.ask("release");
         gpu.take(owner.pid());
         gpu.take(importer.pid());
-        ok!(gpu.cuCheckpointProcessRestore(owner.pid(), ptr::null()));
-        fails!(801, gpu.cuCheckpointProcessRestore(importer.pid(), ptr::null()));
-        assert_eq!((gpu.state(owner.pid()), gpu.state(importer.pid())), (LOCKED, FAILED));
-        fails!(401, gpu.cuCheckpointProcessUnlock(importer.pid(), ptr::null()));
-    });
+        assert_eq!(gpu.seen(0), (0, 0));
+        for one in [&owner, &importer] {
+            ok!(gpu.cuCheckpointProcessRestore(one.pid(), ptr::null()));
+            ok!(gpu.cuCheckpointProcessUnlock(one.pid(), ptr::null()));
+        }
+        let again = if new_memory {
+            owner.ask("release");
+            owner.ask("export 9")
+        } else {
+            owner.ask("export_again")
+        };
+        assert_eq!(importer.ask(&path_of(&owner, &again)), address);
+        let value = if new_memory { "9" } else { "7" };
+        assert_eq!((owner.ask("first").as_str(), importer.ask("first").as_str()), (value, value));
+    }
+    gpu.take(owner.pid());
+    gpu.take(importer.pid());
+    ok!(gpu.cuCheckpointProcessRestore(owner.pid(), ptr::null()));
+    fails!(801, gpu.cuCheckpointProcessRestore(importer.pid(), ptr::null()));
+    assert_eq!((gpu.state(owner.pid()), gpu.state(importer.pid())), (LOCKED, FAILED));
+    fails!(401, gpu.cuCheckpointProcessUnlock(importer.pid(), ptr::null()));
 }
 
 #[test]

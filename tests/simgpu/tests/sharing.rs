@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Gpu, Ipc, MIB2, Prop, Scratch, command, isolated, prop};
+use common::{Access, Gpu, Ipc, MIB2, Prop, Scratch, command, isolated, prop};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
@@ -264,6 +264,52 @@ fn a_shareable_handle_is_the_same_memory_in_another_process() {
         assert_eq!(other.number(&format!("read {theirs}")), 2);
         assert_eq!(other.ask(&format!("unmap {theirs} {}", 2 * MIB2)), "0");
         assert_eq!(gpu.used_by_all(), 0);
+        other.end();
+    });
+}
+
+/// Memory of the host that is made and passed like the device's, as NCCL's (`NCCL_CUMEM_HOST_ENABLE`). It takes nothing of a device, and the host uses it at
+/// the same addresses.
+#[test]
+fn memory_of_the_host_is_created_and_passed_like_the_devices() {
+    on_a_machine("memory_of_the_host_is_created_and_passed_like_the_devices", || {
+        const NODE: [i32; 2] = [3, 0];
+        let gpu = Gpu::start();
+        let (mut handle, mut flags, mut granularity) = (0, 0, 0);
+        let wanted = Prop { location: NODE, ..typed(FILE) };
+        for (location, code) in [([3, 1], 1), ([2, 0], 801)] {
+            fails!(code, gpu.cuMemCreate(&raw mut handle, MIB2, &Prop { location, ..typed(FILE) }, 0));
+        }
+        ok!(gpu.cuMemGetAllocationGranularity(&raw mut granularity, &raw const wanted, 1));
+        ok!(gpu.cuMemCreate(&raw mut handle, granularity, &raw const wanted, 0));
+        let mut found = prop(1);
+        ok!(gpu.cuMemGetAllocationPropertiesFromHandle(&raw mut found, handle));
+        assert_eq!((found.location, found.handle_types), (NODE, FILE));
+        let pointer = gpu.map_at_new(handle, MIB2);
+        ok!(gpu.cuMemGetAccess(&raw mut flags, &NODE, pointer));
+        assert_eq!(flags, 0);
+        ok!(gpu.cuMemSetAccess(pointer, MIB2, &Access { location: NODE, flags: 3 }, 1));
+        ok!(gpu.cuMemGetAccess(&raw mut flags, &NODE, pointer));
+        assert_eq!((flags, gpu.used_by_all()), (3, 0));
+
+        let at = unsafe { std::slice::from_raw_parts_mut(pointer as *mut u8, MIB2) };
+        assert!(at.iter().all(|byte| *byte == 0));
+        at.fill(4);
+        assert_eq!(gpu.download(pointer, MIB2), vec![4; MIB2]);
+        let file = gpu.export(handle);
+        let mut other = Other::start(&directory(), Some(file));
+        let imported = other.number("import");
+        let theirs = other.number(&format!("map {imported} {MIB2}"));
+        assert_eq!(other.number(&format!("read {theirs}")), 4);
+        assert_eq!(other.ask(&format!("fill {theirs} 5")), "0");
+        assert!(at.iter().all(|byte| *byte == 5));
+        assert_eq!((other.ask(&format!("unmap {theirs} {MIB2}")), other.ask(&format!("release {imported}"))), ("0".into(), "0".into()));
+        gpu.unmap(pointer, MIB2);
+        ok!(gpu.cuMemRelease(handle));
+
+        // The device's memory is not for the host.
+        let pointer = gpu.map_new(MIB2);
+        fails!(801, gpu.cuMemSetAccess(pointer, MIB2, &Access { location: NODE, flags: 3 }, 1));
         other.end();
     });
 }
