@@ -43,6 +43,18 @@ fn links_resolve() {
     assert!(links > 5, "only {links} links were found: is this test still looking?");
 }
 
+/// The map names files from their crate on.
+#[test]
+fn files_that_the_map_names_exist() {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let is_file = |name: &&str| !name.contains(' ') && Path::new(name).extension().is_some_and(|extension| extension == "rs");
+    let named: Vec<_> = text.split('`').skip(1).step_by(2).filter(is_file).collect();
+    assert!(named.len() > 30, "only {} names were found: is this test still looking?", named.len());
+    for name in named {
+        assert!(root().join("src").join(name).exists() || root().join(name).exists(), "ARCHITECTURE.md names {name}, which does not exist");
+    }
+}
+
 /// Every variable that the code reads is in a table in the README or a page.
 #[test]
 fn every_variable_is_documented() {

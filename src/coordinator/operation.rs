@@ -26,7 +26,7 @@ pub struct Operation {
     pub scope: Scope,
     /// How many processes there must be; `None`: as many as when the job was last paused or resumed.
     pub ranks: Option<usize>,
-    /// The limit of all waits but that for work in flight.
+    /// The limit of all waits. That for work in flight may have another ([`Hold`]).
     pub deadline: Deadline,
     /// Pause only: how.
     pub pause: PauseOptions,

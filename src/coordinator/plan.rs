@@ -195,8 +195,8 @@ impl Plan {
         meant.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect()
     }
 
-    /// Waits until no other process has the memory to pause open, and asks the inference engines. Nothing changes, and the programs keep
-    /// running meanwhile.
+    /// Waits until no other process has the memory to pause open, and asks the inference engines, which may reset their prefix caches. Nothing
+    /// else changes, and the programs keep running meanwhile.
     pub fn consent(&self, observer: &dyn Observer) -> Result<Consent, CommandError> {
         self.wait_for_borrowers(observer);
         let force = self.operation.pause.force;

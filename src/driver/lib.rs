@@ -1,6 +1,6 @@
-//! All calls into the CUDA driver: the function table, raw status codes, and RAII wrappers.
+//! The project's own calls of the CUDA driver: the function table, raw status codes, and RAII wrappers.
 //!
-//! No other crate calls the driver, and this one knows nothing of tags, backups or sockets.
+//! Beside it, only `intercept` calls the driver, with the program's calls. This crate knows nothing of tags, backups or sockets.
 
 mod account;
 mod between;

@@ -46,8 +46,8 @@ pub struct IpcHandle {
 }
 
 /// The runtime's functions. Each line: what the function does, its arguments and its handler. The handler takes the arguments and, if the
-/// function allocates, the return address. If the condition after `unless` is true, the handler is not called; the condition must not
-/// panic. Expands to `$with! { … }`.
+/// function allocates, the return address. If the condition after `unless` is true, the real function answers, and the handler hears
+/// only of an answer "out of memory", which it reports; the condition must not panic. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
