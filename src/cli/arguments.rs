@@ -23,10 +23,32 @@ pub struct TargetArgs {
     all: bool,
 }
 
-impl TargetArgs {
-    /// The processes of these words, else those of the options.
-    pub fn or_words(&self, words: &[String]) -> Target {
-        Target::of(words.iter().cloned().map(Target::parse).collect()).unwrap_or_else(|| self.clone().into())
+/// Processes as words, or as options. Without either, all of them or the only job.
+#[derive(clap::Args)]
+pub struct ProcessArgs<const ALL: bool> {
+    #[arg(value_name = "NAME", help = Self::HELP, conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    words: Vec<String>,
+    #[command(flatten)]
+    options: TargetArgs,
+}
+
+/// For commands that only look.
+pub type ProcessesOrAll = ProcessArgs<true>;
+/// For commands that change something.
+pub type ProcessesOrOnly = ProcessArgs<false>;
+
+impl<const ALL: bool> ProcessArgs<ALL> {
+    const HELP: &'static str = if ALL {
+        "Processes by name, pattern ('eng*') or id [default: all]"
+    } else {
+        "Processes by name, pattern ('eng*') or id [default: the only job]"
+    };
+
+    /// The processes that are meant.
+    pub fn target(&self) -> Target {
+        let words = self.words.iter().cloned().map(Target::parse).collect();
+        let target = Target::of(words).unwrap_or_else(|| self.options.clone().into());
+        if ALL { target.or_all() } else { target }
     }
 }
 

@@ -1,11 +1,9 @@
 //! `vramctl gpus`.
 
-use crate::arguments::{GpuArgs, TargetArgs};
+use crate::arguments::{GpuArgs, ProcessesOrAll};
 use crate::commands::ledger::{self, Host, Ledger};
 use crate::commands::status::described;
-use crate::completions;
 use crate::ui::output;
-use clap_complete::ArgValueCandidates;
 use serde_json::{Value, json};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Process, Target};
@@ -21,11 +19,8 @@ Examples:
   vramctl gpus --gpu 0
   vramctl gpus --json | jq '.gpus[0].shares'")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: all]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrAll,
     #[command(flatten)]
     gpu: GpuArgs,
     /// Print JSON: {"processes": […], "gpus": […], "host": …}, and "error" if the GPUs are not known
@@ -34,7 +29,7 @@ pub struct Args {
 }
 
 pub fn gpus(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.target.or_words(&args.processes).or_all();
+    let target = args.processes.target();
     show(&target, &args.gpu.gpu, args.json)
 }
 

@@ -1,10 +1,8 @@
 //! `vramctl ps`.
 
-use crate::arguments::{GpuArgs, TargetArgs};
-use crate::completions;
+use crate::arguments::{GpuArgs, ProcessesOrAll};
 use crate::ui::output;
 use clap::ValueEnum;
-use clap_complete::ArgValueCandidates;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramctl_coordinator::checkpoint;
@@ -28,11 +26,8 @@ Examples:
   vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: all]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrAll,
     #[command(flatten)]
     gpu: GpuArgs,
     /// More columns (wide), JSON, or the names alone
@@ -72,7 +67,7 @@ impl Args {
 }
 
 pub fn ps(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.target.or_words(&args.processes).or_all();
+    let target = args.processes.target();
     let mut found = Found::look(&Target::All)?;
     let jobs = Jobs::of(&found.processes);
     found.keep_on(&args.gpu.gpu)?;

@@ -1,6 +1,6 @@
 //! `vramctl move`.
 
-use crate::arguments::{TargetArgs, checked_gpu, count, seconds};
+use crate::arguments::{ProcessesOrOnly, checked_gpu, count, seconds};
 use crate::commands::suspend::print;
 use crate::completions;
 use crate::ui::Ui;
@@ -36,11 +36,8 @@ Examples:
   vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
   vramctl move engine --to 1 --swap other # exchange places with `other`")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: the only job]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrOnly,
     /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
     #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(completions::other_gpus))]
     to: Vec<String>,
@@ -110,7 +107,7 @@ fn list(gpus: &[u32]) -> String {
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let target = self.target.or_words(&self.processes);
+        let target = self.processes.target();
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
         let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), ..PauseOptions::default() };
         let deadline = Deadline::new(None);

@@ -1,10 +1,8 @@
 //! `vramctl status`.
 
-use crate::arguments::{GpuArgs, TargetArgs};
+use crate::arguments::{GpuArgs, ProcessesOrAll};
 use crate::commands;
-use crate::completions;
 use crate::ui::output;
-use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use vramctl_control::protocol::{Hello, ProcessStatus};
@@ -29,11 +27,8 @@ Examples:
   vramctl status --gpu 0  # processes with memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: all]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrAll,
     #[command(flatten)]
     gpu: GpuArgs,
     /// Also show who kept how much GPU memory in the last pauses; without this, only if something grows
@@ -49,7 +44,7 @@ pub struct Args {
 
 pub fn status(args: &Args) -> Result<Exit, CommandError> {
     // Reading is harmless, so show all processes.
-    let target = args.target.or_words(&args.processes).or_all();
+    let target = args.processes.target();
     if args.ledger {
         output::outdated("vramctl status --ledger", "vramctl gpus");
         return commands::gpus::show(&target, &args.gpu.gpu, args.json);

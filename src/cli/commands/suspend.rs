@@ -1,12 +1,10 @@
 //! `vramctl suspend`.
 
-use crate::arguments::{BackupArgs, TargetArgs, count, registered, seconds};
-use crate::completions;
+use crate::arguments::{BackupArgs, ProcessesOrOnly, count, registered, seconds};
 use crate::ui::Ui;
 use crate::ui::dry_run;
 use crate::ui::interrupt;
 use crate::ui::output;
-use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -40,11 +38,8 @@ Examples:
   vramctl resume --name engine --timeout 60 # wait for others to free memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: the only job]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrOnly,
     /// Only show what would be paused and what prevents a suspend (exit code 7); with --json each process has a
     /// "plan" (docs/protocol.md) in place of its "report"
     #[arg(long, conflicts_with = "quiet")]
@@ -114,7 +109,7 @@ pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> Strin
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let target = self.target.or_words(&self.processes);
+        let target = self.processes.target();
         let pause = PauseOptions {
             backup: self.backup.policy(),
             registered: self.registered,

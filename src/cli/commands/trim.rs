@@ -1,10 +1,8 @@
 //! `vramctl trim`, and the trim before a pause.
 
-use crate::arguments::{TargetArgs, seconds};
+use crate::arguments::{ProcessesOrAll, seconds};
 use crate::commands::each;
-use crate::completions;
 use crate::ui::output;
-use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::thread;
@@ -28,11 +26,8 @@ Examples:
   vramctl trim --timeout 60
   vramctl pause --trim --name engine # trim, then pause")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: all that support it]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrAll,
     /// How many seconds to wait for each program's allocator
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     timeout: Duration,
@@ -42,7 +37,7 @@ pub struct Args {
 }
 
 pub fn trim(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.target.or_words(&args.processes).or_all();
+    let target = args.processes.target();
     let found = Found::look(&target)?;
     let mut chosen = found.choose_answering(&target)?;
     if target == Target::All && chosen.iter().any(trims) {

@@ -1,9 +1,7 @@
 //! `vramctl watch`.
 
-use crate::arguments::{self, TargetArgs};
+use crate::arguments::{self, ProcessesOrOnly};
 use crate::commands::each;
-use crate::completions;
-use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::Found;
@@ -21,11 +19,8 @@ Examples:
   vramctl watch trainer --below 5G --trim # then return what torch has cached
   vramctl watch trainer --off")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: the only job]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrOnly,
     /// Log when less than this is free: bytes, or a number with K, M or G
     #[arg(long, value_name = "SIZE", value_parser = size)]
     below: Option<u64>,
@@ -55,7 +50,7 @@ struct Watching {
 }
 
 pub fn watch(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.target.or_words(&args.processes);
+    let target = args.processes.target();
     let found = Found::look(&target)?;
     let below = if args.off { Some(0) } else { args.below };
     let answers = each::ask(&found, found.choose_answering(&target)?, |client| {

@@ -5,10 +5,8 @@ mod follow;
 mod page;
 mod timeline;
 
-use crate::arguments::{TargetArgs, seconds};
-use crate::completions;
+use crate::arguments::{ProcessesOrAll, seconds};
 use crate::ui::output;
-use clap_complete::ArgValueCandidates;
 use follow::{Followed, Until};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,11 +35,8 @@ Examples:
   vramctl trace engine -o page.html --seconds 60 # and the next minute
   vramctl trace -o page.html --follow            # until ^C")]
 pub struct Args {
-    /// Processes by name, pattern ('eng*') or id [default: all]
-    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
-    processes: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    processes: ProcessesOrAll,
     /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
     #[arg(short, long, value_name = "FILE", value_parser = output_file)]
     output: PathBuf,
@@ -62,7 +57,7 @@ fn output_file(text: &str) -> Result<PathBuf, String> {
 
 pub fn trace(args: &Args) -> Result<Exit, CommandError> {
     // Looking is harmless, so there is no need to choose.
-    let target = args.target.or_words(&args.processes).or_all();
+    let target = args.processes.target();
     let found = Found::look(&target)?;
     let chosen = found.choose(&target)?;
     // Check this before the recording, which may take long.
