@@ -267,14 +267,17 @@ impl Checkpoint {
     pub fn check_restorable(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<(), CommandError> {
         check_age(self.machine(), &support::SUSPEND)?;
         let (in_the_way, pids) = (self.in_the_way(observer), self.pids());
-        for member in self.members.iter_mut().filter(|member| member.gpus.is_empty()) {
-            member.can_be_seen().map_err(|failure| member.named(failure))?;
-            unless_in_the_way(in_the_way.of(member)).map_err(|failure| member.named(failure))?;
+        let check = |member: &mut Member| {
+            // A suspended one has been checked.
+            if !member.gpus.is_empty() {
+                return Ok(());
+            }
+            member.can_be_seen()?;
+            unless_in_the_way(in_the_way.of(member))?;
             // Whatever else it refuses, its pause refuses, too.
-            let obstacles = member.plan(wanted, &pids).map_or_else(|_| Vec::new(), |answer| answer.plan.obstacles);
-            unless_in_the_way(obstacles).map_err(|failure| member.named(failure))?;
-        }
-        Ok(())
+            unless_in_the_way(member.plan(wanted, &pids).map_or_else(|_| Vec::new(), |answer| answer.plan.obstacles))
+        };
+        first(at_once(&mut self.members, |member| check(member).map_err(|failure| member.named(failure))))
     }
 
     /// What the members themselves do not know.
