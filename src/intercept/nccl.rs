@@ -145,12 +145,21 @@ fn destroy(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResul
 #[derive(Clone, Copy)]
 pub struct UniqueId([u8; 128]);
 
-/// Records the communicator that NCCL has created, if any.
-fn note(found: *mut c_void, created: Option<usize>, answer: NcclResult, origin: Origin<'_>) {
-    let created = created.filter(|handle| is_done(answer) && *handle != 0);
-    if let (Some(handle), Some(nccl)) = (created, Loaded::around(found)) {
+/// Creates a communicator. `origin` says where the communicator comes from; it is called when NCCL has created one.
+fn creating<'a>(
+    found: *mut c_void,
+    made: *mut usize,
+    origin: impl FnOnce() -> Option<Origin<'a>>,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    let (answer, created) = writing(made, 1, real);
+    let created = created[0].filter(|handle| is_done(answer) && *handle != 0);
+    if let (Some(handle), Some(nccl)) = (created, Loaded::around(found))
+        && let Some(origin) = origin()
+    {
         communicators::created(nccl, handle, origin);
     }
+    answer
 }
 
 fn init(
@@ -161,9 +170,7 @@ fn init(
     rank: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, created) = writing(communicator, 1, real);
-    note(found, created[0], answer, Origin::Unique { ids: &unique.0, rank: rank as u32, ranks: ranks as u32 });
-    answer
+    init_of_many(found, communicator, ranks, rank, 1, &raw const unique, ptr::null(), real)
 }
 
 fn init_with(
@@ -189,13 +196,13 @@ fn init_of_many(
     _config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, created) = writing(communicator, 1, real);
-    if is_done(answer) && !uniques.is_null() && ids > 0 {
+    let origin = || {
         // SAFETY: NCCL has accepted them: there are as many.
-        let ids = unsafe { slice::from_raw_parts(uniques.cast::<u8>(), ids as usize * size_of::<UniqueId>()) };
-        note(found, created[0], answer, Origin::Unique { ids, rank: rank as u32, ranks: ranks as u32 });
-    }
-    answer
+        let ids = (!uniques.is_null() && ids > 0)
+            .then(|| unsafe { slice::from_raw_parts(uniques.cast::<u8>(), ids as usize * size_of::<UniqueId>()) })?;
+        Some(Origin::Unique { ids, rank: rank as u32, ranks: ranks as u32 })
+    };
+    creating(found, communicator, origin, real)
 }
 
 fn init_all(
@@ -222,9 +229,7 @@ fn split(
     _config: *const c_void,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, created) = writing(made, 1, real);
-    note(found, created[0], answer, Origin::Child(communicator));
-    answer
+    creating(found, made, || Some(Origin::Child(communicator)), real)
 }
 
 #[allow(clippy::too_many_arguments)] // NCCL's
@@ -238,9 +243,7 @@ fn shrink(
     _flags: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    let (answer, created) = writing(made, 1, real);
-    note(found, created[0], answer, Origin::Child(communicator));
-    answer
+    creating(found, made, || Some(Origin::Child(communicator)), real)
 }
 
 /// Programs ask this of every error, no matter which function has returned it.
