@@ -1,6 +1,9 @@
 //! The table of the error codes in `src/model/kind.rs`, and what is told of it elsewhere; `UPDATE=1` writes the documents.
 #![allow(missing_docs)]
 
+#[path = "common/generated.rs"]
+mod generated;
+
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
@@ -33,16 +36,11 @@ fn table() -> String {
 #[test]
 fn the_protocols_page_has_them() {
     const FROM: &str = "<!-- Made of src/model/kind.rs by `UPDATE=1 cargo test --test errors`. -->\n";
-    let page = path("docs/protocol.md");
-    let found = fs::read_to_string(&page).unwrap();
+    let found = fs::read_to_string(path("docs/protocol.md")).unwrap();
     let (before, rest) = found.split_once(FROM).expect("the place of the table");
     let (_, after) = rest.split_once("\n\n").expect("an empty line after the table");
     let wanted = format!("{before}{FROM}{}\n{after}", table());
-    if std::env::var_os("UPDATE").is_some() {
-        fs::write(&page, &wanted).unwrap();
-    }
-    let current = fs::read_to_string(&page).unwrap();
-    assert!(current == wanted, "docs/protocol.md is not what src/model/kind.rs says; run `UPDATE=1 cargo test --test errors`");
+    generated::check("docs/protocol.md", &wanted, "src/model/kind.rs");
 }
 
 /// Each has an exception of the same name, code and number, and no other exception has a number.

@@ -1,6 +1,9 @@
 //! `include/vramctl.h` is generated from `src/intercept/abi.rs` and the table of the error codes; `UPDATE=1` writes it.
 #![allow(missing_docs)]
 
+#[path = "common/generated.rs"]
+mod generated;
+
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
@@ -17,7 +20,7 @@ fn results() -> String {
     text + "}\n"
 }
 
-fn generated() -> String {
+fn header() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
     let codes = folder.path().join("result.rs");
@@ -32,16 +35,7 @@ fn generated() -> String {
 
 #[test]
 fn the_header_is_current() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/vramctl.h");
-    let wanted = generated();
-    if std::env::var_os("UPDATE").is_some() {
-        std::fs::write(&path, &wanted).unwrap();
-    }
-    let found = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        found == wanted,
-        "include/vramctl.h is not what src/intercept/abi.rs and src/model/kind.rs say; run `UPDATE=1 cargo test --test header`"
-    );
+    generated::check("include/vramctl.h", &header(), "src/intercept/abi.rs, with src/model/kind.rs,");
 }
 
 /// It is read by people who know C: no headings of Rust's documents, no paths, no variants of an enum.
@@ -50,7 +44,7 @@ fn the_header_shows_no_rust() {
     let variants = Kind::ALL.iter().map(|kind| format!("{kind:?}")).chain(["Default", "Discard", "Host"].map(String::from));
     let rust: Vec<_> =
         variants.map(|name| format!("`{name}`")).chain(["# Safety", "::", "[`", "`None`", "Some("].map(String::from)).collect();
-    for line in generated().lines() {
+    for line in header().lines() {
         assert!(rust.iter().all(|rust| !line.contains(rust.as_str())), "{line}");
         assert!(line.len() <= 150, "{line}");
     }

@@ -57,13 +57,7 @@ fn page() -> String {
 
 #[test]
 fn the_page_is_current() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/support.md");
-    let wanted = page();
-    if std::env::var_os("UPDATE").is_some() {
-        fs::write(&path, &wanted).unwrap();
-    }
-    let found = fs::read_to_string(&path).unwrap_or_default();
-    assert!(found == wanted, "docs/support.md is not what src/model/support.rs says; run `UPDATE=1 cargo test --test support`");
+    common::generated::check("docs/support.md", &page(), "src/model/support.rs");
 }
 
 /// The README's summary says the same.

@@ -133,22 +133,26 @@ impl Machine {
     }
 
     /// What a user sees of these commands, one after the other, for a snapshot: each with its output, its messages (`! `) and its exit code
-    /// (`[1]`). What differs between runs is replaced: PIDs by `<name>`, the machine's folder by `<folder>`, and the width of columns.
+    /// (`[1]`). What differs between runs is replaced: the PIDs of these programs by `<name>` and with them the width
+    /// of columns, folders by `<folder>`, times by `<time>`.
     pub fn transcript(&self, programs: &[(&str, u32)], commands: &[&str]) -> String {
         let shown = |command: &&str| {
-            let ran = self.vramctl(command);
+            let ran = Ran::of(self.cli(command).env("COLUMNS", "100").env_remove("NO_COLOR"));
             let messages: String = ran.err.lines().map(|line| ["! ", line, "\n"].concat()).collect();
             let code = if ran.code == Some(0) { String::new() } else { format!("[{}]\n", ran.code.expect("an exit code")) };
             format!("$ vramctl {command}\n{}{messages}{code}", ran.out)
         };
-        let mut text = commands.iter().map(shown).collect::<String>().replace(self.folder.path().to_str().unwrap(), "<folder>");
+        let mut text = commands.iter().map(shown).collect::<String>();
         for (name, pid) in programs {
             text = replaced(&text, &pid.to_string(), &format!("<{name}>"));
         }
-        while text.contains("   ") {
+        while text.contains("   ") && !programs.is_empty() {
             text = text.replace("   ", "  ");
         }
-        text
+        for folder in [self.folder.path(), super::own_folder()] {
+            text = text.replace(folder.to_str().unwrap(), "<folder>");
+        }
+        without_times(&text)
     }
 
     /// A program of `tests/apps`, or of another folder, with arguments, under the library.
@@ -253,6 +257,19 @@ impl Machine {
         });
         settled.unwrap_or_else(|states| panic!("split: {states:?}"))
     }
+}
+
+/// The text with `<time>` in the place of what a pause, a resume and the life of a process have taken.
+fn without_times(text: &str) -> String {
+    let without = |line: &str| match line.split_once(" in ").filter(|(_, after)| after.ends_with(" ms")) {
+        Some((before, _)) => format!("{before} in <time>\n"),
+        None if line.starts_with("  wait ") => "  <times of the stages>\n".into(),
+        None => match line.split_once(", running for ") {
+            Some((before, _)) => format!("{before}, running for <time>.\n"),
+            None => format!("{line}\n"),
+        },
+    };
+    text.lines().map(without).collect()
 }
 
 /// The text with another word wherever this number stands by itself.

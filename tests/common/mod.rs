@@ -11,6 +11,7 @@
     clippy::unused_self
 )]
 
+pub mod generated;
 pub mod machine;
 pub mod sharing;
 pub mod warnings;
@@ -153,6 +154,31 @@ pub fn programs() -> &'static Path {
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         folder
     })
+}
+
+/// The C compiler: $CC, else cc.
+pub fn c_compiler() -> Command {
+    Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+}
+
+/// For [`compile`]: as a library.
+pub const SHARED: [&str; 2] = ["-shared", "-fPIC"];
+
+/// Compiles sources of `tests/apps` into a program or a library. With `-l:NAME`, links what lies beside it or a simulated library.
+#[track_caller]
+pub fn compile(built: &Path, sources: &[&str], options: &[&str]) {
+    let apps = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps");
+    let mut compiler = c_compiler();
+    compiler.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-o"]).arg(built);
+    compiler.args(sources.iter().map(|source| apps.join(source)));
+    if options.iter().any(|option| option.starts_with("-l:")) {
+        for folder in [built.parent().expect("a folder"), simulated_libraries()] {
+            compiler.arg("-L").arg(folder);
+        }
+    }
+    compiler.args(options).args(["-Wl,--allow-shlib-undefined", "-ldl", "-lpthread"]);
+    let done = compiler.output().unwrap_or_else(|error| panic!("a C compiler ($CC, else cc): {error}"));
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
 /// A directory for `LD_LIBRARY_PATH`, with the simulated libraries under the names that programs load.

@@ -1,0 +1,73 @@
+//! What people see of the command line: the help of each command, its tables and its refusals, as files in `tests/snapshots`. `UPDATE=1` writes
+//! them; `git diff` then shows what a change looks like.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::generated;
+use common::machine::{Machine, Program};
+
+#[track_caller]
+fn check(name: &str, shown: &str) {
+    generated::check(&format!("tests/snapshots/{name}.txt"), shown, "the command line shows");
+}
+
+/// An engine that names the same run and the same host memory on each machine.
+fn start(machine: &Machine, name: &str) -> Program {
+    machine.engine_with(name, |command| _ = command.env("VRAMCTL_JOB", format!("run-of-{name}")).env("VRAMCTL_HOST_CAP", "64M"))
+}
+
+#[test]
+fn help() {
+    let machine = Machine::without_gpus();
+    let overview = machine.done("-h");
+    let commands = overview.split("\nCommands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    let names: Vec<_> = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split([' ', ',']).next()).collect();
+    assert!(names.len() > 12, "{names:?}");
+    let lines: Vec<_> = ["-h".to_owned()].into_iter().chain(names.iter().map(|name| format!("{name} -h"))).collect();
+    check("help", &machine.transcript(&[], &lines.iter().map(String::as_str).collect::<Vec<_>>()));
+}
+
+#[test]
+fn tables() {
+    let machine = Machine::new();
+    let [engine, trainer] = ["engine", "trainer"].map(|name| start(&machine, name));
+    let programs = [("engine", engine.pid()), ("trainer", trainer.pid())];
+    let shown = machine.transcript(
+        &programs,
+        &[
+            "ps",
+            "ps --sort bytes -o name",
+            "status engine",
+            "pause engine --dry-run",
+            "suspend engine --dry-run",
+            "pause engine --discard",
+            "pause engine",
+            "ps",
+            "status engine",
+            "resume engine",
+        ],
+    );
+    check("tables", &shown);
+}
+
+#[test]
+fn refusals() {
+    let machine = Machine::new();
+    let [engine, trainer] = ["engine", "trainer"].map(|name| start(&machine, name));
+    let programs = [("engine", engine.pid()), ("trainer", trainer.pid())];
+    let shown = machine.transcript(
+        &programs,
+        &[
+            "pause",
+            "pause wieghts --name engine",
+            "status enigne",
+            "pause engine --ranks 2",
+            "trim engine",
+            "move engine --to 0",
+            "watch engine --below 0",
+            "run -- no-such-program",
+        ],
+    );
+    check("refusals", &shown);
+}
