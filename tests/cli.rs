@@ -64,14 +64,19 @@ struct State {
 }
 
 impl Fake {
-    fn new(place: &Machine, name: &str, tags: &[&str]) -> Self {
-        Self::reacting(place, name, tags, |_| None)
+    fn new(machine: &Machine, name: &str, tags: &[&str]) -> Self {
+        Self::reacting(machine, name, tags, |_| None)
     }
 
     /// A fake process that misbehaves on some requests.
-    fn reacting(place: &Machine, name: &str, tags: &[&str], react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static) -> Self {
+    fn reacting(
+        machine: &Machine,
+        name: &str,
+        tags: &[&str],
+        react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static,
+    ) -> Self {
         let child = Command::new("sleep").arg("600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
-        let socket = place.socket(child.id());
+        let socket = machine.socket(child.id());
         let listener = UnixListener::bind(&socket).unwrap();
         let tags = tags.iter().map(|tag| ((*tag).to_owned(), TagState::Active)).collect();
         let state = State {
@@ -340,18 +345,18 @@ fn copy_command(to: &Path) {
 
 #[test]
 fn ps_and_status_show_the_processes() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
     let pid = engine.pid().to_string();
 
-    let ps = place.vramctl("ps -o wide");
+    let ps = machine.vramctl("ps -o wide");
     ps.has(0, "kv_cache 1.00 GiB, weights 1.00 GiB", "");
     let row = ps.out.lines().nth(1).unwrap();
     assert_eq!(row.split_whitespace().take(5).collect::<Vec<_>>(), [&pid, "engine", "active", "2.00", "GiB"]);
     assert!(row.ends_with("engine --serve"));
 
     for target in ["", "engine", &pid, "--name engine", "--all"] {
-        let status = place.vramctl(&format!("status {target}"));
+        let status = machine.vramctl(&format!("status {target}"));
         status.has(0, &format!("engine (pid {pid}): engine --serve"), "");
         status.has(0, "get the tag default", "");
         let words: Vec<_> = status.out.lines().find(|line| line.starts_with("kv_cache")).unwrap().split_whitespace().collect();
@@ -360,7 +365,7 @@ fn ps_and_status_show_the_processes() {
         status.has(0, "80.00 GiB", "");
     }
 
-    let (ps, status) = (place.vramctl("ps --json").only_json(), place.vramctl("status --json").only_json());
+    let (ps, status) = (machine.vramctl("ps --json").only_json(), machine.vramctl("status --json").only_json());
     assert_eq!(ps, status);
     let process = &ps["processes"][0];
     assert_eq!((&process["pid"], &process["name"]), (&json!(engine.pid()), &json!("engine")));
@@ -373,14 +378,14 @@ fn ps_and_status_show_the_processes() {
 /// Ordinals are meaningless outside their process.
 #[test]
 fn gpus_are_identified_by_uuid() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let (first, second) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-aaaabbbb-0000-0000-0000-000000000000");
-    let engine = Fake::new(&place, "engine", &["weights"]).on_gpu(first);
-    let trainer = Fake::new(&place, "trainer", &["weights"]).on_gpu(second);
-    place.vramctl("status").expect(0, "GPU-aaaaaaaa", "");
-    place.vramctl("ps").expect(0, "GPU-aaaaaaaa", "");
+    let engine = Fake::new(&machine, "engine", &["weights"]).on_gpu(first);
+    let trainer = Fake::new(&machine, "trainer", &["weights"]).on_gpu(second);
+    machine.vramctl("status").expect(0, "GPU-aaaaaaaa", "");
+    machine.vramctl("ps").expect(0, "GPU-aaaaaaaa", "");
     let shown = |line: &str| {
-        let ran = place.vramctl(line);
+        let ran = machine.vramctl(line);
         assert_eq!(ran.code, Some(0), "{ran:?}");
         (ran.out.contains("engine --serve"), ran.out.contains("trainer --serve"))
     };
@@ -389,80 +394,80 @@ fn gpus_are_identified_by_uuid() {
         assert_eq!(shown(&format!("status --gpu {gpu}")), (false, true));
     }
     assert_eq!(shown(&format!("ps -o wide --gpu {first} --gpu {second}")), (true, true));
-    place.vramctl("ps --gpu aaaa").expect(2, "", "GPU-aaaaaaaa-0000-0000-0000-000000000000, GPU-aaaabbbb");
-    place.vramctl("pause --gpu GPU-cccc").expect(3, "", "no managed process has memory on GPU-cccc");
+    machine.vramctl("ps --gpu aaaa").expect(2, "", "GPU-aaaaaaaa-0000-0000-0000-000000000000, GPU-aaaabbbb");
+    machine.vramctl("pause --gpu GPU-cccc").expect(3, "", "no managed process has memory on GPU-cccc");
 
-    place.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
+    machine.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
     assert_eq!(
         trainer.asked(),
         [Request::Pause(TransitionRequest { gpus: vec![second.into()], hold: Some(TEN_SECONDS), ..TransitionRequest::default() })]
     );
-    place.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
-    place.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
+    machine.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
+    machine.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
     assert!(engine.asked().is_empty());
 
     // A stopped process cannot be asked whether it has memory there.
-    let stopped = Stopped::new(&place, None, 100);
-    place.vramctl("pause --all --gpu aaaab").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
+    let stopped = Stopped::new(&machine, None, 100);
+    machine.vramctl("pause --all --gpu aaaab").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
 }
 
 #[test]
 fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
-    let run = place.vramctl("pause weights --dry-run");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]).with_engine("vllm");
+    let run = machine.vramctl("pause weights --dry-run");
     run.has(0, &format!("engine (pid {}): a pause would free 1.00 GiB", engine.pid()), "");
     run.has(0, "Host memory for the contents: 1.00 GiB needed, 1.50 GiB available.", "");
     let row: Vec<_> = run.out.lines().find(|line| line.starts_with("weights")).unwrap().split_whitespace().collect();
     assert_eq!(row, ["weights", "1.00", "GiB", "1", "1.00", "GiB", "host"]);
     assert!(!run.out.contains("kv_cache"), "{run:?}");
 
-    place.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
-    let refused = place.vramctl("pause --discard --dry-run");
+    machine.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
+    let refused = machine.vramctl("pause --discard --dry-run");
     refused.has(1, "1.00 GiB discard", "the prefix cache of vllm");
-    place.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
-    let json = place.vramctl("pause --discard --dry-run --json");
+    machine.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
+    let json = machine.vramctl("pause --discard --dry-run --json");
     assert_eq!(json.code, Some(1));
     let process = &json.only_json()["processes"][0];
     assert_eq!(process["plan"]["tags"][1], json!({"tag": "weights", "allocations": 1, "bytes": GIB, "backup": {"discard": GIB}}));
     assert_eq!(process["error"]["code"], "prefix_cache");
-    assert!(place.vramctl("pause weights --dry-run --json").only_json()["processes"][0].get("error").is_none());
-    place.vramctl("pause lost --dry-run").expect(6, "", "lost is neither a tag nor a process");
+    assert!(machine.vramctl("pause weights --dry-run --json").only_json()["processes"][0].get("error").is_none());
+    machine.vramctl("pause lost --dry-run").expect(6, "", "lost is neither a tag nor a process");
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
-    place.vramctl("pause").expect(0, "", "");
-    place.vramctl("pause --dry-run").expect(0, "nothing to pause", "");
+    machine.vramctl("pause").expect(0, "", "");
+    machine.vramctl("pause --dry-run").expect(0, "nothing to pause", "");
 }
 
 #[test]
 fn without_processes_the_message_says_what_to_do() {
-    let place = Machine::without_gpus();
-    let ps = place.vramctl("ps");
+    let machine = Machine::without_gpus();
+    let ps = machine.vramctl("ps");
     ps.has(0, "", "vramctl run");
     assert_eq!(ps.out, "", "a script that reads a table reads none");
-    assert_eq!(place.vramctl("ps --json").only_json(), json!({"processes": []}));
+    assert_eq!(machine.vramctl("ps --json").only_json(), json!({"processes": []}));
     for command in ["status", "pause", "resume --all", "pause --name engine", "set-tag x", "status engine"] {
-        place.vramctl(command).expect(3, "", "no process is managed");
+        machine.vramctl(command).expect(3, "", "no process is managed");
     }
-    let answer = place.vramctl("pause --json");
+    let answer = machine.vramctl("pause --json");
     assert_eq!(answer.code, Some(3));
     assert_eq!(answer.only_json()["error"]["code"], "no_process");
     assert_eq!(answer.only_json()["processes"], json!([]));
 
-    fs::remove_dir(place.sockets()).unwrap();
-    place.vramctl("ps").expect(0, "", place.sockets().to_str().unwrap());
-    place.vramctl("pause").expect(3, "", "no process is managed");
+    fs::remove_dir(machine.sockets()).unwrap();
+    machine.vramctl("ps").expect(0, "", machine.sockets().to_str().unwrap());
+    machine.vramctl("pause").expect(3, "", "no process is managed");
 }
 
 #[test]
 fn a_silent_process_does_not_hide_the_others() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["weights"]);
-    let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
-    let ps = place.vramctl("ps -o wide");
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["weights"]);
+    let stopped = Fake::reacting(&machine, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
+    let ps = machine.vramctl("ps -o wide");
     ps.has(0, "engine --serve", "");
     let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
     assert!(row.contains("no answer within 2 s"), "{row}");
-    place.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
+    machine.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
 }
 
 /// A listening process that is stopped, as by a debugger or a frozen cgroup.
@@ -473,7 +478,7 @@ struct Stopped {
 
 impl Stopped {
     /// `name`: its `VRAMCTL_NAME`, if any. `queue`: its listen backlog.
-    fn new(place: &Machine, name: Option<&str>, queue: u32) -> Self {
+    fn new(machine: &Machine, name: Option<&str>, queue: u32) -> Self {
         let program = format!(
             "import os, signal, socket\n\
              listener = socket.socket(socket.AF_UNIX)\n\
@@ -482,14 +487,14 @@ impl Stopped {
              print('ready', flush=True)\n\
              signal.pause()"
         );
-        let mut command = place.command("python3", &["-c", &program]);
+        let mut command = machine.command("python3", &["-c", &program]);
         command.envs(name.map(|name| ("VRAMCTL_NAME", name))).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
         assert_eq!(said.next().unwrap().unwrap(), "ready");
         // SAFETY: touches no memory; the child is ours.
         assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGSTOP) }, 0);
-        Self { socket: place.socket(child.id()), child }
+        Self { socket: machine.socket(child.id()), child }
     }
 
     fn pid(&self) -> u32 {
@@ -508,23 +513,23 @@ impl Drop for Stopped {
 /// A half-paused engine is the worst possible outcome.
 #[test]
 fn nothing_is_done_if_a_matching_process_does_not_answer() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["weights"]);
-    let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights"]);
+    let who_knows = [Stopped::new(&machine, None, 100), Stopped::new(&machine, Some("engine"), 100)];
     // In parallel, because each of them waits.
     thread::scope(|scope| {
         for line in ["pause --name engine", "resume --name engine", "pause --all", "pause --name engine --quiet", "set-tag x --name engine"]
         {
-            let (place, who_knows) = (&place, &who_knows);
+            let (machine, who_knows) = (&machine, &who_knows);
             scope.spawn(move || {
-                let ran = place.vramctl(line);
+                let ran = machine.vramctl(line);
                 ran.has(5, "", "kill -CONT");
                 assert!(who_knows.iter().all(|stopped| ran.err.contains(&stopped.pid().to_string())), "{ran:?}");
                 assert_eq!(ran.out, "", "{line}");
             });
         }
         scope.spawn(|| {
-            let json = place.vramctl("pause --name engine --json");
+            let json = machine.vramctl("pause --name engine --json");
             assert_eq!(
                 (json.code, &json.only_json()["error"]["code"], &json.only_json()["processes"]),
                 (Some(5), &json!("busy"), &json!([]))
@@ -532,30 +537,30 @@ fn nothing_is_done_if_a_matching_process_does_not_answer() {
         });
         scope.spawn(|| {
             let said = format!("error: engine (pid {}): no answer", who_knows[1].pid());
-            place.vramctl("status --name engine").expect(5, "engine --serve", &said);
+            machine.vramctl("status --name engine").expect(5, "engine --serve", &said);
         });
     });
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
     assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("default"));
-    place.vramctl(&format!("pause --pid {}", engine.pid())).expect(0, "paused weights", "");
+    machine.vramctl(&format!("pause --pid {}", engine.pid())).expect(0, "paused weights", "");
 }
 
 #[test]
 fn a_stopped_process_with_another_name_does_not_matter() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["weights"]);
-    let trainer = Stopped::new(&place, Some("trainer"), 100);
-    place.vramctl("pause --name engine").expect(0, "paused weights of engine", "");
-    place.vramctl("status --name engine").expect(0, "weights", "");
-    place.vramctl("pause --name trainer").expect(5, "", &format!("trainer (pid {})", trainer.pid()));
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights"]);
+    let trainer = Stopped::new(&machine, Some("trainer"), 100);
+    machine.vramctl("pause --name engine").expect(0, "paused weights of engine", "");
+    machine.vramctl("status --name engine").expect(0, "weights", "");
+    machine.vramctl("pause --name trainer").expect(5, "", &format!("trainer (pid {})", trainer.pid()));
     assert_eq!(engine.asked().len(), 1);
 }
 
 /// The dead process's child holds its socket open and never answers. Nobody may wait for it or be refused because of it.
 #[test]
 fn a_dead_process_does_not_count_as_silent() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["weights"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights"]);
     let program = "\
 import os, socket, time
 listener = socket.socket(socket.AF_UNIX)
@@ -566,11 +571,11 @@ if os.fork() == 0:
     time.sleep(600)
 else:
     os._exit(0)";
-    let mut dead = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut dead = machine.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
     let child: i32 = BufReader::new(dead.stdout.take().unwrap()).lines().next().unwrap().unwrap().parse().unwrap();
     dead.wait().unwrap();
-    let pause = place.vramctl("pause --name engine");
-    let ps = place.vramctl("ps");
+    let pause = machine.vramctl("pause --name engine");
+    let ps = machine.vramctl("ps");
     // SAFETY: touches no memory; the process is the one that was just started.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
     pause.has(0, "paused weights", "");
@@ -581,33 +586,33 @@ else:
 /// Each has a connection; the usual limit is 1024 open files.
 #[test]
 fn more_processes_are_reached_than_the_limit_of_open_files_allows() {
-    let place = Machine::without_gpus();
-    let all: Vec<_> = (0..40).map(|_| Fake::new(&place, "engine", &["weights"])).collect();
+    let machine = Machine::without_gpus();
+    let all: Vec<_> = (0..40).map(|_| Fake::new(&machine, "engine", &["weights"])).collect();
     let limited = format!("ulimit -S -n 32; exec {} pause --all --json", command_line());
-    let ran = Ran::of(&mut place.command("sh", &["-c", &limited]));
+    let ran = Ran::of(&mut machine.command("sh", &["-c", &limited]));
     assert_eq!((ran.code, ran.only_json()["processes"].as_array().map(Vec::len)), (Some(0), Some(all.len())), "{ran:?}");
 }
 
 /// A stopped process accepts nothing, so once its backlog is full, connecting blocks until it continues.
 #[test]
 fn a_stopped_process_with_a_full_queue_delays_nobody() {
-    let place = Machine::without_gpus();
-    let stopped = Stopped::new(&place, None, 0);
-    let _waiting = UnixStream::connect(place.socket(stopped.pid())).unwrap();
-    let row = place.vramctl("ps");
+    let machine = Machine::without_gpus();
+    let stopped = Stopped::new(&machine, None, 0);
+    let _waiting = UnixStream::connect(machine.socket(stopped.pid())).unwrap();
+    let row = machine.vramctl("ps");
     row.has(0, &stopped.pid().to_string(), "");
-    place.vramctl("pause").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
+    machine.vramctl("pause").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
 }
 
 // ---- pausing and resuming ----
 
 #[test]
 fn one_process_is_paused_and_resumed_without_a_target() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
     let who = format!("engine (pid {})", engine.pid());
 
-    let pause = place.vramctl("pause kv_cache --discard --timeout 2.5");
+    let pause = machine.vramctl("pause kv_cache --discard --timeout 2.5");
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms\n  1.00 GiB discarded\n  wait 3, unmap 20 ms\n"));
     pause.has(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
@@ -620,21 +625,21 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
-    place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
+    machine.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
     let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
     assert_eq!(engine.asked()[1], Request::Pause(held), "all is asked for as all");
-    place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
+    machine.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
     let resumed = format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms\n  1.00 GiB restored from host memory\n");
-    place.vramctl("resume weights").expect(0, &resumed, "");
-    let quiet = place.vramctl("resume --quiet");
+    machine.vramctl("resume weights").expect(0, &resumed, "");
+    let quiet = machine.vramctl("resume --quiet");
     assert_eq!((quiet.code, quiet.out.as_str(), quiet.err.as_str()), (Some(0), "", ""));
 }
 
 #[test]
 fn a_transition_is_reported_as_json() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    let answer = place.vramctl("pause weights --json");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
+    let answer = machine.vramctl("pause weights --json");
     assert_eq!(answer.code, Some(0));
     let answer = answer.only_json();
     let process = &answer["processes"][0];
@@ -646,80 +651,80 @@ fn a_transition_is_reported_as_json() {
 
 #[test]
 fn an_unknown_tag_error_lists_the_known_tags() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    place.vramctl("pause wieghts").expect(6, "", "wieghts is neither a tag nor a process; did you mean weights?");
-    place.vramctl("pause lost").expect(
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
+    machine.vramctl("pause wieghts").expect(6, "", "wieghts is neither a tag nor a process; did you mean weights?");
+    machine.vramctl("pause lost").expect(
         6,
         "",
         "lost is neither a tag nor a process; the tags are kv_cache, weights; the processes are engine",
     );
-    let answer = place.vramctl("pause wieghts --json");
+    let answer = machine.vramctl("pause wieghts --json");
     assert_eq!(answer.code, Some(6));
     assert_eq!(answer.only_json()["error"]["known_tags"], json!(["kv_cache", "weights"]));
-    place.vramctl("pause kv,weights").expect(2, "", "comma");
+    machine.vramctl("pause kv,weights").expect(2, "", "comma");
     assert!(engine.asked().is_empty());
 }
 
 #[test]
 fn several_processes_need_a_target() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["weights"]);
-    let twin = Fake::new(&place, "engine", &["weights"]);
-    let trainer = Fake::new(&place, "trainer", &["optimizer"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights"]);
+    let twin = Fake::new(&machine, "engine", &["weights"]);
+    let trainer = Fake::new(&machine, "trainer", &["optimizer"]);
 
-    let pause = place.vramctl("pause");
+    let pause = machine.vramctl("pause");
     pause.has(2, "", "choose some by name or id, or all of them with --all");
     for fake in [&engine, &twin, &trainer] {
         pause.has(2, "", &fake.pid().to_string());
     }
-    place.vramctl("pause --name nobody").expect(3, "", "trainer");
-    let sockets = format!("VRAMCTL_DIR (looked in {})", place.sockets().display());
-    let unmanaged = place.vramctl("pause --pid 1");
+    machine.vramctl("pause --name nobody").expect(3, "", "trainer");
+    let sockets = format!("VRAMCTL_DIR (looked in {})", machine.sockets().display());
+    let unmanaged = machine.vramctl("pause --pid 1");
     unmanaged.has(3, "", "process 1 is not managed");
     unmanaged.has(3, "", &sockets);
-    place.vramctl("pause --pid 4294967295").expect(3, "", "there is no process 4294967295");
-    place.vramctl("pause --pid 1 --all").expect(2, "", "cannot be used with");
+    machine.vramctl("pause --pid 4294967295").expect(3, "", "there is no process 4294967295");
+    machine.vramctl("pause --pid 1 --all").expect(2, "", "cannot be used with");
 
-    place.vramctl(&format!("pause --pid {}", twin.pid())).expect(0, &format!("(pid {})", twin.pid()), "");
+    machine.vramctl(&format!("pause --pid {}", twin.pid())).expect(0, &format!("(pid {})", twin.pid()), "");
     assert_eq!((engine.asked().len(), twin.asked().len()), (0, 1));
-    let pause = place.vramctl("pause --name engine");
+    let pause = machine.vramctl("pause --name engine");
     pause.has(0, &format!("paused weights of engine (pid {})", engine.pid()), "");
     pause.has(0, &format!("weights of engine (pid {}) is already paused", twin.pid()), "");
     assert!(trainer.asked().is_empty());
 
     // Resuming a tag that some processes lack is a no-op there.
-    let pause = place.vramctl("pause optimizer --all");
+    let pause = machine.vramctl("pause optimizer --all");
     pause.has(0, "paused optimizer of trainer", "");
     pause.has(0, &format!("nothing to do: engine (pid {}) has none of these tags", engine.pid()), "");
-    place.vramctl("pause optimizer lost --all").expect(6, "", "the tag lost; the tags are optimizer, weights");
+    machine.vramctl("pause optimizer lost --all").expect(6, "", "the tag lost; the tags are optimizer, weights");
 }
 
 #[test]
 fn a_shortage_says_what_is_missing_and_what_helps() {
-    let place = Machine::without_gpus();
-    let trainer = Fake::new(&place, "trainer", &["optimizer"]);
+    let machine = Machine::without_gpus();
+    let trainer = Fake::new(&machine, "trainer", &["optimizer"]);
     let holder = trainer.pid();
     let engine =
-        Fake::reacting(&place, "engine", &["weights"], move |request| is_transition(request).then(|| Reaction::Answer(shortage(holder))));
-    let resume = place.vramctl("resume --name engine");
+        Fake::reacting(&machine, "engine", &["weights"], move |request| is_transition(request).then(|| Reaction::Answer(shortage(holder))));
+    let resume = machine.vramctl("resume --name engine");
     resume.has(4, "", &format!("error: engine (pid {}): too little memory on device 0: 4.00 GiB needed, 1.00 GiB free", engine.pid()));
     resume.has(4, "", &format!("3.00 GiB short; held by pid {holder} (trainer) 3.00 GiB"));
     resume.has(4, "", &format!("hint: trainer (pid {holder}) is managed too; `vramctl pause --pid {holder}` frees 1.00 GiB"));
 
-    let answer = place.vramctl("resume --name engine --json");
+    let answer = machine.vramctl("resume --name engine --json");
     assert_eq!(answer.code, Some(4));
     let error = &answer.only_json()["processes"][0]["error"];
     assert_eq!((&error["code"], &error["shortage"]["needed"]), (&json!("device_memory"), &json!(4 * GIB)));
 
     // If one of several cannot be resumed, the others still are.
-    place.vramctl("pause --name trainer").expect(0, "", "");
-    place.vramctl("resume --all").expect(4, "resumed optimizer of trainer", "too little memory");
+    machine.vramctl("pause --name trainer").expect(0, "", "");
+    machine.vramctl("resume --all").expect(4, "resumed optimizer of trainer", "too little memory");
 }
 
 #[test]
 fn refusals_have_exit_codes_of_their_own() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let errors = [
         (Error::Busy(Duration::from_millis(50)), 5, "had not finished after 50 ms"),
         (Error::Capturing, 5, "captured"),
@@ -733,30 +738,30 @@ fn refusals_have_exit_codes_of_their_own() {
     ];
     for (error, code, text) in errors {
         let refusal = Refusal::from(&error);
-        let fake = Fake::reacting(&place, "engine", &["weights"], move |request| {
+        let fake = Fake::reacting(&machine, "engine", &["weights"], move |request| {
             is_transition(request).then(|| Reaction::Answer(Reply::Error(refusal.clone())))
         });
-        place.vramctl(&format!("pause --hold-timeout 0.2 --pid {}", fake.pid())).expect(code, "", text);
+        machine.vramctl(&format!("pause --hold-timeout 0.2 --pid {}", fake.pid())).expect(code, "", text);
     }
 }
 
 #[test]
 fn late_memory_is_reported() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
+    let machine = Machine::without_gpus();
+    let _engine = Fake::reacting(&machine, "engine", &["weights"], |request| {
         let report = Report { allocations: 1, bytes: GIB, kept_bytes: GIB, late_bytes: GIB / 2, ..Report::default() };
         is_transition(request).then_some(Reaction::Answer(Reply::Done(report)))
     });
-    place.vramctl("pause --quiet").expect(0, "", "warning: engine");
-    place.vramctl("pause").expect(0, "paused weights of engine", "512.00 MiB back yet");
+    machine.vramctl("pause --quiet").expect(0, "", "warning: engine");
+    machine.vramctl("pause").expect(0, "paused weights of engine", "512.00 MiB back yet");
 }
 
 /// Optional details are printed only if present.
 #[test]
 fn status_shows_missing_memory_and_its_owner() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    let usual = place.vramctl("status");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
+    let usual = machine.vramctl("status");
     usual.has(0, "kv_cache", "");
     assert!(["go back", "not taken", "Host memory", "left to CUDA"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
     let mut status = engine.state.lock().unwrap().status();
@@ -771,10 +776,10 @@ fn status_shows_missing_memory_and_its_owner() {
     status.memory.host.ready_bytes = 4 * GIB;
     status.memory.host.used_bytes = GIB;
     status.memory.host.pinned_bytes = 3 * GIB;
-    let _engine = Fake::reacting(&place, "engine", &["kv_cache", "weights"], move |request| {
+    let _engine = Fake::reacting(&machine, "engine", &["kv_cache", "weights"], move |request| {
         matches!(request, Request::Status).then(|| Reaction::Answer(Reply::Status(status.clone())))
     });
-    let status = place.vramctl("status");
+    let status = machine.vramctl("status");
     status.has(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
     status.has(0, "libnccl.so.2 (left to CUDA): 256.00 MiB.", "");
     status.has(0, "OWNER         -3  -2         -1          LAST PAUSE\nlibnccl.so.2  ?   56.00 MiB  156.00 MiB  256.00 MiB", "");
@@ -787,13 +792,13 @@ fn status_shows_missing_memory_and_its_owner() {
 }
 
 /// A process that is pausing or resuming its `weights`.
-fn in_the_middle(place: &Machine, state: TagState, copying: Stage) -> Fake {
-    let engine = Fake::new(place, "engine", &["kv_cache", "weights"]);
+fn in_the_middle(machine: &Machine, state: TagState, copying: Stage) -> Fake {
+    let engine = Fake::new(machine, "engine", &["kv_cache", "weights"]);
     let mut status = engine.state.lock().unwrap().status();
     drop(engine);
     status.memory.tags[1].state = state;
     status.memory.tags[1].progress = Some(Progress { stage: copying, done: GIB / 4, total: GIB });
-    Fake::reacting(place, "engine", &["kv_cache", "weights"], move |request| match request {
+    Fake::reacting(machine, "engine", &["kv_cache", "weights"], move |request| match request {
         Request::Status => Some(Reaction::Answer(Reply::Status(ProcessStatus { memory: status.memory.clone(), ..status.clone() }))),
         Request::Pause(_) | Request::Resume(_) => Some(Reaction::BeSilent),
         _ => None,
@@ -802,24 +807,24 @@ fn in_the_middle(place: &Machine, state: TagState, copying: Stage) -> Fake {
 
 #[test]
 fn the_progress_of_a_long_pause_is_shown() {
-    let place = Machine::without_gpus();
-    let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
-    place.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
-    let tag = place.vramctl("status --json").only_json()["processes"][0]["tags"][1].clone();
+    let machine = Machine::without_gpus();
+    let engine = in_the_middle(&machine, TagState::Pausing, Stage::Save);
+    machine.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
+    let tag = machine.vramctl("status --json").only_json()["processes"][0]["tags"][1].clone();
     assert_eq!((&tag["state"], &tag["progress"]), (&json!("pausing"), &json!({"stage": "save", "done": GIB / 4, "total": GIB})));
-    place.vramctl("ps").expect(0, "weights pausing", "");
+    machine.vramctl("ps").expect(0, "weights pausing", "");
     drop(engine);
-    let _engine = in_the_middle(&place, TagState::Resuming, Stage::Restore);
-    place.vramctl("status").expect(0, "resuming (restore 256.00 MiB of 1.00 GiB)", "");
-    place.vramctl("ps").expect(0, "weights resuming", "");
+    let _engine = in_the_middle(&machine, TagState::Resuming, Stage::Restore);
+    machine.vramctl("status").expect(0, "resuming (restore 256.00 MiB of 1.00 GiB)", "");
+    machine.vramctl("ps").expect(0, "weights resuming", "");
 }
 
 #[test]
 fn ps_says_which_tags_are_paused() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    place.vramctl("pause kv_cache").expect(0, "", "");
-    let ps = place.vramctl("ps");
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
+    machine.vramctl("pause kv_cache").expect(0, "", "");
+    let ps = machine.vramctl("ps");
     ps.has(0, "kv_cache paused", "");
     assert!(!ps.out.contains("mixed"), "{ps:?}");
 }
@@ -827,17 +832,17 @@ fn ps_says_which_tags_are_paused() {
 /// Words may be processes, as for other commands, if they are no tags and nothing else chooses the processes.
 #[test]
 fn a_process_may_be_named_in_place_of_a_tag() {
-    let place = Machine::without_gpus();
-    let (engine, weights) = (Fake::new(&place, "engine", &["weights", "kv"]), Fake::new(&place, "weights", &["kv"]));
-    place.vramctl("pause weights --all").expect(0, "paused weights of engine", "");
+    let machine = Machine::without_gpus();
+    let (engine, weights) = (Fake::new(&machine, "engine", &["weights", "kv"]), Fake::new(&machine, "weights", &["kv"]));
+    machine.vramctl("pause weights --all").expect(0, "paused weights of engine", "");
     assert!(weights.asked().is_empty(), "a tag stays a tag");
-    place.vramctl("pause engine").expect(0, "paused kv of engine", "");
-    place.vramctl(&format!("resume kv {}", engine.pid())).expect(0, "resumed kv of engine", "");
+    machine.vramctl("pause engine").expect(0, "paused kv of engine", "");
+    machine.vramctl(&format!("resume kv {}", engine.pid())).expect(0, "resumed kv of engine", "");
     assert!(weights.asked().is_empty());
     let asked = engine.asked().len();
-    place.vramctl("pause engine --all").expect(6, "", "the tags are kv, weights; engine is a process: `vramctl pause --name=engine`");
-    place.vramctl("resume engine nosuch").expect(6, "", "no allocation has the tag nosuch");
-    let pause = place.vramctl("pause weights");
+    machine.vramctl("pause engine --all").expect(6, "", "the tags are kv, weights; engine is a process: `vramctl pause --name=engine`");
+    machine.vramctl("resume engine nosuch").expect(6, "", "no allocation has the tag nosuch");
+    let pause = machine.vramctl("pause weights");
     pause.has(2, "", "several processes are managed");
     assert!(!pause.err.contains("is a process"), "{pause:?}");
     assert_eq!((engine.asked().len(), weights.asked().len()), (asked, 0));
@@ -845,46 +850,50 @@ fn a_process_may_be_named_in_place_of_a_tag() {
 
 #[test]
 fn several_processes_are_named_by_words_and_patterns() {
-    let place = Machine::without_gpus();
-    let [one, two, other] = ["engine-1", "engine-2", "trainer"].map(|name| Fake::new(&place, name, &["weights"]));
+    let machine = Machine::without_gpus();
+    let [one, two, other] = ["engine-1", "engine-2", "trainer"].map(|name| Fake::new(&machine, name, &["weights"]));
     let asked = || [&one, &two, &other].map(|fake| fake.asked().len());
-    place.vramctl(&format!("pause engine-1 {}", other.pid())).expect(0, "paused weights of trainer", "");
+    machine.vramctl(&format!("pause engine-1 {}", other.pid())).expect(0, "paused weights of trainer", "");
     assert_eq!(asked(), [1, 0, 1]);
-    place.vramctl("pause weights engine-*").expect(0, "paused weights of engine-2", "");
-    place.vramctl("resume -n engine-1 -n trainer").expect(0, "resumed weights of trainer", "");
+    machine.vramctl("pause weights engine-*").expect(0, "paused weights of engine-2", "");
+    machine.vramctl("resume -n engine-1 -n trainer").expect(0, "resumed weights of trainer", "");
     assert_eq!(asked(), [3, 1, 2]);
     for (line, wanted) in
         [("ps engine-*", [true, true, false]), ("status trainer engine-2", [false, true, true]), ("gpus engine-?", [true, true, false])]
     {
-        let ran = place.vramctl(line);
+        let ran = machine.vramctl(line);
         assert_eq!(["engine-1", "engine-2", "trainer"].map(|name| ran.out.contains(name)), wanted, "{ran:?}");
     }
-    let quoted = place.vramctl("suspend eng* nobody --dry-run");
+    let quoted = machine.vramctl("suspend eng* nobody --dry-run");
     quoted.has(3, "", "no managed process is named nobody");
 }
 
 #[test]
 fn a_mistyped_name_is_answered_with_the_right_one() {
-    let place = Machine::without_gpus();
-    let fakes = ["engine", "trainer"].map(|name| Fake::new(&place, name, &["weights"]));
-    place.vramctl("pause engin").expect(3, "", "engin is neither a tag nor a process; did you mean engine?");
-    place.vramctl("pause something").expect(3, "", "neither a tag nor a process; the tags are weights; the processes are engine, trainer");
-    place.vramctl("pause wieghts").expect(6, "", "did you mean weights?");
+    let machine = Machine::without_gpus();
+    let fakes = ["engine", "trainer"].map(|name| Fake::new(&machine, name, &["weights"]));
+    machine.vramctl("pause engin").expect(3, "", "engin is neither a tag nor a process; did you mean engine?");
+    machine.vramctl("pause something").expect(
+        3,
+        "",
+        "neither a tag nor a process; the tags are weights; the processes are engine, trainer",
+    );
+    machine.vramctl("pause wieghts").expect(6, "", "did you mean weights?");
     for command in ["status", "ps", "gpus", "suspend", "trim", "watch"] {
-        place.vramctl(&format!("{command} tainer")).expect(3, "", "no managed process is named tainer; did you mean trainer?");
+        machine.vramctl(&format!("{command} tainer")).expect(3, "", "no managed process is named tainer; did you mean trainer?");
     }
-    place.vramctl("pause x* --all").expect(6, "", "no allocation has the tag x*");
-    place.vramctl("status x*").expect(3, "", "no managed process has a name like x*; the processes are engine, trainer");
+    machine.vramctl("pause x* --all").expect(6, "", "no allocation has the tag x*");
+    machine.vramctl("status x*").expect(3, "", "no managed process has a name like x*; the processes are engine, trainer");
     assert!(fakes.iter().all(|fake| fake.asked().is_empty()));
 }
 
 #[test]
 fn a_gpu_chooses_the_processes_on_it() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let (here, there) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000");
-    let _fakes = ["engine", "trainer"].map(|name| Fake::new(&place, name, &["weights"]).on_gpu(here));
-    let other = Fake::new(&place, "other", &["weights"]).on_gpu(there);
-    let pause = place.vramctl("pause --gpu aaaa");
+    let _fakes = ["engine", "trainer"].map(|name| Fake::new(&machine, name, &["weights"]).on_gpu(here));
+    let other = Fake::new(&machine, "other", &["weights"]).on_gpu(there);
+    let pause = machine.vramctl("pause --gpu aaaa");
     pause.has(0, "paused weights of engine", "");
     pause.has(0, "paused weights of trainer", "");
     assert!(other.asked().is_empty());
@@ -892,23 +901,23 @@ fn a_gpu_chooses_the_processes_on_it() {
 
 #[test]
 fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
-    let place = Machine::without_gpus();
-    let (_big, _small) = (Fake::new(&place, "big", &["a", "b", "c"]), Fake::new(&place, "a-small-one", &["a"]));
-    let names = |line: &str| place.vramctl(line).out.lines().map(str::to_owned).collect::<Vec<_>>();
+    let machine = Machine::without_gpus();
+    let (_big, _small) = (Fake::new(&machine, "big", &["a", "b", "c"]), Fake::new(&machine, "a-small-one", &["a"]));
+    let names = |line: &str| machine.vramctl(line).out.lines().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(names("list -o name --sort name"), ["a-small-one", "big"]);
     assert_eq!(names("ps -o name --sort bytes"), ["big", "a-small-one"]);
-    let titles = |line: &str| place.vramctl(line).out.lines().next().unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let titles = |line: &str| machine.vramctl(line).out.lines().next().unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB"]);
     assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"]);
-    assert_eq!(place.vramctl("ps -o json").only_json(), place.vramctl("ps --json").only_json());
+    assert_eq!(machine.vramctl("ps -o json").only_json(), machine.vramctl("ps --json").only_json());
 }
 
 #[test]
 fn colours_are_for_those_who_want_them() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["weights"]);
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["weights"]);
     let run = |variables: &[(&str, &str)], words: &[&str]| {
-        let mut command = place.cli(words);
+        let mut command = machine.cli(words);
         command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE").envs(variables.iter().copied());
         Ran::of(&mut command)
     };
@@ -923,9 +932,9 @@ fn colours_are_for_those_who_want_them() {
 
 #[test]
 fn the_short_help_is_short_and_the_long_help_has_the_rest() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     for command in ["pause", "resume", "suspend", "move", "ps", "run"] {
-        let (short, long) = (place.vramctl(&format!("{command} -h")), place.vramctl(&format!("{command} --help")));
+        let (short, long) = (machine.vramctl(&format!("{command} -h")), machine.vramctl(&format!("{command} --help")));
         assert!(!short.out.contains("Examples:") && short.out.contains("--help"), "{short:?}");
         assert!(long.out.contains("Examples:") && long.out.lines().count() > short.out.lines().count(), "{long:?}");
     }
@@ -933,21 +942,21 @@ fn the_short_help_is_short_and_the_long_help_has_the_rest() {
 
 #[test]
 fn a_message_in_json_has_no_table_in_it() {
-    let place = Machine::without_gpus();
-    let _processes = [Fake::new(&place, "engine", &["weights"]), Fake::new(&place, "trainer", &["weights"])];
+    let machine = Machine::without_gpus();
+    let _processes = [Fake::new(&machine, "engine", &["weights"]), Fake::new(&machine, "trainer", &["weights"])];
     for line in ["pause --json", "pause --name nobody --json", "status --name nobody --json"] {
-        let answer = place.vramctl(line).only_json();
+        let answer = machine.vramctl(line).only_json();
         let message = answer["error"]["message"].as_str().unwrap();
         assert!(!message.contains('\n') && !message.contains("PID") && !message.ends_with(':'), "{line}: {message}");
     }
-    place.vramctl("pause").expect(2, "", "PID");
+    machine.vramctl("pause").expect(2, "", "PID");
 }
 
 /// After ^C, users want to know the state of the pause.
 #[test]
 fn an_interrupted_command_reports_the_state_of_the_pause() {
-    let interrupted = |place: &Machine, engine: &Fake, line: &[&str]| {
-        let mut command = place.cli(line);
+    let interrupted = |machine: &Machine, engine: &Fake, line: &[&str]| {
+        let mut command = machine.cli(line);
         let child = interruptible(&mut command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         while engine.state.lock().unwrap().transitions == 0 {
             thread::sleep(Duration::from_millis(5));
@@ -959,33 +968,33 @@ fn an_interrupted_command_reports_the_state_of_the_pause() {
         assert_eq!(String::from_utf8_lossy(&output.stdout), "");
         String::from_utf8(output.stderr).unwrap()
     };
-    let place = Machine::without_gpus();
-    let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
-    let text = interrupted(&place, &engine, &["pause"]);
+    let machine = Machine::without_gpus();
+    let engine = in_the_middle(&machine, TagState::Pausing, Stage::Save);
+    let text = interrupted(&machine, &engine, &["pause"]);
     assert!(text.contains(&format!("engine (pid {}): the pause is being undone (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
     assert_eq!(text.lines().count(), 1, "{text}");
     drop(engine);
 
     let silent = |request: &Request| is_transition(request).then_some(Reaction::BeSilent);
-    let engine = Fake::reacting(&place, "engine", &["weights"], silent);
-    let text = interrupted(&place, &engine, &["pause"]);
+    let engine = Fake::reacting(&machine, "engine", &["weights"], silent);
+    let text = interrupted(&machine, &engine, &["pause"]);
     assert!(text.contains("the pause was cancelled; nothing has changed"), "{text}");
     drop(engine);
 
-    let engine = Fake::reacting(&place, "engine", &["weights"], silent);
+    let engine = Fake::reacting(&machine, "engine", &["weights"], silent);
     engine.state.lock().unwrap().tags[0].1 = TagState::Paused;
-    let text = interrupted(&place, &engine, &["resume"]);
+    let text = interrupted(&machine, &engine, &["resume"]);
     assert!(text.contains("the resume was cancelled; nothing has changed"), "{text}");
     engine.state.lock().unwrap().transitions = 0;
-    let text = interrupted(&place, &engine, &["pause"]);
+    let text = interrupted(&machine, &engine, &["pause"]);
     assert!(text.contains("the pause is complete"), "{text}");
 }
 
 /// The progress bar and the terminal's `^C` are cleared before the message.
 #[test]
 fn on_a_terminal_an_interrupted_command_leaves_a_clean_line() {
-    let place = Machine::without_gpus();
-    let _engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
+    let machine = Machine::without_gpus();
+    let _engine = in_the_middle(&machine, TagState::Pausing, Stage::Save);
     let program = "\
 import os, pty, signal, sys
 pid, terminal = pty.fork()
@@ -1003,7 +1012,7 @@ try:
 except OSError:
     pass
 sys.stdout.buffer.write(said)";
-    let ran = place.command("python3", &["-c", program, command_line()]).env("TERM", "xterm").env("NO_COLOR", "1").output().unwrap();
+    let ran = machine.command("python3", &["-c", program, command_line()]).env("TERM", "xterm").env("NO_COLOR", "1").output().unwrap();
     let said = String::from_utf8(ran.stdout).unwrap();
     let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
     assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");
@@ -1012,23 +1021,23 @@ sys.stdout.buffer.write(said)";
 
 #[test]
 fn the_command_waits_for_a_long_pause() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
+    let machine = Machine::without_gpus();
+    let _engine = Fake::reacting(&machine, "engine", &["weights"], |request| {
         if is_transition(request) {
             // Longer than the client's own polling interval.
             thread::sleep(Duration::from_millis(2500));
         }
         None
     });
-    place.vramctl("pause").expect(0, "paused weights of engine", "");
+    machine.vramctl("pause").expect(0, "paused weights of engine", "");
 }
 
 #[test]
 fn a_process_that_ends_in_the_middle_is_an_error() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
-    place.vramctl("pause").expect(1, "", "ended before it answered");
-    let answer = place.vramctl("pause --json");
+    let machine = Machine::without_gpus();
+    let _engine = Fake::reacting(&machine, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
+    machine.vramctl("pause").expect(1, "", "ended before it answered");
+    let answer = machine.vramctl("pause --json");
     assert_eq!(answer.code, Some(1));
     assert_eq!(answer.only_json()["processes"][0]["error"]["code"], "failed");
 }
@@ -1036,7 +1045,7 @@ fn a_process_that_ends_in_the_middle_is_an_error() {
 /// A child of the program may hold the socket open after the program's death, so no end of file is seen.
 #[test]
 fn a_dead_process_whose_socket_stays_open_is_given_up() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     // Answers only a status, and has a child that keeps its descriptors open.
     let program = r#"
 import json, os, socket, sys, time
@@ -1064,10 +1073,10 @@ while True:
         except BrokenPipeError:
             break
 "#;
-    let mut engine = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut engine = machine.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(engine.stdout.take().unwrap()).lines();
     assert_eq!(said.next().unwrap().unwrap(), "ready");
-    let pause = place.begin("pause");
+    let pause = machine.begin("pause");
     let child: i32 = said.next().unwrap().unwrap().parse().unwrap();
     engine.kill().unwrap();
     engine.wait().unwrap();
@@ -1079,71 +1088,71 @@ while True:
 
 #[test]
 fn the_process_tag_is_set() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &[]);
-    place.vramctl("set-tag weights").expect(0, "get the tag weights from now on", "");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &[]);
+    machine.vramctl("set-tag weights").expect(0, "get the tag weights from now on", "");
     assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("weights"));
-    let answer = place.vramctl("set-tag --none --json").only_json();
+    let answer = machine.vramctl("set-tag --none --json").only_json();
     assert_eq!(answer, json!({"processes": [{"pid": engine.pid(), "name": "engine", "tag": null}]}));
     assert_eq!(engine.state.lock().unwrap().process_tag, None);
-    place.vramctl("set-tag").expect(2, "", "vramctl set-tag --none");
-    place.vramctl("set-tag a=b").expect(2, "", "equals");
+    machine.vramctl("set-tag").expect(2, "", "vramctl set-tag --none");
+    machine.vramctl("set-tag a=b").expect(2, "", "equals");
 }
 
 // ---- the directory ----
 
 #[test]
 fn stale_sockets_are_removed() {
-    let place = Machine::without_gpus();
-    let stale = place.socket(999_999_999);
+    let machine = Machine::without_gpus();
+    let stale = machine.socket(999_999_999);
     drop(UnixListener::bind(&stale).unwrap());
     assert!(stale.exists());
-    place.vramctl("ps").expect(0, "", "no process is managed");
+    machine.vramctl("ps").expect(0, "", "no process is managed");
     assert!(!stale.exists());
 }
 
 #[test]
 fn files_that_are_not_sockets_are_left_alone() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     for name in ["notes.txt", "x.sock", "-1.sock"] {
-        fs::write(place.sockets().join(name), "mine").unwrap();
+        fs::write(machine.sockets().join(name), "mine").unwrap();
     }
-    place.vramctl("ps").expect(0, "", "no process is managed");
-    assert_eq!(fs::read_dir(place.sockets()).unwrap().count(), 3);
+    machine.vramctl("ps").expect(0, "", "no process is managed");
+    assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 3);
 }
 
 #[test]
 fn an_unsafe_directory_is_refused() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["weights"]);
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["weights"]);
     // Open to the group only, to others only, and to both.
     for open in [0o750, 0o720, 0o710, 0o705, 0o755] {
-        fs::set_permissions(place.sockets(), Permissions::from_mode(open)).unwrap();
-        place.vramctl("ps").expect(1, "", "chmod 700 it if only you use it, else set VRAMCTL_DIR");
+        fs::set_permissions(machine.sockets(), Permissions::from_mode(open)).unwrap();
+        machine.vramctl("ps").expect(1, "", "chmod 700 it if only you use it, else set VRAMCTL_DIR");
     }
-    let pause = place.vramctl("pause --json");
+    let pause = machine.vramctl("pause --json");
     assert_eq!((pause.code, &pause.only_json()["error"]["code"]), (Some(1), &json!("failed")));
 
-    fs::set_permissions(place.sockets(), Permissions::from_mode(0o700)).unwrap();
-    let link = place.folder.path().join("link");
-    symlink(place.sockets(), &link).unwrap();
-    let ps = Ran::of(place.cli("ps").env("VRAMCTL_DIR", &link));
+    fs::set_permissions(machine.sockets(), Permissions::from_mode(0o700)).unwrap();
+    let link = machine.folder.path().join("link");
+    symlink(machine.sockets(), &link).unwrap();
+    let ps = Ran::of(machine.cli("ps").env("VRAMCTL_DIR", &link));
     ps.has(1, "", "/link: a symbolic link; set VRAMCTL_DIR to the directory itself");
-    let file = place.folder.path().join("file");
+    let file = machine.folder.path().join("file");
     fs::write(&file, "").unwrap();
     for arguments in [&["ps"][..], &["top", "--once"]] {
-        let ran = Ran::of(place.cli(arguments).env("VRAMCTL_DIR", &file));
+        let ran = Ran::of(machine.cli(arguments).env("VRAMCTL_DIR", &file));
         ran.has(1, "", "/file: not a directory; set VRAMCTL_DIR to one");
         assert_eq!(ran.err.matches("/file").count(), 1, "{ran:?}");
     }
     // Only root can become another user.
     // SAFETY: cannot fail.
     if unsafe { libc::geteuid() } == 0 {
-        fs::set_permissions(place.folder.path(), Permissions::from_mode(0o711)).unwrap();
+        fs::set_permissions(machine.folder.path(), Permissions::from_mode(0o711)).unwrap();
         // Where the other user can execute it.
-        let copy = place.folder.path().join("vramctl");
+        let copy = machine.folder.path().join("vramctl");
         copy_command(&copy);
-        let ran = Ran::of(place.command(&copy, &["ps"]).uid(65534));
+        let ran = Ran::of(machine.command(&copy, &["ps"]).uid(65534));
         ran.has(1, "", "owned by user 0, not by you; set VRAMCTL_DIR to a directory of yours");
     }
 }
@@ -1151,33 +1160,33 @@ fn an_unsafe_directory_is_refused() {
 /// Names come from other programs: one must not pass for a message of the command, nor do harm where it is copied into a shell.
 #[test]
 fn a_name_may_be_anything() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let strange = "it's a\nerror: all is lost";
-    let (odd, even) = (Fake::new(&place, strange, &["x"]), Fake::new(&place, "a b", &["x"]));
+    let (odd, even) = (Fake::new(&machine, strange, &["x"]), Fake::new(&machine, "a b", &["x"]));
     let place_of = |line: &str| line.starts_with("error: all is lost");
     for arguments in ["ps", "status", "pause --all", "pause --name nobody", "resume"] {
-        let ran = place.vramctl(arguments);
+        let ran = machine.vramctl(arguments);
         assert!(!format!("{}\n{}", ran.out, ran.err).lines().any(place_of), "{arguments}: {ran:?}");
     }
-    let pause = |word: &str| Ran::of(&mut place.cli(&["pause", word]));
-    let all = Ran::of(&mut place.cli(&["pause", "a b", "--all"]));
+    let pause = |word: &str| Ran::of(&mut machine.cli(&["pause", word]));
+    let all = Ran::of(&mut machine.cli(&["pause", "a b", "--all"]));
     all.has(6, "", "a b is a process: `vramctl pause --name='a b'`");
     pause("a b").expect(0, "nothing to do: x of a b", "");
     pause(strange).expect(2, "", "");
-    let exact = Ran::of(&mut place.cli(&["pause", "--name", strange]));
+    let exact = Ran::of(&mut machine.cli(&["pause", "--name", strange]));
     exact.has(0, &format!("it's a error: all is lost (pid {})", odd.pid()), "");
     assert_eq!((odd.asked().len(), even.asked().len()), (2, 2));
 }
 
 #[test]
 fn sockets_are_in_the_runtime_directory_by_default() {
-    let place = Machine::without_gpus();
-    let base = place.folder.path();
-    let _engine = Fake::new(&place, "engine", &["weights"]);
-    fs::rename(place.sockets(), base.join("vramctl")).unwrap();
+    let machine = Machine::without_gpus();
+    let base = machine.folder.path();
+    let _engine = Fake::new(&machine, "engine", &["weights"]);
+    fs::rename(machine.sockets(), base.join("vramctl")).unwrap();
     for program in [PathBuf::from(command_line()), script("pause.sh")] {
         let arguments: &[&str] = if program.extension().is_some() { &[] } else { &["pause"] };
-        let mut command = place.command(program, arguments);
+        let mut command = machine.command(program, arguments);
         command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", base);
         let ran = Ran::of(&mut command);
         assert_eq!(ran.code, Some(0), "{ran:?}");
@@ -1188,12 +1197,12 @@ fn sockets_are_in_the_runtime_directory_by_default() {
 
 #[test]
 fn a_closed_output_pipe_is_no_error() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["weights"]);
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["weights"]);
     for arguments in [&["ps"][..], &["status", "--json"], &["completions", "bash"], &["pause"]] {
         let (reader, writer) = UnixStream::pair().unwrap();
         drop(reader);
-        let output = place.cli(arguments).stdout(OwnedFd::from(writer)).output().unwrap();
+        let output = machine.cli(arguments).stdout(OwnedFd::from(writer)).output().unwrap();
         assert_eq!((output.status.code(), output.status.signal()), (Some(0), None), "{arguments:?}");
         assert_eq!(String::from_utf8_lossy(&output.stderr), "");
     }
@@ -1201,25 +1210,25 @@ fn a_closed_output_pipe_is_no_error() {
 
 #[test]
 fn help_and_completions_exist() {
-    let place = Machine::without_gpus();
-    place.vramctl("--help").expect(0, "Exit codes:", "");
+    let machine = Machine::without_gpus();
+    machine.vramctl("--help").expect(0, "Exit codes:", "");
     for command in ["run", "ps", "status", "gpus", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
-        place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
+        machine.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
     }
     for shell in ["bash", "zsh", "fish"] {
-        place.vramctl(&format!("completions {shell}")).expect(0, "VRAMCTL_COMPLETE", "");
+        machine.vramctl(&format!("completions {shell}")).expect(0, "VRAMCTL_COMPLETE", "");
     }
-    place.vramctl("").expect(2, "", "Usage");
-    place.vramctl("explode").expect(2, "", "explode");
+    machine.vramctl("").expect(2, "", "Usage");
+    machine.vramctl("explode").expect(2, "", "explode");
 }
 
 /// The shell passes the words typed so far; the last one is to be completed.
 #[test]
 fn shells_complete_tags_processes_and_gpus() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let complete = |words: &[&str]| {
         let arguments: Vec<_> = ["--", "vramctl"].iter().chain(words).copied().collect();
-        let output = place.cli(&arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
+        let output = machine.cli(&arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
         let ran = Ran::new(&output);
         assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""), "{ran:?}");
         let first = |line: &str| line.split('\t').next().unwrap().to_owned();
@@ -1227,8 +1236,8 @@ fn shells_complete_tags_processes_and_gpus() {
     };
     assert_eq!(complete(&["set-t"]), ["set-tag"]);
     assert!(complete(&["pause", "w"]).is_empty(), "nobody is there, and nobody complains");
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
-    let _trainer = Fake::new(&place, "trainer", &["optimizer", "weights"]);
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]);
+    let _trainer = Fake::new(&machine, "trainer", &["optimizer", "weights"]);
     assert_eq!(complete(&["pause", "w"]), ["weights"]);
     assert_eq!(complete(&["resume", "weights", "o"]), ["optimizer"]);
     assert_eq!(complete(&["set-tag", "k"]), ["kv_cache"]);
@@ -1240,8 +1249,8 @@ fn shells_complete_tags_processes_and_gpus() {
 
 #[test]
 fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
-    let place = Machine::new();
-    let programs = place.folder.path().join("programs");
+    let machine = Machine::new();
+    let programs = machine.folder.path().join("programs");
     fs::create_dir(&programs).unwrap();
     for (name, mode) in [("serve-it", 0o755), ("serve.txt", 0o644)] {
         fs::write(programs.join(name), "").unwrap();
@@ -1249,8 +1258,8 @@ fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
     }
     let complete = |words: &[&str]| {
         let arguments: Vec<_> = ["--", "vramctl", "run", "--"].iter().chain(words).copied().collect();
-        let mut command = place.command(command_line(), &arguments);
-        command.env("VRAMCTL_COMPLETE", "fish").env("PATH", &programs).current_dir(place.folder.path());
+        let mut command = machine.command(command_line(), &arguments);
+        command.env("VRAMCTL_COMPLETE", "fish").env("PATH", &programs).current_dir(machine.folder.path());
         Ran::new(&command.output().unwrap()).out.lines().map(|line| line.split('\t').next().unwrap().to_owned()).collect::<Vec<_>>()
     };
     assert_eq!(complete(&["serv"]), ["serve-it"]);
@@ -1260,25 +1269,25 @@ fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
 /// Where zsh is installed, it runs the script as it does at the first Tab; elsewhere, the script is read.
 #[test]
 fn zsh_completes_at_the_first_tab() {
-    let place = Machine::new();
-    let script = place.vramctl("completions zsh").out;
+    let machine = Machine::new();
+    let script = machine.vramctl("completions zsh").out;
     assert!(
         script.trim_end().ends_with("if [ \"$funcstack[1]\" = \"_vramctl\" ]; then\n    _clap_dynamic_completer_vramctl \"$@\"\nfi"),
         "{script}"
     );
     let Some(zsh) = installed("zsh") else { return };
-    fs::write(place.folder.path().join("_vramctl"), script).unwrap();
+    fs::write(machine.folder.path().join("_vramctl"), script).unwrap();
     let program = "compdef() { :; }; _describe() { print -l \"${(P@)@[-1]}\"; }; fpath=($1 $fpath); autoload -U _vramctl; words=(vramctl set-t); \
                    CURRENT=2; _vramctl";
-    let mut command = place.command(zsh, &["-f", "-c", program, "zsh", place.folder.path().to_str().unwrap()]);
+    let mut command = machine.command(zsh, &["-f", "-c", program, "zsh", machine.folder.path().to_str().unwrap()]);
     let path = format!("{}:{}", Path::new(command_line()).parent().unwrap().display(), std::env::var("PATH").unwrap());
     Ran::new(&command.env("PATH", path).output().unwrap()).has(0, "set-tag", "");
 }
 
 #[test]
 fn pause_and_resume_have_help_of_their_own_for_json() {
-    let place = Machine::new();
-    let help = |command: &str| place.vramctl(&format!("{command} --help")).out;
+    let machine = Machine::new();
+    let help = |command: &str| machine.vramctl(&format!("{command} --help")).out;
     assert!(help("pause").contains("trimmed") && !help("pause").contains("\"restored\""));
     assert!(help("resume").contains("restored") && !help("resume").contains("trimmed"));
 }
@@ -1286,17 +1295,17 @@ fn pause_and_resume_have_help_of_their_own_for_json() {
 /// They would see each other's processes, and a memory that is not that of the machine would be believed.
 #[test]
 fn simulated_machines_have_sockets_and_a_size_of_their_own() {
-    let place = Machine::new();
+    let machine = Machine::new();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/simgpu");
     let run = |words: &[&str]| {
-        let mut command = place.command(script, words);
-        command.env_remove("VRAMCTL_DIR").current_dir(place.folder.path());
+        let mut command = machine.command(script, words);
+        command.env_remove("VRAMCTL_DIR").current_dir(machine.folder.path());
         for name in ["SIMGPU_DIR", "SIMGPU_MEMORY", "SIMGPU_DEVICES"] {
             command.env_remove(name);
         }
         Ran::new(&command.output().unwrap())
     };
-    let sockets = |machine: &str| place.folder.path().join(machine).join("sockets").to_str().unwrap().to_owned();
+    let sockets = |name: &str| machine.folder.path().join(name).join("sockets").to_str().unwrap().to_owned();
     let first = run(&["--dir", "one", "--memory", "64M", "sh", "-c", "simgpu-smi >&2 && echo $VRAMCTL_DIR"]);
     first.has(0, &sockets("one"), "64 MiB");
     let nested = run(&["--dir", "one", script, "--dir", "two", "printenv", "VRAMCTL_DIR"]);
@@ -1310,9 +1319,9 @@ fn simulated_machines_have_sockets_and_a_size_of_their_own() {
 
 #[test]
 fn the_doctor_reports_what_would_fail() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let doctor = |change: &dyn Fn(&mut Command)| {
-        let mut command = place.cli("doctor");
+        let mut command = machine.cli("doctor");
         // No driver here: checks of GPUs are tested with the simulated one.
         change(command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64M"));
         Ran::of(&mut command)
@@ -1327,17 +1336,17 @@ fn the_doctor_reports_what_would_fail() {
 
     let foreign = doctor(&|command| _ = command.env("VRAMCTL_LIB", harmless_library()));
     assert!(line(&foreign, "library").contains("it has no vramctl_version"), "{foreign:?}");
-    let damaged = place.folder.path().join("damaged.so");
+    let damaged = machine.folder.path().join("damaged.so");
     fs::write(&damaged, "\x7fELF and then nothing").unwrap();
     let damaged = doctor(&|command| _ = command.env("VRAMCTL_LIB", &damaged));
     assert!(line(&damaged, "library").starts_with("failed") && line(&damaged, "library").contains("damaged.so: "), "{damaged:?}");
 
-    fs::set_permissions(place.sockets(), Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(machine.sockets(), Permissions::from_mode(0o755)).unwrap();
     let open = doctor(&|_| ());
     assert!(line(&open, "sockets").starts_with("failed") && line(&open, "sockets").contains("chmod 700"), "{open:?}");
-    fs::set_permissions(place.sockets(), Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(machine.sockets(), Permissions::from_mode(0o700)).unwrap();
     let sockets = line(&doctor(&|_| ()), "sockets");
-    assert!(sockets.starts_with("ok") && sockets.contains(place.sockets().to_str().unwrap()), "{sockets}");
+    assert!(sockets.starts_with("ok") && sockets.contains(machine.sockets().to_str().unwrap()), "{sockets}");
     let sockets = line(&doctor(&|command| _ = command.env("VRAMCTL_DIR", "/nowhere/sockets")), "sockets");
     assert!(sockets.starts_with("failed") && sockets.contains("VRAMCTL_DIR"), "{sockets}");
 
@@ -1347,10 +1356,10 @@ fn the_doctor_reports_what_would_fail() {
 
 #[test]
 fn the_doctor_knows_the_limits_that_matter() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let doctor = |limits: &str| {
         let script = format!("{limits}; exec \"$0\" doctor --json");
-        let mut command = place.command("sh", &["-c", &script, command_line()]);
+        let mut command = machine.command("sh", &["-c", &script, command_line()]);
         let checks = Ran::of(command.env("VRAMCTL_HOST_CAP", "64M")).only_json()["checks"].as_array().unwrap().clone();
         checks.into_iter().find(|check| check["check"] == "limits").unwrap()
     };
@@ -1364,15 +1373,15 @@ fn the_doctor_knows_the_limits_that_matter() {
 
 #[test]
 fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let Some(_) = installed("python3") else { return eprintln!("skipped: no python3 here") };
-    let site = place.folder.path().join("site");
+    let site = machine.folder.path().join("site");
     for (engine, version) in [("vllm", "0.26.0"), ("sglang", "0.1.2")] {
         let folder = site.join(format!("{engine}-{version}.dist-info"));
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("METADATA"), format!("Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")).unwrap();
     }
-    let mut command = place.cli("doctor");
+    let mut command = machine.cli("doctor");
     let ran = Ran::of(command.env("PYTHONPATH", &site).env("VRAMCTL_HOST_CAP", "64M"));
     assert!(ran.out.lines().any(|line| line.starts_with("ok ") && line.ends_with(" vllm 0.26.0")), "{ran:?}");
     assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a known version")), "{ran:?}");
@@ -1381,9 +1390,9 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
 /// The library would ignore them, and say so in the program's log at most.
 #[test]
 fn the_doctor_checks_variables_and_directories() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let doctor = |name: &str, value: &str, check: &str| {
-        let mut command = place.cli("doctor");
+        let mut command = machine.cli("doctor");
         let ran = Ran::of(command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64MB").env(name, value));
         let line = ran.out.lines().find(|line| line[9..].starts_with(check)).map(str::to_owned);
         line.unwrap_or_else(|| panic!("{check} is not in {ran:?}"))
@@ -1399,7 +1408,7 @@ fn the_doctor_checks_variables_and_directories() {
         let line = doctor(name, value, "variables");
         assert!(line.starts_with(verdict) && line.contains(said), "{line}");
     }
-    let (file, folder) = (place.folder.path().join("file"), place.folder.path().join("read-only"));
+    let (file, folder) = (machine.folder.path().join("file"), machine.folder.path().join("read-only"));
     fs::write(&file, "").unwrap();
     fs::create_dir(&folder).unwrap();
     for (name, check) in [("VRAMCTL_DISK_DIR", "disk"), ("VRAMCTL_REPORT_DIR", "reports")] {
@@ -1440,20 +1449,20 @@ fn harmless_library() -> PathBuf {
     PathBuf::from(path)
 }
 
-fn run(place: &Machine, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
+fn run(machine: &Machine, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
     let arguments: Vec<_> = ["run"].iter().chain(arguments).copied().collect();
-    let mut command = place.cli(&arguments);
+    let mut command = machine.cli(&arguments);
     command.env("VRAMCTL_LIB", library()).envs(environment.iter().copied());
     Ran::of(&mut command)
 }
 
 #[test]
 fn run_sets_the_environment() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let library = library();
     let arguments =
         ["--name", "my engine", "--backup", "kv=discard", "--backup", "w=host", "--min-bytes", "64K", "--log", "off", "--", "env"];
-    let ran = run(&place, &arguments, &[("LD_PRELOAD", "")]);
+    let ran = run(&machine, &arguments, &[("LD_PRELOAD", "")]);
     assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""));
     let library = library.to_str().unwrap();
     for (name, value) in [
@@ -1466,20 +1475,20 @@ fn run_sets_the_environment() {
     ] {
         assert!(ran.out.lines().any(|line| line == format!("{name}={value}")), "{name}={value} is not in {}", ran.out);
     }
-    let ran = run(&place, &["--no-tag", "env"], &[("LD_PRELOAD", library), ("VRAMCTL_TAG", "x")]);
+    let ran = run(&machine, &["--no-tag", "env"], &[("LD_PRELOAD", library), ("VRAMCTL_TAG", "x")]);
     assert!(ran.out.lines().any(|line| line == format!("LD_PRELOAD={library}")), "not twice: {}", ran.out);
     assert!(!ran.out.contains("VRAMCTL_TAG"));
-    let ran = run(&place, &["env"], &[("VRAMCTL_TAG", "")]);
+    let ran = run(&machine, &["env"], &[("VRAMCTL_TAG", "")]);
     assert!(ran.out.lines().any(|line| line == "VRAMCTL_TAG="), "an empty one is not replaced: {}", ran.out);
 }
 
 #[test]
 fn run_is_replaced_by_the_command() {
-    let place = Machine::without_gpus();
-    run(&place, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"], &[]).expect(7, "out\n", "err\n");
-    run(&place, &["sh", "-c", "exit $#", "sh", "--name", "x"], &[]).expect(2, "", "");
+    let machine = Machine::without_gpus();
+    run(&machine, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"], &[]).expect(7, "out\n", "err\n");
+    run(&machine, &["sh", "-c", "exit $#", "sh", "--name", "x"], &[]).expect(2, "", "");
 
-    let child = place
+    let child = machine
         .command(command_line(), &["run", "--", "sh", "-c", "echo $$; kill -TERM $$"])
         .env("VRAMCTL_LIB", library())
         .stdout(Stdio::piped())
@@ -1493,36 +1502,36 @@ fn run_is_replaced_by_the_command() {
 
 #[test]
 fn a_command_that_cannot_start_ends_as_in_a_shell() {
-    let place = Machine::without_gpus();
-    let missing = |command: &str| run(&place, &["--", command], &[]);
+    let machine = Machine::without_gpus();
+    let missing = |command: &str| run(&machine, &["--", command], &[]);
     missing("no-such-command-here").expect(
         127,
         "",
         "cannot start no-such-command-here: No such file or directory (os error 2); is it on PATH?",
     );
     assert!(!missing("/no/such/command").err.contains("PATH"));
-    let file = place.folder.path().join("file");
+    let file = machine.folder.path().join("file");
     fs::write(&file, "").unwrap();
-    run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
-    run(&place, &[], &[]).expect(2, "", "COMMAND");
-    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk or discard");
-    run(&place, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' contains a comma");
-    run(&place, &["--tag", "a", "--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(0, "", "");
+    run(&machine, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
+    run(&machine, &[], &[]).expect(2, "", "COMMAND");
+    run(&machine, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk or discard");
+    run(&machine, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' contains a comma");
+    run(&machine, &["--tag", "a", "--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(0, "", "");
 }
 
 #[test]
 fn a_missing_library_is_explained() {
-    let place = Machine::without_gpus();
-    run(&place, &["--", "true"], &[("VRAMCTL_LIB", "/nowhere/libvramctl.so")]).expect(1, "", "/nowhere/libvramctl.so");
-    let spaced = place.folder.path().join("with space.so");
+    let machine = Machine::without_gpus();
+    run(&machine, &["--", "true"], &[("VRAMCTL_LIB", "/nowhere/libvramctl.so")]).expect(1, "", "/nowhere/libvramctl.so");
+    let spaced = machine.folder.path().join("with space.so");
     symlink(library(), &spaced).unwrap();
-    run(&place, &["--", "true"], &[("VRAMCTL_LIB", spaced.to_str().unwrap())]).expect(1, "", "symbolic link");
+    run(&machine, &["--", "true"], &[("VRAMCTL_LIB", spaced.to_str().unwrap())]).expect(1, "", "symbolic link");
 
     // A copy of the binary finds the library in ../lib.
-    let (bin, lib) = (place.folder.path().join("bin"), place.folder.path().join("lib"));
+    let (bin, lib) = (machine.folder.path().join("bin"), machine.folder.path().join("lib"));
     fs::create_dir(&bin).unwrap();
     copy_command(&bin.join("vramctl"));
-    let run = || Ran::of(&mut place.command(bin.join("vramctl"), &["run", "--", "env"]));
+    let run = || Ran::of(&mut machine.command(bin.join("vramctl"), &["run", "--", "env"]));
     run().expect(1, "", "set VRAMCTL_LIB");
     fs::create_dir(&lib).unwrap();
     symlink(library(), lib.join("libvramctl.so")).unwrap();
@@ -1530,8 +1539,8 @@ fn a_missing_library_is_explained() {
 }
 
 /// A directory that looks like the Python package.
-fn package(place: &Machine) -> PathBuf {
-    let package = place.folder.path().join("vramctl");
+fn package(machine: &Machine) -> PathBuf {
+    let package = machine.folder.path().join("vramctl");
     for folder in ["site", "dropin"] {
         fs::create_dir_all(package.join(folder)).unwrap();
     }
@@ -1541,13 +1550,13 @@ fn package(place: &Machine) -> PathBuf {
 
 #[test]
 fn python_programs_find_the_package() {
-    let place = Machine::without_gpus();
-    let package = package(&place);
+    let machine = Machine::without_gpus();
+    let package = package(&machine);
     let (site, dropin) = (package.join("site"), package.join("dropin"));
     let ours = format!("{}:{}", site.display(), dropin.display());
     let chosen = ("VRAMCTL_PYTHON", package.to_str().unwrap());
     let path = |arguments: &[&str], present: &str| {
-        let ran = run(&place, arguments, &[chosen, ("PYTHONPATH", present)]);
+        let ran = run(&machine, arguments, &[chosen, ("PYTHONPATH", present)]);
         assert_eq!(ran.code, Some(0), "{ran:?}");
         ran.out.lines().find_map(|line| line.strip_prefix("PYTHONPATH=")).unwrap_or_default().to_owned()
     };
@@ -1556,27 +1565,27 @@ fn python_programs_find_the_package() {
     assert_eq!(path(&["--no-python", "env"], "/mine"), "/mine");
     assert_eq!(path(&["--", command_line(), "run", "--", "env"], "/mine"), format!("{ours}:/mine"), "once");
 
-    let printed = |value: &str| Ran::of(place.cli("python-path").env(chosen.0, value));
+    let printed = |value: &str| Ran::of(machine.cli("python-path").env(chosen.0, value));
     assert_eq!(printed(chosen.1).out, format!("{ours}\n"));
     fs::remove_dir(&dropin).unwrap();
     assert_eq!(printed(chosen.1).out, format!("{}\n", site.display()), "what is not there is not named");
     printed("/nowhere").expect(1, "", "set VRAMCTL_PYTHON");
-    run(&place, &["env"], &[("VRAMCTL_PYTHON", "/nowhere")]).expect(1, "", "/nowhere");
+    run(&machine, &["env"], &[("VRAMCTL_PYTHON", "/nowhere")]).expect(1, "", "/nowhere");
 }
 
 /// As pip installs a wheel: into a Python prefix, or into a separate directory.
 #[test]
 fn a_pip_installation_is_found() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     for site in ["venv/lib/python3.12/site-packages", "target"] {
-        let site = place.folder.path().join(site);
-        let prefix = place.folder.path().join(site.strip_prefix(place.folder.path()).unwrap().iter().next().unwrap());
+        let site = machine.folder.path().join(site);
+        let prefix = machine.folder.path().join(site.strip_prefix(machine.folder.path()).unwrap().iter().next().unwrap());
         fs::create_dir_all(prefix.join("bin")).unwrap();
         copy_command(&prefix.join("bin/vramctl"));
         fs::create_dir_all(site.join("vramctl/site")).unwrap();
         fs::write(site.join("vramctl/__init__.py"), "").unwrap();
         symlink(library(), site.join("vramctl/libvramctl.so")).unwrap();
-        let ran = Ran::of(&mut place.command(prefix.join("bin/vramctl"), &["run", "env"]));
+        let ran = Ran::of(&mut machine.command(prefix.join("bin/vramctl"), &["run", "env"]));
         ran.has(0, &format!("LD_PRELOAD={}", site.join("vramctl/libvramctl.so").display()), "");
         ran.has(0, &format!("PYTHONPATH={}", site.join("vramctl/site").display()), "");
     }
@@ -1585,20 +1594,20 @@ fn a_pip_installation_is_found() {
 /// For one release.
 #[test]
 fn old_spellings_work_with_a_warning() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["kv_cache"]);
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["kv_cache"]);
     for (old, new) in
         [("pause --backup discard", "--discard"), ("suspend --dry-run --backup discard", "--discard"), ("status --ledger", "vramctl gpus")]
     {
-        let told = place.vramctl(old).err;
+        let told = machine.vramctl(old).err;
         assert_eq!(told.matches("warning: `").count(), 1, "{told}");
         assert!(told.contains(&format!("` is `{new}` now")), "{told}");
     }
     for new in ["pause --discard", "gpus"] {
-        let told = place.vramctl(new).err;
+        let told = machine.vramctl(new).err;
         assert!(!told.contains("spelling"), "{told}");
     }
-    let help = place.vramctl("--help").out;
+    let help = machine.vramctl("--help").out;
     assert!(help.contains("gpus") && !help.contains("python-path") && !help.contains("operate"), "{help}");
 }
 
@@ -1611,8 +1620,8 @@ struct Operating {
 }
 
 impl Operating {
-    fn new(place: &Machine, request: &Value) -> Self {
-        let mut command = place.cli("operate");
+    fn new(machine: &Machine, request: &Value) -> Self {
+        let mut command = machine.cli("operate");
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         writeln!(child.stdin.as_ref().unwrap(), "{request}").unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -1628,8 +1637,8 @@ impl Operating {
 }
 
 /// What comes of a request: the outcome.
-fn operate(place: &Machine, request: &Value) -> Value {
-    Operating::new(place, request).ends().0.pop().unwrap()
+fn operate(machine: &Machine, request: &Value) -> Value {
+    Operating::new(machine, request).ends().0.pop().unwrap()
 }
 
 fn request(operation: &str, fields: &Value) -> Value {
@@ -1640,10 +1649,10 @@ fn request(operation: &str, fields: &Value) -> Value {
 
 #[test]
 fn a_program_hears_what_comes_of_its_operation() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["weights", "kv_cache"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights", "kv_cache"]);
     let pause = request("pause", &json!({ "target": { "name": "engine" }, "tags": ["kv_cache"], "backup": "discard", "progress": true }));
-    let (lines, code) = Operating::new(&place, &pause).ends();
+    let (lines, code) = Operating::new(&machine, &pause).ends();
     assert_eq!(code, Some(0));
     assert_eq!(lines[0], json!({ "reply": "progress", "pid": engine.pid(), "stage": "save", "done": 1, "total": 2 }));
     let outcome = &lines[lines.len() - 1];
@@ -1654,18 +1663,18 @@ fn a_program_hears_what_comes_of_its_operation() {
         (&json!(engine.pid()), &json!(["kv_cache"]), &json!(GIB))
     );
     assert_eq!((&outcome["jobs"][0]["pids"], &outcome["jobs"][0]["attempts"]), (&json!([engine.pid()]), &json!(1)));
-    let status = operate(&place, &request("status", &json!({ "target": { "pid": engine.pid() } })));
+    let status = operate(&machine, &request("status", &json!({ "target": { "pid": engine.pid() } })));
     let of_tags: Vec<_> = status["processes"][0]["tags"].as_array().unwrap().iter().map(|tag| tag["state"].clone()).collect();
     assert_eq!(of_tags, ["active", "paused"]);
-    assert_eq!(operate(&place, &request("resume", &json!({})))["processes"][0]["report"]["bytes"], json!(GIB));
+    assert_eq!(operate(&machine, &request("resume", &json!({})))["processes"][0]["report"]["bytes"], json!(GIB));
 }
 
 #[test]
 fn a_program_hears_why_its_operation_failed() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["weights"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights"]);
     let failed = |request: &Value| {
-        let outcome = operate(&place, request);
+        let outcome = operate(&machine, request);
         assert_eq!(outcome["committed"], false, "{outcome}");
         outcome["error"].clone()
     };
@@ -1689,7 +1698,7 @@ fn a_program_hears_why_its_operation_failed() {
     assert_eq!(failed(&request("explode", &json!({})))["code"], "invalid");
     let newer = failed(&json!({ "version": 2, "operation": "pause" }));
     assert!(newer["message"].as_str().unwrap().contains("version 2"), "{newer}");
-    let other = Fake::new(&place, "other", &["weights"]);
+    let other = Fake::new(&machine, "other", &["weights"]);
     let several = pause(json!({}));
     let mut pids = [engine.pid(), other.pid()];
     pids.sort_unstable();
@@ -1699,7 +1708,7 @@ fn a_program_hears_why_its_operation_failed() {
     for fields in [json!({ "target": { "name": "other" } }), json!({ "target": { "name": "engine" }, "hold": false })] {
         let mut fields = fields;
         fields["waiting"] = json!(engine.pid());
-        assert_eq!(operate(&place, &request("pause", &fields))["committed"], true);
+        assert_eq!(operate(&machine, &request("pause", &fields))["committed"], true);
     }
 }
 
@@ -1707,10 +1716,10 @@ fn a_program_hears_why_its_operation_failed() {
 #[test]
 fn a_program_can_cancel_its_operation() {
     for by_a_line in [false, true] {
-        let place = Machine::without_gpus();
+        let machine = Machine::without_gpus();
         let engine =
-            Fake::reacting(&place, "engine", &["weights"], |request| matches!(request, Request::Pause(_)).then_some(Reaction::BeSilent));
-        let mut operating = Operating::new(&place, &request("pause", &json!({})));
+            Fake::reacting(&machine, "engine", &["weights"], |request| matches!(request, Request::Pause(_)).then_some(Reaction::BeSilent));
+        let mut operating = Operating::new(&machine, &request("pause", &json!({})));
         while engine.state.lock().unwrap().transitions == 0 {
             thread::sleep(Duration::from_millis(5));
         }
@@ -1730,11 +1739,11 @@ fn a_program_can_cancel_its_operation() {
 /// The example in the page is one that the command understands.
 #[test]
 fn the_documented_operation_runs() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]);
     let page = protocol_page();
     let mut documented = blocks(&page, "jsonl")[0].lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let (lines, _) = Operating::new(&place, &documented.next().unwrap()).ends();
+    let (lines, _) = Operating::new(&machine, &documented.next().unwrap()).ends();
     for wanted in documented {
         let told = lines.iter().find(|line| line["reply"] == wanted["reply"]).unwrap_or_else(|| panic!("{wanted} in {lines:?}"));
         let names = |line: &Value| line.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
@@ -1756,9 +1765,9 @@ fn installed(name: &str) -> Option<PathBuf> {
 }
 
 /// One directory for `PATH` per installed transport, with that transport and the system tools that the scripts need.
-fn transports(place: &Machine) -> Vec<(&'static str, PathBuf)> {
+fn transports(machine: &Machine) -> Vec<(&'static str, PathBuf)> {
     let folder_with = |transport: &'static str, program: &Path| {
-        let folder = place.folder.path().join(transport);
+        let folder = machine.folder.path().join(transport);
         fs::create_dir(&folder).unwrap();
         symlink(program, folder.join(transport)).unwrap();
         for tool in ["sh", "ls", "id", "dirname", "cat"] {
@@ -1788,15 +1797,15 @@ fn transports(place: &Machine) -> Vec<(&'static str, PathBuf)> {
         .collect()
 }
 
-fn run_script(place: &Machine, path: &Path, name: &str, arguments: &[&str]) -> Ran {
-    Ran::of(place.command(script(name), arguments).env("PATH", path))
+fn run_script(machine: &Machine, path: &Path, name: &str, arguments: &[&str]) -> Ran {
+    Ran::of(machine.command(script(name), arguments).env("PATH", path))
 }
 
 #[test]
 fn scripts_pause_and_resume_through_every_transport() {
     let try_with = |transport: &'static str, path: &Path| {
         eprintln!("{transport}");
-        let place = Machine::without_gpus();
+        let machine = Machine::without_gpus();
         let slow = |request: &Request| {
             if is_transition(request) {
                 // Longer than any transport waits by default.
@@ -1804,8 +1813,8 @@ fn scripts_pause_and_resume_through_every_transport() {
             }
             None
         };
-        let engine = Fake::reacting(&place, "engine", &["kv_cache", "it's \"odd\" \\ ü"], slow);
-        let run = |name: &str, arguments: &[&str]| run_script(&place, path, name, arguments);
+        let engine = Fake::reacting(&machine, "engine", &["kv_cache", "it's \"odd\" \\ ü"], slow);
+        let run = |name: &str, arguments: &[&str]| run_script(&machine, path, name, arguments);
 
         let pause = run("pause.sh", &["it's \"odd\" \\ ü", "--discard", "--timeout", "2.5"]);
         pause.has(0, "\"reply\":\"done\"", "");
@@ -1836,9 +1845,9 @@ fn scripts_pause_and_resume_through_every_transport() {
         assert_eq!(engine.asked()[4], Request::Pause(limits));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
     };
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     thread::scope(|scope| {
-        for (transport, path) in transports(&place) {
+        for (transport, path) in transports(&machine) {
             let try_with = &try_with;
             scope.spawn(move || try_with(transport, &path));
         }
@@ -1848,40 +1857,40 @@ fn scripts_pause_and_resume_through_every_transport() {
 /// Installed into a directory in `PATH`, as administrators do.
 #[test]
 fn a_script_works_through_a_link() {
-    let place = Machine::without_gpus();
-    let link = place.folder.path().join("pause");
+    let machine = Machine::without_gpus();
+    let link = machine.folder.path().join("pause");
     std::os::unix::fs::symlink(script("pause.sh"), &link).unwrap();
-    Ran::of(&mut place.command(&link, &["--help"])).expect(0, "usage: pause.sh", "");
+    Ran::of(&mut machine.command(&link, &["--help"])).expect(0, "usage: pause.sh", "");
 }
 
 /// Containers with separate PID namespaces may share the directory, so a PID does not identify the listener.
 #[test]
 fn scripts_find_processes_by_their_listening_socket() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let stale = std::process::id();
-    drop(UnixListener::bind(place.socket(stale)).unwrap());
-    for (transport, path) in transports(&place) {
+    drop(UnixListener::bind(machine.socket(stale)).unwrap());
+    for (transport, path) in transports(&machine) {
         eprintln!("{transport}");
-        let run = |arguments: &[&str]| run_script(&place, &path, "pause.sh", arguments);
+        let run = |arguments: &[&str]| run_script(&machine, &path, "pause.sh", arguments);
         run(&[]).expect(3, "", "no process is managed");
-        let engine = Fake::new(&place, "engine", &["weights"]);
+        let engine = Fake::new(&machine, "engine", &["weights"]);
         let elsewhere = 999_999_999;
-        fs::rename(place.socket(engine.pid()), place.socket(elsewhere)).unwrap();
+        fs::rename(machine.socket(engine.pid()), machine.socket(elsewhere)).unwrap();
         run(&["--pid", &stale.to_string()]).expect(3, "", &format!("process {stale} is not managed; managed are: {elsewhere}\n"));
         for arguments in [&[][..], &["--all"], &["--pid", &elsewhere.to_string()]] {
             run(arguments).expect(0, "\"reply\":\"done\"", "");
         }
         assert_eq!(engine.asked().len(), 3);
-        fs::rename(place.socket(elsewhere), place.socket(engine.pid())).unwrap();
-        assert!(place.socket(stale).exists());
+        fs::rename(machine.socket(elsewhere), machine.socket(engine.pid())).unwrap();
+        assert!(machine.socket(stale).exists());
     }
 }
 
 #[test]
 fn scripts_refuse_as_the_command_line_does() {
-    let place = Machine::without_gpus();
+    let machine = Machine::without_gpus();
     let path = std::env::var_os("PATH").unwrap();
-    let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
+    let run = |name: &str, arguments: &[&str]| run_script(&machine, Path::new(&path), name, arguments);
     run("pause.sh", &[]).expect(3, "", "no process is managed");
     run("pause.sh", &["--help"]).expect(0, "Not supported: process names, jobs of several processes", "");
     run("resume.sh", &["--help"]).expect(0, "Not supported: process names.\n", "");
@@ -1895,8 +1904,8 @@ fn scripts_refuse_as_the_command_line_does() {
     run("pause.sh", &["--hold-timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--no-hold", "--hold-timeout", "1"]).expect(2, "", "exclude each other");
 
-    let engine = Fake::new(&place, "engine", &["weights"]);
-    let trainer = Fake::reacting(&place, "trainer", &["optimizer"], |request| match request {
+    let engine = Fake::new(&machine, "engine", &["weights"]);
+    let trainer = Fake::reacting(&machine, "trainer", &["optimizer"], |request| match request {
         Request::Resume(_) => Some(Reaction::Answer(shortage(1))),
         _ => None,
     });
@@ -1909,25 +1918,25 @@ fn scripts_refuse_as_the_command_line_does() {
     run("pause.sh", &["weights", "--all"]).expect(0, "\"reply\":\"done\"", "");
     run("pause.sh", &["lost", "--all"]).expect(6, "unknown_tag", "");
 
-    fs::set_permissions(place.sockets(), Permissions::from_mode(0o750)).unwrap();
+    fs::set_permissions(machine.sockets(), Permissions::from_mode(0o750)).unwrap();
     run("pause.sh", &["--all"]).expect(1, "", "chmod 700");
-    fs::set_permissions(place.sockets(), Permissions::from_mode(0o700)).unwrap();
-    let link = place.folder.path().join("link");
-    symlink(place.sockets(), &link).unwrap();
-    let ran = Ran::of(place.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link));
+    fs::set_permissions(machine.sockets(), Permissions::from_mode(0o700)).unwrap();
+    let link = machine.folder.path().join("link");
+    symlink(machine.sockets(), &link).unwrap();
+    let ran = Ran::of(machine.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link));
     ran.has(1, "", "symbolic link");
 }
 
 /// One after another, an error would leave half of a job paused.
 #[test]
 fn a_script_does_not_pause_half_a_job() {
-    let place = Machine::without_gpus();
-    for (transport, path) in transports(&place) {
+    let machine = Machine::without_gpus();
+    for (transport, path) in transports(&machine) {
         eprintln!("{transport}");
-        let run = |name: &str, arguments: &[&str]| run_script(&place, &path, name, arguments);
+        let run = |name: &str, arguments: &[&str]| run_script(&machine, &path, name, arguments);
         let strange = "it's a \"job\" \\ * ü";
-        let ranks = [strange, "other", strange].map(|job| Fake::new(&place, "engine", &["weights"]).of_job(job));
-        let alone = Fake::new(&place, "alone", &["weights"]);
+        let ranks = [strange, "other", strange].map(|job| Fake::new(&machine, "engine", &["weights"]).of_job(job));
+        let alone = Fake::new(&machine, "alone", &["weights"]);
         for options in [&["--all"][..], &["weights", "--all"], &["--all", "--no-hold"]] {
             run("pause.sh", options).expect(2, "", "`vramctl pause`");
         }
@@ -1944,11 +1953,11 @@ fn a_script_does_not_pause_half_a_job() {
 
 #[test]
 fn a_script_sees_a_process_end_in_the_middle() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
-    for (transport, path) in transports(&place) {
+    let machine = Machine::without_gpus();
+    let _engine = Fake::reacting(&machine, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
+    for (transport, path) in transports(&machine) {
         eprintln!("{transport}");
-        run_script(&place, &path, "pause.sh", &[]).expect(1, "", "has ended or does not answer");
+        run_script(&machine, &path, "pause.sh", &[]).expect(1, "", "has ended or does not answer");
     }
 }
 
@@ -2013,23 +2022,23 @@ impl Http {
 /// Discarding contents without telling the engine would silently produce wrong answers later.
 #[test]
 fn an_engines_kv_cache_is_not_discarded_without_asking() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]).with_engine("vllm");
     for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
-        place.vramctl(line).expect(1, "", "--engine URL");
+        machine.vramctl(line).expect(1, "", "--engine URL");
     }
-    let trainer = Fake::new(&place, "trainer", &["weights"]);
-    place.vramctl("pause --all --discard").expect(1, "", &format!("engine (pid {}): the contents of the KV cache", engine.pid()));
+    let trainer = Fake::new(&machine, "trainer", &["weights"]);
+    machine.vramctl("pause --all --discard").expect(1, "", &format!("engine (pid {}): the contents of the KV cache", engine.pid()));
     assert!(trainer.asked().is_empty());
     drop(trainer);
-    let json = place.vramctl("pause --discard --json").only_json();
+    let json = machine.vramctl("pause --discard --json").only_json();
     assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("prefix_cache"), &json!([])));
     assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
-    place.vramctl("status").expect(0, "Inference engine: vllm.", "");
-    place.vramctl("pause weights --discard").expect(0, "paused weights", "");
-    place.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
-    place.vramctl("resume").expect(0, "resumed", "");
-    place.vramctl("pause --discard --force").expect(0, "discarded", "");
+    machine.vramctl("status").expect(0, "Inference engine: vllm.", "");
+    machine.vramctl("pause weights --discard").expect(0, "paused weights", "");
+    machine.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
+    machine.vramctl("resume").expect(0, "resumed", "");
+    machine.vramctl("pause --discard --force").expect(0, "discarded", "");
     assert!(matches!(engine.asked().last(), Some(Request::Pause(TransitionRequest { force: true, .. }))), "the process is told so");
 }
 
@@ -2048,18 +2057,18 @@ fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
         ),
     ];
     for (http, wanted) in &engines {
-        let place = Machine::without_gpus();
-        let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("whatever it says");
+        let machine = Machine::without_gpus();
+        let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]).with_engine("whatever it says");
         let address = &http.address;
-        place.vramctl(&format!("pause weights --engine {address}")).expect(0, "paused weights", "");
+        machine.vramctl(&format!("pause weights --engine {address}")).expect(0, "paused weights", "");
         assert!(!http.asked().iter().any(|request| request.starts_with("POST")), "kept contents need not be forgotten");
         http.asked.lock().unwrap().clear();
-        let ran = Ran::of(place.cli("pause --discard").env("VRAMCTL_ENGINE", address));
+        let ran = Ran::of(machine.cli("pause --discard").env("VRAMCTL_ENGINE", address));
         ran.has(0, "paused kv_cache", "");
         assert_eq!(http.asked(), *wanted);
         assert_eq!(engine.asked().len(), 2);
         // Everything is paused: a second pause has nothing to ask about.
-        place.vramctl(&format!("pause --engine {address}")).expect(0, "nothing to do", "");
+        machine.vramctl(&format!("pause --engine {address}")).expect(0, "nothing to do", "");
         assert_eq!(http.asked(), *wanted);
     }
 }
@@ -2067,11 +2076,11 @@ fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
 /// What the engine has taken of it is not there for the program's work any more.
 #[test]
 fn a_timeout_is_for_all_that_a_pause_waits_for() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     // It is asked again after 100 ms.
     let busy = Http::vllm(&[0, 1, 0], (200, "{}"));
-    place.vramctl(&format!("pause --discard --timeout 30.08 --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+    machine.vramctl(&format!("pause --discard --timeout 30.08 --engine {}", busy.address)).expect(0, "paused kv_cache", "");
     // Rounded up to tens of seconds.
     assert!(
         matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(limit), .. })] if limit.as_secs() <= 30),
@@ -2085,27 +2094,27 @@ fn a_timeout_is_for_all_that_a_pause_waits_for() {
 fn a_request_that_comes_after_the_reset_keeps_its_memory() {
     let late = "a request has come meanwhile";
     for how in ["--discard", "--discard --no-hold", "--no-hold"] {
-        let place = Machine::without_gpus();
-        let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+        let machine = Machine::without_gpus();
+        let _engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
         let busy = Http::vllm(&[0, 0, 1], (200, "{}"));
-        place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", late);
+        machine.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", late);
     }
     // With a timeout, it is waited for, and the prefix cache is reset again. Nothing is prepared before.
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let soon = Http::vllm(&[0, 0, 1, 1, 0], (200, "{}"));
-    place.vramctl(&format!("pause --discard --timeout 60 --engine {}", soon.address)).expect(0, "paused kv_cache", "");
+    machine.vramctl(&format!("pause --discard --timeout 60 --engine {}", soon.address)).expect(0, "paused kv_cache", "");
     assert_eq!(engine.asked().len(), 1);
     assert_eq!(soon.asked().iter().filter(|request| request.starts_with("POST")).count(), 3);
     // A count that is not up to date: the prefix cache is in use again.
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let resets = AtomicUsize::new(0);
     let stale = Http::new(move |request| match request {
         "GET /metrics" => (200, "vllm:num_requests_running{engine=\"0\"} 0.0\n".into()),
         _ => (200, format!("{{\"success\":{}}}", resets.fetch_add(1, Ordering::Relaxed) == 0)),
     });
-    place.vramctl(&format!("pause --discard --engine {}", stale.address)).expect(5, "", late);
+    machine.vramctl(&format!("pause --discard --engine {}", stale.address)).expect(5, "", late);
     // It waits for the GPU.
     let asked = AtomicUsize::new(0);
     let stuck = Http::new(move |request| {
@@ -2114,36 +2123,36 @@ fn a_request_that_comes_after_the_reset_keeps_its_memory() {
         }
         if request == "GET /metrics" { (404, String::new()) } else { (200, "{\"loads\":[]}".into()) }
     });
-    place.vramctl(&format!("pause --discard --engine {}", stuck.address)).expect(5, "", "it does not answer while it is held");
-    place.vramctl("ps").expect(0, "active", "");
+    machine.vramctl(&format!("pause --discard --engine {}", stuck.address)).expect(5, "", "it does not answer while it is held");
+    machine.vramctl("ps").expect(0, "active", "");
 }
 
 #[test]
 fn an_engine_with_requests_is_not_paused() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
     let loaded = Http::sglang(2, (400, "pending"));
     let would_lose = |requests: u32| format!("it has requests that would lose their memory ({requests})");
     for how in ["--no-hold", "--discard"] {
-        place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", &would_lose(3));
-        place.vramctl(&format!("pause {how} --engine {} --timeout 0.3", busy.address)).expect(5, "", &would_lose(3));
-        place.vramctl(&format!("pause {how} --engine {}", loaded.address)).expect(5, "", &would_lose(2));
+        machine.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", &would_lose(3));
+        machine.vramctl(&format!("pause {how} --engine {} --timeout 0.3", busy.address)).expect(5, "", &would_lose(3));
+        machine.vramctl(&format!("pause {how} --engine {}", loaded.address)).expect(5, "", &would_lose(2));
     }
     assert!(engine.asked().is_empty());
     let soon = Http::vllm(&[2, 2, 1, 0], (200, "{}"));
-    place.vramctl(&format!("pause --no-hold --engine {} --timeout 20", soon.address)).expect(0, "paused kv_cache", "");
-    place.vramctl("resume").expect(0, "resumed", "");
-    place.vramctl(&format!("pause --no-hold --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+    machine.vramctl(&format!("pause --no-hold --engine {} --timeout 20", soon.address)).expect(0, "paused kv_cache", "");
+    machine.vramctl("resume").expect(0, "resumed", "");
+    machine.vramctl(&format!("pause --no-hold --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
 }
 
 /// Requests lose nothing if the engine is held and all contents are kept, so nobody is asked.
 #[test]
 fn an_engine_with_requests_is_held() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
-    place.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
+    machine.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
     assert!(busy.asked().is_empty());
     assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
 }
@@ -2151,32 +2160,32 @@ fn an_engine_with_requests_is_held() {
 /// The last option wins, so that users can override an alias.
 #[test]
 fn a_program_is_held_unless_told_otherwise() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["cache"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["cache"]);
     for (line, wanted) in [
         ("pause --no-hold", None),
         ("pause --no-hold --hold", Some(10)),
         ("pause --hold-timeout 300 --timeout 100", Some(300)),
         ("pause --timeout 100", Some(100)),
     ] {
-        place.vramctl(line).expect(0, "paused cache", "");
-        place.vramctl("resume").expect(0, "resumed cache", "");
+        machine.vramctl(line).expect(0, "paused cache", "");
+        machine.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();
         assert!(
             matches!(&asked[asked.len() - 2], Request::Pause(TransitionRequest { hold, .. }) if *hold == wanted.map(Duration::from_secs)),
             "{line}: {asked:?}"
         );
     }
-    place.vramctl("pause --no-hold --hold-timeout 3").expect(2, "", "--hold-timeout");
+    machine.vramctl("pause --no-hold --hold-timeout 3").expect(2, "", "--hold-timeout");
 }
 
 #[test]
 fn pause_requests_a_guard_only_if_told() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["cache"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["cache"]);
     for (line, wanted) in [("pause --no-hold --guard", true), ("pause", false)] {
-        place.vramctl(line).expect(0, "paused cache", "");
-        place.vramctl("resume").expect(0, "resumed cache", "");
+        machine.vramctl(line).expect(0, "paused cache", "");
+        machine.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();
         assert!(
             matches!(&asked[asked.len() - 2], Request::Pause(TransitionRequest { guard, .. }) if *guard == wanted),
@@ -2188,23 +2197,23 @@ fn pause_requests_a_guard_only_if_told() {
 /// If the engine cannot reset its cache, nothing is paused, and the message says what to do.
 #[test]
 fn an_engine_that_cannot_reset_its_prefix_cache_keeps_its_memory() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
-    let pause = |http: &Http| place.vramctl(&format!("pause --discard --engine {}", http.address));
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
+    let pause = |http: &Http| machine.vramctl(&format!("pause --discard --engine {}", http.address));
     pause(&Http::vllm(&[0], (404, ""))).expect(1, "", "VLLM_SERVER_DEV_MODE=1");
     pause(&Http::vllm(&[0], (200, r#"{"success":false}"#))).expect(5, "", "still in use");
     pause(&Http::sglang(0, (400, "Flush cache failed.\nmore"))).expect(5, "", "Flush cache failed.");
     pause(&Http::vllm(&[0], (500, "oh"))).expect(1, "", "answers 500: oh");
     pause(&Http::new(|_| (404, String::new()))).expect(1, "", "/v1/loads");
-    place.vramctl("pause --no-hold --engine http://127.0.0.1:1").expect(1, "", "does not answer");
-    place.vramctl("pause --engine 127.0.0.1:8000").expect(2, "", "http://127.0.0.1:8000");
+    machine.vramctl("pause --no-hold --engine http://127.0.0.1:1").expect(1, "", "does not answer");
+    machine.vramctl("pause --engine 127.0.0.1:8000").expect(2, "", "http://127.0.0.1:8000");
     assert!(engine.asked().is_empty());
 }
 
 #[test]
 fn an_engines_api_key_comes_from_the_environment() {
-    let place = Machine::without_gpus();
-    let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("sglang");
+    let machine = Machine::without_gpus();
+    let _engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("sglang");
     let http = Http::new(|request| match request.to_lowercase().as_str() {
         "get /v1/loads?include=coreauthorization: bearer secret" => (200, r#"{"loads":[]}"#.into()),
         "post /flush_cacheauthorization: bearer secret" => (200, String::new()),
@@ -2212,8 +2221,8 @@ fn an_engines_api_key_comes_from_the_environment() {
         _ => (401, String::new()),
     });
     let arguments = ["pause", "--discard", "--engine", &http.address];
-    place.vramctl(&arguments.join(" ")).expect(1, "", "VRAMCTL_ENGINE_KEY");
-    let mut command = place.cli(&arguments);
+    machine.vramctl(&arguments.join(" ")).expect(1, "", "VRAMCTL_ENGINE_KEY");
+    let mut command = machine.cli(&arguments);
     Ran::of(command.env("VRAMCTL_ENGINE_KEY", "secret")).expect(0, "discarded", "");
 }
 
@@ -2231,18 +2240,18 @@ fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
 
 #[test]
 fn the_documented_client_runs() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]);
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]);
     let page = protocol_page();
     let client = blocks(&page, "python")[0];
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
-    let ran = Ran::of(&mut place.command(&python, &["-c", client, &engine.pid().to_string()]));
+    let ran = Ran::of(&mut machine.command(&python, &["-c", client, &engine.pid().to_string()]));
     ran.has(0, "'reply': 'done'", "");
     assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
 
-    let base = place.folder.path();
-    fs::rename(place.sockets(), base.join("vramctl")).unwrap();
-    let mut command = place.command(&python, &["-c", client, &engine.pid().to_string()]);
+    let base = machine.folder.path();
+    fs::rename(machine.sockets(), base.join("vramctl")).unwrap();
+    let mut command = machine.command(&python, &["-c", client, &engine.pid().to_string()]);
     command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", base);
     Ran::of(&mut command).expect(0, "'reply': 'done'", "");
 }
@@ -2269,15 +2278,15 @@ fn the_documented_messages_match_the_code() {
 /// An engine that reports requests and then nonsense is not idle.
 #[test]
 fn an_engine_that_starts_to_answer_with_errors_is_not_idle() {
-    let place = Machine::without_gpus();
-    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let looks = AtomicUsize::new(0);
     let http = Http::new(move |request| match request {
         "GET /metrics" if looks.fetch_add(1, Ordering::Relaxed) == 0 => (200, "vllm:num_requests_running{engine=\"0\"} 3.0\n".into()),
         "GET /metrics" => (503, "overloaded".into()),
         _ => (404, String::new()),
     });
-    let ran = place.vramctl(&format!("pause --no-hold --engine {}", http.address));
+    let ran = machine.vramctl(&format!("pause --no-hold --engine {}", http.address));
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(!engine.asked().iter().any(|request| matches!(request, Request::Pause(_))), "{:?}", engine.asked());
 }
@@ -2285,10 +2294,10 @@ fn an_engine_that_starts_to_answer_with_errors_is_not_idle() {
 /// Each engine has its own prefix cache; one that is not reset would return wrong answers.
 #[test]
 fn one_engine_url_does_not_cover_two_engines() {
-    let place = Machine::without_gpus();
-    let engines = ["a", "b"].map(|name| Fake::new(&place, name, &["kv_cache"]).with_engine("vllm"));
+    let machine = Machine::without_gpus();
+    let engines = ["a", "b"].map(|name| Fake::new(&machine, name, &["kv_cache"]).with_engine("vllm"));
     let http = Http::vllm(&[0], (200, r#"{"success":true}"#));
-    let ran = place.vramctl(&format!("pause kv_cache --discard --all --engine {}", http.address));
+    let ran = machine.vramctl(&format!("pause kv_cache --discard --all --engine {}", http.address));
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(ran.err.contains("a, b"), "{ran:?}");
     assert!(http.asked().is_empty());

@@ -5,7 +5,7 @@
 mod common;
 
 use common::machine::{Machine, Program};
-use common::{eventually, own_folder, simulated_libraries};
+use common::{SHARED, compile, eventually, own_folder, simulated_libraries};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,19 +18,11 @@ fn built() -> &'static Path {
     BUILT.get_or_init(|| {
         let folder = own_folder().join("communicators");
         fs::create_dir_all(folder.join("oldest")).unwrap();
-        let compile = |name: &str, source: &str, options: &[&str]| {
-            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/nccl").join(source);
-            let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-            compiler.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-Wl,--no-as-needed", "-o"]);
-            compiler.arg(folder.join(name)).arg(source).args(options).arg(format!("-L{}", folder.display()));
-            compiler.arg(format!("-L{}", simulated_libraries().display())).args(["-Wl,--allow-shlib-undefined", "-ldl"]);
-            let done = compiler.output().unwrap_or_else(|error| panic!("a C compiler ($CC, else cc): {error}"));
-            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        };
-        let library = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
-        compile("libnccl.so.2", "communicators.c", &library);
-        compile("oldest/libnccl.so.2", "communicators.c", &[&library[..], &["-DVERSION=21210"]].concat());
-        compile("ranks", "ranks.c", &["-l:libcudart.so.13", "-l:libnccl.so.2"]);
+        let library = [&SHARED[..], &["-Wl,-soname,libnccl.so.2"]].concat();
+        compile(&folder.join("libnccl.so.2"), &["nccl/communicators.c"], &library);
+        compile(&folder.join("oldest/libnccl.so.2"), &["nccl/communicators.c"], &[&library[..], &["-DVERSION=21210"]].concat());
+        let linked = ["-Wl,--no-as-needed", "-l:libcudart.so.13", "-l:libnccl.so.2"];
+        compile(&folder.join("ranks"), &["nccl/ranks.c"], &linked);
         folder
     })
 }

@@ -5,7 +5,8 @@
 mod common;
 
 use common::{
-    Gpu, MIB, Stream, artifacts, free, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, simulated_libraries, write,
+    Gpu, MIB, Stream, artifacts, compile, free, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, simulated_libraries,
+    write,
 };
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -16,10 +17,7 @@ fn program() -> &'static std::path::Path {
     static BUILT: OnceLock<std::path::PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let program = own_folder().join("copies");
-        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-        compiler.args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&program);
-        compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/apps/copies.c")).arg("-ldl");
-        assert!(compiler.status().unwrap().success());
+        compile(&program, &["copies.c"], &[]);
         program
     })
 }

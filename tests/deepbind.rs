@@ -7,7 +7,6 @@ mod common;
 use common::machine::{Machine, Program};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 /// The folder with the program and the plug-ins.
@@ -17,12 +16,7 @@ fn built() -> &'static Path {
         let folder = common::own_folder().join("deepbind");
         fs::create_dir(&folder).unwrap();
         let compile = |name: &str, source: &str, options: &[&str]| {
-            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/deepbind").join(source);
-            let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-            compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-o"]).arg(folder.join(name)).arg(source);
-            compiler.arg(format!("-L{}", common::simulated_libraries().display())).arg(format!("-L{}", folder.display()));
-            let done = compiler.args(options).args(["-Wl,--allow-shlib-undefined", "-ldl"]).output().unwrap();
-            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+            common::compile(&folder.join(name), &[&format!("deepbind/{source}")], options);
         };
         let library = ["-shared", "-fPIC"];
         compile("main", "main.c", &["-rdynamic", "-l:libcudart.so.13", "-Wl,-rpath,$ORIGIN"]);

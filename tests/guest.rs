@@ -4,12 +4,12 @@
 mod common;
 
 use common::machine::{Machine, Program, Ran};
-use common::{artifacts, own_folder, programs};
+use common::{SHARED, artifacts, compile, own_folder, programs};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
+use std::process::Stdio;
 use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
@@ -35,10 +35,7 @@ fn library(source: &str) -> PathBuf {
     if built.exists() {
         return built;
     }
-    let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-    compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&built);
-    compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps").join(source));
-    assert!(compiler.status().unwrap().success());
+    compile(&built, &[source], &SHARED);
     built
 }
 

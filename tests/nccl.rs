@@ -4,7 +4,9 @@
 
 mod common;
 
-use common::{Gpu, MIB, artifacts, free, malloc_tagged, own_folder, pattern, pause, read, resume, simulated_libraries, write};
+use common::{
+    Gpu, MIB, SHARED, artifacts, compile, free, malloc_tagged, own_folder, pattern, pause, read, resume, simulated_libraries, write,
+};
 use std::ffi::{CString, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,22 +25,15 @@ fn built() -> &'static Path {
         let folder = own_folder().join("nccl");
         fs::create_dir_all(folder.join("other")).unwrap();
         let compile = |name: &str, sources: &[&str], options: &[&str]| {
-            let sources = sources.iter().map(|source| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/nccl").join(source));
-            let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-            compiler.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-Wl,--no-as-needed", "-o"]);
-            compiler.arg(folder.join(name)).args(sources).args(options).arg(format!("-L{}", folder.display()));
-            compiler.arg(format!("-L{}", simulated_libraries().display())).args(["-Wl,--allow-shlib-undefined", "-ldl"]);
-            let done = compiler.output().unwrap_or_else(|error| panic!("a C compiler ($CC, else cc): {error}"));
-            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+            compile(&folder.join(name), sources, &[&["-Wl,--no-as-needed"], options].concat());
         };
-        let library = ["-shared", "-fPIC"];
-        let with = |options: &[&'static str]| [&library[..], options].concat();
-        compile("libnccl.so.2", &["nccl.c"], &with(&["-Wl,-soname,libnccl.so.2"]));
-        compile("other/libnccl.so.2", &["nccl.c"], &with(&["-Wl,-soname,libnccl.so.2", "-DNAME=\"the other\""]));
-        compile("libneeds.so", &["linked.c"], &with(&["-l:libcudart.so.13", "-l:libnccl.so.2"]));
-        compile("libhas.so", &["linked.c", "nccl.c"], &with(&["-l:libcudart.so.13", "-DNAME=\"its own\""]));
-        compile("linked", &["linked.c"], &["-DPROGRAM", "-l:libcudart.so.13", "-l:libnccl.so.2"]);
-        compile("opens", &["opens.c"], &["-l:libcudart.so.13"]);
+        let with = |options: &[&'static str]| [&SHARED[..], options].concat();
+        compile("libnccl.so.2", &["nccl/nccl.c"], &with(&["-Wl,-soname,libnccl.so.2"]));
+        compile("other/libnccl.so.2", &["nccl/nccl.c"], &with(&["-Wl,-soname,libnccl.so.2", "-DNAME=\"the other\""]));
+        compile("libneeds.so", &["nccl/linked.c"], &with(&["-l:libcudart.so.13", "-l:libnccl.so.2"]));
+        compile("libhas.so", &["nccl/linked.c", "nccl/nccl.c"], &with(&["-l:libcudart.so.13", "-DNAME=\"its own\""]));
+        compile("linked", &["nccl/linked.c"], &["-DPROGRAM", "-l:libcudart.so.13", "-l:libnccl.so.2"]);
+        compile("opens", &["nccl/opens.c"], &["-l:libcudart.so.13"]);
         folder
     })
 }

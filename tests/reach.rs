@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{artifacts, own_folder, simulated_libraries};
+use common::{artifacts, c_compiler, compile, own_folder, simulated_libraries};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -17,13 +17,7 @@ fn programs() -> &'static Path {
         let folder = own_folder().join("reach");
         fs::create_dir_all(&folder).unwrap();
         let compile = |name: &str, source: &str, options: &[&str]| {
-            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/reach").join(source);
-            let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-            compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-fno-builtin"]);
-            compiler.arg("-o").arg(folder.join(name)).arg(source).arg(format!("-L{}", simulated_libraries().display()));
-            compiler.arg(format!("-L{}", folder.display())).args(options).args(["-Wl,--allow-shlib-undefined", "-ldl", "-lpthread"]);
-            let done = compiler.output().unwrap_or_else(|error| panic!("a C compiler ($CC, else cc): {error}"));
-            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+            compile(&folder.join(name), &[&format!("reach/{source}")], &[&["-fno-builtin"], options].concat());
         };
         let library = ["-shared", "-fPIC", "-Wl,-z,now"];
         compile("reach", "reach.c", &[]);
@@ -327,7 +321,7 @@ fn with_a_second_copy() {
 #[test]
 fn with_libraries_that_replace_the_allocator() {
     let find = |name: &str| {
-        let output = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into())).arg(format!("-print-file-name={name}")).output();
+        let output = c_compiler().arg(format!("-print-file-name={name}")).output();
         let asked = output.ok().map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
         let folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
         asked.into_iter().chain(folders.map(|folder| Path::new(folder).join(name))).find(|path| path.is_absolute() && path.exists())

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, Stream, eventually, free, malloc, malloc_tagged, pause, resume, warnings};
+use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, SHARED, Stream, eventually, free, malloc, malloc_tagged, pause, resume, warnings};
 use log::LevelFilter;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -90,10 +90,7 @@ impl Library {
         static COMPILED: OnceLock<PathBuf> = OnceLock::new();
         let compiled = COMPILED.get_or_init(|| {
             let library = common::own_folder().join("libasks.so");
-            let mut compiler = Command::new(env::var_os("CC").unwrap_or_else(|| "cc".into()));
-            compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&library);
-            compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/asks.c"));
-            assert!(compiler.status().unwrap().success());
+            common::compile(&library, &["asks.c"], &SHARED);
             library
         });
         let library = common::own_folder().join(name);

@@ -3,11 +3,9 @@
 
 mod common;
 
-use common::{Gpu, MIB, OwnContext, free, malloc, malloc_tagged};
+use common::{Gpu, MIB, OwnContext, SHARED, free, malloc, malloc_tagged};
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
-use std::path::Path;
-use std::process::Command;
 use std::{env, mem, ptr};
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
@@ -118,10 +116,7 @@ fn an_excluded_librarys_memory_is_left_to_cuda() {
     let _gpu = Gpu::take();
     let ask = |name: &str| {
         let library = common::own_folder().join(name);
-        let mut compiler = Command::new(env::var_os("CC").unwrap_or_else(|| "cc".into()));
-        compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&library);
-        compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/asks.c"));
-        assert!(compiler.status().unwrap().success());
+        common::compile(&library, &["asks.c"], &SHARED);
         let path = CString::new(library.to_str().unwrap()).unwrap();
         unsafe {
             let opened = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);

@@ -4,12 +4,10 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, DEVICES, Gate, Gpu, MIB, Stream, malloc_tagged, pattern, pause, read, resume, state, write};
+use common::{DEVICE_BYTES, DEVICES, Gate, Gpu, MIB, SHARED, Stream, malloc_tagged, pattern, pause, read, resume, state, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ffi::CString;
-use std::path::Path;
-use std::process::Command;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -495,10 +493,7 @@ fn multicast() -> &'static AtomicI32 {
     static ANSWER: OnceLock<usize> = OnceLock::new();
     let answer = ANSWER.get_or_init(|| {
         let built = common::own_folder().join("libmulticast.so");
-        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-        compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&built);
-        compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/multicast.c"));
-        assert!(compiler.status().unwrap().success());
+        common::compile(&built, &["multicast.c"], &SHARED);
         let path = CString::new(built.to_str().unwrap()).unwrap();
         let answer = unsafe { libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL), c"multicast_answer".as_ptr()) };
         assert!(!answer.is_null());
