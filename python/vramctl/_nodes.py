@@ -27,6 +27,8 @@ SETTLED_WITHIN = 20.0
 HOLD_AFTER, HOLD_AFTER_EACH = 0.01, 0.0005
 #: How often to try.
 AGAIN_EVERY = 0.3
+#: What all ranks wait for at each other.
+STEPS = ("found", "held", "drained", "prepared")
 #: As on one node (``src/coordinator/retry.rs``): the first attempt's time for work in flight, and for another client's operation.
 FIRST_DRAIN, TURN_WITHIN = 0.1, 10.0
 
@@ -41,11 +43,15 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the participant of a node; the answer goes to `Coordinator.heard`. ``begin`` has a request."""
+    """Tell the participant of a node, once; the answer goes to `Coordinator.heard`. ``begin`` has a request. ``renew`` is answered at once:
+    with the last answer, and the number of the last other word that has come (``told``).
+    """
 
     node: str
     attempt: int
     word: str
+    #: Which of the words in this attempt this is. One that has come is not told again, and answered again.
+    number: int = 0
     request: Mapping[str, Any] | None = None
     #: Not before this moment, so that all nodes hold their ranks at once: the less they are apart, the more often do the ranks stand at the
     #: same collective. Clocks that differ only cost further attempts.
@@ -104,7 +110,8 @@ class Coordinator:
         self._part, self._collisions, self._tried_since, self._renew = set(self.nodes), 0, 0.0, self.begun
         # Those that have not ended, and those that have not reached the next step.
         self._open, self._under_way = set[str](), set[str]()
-        # By node, in this attempt: its step, its outcome, when it has answered, and when to look at its ranks.
+        # By node, in this attempt: what it was told last, its step, its outcome, when it has answered, and when to look at its ranks.
+        self._told: dict[str, Say] = {}
         self._steps: dict[str, str] = {}
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, float] = {}
@@ -137,15 +144,23 @@ class Coordinator:
             actions += [Look(node) for node in due]
         return actions
 
-    def heard(self, now: float, node: str, attempt: int, reply: Mapping[str, Any] | None) -> list[Action]:
-        """A participant has answered: with the step that it has reached, with its outcome, or that it is there."""
+    def heard(self, now: float, node: str, attempt: int, reply: Mapping[str, Any]) -> list[Action]:
+        """A participant has answered: with the step that it has reached, with its outcome, or with ``none`` so far."""
         if attempt != self.attempt or self.phase == "resting" or node not in self._part:
             return []
         self._heard[node] = now
         self._known.add(node)
-        if reply is None or node in self._outcomes:
+        told = self._told[node]
+        if node in self._outcomes:
+            return []
+        if reply["reply"] != "outcome" and reply.get("told", told.number) < told.number:
+            # A message is lost, or late.
+            return [told]
+        if reply["reply"] == "none":
             return []
         if reply["reply"] == "reached":
+            if node in self._steps and STEPS.index(reply["step"]) <= STEPS.index(self._steps[node]):
+                return []
             self._steps[node] = reply["step"]
             self._under_way.discard(node)
             if "processes" in reply:
@@ -188,7 +203,7 @@ class Coordinator:
             del self._outcomes[node]
             self._open.add(node)
             self._look(now, node)
-        return [Say(node, self.attempt, "commit") for node in sorted(self._open - set(self._looking))]
+        return [self._tell(node, "commit") for node in sorted(self._open - set(self._looking))]
 
     def looked(self, now: float, node: str, state: str) -> list[Action]:
         """How the ranks of a node are: ``done``, ``as_it_was``, ``gone`` with the node, or ``unknown``."""
@@ -221,7 +236,12 @@ class Coordinator:
         self._steps, self._outcomes, self._looking, self._given_up = {}, {}, {}, set()
         self._heard = dict.fromkeys(self._part, now)
         self._open, self._under_way = set(self._part), set(self._part)
-        return [Say(node, self.attempt, "begin", self._request(now, node)) for node in sorted(self._part)]
+        self._told = {node: Say(node, self.attempt, "begin", 0, self._request(now, node)) for node in sorted(self._part)}
+        return list(self._told.values())
+
+    def _tell(self, node: str, word: str, at: float | None = None) -> Say:
+        self._told[node] = Say(node, self.attempt, word, self._told[node].number + 1, at=at)
+        return self._told[node]
 
     def _request(self, now: float, node: str) -> dict[str, Any]:
         terms = {"lease_ms": int(LEASE * 1000), "record": [*self.record, str(self.attempt)], "early": node in self._early}
@@ -264,7 +284,7 @@ class Coordinator:
         self._under_way.update(nodes)
         holds = self._hold is not None and "found" in self._steps.values()
         at = now + HOLD_AFTER + HOLD_AFTER_EACH * len(nodes) if holds else None
-        return [Say(node, self.attempt, "go", at=at) for node in sorted(nodes)]
+        return [self._tell(node, "go", at) for node in sorted(nodes)]
 
     def _problem(self) -> tuple[str, str] | None:
         """Why nothing is to be done: a rank is missing or new, or nobody has a tag."""
@@ -291,7 +311,7 @@ class Coordinator:
 
     def _abort(self, now: float) -> list[Action]:
         self.phase = "aborting"
-        actions: list[Action] = [Say(node, self.attempt, "abort") for node in sorted(self._open)]
+        actions: list[Action] = [self._tell(node, "abort") for node in sorted(self._open)]
         return actions or self._one_ended(now)
 
     def _look(self, now: float, node: str) -> list[Action]:

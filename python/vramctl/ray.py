@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # typ
 
 from . import __version__, errors
 from . import job as _job
-from ._nodes import AGAIN_EVERY, RENEW_EVERY, SILENT, STARTED_WITHIN, Coordinator, Look, Rank, Record, Say
+from ._nodes import AGAIN_EVERY, RENEW_EVERY, SILENT, STARTED_WITHIN, STEPS, Coordinator, Look, Rank, Record, Say
 from .types import Status
 
 __all__ = ["Job", "Rank"]
@@ -270,7 +270,7 @@ class _Nodes:
             request.pop("waiting", None)
         try:
             at = None if said.at is None else time.time() + said.at - time.monotonic()
-            reference = self.agent(said.node).say.remote(f"{name}/{said.attempt}", said.word, request, at)
+            reference = self.agent(said.node).say.remote(f"{name}/{said.attempt}", said.number, said.word, request, at)
         except Exception as error:
             answered(error)
             return
@@ -338,11 +338,13 @@ class _Agent:
             return _unknown("internal", str(error))
         return outcome
 
-    async def say(self, attempt: str, word: str, request: Mapping[str, Any] | None, at: float | None) -> dict[str, Any] | None:
+    async def say(
+        self, attempt: str, number: int, word: str, request: Mapping[str, Any] | None, at: float | None
+    ) -> dict[str, Any]:
         """Says something to the participant in an attempt, and returns what it comes to: a step, or the outcome."""
         if request is not None:
-            *reads, name, number = request["node"]["record"]
-            terms = {**request["node"], "record": [sys.executable, *reads, f"{name}/{number}"]}
+            *reads, name, attempt_number = request["node"]["record"]
+            terms = {**request["node"], "record": [sys.executable, *reads, f"{name}/{attempt_number}"]}
             try:
                 started = await _Participant.start({**request, "node": terms})
             except OSError as error:
@@ -358,7 +360,7 @@ class _Agent:
             raise RuntimeError("the agent has been started anew")
         if at is not None:
             await asyncio.sleep(min(max(at - time.time(), 0.0), 1.0))
-        return await participant.say(word if request is None else None)
+        return await participant.say(number, word)
 
 
 class _Participant:
@@ -385,21 +387,23 @@ class _Participant:
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         self._child = child
         self._reached: list[dict[str, Any]] = []
-        self._asked = 0
+        self._told = 0
         self._changed = asyncio.Condition()
         self.outcome: asyncio.Task[dict[str, Any]] = asyncio.get_running_loop().create_task(self._follow())
 
-    async def say(self, word: str | None) -> dict[str, Any] | None:
-        if word is not None:
-            self._tell(word)
+    async def say(self, number: int, word: str) -> dict[str, Any]:
+        """Each word is told once, and answered as often as it comes."""
         if word == "renew":
-            return self.outcome.result() if self.outcome.done() else None
+            self._tell(word)
+            return {**(self._reached[-1] if self._reached else {"reply": "none"}), "told": self._told}
+        if number > self._told:
+            self._told = number
+            self._tell(word)
         if word in ("commit", "abort"):
             return await self.outcome
-        place, self._asked = self._asked, self._asked + 1
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._reached) > place)
-        return self._reached[place]
+            await self._changed.wait_for(lambda: len(self._reached) > number)
+        return self._reached[number]
 
     def _tell(self, line: str) -> None:
         assert self._child.stdin is not None
@@ -427,7 +431,7 @@ class _Participant:
 
     async def _reach(self, reply: dict[str, Any], last: bool = False) -> None:
         async with self._changed:
-            self._reached += [reply] * (10 if last else 1)
+            self._reached += [reply] * (len(STEPS) if last else 1)
             self._changed.notify_all()
 
 
@@ -457,7 +461,8 @@ def _unknown(code: str, message: str) -> dict[str, Any]:
 
 def _line(error: BaseException) -> str:
     """What an exception of Ray says, without the trace."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
 _connecting = threading.Lock()
