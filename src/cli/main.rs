@@ -189,11 +189,32 @@ Exit codes:",
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::PathBuf;
+    use std::{env, fs};
 
     /// Among other things: no duplicate option names, no conflict with an unknown option.
     #[test]
     fn the_options_are_sound() {
         syntax().debug_assert();
+    }
+
+    /// `MANUAL=DIR` writes them there, for a release.
+    #[test]
+    fn there_are_manual_pages() {
+        let own = tempfile::tempdir().unwrap();
+        let folder = env::var_os("MANUAL").map_or(own.path().to_owned(), PathBuf::from);
+        let versioned = |command: clap::Command| command.version(env!("CARGO_PKG_VERSION")).disable_version_flag(true);
+        clap_mangen::generate_to(syntax().mut_subcommands(versioned), &folder).unwrap();
+        let page = |name: &str| fs::read_to_string(folder.join(name)).unwrap().replace('\\', "");
+        let overview = page("vramctl.1");
+        for command in syntax().get_subcommands().filter(|command| !command.is_hide_set()) {
+            let name = command.get_name();
+            assert!(overview.contains(&format!("vramctl-{name}(1)")), "{overview}");
+            let page = page(&format!("vramctl-{name}.1"));
+            for option in command.get_arguments().filter(|option| !option.is_hide_set()).filter_map(clap::Arg::get_long) {
+                assert!(page.contains(&format!("--{option}")), "{page}");
+            }
+        }
     }
 
     /// What clap or an option says of a wrong command line.
