@@ -33,9 +33,9 @@ TRANSPORTS = {
 class Job:
     """Two ranks."""
 
-    def __init__(self, vramctl, environment):
+    def __init__(self, vramctl, environment, option="--rank"):
         self.vramctl, port = vramctl, two.free_port()
-        start = [vramctl, "run", "--name", "nccl", "--", sys.executable, two.__file__, "--rank"]
+        start = [vramctl, "run", "--name", "nccl", "--", sys.executable, two.__file__, option]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         self.ranks = [subprocess.Popen([*start, str(number), str(port)], **pipes) for number in (0, 1)]
         self.steps = 0

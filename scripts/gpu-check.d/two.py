@@ -2,7 +2,8 @@
 loop that is paused as a job at random moments, in the middle of its collectives.
 
 usage: two.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check, and a table
-       two.py --peers, two.py --rank N PORT, two.py --train N PORT: the programs, which two.py starts under `vramctl run`
+       two.py --peers, two.py --rank N PORT, two.py --train N PORT,
+       two.py --train-sharded N PORT: the programs, which two.py starts under `vramctl run`
 """
 
 import hashlib
@@ -82,9 +83,10 @@ def rank(number, port):
     os._exit(0)
 
 
-def train(number, port):
+def train(number, port, is_sharded=False):
     import torch
     import torch.distributed as distributed
+    import torch.distributed.fsdp
 
     torch.cuda.set_device(number)
     torch.use_deterministic_algorithms(True)
@@ -95,7 +97,10 @@ def train(number, port):
     def losses():
         torch.manual_seed(7)
         layers = torch.nn.Sequential(torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 2048)).cuda()
-        model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[number])
+        if is_sharded:
+            model = torch.distributed.fsdp.FullyShardedDataParallel(layers, device_id=number, use_orig_params=True)
+        else:
+            model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[number])
         adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
         data = torch.randn(16, 512, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(number))
         seen = []
@@ -238,8 +243,8 @@ def end(children):
 if __name__ == "__main__":
     if sys.argv[1] == "--peers":
         peers()
-    elif sys.argv[1] == "--train":
-        train(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] in ("--train", "--train-sharded"):
+        train(int(sys.argv[2]), int(sys.argv[3]), sys.argv[1] == "--train-sharded")
     elif sys.argv[1] == "--rank":
         rank(int(sys.argv[2]), int(sys.argv[3]))
     else:
