@@ -5,7 +5,7 @@
 //!
 //! | step | state after it | undone by |
 //! | --- | --- | --- |
-//! | set aside ([`Client::suspend`]) | running | [`Client::awake`] |
+//! | quiesce the library ([`Client::suspend`]) | running | [`Client::awake`] |
 //! | lock | locked | unlock, then as above |
 //! | checkpoint | checkpointed | restore, then as above |
 //!
@@ -66,8 +66,8 @@ pub struct Member {
     pub is_lost: bool,
     /// Its memory has been restored on other GPUs.
     pub has_moved: bool,
-    /// This operation has set its library aside, and the driver has not locked it: it is woken even if the driver does not tell its state.
-    is_only_aside: bool,
+    /// This operation has quiesced its library, and the driver has not locked it: it is woken even if the driver does not tell its state.
+    is_only_quiesced: bool,
     /// Keeps other operations from suspending and restoring it.
     alone: Option<FileLock>,
 }
@@ -357,12 +357,12 @@ impl Checkpoint {
 
     /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other operation
     /// suspends or restores them until the members are dropped.
-    pub fn take(&mut self, patience: &mut Patience, observer: &dyn Observer) -> Result<(), CommandError> {
+    pub fn leave_gpus(&mut self, patience: &mut Patience, observer: &dyn Observer) -> Result<(), CommandError> {
         patience.wait(|left| self.keep_others_out(left))?;
         // If the driver does not tell the state of one of them, it would not checkpoint it either, nor restore it.
         first(at_once(&mut self.members, |member| member.state().map(drop)))?;
         let limit = patience.left();
-        let taken = first(self.all("aside", Member::stand_aside))
+        let taken = first(self.all("aside", Member::quiesce))
             .and_then(|()| first(self.all("lock", |member| member.lock(limit))))
             .and_then(|()| first(self.all("checkpoint", Member::checkpoint)));
         taken.map_err(|failure| match self.restore(&GpuMap::new(), &Deadline::new(None), observer) {
@@ -402,13 +402,13 @@ impl Checkpoint {
     }
 
     /// `tags_on`: starts only if there is room for the paused memory on these GPUs, too, so that the job either comes back completely or stays
-    /// as it is; empty means on all. `turn`: the operation's, in the queue for memory.
+    /// as it is; empty means on all. `place`: the operation's, in the queue for memory.
     pub fn restore_with_room(
         &mut self,
         map: &GpuMap,
         tags_on: Option<&[String]>,
         deadline: &Deadline,
-        mut turn: Option<&mut Place>,
+        mut place: Option<&mut Place>,
         observer: &dyn Observer,
     ) -> Result<(), CommandError> {
         const LOOK_AGAIN: Duration = Duration::from_millis(50);
@@ -432,8 +432,8 @@ impl Checkpoint {
                 Err(short) if loosened.is_ok() && !deadline.is_over() && short.exit() == Exit::NoMemory => (),
                 Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
             }
-            if let Some(turn) = &mut turn {
-                turn.waits_for_memory();
+            if let Some(place) = &mut place {
+                place.waits_for_memory();
             }
             if !is_alone {
                 for member in &mut self.members {
@@ -483,7 +483,7 @@ impl Checkpoint {
 
     /// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
     fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, observer: &dyn Observer) -> Result<Option<FileLock>, CommandError> {
-        let turn = FileLock::take("restore.lock", within).map_err(|others| {
+        let lock = FileLock::take("restore.lock", within).map_err(|others| {
             let text = format!(
                 "{} has been restoring a job for {} s; see who has {} open",
                 others.who(),
@@ -494,7 +494,7 @@ impl Checkpoint {
         })?;
         let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), observer) };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
-        cards.iter().find(is_short).map_or(Ok(turn), |card| Err(short(self.machine(), card, needs[&card.uuid])))
+        cards.iter().find(is_short).map_or(Ok(lock), |card| Err(short(self.machine(), card, needs[&card.uuid])))
     }
 
     /// Why programs stay held after a resume.
@@ -537,7 +537,7 @@ impl Member {
             done: Done::default(),
             is_lost: false,
             has_moved: false,
-            is_only_aside: false,
+            is_only_quiesced: false,
             alone: None,
         })
     }
@@ -592,14 +592,14 @@ impl Member {
         self.named(CommandError::from(error))
     }
 
-    fn stand_aside(&mut self) -> Result<(), CommandError> {
-        // The answer may be lost although the library is aside.
-        self.is_only_aside = self.gpus.is_empty();
-        self.gpus = self.ask(Client::suspend).map_err(|error| self.not_aside(error))?;
+    fn quiesce(&mut self) -> Result<(), CommandError> {
+        // The answer may be lost although the library is quiesced.
+        self.is_only_quiesced = self.gpus.is_empty();
+        self.gpus = self.ask(Client::suspend).map_err(|error| self.not_quiesced(error))?;
         Ok(())
     }
 
-    fn not_aside(&self, error: ClientError) -> CommandError {
+    fn not_quiesced(&self, error: ClientError) -> CommandError {
         match self.failed(error) {
             // There is no other reason to refuse this.
             failure if failure.is(Kind::Leased) => leased(format!("{} has been resumed meanwhile, and runs; try again", self.process)),
@@ -672,7 +672,7 @@ impl Member {
             ProcessState::Locked => (),
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
-        self.is_only_aside = false;
+        self.is_only_quiesced = false;
         // The program kept running until now, and may have created new obstacles.
         let obstacles = self.ask(Client::status).map_err(|error| self.failed(error))?.memory.obstacles;
         unless_in_the_way(obstacles).map_err(|failure| self.named(failure))
@@ -701,13 +701,13 @@ impl Member {
             // Only a locked process can be unlocked, so this changes no other.
             Err(unknown) => {
                 let is_unlocked = self.machine.unlock(self.pid).is_ok();
-                if !is_unlocked && !self.is_only_aside {
+                if !is_unlocked && !self.is_only_quiesced {
                     return Err(unknown);
                 }
             }
         }
         self.ask(Client::awake).map_err(|error| self.failed(error))?;
-        self.is_only_aside = false;
+        self.is_only_quiesced = false;
         Ok(())
     }
 

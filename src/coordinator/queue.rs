@@ -19,7 +19,7 @@ use vramctl_model::Error;
 /// How often to check whether it is this job's turn.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long to wait for others that read or change the queue.
-const TURN_WITHIN: Duration = Duration::from_millis(500);
+const LOCK_WITHIN: Duration = Duration::from_millis(500);
 /// The longest ticket that is read.
 const LONGEST_TICKET: u64 = 1 << 20;
 
@@ -86,11 +86,11 @@ impl Place {
         let directory = directory.clone();
         let folder = directory.within_process();
         // Only one process at a time reads or changes the queue.
-        let _turn = turn(&folder)?;
+        let _lock = lock(&folder)?;
         let number = numbers(&folder)?.last().map_or(1, |last| last.saturating_add(1));
         let file = directory.file(&name(number), File::options().write(true).create_new(true))?;
         // Whoever reads the queue tries each ticket, for a moment.
-        lock_within(&file, Sharing::Exclusive, Instant::now() + TURN_WITHIN, LOOK_EVERY / 20)?;
+        lock_within(&file, Sharing::Exclusive, Instant::now() + LOCK_WITHIN, LOOK_EVERY / 20)?;
         let place = Self { directory, number, file, ticket };
         place.write()?;
         Ok(place)
@@ -99,7 +99,7 @@ impl Place {
     /// The tickets ahead of this one that want memory of the same GPUs.
     fn before(&self) -> io::Result<Vec<Ticket>> {
         let folder = self.directory.within_process();
-        let _turn = turn(&folder)?;
+        let _lock = lock(&folder)?;
         let others = numbers(&folder)?.into_iter().take_while(|number| *number < self.number);
         let others = others.filter_map(|number| read(&self.directory, &name(number))).filter(|other| other.within == self.ticket.within);
         Ok(others.filter(|other| other.gpus.iter().any(|gpu| self.ticket.gpus.contains(gpu))).collect())
@@ -138,7 +138,7 @@ impl Place {
     /// Marks the ticket as waiting for memory, which may take long.
     pub fn waits_for_memory(&mut self) {
         if !self.ticket.waits
-            && let Ok(_turn) = turn(&self.directory.within_process())
+            && let Ok(_lock) = lock(&self.directory.within_process())
         {
             self.ticket.waits = true;
             let _ = self.write();
@@ -184,9 +184,9 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
 
 /// A lock on the directory itself, held while reading or changing the queue. Others hold it for a moment only, unless they are stopped:
 /// then to go on without it risks a place in the queue, and to wait would stop everybody.
-fn turn(folder: &Path) -> io::Result<File> {
+fn lock(folder: &Path) -> io::Result<File> {
     let directory = File::open(folder)?;
-    lock_within(&directory, Sharing::Exclusive, Instant::now() + TURN_WITHIN, LOOK_EVERY / 20)?;
+    lock_within(&directory, Sharing::Exclusive, Instant::now() + LOCK_WITHIN, LOOK_EVERY / 20)?;
     Ok(directory)
 }
 
@@ -271,7 +271,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
-        let stopped = turn(folder.path()).unwrap();
+        let stopped = lock(folder.path()).unwrap();
         let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
         assert!(second.wait(Instant::now(), true, &mut |_| ()).is_err(), "the first is ahead all the same");
         drop(first);

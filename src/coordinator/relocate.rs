@@ -100,7 +100,7 @@ impl Move {
         let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let Self { checkpoint, request, map, .. } = &mut self;
         checkpoint.pause(request, None, &mut patience, observer)?;
-        let moved = checkpoint.take(&mut patience, observer).and_then(|()| {
+        let moved = checkpoint.leave_gpus(&mut patience, observer).and_then(|()| {
             checkpoint.restore(map, &at_once, observer).map_err(|failure| {
                 // Restore processes that the driver has refused to restore there to their old GPUs.
                 let home = checkpoint.restore(&GpuMap::new(), &at_once, observer);

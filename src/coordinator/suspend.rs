@@ -75,7 +75,7 @@ impl Suspend {
             observer.done(&shared::text(process, report));
         }
         let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        match loaded.and_then(|()| self.checkpoint.take(&mut patience, observer)) {
+        match loaded.and_then(|()| self.checkpoint.leave_gpus(&mut patience, observer)) {
             Ok(()) => Ok(outcome(self.checkpoint, held)),
             Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays paused until `vramctl resume`")),
             Err(failure) => Err(failure.adding(&self.only_paused())),

@@ -96,19 +96,19 @@ struct Grant<'a, 'b> {
     /// The decision that all processes of the job share.
     decision: Option<Decision>,
     /// One client at a time, and a second is refused: two clients that each hold a process that the other needs would wait forever.
-    _turn: MutexGuard<'static, ()>,
+    _only: MutexGuard<'static, ()>,
 }
 
 impl<'a, 'b> Grant<'a, 'b> {
     fn take(lease_ms: Option<u64>, connection: &'a Connection, lines: &'a mut Lines<'b>) -> Result<Self, Error> {
-        static TURN: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
-        let turn = match TURN.get().try_lock() {
-            Ok(turn) => turn,
-            Err(TryLockError::Poisoned(turn)) => turn.into_inner(),
+        static ONE: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
+        let only = match ONE.get().try_lock() {
+            Ok(only) => only,
+            Err(TryLockError::Poisoned(only)) => only.into_inner(),
             Err(TryLockError::WouldBlock) => return Err(Error::Leased),
         };
         let patience = lease_ms.map_or(USUAL, Duration::from_millis).min(LONGEST);
-        let mut grant = Self { connection, lines, patience, decision: None, _turn: turn };
+        let mut grant = Self { connection, lines, patience, decision: None, _only: only };
         grant.take_decision()?;
         Ok(grant)
     }

@@ -30,9 +30,9 @@ pub trait ApiLayer {
 }
 
 /// Calls of the driver's functions.
-struct DriverDoor;
+struct DriverLayer;
 
-impl ApiLayer for DriverDoor {
+impl ApiLayer for DriverLayer {
     fn current_context(&self) -> Result<Option<Current>, StatusCode> {
         Current::of_thread().map_err(|failure| failure.code)
     }
@@ -43,7 +43,7 @@ impl ApiLayer for DriverDoor {
 pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const c_void) -> StatusCode {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
+    unsafe { provide(&DriverLayer, caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
 }
 
 /// Unified memory is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
@@ -80,7 +80,7 @@ pub unsafe fn mem_alloc_pitch(
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
         let mut asked = false;
-        let answer = provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Thread, || {
+        let answer = provide(&DriverLayer, caller, pointer.cast(), bytes, Source::Thread, || {
             asked = true;
             real()
         });
@@ -95,7 +95,7 @@ pub unsafe fn mem_alloc_async(pointer: *mut CUdeviceptr, bytes: usize, stream: S
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocAsync(pointer, bytes, stream);
-        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Stream(stream), real)
+        provide(&DriverLayer, caller, pointer.cast(), bytes, Source::Stream(stream), real)
     }
 }
 
@@ -103,7 +103,7 @@ pub unsafe fn mem_alloc_async_ptsz(pointer: *mut CUdeviceptr, bytes: usize, stre
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocAsync_ptsz(pointer, bytes, stream);
-        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Stream(stream.of_per_thread_program()), real)
+        provide(&DriverLayer, caller, pointer.cast(), bytes, Source::Stream(stream.of_per_thread_program()), real)
     }
 }
 
@@ -117,7 +117,7 @@ pub unsafe fn mem_alloc_from_pool_async(
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocFromPoolAsync(pointer, bytes, pool, stream);
-        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Pool(pool, stream), real)
+        provide(&DriverLayer, caller, pointer.cast(), bytes, Source::Pool(pool, stream), real)
     }
 }
 
@@ -131,7 +131,7 @@ pub unsafe fn mem_alloc_from_pool_async_ptsz(
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocFromPoolAsync_ptsz(pointer, bytes, pool, stream);
-        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Pool(pool, stream.of_per_thread_program()), real)
+        provide(&DriverLayer, caller, pointer.cast(), bytes, Source::Pool(pool, stream.of_per_thread_program()), real)
     }
 }
 
@@ -142,7 +142,7 @@ pub unsafe fn mem_free(pointer: CUdeviceptr) -> StatusCode {
 
 pub unsafe fn mem_free_async(pointer: CUdeviceptr, stream: StreamHandle) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&DriverDoor, pointer, stream, || unsafe { driver_originals::cuMemFreeAsync(pointer, stream) })
+    release_async(&DriverLayer, pointer, stream, || unsafe { driver_originals::cuMemFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn mem_free_async_ptsz(pointer: CUdeviceptr, stream: StreamHandle) -> StatusCode {
@@ -150,7 +150,7 @@ pub unsafe fn mem_free_async_ptsz(pointer: CUdeviceptr, stream: StreamHandle) ->
         // SAFETY: the arguments are passed on unchanged.
         unsafe { driver_originals::cuMemFreeAsync_ptsz(pointer, stream) }
     };
-    release_async(&DriverDoor, pointer, stream.of_per_thread_program(), real)
+    release_async(&DriverLayer, pointer, stream.of_per_thread_program(), real)
 }
 
 /// Where to allocate.
@@ -279,7 +279,7 @@ pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn provide(
-    door: &impl ApiLayer,
+    layer: &impl ApiLayer,
     caller: *const c_void,
     pointer: *mut *mut c_void,
     bytes: usize,
@@ -288,7 +288,7 @@ pub unsafe fn provide(
 ) -> StatusCode {
     static IN_STREAM_ORDER: Gated = Gated("a stream-ordered allocation");
     // SAFETY: as promised.
-    let now = || unsafe { provide_now(door, caller, pointer, bytes, source, real) };
+    let now = || unsafe { provide_now(layer, caller, pointer, bytes, source, real) };
     match source {
         Source::Thread => now(),
         // A stream-ordered allocation is work of its stream, like a launch: it waits while the program is held.
@@ -299,7 +299,7 @@ pub unsafe fn provide(
 /// # Safety
 /// As [`provide`].
 unsafe fn provide_now(
-    door: &impl ApiLayer,
+    layer: &impl ApiLayer,
     caller: *const c_void,
     pointer: *mut *mut c_void,
     bytes: usize,
@@ -311,7 +311,7 @@ unsafe fn provide_now(
     }
     // SAFETY: not null, and the real function has succeeded.
     let note = |requester| unmanaged::note(unsafe { pointer.read() } as CUdeviceptr, bytes, requester);
-    match placement(bytes, caller).and_then(|policy| allocate(door, &policy, bytes, source, caller)) {
+    match placement(bytes, caller).and_then(|placement| allocate(layer, &placement, bytes, source, caller)) {
         None if decided::is_decided() => real(),
         None => forward_unmanaged(caller, bytes, None, || with_room(bytes, real), note),
         Some(Ok(address)) => {
@@ -321,7 +321,7 @@ unsafe fn provide_now(
         }
         Some(Err(error)) => {
             if error == code::OUT_OF_MEMORY {
-                door.out_of_memory(pointer);
+                layer.out_of_memory(pointer);
             }
             error
         }
@@ -330,26 +330,26 @@ unsafe fn provide_now(
 
 /// Allocates managed memory; `None` if the real function must allocate.
 fn allocate(
-    door: &impl ApiLayer,
-    policy: &Placement,
+    layer: &impl ApiLayer,
+    placement: &Placement,
     bytes: usize,
     source: Source,
     caller: *const c_void,
 ) -> Option<Result<*mut c_void, StatusCode>> {
-    if let Some(address) = allocate_again(policy, bytes, source, caller) {
+    if let Some(address) = allocate_again(placement, bytes, source, caller) {
         return Some(Ok(address as *mut c_void));
     }
     let current = match source {
         // An allocation during capture becomes part of the graph, which only the driver can do.
         Source::Stream(stream) | Source::Pool(_, stream) if stream.is_capturing() => return None,
-        Source::Stream(stream) | Source::Pool(_, stream) => context_of(door, stream),
-        Source::Thread => door.current_context(),
+        Source::Stream(stream) | Source::Pool(_, stream) => context_of(layer, stream),
+        Source::Thread => layer.current_context(),
     };
     let current = match current {
         Ok(current) => current?,
         // The first call creates the context.
         Err(code::OUT_OF_MEMORY) => {
-            report(bytes, caller, None, Some(&policy.tag), Cause::Refused(None));
+            report(bytes, caller, None, Some(&placement.tag), Cause::Refused(None));
             return Some(Err(code::OUT_OF_MEMORY));
         }
         Err(_) => return None,
@@ -369,13 +369,13 @@ fn allocate(
         Source::Stream(stream) | Source::Pool(_, stream) => Some(stream),
         Source::Thread => None,
     };
-    let answer = Memory::get().allocate(policy, bytes, &current, in_order);
-    let address = managed(&current, &policy.tag, answer, bytes, current.device(), caller)?;
+    let answer = Memory::get().allocate(placement, bytes, &current, in_order);
+    let address = managed(&current, &placement.tag, answer, bytes, current.device(), caller)?;
     Some(address.map(|address| address as *mut c_void))
 }
 
 /// Allocates memory that was freed before in the same stream.
-fn allocate_again(policy: &Placement, bytes: usize, source: Source, caller: *const c_void) -> Option<u64> {
+fn allocate_again(placement: &Placement, bytes: usize, source: Source, caller: *const c_void) -> Option<u64> {
     let memory = Memory::existing().filter(|memory| memory.has_freed())?;
     let (asked, stream) = match source {
         Source::Stream(stream) => (None, stream),
@@ -389,7 +389,7 @@ fn allocate_again(policy: &Placement, bytes: usize, source: Source, caller: *con
         let pool = asked.or_else(|| driver::current_pool(device).ok());
         pool.is_some() && pool == driver::default_pool(device).ok()
     };
-    let made = memory.reuse_again(policy, bytes, stream, is_default)?;
+    let made = memory.reuse_again(placement, bytes, stream, is_default)?;
     memory.note_requester(made, Requester::of_request(asker(caller), bytes, caller));
     events::succeeded(bytes, false);
     Some(made)
@@ -463,8 +463,8 @@ fn with_room(bytes: usize, mut real: impl FnMut() -> StatusCode) -> StatusCode {
 }
 
 /// A stream's context. For a default stream, that is the thread's current context, or the one that the runtime would create.
-fn context_of(door: &impl ApiLayer, stream: StreamHandle) -> Result<Option<Current>, StatusCode> {
-    if stream.is_default() { door.current_context() } else { Current::push_of_stream(stream).map(Some).map_err(|failure| failure.code) }
+fn context_of(layer: &impl ApiLayer, stream: StreamHandle) -> Result<Option<Current>, StatusCode> {
+    if stream.is_default() { layer.current_context() } else { Current::push_of_stream(stream).map(Some).map_err(|failure| failure.code) }
 }
 
 /// Frees memory: managed, or by the real function.
@@ -493,12 +493,12 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 }
 
 /// Frees memory in stream order: managed, or by the real function.
-pub fn release_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn release_async(layer: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let _freeing = events::freeing();
-    release_managed_async(door, pointer, stream).unwrap_or_else(|| free_unmanaged(pointer, real))
+    release_managed_async(layer, pointer, stream).unwrap_or_else(|| free_unmanaged(pointer, real))
 }
 
-fn release_managed_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
+fn release_managed_async(layer: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
     let memory = Memory::existing()?;
     // A free during capture becomes part of the graph, which only the real function can do or reject.
     if !memory.manages(pointer) || stream.is_capturing() {
@@ -507,7 +507,7 @@ fn release_managed_async(door: &impl ApiLayer, pointer: CUdeviceptr, stream: Str
     if memory.free_again(pointer, stream) {
         return Some(code::SUCCESS);
     }
-    let current = match context_of(door, stream) {
+    let current = match context_of(layer, stream) {
         Ok(current) => current?,
         Err(error) => return Some(error),
     };

@@ -13,18 +13,18 @@ use vramctl_model::code;
 pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide(&RuntimeDoor, caller, pointer, bytes, Source::Thread, || originals::cudaMalloc(pointer, bytes)) }
+    unsafe { provide(&RuntimeLayer, caller, pointer, bytes, Source::Thread, || originals::cudaMalloc(pointer, bytes)) }
 }
 
 pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(&RuntimeDoor, caller, pointer, bytes, Source::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
+    unsafe { provide(&RuntimeLayer, caller, pointer, bytes, Source::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
 }
 
 pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&RuntimeDoor, caller, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
+        provide(&RuntimeLayer, caller, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
             originals::cudaMallocAsync_ptsz(pointer, bytes, stream)
         })
     }
@@ -39,7 +39,7 @@ pub unsafe fn malloc_from_pool_async(
 ) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&RuntimeDoor, caller, pointer, bytes, Source::Pool(pool, stream), || {
+        provide(&RuntimeLayer, caller, pointer, bytes, Source::Pool(pool, stream), || {
             originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)
         })
     }
@@ -55,7 +55,7 @@ pub unsafe fn malloc_from_pool_async_ptsz(
     // SAFETY: as in `malloc`.
     unsafe {
         let source = Source::Pool(pool, stream.of_per_thread_program());
-        provide(&RuntimeDoor, caller, pointer, bytes, source, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
+        provide(&RuntimeLayer, caller, pointer, bytes, source, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
     }
 }
 
@@ -68,7 +68,7 @@ pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: 
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
         let mut asked = false;
-        let answer = provide(&RuntimeDoor, caller, pointer, bytes, Source::Thread, || {
+        let answer = provide(&RuntimeLayer, caller, pointer, bytes, Source::Thread, || {
             asked = true;
             real()
         });
@@ -88,7 +88,7 @@ pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller
         }
         let Some((pitch, bytes)) = rows(extent.width, extent.height, extent.depth) else { return real() };
         let (pointer, mut asked) = (&raw mut (*pitched).pointer, false);
-        let answer = provide(&RuntimeDoor, caller, pointer, bytes, Source::Thread, || {
+        let answer = provide(&RuntimeLayer, caller, pointer, bytes, Source::Thread, || {
             asked = true;
             real()
         });
@@ -112,12 +112,12 @@ pub unsafe fn free(pointer: *mut c_void) -> CudaError {
 
 pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&RuntimeDoor, pointer as u64, stream, || unsafe { originals::cudaFreeAsync(pointer, stream) })
+    release_async(&RuntimeLayer, pointer as u64, stream, || unsafe { originals::cudaFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&RuntimeDoor, pointer as u64, stream.of_per_thread_program(), || unsafe {
+    release_async(&RuntimeLayer, pointer as u64, stream.of_per_thread_program(), || unsafe {
         originals::cudaFreeAsync_ptsz(pointer, stream)
     })
 }
@@ -169,9 +169,9 @@ pub unsafe fn torch_free(pointer: *mut c_void) {
 }
 
 /// Calls through the runtime.
-struct RuntimeDoor;
+struct RuntimeLayer;
 
-impl ApiLayer for RuntimeDoor {
+impl ApiLayer for RuntimeLayer {
     fn current_context(&self) -> Result<Option<Current>, CudaError> {
         real::current_context().map(Some)
     }

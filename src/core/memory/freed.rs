@@ -118,7 +118,7 @@ impl Unreleased {
 
 /// A request that memory freed in stream order may serve.
 pub(super) struct InOrder<'a> {
-    pub policy: &'a Placement,
+    pub placement: &'a Placement,
     pub bytes: usize,
     pub current: &'a Current,
     pub stream: StreamHandle,
@@ -171,7 +171,7 @@ impl Memory {
     /// whether memory from a device's default pool is wanted.
     pub fn reuse_again(
         &self,
-        policy: &Placement,
+        placement: &Placement,
         bytes: usize,
         stream: StreamHandle,
         is_pool: impl FnOnce(CUdevice) -> bool,
@@ -183,11 +183,11 @@ impl Memory {
             let list = self.freed.list();
             let is_meant = |freed: &&Arc<Freed>| {
                 let Allocation { device, tag, .. } = &*freed.allocation;
-                freed.order.is_in(Some(stream)) && *tag == policy.tag && freed.fits(*device, bytes, access, EIGHTH)
+                freed.order.is_in(Some(stream)) && *tag == placement.tag && freed.fits(*device, bytes, access, EIGHTH)
             };
             list.iter().filter(is_meant).min_by_key(|freed| freed.bytes()).map(Arc::clone)?
         };
-        if is_pool(freed.allocation.device) { self.take_for(&freed, policy, bytes, freed.order.owner) } else { None }
+        if is_pool(freed.allocation.device) { self.take_for(&freed, placement, bytes, freed.order.owner) } else { None }
     }
 
     /// Serves a request with freed memory that the stream may use at once. Under the transition lock.
@@ -198,8 +198,8 @@ impl Memory {
         let (stream, mut behind) = (request.stream.id(), Vec::new());
         let (of_stream, others): (Vec<_>, Vec<_>) = self.fitting(request, EIGHTH).into_iter().partition(|freed| freed.order.is_in(stream));
         let others = others.into_iter().filter(|freed| freed.is_over(&mut behind));
-        let InOrder { policy, bytes, current, .. } = request;
-        of_stream.into_iter().chain(others).find_map(|freed| self.take_for(&freed, policy, *bytes, current.owner()))
+        let InOrder { placement, bytes, current, .. } = request;
+        of_stream.into_iter().chain(others).find_map(|freed| self.take_for(&freed, placement, *bytes, current.owner()))
     }
 
     /// The same if memory is short: more may be wasted, and the stream may wait for another. Without a lock.
@@ -217,7 +217,7 @@ impl Memory {
                 return None;
             }
             let _shared = self.share();
-            self.hand_on(&freed, request.policy, request.bytes, request.current.owner())
+            self.hand_on(&freed, request.placement, request.bytes, request.current.owner())
         })
     }
 
@@ -231,14 +231,14 @@ impl Memory {
         fitting
     }
 
-    fn take_for(&self, freed: &Arc<Freed>, policy: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
-        if self.freed.remove(freed) { self.hand_on(freed, policy, bytes, owner) } else { None }
+    fn take_for(&self, freed: &Arc<Freed>, placement: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
+        if self.freed.remove(freed) { self.hand_on(freed, placement, bytes, owner) } else { None }
     }
 
     /// Hands on memory that has been taken out. Under the transition lock.
-    fn hand_on(&self, freed: &Arc<Freed>, policy: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
+    fn hand_on(&self, freed: &Arc<Freed>, placement: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
         let is_open = freed.access == self.peers.changes();
-        let made = if is_open { freed.allocation.hand_on(policy.clone(), bytes, owner, &freed.order) } else { None };
+        let made = if is_open { freed.allocation.hand_on(placement.clone(), bytes, owner, &freed.order) } else { None };
         let Some(made) = made else {
             self.freed.add(Arc::clone(freed));
             return None;

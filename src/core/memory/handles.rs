@@ -38,7 +38,7 @@ pub fn is_ours(handle: u64) -> bool {
 
 impl Memory {
     /// Creates physical memory on a device, or the host's for it, and returns the handle. Leaves nothing behind on error.
-    pub fn create(&self, policy: &Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
+    pub fn create(&self, placement: &Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
         let on_host = wanted.is_on_host();
         let Some(device) = wanted.device().or(on_host.then_some(current.device())) else { return Err(Error::Unsupported) };
         contexts::note(current);
@@ -48,9 +48,9 @@ impl Memory {
             if !on_host {
                 self.check_margin(device, bytes)?;
             }
-            let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &policy.tag), bytes))?;
+            let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &placement.tag), bytes))?;
             let handle = next_handle();
-            self.enter(Arc::new(Allocation::with_handle(policy.clone(), bytes, device, current, memory, handle, *wanted)));
+            self.enter(Arc::new(Allocation::with_handle(placement.clone(), bytes, device, current, memory, handle, *wanted)));
             Ok(handle)
         };
         let released = self.released();

@@ -191,7 +191,7 @@ impl Memory {
     /// must answer.
     pub fn allocate(
         &self,
-        policy: &Placement,
+        placement: &Placement,
         bytes: usize,
         current: &Current,
         in_order: Option<StreamHandle>,
@@ -205,10 +205,10 @@ impl Memory {
         }
         contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
-        let in_order = in_order.map(|stream| InOrder { policy, bytes, current, stream });
+        let in_order = in_order.map(|stream| InOrder { placement, bytes, current, stream });
         loop {
             let released = self.released();
-            let made = self.reuse_or_create(policy, bytes, current, in_order.as_ref());
+            let made = self.reuse_or_create(placement, bytes, current, in_order.as_ref());
             let is_short = made.as_ref().is_err_and(|error| error.cuda_code() == code::OUT_OF_MEMORY);
             if !is_short || !could_fit(bytes) {
                 return made;
@@ -229,7 +229,7 @@ impl Memory {
 
     fn reuse_or_create(
         &self,
-        policy: &Placement,
+        placement: &Placement,
         bytes: usize,
         current: &Current,
         in_order: Option<&InOrder<'_>>,
@@ -237,11 +237,11 @@ impl Memory {
         let _shared = self.share();
         match in_order.and_then(|request| self.reuse(request)) {
             Some(address) => Ok(address),
-            None => self.create_new(policy, bytes, current, in_order.is_some()),
+            None => self.create_new(placement, bytes, current, in_order.is_some()),
         }
     }
 
-    fn create_new(&self, policy: &Placement, bytes: usize, current: &Current, from_pool: bool) -> Result<CUdeviceptr, Error> {
+    fn create_new(&self, placement: &Placement, bytes: usize, current: &Current, from_pool: bool) -> Result<CUdeviceptr, Error> {
         let device = current.device();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let granularity = driver::granularity(device);
@@ -254,7 +254,7 @@ impl Memory {
             return Err(too_large.into());
         }
         self.check_margin(device, size)?;
-        let account = Account::of(device, &policy.tag);
+        let account = Account::of(device, &placement.tag);
         let taken = if from_pool {
             self.take(&account, size, true, Extras::OF_POOLS)
         } else {
@@ -262,7 +262,7 @@ impl Memory {
         };
         self.refusals.note(device, &taken);
         let (memory, addresses) = taken?;
-        let allocation = Allocation::new(policy.clone(), bytes, current, memory, &addresses, from_pool);
+        let allocation = Allocation::new(placement.clone(), bytes, current, memory, &addresses, from_pool);
         let address = allocation.address();
         self.enter(Arc::new(allocation));
         Ok(address)
