@@ -5,17 +5,16 @@
 mod common;
 
 use common::eventually;
-use common::machine::{Machine, Program, Ran, Wire, pass_on};
+use common::machine::{Machine, Program, Ran, Wire, proxy};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -374,30 +373,6 @@ enum Event {
     RankKilled,
     RankStopped,
     CoordinatorKilled,
-}
-
-/// A proxy between a coordinator and processes: a folder with socket names that the coordinator takes for theirs. `may_pass` gets the place
-/// of the process, and what it gets from [`pass_on`].
-fn proxy<'a>(
-    machine: &Machine,
-    ranks: impl IntoIterator<Item = &'a Program>,
-    may_pass: impl Fn(usize, &str, &[u8], bool) -> bool + Send + Sync + 'static,
-) -> tempfile::TempDir {
-    let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
-    let may_pass = Arc::new(may_pass);
-    for (place, rank) in ranks.into_iter().enumerate() {
-        let name = format!("{}.sock", rank.pid());
-        let listener = UnixListener::bind(folder.path().join(&name)).unwrap();
-        let (own, may_pass) = (machine.sockets().join(name), Arc::clone(&may_pass));
-        thread::spawn(move || {
-            for coordinator in listener.incoming() {
-                let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
-                let may_pass = Arc::clone(&may_pass);
-                pass_on([coordinator, process], move |request, line, is_answer| may_pass(place, request, line, is_answer));
-            }
-        });
-    }
-    folder
 }
 
 /// A [`proxy`] that, at one moment of the second process, waits until the test has done something.

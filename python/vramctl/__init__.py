@@ -38,7 +38,7 @@ from . import _imports, _library, _request, _torch, _trim, errors, types
 from ._request import Backup, Tags
 from .client import Client, Process, processes
 from .errors import Error
-from .job import Job, ledger
+from .job import Job, ledger, swap
 
 __all__ = [
     "Client",
@@ -63,6 +63,7 @@ __all__ = [
     "set_memory_margin",
     "set_watch",
     "status",
+    "swap",
     "trim",
     "types",
     "unmanaged",

@@ -26,7 +26,7 @@ from .types import JobReport, Ledger, Report, Status, StepsReport
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Job", "ledger"]
+__all__ = ["Job", "ledger", "swap"]
 
 _T = TypeVar("_T")
 
@@ -226,6 +226,51 @@ def _choose_a_name(pids: Iterable[int]) -> str:
     if len(names) == 1:
         return f"several processes that are no job have the name {listed}; choose all of them: vramctl.Job({names[0]!r})"
     return f"several jobs are managed: {listed}; choose one by its name: vramctl.Job({names[0]!r})"
+
+
+def swap(
+    out: str | Job,
+    into: str | Job,
+    *,
+    out_tags: str | Iterable[str] | None = None,
+    in_tags: str | Iterable[str] | None = None,
+    backup: Backup = "default",
+    force: bool = False,
+    engine: str | None = None,
+    registered: str = "refuse",
+    hold_timeout: float = 10.0,
+    timeout: float | None = None,
+) -> tuple[JobReport, JobReport]:
+    """Has two jobs change places on their GPUs: pauses `out` while `into` is resumed, both directions of the link busy at once.
+
+    All or nothing, for both: if it fails or this program dies, `out` runs on and `into` stays paused, both with their contents; the exception
+    says which runs. Contents of `out` that were to be discarded may be gone then. `out_tags` and `in_tags`: None means all. The other
+    arguments are those of `Job.pause`. Returns the reports of the pause and of the resume.
+    """
+    leaving, coming = (job if isinstance(job, Job) else Job(job) for job in (out, into))
+    outcome = leaving._operate(
+        "swap",
+        ranks=leaving._ranks,
+        tags=[tag for tag in _request.names(out_tags) if tag is not None],
+        coming=coming._target,
+        coming_ranks=coming._ranks,
+        coming_tags=[tag for tag in _request.names(in_tags) if tag is not None],
+        backup=_policy(backup),
+        force=force,
+        engines=None if engine is None else [engine],
+        registered=_request.registered(registered),
+        hold_ms=_limit(hold_timeout),
+        timeout_ms=None if timeout is None else _limit(timeout),
+        waiting=os.getpid(),
+    )
+
+    def report(verb: str) -> JobReport:
+        processes, jobs = ([one for one in outcome[what] if one["verb"] == verb] for what in ("processes", "jobs"))
+        job: dict[str, Any] = next(iter(jobs), {})
+        reports = {process["pid"]: Report._from(process["report"]) for process in processes}
+        return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
+
+    return report("pause"), report("resume")
 
 
 def ledger() -> list[Ledger]:

@@ -96,8 +96,8 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 }
 
 /// Saves contents in host memory, overwriting retained backups. On error, no more host memory is in use than before. `done`
-/// receives the addresses of completed allocations while others are still being copied.
-pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
+/// receives completed allocations while others are still being copied.
+pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }
@@ -106,6 +106,9 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dy
     let contents =
         || items.iter().filter_map(|(extent, saved)| if let Backup::Host(saved) = &**saved { Some((*extent, saved)) } else { None });
     let of_address: BTreeMap<_, _> = contents().map(|(extent, saved)| (extent.address, saved)).collect();
+    let item_at: BTreeMap<_, _> = items.iter().map(|item| (item.0.address, item)).collect();
+    let mut done =
+        |complete: Vec<CUdeviceptr>| done(&complete.iter().filter_map(|address| item_at.get(address).copied()).collect::<Vec<_>>());
     let (mut digests, mut outdated) = (BTreeMap::new(), BTreeMap::new());
     hash(wanted, &mut |group| {
         let mut unchanged = Vec::new();
@@ -118,7 +121,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dy
             outdated.insert(address, ranges);
             digests.insert(address, now);
         }
-        done(&unchanged);
+        done(unchanged);
     })?;
 
     let (mut parts, mut missing) = (Vec::new(), BTreeMap::new());
@@ -134,7 +137,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dy
             *missing -= part.bytes;
             (*missing == 0).then_some(*address)
         });
-        done(&complete.collect::<Vec<_>>());
+        done(complete.collect());
     })?;
     for (extent, saved) in contents() {
         *saved.digests() = digests.remove(&extent.address);

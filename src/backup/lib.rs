@@ -28,7 +28,7 @@ use arena::Arena;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
+use vramctl_driver::{Context, Current, Extent};
 use vramctl_model::{Error, HostRoom, HostStatus, Policy, Progress, Stage};
 
 /// One allocation's contents, saved off the device.
@@ -95,9 +95,9 @@ pub struct Kept {
 /// Saves the contents of active allocations as their policies say. All or nothing: on error, no more memory or disk is in
 /// use than before. All work on the allocations must have finished, and none may start meanwhile.
 ///
-/// While others are still being copied, `saved` receives the addresses of allocations that need no further access. The rest
+/// While others are still being copied, `saved` receives the allocations that need no further access, with their backups. The rest
 /// are saved when this returns.
-pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
+pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     // Before anything is copied.
     match admit(&wanted).1 {
         Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),

@@ -7,7 +7,9 @@ mod top;
 mod ui;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use commands::{doctor, gpus, metrics, operate, ps, python_path, relocate, run, status, suspend, tag, trace, transition, trim, watch};
+use commands::{
+    doctor, gpus, metrics, operate, ps, python_path, relocate, run, status, suspend, swap, tag, trace, transition, trim, watch,
+};
 use std::fmt::Write;
 use std::process::ExitCode;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -38,6 +40,8 @@ enum Command {
     Pause(transition::PauseArgs),
     /// Give processes their GPU memory back, with its contents
     Resume(transition::ResumeArgs),
+    /// Have two jobs change places: pause one and resume the other at once
+    Swap(swap::Args),
     /// Take processes off their GPUs entirely, context included; `resume` brings them back
     Suspend(suspend::Args),
     /// Move processes to other GPUs: suspend, restore there, resume
@@ -111,6 +115,7 @@ impl Command {
             Self::Top(args) => top::top(&args),
             Self::Pause(args) => transition::pause(&args),
             Self::Resume(args) => transition::resume(&args),
+            Self::Swap(args) => swap::swap(&args),
             Self::Suspend(args) => suspend::suspend(&args),
             Self::Move(args) => relocate::relocate(&args),
             Self::Metrics(args) => metrics::metrics(&args),
@@ -140,6 +145,7 @@ impl Command {
             Self::Gpus(args) => args.json,
             Self::Pause(args) => args.json,
             Self::Resume(args) => args.json,
+            Self::Swap(args) => args.json,
             Self::Suspend(args) => args.json,
             Self::Move(args) => args.json,
             Self::Trim(args) => args.json,
@@ -162,6 +168,7 @@ fn after_help() -> String {
   vramctl pause kv_cache --discard             # free a tag, drop its contents
   vramctl pause engine 'other-*'               # all of several processes
   vramctl pause && vramctl resume              # all of the only managed process
+  vramctl swap trainer engine                  # one leaves, the other comes
   vramctl suspend engine && vramctl resume     # leave the GPU, and come back
   vramctl trim engine                          # return what torch has cached
   vramctl watch engine --below 5G              # log who uses it if it runs low

@@ -318,6 +318,7 @@ impl Checkpoint {
         let mut due: Vec<_> = self.members.iter_mut().filter_map(|member| Some((member.due(verb)?, member))).collect();
         let rank = |(tags, member): &(Vec<String>, &mut Member)| Rank {
             pid: member.process.pid,
+            verb,
             tags: tags.clone(),
             lenient: false,
             is_borrower: false,
@@ -326,6 +327,7 @@ impl Checkpoint {
             found: &self.found,
             verb,
             wanted: TransitionRequest { nccl: verb == Verb::Pause, ..wanted.clone() },
+            coming: None,
             ranks: due.iter().map(rank).collect(),
             borrowers,
             is_whole: self.is_whole && jobs.len() == 1 && !jobs.contains(&None),

@@ -37,10 +37,12 @@ use vramctl_model::{Error, Kind, Report, TransitionRequest, Verb};
 pub struct Job<'a> {
     /// Where its processes listen.
     pub found: &'a Found,
-    /// A pause or a resume.
+    /// A pause or a resume. A swap is a pause, during which others come.
     pub verb: Verb,
     /// The request, without tags: those differ by process.
     pub wanted: TransitionRequest,
+    /// In a swap: the request to those that come. They begin when the work of those that leave has ended, and all are committed as one.
+    pub coming: Option<TransitionRequest>,
     /// Its processes.
     pub ranks: Vec<Rank>,
     /// The borrowers, which are held as well, if that is wanted (`--shared`). They are looked for again if an attempt fails.
@@ -60,6 +62,8 @@ pub struct Job<'a> {
 pub struct Rank {
     /// Its id.
     pub pid: u32,
+    /// What it is asked for.
+    pub verb: Verb,
     /// The tags to pause or resume in it; none means all.
     pub tags: Vec<String>,
     /// Ignore tags that it does not have, instead of failing.
@@ -86,6 +90,14 @@ pub struct JobReport {
     pub waited: Duration,
 }
 
+impl JobReport {
+    /// Takes the part of the ranks from this one on out of it.
+    pub fn share(&mut self, from: usize) -> Self {
+        let results = self.results.split_off(from.min(self.results.len()));
+        Self { results, borrowers: Vec::new(), ..*self }
+    }
+}
+
 /// How long a process waits for this coordinator before it undoes everything.
 const LEASE: Duration = Duration::from_secs(5);
 /// How often to renew a process's lease.
@@ -108,7 +120,7 @@ impl Job<'_> {
             attempts += 1;
             let drain_within = match &terms {
                 Some(terms) => terms.drain,
-                None => limits.drain_within(next_drain, self.ranks.len() + self.borrowers.iter().flatten().count()),
+                None => limits.drain_within(next_drain, self.main_ranks().count() + self.borrowers.iter().flatten().count()),
             };
             let done = self.attempt(&limits, drain_within, &early, observer);
             let rest = a_little();
@@ -135,7 +147,12 @@ impl Job<'_> {
     /// It sets aside what the request selects of the others' memory.
     fn borrower(&self, Borrower { process, .. }: &Borrower) -> Rank {
         let TransitionRequest { tags, lenient, .. } = &self.wanted;
-        Rank { pid: process.pid, tags: tags.clone(), lenient: *lenient, is_borrower: true }
+        Rank { pid: process.pid, verb: self.verb, tags: tags.clone(), lenient: *lenient, is_borrower: true }
+    }
+
+    /// The ranks without those that come.
+    fn main_ranks(&self) -> impl Iterator<Item = &Rank> {
+        self.ranks.iter().filter(|rank| rank.verb == self.verb)
     }
 
     fn hold(&self) -> Option<Duration> {
@@ -148,7 +165,7 @@ impl Job<'_> {
 
     /// Waits for its turn in the queue, if it needs one.
     fn queue(&self, begun: Instant, observer: &dyn Observer) -> Result<Option<Place>, Box<Refusal>> {
-        let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume) else { return Ok(None) };
+        let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume || self.coming.is_some()) else { return Ok(None) };
         self.found.queue(ticket, begun, self.timeout(), TURN_WITHIN, &mut |before| observer.queued(before))
     }
 
@@ -161,7 +178,7 @@ impl Job<'_> {
         }
         limits.retry(done.results.iter().filter_map(|result| result.as_ref().err()), rest).or_else(|| {
             let known = self.borrowers.as_ref().filter(|_| limits.hold_left().is_some_and(|left| !left.is_zero()))?;
-            let own: Vec<_> = self.ranks.iter().map(|rank| rank.pid).collect();
+            let own: Vec<_> = self.main_ranks().map(|rank| rank.pid).collect();
             let now = shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()?;
             let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();
             (pids(&now) != pids(known)).then_some(Retry::Borrowers(now))
@@ -353,6 +370,10 @@ impl Attempt<'_> {
             // Not connected yet: waiting for other processes' memory may take longer than a process waits for a request.
             self.meet(Step::Early, None)?;
         }
+        if self.comes(member) {
+            self.meet(Step::Held, None)?;
+            self.meet(Step::Drained, None)?;
+        }
         let mut client = self.job.found.connect(pid)?;
         if let Ok(stream) = client.connection() {
             self.observer.connected(pid, stream);
@@ -379,16 +400,18 @@ impl Attempt<'_> {
 
     fn prepare(&self, member: usize, is_early: bool, client: &mut Client) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
-        let Rank { pid, tags, lenient, is_borrower } = &self.ranks[member];
+        let Rank { pid, verb, tags, lenient, is_borrower } = &self.ranks[member];
+        let wanted = self.job.coming.as_ref().filter(|_| self.comes(member)).unwrap_or(&self.job.wanted);
+        let of_same_verb = || self.ranks.iter().filter(|rank| rank.verb == *verb);
         // Processes that are not held may be using memory of each other.
-        let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold.is_some();
+        let is_held_pause = *verb == Verb::Pause && wanted.hold.is_some();
         let others = |are_borrowers: bool| {
-            let others = self.ranks.iter().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
+            let others = of_same_verb().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
             others.map(|rank| rank.pid).collect::<Vec<_>>()
         };
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
-        let mut transition = TransitionRequest { tags: tags.clone(), lenient: *lenient, partners, borrowers, ..self.job.wanted.clone() };
-        if transition.hold.take().is_some() && self.job.verb == Verb::Pause {
+        let mut transition = TransitionRequest { tags: tags.clone(), lenient: *lenient, partners, borrowers, ..wanted.clone() };
+        if transition.hold.take().is_some() && *verb == Verb::Pause {
             let limit_ms = self.drain_within.as_millis() as u64;
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
@@ -396,17 +419,14 @@ impl Attempt<'_> {
             self.vote_when_all_are_drained()?;
             self.meet(Step::Drained, Some(client))?;
             transition.timeout = Some(self.drain_within);
-        } else if self.job.verb == Verb::Resume {
+        } else if *verb == Verb::Resume && !self.comes(member) {
             let left = transition.timeout.map(|limit| limit.saturating_sub(self.begun.elapsed()));
             transition.tries_again = !is_early && left.is_some_and(|left| !left.is_zero());
             transition.timeout = left.filter(|_| is_early);
         }
-        let ranks = self.ranks.iter().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
-        let prepare = if *is_borrower {
-            Request::SetAside(transition)
-        } else {
-            Request::Prepare(Prepare { of: self.job.verb, lease_ms, ranks, transition })
-        };
+        let ranks = of_same_verb().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
+        let prepare =
+            if *is_borrower { Request::SetAside(transition) } else { Request::Prepare(Prepare { of: *verb, lease_ms, ranks, transition }) };
         match client.ask(prepare, Some(self.file.as_fd()), &mut |now| self.observer.progress(*pid, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),
@@ -416,17 +436,22 @@ impl Attempt<'_> {
         if is_early {
             self.meet(Step::Early, Some(client))?;
         }
-        if self.job.verb == Verb::Pause && !is_held_pause {
+        if *verb == Verb::Pause && !is_held_pause {
             self.vote_when_all_are_drained()?;
         }
         self.meet(Step::Prepared, Some(client))
+    }
+
+    /// Whether it comes while others leave.
+    fn comes(&self, member: usize) -> bool {
+        self.ranks[member].verb != self.job.verb
     }
 
     /// Has the last member to get here ask the engines. The others wait for that member at the next step.
     fn vote_when_all_are_drained(&self) -> Result<(), Stop> {
         let mut gathering = self.gathering();
         gathering.drained += 1;
-        if gathering.drained < self.ranks.len() {
+        if gathering.drained < self.ranks.iter().filter(|rank| rank.verb == self.job.verb).count() {
             return Ok(());
         }
         gathering.all_drained = Some(Instant::now());

@@ -1,4 +1,4 @@
-//! Plans and runs operations on jobs: pause, resume, suspend and move.
+//! Plans and runs operations on jobs: pause, resume, swap, suspend and move.
 //!
 //! The command line uses it, and prints what it returns. This crate prints nothing: whoever runs an operation hears of it through an
 //! [`Observer`].
@@ -26,6 +26,7 @@ pub mod retry;
 pub mod shared;
 mod stuck;
 mod suspend;
+mod swap;
 pub mod target;
 pub mod text;
 
@@ -35,3 +36,4 @@ pub use outcome::Outcome;
 pub use plan::Plan;
 pub use relocate::{Move, Moving};
 pub use suspend::Suspend;
+pub use swap::{Room, Swap, Swapped};

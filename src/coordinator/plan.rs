@@ -7,10 +7,11 @@ use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank};
-use crate::operation::{Operation, Scope};
+use crate::operation::{Operation, PauseOptions, Scope};
 use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::queue::{Place, Ticket};
+use crate::retry::Deadline;
 use crate::shared::{self, Borrower, Group};
 use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};
@@ -266,35 +267,109 @@ impl Plan {
         });
         let outcome = self.outcome(reports);
         if nvml.is_some() {
-            let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
-            self.found.tell_what_nvml_counts(outcome.processes.iter().filter(is_paused).map(|one| &one.process));
+            self.tell_what_nvml_counts(&outcome);
         }
         outcome
     }
 
+    /// After a pause.
+    pub(crate) fn tell_what_nvml_counts(&self, outcome: &Outcome) {
+        let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
+        self.found.tell_what_nvml_counts(outcome.processes.iter().filter(is_paused).map(|one| &one.process));
+    }
+
     fn run_group(&self, group: &Group<Borrower>, consent: &Consent, observer: &dyn Observer) -> JobReport {
+        self.job(&group.members, group.borrowers.clone(), consent).run(observer)
+    }
+
+    /// The members at these places, to be asked as one.
+    fn job<'a>(&'a self, places: &[usize], borrowers: Vec<Borrower>, consent: &'a Consent) -> Job<'a> {
         let Operation { verb, deadline, pause, .. } = &self.operation;
-        let members = || group.members.iter().map(|place| &self.members[*place]);
+        let members = || places.iter().map(|place| &self.members[*place]);
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = members().map(|member| member.process.job()).collect();
         let hold = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause);
         let wanted =
             TransitionRequest { hold, timeout: deadline.left(), force: self.request.force || consent.may_lose, ..self.request.clone() };
-        let rank =
-            |member: &Member| Rank { pid: member.process.pid, tags: wanted.tags.clone(), lenient: wanted.lenient, is_borrower: false };
+        let rank = |member: &Member| Rank {
+            pid: member.process.pid,
+            verb: *verb,
+            tags: wanted.tags.clone(),
+            lenient: wanted.lenient,
+            is_borrower: false,
+        };
         let who = members().next().map(|member| member.process.job_or_itself()).unwrap_or_default();
         Job {
             found: &self.found,
             verb: *verb,
             ranks: members().map(rank).collect(),
             wanted,
-            borrowers: pause.shared.then(|| group.borrowers.clone()),
+            coming: None,
+            borrowers: pause.shared.then_some(borrowers),
             is_whole: self.is_whole && jobs.len() == 1,
             ticket: Some(self.ticket(who, members())),
             engines: consent.engines.as_ref().map(|engines| (engines, deadline.at())),
             nodes: self.operation.nodes.clone(),
         }
-        .run(observer)
+    }
+
+    /// All of them, whatever their jobs, to be asked as one.
+    pub(crate) fn as_one_job<'a>(&'a self, consent: &'a Consent) -> Job<'a> {
+        let (places, borrowers) = self.groups.iter().fold((Vec::new(), Vec::new()), |(mut places, mut borrowers), group| {
+            places.extend_from_slice(&group.members);
+            borrowers.extend_from_slice(&group.borrowers);
+            (places, borrowers)
+        });
+        self.job(&places, borrowers, consent)
+    }
+
+    /// What came of [`as_one_job`](Self::as_one_job).
+    pub(crate) fn outcome_as_one(&self, report: JobReport) -> Outcome {
+        let JobReport { results, borrowers, committed, attempts, ms, waited } = report;
+        let (mut results, mut borrowers) = (results.into_iter(), Some(borrowers));
+        let of_group = |group: &Group<Borrower>| JobReport {
+            results: results.by_ref().take(group.members.len()).collect(),
+            borrowers: borrowers.take().unwrap_or_default(),
+            committed,
+            attempts,
+            ms,
+            waited,
+        };
+        let reports = self.groups.iter().map(of_group).map(Ok).collect();
+        self.outcome(reports)
+    }
+
+    /// The plan of a resume of what this one was to change, for those of its processes that still answer. `None` if that is nothing.
+    pub(crate) fn resume_of_due(&self, deadline: Deadline) -> Option<Self> {
+        let tags: Vec<_> = self.due_tags().into_iter().map(str::to_owned).collect();
+        let request = TransitionRequest { lenient: true, tags, gpus: self.request.gpus.clone(), ..TransitionRequest::default() };
+        let pids: Vec<_> = self.processes().map(|process| process.pid).collect();
+        let answering = self.found.look_again(&pids).into_iter().filter(|process| process.status.is_ok()).collect();
+        let operation = Operation { verb: Verb::Resume, deadline, pause: PauseOptions::default(), ..self.operation.clone() };
+        let mut plan = Self {
+            operation,
+            found: self.found.clone(),
+            target: self.target.clone(),
+            members: any_members(Verb::Resume, answering, &request),
+            groups: Vec::new(),
+            request,
+            is_whole: false,
+            in_queue: RandomState::new().build_hasher().finish(),
+            turn: None,
+            restored: BTreeMap::new(),
+        };
+        plan.groups = without_borrowers(plan.jobs());
+        (!plan.request.tags.is_empty() && !plan.groups.is_empty()).then_some(plan)
+    }
+
+    /// The processes that were found to be meant.
+    pub(crate) fn processes(&self) -> impl Iterator<Item = &Process> {
+        self.members.iter().map(|member| &member.process)
+    }
+
+    /// The tags in which something is to be done.
+    pub(crate) fn due_tags(&self) -> BTreeSet<&str> {
+        self.due().flat_map(|member| &member.due).map(String::as_str).collect()
     }
 
     /// A thread that panicked has no report.
@@ -355,7 +430,7 @@ impl Plan {
     }
 
     /// Whether memory on this GPU is selected.
-    fn wants(&self, gpu: &str) -> bool {
+    pub(crate) fn wants(&self, gpu: &str) -> bool {
         self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
     }
 

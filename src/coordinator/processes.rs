@@ -354,6 +354,11 @@ impl Found {
         self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
     }
 
+    /// Whether a process has ended. One that is stopped has not, nor one whose socket was deleted.
+    pub fn has_ended(&self, pid: u32) -> bool {
+        !proc::has_library(pid) && self.look_again(&[pid]).iter().all(|process| process.status.is_err())
+    }
+
     /// The other processes of a process's job, whoever was asked at first. Those that do not answer are left out.
     pub fn others_of_job(&self, process: &Process) -> Vec<Process> {
         let Some(job) = process.job() else { return Vec::new() };

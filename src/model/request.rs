@@ -60,6 +60,10 @@ pub struct TransitionRequest {
     /// Resume only: whoever asks tries again if memory is short. Then the process does not report it as out of memory yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tries_again: bool,
+    /// As part of a swap. A pause gives memory back as soon as its contents are saved, and if it is not committed, takes new memory and copies
+    /// the contents back. A resume takes memory piece by piece as the other job gives it back; `timeout` limits the wait for each piece.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hand_over: bool,
     /// Pause only, from inside the process: device memory whose contents need not be kept, whatever the policy.
     #[serde(skip)]
     pub unused: Vec<Span>,

@@ -7,8 +7,8 @@ use std::fs::{self, DirBuilder};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
@@ -517,4 +517,28 @@ fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
         line.push(byte[0]);
     }
     Some((line, passed.files))
+}
+
+/// A proxy between a coordinator and processes: a folder with socket names that the coordinator takes for theirs. `may_pass` gets the place
+/// of the process, and what it gets from [`pass_on`].
+pub fn proxy<'a>(
+    machine: &Machine,
+    ranks: impl IntoIterator<Item = &'a Program>,
+    may_pass: impl Fn(usize, &str, &[u8], bool) -> bool + Send + Sync + 'static,
+) -> tempfile::TempDir {
+    let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
+    let may_pass = Arc::new(may_pass);
+    for (place, rank) in ranks.into_iter().enumerate() {
+        let name = format!("{}.sock", rank.pid());
+        let listener = UnixListener::bind(folder.path().join(&name)).unwrap();
+        let (own, may_pass) = (machine.sockets().join(name), Arc::clone(&may_pass));
+        thread::spawn(move || {
+            for coordinator in listener.incoming() {
+                let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
+                let may_pass = Arc::clone(&may_pass);
+                pass_on([coordinator, process], move |request, line, is_answer| may_pass(place, request, line, is_answer));
+            }
+        });
+    }
+    folder
 }

@@ -14,6 +14,7 @@ pub mod relocate;
 pub mod run;
 pub mod status;
 pub mod suspend;
+pub mod swap;
 pub mod tag;
 pub mod trace;
 pub mod transition;

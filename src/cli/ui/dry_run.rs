@@ -1,7 +1,7 @@
 //! Prints dry runs.
 
 use crate::ui::output;
-use serde_json::json;
+use serde_json::{Value, json};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::forecast::Forecast;
 use vramctl_model::{Bytes, Plan, Policy, TagPlan};
@@ -35,20 +35,7 @@ fn tags_text(one: &Forecast, plan: &Plan) -> String {
 /// Prints them, and returns the exit code that the command would have, as far as it can be predicted.
 pub fn print(all: &[Forecast], as_json: bool) -> Result<Exit, CommandError> {
     if as_json {
-        let answer = |Forecast { process, plan, failure, aside_bytes }: &Forecast| {
-            let mut answer = json!({ "pid": process.pid, "name": process.name() });
-            if let Some(bytes) = aside_bytes {
-                answer["aside_bytes"] = json!(bytes);
-            }
-            if let Some(plan) = plan {
-                answer["plan"] = json!(plan);
-            }
-            if let Some(failure) = failure {
-                answer["error"] = json!(failure);
-            }
-            answer
-        };
-        output::json(&all.iter().map(answer).collect::<Vec<_>>())?;
+        output::json(&json_of(all))?;
     } else {
         for one in all {
             text(one).map_or(Ok(()), |text| output::say(&text))?;
@@ -57,5 +44,28 @@ pub fn print(all: &[Forecast], as_json: bool) -> Result<Exit, CommandError> {
             }
         }
     }
-    Ok(all.iter().find_map(|one| one.failure.as_ref()).map_or(Exit::Done, CommandError::exit))
+    Ok(exit_of(all))
+}
+
+/// The exit code that the command would have.
+pub fn exit_of(all: &[Forecast]) -> Exit {
+    all.iter().find_map(|one| one.failure.as_ref()).map_or(Exit::Done, CommandError::exit)
+}
+
+/// As JSON.
+pub fn json_of(all: &[Forecast]) -> Vec<Value> {
+    let answer = |Forecast { process, plan, failure, aside_bytes }: &Forecast| {
+        let mut answer = json!({ "pid": process.pid, "name": process.name() });
+        if let Some(bytes) = aside_bytes {
+            answer["aside_bytes"] = json!(bytes);
+        }
+        if let Some(plan) = plan {
+            answer["plan"] = json!(plan);
+        }
+        if let Some(failure) = failure {
+            answer["error"] = json!(failure);
+        }
+        answer
+    };
+    all.iter().map(answer).collect()
 }

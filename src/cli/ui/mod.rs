@@ -13,6 +13,7 @@ use progress::{Bar, Bars};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
+use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
 use vramctl_coordinator::{Observer, Plan};
 use vramctl_host::Unpoison;
@@ -45,9 +46,10 @@ impl Ui {
     }
 
     /// Shows a bar for each process that takes part.
-    pub fn show(&self, plan: &Plan) {
-        let bar = |pid| (pid, self.bars.bar(&plan.process(pid).map_or_else(String::new, ToString::to_string)));
-        *self.shown.lock().unpoisoned() = plan.taking_part().into_iter().map(bar).collect();
+    pub fn show(&self, plans: &[&Plan]) {
+        let all = plans.iter().flat_map(|plan| plan.taking_part().into_iter().map(|pid| (pid, plan.process(pid))));
+        let bar = |(pid, process): (u32, Option<&Process>)| (pid, self.bars.bar(&process.map_or_else(String::new, ToString::to_string)));
+        *self.shown.lock().unpoisoned() = all.map(bar).collect();
     }
 
     /// Ends the display of progress.

@@ -9,6 +9,7 @@
 //! 3. A library is set aside before the driver locks its process, and woken only when the process runs.
 //! 4. A restore never begins without room for it.
 //! 5. Whatever was refused or killed, a resume without faults brings everything back.
+//! 6. After a swap of a job that runs and one that is paused, whatever came of it, one of the two runs and the other is paused.
 //!
 //! `SIMULATION_SEED` repeats a run, and `SIMULATION_STEPS` makes it longer.
 
@@ -35,7 +36,7 @@ use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::plan::Consent;
 use vramctl_coordinator::processes::{Target, made_up};
 use vramctl_coordinator::retry::Deadline;
-use vramctl_coordinator::{Operation, Plan, Scope, Suspend};
+use vramctl_coordinator::{Operation, Outcome, Plan, Scope, Suspend, Swap, Swapped};
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_driver::{Card, NoCards};
 use vramctl_host::system::poll;
@@ -49,6 +50,8 @@ const TAG: u64 = 1000;
 const CONTEXT: u64 = 100;
 /// Both jobs with a little to spare, so that one can be suspended and the other not be resumed beside a third party.
 const CAPACITY: u64 = 5 * (TAG + CONTEXT) + 5 * CONTEXT / 4;
+/// How long a rank waits in a swap for memory that the other job does not give.
+const LACKING: Duration = Duration::from_secs(2);
 const UUID: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 /// What all processes share.
@@ -72,6 +75,8 @@ struct Slot {
     context: AtomicU64,
     /// Whether its contents are on the host.
     paused: AtomicU64,
+    /// Whether others have taken the memory that it handed over in a swap which was undone. Its contents are on the host.
+    lacks: AtomicU64,
     held: AtomicU64,
     aside: AtomicU64,
     /// The driver's state of it.
@@ -406,14 +411,16 @@ impl Rank {
             }
             Some(Verb::Resume) => {
                 self.slot.paused.store(0, SeqCst);
+                self.slot.lacks.store(0, SeqCst);
                 self.slot.held.store(0, SeqCst);
             }
             None => {
                 self.slot.tag.fetch_sub(took.load(SeqCst), SeqCst);
-                self.slot.held.store(was_held, SeqCst);
                 if let Some(decision) = &decision {
                     decision.abort();
                 }
+                let is_whole = self.takes_back();
+                self.slot.held.store(if is_whole { was_held } else { 1 }, SeqCst);
             }
         }
         match verb {
@@ -449,14 +456,18 @@ impl Rank {
                     client.answer(&Reply::Held)?;
                 }
                 Request::Drain { .. } => client.answer(&Reply::Drained)?,
-                Request::Prepare(Prepare { of: Verb::Pause, ranks, .. }) => {
+                Request::Prepare(Prepare { of: Verb::Pause, ranks, transition, .. }) => {
                     self.remember(ranks);
+                    if transition.hand_over {
+                        self.slot.tag.store(0, SeqCst);
+                    }
                     prepared.set(Some(Verb::Pause));
                     client.answer(&Reply::Prepared)?;
                 }
                 Request::Prepare(Prepare { of: Verb::Resume, ranks, transition, .. }) => {
                     self.remember(ranks);
-                    let deadline = Instant::now() + transition.timeout.unwrap_or_default();
+                    let patience = if transition.hand_over { LACKING } else { Duration::MAX };
+                    let deadline = Instant::now() + transition.timeout.unwrap_or_default().min(patience);
                     let is_there = || self.slot.paused.load(SeqCst) == 0 || self.take(took);
                     while !is_there() {
                         if is_aborted() {
@@ -495,6 +506,21 @@ impl Rank {
         if !ranks.is_empty() {
             *self.remembered.lock().unwrap() = ranks;
         }
+    }
+
+    /// Undoes what it has handed over in a swap: its memory comes back once the other job has given it back. Returns whether it is there.
+    fn takes_back(&self) -> bool {
+        let (deadline, took) = (Instant::now() + LACKING, AtomicU64::new(0));
+        let is_there = || self.slot.paused.load(SeqCst) == 1 || self.slot.tag.load(SeqCst) == TAG || self.take(&took);
+        while !is_there() {
+            if Instant::now() >= deadline {
+                self.slot.paused.store(1, SeqCst);
+                self.slot.lacks.store(1, SeqCst);
+                return false;
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        true
     }
 
     fn take(&self, took: &AtomicU64) -> bool {
@@ -550,20 +576,25 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
     let machine: &'static Simulated = Box::leak(Box::new(Simulated { shared, random: Mutex::new(seed) }));
     let [verb, target, timeout] = words else { panic!("{words:?}") };
     let timeout: u64 = timeout.parse().unwrap();
-    let operation = Operation {
+    let operation = |verb: &str, target: &str| Operation {
         machine,
-        verb: if *verb == "resume" { Verb::Resume } else { Verb::Pause },
-        target: if *target == "all" { Target::All } else { Target::Name((*target).to_owned()) },
-        scope: if *verb == "suspend" { Scope::Device } else { Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() } },
+        verb: if verb == "resume" { Verb::Resume } else { Verb::Pause },
+        target: if target == "all" { Target::All } else { Target::Name(target.to_owned()) },
+        scope: if verb == "suspend" { Scope::Device } else { Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() } },
         ranks: None,
         deadline: Deadline::new((timeout > 0).then(|| Duration::from_millis(timeout))),
         pause: PauseOptions { hold: Hold::Within(Duration::from_millis(500)), ..PauseOptions::default() },
         nodes: None,
     };
     let run = || match *verb {
-        "suspend" => Suspend::plan(&operation, &())?.check(&())?.run(&()),
-        "pause" => Plan::make(operation.clone(), &()).map(|plan| plan.run(&Consent::default(), &())),
-        _ => Plan::make(operation.clone(), &())?.bring_back(&()).map(|plan| plan.run(&Consent::default(), &())),
+        "suspend" => Suspend::plan(&operation(verb, target), &())?.check(&())?.run(&()),
+        "pause" => Plan::make(operation(verb, target), &()).map(|plan| plan.run(&Consent::default(), &())),
+        "swap" => {
+            let swap = Swap::plan(operation("pause", target), operation("resume", other(target)), &())?;
+            let Swapped { left, came, .. } = swap.run(&Consent::default(), &());
+            Ok(Outcome { processes: left.processes.into_iter().chain(came.processes).collect(), ..Outcome::default() })
+        }
+        _ => Plan::make(operation(verb, target), &())?.bring_back(&()).map(|plan| plan.run(&Consent::default(), &())),
     };
     let failures: Vec<_> = match run() {
         Ok(outcome) => outcome.processes.into_iter().filter_map(|one| one.result.err()).collect(),
@@ -573,6 +604,11 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
         println!("{failure}");
     }
     i32::from(!failures.is_empty())
+}
+
+/// The job that changes places with this one.
+fn other(job: &str) -> &'static str {
+    if job == "a" { "b" } else { "a" }
 }
 
 fn itself(role: &str, folder: &Path, seed: u64) -> Command {
@@ -633,13 +669,21 @@ impl Simulation {
     }
 
     fn step(&mut self) {
-        let target = ["a", "b", "all"][self.random.below(3) as usize];
-        let verb = ["pause", "resume", "suspend", "resume"][self.random.below(4) as usize];
+        let mut target = ["a", "b", "all"][self.random.below(3) as usize];
+        let verb = ["pause", "resume", "suspend", "resume", "swap", "swap"][self.random.below(6) as usize];
+        if verb == "swap" {
+            target = self.prepare_a_swap();
+        }
+        let before = self.runs();
         let timeout = [0, 0, 60, 200][self.random.below(4) as usize];
         let words = format!("{verb} {target} {timeout}");
-        self.shared.0.others.store([0, 0, TAG, 3 * TAG][self.random.below(4) as usize], SeqCst);
+        // Then no third party takes what a swap hands over.
+        let is_tight = verb == "swap" && self.random.one_in(2);
+        let others = [0, 0, TAG, 3 * TAG][self.random.below(4) as usize];
+        self.shared.0.others.store(if is_tight { self.shared.locked(free) } else { others }, SeqCst);
         self.shared.0.faults.store([0, 20, 60, 200][self.random.below(4) as usize], SeqCst);
-        match self.random.below(4) {
+        let how = self.random.below(4);
+        match how {
             // Killed at any moment.
             0 => {
                 let mut killed = self.operate(&words);
@@ -661,6 +705,9 @@ impl Simulation {
                 let (is_well, said) = self.run(&words);
                 if is_well {
                     self.look_after(verb, target);
+                    if verb == "swap" {
+                        self.look_after("resume", other(target));
+                    }
                 } else {
                     self.told.push(format!("({})", said.trim()));
                 }
@@ -668,6 +715,11 @@ impl Simulation {
         }
         self.shared.0.faults.store(0, SeqCst);
         self.settle();
+        let after = self.runs();
+        // Two at once may both have an effect.
+        if verb == "swap" && how != 1 && before[0] != before[1] {
+            assert!(after[0] != after[1], "of two jobs that change places, one runs: {before:?}, {after:?}");
+        }
         if self.random.one_in(3) {
             self.bring_everything_back();
         }
@@ -686,16 +738,34 @@ impl Simulation {
             match verb {
                 "pause" => assert_eq!(figures[0], 1),
                 "suspend" => assert_eq!(figures[..3], [1, 1, 2]),
+                "swap" => assert_eq!((figures[0], figures[3]), (1, 1)),
                 _ => assert_eq!(figures, [0; 4]),
             }
         }
+    }
+
+    /// Which of the two jobs run.
+    fn runs(&self) -> [bool; 2] {
+        ["a", "b"].map(|job| self.slots_of(job).all(|slot| slot.paused.load(SeqCst) == 0))
+    }
+
+    /// Often has only one of the two run. Returns the one that is to leave.
+    fn prepare_a_swap(&mut self) -> &'static str {
+        let leaving = ["a", "b"][self.random.below(2) as usize];
+        if self.random.below(4) > 0 {
+            self.bring_everything_back();
+            let (is_well, said) = self.run(&format!("pause {} 0", other(leaving)));
+            assert!(is_well, "{said}");
+        }
+        leaving
     }
 
     /// All or nothing, once every rank has noticed that its client is gone.
     fn settle(&self) {
         let is_whole = |job: &str| {
             let paused: Vec<_> = self.slots_of(job).map(|slot| slot.paused.load(SeqCst)).collect();
-            paused.iter().all(|one| *one == paused[0])
+            let lacks = self.slots_of(job).any(|slot| slot.lacks.load(SeqCst) == 1);
+            lacks || paused.iter().all(|one| *one == paused[0])
         };
         let is_free = |slot: &Slot| slot.held.load(SeqCst) == 0 || slot.paused.load(SeqCst) == 1;
         let deadline = Instant::now() + Duration::from_secs(20);

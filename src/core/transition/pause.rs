@@ -6,6 +6,7 @@ use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_te
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -113,23 +114,28 @@ impl Memory {
         // In a held program, nothing begins before this pause has ended, and most contexts have been waited for.
         let _quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
         let shown = self.show(TagState::Pausing, &victims);
+        let follower = RefCell::new(&mut *observer);
         let kept = self.save(
             request,
             &victims,
             &mut |now| {
                 shown.progress(now);
-                observer.progress(now);
+                follower.borrow_mut().progress(now);
             },
+            &mut || follower.borrow_mut().is_wanted(),
             clock,
         )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
+        if request.hand_over && observer.is_wanted() {
+            release(&victims, &kept.items, is_free_to_go);
+        }
         observer.vote().map_err(|refused| self.map_back(&victims, refused))?;
         aside::set_aside(request);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
         let disk_bytes = kept.items.iter().map(|(_, saved)| saved.disk_bytes()).sum();
-        clock.time(Stage::Release, || release(&victims, kept.items));
+        clock.time(Stage::Release, || release(&victims, &kept.items, |_| true));
         let wants_guard = request.guard || Config::get().guard;
         let guarded_bytes = if wants_guard { clock.time(Stage::Guard, || self.guard(&victims)) } else { 0 };
         if !victims.is_empty() {
@@ -155,12 +161,13 @@ impl Memory {
     }
 
     /// Saves contents. Unmaps what is saved while the rest is still being copied: with many allocations unmapping takes
-    /// long, and it can be undone.
+    /// long, and it can be undone. What is handed over is released as well, while that `is_wanted`.
     fn save(
         &self,
         request: &TransitionRequest,
         victims: &[Arc<Allocation>],
         progress: &mut dyn FnMut(Progress),
+        is_wanted: &mut dyn FnMut() -> bool,
         clock: &mut Clock,
     ) -> Result<Kept, Error> {
         let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(request, allocation) != Policy::Discard).map(Arc::clone).collect();
@@ -168,22 +175,27 @@ impl Memory {
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();
         wanted.retain(|wanted| !wanted.live.is_empty());
-        let mut saved_already = |addresses: &[u64]| {
-            let saved: Vec<_> = addresses.iter().filter_map(|address| of_address.get(address).map(|one| Arc::clone(one))).collect();
+        let mut saved_already = |items: &[&backup::Item]| {
+            let saved: Vec<_> = items.iter().filter_map(|(extent, _)| of_address.get(&extent.address).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
-            let _ = unmap(&saved);
+            let unmapped = unmap(&saved);
+            if request.hand_over && unmapped.is_ok() && is_wanted() {
+                release(&saved, items.iter().copied(), is_free_to_go);
+            }
         };
         clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already)).map_err(|error| self.map_back(victims, error))
     }
 
-    /// Undoes what a pause has done so far: maps the memory again, which still holds its contents.
+    /// Undoes what a pause has done so far: maps the memory again, which still holds its contents. What was handed over is taken back.
     fn map_back(&self, victims: &[Arc<Allocation>], error: Error) -> Error {
         self.show_undoing();
+        let (gone, unmapped): (Vec<_>, Vec<_>) = victims
+            .iter()
+            .filter(|allocation| allocation.is_paused())
+            .cloned()
+            .partition(|allocation| allocation.contents().memory.is_none());
         let mut stranded = 0;
-        for allocation in victims {
-            if !allocation.is_paused() {
-                continue;
-            }
+        for allocation in &unmapped {
             // At the second failure it stays paused, alone of its job, and its memory still has the contents.
             if let Err(second) = self.map_again(allocation).or_else(|_| self.map_again(allocation)) {
                 if !exit::is_ending() {
@@ -191,6 +203,12 @@ impl Memory {
                 }
                 stranded += 1;
             }
+        }
+        if let Err(second) = self.undo_hand_over(&gone) {
+            if !exit::is_ending() {
+                log::error!("{} allocations that were handed over stay paused, with their contents: {second}", gone.len());
+            }
+            stranded += gone.len();
         }
         if stranded == 0 {
             return error;
@@ -236,11 +254,20 @@ fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     driver::unmap(&mut memories)
 }
 
-/// Releases the memory. From here on, the contents are only where they were saved.
-fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
-    let mut saved: BTreeMap<_, Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
+/// Releases the memory of these, unless that has been done. From here on, the contents are only where they were saved.
+fn release<'a>(victims: &[Arc<Allocation>], items: impl IntoIterator<Item = &'a backup::Item>, which: impl Fn(&Allocation) -> bool) {
+    let saved: BTreeMap<_, &Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {
-        let saved = saved.remove(&allocation.address());
-        allocation.replace(None, saved);
+        let is_there = allocation.contents().memory.is_some();
+        if is_there && which(allocation) {
+            allocation.replace(None, saved.get(&allocation.address()).map(|saved| Arc::clone(saved)));
+        }
     }
+}
+
+/// Whether new memory can take the place of this memory without anybody's noticing, should the pause be undone. Whoever has it open or
+/// registered knows its physical pages: it goes at the commit.
+fn is_free_to_go(allocation: &Allocation) -> bool {
+    let contents = allocation.contents();
+    contents.registrant().is_none() && contents.lent_to_others(&TransitionRequest::default()).is_empty()
 }

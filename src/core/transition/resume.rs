@@ -6,6 +6,7 @@ use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_te
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -52,6 +53,8 @@ impl Memory {
             self.wait_for_guarded(&self.choose(request)?.paused, left, observer).map_err(busy_since(started))?;
             let attempt = self.try_resume(request, started, observer);
             let limit = match &attempt {
+                // It has waited for each piece.
+                Err(Error::DeviceMemory(_)) if request.hand_over => Duration::ZERO,
                 Err(Error::DeviceMemory(_)) => request.timeout.unwrap_or_default(),
                 // Work that may use a guard has begun since.
                 Err(Error::Busy(_)) => WORK.max(request.timeout.unwrap_or_default()),
@@ -83,15 +86,19 @@ impl Memory {
         self.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
-        let needed = check_free(&paused)?;
+        let needed = if request.hand_over { needed_by(&paused) } else { check_free(&paused)? };
         // The client may have gone while this waited for the lock, or for the driver.
         if !observer.is_wanted() {
             return Err(Error::Busy(started.elapsed()));
         }
+        let observer = RefCell::new(observer);
         let mut progress = |now| {
             shown.progress(now);
-            observer.progress(now);
+            observer.borrow_mut().progress(now);
         };
+        let mut is_wanted = || observer.borrow_mut().is_wanted();
+        let mut arrival =
+            if request.hand_over { Arrival::within(request.timeout.unwrap_or_default(), &mut is_wanted) } else { Arrival::None };
         events::publish(Event::Stage(Stage::Wait, started.elapsed()));
         let unguarding = Instant::now();
         let unguarded = self.unguard(&paused, WAIT_LOCKED)?;
@@ -100,8 +107,8 @@ impl Memory {
         }
         // Without the vote, the new memory is released; the backups are untouched.
         let brought = self
-            .bring_back(&paused, &needed, &nearly_idle(&all), &mut clock, &mut progress)
-            .and_then(|memories| observer.vote().map(|()| memories));
+            .bring_back(&paused, &needed, &nearly_idle(&all), &mut arrival, &mut clock, &mut progress)
+            .and_then(|memories| observer.borrow_mut().vote().map(|()| memories));
         let memories = brought?;
         unguarded.for_good();
 
@@ -126,12 +133,14 @@ impl Memory {
     }
 
     /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
-    /// mapped. `needed`: bytes on each device, for the error. `idle`: contexts in which the program has nothing to run on.
+    /// mapped. `needed`: bytes on each device, for the error. `idle`: contexts in which the program has nothing to run on. `arrival`: how the
+    /// memory comes.
     fn bring_back(
         &self,
         paused: &[Arc<Allocation>],
         needed: &BTreeMap<CUdevice, u64>,
         idle: &BTreeSet<Context>,
+        arrival: &mut Arrival<'_>,
         clock: &mut Clock,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Vec<Physical>, Error> {
@@ -146,7 +155,7 @@ impl Memory {
             let mut from = 0;
             for upto in batches(paused) {
                 for allocation in &paused[from..upto] {
-                    memories.push(create(allocation, needed.get(&allocation.device).copied().unwrap_or_default())?);
+                    memories.push(arrival.take(allocation, needed.get(&allocation.device).copied().unwrap_or_default())?);
                 }
                 self.open(paused[from..upto].iter().map(|allocation| &**allocation))?;
                 for allocation in &paused[from..upto] {
@@ -160,6 +169,60 @@ impl Memory {
         clock.add(Stage::Restore, started.elapsed());
         // On error the new memory is released; no copy to it is in flight any more.
         brought.map(|()| memories)
+    }
+
+    /// Takes new memory for what an undone pause had handed over, as the other job gives it back, and copies the contents there.
+    pub(super) fn undo_hand_over(&self, gone: &[Arc<Allocation>]) -> Result<(), Error> {
+        /// As long as the other job may take to give its memory back, and a little longer.
+        const WITHIN: Duration = Duration::from_secs(30);
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let mut is_wanted = || !exit::is_ending();
+        let mut arrival = Arrival::within(WITHIN, &mut is_wanted);
+        let (mut clock, mut progress) = (Clock::default(), |_| ());
+        let memories = self.bring_back(gone, &needed_by(gone), &BTreeSet::new(), &mut arrival, &mut clock, &mut progress)?;
+        for (allocation, memory) in gone.iter().zip(memories) {
+            drop(activate(allocation, memory));
+        }
+        Ok(())
+    }
+}
+
+/// How the memory for a resume comes.
+enum Arrival<'a> {
+    /// All of it is free, or the resume fails.
+    None,
+    /// Piece by piece, as another job gives it back.
+    Pieces {
+        /// How long to wait for the next one.
+        within: Duration,
+        /// Since when.
+        since: Instant,
+        /// Whether to go on waiting.
+        is_wanted: &'a mut dyn FnMut() -> bool,
+    },
+}
+
+impl<'a> Arrival<'a> {
+    fn within(within: Duration, is_wanted: &'a mut dyn FnMut() -> bool) -> Self {
+        Self::Pieces { within, since: Instant::now(), is_wanted }
+    }
+
+    /// Takes memory for an allocation, as soon as there is room. `needed`: as for [`create`].
+    fn take(&mut self, allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
+        /// The other job saves 64 MiB in about as long.
+        const LOOK_EVERY: Duration = Duration::from_millis(1);
+        let Self::Pieces { within, since, is_wanted } = self else { return create(allocation, needed) };
+        loop {
+            // Large memory is created in several steps, so a try would take what another one needs.
+            let taken = check_room_for(allocation, needed).and_then(|()| create(allocation, needed));
+            if !matches!(taken, Err(Error::DeviceMemory(_))) || since.elapsed() >= *within || !is_wanted() {
+                *since = Instant::now();
+                return taken;
+            }
+            thread::sleep(LOOK_EVERY);
+        }
     }
 }
 
@@ -222,9 +285,21 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
+/// An error if there is no room for the allocation now.
+fn check_room_for(allocation: &Allocation, needed: u64) -> Result<(), Error> {
+    let context = allocation.context();
+    let (free, _) = Current::push(context).and_then(|_current| driver::memory_info())?;
+    if allocation.bytes() as u64 > free { Err(shortage(allocation.device, context, needed)) } else { Ok(()) }
+}
+
+/// Bytes needed on each device.
+fn needed_by(paused: &[Arc<Allocation>]) -> BTreeMap<CUdevice, u64> {
+    bytes_of_devices(paused.iter().map(|allocation| &**allocation))
+}
+
 /// Bytes needed on each device; an error if they are not free. Memory of guards counts as free if it will be released first.
 fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
-    let all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
+    let all_needed = needed_by(paused);
     for (&device, &needed) in &all_needed {
         let on_device = paused.iter().find(|allocation| allocation.device == device).map(|allocation| allocation.context());
         let Some(context) = on_device else { continue };

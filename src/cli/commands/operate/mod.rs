@@ -4,6 +4,7 @@
 mod request;
 
 use crate::commands::gpus;
+use crate::commands::swap;
 use crate::commands::transition::answers::{job_json, process_json};
 use crate::ui::lines::Lines;
 use request::{Nothing, Request, Which};
@@ -16,7 +17,7 @@ use vramctl_coordinator::nodes::{Aborted, Participant, Word};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::plan::{Consent, Left};
 use vramctl_coordinator::processes::{Found, Process, Target};
-use vramctl_coordinator::{Move, Operation, Outcome, Plan, Suspend};
+use vramctl_coordinator::{Move, Operation, Outcome, Plan, Suspend, Swap, Swapped};
 use vramctl_model::Error;
 
 #[derive(clap::Args)]
@@ -27,6 +28,8 @@ pub struct Args {}
 enum Answer {
     /// Of a pause or resume.
     Tags(Outcome),
+    /// Of a swap.
+    Places(Box<Swapped>),
     /// Of a suspend or move.
     Device(Outcome),
     /// What was asked for.
@@ -57,6 +60,7 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
     let (outcome, exit) = match answer {
         Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
         Ok(Answer::Tags(outcome)) => told(&outcome, |one| process_json(one, None)),
+        Ok(Answer::Places(swapped)) => told_of_swap(&swapped),
         Ok(Answer::Device(outcome)) => told(&outcome, device_json),
         Err((failure, committed)) => {
             let mut outcome = outcome_of(json!({ "processes": [], "jobs": [] }), committed);
@@ -114,6 +118,14 @@ impl Request {
                 let plan = plan.bring_back(&**lines).map_err(|failure| (failure, None))?;
                 Ok(transition(plan, &Consent::default(), lines))
             }
+            Self::Swap(swap) => {
+                let [leaving, coming] = swap.operations().map_err(unchanged)?;
+                let plan = Arc::new(Swap::plan(leaving, coming, &**lines).map_err(unchanged)?);
+                let consent = plan.consent(&**lines).map_err(unchanged)?;
+                let cancelled_plan = Arc::clone(&plan);
+                lines.leaves(move || left_behind(&cancelled_plan.plans()));
+                Ok(Answer::Places(Box::new(plan.run(&consent, &**lines))))
+            }
             Self::Suspend(suspend) => {
                 let plan = Suspend::plan(&suspend.operation().map_err(unchanged)?, &**lines)
                     .and_then(|plan| plan.check(&**lines))
@@ -146,7 +158,7 @@ fn begin(plan: &Plan) -> Result<(), CommandError> {
 fn transition(plan: Plan, consent: &Consent, lines: &Arc<Lines>) -> Answer {
     let plan = Arc::new(plan);
     let cancelled_plan = Arc::clone(&plan);
-    lines.leaves(move || left_behind(&cancelled_plan));
+    lines.leaves(move || left_behind(&[&cancelled_plan]));
     Answer::Tags(plan.run(consent, &**lines))
 }
 
@@ -184,6 +196,14 @@ fn told(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> Value) -> (Va
     (answer, cause.exit())
 }
 
+/// What came of a swap, as its last line, and the exit code.
+fn told_of_swap(swapped: &Swapped) -> (Value, Exit) {
+    let mut answer = outcome_of(swap::json_of(swapped), Some(swapped.committed));
+    let Some(failure) = swapped.failure() else { return (answer, Exit::Done) };
+    answer["error"] = error(&failure);
+    (answer, failure.exit())
+}
+
 fn outcome_of(mut found: Value, committed: Option<bool>) -> Value {
     found["reply"] = json!("outcome");
     found["committed"] = json!(committed);
@@ -198,8 +218,8 @@ fn cancelled(committed: Option<bool>, processes: &[Value]) -> Value {
 }
 
 /// The answer to the cancellation of a pause or resume.
-fn left_behind(plan: &Plan) -> Value {
-    let left = plan.left_behind();
+fn left_behind(plans: &[&Plan]) -> Value {
+    let left: Vec<_> = plans.iter().flat_map(|plan| plan.left_behind()).collect();
     let all = |wanted: &Left| left.iter().all(|(_, left)| left == wanted);
     let committed = if all(&Left::AsItWas) { Some(false) } else { all(&Left::Done).then_some(true) };
     let process = |(process, left): &(&Process, Left)| {

@@ -26,6 +26,7 @@ const VERSION: u32 = 1;
 pub enum Request {
     Pause(Pause),
     Resume(Resume),
+    Swap(SwapRequest),
     Suspend(SuspendRequest),
     Move(MoveRequest),
     Status(Which),
@@ -102,6 +103,26 @@ pub struct Node {
     early: bool,
     lease_ms: u64,
     record: Vec<String>,
+}
+
+/// `target` leaves, and `coming` comes.
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct SwapRequest {
+    target: Who,
+    ranks: Option<usize>,
+    tags: Vec<String>,
+    coming: Who,
+    coming_ranks: Option<usize>,
+    coming_tags: Vec<String>,
+    backup: Option<Policy>,
+    registered: Registered,
+    force: bool,
+    engines: Option<Vec<String>>,
+    hold_ms: Option<u64>,
+    timeout_ms: Option<u64>,
+    waiting: Option<u32>,
+    progress: bool,
 }
 
 #[derive(Deserialize, Default)]
@@ -190,7 +211,12 @@ impl Request {
 
     /// Whether to tell of progress.
     pub fn wants_progress(&self) -> bool {
-        matches!(self, Self::Pause(Pause { progress: true, .. }) | Self::Resume(Resume { progress: true, .. }))
+        matches!(
+            self,
+            Self::Pause(Pause { progress: true, .. })
+                | Self::Resume(Resume { progress: true, .. })
+                | Self::Swap(SwapRequest { progress: true, .. })
+        )
     }
 }
 
@@ -223,6 +249,33 @@ impl Resume {
     pub fn operation(self) -> Operation {
         let scope = Scope::Tags { words: self.tags, may_name: false, gpus: self.gpus };
         operation(Verb::Resume, self.target, scope, self.ranks, self.timeout_ms, PauseOptions::default())
+    }
+}
+
+impl SwapRequest {
+    /// The pause and the resume that it asks for.
+    pub fn operations(self) -> Result<[Operation; 2], CommandError> {
+        let pause = Pause {
+            target: self.target,
+            ranks: self.ranks,
+            tags: self.tags,
+            backup: self.backup,
+            registered: self.registered,
+            force: self.force,
+            engines: self.engines,
+            hold_ms: self.hold_ms,
+            timeout_ms: self.timeout_ms,
+            waiting: self.waiting,
+            ..Pause::default()
+        };
+        let resume = Resume {
+            target: self.coming,
+            ranks: self.coming_ranks,
+            tags: self.coming_tags,
+            timeout_ms: self.timeout_ms,
+            ..Resume::default()
+        };
+        Ok([pause.operation()?, resume.operation()])
     }
 }
 

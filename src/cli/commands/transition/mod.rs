@@ -9,7 +9,7 @@ use crate::ui::Ui;
 use crate::ui::dry_run;
 use crate::ui::interrupt;
 use crate::ui::output;
-pub use options::{PauseArgs, ResumeArgs, engine_key};
+pub use options::{EngineArgs, PauseArgs, ResumeArgs, engine_key};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,17 +51,19 @@ fn run(plan: Plan, consent: &Consent, trimmed: &BTreeMap<u32, Trimmed>, ui: Ui) 
     let (plan, ui) = (Arc::new(plan), Arc::new(ui));
     interrupt::hold();
     let interrupted = (Arc::clone(&plan), Arc::clone(&ui));
-    interrupt::watch(move || give_up(&interrupted.0, &interrupted.1));
-    ui.show(&plan);
+    interrupt::watch(move || give_up(&[&interrupted.0], &interrupted.1));
+    ui.show(&[&plan]);
     let outcome = plan.run(consent, &*ui);
     ui.end();
     answers::print(&plan, &outcome, trimmed, &ui)
 }
 
 /// Cancels the requests, and prints how each process is left.
-fn give_up(plan: &Plan, ui: &Ui) {
+pub fn give_up(plans: &[&Plan], ui: &Ui) {
     ui.interrupt();
-    for (process, left) in plan.left_behind() {
+    for (plan, process, left) in
+        plans.iter().flat_map(|plan| plan.left_behind().into_iter().map(move |(process, left)| (plan, process, left)))
+    {
         let how = match left {
             Left::Undoing(tag) => format!("is being undone{}; `vramctl status` shows when that is done", come_so_far(&tag)),
             Left::Done => "is complete".into(),

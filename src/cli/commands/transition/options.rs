@@ -171,11 +171,11 @@ pub struct EngineArgs {
     engine: Vec<String>,
     /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
     #[arg(long)]
-    force: bool,
+    pub force: bool,
 }
 
 impl EngineArgs {
-    fn addresses(&self) -> engine::Addresses {
+    pub fn addresses(&self) -> engine::Addresses {
         // An empty variable counts as unset.
         let addresses = self.engine.iter().filter(|address| !address.is_empty()).cloned().collect();
         engine::Addresses { addresses, key: engine_key() }

@@ -1,0 +1,172 @@
+//! `vramctl swap`.
+
+use crate::arguments::{BackupArgs, checked_tag, registered, seconds};
+use crate::commands::transition::answers::{self, job_json, process_json};
+use crate::commands::transition::{EngineArgs, give_up};
+use crate::completions;
+use crate::ui::{Ui, dry_run, interrupt, output};
+use clap_complete::ArgValueCandidates;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::machine::ThisMachine;
+use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::processes::Target;
+use vramctl_coordinator::retry::Deadline;
+use vramctl_coordinator::{Operation, Outcome, Room, Scope, Swap, Swapped};
+use vramctl_model::{Bytes, Registered, Verb};
+
+#[derive(clap::Args)]
+#[command(after_long_help = "\
+OUT is held and paused while IN is resumed: as contents of OUT are saved, its memory goes over to IN, piece by piece, so both \
+directions of the link are busy at once. All or nothing, for both: if anything fails or dies before the end, OUT takes its memory \
+back and runs on, and IN stays paused; the message says which runs. What was to be discarded of OUT is then gone, as after a \
+pause. If one of the two has ended as a whole, the other one is resumed.
+
+The host needs room for the contents of both at once. --dry-run shows how much, and whether IN fits on the GPUs. Memory of OUT that \
+another process has open (CUDA IPC) goes over at the very end, so IN must fit without it.
+
+Examples:
+  vramctl swap trainer engine                      # all tags of both
+  vramctl swap trainer engine --dry-run
+  vramctl swap trainer engine --in-tags kv_cache   # only this tag comes
+  vramctl swap a b --out-tags optimizer,gradients --in-tags kv_cache")]
+pub struct Args {
+    /// The processes to pause, by name, pattern ('eng*') or id
+    #[arg(value_name = "OUT", add = ArgValueCandidates::new(completions::targets))]
+    leaving: String,
+    /// The processes to resume, by name, pattern or id
+    #[arg(value_name = "IN", add = ArgValueCandidates::new(completions::targets))]
+    coming: String,
+    /// The tags of OUT [default: all]
+    #[arg(long, value_name = "TAG,…", value_delimiter = ',', value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
+    out_tags: Vec<String>,
+    /// The tags of IN [default: all]
+    #[arg(long, value_name = "TAG,…", value_delimiter = ',', value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
+    in_tags: Vec<String>,
+    /// Only show what would leave and come, and whether there is room
+    #[arg(long, conflicts_with = "quiet")]
+    dry_run: bool,
+    #[command(flatten)]
+    backup: BackupArgs,
+    /// What to do with registered memory of OUT: refuse, keep or take, as for a pause
+    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true, hide_possible_values = true,
+        value_parser = registered([Registered::Refuse, Registered::Keep, Registered::Take]))]
+    registered: Registered,
+    /// How long to wait for GPU work of OUT in flight [default: --timeout, or 10]
+    ///
+    /// After that, nothing has changed and OUT continues.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    hold_timeout: Option<Duration>,
+    /// Wait at most this many seconds, all in all, for what is in the way; fractions are allowed
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+    #[command(flatten)]
+    engine: EngineArgs,
+    /// Print JSON: {"committed", "processes": […], "jobs": […]}
+    ///
+    /// As of a pause and a resume; each process and job also has its "verb", pause or resume. If nothing has changed, "whereabouts" says
+    /// how both are. With --dry-run: {"out": […], "in": […], "gpus": […]}.
+    #[arg(long)]
+    pub json: bool,
+    /// Print errors and warnings only
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
+}
+
+pub fn swap(args: &Args) -> Result<Exit, CommandError> {
+    let ui = Ui::new(args.json, args.quiet);
+    let [leaving, coming] = args.operations();
+    let plan = Swap::plan(leaving, coming, &ui)?;
+    if args.dry_run {
+        return foretell(&plan, args.json);
+    }
+    let consent = plan.consent(&ui)?;
+    let (plan, ui) = (Arc::new(plan), Arc::new(ui));
+    interrupt::hold();
+    let interrupted = (Arc::clone(&plan), Arc::clone(&ui));
+    interrupt::watch(move || give_up(&interrupted.0.plans(), &interrupted.1));
+    ui.show(&plan.plans());
+    let swapped = plan.run(&consent, &*ui);
+    ui.end();
+    print(&plan, &swapped, &ui)
+}
+
+fn print(plan: &Swap, swapped: &Swapped, ui: &Ui) -> Result<Exit, CommandError> {
+    if ui.json {
+        output::print(&format!("{}\n", json_of(swapped)))?;
+    } else {
+        for (plan, outcome) in plan.plans().into_iter().zip([&swapped.left, &swapped.came]) {
+            answers::print(plan, outcome, &BTreeMap::new(), ui)?;
+        }
+        if let Some(whereabouts) = &swapped.whereabouts {
+            output::complain("note", whereabouts);
+        } else if !ui.quiet
+            && let Some(job) = swapped.left.jobs.first()
+        {
+            output::say(&format!("swapped in {:.0} ms", job.ms))?;
+        }
+    }
+    Ok(swapped.failure().map_or(Exit::Done, |failure| failure.exit()))
+}
+
+/// As JSON, without a failure of both.
+pub fn json_of(swapped: &Swapped) -> Value {
+    let (mut processes, mut jobs) = (Vec::new(), Vec::new());
+    for (verb, Outcome { processes: all, borrowers, jobs: of }) in [(Verb::Pause, &swapped.left), (Verb::Resume, &swapped.came)] {
+        let with_verb = |mut answer: Value| {
+            answer["verb"] = json!(verb.name());
+            answer
+        };
+        processes.extend(all.iter().chain(borrowers).map(|one| with_verb(process_json(one, None))));
+        jobs.extend(of.iter().map(|job| with_verb(job_json(job))));
+    }
+    let mut answer = json!({ "committed": swapped.committed, "processes": processes, "jobs": jobs });
+    if let Some(whereabouts) = &swapped.whereabouts {
+        answer["whereabouts"] = json!(whereabouts);
+    }
+    answer
+}
+
+/// Prints what the swap would do.
+fn foretell(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
+    let (leaving, coming, gpus) = plan.forecast();
+    if as_json {
+        let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });
+        let gpu = |Room { index, uuid, free, leaving, coming }: &Room| json!({ "index": index, "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "in_bytes": coming });
+        let coming: Vec<_> = coming.iter().map(comes).collect();
+        let gpus: Vec<_> = gpus.iter().map(gpu).collect();
+        output::print(&format!("{}\n", json!({ "out": dry_run::json_of(&leaving), "in": coming, "gpus": gpus })))?;
+        return Ok(dry_run::exit_of(&leaving));
+    }
+    let exit = dry_run::print(&leaving, false)?;
+    for (process, bytes) in coming {
+        output::say(&format!("{process}: a resume would bring {}", Bytes(bytes)))?;
+    }
+    gpus.iter().try_for_each(|room| output::say(&room.to_string()))?;
+    Ok(exit)
+}
+
+impl Args {
+    /// The pause and the resume that they ask for, with one deadline.
+    fn operations(&self) -> [Operation; 2] {
+        let deadline = Deadline::new(self.timeout);
+        let operation = |verb, target: &str, tags: &[String], pause| {
+            let scope = Scope::Tags { words: tags.to_vec(), may_name: false, gpus: Vec::new() };
+            let target = Target::parse(target.to_owned());
+            Operation { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, nodes: None }
+        };
+        let pause = PauseOptions {
+            backup: self.backup.policy(),
+            registered: self.registered,
+            force: self.engine.force,
+            engines: self.engine.addresses(),
+            hold: self.hold_timeout.map_or(Hold::Yes, Hold::Within),
+            ..PauseOptions::default()
+        };
+        let leaving = operation(Verb::Pause, &self.leaving, &self.out_tags, pause);
+        [leaving, operation(Verb::Resume, &self.coming, &self.in_tags, PauseOptions::default())]
+    }
+}

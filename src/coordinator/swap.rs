@@ -1,0 +1,273 @@
+//! Two jobs change places: one leaves the GPUs while the other comes.
+//!
+//! Both are one job to `job.rs`, with one decision:
+//!
+//! ```text
+//! OUT   hold ─▶ drain ─▶ save, and give back what is saved, piece by piece ─▶ prepared ─┐
+//!                 │                        ╎ memory                                     ├─▶ commit
+//! IN              └────▶ take memory as it comes, and fill it ─▶ prepared ──────────────┘
+//! ```
+//!
+//! The commit is the point of no return, for both at once: then OUT is paused and IN runs. Before that, whatever fails or dies undoes both:
+//! IN gives the new memory back (its contents are still on the host), and OUT takes as much new memory, fills it, and runs on. Contents are
+//! never in one place only that the other job could take.
+//!
+//! A job that has ended cannot run. So if all of OUT has ended, IN is resumed, and if all of IN has, OUT is.
+
+use crate::Observer;
+use crate::failure::{CommandError, Exit};
+use crate::forecast::Forecast;
+use crate::operation::{Hold, Operation};
+use crate::outcome::Outcome;
+use crate::plan::{Consent, Plan};
+use crate::processes::Process;
+use crate::retry::Deadline;
+use std::collections::{BTreeMap, BTreeSet};
+use std::thread;
+use std::time::Duration;
+use vramctl_driver::{self as driver, Card};
+use vramctl_model::{Bytes, TagState, TagStatus, TransitionRequest};
+
+/// What a swap will do.
+pub struct Swap {
+    leaving: Plan,
+    coming: Plan,
+    room: Vec<Room>,
+}
+
+/// The memory of a GPU that changes hands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Room {
+    /// The GPU's index.
+    pub index: u32,
+    /// Its UUID.
+    pub uuid: String,
+    /// Bytes free before.
+    pub free: u64,
+    /// Bytes that the one job gives back there.
+    pub leaving: u64,
+    /// Bytes that the other one needs there.
+    pub coming: u64,
+}
+
+/// What came of a swap.
+#[derive(Debug)]
+pub struct Swapped {
+    /// For the job that was to leave.
+    pub left: Outcome,
+    /// For the one that was to come.
+    pub came: Outcome,
+    /// Whether they have changed places; else nothing has changed.
+    pub committed: bool,
+    /// What became of them instead, if not.
+    pub whereabouts: Option<String>,
+}
+
+impl Swap {
+    /// Finds the processes and plans. Changes nothing. `leaving`: a pause with hold, `coming`: a resume.
+    pub fn plan(leaving: Operation, coming: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+        if leaving.pause.hold == Hold::No {
+            return Err(usage("a swap holds the job that leaves"));
+        }
+        let leaving = Plan::again(leaving, observer)?;
+        let coming = Plan::again(coming, observer)?;
+        let out: BTreeSet<_> = leaving.processes().map(|process| process.pid).collect();
+        if let Some(both) = coming.processes().find(|process| out.contains(&process.pid)) {
+            return Err(usage(format!("{both} is meant as the one that leaves and as the one that comes")));
+        }
+        if let Some(suspended) = leaving.processes().chain(coming.processes()).find(|process| process.suspended().is_some()) {
+            let text =
+                format!("{suspended} is suspended. A swap is of tags; pause the one job, then resume the other. Nothing has changed");
+            return Err(CommandError::new(Exit::Failed, text));
+        }
+        // Without NVML, those that come find out whether there is room.
+        let room = leaving.found().machine().cards().map_or_else(|_| Vec::new(), |cards| room(&leaving, &coming, &cards));
+        if let Some(short) = room.iter().find(|room| room.coming > room.free + room.leaving) {
+            return Err(CommandError::new(Exit::NoMemory, format!("{short}. Nothing has changed")));
+        }
+        Ok(Self { leaving, coming, room })
+    }
+
+    /// The plans: of the job that leaves, and of the one that comes.
+    pub fn plans(&self) -> [&Plan; 2] {
+        [&self.leaving, &self.coming]
+    }
+
+    /// A dry run: what would leave, what would come, and the GPUs on which that is.
+    pub fn forecast(&self) -> (Vec<Forecast>, Vec<(&Process, u64)>, &[Room]) {
+        let coming = self.coming.processes().map(|process| (process, paused_bytes(process, self.coming.request()))).collect();
+        (self.leaving.forecast(), coming, &self.room)
+    }
+
+    /// Asks the engines of the job that leaves, as before a pause.
+    pub fn consent(&self, observer: &dyn Observer) -> Result<Consent, CommandError> {
+        self.leaving.consent(observer)
+    }
+
+    /// Has them change places, or leaves both as they are.
+    pub fn run(&self, consent: &Consent, observer: &dyn Observer) -> Swapped {
+        let Self { leaving, coming, .. } = self;
+        let (nobody_asked, mut job) = (Consent::default(), leaving.as_one_job(consent));
+        let others = coming.as_one_job(&nobody_asked);
+        job.wanted.hand_over = true;
+        job.coming = Some(TransitionRequest { hand_over: true, timeout: Some(self.next_piece_within()), ..others.wanted.clone() });
+        job.is_whole &= others.is_whole;
+        job.ticket.clone_from(&others.ticket);
+        let count = job.ranks.len();
+        job.ranks.extend(others.ranks);
+        let (mut report, nvml) = thread::scope(|scope| {
+            // Loading NVML takes a while, so it happens during the swap.
+            let nvml = scope.spawn(driver::keep_nvml);
+            (job.run(observer), nvml.join())
+        });
+        drop(nvml);
+        let committed = report.committed;
+        let came = report.share(count);
+        let mut swapped = Swapped { left: leaving.outcome_as_one(report), came: coming.outcome_as_one(came), committed, whereabouts: None };
+        leaving.tell_what_nvml_counts(&swapped.left);
+        self.after_deaths(&mut swapped, observer);
+        swapped
+    }
+
+    /// How long those that come wait for the next piece of memory: as long as the slowest link takes for all, at most.
+    fn next_piece_within(&self) -> Duration {
+        const SLOWEST_PER_SECOND: u64 = 1 << 30;
+        const AT_LEAST: Duration = Duration::from_secs(10);
+        let bytes: u64 = self.room.iter().map(|room| room.leaving).sum();
+        let left = self.leaving.operation().deadline.left().unwrap_or_default();
+        AT_LEAST.max(left) + Duration::from_secs(bytes / SLOWEST_PER_SECOND)
+    }
+
+    /// If they have not changed places, says where they are. If one of them has ended as a whole, brings the other one back.
+    fn after_deaths(&self, swapped: &mut Swapped, observer: &dyn Observer) {
+        let Self { leaving, coming, .. } = self;
+        swapped.whereabouts = match (swapped.committed, has_ended(leaving), has_ended(coming)) {
+            (true, _, false) => None,
+            (true, _, true) => Some(format!("{} has ended; {}", who(coming), self.bring(leaving, observer).0)),
+            (false, true, false) => {
+                let (text, came) = self.bring(coming, observer);
+                swapped.came = came.unwrap_or_else(|| std::mem::take(&mut swapped.came));
+                Some(format!("{} has ended; {text}", who(leaving)))
+            }
+            (false, ..) => Some(format!("{}, {}", after_undoing(leaving), stays(coming))),
+        };
+    }
+
+    /// Resumes what a plan takes away or brings, and says whether it runs.
+    fn bring(&self, plan: &Plan, observer: &dyn Observer) -> (String, Option<Outcome>) {
+        // What the one that has ended had, the driver may not have cleared yet.
+        let deadline = Deadline::new(Some(self.next_piece_within()));
+        let came = plan.resume_of_due(deadline).map(|plan| plan.run(&Consent::default(), observer));
+        let runs = came.as_ref().is_some_and(|came| came.processes.iter().all(|one| one.result.is_ok()));
+        let text = if runs {
+            format!("{} runs", who(plan))
+        } else {
+            format!("{} is paused, with its contents; to bring it back: `{}`", who(plan), resume_command(plan))
+        };
+        (text, came)
+    }
+}
+
+impl Swapped {
+    /// Why they have not changed places, with what became of them. `None` if they have.
+    pub fn failure(&self) -> Option<CommandError> {
+        let failures = || [&self.left, &self.came].into_iter().flat_map(|outcome| &outcome.processes);
+        let first = CommandError::original(failures().filter_map(|one| one.result.as_ref().err())).cloned()?;
+        let why = self.whereabouts.as_ref().map_or_else(String::new, |whereabouts| format!(". {whereabouts}"));
+        Some(first.adding(&why))
+    }
+}
+
+impl std::fmt::Display for Room {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { index, uuid, free, leaving, coming } = self;
+        let [free, leaving, coming] = [*free, *leaving, *coming].map(Bytes);
+        write!(out, "GPU {index} ({uuid}): {coming} would come, {leaving} would leave, and {free} are free")
+    }
+}
+
+fn usage(why: impl Into<String>) -> CommandError {
+    CommandError::new(Exit::Usage, why)
+}
+
+/// Bytes of a process's tags that a resume brings back.
+fn paused_bytes(process: &Process, request: &TransitionRequest) -> u64 {
+    let is_meant = |tag: &&TagStatus| request.tags.is_empty() || request.tags.contains(&tag.tag);
+    process.tags().iter().filter(is_meant).map(|tag| tag.paused_bytes).sum()
+}
+
+/// What changes hands on each GPU.
+fn room(leaving: &Plan, coming: &Plan, cards: &[Card]) -> Vec<Room> {
+    let (mut goes, mut comes) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
+    for process in leaving.processes() {
+        let Ok(status) = &process.status else { continue };
+        let request = leaving.request();
+        for device in &status.memory.devices {
+            let Some(uuid) = device.uuid.as_deref().filter(|uuid| leaving.wants(uuid)) else { continue };
+            let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
+            *goes.entry(uuid).or_default() += device.active_bytes.saturating_sub(not_meant);
+        }
+    }
+    for process in coming.processes() {
+        let Ok(status) = &process.status else { continue };
+        let all: u64 = status.memory.devices.iter().map(|device| device.paused_bytes).sum();
+        let meant = paused_bytes(process, coming.request());
+        for device in &status.memory.devices {
+            let Some(uuid) = device.uuid.as_deref().filter(|uuid| coming.wants(uuid)) else { continue };
+            // A process does not tell on which GPU the paused memory of a tag was: at least this much was on this one.
+            *comes.entry(uuid).or_default() += meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes);
+        }
+    }
+    let on_card = |card: &Card| Room {
+        index: card.index,
+        uuid: card.uuid.clone(),
+        free: card.free,
+        leaving: goes.get(&*card.uuid).copied().unwrap_or(0),
+        coming: comes.get(&*card.uuid).copied().unwrap_or(0),
+    };
+    cards.iter().map(on_card).filter(|room| room.leaving + room.coming > 0).collect()
+}
+
+/// The jobs of a plan, in words.
+fn who(plan: &Plan) -> String {
+    let jobs: BTreeSet<_> = plan.processes().map(Process::job_or_itself).collect();
+    jobs.into_iter().collect::<Vec<_>>().join(", ")
+}
+
+/// The processes of a plan as they are now.
+fn now(plan: &Plan) -> Vec<Process> {
+    let pids: Vec<_> = plan.processes().map(|process| process.pid).collect();
+    plan.found().look_again(&pids)
+}
+
+fn has_ended(plan: &Plan) -> bool {
+    plan.processes().all(|process| plan.found().has_ended(process.pid))
+}
+
+fn resume_command(plan: &Plan) -> String {
+    plan.target().command("resume")
+}
+
+/// How the job that was to leave is after all was undone.
+fn after_undoing(plan: &Plan) -> String {
+    let due = plan.due_tags();
+    let is_away = |process: &Process| {
+        process.status.is_err() || process.tags().iter().any(|tag| due.contains(&*tag.tag) && tag.state != TagState::Active)
+    };
+    let away: Vec<_> = now(plan).into_iter().filter(is_away).map(|process| process.to_string()).collect();
+    if away.is_empty() {
+        return format!("{} runs on", who(plan));
+    }
+    let (away, command) = (away.join(", "), resume_command(plan));
+    format!(
+        "{away} is not back as a whole, because its memory was taken meanwhile or it does not answer; nothing is lost, and `{command}` goes on"
+    )
+}
+
+/// The job that was to come.
+fn stays(plan: &Plan) -> String {
+    if has_ended(plan) {
+        return format!("{} has ended", who(plan));
+    }
+    if plan.due_tags().is_empty() { format!("{} runs, too", who(plan)) } else { format!("{} stays paused, with its contents", who(plan)) }
+}
