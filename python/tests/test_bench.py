@@ -39,6 +39,9 @@ class SmokeTest(unittest.TestCase):
         self.assertLessEqual(data["idle"]["switches"], 6, "a thread of the library woke up")
         for row in ("released_first", "released", "retained_first", "retained"):
             self.assertGreater(min(data["swap"][row]), 0, row)
+        for row in ("released_one_by_one", "released_at_once", "retained_one_by_one", "retained_at_once"):
+            self.assertGreater(min(data["swap"][row]), 0, row)
+        self.assertIn("| times as fast |", table)
 
     def test_discarded_contents_alone(self):
         data, _ = self.bench("--sets", "64x1g", "--discarded", "--repeat", "3")

@@ -148,6 +148,18 @@ class Jobs(unittest.TestCase):
         self.assertEqual(self.job.pause("weights", hold=False, timeout=5, backup="host").bytes, 16 * MIB)
         self.assertEqual(self.job.resume(iter(["weights", "kv_cache"])).bytes, 16 * MIB)
 
+    def test_two_jobs_change_places(self) -> None:
+        with Program("trainer") as trainer:
+            other = vramctl.Job("trainer")
+            other.pause()
+            left, came = vramctl.swap(self.job, other)
+            self.assertEqual((left.bytes, came.bytes, set(came.processes)), (24 * MIB, 12 * MIB, {trainer.pid}))
+            self.assertEqual((self.states(), trainer.ask("check")), ({"paused"}, "weights ok, cache zero"))
+            left, came = vramctl.swap("trainer", "engine", out_tags="weights", in_tags=["weights"])
+            self.assertEqual((left.bytes, came.bytes), (8 * MIB, 16 * MIB))
+            with self.assertRaises(errors.Invalid):
+                vramctl.swap("engine", "engine")
+
     def test_the_ledger_knows_whose_memory_is_in_use(self) -> None:
         def tags() -> dict[str | None, int]:
             gpu = vramctl.ledger()[0]

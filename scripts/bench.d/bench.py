@@ -843,9 +843,39 @@ class Bench:
             found.setdefault(f"{row}_resume", []).append(in_end - in_begin)
             a.ask("check weights sample")
             a, b = b, a
+        if (self.work / "vramctl").exists():
+            a, b = self.swap_by_command(a, b, found, key, change=whole // PIECE if retain else 0)
         b.ask("check weights full")
         for child in (a, b):
             self.finish(child)
+
+    def swap_by_command(self, a, b, found, key, change):
+        """A pause, then a resume, and `vramctl swap`, in turns: each from the first command's start to the last one's end."""
+        for turn in range(2 * (self.repeat + 1)):
+            if turn > 3 and time.monotonic() > self.step_end:
+                self.say(f"  only {turn} of {2 * (self.repeat + 1)} repeats: slower than expected")
+                break
+            if change:
+                b.ask(f"change {change}")
+            out, into = str(b.process.pid), str(a.process.pid)
+            at_once = turn % 2 == 1
+            one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "--timeout", "10"])
+            begin = time.monotonic()
+            for arguments in [["swap", out, into]] if at_once else one_by_one:
+                self.vramctl(arguments)
+            if turn > 1:  # the first of each prepares host memory
+                row = f"{key}_at_once" if at_once else f"{key}_one_by_one"
+                found.setdefault(row, []).append(time.monotonic() - begin)
+            a.ask("check weights sample")
+            a, b = b, a
+        return a, b
+
+    def vramctl(self, arguments):
+        ran = subprocess.run(
+            [self.work / "vramctl", *arguments], env=self.env, capture_output=True, text=True, timeout=120
+        )
+        if ran.returncode:
+            raise Failed(f"vramctl {' '.join(arguments)}: {ran.stdout}{ran.stderr}")
 
     # ---- everything ----
 

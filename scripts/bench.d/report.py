@@ -364,11 +364,21 @@ def swap_lines(data):
                 [title, ms(took), span(found[key]), parts, ms(limit), f"{limit / took * 100:.0f}%"]
             )
     title = f"two processes of {gib(found['bytes'])}, {gib(found['kept'])} of them kept, ms"
-    return table(
+    lines = table(
         [title, "swap", "noise", "pause + resume", "copies alone", "of the limit"],
         ["---"] + ["---:"] * 5,
         rows,
     )
+    rows = []
+    for key, title in (("released", "host memory given back"), ("retained", "backups retained")):
+        after, at_once = (found.get(f"{key}_{how}") for how in ("one_by_one", "at_once"))
+        if after and at_once:
+            ratio = f"{middle(after) / middle(at_once):.2f}"
+            rows.append([title, ms(middle(after)), span(after), ms(middle(at_once)), span(at_once), ratio])
+    if rows:
+        header = ["the same by command, ms", "`pause`, then `resume`", "noise", "`swap`", "noise", "times as fast"]
+        lines += ["", *table(header, ["---"] + ["---:"] * 5, rows)]
+    return lines
 
 
 def idle_lines(data):

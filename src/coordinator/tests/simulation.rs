@@ -677,10 +677,17 @@ impl Simulation {
         let before = self.runs();
         let timeout = [0, 0, 60, 200][self.random.below(4) as usize];
         let words = format!("{verb} {target} {timeout}");
-        // Then no third party takes what a swap hands over.
-        let is_tight = verb == "swap" && self.random.one_in(2);
-        let others = [0, 0, TAG, 3 * TAG][self.random.below(4) as usize];
-        self.shared.0.others.store(if is_tight { self.shared.locked(free) } else { others }, SeqCst);
+        self.shared.0.others.store(0, SeqCst);
+        let (others, free) = ([0, 0, TAG, 3 * TAG][self.random.below(4) as usize], self.shared.locked(free));
+        // A third party has what is free, or less; otherwise it would seem to take what a swap hands over.
+        let others = if verb != "swap" {
+            others
+        } else if self.random.one_in(2) {
+            free
+        } else {
+            others.min(free)
+        };
+        self.shared.0.others.store(others, SeqCst);
         self.shared.0.faults.store([0, 20, 60, 200][self.random.below(4) as usize], SeqCst);
         let how = self.random.below(4);
         match how {

@@ -8,6 +8,10 @@
 //! Every failure before the point of no return can be undone. Nothing after it can fail: if the driver refuses a release,
 //! the pause still succeeds, because the contents are already safe. The memory goes onto a list to retry, and the report
 //! counts it as late.
+//!
+//! As part of a swap (`hand_over`), a pause releases memory before the point of no return, because the other job cannot come without it: what is
+//! saved, and what nobody knows by its physical pages. To undo that, it creates, maps and fills new memory, as a resume does, once the other
+//! job has given its own back.
 
 mod choose;
 pub mod cleaning;

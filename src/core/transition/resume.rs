@@ -289,7 +289,11 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
 fn check_room_for(allocation: &Allocation, needed: u64) -> Result<(), Error> {
     let context = allocation.context();
     let (free, _) = Current::push(context).and_then(|_current| driver::memory_info())?;
-    if allocation.bytes() as u64 > free { Err(shortage(allocation.device, context, needed)) } else { Ok(()) }
+    if allocation.on_device().is_some() && allocation.bytes() as u64 > free {
+        Err(shortage(allocation.device, context, needed))
+    } else {
+        Ok(())
+    }
 }
 
 /// Bytes needed on each device.
