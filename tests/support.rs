@@ -8,6 +8,7 @@ use common::machine::Machine;
 use serde_json::Value;
 use std::fmt::Write;
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use vramctl_model::ObstacleKind;
 use vramctl_model::support::{self, ARCHITECTURE, DRIVER, EXPECTED, MOVE, REFUSED, REQUIREMENTS, RUNS, SUSPEND};
@@ -127,6 +128,50 @@ fn doctor_dry_run_status_and_the_page_agree() {
     for rank in [&mut engine, &mut behind] {
         rank.verify();
     }
+}
+
+/// Where a container's filter forbids `kcmp`, the doctor says so, and what to do.
+#[test]
+fn the_doctor_knows_whether_owners_of_shared_memory_can_be_found() {
+    let machine = Machine::new();
+    let check = |forbidden: bool| {
+        let mut command = machine.cli("doctor --json");
+        command.env("VRAMCTL_HOST_CAP", "64M");
+        if forbidden {
+            // SAFETY: between fork and exec, it makes system calls alone.
+            unsafe { command.pre_exec(forbid_kcmp) };
+        }
+        let output = command.output().unwrap();
+        let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let found = said["checks"].as_array().unwrap().iter().find(|check| check["check"] == "shared memory").unwrap().clone();
+        (output.status.code(), found["verdict"].as_str().unwrap().to_owned(), found["message"].as_str().unwrap().to_owned())
+    };
+    let (_, verdict, message) = check(false);
+    assert_eq!(verdict, "ok", "{message}");
+    let (code, verdict, message) = check(true);
+    assert_eq!((code, verdict.as_str()), (Some(0), "warning"), "{message}");
+    assert!(message.contains("not permitted") && message.contains(support::WITHOUT_KCMP), "{message}");
+}
+
+/// As Docker's default profile does.
+fn forbid_kcmp() -> std::io::Result<()> {
+    let step = |code: u32, jump: u8, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: jump, k };
+    let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let mut filter = [
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_kcmp as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, refuse),
+        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the filter outlives the call.
+    let answers = unsafe {
+        [
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program, 0, 0),
+        ]
+    };
+    if answers == [0, 0] { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// How much there is, how much a pause would take, and how much it takes.

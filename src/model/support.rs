@@ -172,10 +172,18 @@ pub const EXPECTED: [(&str, &str); 8] = [
     ("verl, slime, AReaL", "they call the engines' own API and torch_memory_saver's; the frameworks were not run"),
 ];
 
+/// Which system call finds the owner of memory that came by descriptor, what cannot be done where it is forbidden, and how to allow it.
+pub const WITHOUT_KCMP: &str = "jobs whose processes pass each other memory by descriptor (NCCL) cannot be suspended and moved; allow `kcmp` in the \
+     container's seccomp profile (Docker's default one allows it with --cap-add SYS_PTRACE)";
+
 /// What is refused, with what happens instead. What the driver's age prevents is in [`REQUIREMENTS`].
-pub const REFUSED: [(&str, &str); 4] = [
+pub const REFUSED: [(&str, &str); 5] = [
     ("a GPU without virtual memory, or a driver that refuses it (some of WSL 2)", "programs get plain memory; `vramctl doctor` fails"),
     ("a program that is statically linked, linked with musl, 32-bit, or set-uid", "it runs without the library; `vramctl run` says so"),
+    (
+        "a container that forbids `kcmp`",
+        "jobs whose processes pass each other memory by descriptor (NCCL) are not suspended or moved; `vramctl doctor` warns",
+    ),
     ("torch before 2.5", "`vramctl.region` raises `Unsupported`; a pause from outside works"),
     ("macOS, Windows, and Linux with musl", "nothing is built for them"),
 ];

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::env::consts;
 use std::ffi::CString;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -18,8 +19,8 @@ use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_driver::{self as driver, Survey};
-use vramctl_host::limits;
 use vramctl_host::system::resource_limit;
+use vramctl_host::{is_one_file, limits};
 use vramctl_model::support::{self, ENGINES, Engine, RUNS, Run};
 use vramctl_model::{Bytes, code};
 
@@ -92,7 +93,7 @@ pub fn doctor(args: &Args) -> Result<Exit, CommandError> {
         }
     }
     findings.push(nvml());
-    findings.extend([host_memory(), limits(), sockets(), disk()]);
+    findings.extend([shared_memory(), host_memory(), limits(), sockets(), disk()]);
     findings.extend(reports());
     findings.push(variables());
     findings.extend(engines(packages.as_ref()));
@@ -224,6 +225,16 @@ fn nvml() -> Finding {
     match driver::cards() {
         Ok(cards) => finding(Verdict::Ok, format!("GPUs of this machine: {}", cards.len())),
         Err(none) => finding(Verdict::Warning, none.to_string()),
+    }
+}
+
+/// Whether the owner of memory that comes by descriptor can be found, without which nobody could give it up and get it again.
+fn shared_memory() -> Finding {
+    let finding = |verdict, message: String| Finding::new("shared memory", verdict, message);
+    let asked = fs::File::open("/dev/null").and_then(|file| is_one_file(file.as_fd(), file.try_clone()?.as_fd()));
+    match asked {
+        Ok(_) => finding(Verdict::Ok, "the owners of memory that comes by descriptor can be found (kcmp)".into()),
+        Err(error) => finding(Verdict::Warning, format!("kcmp: {error}: {}", support::WITHOUT_KCMP)),
     }
 }
 
