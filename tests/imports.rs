@@ -3,8 +3,11 @@
 
 mod common;
 
-use common::machine::{Machine, Program};
+use common::machine::{Machine, Program, Ran};
 use common::sharing::MIB;
+use std::fmt::Debug;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use vramctl_driver::Driver;
 
 const BYTES: u64 = 4 * MIB;
 
@@ -73,10 +76,26 @@ def receive(pid, file):
     assert got >= 0, os.strerror(ctypes.get_errno())
     return got
 
+imported = set()
+sim = ctypes.CDLL("libcuda.so.1")
+sim.simgpu_calls.restype = ctypes.c_uint64
+
+def arm(call, nth, code, times):
+    return sim.simgpu_fail(call.encode(), ctypes.c_uint64(nth), ctypes.c_uint32(code), ctypes.c_uint64(times))
+
+def disarm():
+    sim.simgpu_clear_faults()
+    sim.simgpu_reset_counts()
+    return 0
+
+def calls(names):
+    return " ".join(str(sim.simgpu_calls(name.encode())) for name in names.split())
+
 def import_(file):
     handle = ctypes.c_uint64()
     code = cuda.cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(file), 1)
     os.close(file)
+    imported.add(handle.value)
     return f"error {code}" if code else handle.value
 "#;
 
@@ -92,6 +111,8 @@ struct Rank {
     program: Program,
     pointer: u64,
     handle: u64,
+    /// What is in its memory.
+    value: u64,
 }
 
 impl Rank {
@@ -109,12 +130,13 @@ impl Rank {
         program.number("free(malloc(1 << 21))");
         let handle = program.number(create);
         let pointer = program.number(&format!("map({handle}, {BYTES})"));
-        let mut rank = Self { program, pointer, handle };
+        let mut rank = Self { program, pointer, handle, value: 0 };
         rank.fill(place as u64 + 1);
         rank
     }
 
     fn fill(&mut self, value: u64) {
+        self.value = value;
         assert_eq!(self.program.number(&format!("fill({}, {value}, {BYTES})", self.pointer)), 0);
     }
 
@@ -337,4 +359,208 @@ fn imports_are_mapped_and_released_while_they_are_away() {
     assert_eq!(job.ranks[1].program.number(&format!("release({handle})")), 0);
     assert_ne!(job.ranks[1].program.number(&format!("release({handle})")), 0);
     job.machine.done(&["pause", "--pid", &job.ranks[0].program.pid().to_string()]);
+}
+
+/// The driver keeps memory for whoever holds it, and so does the library, through a pause and a suspend.
+#[test]
+fn an_owner_that_frees_leaves_its_memory_to_those_who_hold_it() {
+    let mut job = Job::start(2);
+    let before = job.machine.used();
+    let (own, handle, imported) = (job.ranks[0].pointer, job.ranks[0].handle, job.imports[1][0].1);
+    // While it is paused, and while it is there.
+    job.machine.done("pause --name job");
+    assert_eq!(job.ranks[0].program.number(&format!("unmap({own}, {BYTES})")), 0);
+    job.machine.done("resume --name job");
+    assert_eq!(job.ranks[1].read(imported), "[1]");
+    assert_eq!(job.ranks[0].program.number(&format!("release({handle})")), 0);
+    assert_ne!(job.ranks[0].program.number(&format!("release({handle})")), 0);
+    for (away, back) in [("pause --name job", "resume --name job"), ("suspend job", "resume job"), ("move job --to 1", "move job --to 0")] {
+        assert_eq!(job.ranks[1].read(imported), "[1]", "before {away}");
+        job.machine.done(away);
+        job.machine.done(back);
+    }
+    assert_eq!(job.ranks[1].read(imported), "[1]");
+    assert_eq!(job.machine.used(), before);
+    let theirs = job.ranks[1].program.number("sorted(imported)[0]");
+    assert_eq!(job.ranks[1].program.number(&format!("unmap({imported}, {BYTES})")), 0);
+    assert_eq!(job.ranks[1].program.number(&format!("release({theirs})")), 0);
+    common::eventually("the memory is free", || job.machine.used() + BYTES == before);
+}
+
+/// Nobody knows where it is, so its owner keeps the memory, and runs on.
+#[test]
+fn a_descriptor_that_never_arrives_keeps_its_memory_where_it_is() {
+    let mut job = Job::start(2);
+    let handle = job.ranks[0].handle;
+    let file = job.ranks[0].program.number(&format!("export({handle})"));
+    assert_eq!(job.ranks[0].program.ask(&format!("os.close({file})")), "None");
+    job.machine.vramctl("pause --name job").expect(1, "", "cuMemExportToShareableHandle");
+    job.check(|place| place as u64 + 1);
+    // Another one of the same memory does.
+    let [owner, importer] = job.ranks.get_disjoint_mut([0, 1]).unwrap();
+    importer.import(owner);
+    job.check(|place| place as u64 + 1);
+}
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    /// While the job leaves, or while it comes back.
+    leaving: bool,
+    rank: usize,
+    call: &'static str,
+    nth: u64,
+    code: u32,
+    times: u64,
+}
+
+impl Job {
+    fn command(&self, leaving: bool) -> Ran {
+        self.machine.vramctl(if leaving { "suspend job" } else { "resume job" })
+    }
+
+    fn disarm(&mut self) {
+        for rank in &mut self.ranks {
+            assert_eq!(rank.program.number("disarm()"), 0);
+        }
+    }
+
+    /// How often each rank makes each call.
+    fn uses(&mut self, leaving: bool) -> Vec<(usize, &'static str, u64)> {
+        self.disarm();
+        let ran = self.command(leaving);
+        assert_eq!(ran.code, Some(0), "{}", ran.text());
+        let names = Driver::NAMES.join(" ");
+        let of = |(place, rank): (usize, &mut Rank)| {
+            let counts = rank.program.ask(&format!("calls({names:?})"));
+            let counts: Vec<u64> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
+            Driver::NAMES
+                .iter()
+                .zip(counts)
+                .filter(|(_, count)| *count > 0)
+                .map(move |(call, count)| (place, *call, count))
+                .collect::<Vec<_>>()
+        };
+        self.ranks.iter_mut().enumerate().flat_map(of).collect()
+    }
+
+    /// All faults of single calls.
+    fn faults(&mut self, answers: &[(u32, u64)]) -> Vec<Fault> {
+        let mut all = Vec::new();
+        for leaving in [true, false] {
+            for (rank, call, count) in self.uses(leaving) {
+                let each = (1..=count).flat_map(|nth| answers.iter().map(move |(code, times)| (nth, *code, *times)));
+                all.extend(each.map(|(nth, code, times)| Fault { leaving, rank, call, nth, code, times }));
+            }
+        }
+        all
+    }
+
+    /// Suspends and resumes it while this fails, and then without. Returns what the commands have said.
+    fn leave_and_come_back(&mut self, fault: Fault) -> String {
+        let mut said = String::new();
+        for leaving in [true, false] {
+            if leaving == fault.leaving {
+                let Fault { rank, call, nth, code, times, .. } = fault;
+                assert_eq!(self.ranks[rank].program.number(&format!("arm({call:?}, {nth}, {code}, {times})")), 0);
+            }
+            said += &self.command(leaving).text();
+        }
+        said
+    }
+
+    fn comes_back(&self, case: &str) {
+        common::eventually(&format!("it is back: {case}"), || {
+            let ran = self.machine.vramctl("resume --name job");
+            ran.code == Some(0) && self.ranks.iter().all(|rank| self.machine.state(&rank.program) == "active")
+        });
+    }
+}
+
+/// Some of the cases, chosen by `FAULTS_SEED`; `PROPTEST_CASES` sets how many, so that a high one sweeps all.
+fn some<C: Debug>(mut cases: Vec<C>, count: u32) -> impl Iterator<Item = C> {
+    let seed = std::env::var("FAULTS_SEED").unwrap_or_default();
+    cases.sort_by_cached_key(|case| {
+        let mut hasher = DefaultHasher::new();
+        (&seed, format!("{case:?}")).hash(&mut hasher);
+        hasher.finish()
+    });
+    cases.into_iter().take(common::cases(count) as usize)
+}
+
+/// Whatever the driver refuses a rank, its job is back in the end, or one command brings it back.
+#[test]
+fn each_call_of_a_rank_may_fail() {
+    let mut job = Job::start(2);
+    let faults = job.faults(&[(2, 1), (999, 1), (999, u64::MAX)]);
+    for fault in some(faults, 24) {
+        let case = format!("{fault:?}");
+        let said = job.leave_and_come_back(fault);
+        assert!(!said.contains("lost"), "{case}: {said}");
+        job.disarm();
+        job.comes_back(&case);
+        println!("{case}");
+        job.check(|place| place as u64 + 1);
+    }
+}
+
+/// A rank that dies takes its memory with it. The others keep theirs, and are brought back.
+#[test]
+fn a_rank_may_be_killed_at_each_call() {
+    const KILLED: [(u32, u64); 2] = [(u32::MAX - 1, 1), (u32::MAX, 1)];
+    let faults = Job::start(2).faults(&KILLED);
+    for fault in some(faults, 5) {
+        let case = format!("{fault:?}");
+        let mut job = Job::start(2);
+        job.leave_and_come_back(fault);
+        let is_dead = |rank: &mut Rank| rank.program.child.try_wait().unwrap().is_some();
+        job.ranks.retain_mut(|rank| !is_dead(rank));
+        job.disarm();
+        job.comes_back(&case);
+        for rank in &mut job.ranks {
+            let (own, value) = (rank.pointer, rank.value);
+            assert_eq!(rank.read(own), format!("[{value}]"), "{case}");
+        }
+    }
+}
+
+/// The command dies before or after each of its calls of the driver, or the driver refuses it: the next command brings the job back.
+#[test]
+fn the_command_may_be_killed_at_each_call() {
+    let mut job = Job::start(2);
+    let step = |name: &str| format!("cuCheckpointProcess{name}");
+    let mut cases = Vec::new();
+    for name in ["GetState", "Lock", "Checkpoint", "Restore", "Unlock"] {
+        for nth in 1..=2 {
+            cases.extend(["kill-before", "kill-after", "999", "999:*"].map(|how| {
+                let (code, times) = how.split_once(':').unwrap_or((how, "1"));
+                format!("{}:{nth}:{code}:{times}", step(name))
+            }));
+        }
+    }
+    for case in some(cases, 10) {
+        for line in ["suspend job", "resume job"] {
+            Ran::of(job.machine.cli(line).env("SIMGPU_FAIL", &case));
+        }
+        job.comes_back(&case);
+        job.check(|place| place as u64 + 1);
+    }
+}
+
+/// The message names the rank, and the others come back.
+#[test]
+fn a_rank_that_the_driver_loses_is_named() {
+    let machine = Machine::pair();
+    let mut lost = machine.python_with("job", |command| _ = command.env("RANK", "1").env("SIMGPU_UNRESTORABLE", "1"));
+    lost.number("free(malloc(1 << 21))");
+    lost.number("malloc(1 << 21)");
+    let mut rank = Rank::start(&machine, 0);
+    machine.done("suspend job");
+    let ran = machine.vramctl("resume job");
+    let named = format!("pid {}", lost.pid());
+    assert!(ran.code != Some(0) && ran.text().contains(&named) && ran.text().contains("lost"), "{}", ran.text());
+    lost.kill();
+    common::eventually("the other is back", || machine.vramctl("resume --name job").code == Some(0));
+    let own = rank.pointer;
+    assert_eq!(rank.read(own), "[1]");
 }

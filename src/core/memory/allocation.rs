@@ -468,6 +468,12 @@ impl Allocation {
         drop(before);
     }
 
+    /// Whether nobody needs memory of `cuMemCreate` any more: the driver keeps it while a handle or a mapping refers to it, in any process.
+    pub(super) fn is_unused(&self) -> bool {
+        let contents = self.contents();
+        contents.references == 0 && !contents.lending.is_open() && contents.mappings.iter().all(|mapping| mapping.access.is_none())
+    }
+
     /// Whether it is paused, so its addresses must not be used.
     pub fn is_paused(&self) -> bool {
         !self.contents().memory.as_ref().is_some_and(Physical::is_mapped)

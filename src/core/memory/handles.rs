@@ -310,13 +310,10 @@ impl Memory {
         Some(answer)
     }
 
-    /// Releases memory that the program neither owns nor has mapped.
-    fn end_if_unused(&self, allocation: &Arc<Allocation>) {
-        {
-            let contents = allocation.contents();
-            if contents.references > 0 || contents.mappings.iter().any(|mapping| mapping.access.is_some()) {
-                return;
-            }
+    /// Releases memory that the program neither owns nor has mapped, and that no other process has open.
+    pub(super) fn end_if_unused(&self, allocation: &Arc<Allocation>) {
+        if !allocation.is_unused() {
+            return;
         }
         // Exactly one of two threads removes it.
         if let Some(token) = allocation.import {
@@ -328,6 +325,12 @@ impl Memory {
             allocation.end();
         }
         self.let_go();
+    }
+
+    /// Ends what other processes have closed since the program has given it up, and could not be ended then. Under the exclusive transition lock.
+    pub(crate) fn end_unused(&self) {
+        let unused = self.snapshot().into_iter().filter(|allocation| allocation.is_unused());
+        unused.filter_map(|allocation| self.take_out(allocation.key())).for_each(|allocation| allocation.end());
     }
 
     /// Gives paused or active memory addresses for copies, if the program has mapped it nowhere with full access.

@@ -136,6 +136,11 @@ impl Lending {
         self.open.insert(borrower.connection, (borrower, pauses));
     }
 
+    /// Whether any process has it open, or has set it aside.
+    pub fn is_open(&self) -> bool {
+        !self.open.is_empty()
+    }
+
     /// Records that the process behind a connection has closed it.
     pub fn close(&mut self, connection: u64) {
         self.open.remove(&connection);

@@ -133,14 +133,23 @@ impl Memory {
     /// Records that another process has closed memory.
     pub fn take_back(&self, token: &str, connection: u64) {
         if let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) {
-            allocation.contents().lending.close(connection);
+            self.is_closed(&allocation, connection);
+        }
+    }
+
+    /// The program may have given the memory up before. During a pause or a resume and in a suspended process, the next one ends it.
+    fn is_closed(&self, allocation: &Arc<Allocation>, connection: u64) {
+        allocation.contents().lending.close(connection);
+        let Ok(_shared) = self.transition.try_read() else { return };
+        if check_not_quiesced().is_ok() {
+            self.end_if_unused(allocation);
         }
     }
 
     /// Records that another process has closed everything, or has ended.
     pub fn take_all_back(&self, connection: u64) {
         for allocation in self.snapshot() {
-            allocation.contents().lending.close(connection);
+            self.is_closed(&allocation, connection);
         }
     }
 }

@@ -49,6 +49,7 @@ impl Memory {
     pub(super) fn choose_settled(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
         driver::sweep();
         self.drop_gone();
+        self.end_unused();
         let chosen = self.choose(request)?;
         if self.map_stranded(&chosen.paused)? { self.choose(request) } else { Ok(chosen) }
     }
