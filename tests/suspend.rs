@@ -662,11 +662,15 @@ fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
     let mut engine = machine.engine("engine");
     machine.vramctl("pause --name engine").expect(0, "paused", "");
     let socket = machine.sockets().join(format!("{}.sock", engine.pid()));
+    // Stopped, it reads no request before its client has hung up.
+    engine.signal(libc::SIGSTOP);
+    assert_eq!(unsafe { libc::waitpid(engine.pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) }, engine.pid() as i32);
     for _ in 0..5 {
         let mut stream = UnixStream::connect(&socket).unwrap();
         stream.write_all(b"{\"version\":1,\"request\":\"suspend\"}\n").unwrap();
         drop(stream);
     }
+    engine.signal(libc::SIGCONT);
     // Its request waits for the earlier ones.
     let mut last = UnixStream::connect(&socket).unwrap();
     last.write_all(b"{\"version\":1,\"request\":\"plan\"}\n").unwrap();
