@@ -553,6 +553,37 @@ class VllmFromOutside(Engine):
             cache = [one for one in self.gpu.allocations if one["what"] == "KV cache"][-1]
             self.assertEqual((cache["tag"], cache["pool"] is not None), (tag, tag is not None))
 
+    def test_for_nvlink_between_nodes_vllm_keeps_its_allocator(self):
+        """Whose handles ours does not have. Known only when the settings are, after ours has taken its place."""
+        ours = self.engine(VLLM_33, "vllm")
+        cumem = importlib.import_module("vllm.device_allocator.cumem")
+        self.assertIs(cumem.CuMemAllocator, ours.Allocator)
+        config = vllm_config()
+        config.model_config.enable_cumem_allocator = True
+        with self.silent():
+            run_vllm(config)
+        self.assertIsNot(cumem.CuMemAllocator, ours.Allocator)
+        self.assertEqual(self.gpu.tags()["weights"], "default")
+
+    def test_weights_in_a_process_of_their_own_are_named(self):
+        self.engine(VLLM_33, "vllm")
+        for load_format in ("auto", "ipc_cache"):
+            config = vllm_config(load_config=types.SimpleNamespace(load_format=load_format))
+            with self.silent() if load_format == "auto" else self.assertLogs("vramctl", "WARNING") as said:
+                run_vllm(config)
+        self.assertIn("the weights are in a process of their own", said.output[0])
+
+    def test_nccl_does_not_register_the_buffers_of_graphs_unless_the_user_wants_it(self):
+        for given, wanted in ((None, "0"), ("1", "1")):
+            with mock.patch.dict(os.environ):
+                os.environ.pop("NCCL_GRAPH_REGISTER", None)
+                if given is not None:
+                    os.environ["NCCL_GRAPH_REGISTER"] = given
+                self.engine(VLLM_33, "vllm")
+                self.assertEqual(os.environ["NCCL_GRAPH_REGISTER"], wanted)
+                self.doCleanups()
+                self.setUp()
+
     def test_as_a_plugin_alone_it_comes_late(self):
         """Without `sitecustomize`, vLLM imports a lot before it calls its plugins."""
         for files in (VLLM, VLLM_33):
@@ -886,6 +917,16 @@ class VllmSleepBackend(Engine):
         backend.discard(("kv_cache",))
         self.assertEqual(self.gpu.contents()["cache in vLLM's pool"], ("paused", "discarded"))
         self.assertEqual(self.gpu.contents()["output"], ("active", "here"))
+
+    def test_a_setting_that_has_no_effect_with_it_is_named(self):
+        from vllm.v1.worker import gpu_worker
+
+        for tp, effect in ((1, "sleep in any case"), (2, "stay awake, because workers share their memory")):
+            config = self.config(tp=tp)
+            config.model_config.sleep_mode_offload_cudagraph = True
+            with self.assertLogs("vramctl", "WARNING") as said:
+                gpu_worker.Worker(config).load_model(load_dummy_weights=False)
+            self.assertIn(f"CUDA graphs {effect}", said.output[0])
 
     def test_graphs_that_workers_share_stay(self):
         backend = self.started(tp=2)

@@ -295,6 +295,11 @@ GRAPHS = Hook(
 )
 
 
+def leave_graph_buffers_unregistered() -> None:
+    """NCCL registers the buffers of captured collectives by their physical memory, which a resume replaces. Workers inherit this."""
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 def tag_expert_buffers() -> None:
     """DeepEP's newer `ElasticBuffer` uses NCCL's memory and needs no hook."""
     wrap_when_imported(EXPERT_BUFFERS, EXPERT_BUFFERS.places[0])

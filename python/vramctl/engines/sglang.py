@@ -62,6 +62,7 @@ def install() -> None:
     """
     if not vramctl.is_preloaded():
         return
+    engines.leave_graph_buffers_unregistered()
     package = importlib.import_module("sglang")
     registers = engines.defines(package, PLUGIN.places[0])
     if registers:

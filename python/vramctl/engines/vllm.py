@@ -60,6 +60,8 @@ SETTINGS = Hook(
         Place("vllm.config.model:ModelConfig.enable_sleep_mode", "0.26"),
         Place("vllm.config.model:ModelConfig.enable_cumem_allocator", "0.26"),
         Place("vllm.config.model:ModelConfig.sleep_mode_backend", "0.26"),
+        Place("vllm.config.model:ModelConfig.sleep_mode_offload_cudagraph", "0.32"),
+        Place("vllm.config.load:LoadConfig.load_format", "0.26"),
         Place("vllm.config.parallel:ParallelConfig.tensor_parallel_size", "0.26"),
         Place("vllm.config.parallel:ParallelConfig.disable_custom_all_reduce", "0.26"),
         Place("vllm.config.vllm:VllmConfig.use_cumem_cudagraph_pool", "0.32"),
@@ -79,6 +81,7 @@ def install() -> None:
     """
     if not vramctl.is_preloaded():
         return
+    engines.leave_graph_buffers_unregistered()
     when_imported(BACKENDS, _register_backend)
     when_imported(CUMEM, _replace_allocator)
     for hook, place in engines.present(importlib.import_module("vllm"), HOOKS):
@@ -98,16 +101,34 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
     engines.announce("vllm")
     config = worker.vllm_config
     model = config.model_config
-    _own_mode = bool(getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False))
+    sleeps = bool(getattr(model, "enable_sleep_mode", False))
+    _own_mode = sleeps or bool(getattr(model, "enable_cumem_allocator", False))
+    if _own_mode and not sleeps:
+        # For NVLink between nodes, whose handles our memory does not have.
+        _give_allocator_back()
     if not _own_mode:
         engines.tag_graphs("cuda_graph")
-    elif getattr(model, "sleep_mode_backend", None) == _OURS and not _shares_graphs(config):
-        engines.tag_graphs("cuda_graph")
-        Allocator.get_instance().add_graphs()
+    elif getattr(model, "sleep_mode_backend", None) == _OURS:
+        _add_graphs(config)
     if _own_mode:
         return original(worker, *arguments, **keywords)
+    if getattr(getattr(config, "load_config", None), "load_format", None) == "ipc_cache":
+        engines.say_once(
+            "the weights are in a process of their own (load format ipc_cache), so the tag `weights` has next to nothing of this engine"
+        )
     with engines.if_possible(engines.tagged("weights")):
         return original(worker, *arguments, **keywords)
+
+
+def _add_graphs(config: Any) -> None:
+    """Has CUDA graphs sleep with our backend."""
+    shared = _shares_graphs(config)
+    if getattr(config.model_config, "sleep_mode_offload_cudagraph", False):
+        what = "stay awake, because workers share their memory (custom all-reduce)" if shared else "sleep in any case"
+        engines.say_once(f"--sleep-mode-offload-cudagraph has no effect with --sleep-mode-backend {_OURS}: CUDA graphs {what}")
+    if not shared:
+        engines.tag_graphs("cuda_graph")
+        Allocator.get_instance().add_graphs()
 
 
 def _shares_graphs(config: Any) -> bool:
@@ -199,9 +220,22 @@ def _replace_allocator(module: Any) -> None:
             f"vLLM {version} keeps its own allocator, which has methods that vramctl does not know: {', '.join(missing)}"
         )
         return
+    global _theirs
+    _theirs = (module, theirs, getattr(module, "cumem_available", True))
     module.CuMemAllocator = Allocator
     # Ours does not need vLLM's C extension, which may be missing.
     module.cumem_available = True
+
+
+#: The module, and what was in it before: vLLM's allocator, and whether it is available.
+_theirs: tuple[Any, Any, bool] | None = None
+
+
+def _give_allocator_back() -> None:
+    """Restores vLLM's allocator, unless ours is in use."""
+    if _theirs is not None and Allocator.instance is None:
+        module, allocator, available = _theirs
+        module.CuMemAllocator, module.cumem_available = allocator, available
 
 
 #: vLLM's tags that we rename. `default` is the process's own tag, and much in it is not vLLM's to discard; graphs have the
@@ -242,7 +276,7 @@ class Allocator:
     @contextlib.contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
         """Yields the id of a pool for CUDA graphs. Memory of graphs captured into it inside gets the tag `cudagraph`."""
-        with self._tagged("cudagraph") as name, vramctl.region(name, pool=False):
+        with self._tagged("cudagraph") as name, engines.thread_region(name):
             if self._graph_pool is None:
                 self._graph_pool = vramctl._torch.required().cuda.MemPool()
             yield self._graph_pool.id
