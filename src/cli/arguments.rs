@@ -3,7 +3,9 @@
 use crate::completions;
 use crate::ui::output;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::error::ErrorKind;
 use clap_complete::ArgValueCandidates;
+use std::ffi::OsStr;
 use std::time::Duration;
 use vramctl_coordinator::processes::Target;
 use vramctl_model::{self as model, Policy, Registered, parse_bytes};
@@ -83,7 +85,30 @@ impl BackupArgs {
 
 fn backup() -> impl TypedValueParser<Value = Policy> {
     let choice = |policy: Policy| PossibleValue::new(policy.name()).hide(policy == Policy::Discard);
-    PossibleValuesParser::new([Policy::Host, Policy::Disk, Policy::Discard].map(choice)).try_map(|name| name.parse())
+    OnePolicy(PossibleValuesParser::new([Policy::Host, Policy::Disk, Policy::Discard].map(choice))).try_map(|name| name.parse())
+}
+
+/// Explains where `TAG=POLICY`, which `vramctl run --backup` takes, goes in a pause.
+#[derive(Clone)]
+struct OnePolicy(PossibleValuesParser);
+
+impl TypedValueParser for OnePolicy {
+    type Value = String;
+
+    fn parse_ref(&self, command: &clap::Command, argument: Option<&clap::Arg>, value: &OsStr) -> Result<String, clap::Error> {
+        if let Some((tag, policy)) = value.to_str().and_then(|text| text.split_once('=')) {
+            let text = format!(
+                "a pause has one policy for all that it pauses: to pause the tag {tag} alone, `vramctl pause {tag} --backup {policy}`; \
+                 for the policy of each tag, `vramctl run --backup TAG=POLICY`\n"
+            );
+            return Err(clap::Error::raw(ErrorKind::ValueValidation, text).with_cmd(command));
+        }
+        self.0.parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        self.0.possible_values()
+    }
 }
 
 /// What to do with registered memory, as an argument: one of these choices.
@@ -124,7 +149,7 @@ pub fn size(text: &str) -> Result<usize, String> {
     match parse_bytes(text) {
         Some(bytes) => Ok(bytes),
         None if is_negative(text) => Err("a size must not be negative".into()),
-        None => Err("not a size: give bytes, or a number with K, M or G, such as 64K, 5GB or 1.50 GiB".into()),
+        None => Err("not a size: give bytes, or a number with K, M, G, KiB, MiB, GiB (powers of 1024), KB, MB or GB (of 1000)".into()),
     }
 }
 

@@ -8,25 +8,28 @@ pub fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Parses `4096`, `64K`, `1M`, `1MB`, `1MiB`, `1 MiB` or `2G` into bytes, and what [`Bytes`] displays, such as `5.00 GiB`. All units are
-/// powers of 1024, as there.
+/// Parses `4096`, `64K`, `5GB`, `5GiB` or `1.5 G` into bytes, and what [`Bytes`] displays, such as `5.00 GiB`. Units mean what they are
+/// defined as: `GB` is 1000³ bytes and `GiB` 1024³. A letter alone is a power of 1024, as in `dd`, `ulimit` and Docker.
 pub fn parse_bytes(text: &str) -> Option<usize> {
     let text = text.trim();
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" | "b" => 0,
-        "k" | "kb" | "kib" => 10,
-        "m" | "mb" | "mib" => 20,
-        "g" | "gb" | "gib" => 30,
+    let unit: u32 = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
         _ => return None,
     };
     let (whole, fraction) = digits.trim_end().split_once('.').unwrap_or((digits.trim_end(), "0"));
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    if !is_number(whole) || !is_number(fraction) || (shift == 0 && digits.contains('.')) {
+    if !is_number(whole) || !is_number(fraction) || (unit == 1 && digits.contains('.')) {
         return None;
     }
-    let part = format!("0.{fraction}").parse::<f64>().ok()? * f64::from(1u32 << shift);
-    whole.parse::<usize>().ok()?.checked_mul(1 << shift)?.checked_add(part.round() as usize)
+    let part = format!("0.{fraction}").parse::<f64>().ok()? * f64::from(unit);
+    whole.parse::<usize>().ok()?.checked_mul(unit as usize)?.checked_add(part.round() as usize)
 }
 
 /// Displays bytes: exact below 1 KiB, else with two decimals and a binary unit.
@@ -62,10 +65,13 @@ mod tests {
         assert_eq!(parse_bytes("5M"), Some(5 << 20));
         assert_eq!(parse_bytes(" 3g "), Some(3 << 30));
         assert_eq!(parse_bytes("17"), Some(17));
-        for same in ["1M", "1MB", "1MiB", "1 MiB", "1mb", "1024K", "1048576B"] {
+        for same in ["1M", "1MiB", "1 MiB", "1mib", "1024K", "1048576B"] {
             assert_eq!(parse_bytes(same), Some(1 << 20), "{same}");
         }
-        for (text, bytes) in [("5GB", 5 << 30), ("5GiB", 5 << 30), ("5.00 GiB", 5 << 30), ("1.5G", 3 << 29), ("0.5 KiB", 512)] {
+        for (text, bytes) in [("5GB", 5_000_000_000), ("1.5 MB", 1_500_000), ("64kb", 64_000), ("0.0005KB", 1)] {
+            assert_eq!(parse_bytes(text), Some(bytes), "{text}");
+        }
+        for (text, bytes) in [("5GiB", 5 << 30), ("5.00 GiB", 5 << 30), ("1.5G", 3 << 29), ("0.5 KiB", 512)] {
             assert_eq!(parse_bytes(text), Some(bytes), "{text}");
             let shown = Bytes(bytes as u64).to_string();
             assert_eq!(parse_bytes(&shown), Some(bytes), "as it is displayed: {shown}");

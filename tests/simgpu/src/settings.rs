@@ -104,19 +104,23 @@ fn version(text: &str) -> Option<i32> {
     Some(major.parse::<i32>().ok()? * 1000 + minor.parse::<i32>().ok()? * 10)
 }
 
-/// Parses bytes with an optional K, M, G or T (powers of 1024).
+/// Parses bytes with an optional unit, as vramctl does: `GB` is 1000³ bytes, `G` and `GiB` are 1024³.
 pub fn bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
-        "K" | "KB" | "KIB" => 10,
-        "M" | "MB" | "MIB" => 20,
-        "G" | "GB" | "GIB" => 30,
-        "T" | "TB" | "TIB" => 40,
+    let unit = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 1,
+        "K" | "KIB" => 1 << 10,
+        "M" | "MIB" => 1 << 20,
+        "G" | "GIB" => 1 << 30,
+        "T" | "TIB" => 1 << 40,
+        "KB" => 1_000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "TB" => 1_000_000_000_000,
         _ => return None,
     };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+    digits.parse::<u64>().ok()?.checked_mul(unit)
 }
 
 #[cfg(test)]
@@ -128,6 +132,7 @@ mod tests {
         assert_eq!(bytes("4096"), Some(4096));
         assert_eq!(bytes("16G"), Some(16 << 30));
         assert_eq!(bytes("3MiB"), Some(3 << 20));
+        assert_eq!(bytes("3MB"), Some(3_000_000));
         assert_eq!(bytes("much"), None);
         assert_eq!(bytes("1X"), None);
     }
