@@ -820,7 +820,7 @@ fn a_job_moves_to_another_gpu_and_back() {
     let mut engine = machine.engine("engine");
     let before = machine.gpus();
     engine.is_well();
-    for (round, gpu) in ["1", "0000:10:00.0", "GPU-73696d75-6c61-7465-642d-6770752d3031", "0"].iter().enumerate() {
+    for (round, gpu) in ["1", "0000:10:00.0", "GPU-73696d76-6c61-7465-642d-6770752d3031", "0"].iter().enumerate() {
         machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine", "");
         let there = 1 - round % 2;
         let gpus = machine.gpus();
@@ -844,7 +844,7 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
     let machine = Machine::with_gpus(2);
     let mut engine = machine.engine("engine");
     let before = machine.gpus();
-    let short = "too little memory on GPU-73696d75: ";
+    let short = "too little memory on GPU 1 (GPU-73696d76): ";
     let move_meanwhile = |mib| {
         let mut hog = None;
         let stop = "cuCheckpointProcessCheckpoint:1:stop-after";
@@ -883,7 +883,7 @@ fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
             machine.vramctl(&format!("{verb} engine")).expect(0, "", "");
         }
         let there = machine.gpus();
-        machine.vramctl("move engine --to 1").expect(4, "", "too little memory on GPU-73696d75: ");
+        machine.vramctl("move engine --to 1").expect(4, "", "too little memory on GPU 1 (GPU-73696d76): ");
         assert_eq!(machine.gpus(), there, "{prepared:?}");
         machine.vramctl("resume").expect(0, "", "");
         assert_eq!(machine.gpus()[0], before[0]);

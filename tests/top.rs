@@ -170,8 +170,7 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     // Three rows below are those of the trainer, whose KV cache is not kept: the question says so.
     top.press("\x1b[Fkkkp");
     top.shows(&["$ vramctl pause --name=trainer"]);
-    // The box breaks its last words.
-    top.shows(&["the contents of 8.00 MiB will"]);
+    top.shows(&["LOST: the contents of kv_cache (8.00 MiB)"]);
     top.press("n");
     top.expect("no question", |screen| !screen.contains("Really?"));
 
@@ -232,6 +231,50 @@ fn a_job_leaves_the_gpu_and_comes_back() {
     engine.verify();
     top.press("q");
     top.ended();
+}
+
+#[test]
+fn what_is_typed_after_a_slash_filters() {
+    let machine = Machine::new();
+    let (_engine, _trainer) = (machine.engine("engine"), machine.engine("trainer"));
+    let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
+    top.shows(&["engine (pid", "active"]);
+    top.shows(&["trainer (pid", "active"]);
+    let only_the_trainer = |screen: &str| !screen.contains("engine (pid") && screen.contains("trainer (pid");
+    // Letters that are keys elsewhere are only letters here.
+    top.press("/traq");
+    top.shows(&["filter: traq_"]);
+    top.shows(&["nothing contains"]);
+    top.press("\x7f");
+    top.expect("only the trainer", only_the_trainer);
+    top.press("\r");
+    top.expect("no question", |screen| !screen.contains("filter: tra_"));
+    assert!(only_the_trainer(&top.screen()));
+    // Keys apply to what is shown.
+    top.press("p");
+    top.shows(&["$ vramctl pause --name=trainer"]);
+    top.press("n");
+    top.expect("no question", |screen| !screen.contains("Really?"));
+    top.press("\x1b");
+    top.shows(&["engine (pid", "active"]);
+    top.press("q");
+    top.ended();
+}
+
+#[test]
+fn a_bar_says_how_busy_its_gpu_is() {
+    let machine = Machine::new();
+    let mut engine = machine.engine("engine");
+    let top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
+    top.shows(&["GPU 0    0% ["]);
+    // Until a sample says so.
+    let is_busy = |screen: &str| line_with(screen, &["GPU 0 ", "%"]).is_some_and(|line| !line.contains("  0% "));
+    let mut request = 0;
+    while !is_busy(&top.screen()) {
+        engine.ask(&format!("generate {request}"));
+        request += 1;
+    }
+    top.shows(&["GPU 0    0% ["]);
 }
 
 #[test]

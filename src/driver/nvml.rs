@@ -35,6 +35,8 @@ pub struct Card {
     pub reserved: Option<u64>,
     /// Bytes in all.
     pub total: u64,
+    /// The share of NVML's last sample period in which kernels were running, in percent; `None` if NVML does not report it.
+    pub utilization: Option<u32>,
     /// Whether it is split into instances (MIG).
     pub mig: bool,
 }
@@ -58,6 +60,12 @@ pub fn holders_of(uuid: &str) -> Vec<Holder> {
     let mut holders = Nvml::load().map_or_else(|_| Vec::new(), |nvml| nvml.processes_on(uuid));
     holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
     holders
+}
+
+/// The index in `nvidia-smi` of the GPU with this UUID; `None` if NVML does not say.
+pub fn index_of(uuid: &str) -> Option<u32> {
+    let nvml = Nvml::load().ok()?;
+    (0..).map_while(|index| Some((index, nvml.uuid_of_index(index)?))).find(|(_, its)| its == uuid).map(|(index, _)| index)
 }
 
 /// Loads NVML, which takes a while, and keeps it loaded, so that later queries are fast. Only for the command line: must not be called in a
@@ -113,6 +121,13 @@ struct MemoryInfo {
     used: u64,
 }
 
+/// `nvmlUtilization_t`: percent.
+#[repr(C)]
+struct Utilization {
+    gpu: c_uint,
+    memory: c_uint,
+}
+
 /// `nvmlPciInfo_t`, as `nvmlDeviceGetPciInfo_v3` fills it.
 #[repr(C)]
 struct PciInfo {
@@ -145,6 +160,8 @@ struct Nvml {
     processes: AskProcesses,
     /// Absent before driver 510.
     memory2: Option<unsafe extern "C" fn(*mut c_void, *mut MemoryInfo2) -> c_uint>,
+    /// GPUs with MIG do not report it.
+    utilization: Option<unsafe extern "C" fn(*mut c_void, *mut Utilization) -> c_uint>,
     /// Lists graphics processes, which are not among `processes`.
     drawing: Option<AskProcesses>,
     error_text: Option<unsafe extern "C" fn(c_uint) -> *const c_char>,
@@ -175,6 +192,7 @@ impl Nvml {
                 by_uuid: function(library, c"nvmlDeviceGetHandleByUUID")?,
                 processes: function(library, c"nvmlDeviceGetComputeRunningProcesses_v3")?,
                 memory2: function(library, c"nvmlDeviceGetMemoryInfo_v2").ok(),
+                utilization: function(library, c"nvmlDeviceGetUtilizationRates").ok(),
                 drawing: function(library, c"nvmlDeviceGetGraphicsRunningProcesses_v3").ok(),
                 error_text: function(library, c"nvmlErrorString").ok(),
                 mig_mode: function(library, c"nvmlDeviceGetMigMode").ok(),
@@ -218,7 +236,8 @@ impl Nvml {
             let (used, reserved) = told.map_or((memory.used, None), |memory| (memory.used, Some(memory.reserved)));
             let MemoryInfo { free, total, .. } = memory;
             let mig = answered && self.is_in_mig_mode(handle);
-            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free, used, reserved, total, mig })
+            let utilization = if answered { self.utilization(handle) } else { None };
+            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free, used, reserved, total, utilization, mig })
         }
     }
 
@@ -230,6 +249,14 @@ impl Nvml {
         let (mut now, mut after_a_reset) = (0, 0);
         // SAFETY: NVML is initialised; both are writable.
         self.mig_mode.is_some_and(|ask| unsafe { ask(handle, &raw mut now, &raw mut after_a_reset) } == SUCCESS) && now != 0
+    }
+
+    /// # Safety
+    /// `handle` must be one of NVML's.
+    unsafe fn utilization(&self, handle: *mut c_void) -> Option<u32> {
+        let mut rates = Utilization { gpu: 0, memory: 0 };
+        // SAFETY: NVML is initialised; `rates` is writable.
+        (unsafe { (self.utilization?)(handle, &raw mut rates) } == SUCCESS).then_some(rates.gpu)
     }
 
     /// # Safety

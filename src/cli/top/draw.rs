@@ -72,7 +72,8 @@ fn put(buffer: &mut Buffer, area: Rect, y: &mut u16, line: &Line<'_>) {
 fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'a>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let count = text::count(model.processes(), "process", "processes");
-    let title = format!("vramctl top: {count}, every {} s", model.interval.as_secs_f64());
+    let filter = if model.filter.is_empty() { String::new() } else { format!(", only those with \"{}\"", text::plain(&model.filter)) };
+    let title = format!("vramctl top: {count}, every {} s{filter}", model.interval.as_secs_f64());
     let mut lines = vec![Line::styled(title, bold)];
     // Room for the part below the bars, and the header.
     let room = most.saturating_sub(4).max(1);
@@ -126,7 +127,8 @@ fn style(part: Slice) -> Style {
 
 fn bar<'a>(bar: &GpuBar, width: u16) -> Line<'a> {
     let amount = format!("{} of {}", Bytes(bar.used), Bytes(bar.total));
-    let name = format!("GPU {:<2} ", bar.index);
+    let percent = bar.utilization.map_or_else(|| "-".into(), |percent| format!("{percent}%"));
+    let name = format!("GPU {:<2} {percent:>4} ", bar.index);
     let model = if width >= WIDE && !bar.model.is_empty() { format!("  {}", fit(&bar.model, 24)) } else { String::new() };
     let cells = usize::from(width).saturating_sub(name.len() + 2 + 2 + 24 + model.len());
     let mut spans = vec![Span::raw(format!("{name}["))];
@@ -201,7 +203,8 @@ fn table(buffer: &mut Buffer, area: Rect, model: &Model, now: Instant, is_live: 
     put(buffer, area, &mut y, &header.style(Style::new().add_modifier(Modifier::BOLD)));
     let rows = model.rows(now);
     if rows.is_empty() {
-        let text = model.trouble.clone().unwrap_or_else(|| {
+        let none_passes = (!model.filter.is_empty()).then(|| format!("nothing contains \"{}\": esc shows all", model.filter));
+        let text = model.trouble.clone().or(none_passes).unwrap_or_else(|| {
             "no process is managed: start one with `vramctl run -- COMMAND`; it appears once it has allocated GPU memory".into()
         });
         Paragraph::new(text::plain(&text))
@@ -259,26 +262,35 @@ fn message<'a>(model: &Model, now: Instant, width: usize) -> Vec<Line<'a>> {
 }
 
 fn footer<'a>(model: &Model) -> Line<'a> {
-    let view = if model.view == View::Tags { "processes" } else { "tags" };
-    let keys = format!(" p pause  r resume  s suspend  o order: {:5}  t {view:9}  + -  ? help  q quit", model.order.name());
+    let filter = text::plain(&model.filter);
+    if model.overlay == Overlay::Filter {
+        return Line::styled(format!(" filter: {filter}_   enter: keep it   esc: show all"), Style::new().add_modifier(Modifier::REVERSED));
+    }
+    let view = if model.view == View::Tags { "pids" } else { "tags" };
+    let keys = format!(" p pause  r resume  s suspend  o order: {:5}  t {view}  / filter  ? help  q quit", model.order.name());
     Line::styled(keys, Style::new().add_modifier(Modifier::REVERSED))
 }
 
 fn overlay(buffer: &mut Buffer, area: Rect, overlay: &Overlay) {
     let (title, lines) = match overlay {
-        Overlay::Nothing => return,
+        Overlay::Nothing | Overlay::Filter => return,
         Overlay::Help => {
             let keys = KEYS.iter().map(|(key, what)| format!("{key:<16}  {what}"));
             let bars = [
                 "",
-                "Each cell of a bar is a share of the GPU's memory. Letters are the tags in the",
-                "table. vramctl gpus has the numbers, docs/monitoring.md the rest.",
+                "Before each bar: the share of time in which the GPU executes kernels. Each cell of",
+                "a bar is a share of its memory; letters are the tags in the table. vramctl gpus has",
+                "the numbers, docs/monitoring.md the rest.",
             ];
             (" Keys ", keys.chain(bars.map(str::to_owned)).collect::<Vec<_>>())
         }
-        Overlay::Question { words, what } => {
+        Overlay::Question { words, what, lost } => {
             let command = format!("$ vramctl {}", words.join(" "));
-            (" Really? ", vec![what.clone(), String::new(), command, String::new(), "y or enter: do it    any other key: do not".into()])
+            let mut lines = vec![what.clone(), String::new(), command, String::new(), "y or enter: do it    any other key: do not".into()];
+            if !lost.is_empty() {
+                lines.insert(1, lost.clone());
+            }
+            (" Really? ", lines)
         }
     };
     let most = usize::from(area.width).saturating_sub(4).max(1);
@@ -409,7 +421,7 @@ mod tests {
         let holder = |pid, bytes| Holder { pid, bytes: Some(bytes), program: Some("program".into()) };
         let (uuid, name) = (format!("GPU-{index}"), "NVIDIA H200".into());
         let used = 9 * GIB / 2;
-        let card = Card { index, uuid, name, used, free: 10 * GIB - used, total: 10 * GIB, ..Card::default() };
+        let card = Card { index, uuid, name, used, free: 10 * GIB - used, total: 10 * GIB, utilization: Some(37), ..Card::default() };
         (card, vec![holder(7, 5 * GIB / 2), holder(99, GIB)])
     }
 
@@ -451,7 +463,7 @@ mod tests {
             16,
             r"
 vramctl top: 2 processes, every 1 s
-GPU 0  [aaaaabbbbb-=####????.........................]     4.50 GiB of 10.00 GiB
+GPU 0   37% [aaaabbbb-=####????......................]     4.50 GiB of 10.00 GiB
        a-z tags  - left to CUDA  = driver  # others  ? unexplained  . free
 Host   1.00 GiB backups, 1.00 GiB ready, 4.00 GiB other; 60.00 GiB free
 Link   out none yet, in none yet
@@ -465,7 +477,7 @@ Link   out none yet, in none yet
 
 
 
- p pause  r resume  s suspend  o order: name   t processes  + -  ? help  q quit
+ p pause  r resume  s suspend  o order: name   t pids  / filter  ? help  q quit
 ",
         );
     }
@@ -480,7 +492,7 @@ Link   out none yet, in none yet
             14,
             r"
 vramctl top: 2 processes, every 1 s
-GPU 0  [aaaaaaabbbbbbb--==#######???????........................................]     4.50 GiB of 10.00 GiB  NVIDIA H200
+GPU 0   37% [aaaaaaabbbbbbb-=#######???????.....................................]     4.50 GiB of 10.00 GiB  NVIDIA H200
        a-z tags  - left to CUDA  = driver  # others  ? unexplained  . free
 Host   1.00 GiB backups, 1.00 GiB ready, 4.00 GiB other; 60.00 GiB free
 Link   out none yet, in none yet
@@ -492,7 +504,7 @@ Link   out none yet, in none yet
     trainer (pid 8)                    held, paused                                -    1.00 GiB    1.00 GiB           -
   c   weights                          paused                                      -    1.00 GiB    1.00 GiB           -
 
- p pause  r resume  s suspend  o order: name   t processes  + -  ? help  q quit
+ p pause  r resume  s suspend  o order: name   t pids  / filter  ? help  q quit
 ",
         );
     }
@@ -519,6 +531,33 @@ Link   out none yet, in none yet
         model.put(sample(paused), then + Duration::from_millis(500));
         let drawn = picture(&model, then, 80, 16);
         assert!(drawn.contains("Link   out 2.00 GiB/s last, in none yet") && !drawn.contains("save ["), "{drawn}");
+    }
+
+    #[test]
+    fn utilization_that_nvml_does_not_report_is_no_zero() {
+        let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
+        let cards =
+            [Some(0), Some(100), None].into_iter().zip(0..).map(|(utilization, index)| (Card { utilization, ..card(index).0 }, Vec::new()));
+        model.put_gpus(Gpus { cards: Ok(cards.collect()), available: 0 }, now);
+        let drawn = picture(&model, now, 80, 16);
+        let starts: Vec<_> = drawn.lines().filter(|line| line.starts_with("GPU")).map(|line| &line[..12]).collect();
+        assert_eq!(starts, ["GPU 0    0% ", "GPU 1  100% ", "GPU 2     - "]);
+        assert!(drawn.lines().all(|line| line.len() <= 80), "{drawn}");
+    }
+
+    #[test]
+    fn a_filter_shows_matching_names_with_their_tags_and_matching_tags_with_their_names() {
+        let now = Instant::now();
+        let mut model = busy(now);
+        let mut titles = |filter: &str| {
+            model.filter = filter.into();
+            model.rows(now).into_iter().map(|row| row.title).collect::<Vec<_>>()
+        };
+        assert_eq!(titles("ENG"), ["engine (pid 7)", "kv_cache", "weights"]);
+        assert_eq!(titles("weights"), ["engine (pid 7)", "weights", "trainer (pid 8)", "weights"]);
+        assert_eq!(titles("nope"), [""; 0]);
+        let drawn = picture(&model, now, 80, 16);
+        assert!(drawn.contains("only those with \"nope\"") && drawn.contains("nothing contains \"nope\": esc shows all"), "{drawn}");
     }
 
     #[test]
@@ -589,9 +628,11 @@ Link   out none yet, in none yet
         let now = Instant::now();
         let mut model = busy(now);
         model.put_gpus(Gpus { cards: Ok((0..8).map(card).collect()), available: 0 }, now);
-        for overlay in
-            [Overlay::Nothing, Overlay::Help, Overlay::Question { words: vec!["pause".into(), "x".repeat(300)], what: "ü".repeat(500) }]
-        {
+        for overlay in [
+            Overlay::Nothing,
+            Overlay::Help,
+            Overlay::Question { words: vec!["pause".into(), "x".repeat(300)], what: "ü".repeat(500), lost: "all ".repeat(99) },
+        ] {
             model.overlay = overlay;
             model.say("said\n".repeat(50) + &"long ".repeat(200), now);
             for (width, height) in [(1, 1), (2, 3), (10, 4), (40, 8), (80, 5), (80, 10), (81, 24), (300, 100)] {

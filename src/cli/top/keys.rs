@@ -2,6 +2,7 @@
 
 use super::model::{Model, Overlay, Subject, TableRow, View};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use vramctl_model::Bytes;
 
@@ -17,7 +18,7 @@ pub enum Wish {
 }
 
 /// The keys, and what they do, for the help.
-pub const KEYS: [(&str, &str); 11] = [
+pub const KEYS: [(&str, &str); 12] = [
     ("up, down, j, k", "select; PgUp, PgDn, Home and End too"),
     ("p", "pause what is selected: a tag, a process or all with a name"),
     ("r", "resume it"),
@@ -25,9 +26,10 @@ pub const KEYS: [(&str, &str); 11] = [
     ("x", "cancel the command that is running"),
     ("o", "order by name, size or state"),
     ("t", "tags or processes below each name"),
+    ("/", "show only names and tags that contain what you type; esc shows all"),
     ("+, -", "refresh more or less often"),
     ("?, h", "this help"),
-    ("esc", "close this help, or a question"),
+    ("esc", "close this help, or a question; show all"),
     ("q", "quit; a running command continues"),
 ];
 
@@ -50,12 +52,18 @@ pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
         Overlay::Question { words, .. } => {
             return if matches!(key.code, KeyCode::Char('y' | 'Y') | KeyCode::Enter) { Wish::Run(words) } else { Wish::Nothing };
         }
+        Overlay::Filter => {
+            type_filter(model, key.code);
+            return Wish::Nothing;
+        }
         Overlay::Help if !matches!(key.code, KeyCode::Char('q')) => return Wish::Nothing,
         Overlay::Help | Overlay::Nothing => (),
     }
     match key.code {
         KeyCode::Char('q') => return Wish::Quit,
         KeyCode::Char('?' | 'h') => model.overlay = Overlay::Help,
+        KeyCode::Char('/') => model.overlay = Overlay::Filter,
+        KeyCode::Esc => model.filter.clear(),
         KeyCode::Char('o') => model.order = model.order.next(),
         KeyCode::Char('t') => model.view = if model.view == View::Tags { View::Processes } else { View::Tags },
         KeyCode::Char('+' | '=') => model.interval = (model.interval / 2).max(SHORTEST),
@@ -75,6 +83,18 @@ pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
     Wish::Nothing
 }
 
+/// A key while the filter is typed. It applies at once.
+fn type_filter(model: &mut Model, key: KeyCode) {
+    match key {
+        KeyCode::Enter => return,
+        KeyCode::Esc => return model.filter.clear(),
+        KeyCode::Backspace => _ = model.filter.pop(),
+        KeyCode::Char(letter) => model.filter.push(letter),
+        _ => (),
+    }
+    model.overlay = Overlay::Filter;
+}
+
 /// Asks for confirmation to apply this to the selection.
 fn ask(model: &mut Model, verb: &str, now: Instant) {
     if let Some((words, _)) = &model.command {
@@ -88,12 +108,19 @@ fn ask(model: &mut Model, verb: &str, now: Instant) {
     let row = rows.iter().find(|row| row.key == key).unwrap_or(row);
     let what = match (verb, &key.tag) {
         ("resume", _) => format!("{}: {} of GPU memory", of(row), Bytes(row.paused)),
-        _ if row.discarded > 0 => {
-            format!("{}: {} of GPU memory; the contents of {} will be lost", of(row), Bytes(row.active), Bytes(row.discarded))
-        }
         _ => format!("{}: {} of GPU memory", of(row), Bytes(row.active)),
     };
-    model.overlay = Overlay::Question { words: words(verb, &key), what };
+    let lost = if verb == "resume" { String::new() } else { loss(&row.discarded) };
+    model.overlay = Overlay::Question { words: words(verb, &key), what, lost };
+}
+
+/// What will be lost; empty if nothing is.
+fn loss(discarded: &BTreeMap<String, u64>) -> String {
+    if discarded.is_empty() {
+        return String::new();
+    }
+    let tags: Vec<_> = discarded.iter().map(|(tag, bytes)| format!("{tag} ({})", Bytes(*bytes))).collect();
+    format!("LOST: the contents of {}. Their policy is discard: no backup is made", tags.join(", "))
 }
 
 fn of(row: &TableRow) -> String {

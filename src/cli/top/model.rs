@@ -26,6 +26,8 @@ pub struct Model {
     pub order: Order,
     pub view: View,
     pub overlay: Overlay,
+    /// Only rows with this in their names are shown.
+    pub filter: String,
     /// The command that runs, and since when.
     pub command: Option<(Vec<String>, Instant)>,
     message: Option<(Instant, String)>,
@@ -71,10 +73,14 @@ struct Flow {
 pub enum Overlay {
     Nothing,
     Help,
+    /// The filter is being typed.
+    Filter,
     /// A question whether to run this command, with its effect.
     Question {
         words: Vec<String>,
         what: String,
+        /// The contents that will be lost, in words.
+        lost: String,
     },
 }
 
@@ -129,8 +135,8 @@ pub struct TableRow {
     pub state: String,
     /// The stage that copies contents, over all processes.
     pub progress: Option<Progress>,
-    /// Bytes whose contents a pause discards.
-    pub discarded: u64,
+    /// Bytes whose contents a pause discards, by tag.
+    pub discarded: BTreeMap<String, u64>,
     /// On GPUs.
     pub active: u64,
     /// Taken from GPUs.
@@ -164,6 +170,8 @@ pub enum Slice {
 pub struct GpuBar {
     pub index: u32,
     pub model: String,
+    /// Percent.
+    pub utilization: Option<u32>,
     pub used: u64,
     pub total: u64,
     pub parts: Vec<(Slice, u64)>,
@@ -195,6 +203,7 @@ impl Model {
             order: Order::Name,
             view: View::Tags,
             overlay: Overlay::Nothing,
+            filter: String::new(),
             command: None,
             message: None,
             selected: None,
@@ -278,7 +287,7 @@ impl Model {
             let mut parts: Vec<_> = parts.into_iter().map(|(part, bytes)| (part, bytes.max(0) as u64)).collect();
             let shown: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
             parts.push((Slice::Free, card.total.saturating_sub(shown)));
-            GpuBar { index: card.index, model: card.name.clone(), used: card.used, total: card.total, parts }
+            GpuBar { index: card.index, model: card.name.clone(), utilization: card.utilization, used: card.used, total: card.total, parts }
         };
         gpus.cards.iter().flatten().map(bar).collect()
     }
@@ -315,6 +324,11 @@ impl Model {
         Some((last.iter().filter(|(when, _)| *when + TOGETHER >= latest).map(|(_, rate)| rate).sum(), false))
     }
 
+    /// Whether the filter lets this name through.
+    fn passes(&self, name: &str) -> bool {
+        name.to_lowercase().contains(&self.filter.to_lowercase())
+    }
+
     /// The rows of the table.
     pub fn rows(&self, now: Instant) -> Vec<TableRow> {
         let mut groups = BTreeMap::<Subject, Vec<&Seen>>::new();
@@ -331,10 +345,17 @@ impl Model {
         }
         groups
             .into_iter()
-            .flat_map(|(row, members)| {
-                let children = self.children(&row.key, &members, now);
-                std::iter::once(row).chain(children)
+            .filter_map(|(row, members)| {
+                let mut children = self.children(&row.key, &members, now);
+                if !self.passes(&row.title) {
+                    children.retain(|child| self.passes(&child.title));
+                    if children.is_empty() {
+                        return None;
+                    }
+                }
+                Some(std::iter::once(row).chain(children))
             })
+            .flatten()
             .collect()
     }
 
@@ -379,7 +400,7 @@ impl Model {
             title,
             state: states.into_iter().collect::<Vec<_>>().join("; "),
             progress: joined(members.iter().filter_map(|seen| copying(&seen.sample.process).map(|(_, now)| now))),
-            discarded: tags().map(discarded).sum(),
+            discarded: discarded(tags()),
             active: members.iter().filter(is_there).map(|seen| seen.sample.process.active_bytes()).sum(),
             paused: tags().map(|tag| tag.paused_bytes).sum(),
             host: tags().map(|tag| tag.host_bytes).sum(),
@@ -398,7 +419,7 @@ impl Model {
             title: name,
             state: states.into_iter().collect::<Vec<_>>().join(", "),
             progress: None,
-            discarded: sum(discarded),
+            discarded: discarded(tags.iter().copied()),
             active: sum(|tag| tag.bytes.saturating_sub(tag.paused_bytes)),
             paused: sum(|tag| tag.paused_bytes),
             host: sum(|tag| tag.host_bytes),
@@ -491,7 +512,15 @@ fn rank(state: &str) -> (usize, String) {
     const ORDER: [&str; 6] = ["pausing", "resuming", "no answer", "active", "paused", "suspended"];
     (ORDER.iter().position(|word| state.contains(word)).unwrap_or(ORDER.len()), state.to_owned())
 }
-/// Bytes of a tag whose contents the next pause discards by the tag's policy.
-fn discarded(tag: &TagStatus) -> u64 {
-    tag.backup.get(&Policy::Discard).map_or(0, |bytes| (*bytes).min(tag.bytes.saturating_sub(tag.paused_bytes)))
+
+/// Bytes whose contents the next pause discards by the policies of these tags.
+fn discarded<'a>(tags: impl Iterator<Item = &'a TagStatus>) -> BTreeMap<String, u64> {
+    let mut lost = BTreeMap::<String, u64>::new();
+    for tag in tags {
+        let bytes = tag.backup.get(&Policy::Discard).map_or(0, |bytes| (*bytes).min(tag.bytes.saturating_sub(tag.paused_bytes)));
+        if bytes > 0 {
+            *lost.entry(tag.tag.clone()).or_default() += bytes;
+        }
+    }
+    lost
 }

@@ -206,6 +206,16 @@ pub struct NvmlMemory {
     pub used: u64,
 }
 
+/// `nvmlUtilization_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NvmlUtilization {
+    /// Percent of the sample period in which kernels were running.
+    pub gpu: u32,
+    /// Percent of it in which memory was read or written.
+    pub memory: u32,
+}
+
 /// `nvmlMemory_v2_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -274,4 +284,5 @@ const _: () = {
     assert!(size_of::<AccessDesc>() == 12);
     assert!(size_of::<NvmlProcess>() == 24);
     assert!(size_of::<NvmlMemory2>() == 40);
+    assert!(size_of::<NvmlUtilization>() == 8);
 };

@@ -5,7 +5,7 @@
 use crate::abi::{Address, Handle, HostFunction, StreamCallback};
 use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome, SUCCESS};
 use crate::context::{self, Context};
-use crate::driver::{State, state};
+use crate::driver::{State, machine, state};
 use crate::faults;
 use crate::host::{Direction, transfer};
 use crate::kernel;
@@ -309,6 +309,7 @@ pub fn execute(context: &Context, work: Work) {
 /// replaced in flight is a fault on a real device, or worse, silent corruption.
 fn execute_one(context: &Context, work: &Work) -> Outcome {
     if let Work::Kernel(launch) = work {
+        let _running = machine()?.execute(context.device);
         return launch.run(context);
     }
     if let Work::Wait { address, width, until } = *work {
@@ -323,6 +324,10 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
     let at_first = touched.mappings(context)?;
     delay();
     let (read, written) = touched.sides(context)?;
+    // Copies within a device, and memsets, are kernels of the driver's.
+    let is_kernel =
+        matches!((&read, &written), (None | Some(Side::Device(_)), Some(Side::Device(_)))) && !matches!(work, Work::Upload { .. });
+    let _running = if is_kernel { machine()?.execute(context.device) } else { None };
     match (work, read, written) {
         (Work::Copy { bytes, .. }, Some(from), Some(to)) => copy(&from, &to, *bytes)?,
         (Work::Upload { bytes, .. }, _, Some(to)) => upload(bytes, &to)?,

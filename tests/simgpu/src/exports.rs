@@ -3,7 +3,7 @@
 
 use crate::abi::{
     AccessDesc, Address, AllocationProp, Handle, HostFunction, In, InstantiateParams, IpcHandle, Location, NvmlMemory, NvmlMemory2,
-    NvmlPci, NvmlProcess, Out, StreamCallback, Uuid,
+    NvmlPci, NvmlProcess, NvmlUtilization, Out, StreamCallback, Uuid,
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
@@ -367,6 +367,7 @@ functions! {
     nvmlDeviceGetPciInfo_v3(device: nvml::Device, info: Out<NvmlPci>) Nothing Safe => nvml::pci(device, info);
     nvmlDeviceGetMemoryInfo(device: nvml::Device, memory: Out<NvmlMemory>) Nothing Safe => nvml::memory(device, memory);
     nvmlDeviceGetMemoryInfo_v2(device: nvml::Device, memory: Out<NvmlMemory2>) Nothing Safe => nvml::memory_v2(device, memory);
+    nvmlDeviceGetUtilizationRates(device: nvml::Device, rates: Out<NvmlUtilization>) Nothing Safe => nvml::utilization(device, rates);
     nvmlDeviceGetMigMode(device: nvml::Device, now: Out<u32>, after_a_reset: Out<u32>) Nothing Safe => nvml::mig_mode(device, now, after_a_reset);
     nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);
 }

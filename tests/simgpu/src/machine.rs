@@ -36,7 +36,7 @@ const OUT_OF_ROOM: u32 = 1;
 /// The process has something that is never restored.
 const UNRESTORABLE: u32 = 2;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
-const MAGIC: u64 = 0x7369_6d67_7075_0004;
+const MAGIC: u64 = 0x7369_6d67_7075_0005;
 /// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
 /// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
@@ -61,7 +61,28 @@ struct Slot {
     place: [AtomicU32; MAX_DEVICES],
     /// Bytes that a test pretends another process uses.
     occupied: [AtomicU64; MAX_DEVICES],
+    kernels: [Kernels; MAX_DEVICES],
     command: [AtomicU8; COMMAND],
+}
+
+/// What a process executes on a device.
+#[repr(C)]
+struct Kernels {
+    running: AtomicU32,
+    /// Since when at least one is running, in ns.
+    since: AtomicU64,
+    /// How long at least one was running before, in ns.
+    busy: AtomicU64,
+}
+
+/// NVML's latest sample of a device's utilization.
+#[repr(C)]
+struct Sample {
+    /// When it was taken, in ns; 0 for never.
+    at: AtomicU64,
+    /// How long kernels had been running until then, in ns.
+    busy: AtomicU64,
+    percent: AtomicU32,
 }
 
 /// Memory that was shared with another process.
@@ -81,6 +102,7 @@ struct Shared {
     magic: AtomicU64,
     devices: AtomicU64,
     memory: AtomicU64,
+    samples: [Sample; MAX_DEVICES],
     slots: [Slot; SLOTS],
     memories: [Common; MEMORIES],
 }
@@ -158,6 +180,36 @@ impl Drop for Inside {
     fn drop(&mut self) {
         self.0.0.inside.fetch_sub(1, Ordering::SeqCst);
     }
+}
+
+/// A kernel that is being executed.
+#[derive(Debug)]
+pub struct Running {
+    machine: &'static Machine,
+    device: usize,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _threads = self.machine.keep_threads_out();
+        if let Some(slot) = self.machine.own() {
+            let kernels = &slot.kernels[self.device];
+            if kernels.running.fetch_sub(1, Ordering::SeqCst) == 1 {
+                kernels.busy.fetch_add(nanoseconds().saturating_sub(kernels.since.load(Ordering::SeqCst)), Ordering::SeqCst);
+            }
+        }
+    }
+}
+
+/// The time since the system's start: the same for all processes.
+fn nanoseconds() -> u64 {
+    // SAFETY: a timespec of zeros is valid, and the call fills it.
+    let now = unsafe {
+        let mut now: libc::timespec = std::mem::zeroed();
+        libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now);
+        now
+    };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 /// A process's use of the devices, as NVML reports it.
@@ -442,6 +494,44 @@ impl Machine {
             .collect()
     }
 
+    /// Notes that this process executes a kernel on the device under an ordinal.
+    pub fn execute(&'static self, ordinal: usize) -> Option<Running> {
+        let _threads = self.keep_threads_out();
+        let kernels = &self.own()?.kernels[self.place(ordinal)];
+        if kernels.running.fetch_add(1, Ordering::SeqCst) == 0 {
+            kernels.since.store(nanoseconds(), Ordering::SeqCst);
+        }
+        Some(Running { machine: self, device: self.place(ordinal) })
+    }
+
+    /// The share of the last sample period in which kernels were running, in percent. The period is the time between two
+    /// questions, of at least what NVML's reference says; before the first one, it is a moment.
+    pub fn utilization(&self, device: usize) -> u32 {
+        const PERIOD: u64 = 1_000_000_000 / 6;
+        let _door = self.enter();
+        let now = nanoseconds();
+        let (mut busy, mut is_running) = (0, false);
+        for (_, slot) in self.living() {
+            let Kernels { running, since, busy: before } = &slot.kernels[device];
+            busy += before.load(Ordering::SeqCst);
+            if running.load(Ordering::SeqCst) > 0 {
+                is_running = true;
+                busy += now.saturating_sub(since.load(Ordering::SeqCst));
+            }
+        }
+        let sample = &self.shared.samples[device];
+        let (at, was) = (sample.at.load(Ordering::SeqCst), sample.busy.load(Ordering::SeqCst));
+        let passed = now - at.min(now);
+        if at != 0 && passed < PERIOD {
+            return sample.percent.load(Ordering::SeqCst);
+        }
+        let percent = if at == 0 { 100 * u64::from(is_running) } else { (busy.saturating_sub(was) * 100).div_ceil(passed).min(100) };
+        sample.at.store(now, Ordering::SeqCst);
+        sample.busy.store(busy, Ordering::SeqCst);
+        sample.percent.store(percent as u32, Ordering::SeqCst);
+        percent as u32
+    }
+
     /// Joins the machine; `false` if it has no free slot.
     pub fn join(&self) -> bool {
         let _door = self.enter();
@@ -599,6 +689,8 @@ impl Machine {
             slot.occupied[device].store(0, Ordering::Relaxed);
             slot.saved[device].store(0, Ordering::Relaxed);
             slot.place[device].store(device as u32, Ordering::Relaxed);
+            slot.kernels[device].running.store(0, Ordering::SeqCst);
+            slot.kernels[device].busy.store(0, Ordering::SeqCst);
         }
         for word in [&slot.state, &slot.inside, &slot.imported, &slot.opened] {
             word.store(0, Ordering::SeqCst);

@@ -2,7 +2,7 @@
 //!
 //! Like the real library, they work without `cuInit`: they need only the machine.
 
-use crate::abi::{In, NvmlMemory, NvmlMemory2, NvmlPci, NvmlProcess, Out};
+use crate::abi::{In, NvmlMemory, NvmlMemory2, NvmlPci, NvmlProcess, NvmlUtilization, Out};
 use crate::device;
 use crate::driver::{machine, settings};
 use crate::machine::Machine;
@@ -16,6 +16,8 @@ pub mod returns {
     pub const UNINITIALIZED: u32 = 1;
     /// `NVML_ERROR_INVALID_ARGUMENT`.
     pub const INVALID_ARGUMENT: u32 = 2;
+    /// `NVML_ERROR_NOT_SUPPORTED`.
+    pub const NOT_SUPPORTED: u32 = 3;
     /// `NVML_ERROR_NOT_FOUND`.
     pub const NOT_FOUND: u32 = 6;
     /// `NVML_ERROR_INSUFFICIENT_SIZE`.
@@ -25,7 +27,7 @@ pub mod returns {
     /// `NVML_ERROR_ARGUMENT_VERSION_MISMATCH`.
     pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
 }
-use returns::{ARGUMENT_VERSION_MISMATCH, DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, UNINITIALIZED};
+use returns::{ARGUMENT_VERSION_MISMATCH, DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, NOT_SUPPORTED, UNINITIALIZED};
 
 /// A device handle: recognisable, never dereferenced.
 pub type Device = u64;
@@ -144,6 +146,16 @@ pub fn memory_v2(device: Device, memory: Out<NvmlMemory2>) -> Result<(), u32> {
     put(memory, NvmlMemory2 { version: VERSION, total, reserved: 0, free: total - used, used })
 }
 
+/// `nvmlDeviceGetUtilizationRates`. "On MIG-enabled GPUs, querying device utilization rates is not currently supported."
+pub fn utilization(device: Device, rates: Out<NvmlUtilization>) -> Result<(), u32> {
+    let (machine, device) = ordinal(device)?;
+    if settings().mig {
+        return Err(NOT_SUPPORTED);
+    }
+    let gpu = machine.utilization(device);
+    put(rates, NvmlUtilization { gpu, memory: gpu })
+}
+
 /// `nvmlDeviceGetMigMode`.
 pub fn mig_mode(device: Device, now: Out<u32>, after_a_reset: Out<u32>) -> Result<(), u32> {
     ordinal(device)?;
@@ -185,6 +197,7 @@ pub fn describe(code: u32) -> &'static CStr {
         0 => c"Success",
         UNINITIALIZED => c"Uninitialized",
         INVALID_ARGUMENT => c"Invalid Argument",
+        NOT_SUPPORTED => c"Not Supported",
         NOT_FOUND => c"Not Found",
         INSUFFICIENT_SIZE => c"Insufficient Size",
         DRIVER_NOT_LOADED => c"Driver Not Loaded",

@@ -1000,5 +1000,10 @@ fn nvml_takes_a_uuid_with_and_without_its_prefix() {
             assert_eq!(found, device);
         }
         fails!(6, gpu.nvmlDeviceGetHandleByUUID(text[5..].as_ptr(), &raw mut found));
+        // People shorten them to the first group.
+        let mut first = [0; 96];
+        ok!(gpu.nvmlDeviceGetHandleByIndex_v2(0, &raw mut device));
+        ok!(gpu.nvmlDeviceGetUUID(device, first.as_mut_ptr(), 96));
+        assert_ne!(first[..12], text[..12]);
     });
 }

@@ -107,11 +107,26 @@ fn a_persistent_kernel_ends_when_its_word_is_set() {
             let arguments: [*const c_void; 3] = [(&raw const word).cast(), (&raw const pointer).cast(), (&raw const bytes).cast()];
             ok!(gpu.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments.as_ptr(), 0));
         };
+        // NVML counts kernels: all of the time while this one runs, none afterwards.
+        let mut device = 0;
+        ok!(gpu.nvmlInit_v2());
+        ok!(gpu.nvmlDeviceGetHandleByIndex_v2(0, &raw mut device));
+        let becomes = |percent| {
+            let (begun, mut rates) = (Instant::now(), [u32::MAX; 2]);
+            while rates[0] != percent {
+                assert!(begun.elapsed() < Duration::from_secs(100), "{rates:?}");
+                ok!(gpu.nvmlDeviceGetUtilizationRates(device, &raw mut rates));
+                sleep(Duration::from_millis(1));
+            }
+        };
+        becomes(0);
         launch();
         sleep(MOMENT);
         fails!(600, gpu.cuStreamQuery(stream));
+        becomes(100);
         unsafe { (word as *mut u32).write_volatile(1) };
         ok!(gpu.cuStreamSynchronize(stream));
+        becomes(0);
         unsafe { (word as *mut u32).write_volatile(0) };
         launch();
         sleep(MOMENT);
