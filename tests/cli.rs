@@ -328,7 +328,7 @@ impl State {
 
 fn shortage(holder: u32) -> Reply {
     let holders = vec![Holder { pid: holder, bytes: Some(3 * GIB), program: Some("trainer".into()) }];
-    Reply::Error(Refusal::from(&Error::DeviceMemory(Shortage { device: 0, uuid: None, needed: 4 * GIB, free: GIB, holders })))
+    Reply::Error(Refusal::from(&Error::DeviceMemory(Shortage { device: 0, uuid: None, index: None, needed: 4 * GIB, free: GIB, holders })))
 }
 
 fn is_transition(request: &Request) -> bool {
@@ -1480,6 +1480,28 @@ fn run_sets_the_environment() {
     assert!(!ran.out.contains("VRAMCTL_TAG"));
     let ran = run(&machine, &["env"], &[("VRAMCTL_TAG", "")]);
     assert!(ran.out.lines().any(|line| line == "VRAMCTL_TAG="), "an empty one is not replaced: {}", ran.out);
+}
+
+#[test]
+fn a_number_for_a_name_is_ignored_with_a_warning_and_the_program_runs() {
+    let machine = Machine::new();
+    let mut command = machine.cli(&["run", "--no-python", "--"]);
+    command.arg(common::programs().join("engine")).args(["--weights-mib", "4", "--kv-mib", "4"]).env("VRAMCTL_NAME", "123");
+    let mut engine = common::machine::Program::ready(command.stderr(Stdio::piped()));
+    machine.vramctl("ps --output name").expect(0, "engine\n", "");
+    let list = machine.done("ps --json");
+    assert!(list.contains("\"index\":0") && list.contains("\"uuid\":\"GPU-73696d75-"), "{list}");
+    let mut warning = engine.child.stderr.take().unwrap();
+    drop(engine);
+    let mut text = String::new();
+    std::io::Read::read_to_string(&mut warning, &mut text).unwrap();
+    assert_eq!(text.matches("VRAMCTL_NAME=123: commands would take a number for a process id").count(), 1, "{text}");
+}
+
+#[test]
+fn a_policy_for_a_tag_is_not_one_for_a_pause() {
+    let ran = Machine::without_gpus().vramctl("pause --backup weigths=disk");
+    ran.has(2, "", "a pause has one policy for all that it pauses: to pause the tag weigths alone, `vramctl pause weigths --backup disk`");
 }
 
 #[test]

@@ -66,7 +66,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
-use vramctl_model::{DEFAULT_TAG, Policy, checked_tag, parse_bytes};
+use vramctl_model::{DEFAULT_TAG, Policy, checked_name, checked_tag, parse_bytes};
 
 /// All variables of this name that the project reads.
 const VARIABLES: [&str; 22] = [
@@ -239,7 +239,7 @@ impl Config {
         let mut variables = Variables { get: variable, complaints: Vec::new() };
         let manages_all = variables.switch("TMS_INIT_ENABLE") == Some(true);
         let retains_all = variables.switch("TMS_RETAIN_CPU_BACKUP") == Some(true);
-        let name = variables.set("VRAMCTL_NAME");
+        let name = variables.name();
         Self {
             tag: variables.tag().or_else(|| manages_all.then(|| DEFAULT_TAG.into())),
             thread_default_backup: variables.thread_default_backup().or_else(|| manages_all.then_some(Policy::Discard)),
@@ -321,6 +321,13 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
     /// A list with commas.
     fn list(&self, name: &str) -> Option<Vec<String>> {
         Some(self.set(name)?.split(',').map(str::trim).filter(|item| !item.is_empty()).map(str::to_owned).collect())
+    }
+
+    fn name(&mut self) -> Option<String> {
+        let name = self.set("VRAMCTL_NAME")?;
+        let complain =
+            |error| self.complaints.push(format!("VRAMCTL_NAME={}: {error}; the program's own name counts", name.escape_debug()));
+        checked_name(&name).map(str::to_owned).map_err(complain).ok()
     }
 
     fn tag(&mut self) -> Option<Arc<str>> {
@@ -503,6 +510,18 @@ mod tests {
         assert_eq!((both.thread_default_backup, both.complaints.len()), (Some(Policy::Disk), 1));
         let nonsense = config(&[("TMS_INIT_ENABLE", "maybe"), ("TMS_INIT_CPU_BACKUP_BACKEND", "tape")]);
         assert_eq!((nonsense.tag, nonsense.complaints.len()), (None, 2), "{:?}", nonsense.complaints);
+    }
+
+    #[test]
+    fn a_name_that_commands_would_take_for_a_process_id_is_none() {
+        let named = |text: &str| {
+            let config = config(&[("VRAMCTL_NAME", text), ("VRAMCTL_JOB", "run-1")]);
+            (config.name, config.job.unwrap(), config.complaints.len())
+        };
+        assert_eq!(named("engine"), (Some("engine".into()), "engine".into(), 0));
+        for wrong in ["123", "a\nb"] {
+            assert_eq!(named(wrong), (None, "run-1".into(), 1), "{wrong}");
+        }
     }
 
     #[test]

@@ -483,7 +483,7 @@ mod tests {
     #[test]
     fn a_refusal_has_exactly_the_fields_of_its_error() {
         let failure = Failure { call: "cuMemCreate", code: 2 };
-        let shortage = Shortage { device: 1, uuid: None, needed: 7, free: 5, holders: Vec::new() };
+        let shortage = Shortage { device: 1, uuid: None, index: None, needed: 7, free: 5, holders: Vec::new() };
         for (error, code, fields) in [
             (Error::Driver(failure), Kind::Driver, (None, None, None, Some(2))),
             (Error::Work(Failure { code: 700, ..failure }), Kind::Work, (None, None, None, Some(700))),

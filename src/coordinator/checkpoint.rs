@@ -518,7 +518,14 @@ fn leased(message: String) -> CommandError {
 /// Too little memory on a GPU.
 pub fn short(machine: &dyn Machine, card: &Card, needed: u64) -> CommandError {
     let (uuid, holders) = (Some(card.uuid.clone()), machine.holders_of(&card.uuid));
-    CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
+    CommandError::from(&Error::DeviceMemory(Shortage {
+        device: card.index as i32,
+        uuid,
+        index: Some(card.index),
+        needed,
+        free: card.free,
+        holders,
+    }))
 }
 
 impl Member {

@@ -1,5 +1,6 @@
 //! GPUs as users name them.
 
+use serde_json::Value;
 use std::collections::BTreeMap;
 use vramctl_driver::uuid_of_index;
 use vramctl_model::short_uuid;
@@ -18,6 +19,39 @@ pub fn short_name(uuid: &str, indices: &BTreeMap<String, u32>) -> String {
 pub fn with_indices(text: &str) -> String {
     // Asking NVML takes a while.
     if text.contains("GPU-") { named(text, &indices()) } else { text.to_owned() }
+}
+
+/// Adds the index in `nvidia-smi` to each object of an answer that has the UUID of a GPU: `index` beside `uuid`, `gpu_index` beside `gpu`.
+pub fn add_indices(answer: &mut Value) {
+    if mentions_a_gpu(answer) {
+        add(answer, &indices());
+    }
+}
+
+/// Asking NVML takes a while.
+fn mentions_a_gpu(answer: &Value) -> bool {
+    match answer {
+        Value::String(text) => text.starts_with("GPU-"),
+        Value::Array(all) => all.iter().any(mentions_a_gpu),
+        Value::Object(fields) => fields.values().any(mentions_a_gpu),
+        _ => false,
+    }
+}
+
+fn add(answer: &mut Value, indices: &BTreeMap<String, u32>) {
+    match answer {
+        Value::Array(all) => all.iter_mut().for_each(|one| add(one, indices)),
+        Value::Object(fields) => {
+            fields.values_mut().for_each(|value| add(value, indices));
+            for (uuid, index) in [("uuid", "index"), ("gpu", "gpu_index")] {
+                let found = fields.get(uuid).and_then(Value::as_str).and_then(|uuid| indices.get(uuid)).copied();
+                if let Some(found) = found {
+                    fields.entry(index).or_insert_with(|| found.into());
+                }
+            }
+        }
+        _ => (),
+    }
 }
 
 fn named(text: &str, indices: &BTreeMap<String, u32>) -> String {
@@ -44,6 +78,17 @@ pub fn begins_as(uuid: &str, written: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_uuid_of_an_answer_has_its_index_beside_it() {
+        let mut answer =
+            json!({ "devices": [{ "uuid": "GPU-a", "device": 0 }, { "uuid": null }, { "uuid": "GPU-b", "index": 7 }], "gpu": "GPU-b" });
+        assert!(mentions_a_gpu(&answer) && !mentions_a_gpu(&json!([{ "pid": 1, "name": "x" }])));
+        add(&mut answer, &[("GPU-a".to_owned(), 1), ("GPU-b".to_owned(), 2)].into());
+        let devices = json!([{ "uuid": "GPU-a", "device": 0, "index": 1 }, { "uuid": null }, { "uuid": "GPU-b", "index": 7 }]);
+        assert_eq!(answer, json!({ "devices": devices, "gpu": "GPU-b", "gpu_index": 2 }));
+    }
 
     #[test]
     fn a_message_names_gpus_by_their_indices() {

@@ -23,7 +23,7 @@ use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::{self as driver, uuid_of_index};
 use vramctl_host::system::program_of;
 use vramctl_host::worker::with_signals_blocked;
-use vramctl_model::{Borrowed, Bytes, Error, GpuUse, TagState, TagStatus};
+use vramctl_model::{Borrowed, Bytes, Error, GpuUse, TagState, TagStatus, checked_name};
 
 /// A managed process, with its status or the reason why there is none.
 #[derive(Debug, Clone)]
@@ -504,7 +504,7 @@ pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, Com
         // The program may have another name by now.
         Some(ListenerName::Program(name)) => Some(seen_as.and_then(|pid| program_of(pid.cast_unsigned())).unwrap_or(name)),
         // Best effort: some programs overwrite their environment.
-        None => seen_as.and_then(|pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take()),
+        None => seen_as.and_then(|pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take()).filter(|name| checked_name(name).is_ok()),
     };
     Some(Process { pid, name, status })
 }

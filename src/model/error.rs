@@ -85,6 +85,9 @@ pub struct Shortage {
     /// Its UUID, the same everywhere; absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
+    /// Its index in `nvidia-smi`; absent where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<u32>,
     /// Bytes needed.
     pub needed: u64,
     /// Bytes free.
@@ -256,9 +259,10 @@ impl std::error::Error for Error {}
 
 impl fmt::Display for Shortage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.uuid {
-            Some(uuid) => write!(out, "too little memory on {}", short_uuid(uuid))?,
-            None => write!(out, "too little memory on device {}", self.device)?,
+        match (&self.uuid, self.index) {
+            (Some(uuid), Some(index)) => write!(out, "too little memory on GPU {index} ({})", short_uuid(uuid))?,
+            (Some(uuid), None) => write!(out, "too little memory on {}", short_uuid(uuid))?,
+            (None, _) => write!(out, "too little memory on device {}", self.device)?,
         }
         write!(out, ": {} needed, {} free", Bytes(self.needed), Bytes(self.free))?;
         // The driver reserves a little of what it reports as free.
@@ -281,11 +285,13 @@ mod tests {
     #[test]
     fn a_shortage_says_what_was_needed_and_who_holds_the_rest() {
         let holders = vec![Holder { pid: 7, bytes: Some(3 << 30), program: Some("trainer".into()) }];
-        let shortage = Shortage { device: 1, uuid: None, needed: 4 << 30, free: 1 << 30, holders };
+        let shortage = Shortage { device: 1, uuid: None, index: None, needed: 4 << 30, free: 1 << 30, holders };
         let what = "4.00 GiB needed, 1.00 GiB free, 3.00 GiB short; held by pid 7 (trainer) 3.00 GiB";
         assert_eq!(shortage.to_string(), format!("too little memory on device 1: {what}"));
         // An ordinal means another GPU elsewhere.
         let uuid = Some("GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4".into());
-        assert_eq!(Shortage { uuid, ..shortage }.to_string(), format!("too little memory on GPU-0f5c2b8e: {what}"));
+        let named = Shortage { uuid, ..shortage };
+        assert_eq!(named.to_string(), format!("too little memory on GPU-0f5c2b8e: {what}"));
+        assert_eq!(Shortage { index: Some(3), ..named }.to_string(), format!("too little memory on GPU 3 (GPU-0f5c2b8e): {what}"));
     }
 }

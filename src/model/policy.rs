@@ -66,6 +66,17 @@ pub fn checked_tag(tag: &str) -> Result<Arc<str>, Error> {
     Err(Error::Invalid(format!("the tag '{}' {wrong}", tag.escape_debug().take(LONGEST_TAG).collect::<String>())))
 }
 
+/// Checks that commands can find a process by this name.
+pub fn checked_name(name: &str) -> Result<&str, Error> {
+    if name.is_empty() || name.contains(char::is_control) {
+        return Err(Error::Invalid("a name must not be empty or contain control characters".into()));
+    }
+    if name.parse::<u32>().is_ok() {
+        return Err(Error::Invalid("commands would take a number for a process id; add a letter".into()));
+    }
+    Ok(name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

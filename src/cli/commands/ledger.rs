@@ -13,7 +13,7 @@ use vramctl_coordinator::proc;
 use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards, cards, holders_of};
 use vramctl_host::limits;
-use vramctl_model::{Bytes, Holder, TagState, unmanaged_of};
+use vramctl_model::{Bytes, Holder, TagState, checked_name, unmanaged_of};
 
 /// Pinned host memory per byte of its page tables: eight bytes for each page of 4 KiB.
 const PAGE_TABLES: u64 = 512;
@@ -332,7 +332,7 @@ pub fn resident(pid: u32) -> (u64, u64) {
 fn of_job(job: &str) -> Vec<u32> {
     let is_of_job = |pid: &u32| {
         let [name, id] = proc::variables(pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
-        name.or(id).is_some_and(|its| its == job)
+        name.filter(|name| checked_name(name).is_ok()).or(id).is_some_and(|its| its == job)
     };
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_of_job).collect()

@@ -228,13 +228,7 @@ fn python_path(folders: &[PathBuf], present: Option<&OsStr>) -> Result<OsString,
 }
 
 fn checked_name(text: &str) -> Result<String, String> {
-    if text.is_empty() || text.contains(char::is_control) {
-        return Err("a name must not be empty or contain control characters".into());
-    }
-    if text.parse::<u32>().is_ok() {
-        return Err("commands would take a number for a process id; add a letter".into());
-    }
-    Ok(text.to_owned())
+    vramctl_model::checked_name(text).map(str::to_owned).map_err(|error| error.to_string())
 }
 
 fn checked_backup(text: &str) -> Result<String, String> {

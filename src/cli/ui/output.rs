@@ -4,6 +4,7 @@ use super::colours;
 use comfy_table::{Attribute, Cell, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use crossterm::terminal;
 use serde::Serialize;
+use serde_json::{Value, json};
 use std::io::{self, ErrorKind, IsTerminal, Write, stdout};
 use vramctl_coordinator::failure::{Choice, CommandError, Exit};
 use vramctl_coordinator::gpus;
@@ -30,14 +31,20 @@ pub fn show(text: &str) -> Result<(), CommandError> {
 
 /// The answer of a command with `--json`: an object with its processes.
 pub fn json(processes: &[impl Serialize]) -> Result<(), CommandError> {
-    print(&format!("{}\n", serde_json::json!({ "processes": processes })))
+    answer(json!({ "processes": processes }))
+}
+
+/// The same with more in it. Each GPU has its index in `nvidia-smi` beside its UUID.
+pub fn answer(mut answer: Value) -> Result<(), CommandError> {
+    gpus::add_indices(&mut answer);
+    print(&format!("{answer}\n"))
 }
 
 /// Reports that a command failed as a whole.
 pub fn fail(failure: &CommandError, json: bool) {
     if json {
         // If stdout fails there is nowhere left to report it.
-        let _ = print(&format!("{}\n", serde_json::json!({ "processes": [], "error": failure })));
+        let _ = answer(json!({ "processes": [], "error": failure }));
     } else {
         let rows = failure
             .choices()

@@ -475,7 +475,8 @@ impl Rank {
                             return Ok(false);
                         }
                         if Instant::now() >= deadline {
-                            let short = Shortage { device: 0, uuid: Some(UUID.into()), needed: TAG, free: 0, holders: Vec::new() };
+                            let short =
+                                Shortage { device: 0, uuid: Some(UUID.into()), index: None, needed: TAG, free: 0, holders: Vec::new() };
                             client.refuse(&Error::DeviceMemory(short))?;
                             return Ok(false);
                         }

@@ -18,7 +18,7 @@ pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, u
         let Outcome { processes, borrowers, jobs } = outcome;
         let processes: Vec<_> = processes.iter().chain(borrowers).map(|one| process_json(one, trimmed.get(&one.process.pid))).collect();
         let jobs: Vec<_> = jobs.iter().map(job_json).collect();
-        output::print(&format!("{}\n", json!({ "processes": processes, "jobs": jobs })))?;
+        output::answer(json!({ "processes": processes, "jobs": jobs }))?;
     } else {
         let on_some_gpus = matches!(&plan.operation().scope, Scope::Tags { gpus, .. } if !gpus.is_empty());
         let printing = Printing { plan, quiet: ui.quiet, on_some_gpus };
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn a_holder_under_vramctl_can_be_paused() {
         let holder = |pid| Holder { pid, bytes: None, program: None };
-        let shortage = Shortage { device: 0, uuid: None, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
+        let shortage = Shortage { device: 0, uuid: None, index: None, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
         let failure = CommandError::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
         assert_eq!(failure.exit(), Exit::NoMemory);
         assert_eq!(holders(&failure), [7, 8]);
