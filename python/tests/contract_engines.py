@@ -36,8 +36,8 @@ PAGE = ROOT / "docs" / "engines.md"
 #: Downloaded sources are cached here.
 CACHE = ROOT / "target" / "engine-sources"
 
-#: The versions to check, besides the latest.
-VERSIONS = {"sglang": ["0.5.16", "0.5.18", "0.5.20"], "vllm": ["0.26.0", "0.28.0", "0.31.0"]}
+#: The versions to check, besides the latest. The oldest are those that verl 0.9 requires.
+VERSIONS = {"sglang": ["0.5.12", "0.5.16", "0.5.18", "0.5.20"], "vllm": ["0.24.0", "0.26.0", "0.28.0", "0.31.0"]}
 HOOKS = {"sglang": sglang.HOOKS, "vllm": vllm.HOOKS}
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 
@@ -130,6 +130,17 @@ class Sources:
         found = [self.node(module, name) for name in names]
         bodies = [ast.unparse(skeleton(node, node.name if hasattr(node, "name") else "")) for node in found if node]
         return "\n".join(["from __future__ import annotations", "import torch", *bodies])
+
+    def matches(self, pattern: str) -> dict[str, set[str]]:
+        """What the pattern's group matches in all sources, by file below the package."""
+        inside = self.folder / self.package
+        found = (
+            (str(file.relative_to(inside)), set(re.findall(pattern, file.read_text(errors="replace"))))
+            for file in inside.rglob("*.py")
+        )
+        matched = {file: matches for file, matches in found if matches}
+        assert matched, f"nothing in {inside} matches {pattern}: is this check still looking?"
+        return matched
 
     def whole(self, *modules: str) -> dict[str, str]:
         """Modules with their full source."""
@@ -235,17 +246,20 @@ class Contract(test_engines.Engine):
 
     def sglang(self) -> None:
         found = self.found
+        tags = set().union(*found.matches(r"\bGPU_MEMORY_TYPE_\w+ = \"(\w+)\"").values())
+        self.assertLessEqual(tags, {"weights", "kv_cache", "cuda_graph"}, "a tag that nobody knows here")
+        regions = set().union(*found.matches(r"memory_saver\w*\.region\(\s*(?:tag=)?(\w+)").values())
+        self.assertLessEqual(
+            regions, {"tag", "GPU_MEMORY_TYPE_KV_CACHE", "GPU_MEMORY_TYPE_WEIGHTS", "GPU_MEMORY_TYPE_CUDA_GRAPH"}
+        )
         self.assertIn('GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"', found.text("sglang.srt.plugins"))
-        context = "sglang.srt.runtime_context"
+        arena = sglang.ARENA.places[0]
         files = {
             **found.whole(
                 "sglang.srt.plugins", "sglang.srt.plugins.hook_registry", "sglang.srt.utils.torch_memory_saver_adapter"
             ),
-            found.path(context): "from __future__ import annotations\nclass RuntimeContext:\n    _server_args = None\n"
-            + textwrap.indent(found.source(context, "RuntimeContext.server_args"), "    ")
-            + "\n_CONTEXT = RuntimeContext()\n"
-            + found.source(context, "get_server_args"),
-            found.path(sglang.ARENA.places[0].module): found.stub(sglang.ARENA.places[0].module, "KvVmmArena"),
+            **self.sglang_settings(),
+            **({found.path(arena.module): found.stub(arena.module, "KvVmmArena")} if found.defines(arena) else {}),
             "sglang/srt/utils/common.py": "def is_xpu(): return False",
             "sglang/srt/environ.py": "class _Unset:\n    def get(self): ...\n"
             "class envs: SGLANG_PLUGINS = SGLANG_PLATFORM = _Unset()",
@@ -272,13 +286,32 @@ class Contract(test_engines.Engine):
             self.assertEqual(len(registry._patched), 1)
             self.sglang_runs(regions)
 
+    def sglang_settings(self) -> dict[str, str]:
+        """What the engine's settings are read from."""
+        found, context, before = self.found, "sglang.srt.runtime_context", "sglang.srt.server_args"
+        if found.file(context) is None:
+            functions = [
+                found.source(before, f"{name}_global_server_args{of}") for name, of in (("set", "_for_scheduler"), ("get", ""))
+            ]
+            return {
+                found.path(before): "\n".join(["from __future__ import annotations", "_global_server_args = None", *functions])
+            }
+        parts = [
+            "from __future__ import annotations\nclass RuntimeContext:\n    _server_args = None",
+            textwrap.indent(found.source(context, "RuntimeContext.server_args"), "    "),
+            "_CONTEXT = RuntimeContext()",
+            found.source(context, "get_server_args"),
+            "def set_global_server_args_for_scheduler(args): _CONTEXT._server_args = args",
+        ]
+        return {found.path(context): "\n".join(parts)}
+
     def sglang_runs(self, regions: list[str]) -> None:
         create = importlib.import_module("sglang.srt.utils.torch_memory_saver_adapter").TorchMemorySaverAdapter.create
-        context = importlib.import_module("sglang.srt.runtime_context")
+        settings = importlib.import_module(next(iter(self.sglang_settings())).removesuffix(".py").replace("/", "."))
         with self.assertNoLogs("vramctl", "WARNING"):
             with create(enable=False).region("weights"):
                 self.gpu.allocate("no engine yet")
-            context._CONTEXT._server_args = types.SimpleNamespace(enable_memory_saver=False)
+            settings.set_global_server_args_for_scheduler(types.SimpleNamespace(enable_memory_saver=False))
             off = create(enable=False)
             with off.region("weights", enable_cpu_backup=True):
                 self.gpu.allocate("weights")
@@ -287,8 +320,9 @@ class Contract(test_engines.Engine):
             self.assertFalse(off.enabled)
             with self.gpu.torch.cuda.graph(self.gpu.torch.cuda.CUDAGraph(), pool="graphs"):
                 pass
-            self.assertEqual(self.allocated(self.function(sglang.ARENA.places[0]), mock.Mock()), "kv_cache")
-            context._CONTEXT._server_args.enable_memory_saver = True
+            if self.found.defines(sglang.ARENA.places[0]):
+                self.assertEqual(self.allocated(self.function(sglang.ARENA.places[0]), mock.Mock()), "kv_cache")
+            settings.set_global_server_args_for_scheduler(types.SimpleNamespace(enable_memory_saver=True))
             create(enable=True).region("weights")
         tags = self.gpu.tags()
         wanted = {
@@ -302,12 +336,32 @@ class Contract(test_engines.Engine):
 
     # vLLM
 
+    def vllm_sources(self) -> None:
+        """What we rely on without hooking it."""
+        found = self.found
+        tags = found.matches(r"(?:use_memory_pool|_maybe_get_memory_pool_context)\(\s*(?:tag=)?\"(\w+)\"")
+        self.assertLessEqual(
+            set().union(*tags.values()), {"weights", "kv_cache", "runtime", "workspace"}, "a tag that nobody knows here"
+        )
+        callers = found.matches(r"(?<!def )\b_?(allocate_kv_cache)(?:_tensors)?\(")
+        known = {"v1/worker/gpu_model_runner.py", "v1/worker/gpu/attn_utils.py", "v1/worker/utils.py", "v1/hisparse/binding.py"}
+        self.assertLessEqual(set(callers), known, "somebody else allocates a KV cache")
+        users = {
+            file: used
+            for file, used in found.matches(r"\bCuMemAllocator\.(instance\.\w+|\w+)\(").items()
+            if not file.startswith("device_allocator/")
+        }
+        self.assertLessEqual(set().union(*users.values()), {"instance.release_pools", "get_instance"}, users)
+        sleep = found.source("vllm.v1.engine.core", "EngineCore.sleep")
+        self.assertIn("prefix_cache", sleep, "a sleep that drops the KV cache forgets its prefix cache")
+
     def vllm(self) -> None:
+        self.vllm_sources()
         found = self.found
         self.assertIn('DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"', found.text("vllm.plugins"))
         allocators = "vllm.device_allocator"
         files = {
-            **found.whole(vllm.BACKENDS),
+            **(found.whole(vllm.BACKENDS) if found.file(vllm.BACKENDS) is not None else {}),
             "vllm/logger.py": "import logging\ninit_logger = logging.getLogger",
             "vllm/platforms.py": "class current_platform:\n    is_cuda_alike = staticmethod(lambda: True)",
             found.path(allocators): found.stub(allocators, "DEFERRABLE_TAGS")
@@ -342,13 +396,20 @@ class Contract(test_engines.Engine):
         worker = mock.Mock(vllm_config=test_engines.vllm_config(sleep=True))
         worker.vllm_config.model_config.sleep_mode_backend = "vramctl"
         self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker), "default")
-        factory = importlib.import_module(vllm.BACKENDS).SleepModeBackendFactory
         # Memory comes from the pools that vLLM asks for.
         allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()
         self.assertIsInstance(allocator, ours.Allocator)
         for tag in ("weights", "kv_cache"):
             with allocator.use_memory_pool(tag=tag):
                 self.gpu.allocate(f"{tag} of sleep mode")
+        if self.found.file(vllm.BACKENDS) is None:
+            allocator.sleep(("weights",))
+            self.assertEqual(self.gpu.contents()["weights of sleep mode"], ("paused", "kept"))
+            self.assertEqual(self.gpu.contents()["kv_cache of sleep mode"], ("paused", "discarded"))
+            allocator.wake_up()
+            self.assertEqual(self.gpu.contents()["weights of sleep mode"], ("active", "here"))
+            return
+        factory = importlib.import_module(vllm.BACKENDS).SleepModeBackendFactory
         for name in ("cumem", "vramctl"):
             with self.subTest(backend=name):
                 backend = factory.create_backend(types.SimpleNamespace(sleep_mode_backend=name))

@@ -83,15 +83,21 @@ def around(hook: Hook) -> Callable[[_AnyFunction], _AnyFunction]:
 
 
 def present(package: ModuleType, hooks: tuple[Hook, ...]) -> list[tuple[Hook, Place]]:
-    """The functions to hook in this version of an engine. Warns once about missing ones."""
+    """The functions to hook in this version of an engine. Warns once about missing ones, unless they came later."""
     found: list[tuple[Hook, Place]] = []
     for hook in hooks:
         if hook.around is not None:
             places = [place for place in hook.places if defines(package, place)]
-            if not places:
+            if not places and not all(_is_before(package, place.since) for place in hook.places):
                 lacks(package, hook)
             found += [(hook, place) for place in places]
     return found
+
+
+def _is_before(package: ModuleType, since: str) -> bool:
+    """Whether this version of an engine is older. One without a known number is not."""
+    version = re.match(r"\d+(\.\d+)*", str(getattr(package, "__version__", "")))
+    return version is not None and [int(part) for part in version[0].split(".")] < [int(part) for part in since.split(".")]
 
 
 def defines(package: ModuleType, place: Place) -> bool:

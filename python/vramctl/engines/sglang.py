@@ -25,13 +25,13 @@ _HOOK = "around-hook of `sglang.srt.plugins`"
 PLUGIN = Hook(
     what="registers the hooks below",
     through="entry point `sglang.srt.plugins`, or SGLang's import under `vramctl run`",
-    places=(Place(f"{REGISTRY}:HookRegistry.register", "0.5.16"),),
+    places=(Place(f"{REGISTRY}:HookRegistry.register", "0.5.12"),),
     without="the functions below are wrapped by name",
 )
 REGIONS = Hook(
     what="tags weights and KV cache when SGLang's memory saver is off",
     through=_HOOK,
-    places=(Place("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", "0.5.16"),),
+    places=(Place("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", "0.5.12"),),
     without="all memory keeps the process's tag and can be paused by it",
 )
 SETTINGS = Hook(
@@ -39,9 +39,9 @@ SETTINGS = Hook(
     through=engines.READ,
     places=(
         Place("sglang.srt.runtime_context:get_server_args", "0.5.16"),
-        Place("sglang.srt.server_args:get_global_server_args", "0.5.16"),  # since 0.5.20 it only raises
+        Place("sglang.srt.server_args:get_global_server_args", "0.5.12"),  # since 0.5.20 it only raises
         Place("sglang.srt.arg_groups.fields.exec_:ExecFeatures.enable_memory_saver", "0.5.20"),
-        Place("sglang.srt.server_args:ServerArgs.enable_memory_saver", "0.5.16", "0.5.19"),
+        Place("sglang.srt.server_args:ServerArgs.enable_memory_saver", "0.5.12", "0.5.19"),
     ),
     without="all memory keeps the process's tag",
 )

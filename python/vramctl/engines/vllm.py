@@ -21,7 +21,7 @@ CUMEM = "vllm.device_allocator.cumem"
 PLUGIN = Hook(
     what="installs the hooks below",
     through="entry point `vllm.general_plugins`, or vLLM's import under `vramctl run`",
-    places=(Place("vllm.plugins:load_general_plugins", "0.26"),),
+    places=(Place("vllm.plugins:load_general_plugins", "0.24"),),
     without="works only under `vramctl run`",
 )
 BACKEND = Hook(
@@ -33,13 +33,13 @@ BACKEND = Hook(
 ALLOCATOR = Hook(
     what="replaces sleep mode's allocator, whichever backend is chosen",
     through=engines.BY_NAME,
-    places=(Place(f"{CUMEM}:CuMemAllocator", "0.26"),),
+    places=(Place(f"{CUMEM}:CuMemAllocator", "0.24"),),
     without="vLLM keeps its own allocator, as it does if that has methods we do not know",
 )
 WEIGHTS = Hook(
     what="tags weights when sleep mode is off",
     through=engines.BY_NAME,
-    places=(Place("vllm.v1.worker.gpu_worker:Worker.load_model", "0.26"),),
+    places=(Place("vllm.v1.worker.gpu_worker:Worker.load_model", "0.24"),),
     without="all memory keeps the process's tag and can be paused by it",
 )
 #: The functions that allocate only the cache: the block tables must survive when it is discarded.
@@ -48,8 +48,8 @@ KV_CACHE = Hook(
     through=engines.BY_NAME,
     places=(
         Place("vllm.v1.worker.utils:allocate_kv_cache", "0.29"),
-        Place("vllm.v1.worker.gpu.attn_utils:_allocate_kv_cache", "0.26", "0.28"),  # the second model runner
-        Place("vllm.v1.worker.gpu_model_runner:GPUModelRunner._allocate_kv_cache_tensors", "0.26", "0.28"),  # the first
+        Place("vllm.v1.worker.gpu.attn_utils:_allocate_kv_cache", "0.24", "0.28"),  # the second model runner
+        Place("vllm.v1.worker.gpu_model_runner:GPUModelRunner._allocate_kv_cache_tensors", "0.24", "0.28"),  # the first
     ),
     without="the KV cache keeps the process's tag",
 )
@@ -57,13 +57,13 @@ SETTINGS = Hook(
     what="reads the engine's settings",
     through=engines.READ,
     places=(
-        Place("vllm.config.model:ModelConfig.enable_sleep_mode", "0.26"),
-        Place("vllm.config.model:ModelConfig.enable_cumem_allocator", "0.26"),
+        Place("vllm.config.model:ModelConfig.enable_sleep_mode", "0.24"),
+        Place("vllm.config.model:ModelConfig.enable_cumem_allocator", "0.24"),
         Place("vllm.config.model:ModelConfig.sleep_mode_backend", "0.26"),
         Place("vllm.config.model:ModelConfig.sleep_mode_offload_cudagraph", "0.32"),
-        Place("vllm.config.load:LoadConfig.load_format", "0.26"),
-        Place("vllm.config.parallel:ParallelConfig.tensor_parallel_size", "0.26"),
-        Place("vllm.config.parallel:ParallelConfig.disable_custom_all_reduce", "0.26"),
+        Place("vllm.config.load:LoadConfig.load_format", "0.24"),
+        Place("vllm.config.parallel:ParallelConfig.tensor_parallel_size", "0.24"),
+        Place("vllm.config.parallel:ParallelConfig.disable_custom_all_reduce", "0.24"),
         Place("vllm.config.vllm:VllmConfig.use_cumem_cudagraph_pool", "0.32"),
     ),
     without="all memory keeps the process's tag",
