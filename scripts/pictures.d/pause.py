@@ -76,8 +76,9 @@ def make(place: Any) -> None:
 
 
 def wrapped(line: str) -> list[str]:
-    """The line as a terminal breaks it; one with colours is short."""
-    return [line] if "\x1b" in line else [line[at : at + COLUMNS] for at in range(0, len(line), COLUMNS)]
+    """The lines as a terminal breaks them; one with colours is short."""
+    lines = line.split("\n")
+    return [part for line in lines for part in ([line] if "\x1b" in line else [line[at : at + COLUMNS] for at in range(0, len(line), COLUMNS)])]
 
 
 class Client:
