@@ -304,7 +304,7 @@ impl Memory {
         if needed <= free {
             return Ok(());
         }
-        Err(Error::DeviceMemory(Shortage { device, uuid: driver::uuid(device), needed, free, holders: Vec::new() }))
+        Err(Error::DeviceMemory(Shortage { device, uuid: driver::uuid(device), index: None, needed, free, holders: Vec::new() }))
     }
 
     /// Frees the allocation at `address`, active or paused. `None` if it is not managed. Nothing changes on error.

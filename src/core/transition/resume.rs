@@ -318,7 +318,7 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
 /// A shortage with the bytes free now: another process may have allocated since the check.
 fn shortage(device: CUdevice, context: Context, needed: u64) -> Error {
     let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-    Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })
+    Error::DeviceMemory(Shortage { device, uuid: None, index: None, needed, free, holders: Vec::new() })
 }
 
 /// Reports a shortage that made a resume fail for good.
@@ -338,7 +338,7 @@ fn with_holders(error: Error) -> Error {
     match error {
         Error::DeviceMemory(shortage) => {
             let (uuid, holders) = (driver::uuid(shortage.device), driver::holders(shortage.device));
-            Error::DeviceMemory(Shortage { uuid, holders, ..shortage })
+            Error::DeviceMemory(Shortage { index: uuid.as_deref().and_then(driver::index_of), uuid, holders, ..shortage })
         }
         other => other,
     }
