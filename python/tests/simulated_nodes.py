@@ -49,6 +49,10 @@ class World:
         """How long something does take."""
         return seconds * self.chance.uniform(0.9, 1.3)
 
+    def slowest(self, seconds: float, count: int) -> float:
+        """How long the slowest of so many takes."""
+        return max(self.takes(seconds) for _ in range(count))
+
     def is_lost(self) -> bool:
         """Whether a message is."""
         return False
@@ -71,6 +75,8 @@ class Node:
     def __init__(self, world: World, name: str, place: int) -> None:
         self.world, self.name, self.place = world, name, place
         self.is_paused, self.is_gone, self.stopped_until = False, False, 0.0
+        #: By how much its clock is late.
+        self.skew = 0.0
         #: Who is taking the ranks through an attempt.
         self.owner: Participant | None = None
         #: Of the agent. Those of an agent that has died go on alone.
@@ -91,7 +97,7 @@ class Node:
 
     def takes(self, seconds: float) -> float:
         """As long as the slowest of its ranks."""
-        return max(self.world.takes(seconds) for _ in range(self.world.ranks_per_node))
+        return self.world.slowest(seconds, self.world.ranks_per_node)
 
     def processes(self) -> list[dict[str, Any]]:
         return [{"pid": number + 1, "tags": ["default"]} for number in range(self.world.ranks_per_node)]
@@ -115,7 +121,7 @@ class Participant:
     """``vramctl operate`` with a `node`, for one attempt."""
 
     def __init__(self, node: Node, key: Any, request: Mapping[str, Any], answer: Answer) -> None:
-        self._node, self._world, self._key = node, node.world, key
+        self._node, self._world, self.key = node, node.world, key
         self.pauses = request["operation"] == "pause"
         self.steps = (
             ["found", "held", "drained", "prepared"] if self.pauses and request.get("hold", True) else ["found", "prepared"]
@@ -234,7 +240,7 @@ class Participant:
         if not self._reads:
             self._reads = True
             put = self._world.takes(self._world.put)
-            self._node.later(put, lambda: self._settle(self._world.store.setdefault(self._key, False)))
+            self._node.later(put, lambda: self._settle(self._world.store.setdefault(self.key, False)))
 
 
 class Driver:
@@ -301,7 +307,7 @@ class Driver:
             else:
                 at = self._world.now if said.at is None else said.at
                 participant = node.participants[key]
-                node.later(max(at - self._world.now, 0.0), lambda: participant.say(said.number, said.word, answer))
+                node.later(max(at + node.skew - self._world.now, 0.0), lambda: participant.say(said.number, said.word, answer))
 
         self.messages += 1
         if node.is_gone:

@@ -107,11 +107,13 @@ class Coordinator:
         self._hold: float | None = (10.0 if hold is None else hold / 1000) if holds else None
         self._timeout: float | None = None if timeout is None else timeout / 1000
         self._next_drain, self._early, self._next = FIRST_DRAIN, set[str](), self.begun
-        self._part, self._collisions, self._tried_since, self._renew = set(self.nodes), 0, 0.0, self.begun
+        self._part, self._collisions, self._tried_since = set(self.nodes), 0, 0.0
         # Those that have not ended, and those that have not reached the next step.
         self._open, self._under_way = set[str](), set[str]()
         # By node, in this attempt: what it was told last, its step, its outcome, when it has answered, and when to look at its ranks.
         self._told: dict[str, Say] = {}
+        # And when it was told anything.
+        self._spoken: dict[str, float] = {}
         self._steps: dict[str, str] = {}
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, float] = {}
@@ -135,9 +137,11 @@ class Coordinator:
             silent = SILENT if node in self._known else STARTED_WITHIN
             if node not in self._looking and now - self._heard[node] > silent:
                 actions += self.lost(now, node, f"it has not answered for {silent:.0f} s")
-        if self.outcome is None and now >= self._renew:
-            self._renew = now + RENEW_EVERY
-            actions += [Say(node, self.attempt, "renew") for node in sorted(self._open - set(self._looking))]
+        if self.outcome is None:
+            # Each word renews the lease, too.
+            due = [node for node in sorted(self._open - set(self._looking)) if now - self._spoken[node] >= RENEW_EVERY]
+            self._spoken.update(dict.fromkeys(due, now))
+            actions += [Say(node, self.attempt, "renew") for node in due]
         if self.phase == "committing":
             due = [node for node, at in self._looking.items() if now >= at]
             self._looking.update((node, now + SILENT) for node in due)
@@ -203,7 +207,7 @@ class Coordinator:
             del self._outcomes[node]
             self._open.add(node)
             self._look(now, node)
-        return [self._tell(node, "commit") for node in sorted(self._open - set(self._looking))]
+        return [self._tell(now, node, "commit") for node in sorted(self._open - set(self._looking))]
 
     def looked(self, now: float, node: str, state: str) -> list[Action]:
         """How the ranks of a node are: ``done``, ``as_it_was``, ``gone`` with the node, or ``unknown``."""
@@ -232,14 +236,15 @@ class Coordinator:
 
     def _begin(self, now: float) -> list[Action]:
         self.attempt += 1
-        self.phase, self._renew, self._part = "steps", now + RENEW_EVERY, self._part or set(self.nodes)
+        self.phase, self._part = "steps", self._part or set(self.nodes)
         self._steps, self._outcomes, self._looking, self._given_up = {}, {}, {}, set()
-        self._heard = dict.fromkeys(self._part, now)
+        self._heard, self._spoken = dict.fromkeys(self._part, now), dict.fromkeys(self._part, now)
         self._open, self._under_way = set(self._part), set(self._part)
         self._told = {node: Say(node, self.attempt, "begin", 0, self._request(now, node)) for node in sorted(self._part)}
         return list(self._told.values())
 
-    def _tell(self, node: str, word: str, at: float | None = None) -> Say:
+    def _tell(self, now: float, node: str, word: str, at: float | None = None) -> Say:
+        self._spoken[node] = now
         self._told[node] = Say(node, self.attempt, word, self._told[node].number + 1, at=at)
         return self._told[node]
 
@@ -284,7 +289,7 @@ class Coordinator:
         self._under_way.update(nodes)
         holds = self._hold is not None and "found" in self._steps.values()
         at = now + HOLD_AFTER + HOLD_AFTER_EACH * len(nodes) if holds else None
-        return [self._tell(node, "go", at) for node in sorted(nodes)]
+        return [self._tell(now, node, "go", at) for node in sorted(nodes)]
 
     def _problem(self) -> tuple[str, str] | None:
         """Why nothing is to be done: a rank is missing or new, or nobody has a tag."""
@@ -311,7 +316,7 @@ class Coordinator:
 
     def _abort(self, now: float) -> list[Action]:
         self.phase = "aborting"
-        actions: list[Action] = [self._tell(node, "abort") for node in sorted(self._open)]
+        actions: list[Action] = [self._tell(now, node, "abort") for node in sorted(self._open)]
         return actions or self._one_ended(now)
 
     def _look(self, now: float, node: str) -> list[Action]:

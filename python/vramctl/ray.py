@@ -325,7 +325,7 @@ class _Agent:
     """The agent of a node. It does nothing that its user could not do in a shell of the node."""
 
     def __init__(self) -> None:
-        self._participants: dict[str, _Participant] = {}
+        self._participants: dict[str, asyncio.Future[_Participant]] = {}
 
     async def is_there(self) -> None:
         """Answers."""
@@ -345,22 +345,30 @@ class _Agent:
         if request is not None:
             *reads, name, attempt_number = request["node"]["record"]
             terms = {**request["node"], "record": [sys.executable, *reads, f"{name}/{attempt_number}"]}
-            try:
-                started = await _Participant.start({**request, "node": terms})
-            except OSError as error:
-                return {**_unknown("internal", str(error)), "committed": False}
+            # Before anything else, since the next words may come while it starts.
+            started = asyncio.ensure_future(_Participant.start({**request, "node": terms}))
             self._participants[attempt] = started
-            # Its outcome is asked for soon, or never.
-            started.outcome.add_done_callback(
-                lambda _: asyncio.get_running_loop().call_later(60, self._participants.pop, attempt, None)
-            )
-        participant = self._participants.get(attempt)
-        if participant is None:
+            # It is spoken with for a while after its end, or never again.
+            asyncio.get_running_loop().call_later(60, self._forget, attempt)
+        if attempt not in self._participants:
             # It is another agent that has begun this.
             raise RuntimeError("the agent has been started anew")
+        try:
+            participant = await self._participants[attempt]
+        except OSError as error:
+            return {**_unknown("internal", str(error)), "committed": False}
         if at is not None:
             await asyncio.sleep(min(max(at - time.time(), 0.0), 1.0))
         return await participant.say(number, word)
+
+    def _forget(self, attempt: str) -> None:
+        """Some time after its end."""
+        started = self._participants[attempt]
+        has_ended = started.done() and (started.exception() is not None or started.result().outcome.done())
+        if has_ended:
+            asyncio.get_running_loop().call_later(60, self._participants.pop, attempt, None)
+        else:
+            asyncio.get_running_loop().call_later(60, self._forget, attempt)
 
 
 class _Participant:

@@ -8,7 +8,7 @@ mod ui;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use commands::{
-    doctor, gpus, metrics, operate, ps, python_path, relocate, run, status, suspend, swap, tag, trace, transition, trim, watch,
+    doctor, gpus, metrics, operate, ps, python_path, ray, relocate, run, status, suspend, swap, tag, trace, transition, trim, watch,
 };
 use std::fmt::Write;
 use std::process::ExitCode;
@@ -61,6 +61,9 @@ enum Command {
     /// Print the directories that `run` puts on PYTHONPATH
     #[command(hide = true)]
     PythonPath(python_path::Args),
+    /// Pause, resume, suspend or move a job over the nodes of a Ray cluster, or show its memory
+    #[command(hide = true)]
+    Ray(ray::Args),
     /// Run one operation for a program: a request and its outcome as JSON
     #[command(hide = true)]
     Operate(operate::Args),
@@ -125,6 +128,7 @@ impl Command {
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
+            Self::Ray(args) => ray::ray(&args),
             Self::Operate(args) => operate::operate(&args),
             Self::Completions(args) => completions::completions(&args),
         }
@@ -153,7 +157,10 @@ impl Command {
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
             Self::Operate(_) => true,
-            Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::Trace(_) | Self::PythonPath(_) | Self::Completions(_) => false,
+            // `ray` becomes a program that prints by itself.
+            Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::Trace(_) | Self::PythonPath(_) | Self::Ray(_) | Self::Completions(_) => {
+                false
+            }
         }
     }
 }

@@ -10,6 +10,7 @@ mod places;
 mod preloading;
 pub mod ps;
 pub mod python_path;
+pub mod ray;
 pub mod relocate;
 pub mod run;
 pub mod status;

@@ -20,13 +20,17 @@ pub fn library() -> Result<PathBuf, CommandError> {
 /// this binary came with, else of the checkout that it was built in. Empty if there is no package; an error only if
 /// `$VRAMCTL_PYTHON` names a missing one.
 pub fn python_path() -> Result<Vec<PathBuf>, CommandError> {
-    let is_package = |path: &Path| path.join("__init__.py").is_file();
-    let package = match chosen("VRAMCTL_PYTHON") {
-        Some(path) => Some(find(&[path], is_package).ok_or_else(no_package)?),
-        None => find(&with_binary(packages), is_package),
-    };
-    let folders = package.map_or_else(Vec::new, |package| ["site", "dropin"].map(|folder| package.join(folder)).into());
+    let folders = package()?.map_or_else(Vec::new, |package| ["site", "dropin"].map(|folder| package.join(folder)).into());
     Ok(folders.into_iter().filter(|folder| folder.is_dir()).collect())
+}
+
+/// The directory of the Python package, as in [`python_path`].
+pub fn package() -> Result<Option<PathBuf>, CommandError> {
+    let is_package = |path: &Path| path.join("__init__.py").is_file();
+    match chosen("VRAMCTL_PYTHON") {
+        Some(path) => find(&[path], is_package).ok_or_else(no_package).map(Some),
+        None => Ok(find(&with_binary(packages), is_package)),
+    }
 }
 
 /// The error for commands that need the package.
