@@ -411,6 +411,8 @@ class Lost(unittest.TestCase):
                 self.cluster.go_on()
 
     def test_the_head_is_lost(self) -> None:
+        # Ray ends a program whose head has been lost for a minute.
+        ray.shutdown()
         command = [
             sys.executable,
             "-c",
