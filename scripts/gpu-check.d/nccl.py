@@ -25,7 +25,7 @@ IDLE_MIB = 8
 TRANSPORTS = {
     "NVLink by cuMemCreate": {},
     "NVLink by CUDA IPC": {"NCCL_CUMEM_ENABLE": "0"},
-    "host memory": {"NCCL_P2P_DISABLE": "1"},
+    "host memory by cuMemCreate": {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "1"},
     "host memory of shm": {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
 }
 
