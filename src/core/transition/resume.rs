@@ -82,7 +82,11 @@ impl Memory {
         let mut done_with = Vec::new();
         let _exclusive = self.exclude_unless_quiesced()?;
         let _relaxed = RelaxedCapture::enter();
-        let Chosen { all, paused, active: already } = self.choose_settled(request)?;
+        let Chosen { all, mut paused, active: already } = self.choose_settled(request)?;
+        if request.hand_over {
+            // The memory that comes first is filled while the rest comes.
+            paused.sort_by_key(|allocation| allocation.contents().saved.is_none());
+        }
         self.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
@@ -153,7 +157,7 @@ impl Memory {
         let mut memories = Vec::with_capacity(paused.len());
         let brought = backup::restore(&saved, idle, progress, |give| {
             let mut from = 0;
-            for upto in batches(paused) {
+            for upto in batches(paused, arrival.batch()) {
                 for allocation in &paused[from..upto] {
                     memories.push(arrival.take(allocation, needed.get(&allocation.device).copied().unwrap_or_default())?);
                 }
@@ -207,6 +211,16 @@ enum Arrival<'a> {
 impl<'a> Arrival<'a> {
     fn within(within: Duration, is_wanted: &'a mut dyn FnMut() -> bool) -> Self {
         Self::Pieces { within, since: Instant::now(), is_wanted }
+    }
+
+    /// Bytes of a batch ([`batches`]).
+    fn batch(&self) -> usize {
+        match self {
+            // Copying this many bytes takes longer than mapping the next batch.
+            Self::None => 256 << 20,
+            // What has come is filled while the next batch is waited for.
+            Self::Pieces { .. } => backup::HOST_PIECE,
+        }
     }
 
     /// Takes memory for an allocation, as soon as there is room. `needed`: as for [`create`].
@@ -268,16 +282,14 @@ fn activate(allocation: &Allocation, memory: Physical) -> Option<Arc<Backup>> {
 
 /// Where to interrupt mapping to enable access and start restoring. Access to adjacent memory is set in one call, so a call
 /// per allocation would be wasteful; so would delaying the copies.
-fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
-    /// Copying this many bytes takes longer than mapping the next batch.
-    const BATCH: usize = 256 << 20;
+fn batches(allocations: &[Arc<Allocation>], batch: usize) -> Vec<usize> {
     let mut ends = Vec::new();
     let mut bytes = 0;
     for (at, allocation) in allocations.iter().enumerate() {
         // Memory with nothing to restore delays no copy.
         bytes += if allocation.contents().saved.is_some() { allocation.bytes() } else { 0 };
         let last = allocations.get(at + 1).is_none_or(|next| next.device != allocation.device);
-        if bytes >= BATCH || last {
+        if bytes >= batch || last {
             ends.push(at + 1);
             bytes = 0;
         }
