@@ -504,6 +504,30 @@ fn each_call_of_a_rank_may_fail() {
     }
 }
 
+/// Memory of another rank that the driver does not take back would stay imported, and the rank would be lost.
+#[test]
+fn an_import_that_the_driver_does_not_take_back_prevents_a_suspend() {
+    let mut job = Job::start(2);
+    for call in ["cuMemRelease", "cuMemUnmap"] {
+        let uses = job.uses(true);
+        let count = uses.iter().find(|(rank, name, _)| *rank == 0 && *name == call).unwrap().2;
+        assert_eq!(job.command(false).code, Some(0));
+        let mut refused = 0;
+        for nth in 1..=count {
+            job.disarm();
+            assert_eq!(job.ranks[0].program.number(&format!("arm({call:?}, {nth}, 999, {})", u64::MAX)), 0);
+            let ran = job.command(true);
+            refused += u64::from(ran.text().contains("that the driver has refused to release"));
+            job.disarm();
+            let back = job.command(false).text();
+            assert!(!back.contains("lost"), "{call} {nth}: {} {back}", ran.text());
+            job.comes_back(&format!("{call} {nth}"));
+            job.check(|place| place as u64 + 1);
+        }
+        assert!(refused > 0, "{call}: {uses:?}");
+    }
+}
+
 /// A rank that dies takes its memory with it. The others keep theirs, and are brought back.
 #[test]
 fn a_rank_may_be_killed_at_each_call() {

@@ -47,6 +47,8 @@ impl Memory {
             // No pause or resume is in progress, and none begins before the workers are quiesced.
             let _exclusive = self.exclude();
             let without_obstacles = Moment::now();
+            // The driver may have refused to release memory of other processes, which it cannot restore.
+            driver::sweep();
             let status = self.status();
             if !status.obstacles.is_empty() {
                 return Err(Error::NotRestorable(status.obstacles));

@@ -33,8 +33,8 @@ pub use nvml::{Card, cards, holders, holders_of, index_of, keep_nvml, uses, uuid
 pub use survey::{Gpu, Survey, cuda_version, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{
-    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, free_spare_addresses, granularity, is_shareable,
-    leftover_bytes, open, supports_vmm, sweep, unmap,
+    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, free_spare_addresses, granularity, has_leftover_imports,
+    is_shareable, leftover_bytes, open, supports_vmm, sweep, unmap,
 };
 
 pub use work::{Activity, activity, wait_for_work};

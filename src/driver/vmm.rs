@@ -318,6 +318,8 @@ pub struct Physical {
     of: Option<Arc<Physical>>,
     /// Where its pieces are counted, if they are.
     account: Option<Account>,
+    /// Whether it is another process's memory.
+    is_import: bool,
 }
 
 #[derive(Debug)]
@@ -361,7 +363,7 @@ impl Physical {
         if left > 0 {
             return Err(Failure { call: "cuMemMap", code: code::NOT_SUPPORTED });
         }
-        Ok(Self { pieces, mappings: Vec::new(), of: Some(Arc::clone(block)), account: None })
+        Ok(Self { pieces, mappings: Vec::new(), of: Some(Arc::clone(block)), account: None, is_import: false })
     }
 
     /// The block that it repeats.
@@ -390,7 +392,7 @@ impl Physical {
 
     fn in_pieces(wanted: &Properties, sizes: impl Iterator<Item = usize>, account: Option<Account>) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new(), of: None, account };
+        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new(), of: None, account, is_import: false };
         for piece in sizes {
             let mut handle = 0;
             // SAFETY: `handle` is writable, and the properties have the layout of CUDA's.
@@ -405,13 +407,13 @@ impl Physical {
 
     /// Memory behind a handle that the program has got from `cuMemImportFromShareableHandle`, which it takes over.
     pub fn of_import(handle: CUmemGenericAllocationHandle, bytes: usize) -> Self {
-        Self { pieces: vec![(handle, bytes)], mappings: Vec::new(), of: None, account: None }
+        Self { pieces: vec![(handle, bytes)], mappings: Vec::new(), of: None, account: None, is_import: true }
     }
 
     /// Memory that another process has exported: its pieces, in order.
     pub fn import(pieces: &[(Held, usize)]) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self::default();
+        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new(), of: None, account: None, is_import: true };
         for (file, bytes) in pieces {
             let file = file.get().map_err(|_| Failure { call: "cuMemImportFromShareableHandle", code: code::OPERATING_SYSTEM })?;
             let (mut handle, file) = (0, file.as_raw_fd() as usize as *mut c_void);
@@ -459,7 +461,7 @@ impl Physical {
 
     /// Maps the memory at a place of the same length. It is not accessible until [`open`]. After an error it is not mapped there.
     pub fn map(&mut self, place: &Place) -> Result<(), Failure> {
-        map_pieces(&self.pieces, place)?;
+        map_pieces(&self.pieces, place, self.is_import)?;
         self.is_mapped_at(place.clone());
         Ok(())
     }
@@ -478,14 +480,15 @@ impl Physical {
     pub fn unmap_from(&mut self, address: CUdeviceptr) {
         for mapping in self.mappings.extract_if(.., |mapping| mapping.place.span.address == address) {
             let mappings = if mapping.mapped { vec![mapping.place.span] } else { Vec::new() };
-            undo(Leftover { mappings, at: mapping.place.ours.into_iter().collect(), ..Leftover::default() });
+            let (at, is_import) = (mapping.place.ours.into_iter().collect(), self.is_import);
+            undo(Leftover { mappings, at, is_import, ..Leftover::default() });
         }
     }
 
     /// Maps it wherever [`unmap`] has unmapped it. After an error, it may be mapped at some of the places.
     pub fn map_again(&mut self) -> Result<(), Failure> {
         for mapping in self.mappings.iter_mut().filter(|mapping| !mapping.mapped) {
-            map_pieces(&self.pieces, &mapping.place)?;
+            map_pieces(&self.pieces, &mapping.place, self.is_import)?;
             mapping.mapped = true;
         }
         Ok(())
@@ -508,7 +511,8 @@ impl Drop for Physical {
         let at = mem::take(&mut self.mappings).into_iter().filter_map(|mapping| mapping.place.ours).collect();
         let of = self.of.take();
         let handles = if of.is_none() { mem::take(&mut self.pieces) } else { Vec::new() };
-        undo(Leftover { mappings, at, handles, account: self.account.take(), of, ..Leftover::default() });
+        let (account, is_import) = (self.account.take(), self.is_import);
+        undo(Leftover { mappings, at, handles, account, of, is_import, ..Leftover::default() });
     }
 }
 
@@ -518,7 +522,7 @@ fn in_equal_pieces(bytes: usize, largest: usize) -> impl Iterator<Item = usize> 
 }
 
 /// Maps pieces one behind the other. After an error none is mapped.
-fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place) -> Result<(), Failure> {
+fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place, is_import: bool) -> Result<(), Failure> {
     let driver = Driver::get()?;
     let start = place.span.address;
     let mut base = start;
@@ -527,7 +531,7 @@ fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place) -
         if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
             if base > start {
                 let mappings = vec![Span { address: start, bytes: (base - start) as usize }];
-                undo(Leftover { mappings, at: place.ours.iter().cloned().collect(), ..Leftover::default() });
+                undo(Leftover { mappings, at: place.ours.iter().cloned().collect(), is_import, ..Leftover::default() });
             }
             return Err(failure);
         }
@@ -587,6 +591,8 @@ struct Leftover {
     /// The block that is mapped, if others map it too.
     of: Option<Arc<Physical>>,
     addresses: Option<(CUdeviceptr, usize)>,
+    /// Whether it is another process's memory.
+    is_import: bool,
 }
 
 impl Leftover {
@@ -665,6 +671,11 @@ pub fn sweep() -> bool {
     drop(blocks);
     drop(free);
     undone
+}
+
+/// Whether there is memory of other processes among what the driver has refused to take back so far.
+pub fn has_leftover_imports() -> bool {
+    LEFTOVERS.existing().is_some_and(|leftovers| leftovers.lock().unpoisoned().iter().any(|leftover| leftover.is_import))
 }
 
 /// Bytes of device memory that the driver has refused to take back so far.

@@ -120,6 +120,8 @@ fn ask_owner(owner: u32) {
         drop(borrowed);
         // While the process is suspended, it cannot open anything.
         if !exit::is_quiesced() {
+            // What was not unmapped is in the way.
+            driver::sweep();
             for token in &aside {
                 bring_one_back(token, owner);
             }

@@ -70,6 +70,9 @@ impl Memory {
             let pieces = if borrowed == 1 { "piece" } else { "pieces" };
             add(ObstacleKind::Shared, format!("{borrowed} {pieces} of other processes' memory, {UNLESS_TOGETHER}"), 0);
         }
+        if driver::has_leftover_imports() {
+            add(ObstacleKind::Shared, "memory of other processes that the driver has refused to release".into(), 0);
+        }
         for (registrant, bytes) in registered {
             add(ObstacleKind::Registered, format!("memory registered by {registrant}"), bytes);
         }

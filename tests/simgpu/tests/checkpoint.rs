@@ -207,7 +207,8 @@ impl Gpu {
     }
 
     fn restore(&self, pid: i32, pairs: &[(u8, u8)]) -> u32 {
-        let uuid = |device: u8| -> [u8; 16] { [&b"simulated-gpu-0"[..], &[b'0' + device]].concat().try_into().unwrap() };
+        let uuid =
+            |device: u8| -> [u8; 16] { [&b"sim"[..], &[b'u' + device], b"lated-gpu-0", &[b'0' + device]].concat().try_into().unwrap() };
         let pairs: Vec<_> = pairs.iter().map(|&(old, new)| [uuid(old), uuid(new)]).collect();
         let args = RestoreArgs { pairs: pairs.as_ptr(), count: pairs.len() as u32, reserved: [0; 44], reserved_too: 0 };
         unsafe { (self.cuCheckpointProcessRestore)(pid, &raw const args) }
