@@ -180,7 +180,7 @@ fn the_watch_is_set_from_outside_and_ended() {
     let told = watched.machine.connect(&engine).ask(&json!({"request": "watch", "below_bytes": 512 << 20}));
     assert_eq!(told, json!({"reply": "watch", "below_bytes": 512 << 20, "trim": false}));
     watched.expect("engine", 2);
-    watched.machine.vramctl("watch engine --below much").expect(2, "", "not a size: give bytes, or a number with K, M or G");
+    watched.machine.vramctl("watch engine --below much").expect(2, "", "not a size: give bytes, or a number with K, M, G, ");
 }
 
 /// Its driver calls would wait, and whoever checkpoints it waits for those in flight.
