@@ -332,18 +332,25 @@ class Engines(Check):
     def start_burst(self, part):
         """Starts the engine. Returns how long some requests take undisturbed, and the command for them."""
         program, burst = self.start_program(managed=True, part=part), "burst 4 400"
+        return program, burst, self.undisturbed(program, burst)
+
+    def undisturbed(self, program, burst):
+        """How long a burst of requests takes. The answers are what later ones are compared with."""
+        # The first answer may come from kernels that are still being autotuned.
         program.ask_json(burst.replace("burst", "warm"), 240)
         program.ask_json(burst, 240)
         alone = program.ask_json(burst, 240)
-        self.expect("undisturbed runs are the same", not alone["differ"], alone)
-        return program, burst, alone["s"]
+        self.expect(f"{burst}: undisturbed runs are the same", not alone["differ"], alone)
+        return alone["s"]
 
     def suspend(self):
-        """Suspends the engine at random moments while it works on requests."""
-        program, burst, alone_s = self.start_burst("suspend")
-        chance = random.Random(self.options.pauses)
+        """Suspends the engine at random moments while it works on one request, and on 32, in turns."""
+        program = self.start_program(managed=True, part="suspend")
+        loads = [(burst, self.undisturbed(program, burst)) for burst in ("burst 1 600", "burst 32 200")]
+        chance, times = random.Random(self.options.pauses), len(loads) * self.options.pauses
         rounds, failed = [], []
-        while len(rounds) < self.options.pauses and not failed:
+        while len(rounds) < times and not failed:
+            burst, alone_s = loads[len(rounds) % len(loads)]
             program.tell(burst)
             time.sleep(chance.uniform(0, 0.8 * alone_s))
             began = time.monotonic()
@@ -352,11 +359,11 @@ class Engines(Check):
                 failed.append(f"exit code {code}: {text}")
                 break
             one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
-            one["in_flight"] = not program.has_answered()
-            if len(rounds) in (0, self.options.pauses - 1):
+            one.update(in_flight=not program.has_answered(), requests=int(burst.split()[1]))
+            if len(rounds) in (0, times - 1):
                 gib = int(FILL * int(self.gpu("memory.total")) / 1024)
                 code, text, _ = self.command(*self.other(gib), seconds=120, env=self.plain_env)
-                self.expect(f"another process uses {gib} GiB", code == 0, text)
+                self.expect(f"another process uses {gib} GiB of each GPU", code == 0, text)
             began = time.monotonic()
             code, answer, text, _ = self.vramctl("resume", "--name", NAME, "--timeout", "10")
             if code != 0:
@@ -367,13 +374,34 @@ class Engines(Check):
             if reply["differ"] or not reply["complete"]:
                 failed.append(f"requests {reply['differ']} differ")
             rounds.append(one)
-            self.say(f"  suspended {len(rounds)} of {self.options.pauses} times")
-        wanted = [one for one in rounds if one["in_flight"]]
-        name = f"suspended {len(rounds)} times, {len(wanted)} of them in the middle of requests: same tokens and log-probabilities"
-        self.expect(name, not failed and len(rounds) == self.options.pauses and len(wanted) > 0, "; ".join(failed))
+            self.say(f"  suspended {len(rounds)} of {times} times")
+        for burst, _ in loads:
+            requests = int(burst.split()[1])
+            done = [one for one in rounds if one["requests"] == requests]
+            wanted = sum(one["in_flight"] for one in done)
+            name = f"{requests} in flight, suspended {len(done)} times, {wanted} of them in the middle: same tokens and log-probabilities"
+            self.expect(name, not failed and len(done) == self.options.pauses and wanted > 0, "; ".join(failed))
         used = [one["used_mib"] for one in rounds]
         self.expect("nothing of it stays on the GPU", bool(used) and max(used) < 32, f"{used} MiB in use")
-        return {"rounds": rounds, "started": self.started("suspend")}
+        first = self.first_token(program) if not failed else None
+        return {"rounds": rounds, "first_token": first, "started": self.started("suspend")}
+
+    def first_token(self, program):
+        """Seconds from a request to a suspended engine to its first token: alone, and with the resume before it."""
+        alone = [program.ask_json("token", 60)["s"] for _ in range(3)]
+        took, failed = [], []
+        for _ in range(5):
+            code, _, text, _ = self.vramctl("suspend", NAME)
+            began = time.monotonic()
+            if code == 0:
+                code, _, text, _ = self.vramctl("resume", "--name", NAME, "--timeout", "10")
+            reply = program.ask_json("token", 60) if code == 0 else {"same": False}
+            took.append(time.monotonic() - began)
+            if code != 0 or not reply["same"]:
+                failed.append(f"exit code {code}: {text}")
+                break
+        self.expect("the first token after a resume is the same", not failed, "; ".join(failed))
+        return {"alone_s": alone, "resumed_s": took}
 
     def driver_alone(self):
         """The driver's checkpoint of the engine without the library, twice."""

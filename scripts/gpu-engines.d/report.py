@@ -384,14 +384,17 @@ def suspend_table(parts):
             rounds = measured["rounds"]
             down, up = (statistics.median(one[what] for one in rounds) for what in ("suspend_ms", "resume_ms"))
             times = [f"{seconds(down)} ({stages(rounds, 'down')})", f"{seconds(up)} ({stages(rounds, 'up')})"]
-            rows.append([version(measured), str(len(rounds)), *times, f"{max(one['used_mib'] for one in rounds)} MiB"])
+            first = measured.get("first_token")
+            token = seconds(1e3 * statistics.median(first["resumed_s"])) if first else ""
+            rows.append([version(measured), str(len(rounds)), *times, f"{max(one['used_mib'] for one in rounds)} MiB", token])
         if name.endswith("/driver") and measured["calls"]:
             calls = [{name.removeprefix("cuCheckpointProcess"): ms for name, ms in one.items()} for one in measured["calls"]]
             if all({"Lock", "Checkpoint", "Restore", "Unlock"} <= set(one) for one in calls):
                 steps = (("Lock", "Checkpoint"), ("Restore", "Unlock"))
                 times = [seconds(statistics.median(one[a] + one[b] for one in calls)) for a, b in steps]
-                rows.append([f"{version(measured)}, the driver alone", str(len(calls)), *times, ""])
-    return table(["suspended in the middle of requests", "times", "suspend", "resume", "in use meanwhile"], "lrrrr", rows)
+                rows.append([f"{version(measured)}, the driver alone", str(len(calls)), *times, "", ""])
+    header = ["suspended in the middle of requests", "times", "suspend", "resume", "in use meanwhile", "resume and first token"]
+    return table(header, "lrrrrr", rows)
 
 
 def move_table(parts):
