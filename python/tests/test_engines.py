@@ -421,9 +421,11 @@ class Engine(unittest.TestCase):
         modules, finders = dict(sys.modules), list(sys.meta_path)
 
         def forget_ours():
-            for name in [name for name in sys.modules if name.startswith(("vramctl.engines", "vramctl._imports"))]:
+            for name in [
+                name for name in sys.modules if name.startswith(("vramctl.engines", "vramctl.frameworks", "vramctl._imports"))
+            ]:
                 del sys.modules[name]
-            for name in ("engines", "_imports"):
+            for name in ("engines", "frameworks", "_imports"):
                 vars(vramctl).pop(name, None)
 
         def forget():

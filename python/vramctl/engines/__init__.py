@@ -88,13 +88,13 @@ def present(package: ModuleType, hooks: tuple[Hook, ...]) -> list[tuple[Hook, Pl
     for hook in hooks:
         if hook.around is not None:
             places = [place for place in hook.places if defines(package, place)]
-            if not places and not all(_is_before(package, place.since) for place in hook.places):
+            if not places and not all(is_before(package, place.since) for place in hook.places):
                 lacks(package, hook)
             found += [(hook, place) for place in places]
     return found
 
 
-def _is_before(package: ModuleType, since: str) -> bool:
+def is_before(package: ModuleType, since: str) -> bool:
     """Whether this version of an engine is older. One without a known number is not."""
     version = re.match(r"\d+(\.\d+)*", str(getattr(package, "__version__", "")))
     return version is not None and [int(part) for part in version[0].split(".")] < [int(part) for part in since.split(".")]
@@ -139,14 +139,20 @@ class _Original:
         return self.result
 
 
+class Final(Exception):
+    """Raised by a hook from an error after which the engine's own function would be wrong, too. The engine gets that error."""
+
+
 def guarded(around: Function) -> Function:
-    """`around` as a safe hook: its own errors are logged once, and the engine continues without it."""
+    """`around` as a safe hook: its own errors are logged once, and the engine continues without it, unless it raises `Final`."""
 
     @functools.wraps(around)
     def hook(function: Function, *arguments: Any, **keywords: Any) -> Any:
         original = _Original(function)
         try:
             return around(original, *arguments, **keywords)
+        except Final as final:
+            raise (final.__cause__ or final) from None
         except Exception as error:
             if original.error is error:
                 raise
@@ -160,7 +166,7 @@ def guarded(around: Function) -> Function:
 
 
 #: Attribute of our wrappers: the original function.
-_MARK = "_vramctl_wraps"
+MARK = "_vramctl_wraps"
 
 
 def wrap(owner: Any, name: str, around: Function) -> bool:
@@ -171,7 +177,7 @@ def wrap(owner: Any, name: str, around: Function) -> bool:
         original = original.__func__
     if not callable(original):
         return False
-    if hasattr(original, _MARK):
+    if hasattr(original, MARK):
         return True
     hook = guarded(around)
 
@@ -179,7 +185,7 @@ def wrap(owner: Any, name: str, around: Function) -> bool:
     def wrapper(*arguments: Any, **keywords: Any) -> Any:
         return hook(original, *arguments, **keywords)
 
-    setattr(wrapper, _MARK, original)
+    setattr(wrapper, MARK, original)
     setattr(owner, name, staticmethod(wrapper) if static else wrapper)
     if isinstance(owner, ModuleType):
         _replace_imported(owner, original, wrapper)
@@ -198,10 +204,11 @@ def _replace_imported(owner: ModuleType, original: Any, wrapper: Any) -> None:
 _to_wrap: dict[Place, Hook] = {}
 
 
-def wrap_when_imported(hook: Hook, place: Place) -> None:
-    """Hooks by name, where the engine has no interface for it."""
-    _to_wrap[place] = hook
-    when_imported(place.module, _wrap_in)
+def wrap_when_imported(found: list[tuple[Hook, Place]]) -> None:
+    """Hooks by name, where the engine has no interface for it. All at once, since a module may have been imported before."""
+    _to_wrap.update({place: hook for hook, place in found})
+    for _, place in found:
+        when_imported(place.module, _wrap_in)
 
 
 def _wrap_in(module: ModuleType) -> None:
@@ -308,7 +315,7 @@ def leave_graph_buffers_unregistered() -> None:
 
 def tag_expert_buffers() -> None:
     """DeepEP's newer `ElasticBuffer` uses NCCL's memory and needs no hook."""
-    wrap_when_imported(EXPERT_BUFFERS, EXPERT_BUFFERS.places[0])
+    wrap_when_imported([(EXPERT_BUFFERS, EXPERT_BUFFERS.places[0])])
 
 
 _graph_tag: str | None = None

@@ -67,9 +67,8 @@ def install() -> None:
     registers = engines.defines(package, PLUGIN.places[0])
     if registers:
         when_imported(REGISTRY, _register)
-    for hook, place in engines.present(package, HOOKS):
-        if not registers or hook.through != _HOOK:
-            engines.wrap_when_imported(hook, place)
+    found = engines.present(package, HOOKS)
+    engines.wrap_when_imported([(hook, place) for hook, place in found if not registers or hook.through != _HOOK])
     engines.tag_expert_buffers()
 
 

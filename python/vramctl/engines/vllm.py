@@ -84,8 +84,7 @@ def install() -> None:
     engines.leave_graph_buffers_unregistered()
     when_imported(BACKENDS, _register_backend)
     when_imported(CUMEM, _replace_allocator)
-    for hook, place in engines.present(importlib.import_module("vllm"), HOOKS):
-        engines.wrap_when_imported(hook, place)
+    engines.wrap_when_imported(engines.present(importlib.import_module("vllm"), HOOKS))
     engines.tag_expert_buffers()
 
 

@@ -1,0 +1,777 @@
+"""verl's adapter, against small stand-ins for verl 0.9.1's FSDP engine and for torch.
+
+The stand-in engine has verl's control flow around the functions that the adapter replaces: which of them runs when, what is read in
+between, and what is read only later. Torch's tensors have storages with an address and a tag; reading a paused one fails, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import sys
+import types
+import unittest
+import weakref
+from typing import Any
+from unittest import mock
+
+import test_engines
+import vramctl
+from test_engines import GIB, Engine
+
+NUMBERS = itertools.count(1)
+
+
+class IllegalAddress(Exception):
+    """What the GPU says when work touches paused memory."""
+
+
+class Storage:
+    def __init__(self, gpu: Gpu, nbytes: int, device: str) -> None:
+        self.gpu, self.size, self.device = gpu, nbytes, types.SimpleNamespace(type=device)
+        self._cdata = next(NUMBERS)
+        self.address = gpu.place(self)
+        self.tag = gpu.regions[-1] if gpu.regions and device == "cuda" else None
+        self.is_paused, self.is_kept = False, False
+        self.value: Any = None
+        gpu.storages.add(self)
+
+    def nbytes(self) -> int:
+        return self.size
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Tensor:
+    def __init__(self, storage: Storage) -> None:
+        self.storage, self.grad = storage, None
+
+    def untyped_storage(self) -> Storage:
+        return self.storage
+
+    @property
+    def device(self) -> Any:
+        return self.storage.device
+
+    def read(self) -> Any:
+        if self.storage.is_paused:
+            raise IllegalAddress
+        return self.storage.value
+
+    def write(self, value: Any) -> None:
+        self.read()
+        self.storage.value = value
+
+    def to(self, device: str, non_blocking: bool = False) -> Tensor:
+        if device == self.storage.device.type:
+            return self
+        other = tensor(self.storage.gpu, self.read(), device, self.storage.size)
+        return other
+
+    def detach(self) -> Tensor:
+        return Tensor(self.storage)
+
+    def clone(self) -> Tensor:
+        return tensor(self.storage.gpu, self.read(), self.storage.device.type, self.storage.size)
+
+    def full_tensor(self) -> Tensor:
+        """With one rank, a DTensor's shard itself."""
+        return Tensor(self.storage)
+
+
+class DTensor:
+    def __init__(self, local: Tensor) -> None:
+        self._local_tensor, self.grad = local, None
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_local_tensor"], None
+
+    def to(self, device: str, non_blocking: bool = False) -> DTensor:
+        return DTensor(self._local_tensor.to(device))
+
+    def full_tensor(self) -> Tensor:
+        return self._local_tensor.full_tensor()
+
+    @property
+    def device(self) -> Any:
+        return self._local_tensor.device
+
+
+def tensor(gpu: Gpu, value: Any, device: str = "cuda", nbytes: int = GIB) -> Tensor:
+    made = Tensor(Storage(gpu, nbytes, device))
+    made.storage.value = value
+    return made
+
+
+class Gpu(test_engines.Gpu):
+    """With storages in place of named allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self.addresses = itertools.count(0x7F00_0000_0000, 1 << 32)
+        self.reused: int | None = None
+        self.free: int | None = None
+        self.retained: dict[str, bool] = {}
+        self.torch.is_tensor = lambda one: isinstance(one, (Tensor, DTensor))
+        self.torch._C = types.SimpleNamespace(_host_emptyCache=lambda: self.log.append("host memory returned"))
+        self.torch.cuda.synchronize = lambda: self.log.append("synchronize")
+        reductions: Any = types.ModuleType("torch.multiprocessing.reductions")
+        reductions.StorageWeakRef = weakref.ref
+        self.modules = {
+            "torch.multiprocessing": types.ModuleType("torch.multiprocessing"),
+            "torch.multiprocessing.reductions": reductions,
+        }
+
+    def place(self, storage: Storage) -> int:
+        address, self.reused = self.reused or next(self.addresses), None
+        return address
+
+    def of(self, tag: str) -> list[Storage]:
+        return [one for one in self.storages if one.tag == tag]
+
+    def status(self) -> Any:
+        tags = {one.tag for one in self.storages if one.tag}
+        return vramctl.types.Status(
+            tags=tuple(
+                vramctl.types.Tag(tag=tag, state="", bytes=sum(one.size for one in self.of(tag))) for tag in sorted(tags)
+            )
+        )
+
+    def pause(self, tags: Any, *, timeout: Any = None, backup: str = "default", live_only: bool = True) -> Any:
+        if not self.of(tags):
+            raise vramctl.errors.UnknownTag(f"no allocation has the tag {tags}")
+        if not self.host_memory:
+            raise vramctl.errors.HostMemory("too little host memory")
+        self.log.append(("pause", tags))
+        for one in self.of(tags):
+            one.is_paused = True
+        return vramctl.types.Report()
+
+    def resume(self, tags: Any, *, timeout: float = 0.0) -> Any:
+        self.log.append(("resume", tags))
+        if not self.of(tags):
+            raise vramctl.errors.UnknownTag(f"no allocation has the tag {tags}")
+        paused = [one for one in self.of(tags) if one.is_paused]
+        if paused and self.free is not None:
+            raise vramctl.errors.DeviceMemory("too little device memory")
+        for one in paused:
+            one.is_paused = False
+        return vramctl.types.Report(allocations=len(paused))
+
+    def transitions(self) -> list[Any]:
+        """The pauses and resumes since the last call, in order."""
+        found = [one for one in self.log if isinstance(one, tuple)]
+        self.log.clear()
+        return found
+
+
+VERL = {
+    "verl/__init__.py": "__version__ = '0.9.1'",
+    "verl/workers/__init__.py": "",
+    "verl/workers/engine/__init__.py": "",
+    "verl/workers/engine/fsdp/__init__.py": "",
+    "verl/utils/__init__.py": "",
+    "verl/utils/fsdp_utils.py": """
+        calls = []
+        def fsdp_version(model): return model.version
+        def offload_fsdp_model_to_cpu(model, empty_cache=True):
+            calls.append("offload model")
+            model.to("cpu")
+        def load_fsdp_model_to_gpu(model):
+            calls.append("load model")
+            model.to("cuda")
+        def offload_fsdp_optimizer(optimizer):
+            if not optimizer.state: return
+            calls.append("offload optimizer")
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if hasattr(value, "to"): state[key] = value.to("cpu", non_blocking=True)
+        def load_fsdp_optimizer(optimizer, device_id):
+            if not optimizer.state: return
+            calls.append("load optimizer")
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if hasattr(value, "to"): state[key] = value.to(device_id, non_blocking=True)
+        """,
+    "verl/workers/engine/fsdp/transformer_impl.py": """
+        from verl.utils.fsdp_utils import (
+            fsdp_version, load_fsdp_model_to_gpu, load_fsdp_optimizer, offload_fsdp_model_to_cpu, offload_fsdp_optimizer)
+        class FSDPEngine:
+            def __init__(self, build, model_config, param=True, optimizer=True, forward_only=False):
+                self.build, self.model_config, self.forward_only = build, model_config, forward_only
+                self._is_offload_param, self._is_offload_optimizer = param, optimizer
+                self._uses_fsdp2_cpu_offload_policy = False
+            @property
+            def is_param_offload_enabled(self): return self._is_offload_param
+            @property
+            def is_optimizer_offload_enabled(self): return self._is_offload_optimizer
+            def initialize(self):
+                self._build_model_optimizer()
+                self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer)
+            def _build_model_optimizer(self):
+                self.module, self.optimizer = self.build(self)
+            def to(self, device, model=True, optimizer=True):
+                if self.forward_only: return
+                if device == "cuda":
+                    if model: load_fsdp_model_to_gpu(self.module)
+                    if optimizer and self.optimizer is not None: load_fsdp_optimizer(self.optimizer, device)
+                else:
+                    if model: offload_fsdp_model_to_cpu(self.module)
+                    if optimizer and self.optimizer is not None: offload_fsdp_optimizer(self.optimizer)
+            def save_checkpoint(self, save):
+                if self._is_offload_param: load_fsdp_model_to_gpu(self.module)
+                save([one.read() for one in self.module.tensors()],
+                     [(one.device.type, one.read()) for state in self.optimizer.state.values() for one in state.values()])
+                if self._is_offload_param: offload_fsdp_model_to_cpu(self.module)
+            def load_checkpoint(self, state):
+                if self._is_offload_param: load_fsdp_model_to_gpu(self.module)
+                self.optimizer.state = state()
+                if self._is_offload_param: offload_fsdp_model_to_cpu(self.module)
+                if self._is_offload_optimizer: offload_fsdp_optimizer(self.optimizer)
+            def get_per_tensor_param(self, **settings):
+                skip = fsdp_version(self.module) == 2
+                if not skip: load_fsdp_model_to_gpu(self.module)
+                params = self.module.state_dict()
+                if self._is_offload_param and not skip: offload_fsdp_model_to_cpu(self.module)
+                return ((name, one.to("cuda", non_blocking=True).full_tensor() if hasattr(one, "_local_tensor") else one)
+                        for name, one in params.items()), None
+            def get_per_tensor_param_shard(self, **settings):
+                return self.get_per_tensor_param()
+        """,
+}
+
+
+class Module:
+    """An FSDP2 module, or with `version` 1 a flat parameter of FSDP1."""
+
+    def __init__(self, gpu: Gpu, version: int, count: int = 3) -> None:
+        self.version, self.resharded = version, 0
+        make = DTensor if version == 2 else lambda one: one
+        self.held: list[Any] = [make(tensor(gpu, f"p{number}")) for number in range(count)]
+        self.extra = [tensor(gpu, "rotary", nbytes=4096)]
+        self.flat = types.SimpleNamespace(untyped_storage=lambda: self.held[0].untyped_storage())
+        self.flat._local_shard = self.flat
+
+    def modules(self) -> Any:
+        return iter([self])
+
+    @property
+    def _handle(self) -> Any:
+        if self.version != 1:
+            return None
+        self.flat._local_shard = self.held[0]
+        return types.SimpleNamespace(_offload_params=False, flat_param=self.held[0] and self.flat)
+
+    def reshard(self) -> None:
+        self.resharded += 1
+
+    def parameters(self) -> Any:
+        return iter(self.held)
+
+    def buffers(self) -> Any:
+        return iter(self.extra)
+
+    def tensors(self) -> list[Tensor]:
+        return [one._local_tensor if isinstance(one, DTensor) else one for one in self.held]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"p{number}": one for number, one in enumerate(self.held)}
+
+    def to(self, device: str) -> None:
+        moved = [one.to(device) for one in self.held]
+        for old, new in zip(self.held, moved):
+            new.grad = old.grad.to(device) if old.grad is not None else None
+        self.held = moved
+        self.extra = [one.to(device) for one in self.extra] if self.version == 2 else self.extra
+
+
+class Verl(Engine):
+    """An actor of three parameters and its optimizer."""
+
+    version = 2
+    is_late = False
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.gpu: Gpu = Gpu()
+        for name in ("region", "status", "pause", "resume"):
+            mock.patch.object(vramctl, name, getattr(self.gpu, name)).start()
+        mock.patch.object(vramctl, "retain", self.gpu.retained.__setitem__).start()
+        self.addCleanup(mock.patch.stopall)
+        mock.patch.dict(sys.modules, {"torch": self.gpu.torch, "torch.cuda": self.gpu.torch.cuda, **self.gpu.modules}).start()
+        os.environ.pop("VRAMCTL_RETAIN", None)
+        test_engines.write(self.folder, self.sources())
+        importlib.import_module("verl")
+        if self.is_late:
+            importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+        self.ours: Any = importlib.import_module("vramctl.frameworks.verl")
+        self.moves: Any = importlib.import_module("verl.utils.fsdp_utils")
+        self.impl: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+
+    def sources(self) -> dict[str, str]:
+        return VERL
+
+    def build(self, engine: Any) -> tuple[Module, Any]:
+        return Module(self.gpu, self.version), types.SimpleNamespace(state={}, param_groups=[])
+
+    def actor(self, model_type: str = "language_model", **settings: Any) -> Any:
+        optimizer = type("Optimizer", (), {})  # can be referenced weakly, as torch's
+
+        def build(engine: Any) -> tuple[Module, Any]:
+            module, _ = self.build(engine)
+            made: Any = optimizer()
+            made.state, made.param_groups = {}, []
+            return module, made if not engine.forward_only else None
+
+        engine = self.impl.FSDPEngine(build, types.SimpleNamespace(model_type=model_type), **settings)
+        engine.initialize()
+        return engine
+
+    def step(self, engine: Any, value: int) -> None:
+        """An update, which allocates the optimizer's state the first time."""
+        engine.to("cuda")
+        for number, one in enumerate(engine.module.tensors()):
+            one.write((value, one.read()))
+            if number not in engine.optimizer.state:
+                engine.optimizer.state[number] = {"exp_avg": tensor(self.gpu, 0), "step": tensor(self.gpu, 0, "cpu", 4)}
+            for state in engine.optimizer.state[number].values():
+                state.write(value)
+        engine.to("cpu")
+
+    def settled(self, **settings: Any) -> Any:
+        """An actor after the steps in which verl's own functions move its state."""
+        engine = self.actor(**settings)
+        for value in (1, 2):
+            self.step(engine, value)
+        self.forget()
+        return engine
+
+    def forget(self) -> None:
+        self.gpu.log.clear()
+        self.moves.calls.clear()
+
+    def contents(self, engine: Any) -> list[Any]:
+        engine.to("cuda")
+        found = [one.read() for one in engine.module.tensors()]
+        found += [one.read() for state in engine.optimizer.state.values() for one in state.values()]
+        engine.to("cpu")
+        return found
+
+
+class Steps(Verl):
+    def test_verl_moves_the_state_once_and_then_it_is_paused_and_resumed(self):
+        engine = self.actor()
+        self.assertEqual(self.moves.calls, ["offload model"], "verl's own, since nothing is in a region yet")
+        self.step(engine, 1)
+        # A checkpoint or the first step makes state outside of the region: verl's own function moves it once more.
+        self.assertEqual(self.moves.calls, ["offload model", "load model", "offload optimizer"])
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+        self.moves.calls.clear()
+        self.step(engine, 2)
+        self.assertEqual(self.moves.calls, ["load optimizer"])
+        self.assertEqual(
+            self.gpu.transitions(), [("resume", "actor_params"), ("pause", "actor_params"), ("pause", "actor_optimizer")]
+        )
+        self.moves.calls.clear()
+        before = self.contents(engine)
+        self.gpu.log.clear()
+        self.step(engine, 3)
+        self.assertEqual(self.moves.calls, [], "from now on verl moves nothing")
+        tags = ["actor_params", "actor_optimizer"]
+        self.assertEqual(
+            self.gpu.transitions(), [("resume", tag) for tag in tags] + [("pause", tag) for tag in tags], "verl's order"
+        )
+        self.assertEqual(self.contents(engine), [(3, one) for one in before[:3]] + [3] * 6)
+
+    def test_log_probabilities_leave_the_optimizer_paused(self):
+        engine = self.settled()
+        engine.to("cuda", optimizer=False)
+        engine.to("cpu", optimizer=False)
+        self.assertEqual(self.gpu.transitions(), [("resume", "actor_params"), ("pause", "actor_params")])
+        with self.assertRaises(IllegalAddress):
+            engine.optimizer.state[0]["exp_avg"].read()
+
+    def test_free_blocks_go_back_after_each_pause(self):
+        # Gradients are in torch's default pool, and free by then; vLLM can only have them if torch lets go of its free blocks.
+        engine = self.settled()
+        self.gpu.log.clear()
+        engine.to("cpu", optimizer=False)
+        self.assertEqual(self.gpu.log, [("pause", "actor_params"), "empty_cache"])
+        self.gpu.log.clear()
+        self.moves.offload_fsdp_optimizer(engine.optimizer)
+        self.assertEqual(self.gpu.log, [("pause", "actor_optimizer"), "empty_cache"])
+
+    def test_torch_s_pinned_memory_goes_back_once_before_the_first_pause(self):
+        self.step(self.actor(), 1)
+        first = self.gpu.log.index("host memory returned")
+        self.assertLess(first, self.gpu.log.index(("pause", "actor_params")))
+        engine = self.settled()
+        self.step(engine, 3)
+        self.assertNotIn("host memory returned", self.gpu.log)
+
+    def test_a_skipped_first_step_leaves_no_state_to_move(self):
+        # verl skips `optimizer.step()` if a gradient is not finite.
+        engine = self.actor()
+        for _ in range(3):
+            engine.to("cuda")
+            engine.to("cpu")
+        self.assertEqual([tag for _, tag in self.gpu.transitions() if tag == "actor_optimizer"], [])
+        self.step(engine, 1)
+        self.step(engine, 2)
+        self.assertIn(("pause", "actor_optimizer"), self.gpu.transitions())
+
+    def test_no_region_is_open_between_verl_s_calls(self):
+        # verl switches expandable segments for the whole process while it sends weights.
+        engine = self.settled()
+        self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
+        tensors, _ = engine.get_per_tensor_param()
+        self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
+        bucket = tensor(self.gpu, "bucket")
+        self.assertIsNone(bucket.storage.tag, "a bucket is sent by CUDA IPC, so it must not be pausable")
+        for _ in tensors:
+            self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
+
+    def test_a_backup_of_parameters_that_were_only_read_is_kept(self):
+        self.actor()
+        self.assertEqual(self.gpu.retained, {"actor_params": True})
+        self.gpu.retained.clear()
+        os.environ["VRAMCTL_RETAIN"] = "weights"
+        self.actor()
+        self.assertEqual(self.gpu.retained, {}, "the user has said what to keep")
+
+    def test_engines_of_one_process_have_tags_of_their_own(self):
+        actor, critic, second = self.settled(), self.settled(model_type="value_model"), self.settled()
+        self.gpu.transitions()
+        for engine, tag in ((actor, "actor"), (critic, "critic"), (second, "actor2")):
+            engine.to("cuda", optimizer=False)
+            self.assertEqual(self.gpu.transitions(), [("resume", f"{tag}_params")])
+            engine.to("cpu", optimizer=False)
+            self.gpu.transitions()
+        actor.initialize()
+        self.assertEqual({shelf.tag for shelf in (self.ours._shelves[actor.module],)}, {"actor_params"}, "built again")
+
+    def test_fsdp2_frees_gathered_parameters_as_its_own_offload_does(self):
+        engine = self.settled()
+        engine.to("cuda", optimizer=False)
+        before = engine.module.resharded
+        engine.to("cpu", optimizer=False)
+        self.assertGreater(engine.module.resharded, before)
+
+
+class ImportedLate(Steps):
+    """verl has imported its engine before it imports what its settings name."""
+
+    is_late = True
+
+
+class StepsOfFsdp1(Steps):
+    version = 1
+
+    def build(self, engine: Any) -> tuple[Module, Any]:
+        return Module(self.gpu, 1, count=1), None
+
+    def test_verl_moves_the_state_once_and_then_it_is_paused_and_resumed(self):
+        engine = self.settled()
+        self.step(engine, 3)
+        self.assertEqual(self.moves.calls, [])
+
+    def test_fsdp2_frees_gathered_parameters_as_its_own_offload_does(self):
+        engine = self.settled()
+        self.assertEqual(engine.module.resharded, 0)
+
+    def test_parameters_that_torch_offloads_are_left_to_it(self):
+        engine = self.settled()
+        handle = types.SimpleNamespace(_offload_params=True, flat_param=None)
+        module = types.SimpleNamespace(version=1, modules=lambda: iter([types.SimpleNamespace(_handle=handle)]))
+        self.assertEqual(list(self.ours._parameters(module)), [])
+        self.assertTrue(list(self.ours._parameters(engine.module)))
+
+
+class Export(Verl):
+    """Weights on their way to the rollout."""
+
+    def values(self, tensors: Any) -> list[Any]:
+        return [one.read() for _, one in tensors]
+
+    def test_what_fsdp2_sends_is_resumed_until_the_last_is_consumed(self):
+        # FSDP2's export loads nothing, because it expects parameters that are on the CPU, and computes one when it is asked for.
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        self.assertEqual(self.gpu.transitions(), [("resume", "actor_params")])
+        sent = [next(tensors)[1].read()]
+        engine.to("cpu", optimizer=False)  # meanwhile
+        self.assertEqual(self.gpu.transitions(), [])
+        sent += self.values(tensors)
+        self.assertEqual(len(sent), 3)
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+        engine.to("cpu", optimizer=False)
+        self.assertEqual(self.moves.calls, [])
+
+    def test_what_is_sent_is_a_copy_outside_of_the_region(self):
+        # With one rank, a DTensor's whole is its shard; and a parameter that is no DTensor is sent as it is. A large one goes by CUDA IPC.
+        engine = self.settled()
+        engine.module.held[2] = engine.module.held[2]._local_tensor
+        kept = {one.storage for one in engine.module.tensors()}
+        tensors, _ = engine.get_per_tensor_param()
+        for _, one in tensors:
+            self.assertNotIn(one.storage, kept)
+            self.assertIsNone(one.storage.tag)
+
+    def test_what_is_not_in_the_region_is_sent_as_it_is(self):
+        engine = self.settled()
+        gathered = tensor(self.gpu, "gathered")
+        engine.module.state_dict = lambda: {"p0": gathered}
+        tensors, _ = engine.get_per_tensor_param()
+        self.assertIs(next(tensors)[1], gathered)
+        tensors.close()
+
+    def test_an_export_that_ends_early_or_is_never_consumed_lets_go(self):
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        next(tensors)
+        tensors.close()
+        self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
+        tensors, _ = engine.get_per_tensor_param()
+        del tensors
+        engine.to("cpu", optimizer=False)
+        self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
+
+    def test_two_exports_at_once(self):
+        # LoRA: verl asks for the adapter, then for the base model, and sends the base model first.
+        engine = self.settled()
+        adapter, _ = engine.get_per_tensor_param(base_sync_done=True)
+        base, _ = engine.get_per_tensor_param(base_sync_done=False)
+        self.values(base)
+        self.assertNotIn(("pause", "actor_params"), self.gpu.transitions())
+        self.values(adapter)
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+
+    def test_an_export_before_the_first_load_is_verl_s_own(self):
+        engine = self.actor()
+        self.assertEqual(self.values(engine.get_per_tensor_param()[0]), ["p0", "p1", "p2"])
+        self.assertEqual(self.gpu.transitions(), [])
+
+    def test_shards_are_sent_the_same_way(self):
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param_shard()
+        self.assertEqual(len(self.values(tensors)), 3)
+        self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
+
+    def test_a_failed_pause_after_the_last_does_not_fail_the_step(self):
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        self.gpu.host_memory = False
+        with self.warned("too little host memory"):
+            self.values(tensors)
+        with self.warned("offload_fsdp_model_to_cpu"):
+            engine.to("cpu", optimizer=False)
+        self.assertEqual({one.device.type for one in engine.module.tensors()}, {"cpu"})
+
+
+class ExportOfFsdp1(Export):
+    version = 1
+
+    def test_an_export_before_the_first_load_is_verl_s_own(self):
+        # FSDP1's loads, so the parameters are in the region from then on.
+        engine = self.actor()
+        self.assertEqual(self.values(engine.get_per_tensor_param()[0]), ["p0", "p1", "p2"])
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+
+    def test_what_fsdp2_sends_is_resumed_until_the_last_is_consumed(self):
+        # FSDP1 offloads before the first is consumed.
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        self.assertEqual([one for one in self.gpu.transitions() if one[0] == "pause"], [])
+        self.assertEqual(len(self.values(tensors)), 3)
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+
+    def test_what_is_sent_is_a_copy_outside_of_the_region(self):
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        for _, one in tensors:
+            self.assertIsNone(one.storage.tag)
+
+    def build(self, engine: Any) -> tuple[Module, Any]:
+        module = Module(self.gpu, 1)
+        module.parts = [Module(self.gpu, 1, count=1) for _ in range(3)]
+        for number, part in enumerate(module.parts):
+            part.held = [module.held[number]]
+        module.modules = lambda: iter(module.parts)
+        moves = module.to
+
+        def to(device: str) -> None:
+            moves(device)
+            for number, part in enumerate(module.parts):
+                part.held = [module.held[number]]
+
+        module.to = to
+        return module, None
+
+
+class Checkpoints(Verl):
+    def test_a_checkpoint_is_saved_as_verl_would_from_host_memory(self):
+        # Paused tensors still say that they are on the GPU, and verl loads only the parameters.
+        engine = self.settled()
+        saved: list[Any] = []
+        engine.save_checkpoint(lambda *found: saved.extend(found))
+        self.assertEqual(saved[1], [("cpu", 2)] * 6)
+        self.assertEqual(len(saved[0]), 3)
+        self.assertIn("synchronize", self.gpu.log)
+        self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
+        self.step(engine, 3)
+        self.step(engine, 4)
+        self.assertEqual(self.contents(engine)[3:], [4] * 6)
+        self.assertIn(("pause", "actor_optimizer"), self.gpu.transitions())
+
+    def test_a_checkpoint_of_parameters_that_somebody_has_offloaded_by_hand(self):
+        engine = self.settled()
+        engine._is_offload_param = False
+        saved: list[Any] = []
+        engine.save_checkpoint(lambda *found: saved.extend(found))
+        self.assertEqual(len(saved[0]), 3)
+        with self.assertRaises(IllegalAddress):
+            engine.module.tensors()[0].read()
+
+    def test_new_state_of_a_loaded_checkpoint_comes_into_the_region(self):
+        engine = self.settled()
+        engine.load_checkpoint(lambda: {number: {"exp_avg": tensor(self.gpu, 7)} for number in range(3)})
+        self.assertEqual(self.moves.calls, ["offload optimizer"])
+        self.assertNotIn(("resume", "actor_optimizer"), self.gpu.transitions(), "the old state is gone")
+        self.assertEqual(self.contents(engine)[3:], [7] * 3)
+        self.assertEqual([one.tag for state in engine.optimizer.state.values() for one in
+                          [state["exp_avg"].storage]], ["actor_optimizer"] * 3)  # fmt: skip
+        self.forget()
+        self.step(engine, 8)
+        self.assertEqual(self.moves.calls, [])
+
+    def test_state_of_which_a_part_is_new(self):
+        engine = self.settled()
+        engine.optimizer.state[1]["exp_avg"] = tensor(self.gpu, 7)
+        engine.to("cpu")
+        self.assertEqual(self.moves.calls, ["offload optimizer"])
+        self.assertEqual(engine.optimizer.state[0]["exp_avg"].read(), 2, "resumed before verl's own function reads it")
+
+    def test_an_address_that_is_used_again_is_not_in_the_region(self):
+        engine = self.settled()
+        engine.to("cuda")
+        self.gpu.reused = engine.optimizer.state[0]["exp_avg"].storage.address
+        engine.optimizer.state[0]["exp_avg"] = tensor(self.gpu, 7)
+        self.forget()
+        engine.to("cpu")
+        self.assertEqual(self.moves.calls, ["offload optimizer"])
+
+
+class Fallbacks(Verl):
+    def test_a_gradient_goes_along_with_fsdp2_s_parameters_by_verl_s_own_function(self):
+        engine = self.settled()
+        engine.to("cuda")
+        engine.module.held[0].grad = tensor(self.gpu, "gradient")
+        self.forget()
+        engine.to("cpu", optimizer=False)
+        self.assertEqual(self.moves.calls, ["offload model"])
+        self.assertEqual(engine.module.held[0].grad.device.type, "cpu")
+        engine.to("cuda", optimizer=False)
+        engine.module.held[0].grad = None
+        self.forget()
+        engine.to("cpu", optimizer=False)
+        self.assertEqual((self.moves.calls, self.gpu.transitions()), ([], [("pause", "actor_params")]))
+
+    def test_too_little_host_memory(self):
+        engine = self.settled()
+        engine.to("cuda")
+        self.gpu.host_memory = False
+        self.forget()
+        with self.warned("offload_fsdp_model_to_cpu", "offload_fsdp_optimizer"):
+            engine.to("cpu")
+        self.assertEqual(self.moves.calls, ["offload model", "offload optimizer"])
+        self.gpu.host_memory = True
+        self.step(engine, 3)
+        self.assertEqual(self.contents(engine)[3:], [3] * 6)
+
+    def test_too_little_device_memory_ends_the_step_and_says_why(self):
+        engine = self.settled()
+        self.gpu.free = 0
+        with self.assertRaisesRegex(vramctl.errors.DeviceMemory, "too little"):
+            engine.to("cuda")
+        self.assertIn("empty_cache", self.gpu.log)
+        self.assertEqual(self.moves.calls, [])
+        self.gpu.free = None
+        self.assertEqual(len(self.contents(engine)), 9)
+
+    def test_memory_that_did_not_come_from_the_library_is_not_taken_for_paused(self):
+        with mock.patch.object(vramctl, "region", lambda *_, **__: contextlib.nullcontext()):
+            engine = self.actor()
+            with self.warned("only 0 came from the library"):
+                self.step(engine, 1)
+        self.assertEqual(self.gpu.transitions(), [])
+        self.step(engine, 2)
+
+    def test_a_reference_model_and_torch_s_offload_policy_are_left_alone(self):
+        for settings in ({"forward_only": True}, {"param": False, "optimizer": False}):
+            engine = self.actor(**settings)
+            self.assertNotIn(engine.module, self.ours._shelves)
+        engine = self.actor()
+        engine._uses_fsdp2_cpu_offload_policy = True
+        self.assertFalse(self.ours._is_ours(engine))
+
+    def test_modules_of_somebody_else(self):
+        module = Module(self.gpu, 2)
+        self.moves.offload_fsdp_model_to_cpu(module)
+        self.moves.load_fsdp_model_to_gpu(module)
+        self.assertEqual(self.moves.calls, ["offload model", "load model"])
+        self.assertEqual(self.gpu.transitions(), [])
+
+    def test_without_cuda_nothing_is_said_or_done(self):
+        mock.patch.object(vramctl._torch, "loaded", lambda: None).start()
+        with self.silent():
+            self.assertFalse(self.ours._is_ours(self.actor()))
+
+    def test_an_allocator_without_pools(self):
+        self.gpu.torch.cuda.get_allocator_backend = lambda: "cudaMallocAsync"
+        with self.warned("torch's own allocator is not in use"):
+            self.step(self.actor(), 1)
+        self.assertEqual(self.moves.calls, ["offload model", "load model", "offload model", "offload optimizer"])
+
+
+class NotPreloaded(Verl):
+    preloaded = False
+
+    def test_it_says_so_once_and_verl_offloads_by_itself(self):
+        with self.warned("not preloaded"):
+            engine = self.actor()
+            self.actor()
+        self.step(engine, 1)
+        self.step(engine, 2)
+        self.assertEqual(self.gpu.transitions(), [])
+        self.assertEqual(self.contents(engine)[3:], [2] * 6)
+
+
+class OtherVersions(Verl):
+    def sources(self) -> dict[str, str]:
+        lacking = {name: text.replace("def load_fsdp_optimizer", "def load_adam") for name, text in VERL.items()}
+        return {**lacking, "verl/workers/engine/fsdp/transformer_impl.py": "class FSDPEngine: ..."}
+
+    def setUp(self) -> None:
+        with self.assertLogs("vramctl", "WARNING") as self.said:
+            super().setUp()
+
+    def test_a_version_that_lacks_a_function_is_left_alone(self):
+        self.assertIn("verl 0.9.1 keeps its own offload", self.said.output[-1])
+        self.assertIn("load_fsdp_optimizer", self.said.output[-1])
+        self.assertFalse(hasattr(self.moves.offload_fsdp_optimizer, "__wrapped__"))
+
+
+class OldVersions(OtherVersions):
+    def sources(self) -> dict[str, str]:
+        return {"verl/__init__.py": "__version__ = '0.7.1'", **{n: "" for n in VERL if n != "verl/__init__.py"}}
+
+    def test_a_version_that_lacks_a_function_is_left_alone(self):
+        self.assertIn("needs 0.8 or later", self.said.output[-1])
+
+
+if __name__ == "__main__":
+    unittest.main()
