@@ -12,18 +12,38 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "bench.d"))
 
 import report  # noqa: E402
+import rl_step  # noqa: E402
+
+#: A communicator of one rank, whose identifier must arrive as it was made.
+NCCL = """
+#include <string.h>
+struct id { char bytes[128]; };
+static int made;
+int ncclGetUniqueId(struct id *id) { memset(id, 7, sizeof *id); return 0; }
+int ncclCommInitRank(void **to, int ranks, struct id id, int rank)
+{
+	*to = &made;
+	return made++ || ranks != 1 || rank != 0 || id.bytes[0] != 7 || id.bytes[127] != 7;
+}
+int ncclCommDestroy(void *of) { return of != &made || --made; }
+"""
+
+
+def plain_environment():
+    ours = ("LD_", "PYTHONPATH", "SIMGPU_", "VRAMCTL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
 class SmokeTest(unittest.TestCase):
     def bench(self, *arguments):
         """Runs the bench; returns its data and report."""
-        ours = ("LD_", "PYTHONPATH", "SIMGPU_", "VRAMCTL_")
-        plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         built = pathlib.Path(os.environ["VRAMCTL_LIB"]).parent
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder)
             command = [ROOT / "scripts" / "bench", "--simulated", "--no-tms", "--bin", built, "--out", out, *arguments]
-            ran = subprocess.run(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+            ran = subprocess.run(
+                command, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+            )
             self.assertEqual(ran.returncode, 0, ran.stdout)
             data = json.loads((out / "bench.json").read_text())
             self.assertEqual(data["missed"], [], ran.stdout)
@@ -96,6 +116,79 @@ class Medians(unittest.TestCase):
         self.assertEqual(report.span([0.001, 0.002, 0.003], 3, 3), "1.00 to 3.00")
         self.assertEqual(report.span([0.001, 0.002, 0.003], 5, 3), "1.00 to 3.00 (3)")
         self.assertEqual(report.span([0.001, 0.002, 0.003, 0.004], 5, 3), "1.00 to 4.00 (3 of 4)")
+
+
+class RlStep(unittest.TestCase):
+    """scripts/bench-rl-step: both libraries do all transitions, and the table is right."""
+
+    def run_it(self, out, *arguments):
+        built = pathlib.Path(os.environ["VRAMCTL_LIB"]).parent
+        command = [ROOT / "scripts" / "bench-rl-step", "--bin", built, "--out", out, *arguments]
+        return subprocess.run(
+            command, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        )
+
+    def test_a_step_with_both_libraries(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder)
+            # The library has torch_memory_saver's functions, so it can stand in for it.
+            (out / "torch_memory_saver_hook_mode_preload_cu13.abi3.so").symlink_to(os.environ["VRAMCTL_LIB"])
+            nccl = out / "libnccl.so.2"
+            compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-xc", "-", "-o", nccl]
+            subprocess.run(compiler, input=NCCL, text=True, check=True)
+            options = ["--tms-dir", out, "--modes", "tms,vramctl,tms-retained", "--rounds", "1", "--turns", "1", "--nccl", nccl]
+            ran = self.run_it(out, "--simulated", *options)
+            self.assertEqual(ran.returncode, 0, ran.stdout)
+            data = json.loads((out / "rl-step.json").read_text())
+            self.assertEqual((data["missed"], data["notes"]), ([], []), ran.stdout)
+            for mode in ("tms", "vramctl", "tms-retained"):
+                for row, *_ in rl_step.ROWS:
+                    self.assertEqual(len(data["samples"][mode][row]), 1, (mode, row))
+                self.assertIn(rl_step.MODES[mode][0], (out / "rl-step.md").read_text())
+
+    def test_the_plan(self):
+        with tempfile.TemporaryDirectory() as out:
+            ran = self.run_it(out, "--dry-run", "--modes", "tms,vramctl", "--turns", "2", "--nccl", "none")
+            self.assertEqual(ran.returncode, 0, ran.stdout)
+            self.assertIn("trainer 30 GiB, of which weights 15 GiB", ran.stdout)
+            self.assertEqual(ran.stdout.count("turn "), 4, ran.stdout)
+
+    def test_the_table(self):
+        steps = {"groups_out": 0.5, "trainer_out": 2.0, "weights": 0.5, "trainer_in": 1.0}
+        data = {
+            "bytes": {"trainer": 20e9, "weights": 5e9, "cache": 2**30},
+            "link": {"out": 50e9, "in": 40e9},
+            "samples": {"tms": {row: [9.0, value, value] for row, value in steps.items()}},
+            "first": {"tms": {row: [2 * value] for row, value in steps.items()}},
+            "left_in_use": {"tms": [2**30]},
+            "other_work": 4.0,
+            "notes": [],
+            "missed": ["vramctl, turn 1: it ended"],
+            **{name: "x" for name in ("gpu", "driver", "date", "command")},
+        }
+        self.assertEqual(rl_step.limit(data, "trainer_out"), 0.4)
+        self.assertIsNone(rl_step.limit(data, "engine_out"))
+        table = rl_step.markdown(data)
+        for line in (
+            "| trainer out | 0.40 s | 2.00 s (10.0 GB/s) |",
+            "| weights sent, in buckets | 0.12 s | 0.50 s (10.0 GB/s) |",
+            "| process groups destroyed | – | 0.50 s |",
+            "| **all transitions** | 1.02 s | **4.00 s** |",
+            "| share of a step with 4 s of other work (computed) | 20% | 50% |",
+            "| all transitions of a process's first step | | 8.00 s |",
+            "Medians of 3 steps (torch_memory_saver)",
+            "- vramctl, turn 1: it ended",
+        ):
+            self.assertIn(line, table)
+        self.assertNotIn("KV cache in", table)
+
+    def test_sizes_add_up(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for total in (32 << 20, 15 << 30, 50 << 30):
+                path = rl_step.sizes_of(total, folder, "weights")
+                sizes = [int(line) for line in path.read_text().split()]
+                self.assertEqual(sum(sizes), total)
+                self.assertEqual([size for size in sizes if size % (2 << 20)], [])
 
 
 if __name__ == "__main__":
