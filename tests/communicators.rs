@@ -7,8 +7,9 @@ mod common;
 use common::machine::{Machine, Program};
 use common::{SHARED, compile, eventually, own_folder, simulated_libraries};
 use serde_json::{Value, json};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
@@ -318,6 +319,19 @@ fn ranks_elsewhere_prevent_a_suspend_and_a_pause_of_nccls_memory() {
     }
     for command in ["pause nccl --name train", "pause --nccl --name train"] {
         machine.vramctl(command).expect(1, "", why);
+    }
+    assert_eq!(machine.state(&first[0]), "active");
+    // Whoever knows those on other nodes says that they take part.
+    let id = communicators(&machine, &first[0])[0]["id"].clone();
+    for (everywhere, expected) in [(json!([id]), Value::Null), (json!(["another"]), json!("not_restorable"))] {
+        let request = json!({"version": 1, "operation": "suspend", "target": {"name": "train"}, "everywhere": everywhere, "dry_run": true});
+        let mut child = machine.cli("operate").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // Its end would cancel the operation.
+        let mut stdin = child.stdin.take().unwrap();
+        writeln!(stdin, "{request}").unwrap();
+        let told = child.wait_with_output().unwrap().stdout;
+        let asked: Value = serde_json::from_str(String::from_utf8(told).unwrap().lines().last().unwrap()).unwrap();
+        assert_eq!(asked["error"]["code"], expected, "{asked}");
     }
     assert_eq!(machine.state(&first[0]), "active");
     let said = thread::scope(|scope| {

@@ -93,12 +93,24 @@ class _Operation(_job._Work["dict[str, Any]"]):
     def _among(self, nodes: _Nodes) -> dict[str, Any]:
         operation = self._request["operation"]
         if operation in ("pause", "resume"):
-            return self._settle(nodes, self._request)
+            takes_nccl = operation == "pause" and "nccl" in self._request.get("tags", ())
+            more = {"everywhere": self._everywhere(nodes)} if takes_nccl else {}
+            return self._settle(nodes, {**self._request, **more})
         if operation == "suspend":
-            return self._suspend(nodes, self._request)
+            return self._suspend(nodes, {**self._request, "everywhere": self._everywhere(nodes)})
         if operation == "move":
-            return self._move(nodes)
+            return self._move(nodes, {**self._request, "everywhere": self._everywhere(nodes)})
         return _joined(nodes.ask_all(self._request))
+
+    def _everywhere(self, nodes: _Nodes) -> list[str]:
+        """NCCL's communicators of which all ranks are processes of the job, wherever: a node knows those of its own processes only."""
+        there: dict[str, set[int]] = {}
+        sizes: dict[str, int] = {}
+        for process in _joined(nodes.ask_all({"operation": "status", "target": self._request["target"]}))["processes"]:
+            for one in process.get("communicators", ()):
+                there.setdefault(one["id"], set()).add(one["rank"])
+                sizes[one["id"]] = one["ranks"]
+        return sorted(name for name, ranks in there.items() if len(ranks) == sizes[name])
 
     def _settle(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
         """A pause or resume. If a node could not do what was decided, all are resumed."""
@@ -170,22 +182,25 @@ class _Operation(_job._Work["dict[str, Any]"]):
 
     def _suspend(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
         """Once all tags are paused, each node's ranks leave their GPUs by themselves: none of them has work in flight any more."""
-        pause = {name: value for name, value in request.items() if name not in ("to", "swap")}
-        outcome = self._settle(nodes, {**pause, "operation": "pause"})
+        suspend = {name: value for name, value in request.items() if name not in ("to", "swap")}
+        refused = _joined(nodes.ask_all({**suspend, "operation": "suspend", "dry_run": True}))
+        if refused.get("error"):
+            return refused
+        outcome = self._settle(nodes, {**suspend, "operation": "pause"})
         if outcome.get("error"):
             return outcome
-        left = _joined(nodes.ask_all({**pause, "operation": "suspend"}))
+        left = _joined(nodes.ask_all({**suspend, "operation": "suspend"}))
         if left.get("error"):
             # The tags are paused all the same.
             left["committed"] = True if left["error"]["code"] == "not_restorable" else None
         return left
 
-    def _move(self, nodes: _Nodes) -> dict[str, Any]:
+    def _move(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
         """The ranks of each node go to other GPUs of the node: the same for all."""
-        suspended = self._suspend(nodes, {name: value for name, value in self._request.items() if name != "to"})
+        suspended = self._suspend(nodes, request)
         if suspended.get("error"):
             return suspended
-        moved = _joined(nodes.ask_all(self._request))
+        moved = _joined(nodes.ask_all(request))
         if moved.get("error"):
             moved["committed"] = None
         return moved

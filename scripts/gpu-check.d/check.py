@@ -756,6 +756,7 @@ class Check:
             "two": (lambda: self.script("two.py", 150), 160),
             "registration": (lambda: self.script("registration.py", 110), 120),
             "nccl": (lambda: self.script("nccl.py", 400), 420),
+            "ray": (lambda: self.script("many_nodes.py", 145), 150),
             "restore": (lambda: self.script("restore.py", 200), 210),
             "bandwidth": (lambda: self.script("bandwidth.py", 400), 420),
             "training": (lambda: self.script("training.py", 580), 590),

@@ -83,28 +83,34 @@ def rank(number, port):
     os._exit(0)
 
 
-def train(number, port, is_sharded=False):
-    import torch
-    import torch.distributed as distributed
-    import torch.distributed.fsdp
+class Trainer:
+    """One of two ranks of a training job over NCCL, and 4 GiB to keep."""
 
-    torch.cuda.set_device(number)
-    torch.use_deterministic_algorithms(True)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    distributed.init_process_group("nccl", rank=number, world_size=2, device_id=torch.device("cuda", number))
-    keep = torch.full((4 << 30,), number + 1, dtype=torch.uint8, device="cuda")
+    def __init__(self, number, port, is_sharded=False, device=None):
+        import torch
+        import torch.distributed as distributed
+        import torch.distributed.fsdp
 
-    def losses():
+        self.torch, self.number, self.is_sharded = torch, number, is_sharded
+        self.device = number if device is None else device
+        torch.cuda.set_device(self.device)
+        torch.use_deterministic_algorithms(True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        distributed.init_process_group("nccl", rank=number, world_size=2, device_id=torch.device("cuda", self.device))
+        self.keep = torch.full((4 << 30,), number + 1, dtype=torch.uint8, device="cuda")
+
+    def losses(self, steps):
+        torch = self.torch
         torch.manual_seed(7)
         layers = torch.nn.Sequential(torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 2048)).cuda()
-        if is_sharded:
-            model = torch.distributed.fsdp.FullyShardedDataParallel(layers, device_id=number, use_orig_params=True)
+        if self.is_sharded:
+            model = torch.distributed.fsdp.FullyShardedDataParallel(layers, device_id=self.device, use_orig_params=True)
         else:
-            model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[number])
+            model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[self.device])
         adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-        data = torch.randn(16, 512, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(number))
+        data = torch.randn(16, 512, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(self.number))
         seen = []
-        for step in range(STEPS):
+        for step in range(steps):
             loss = (model(data[step % 16]) - data[step % 16].flip(0)).square().mean()
             adam.zero_grad()
             loss.backward()
@@ -112,12 +118,19 @@ def train(number, port, is_sharded=False):
             seen.append(loss.item() if step % 4 == 3 else loss.detach())
         return [float(loss) for loss in seen]
 
-    losses()
+    def work(self, steps=STEPS):
+        """Trains from the beginning."""
+        began = time.monotonic()
+        digest = hashlib.sha256(json.dumps(self.losses(steps)).encode()).hexdigest()
+        return {"digest": digest, "same": bool((self.keep == self.number + 1).all()), "s": time.monotonic() - began}
+
+
+def train(number, port, is_sharded=False):
+    trainer = Trainer(number, port, is_sharded)
+    trainer.losses(STEPS)
     answer(ready=True)
     for _ in sys.stdin:
-        began = time.monotonic()
-        digest = hashlib.sha256(json.dumps(losses()).encode()).hexdigest()
-        answer(digest=digest, same=bool((keep == number + 1).all()), s=time.monotonic() - began)
+        answer(**trainer.work())
     os._exit(0)
 
 

@@ -45,6 +45,8 @@ pub struct Checkpoint {
     pub members: Vec<Member>,
     /// Whether they are whole jobs, not only one process.
     is_whole: bool,
+    /// NCCL's communicators whose ranks on other nodes take part.
+    everywhere: BTreeSet<String>,
 }
 
 /// One of them.
@@ -172,7 +174,7 @@ impl Checkpoint {
     /// Connects to the processes that match.
     pub fn of(found: &Found, target: &Target) -> Result<Self, CommandError> {
         let members = found.choose_answering(target)?.into_iter().map(|process| Member::new(found, process)).collect::<Result<_, _>>()?;
-        Ok(Self { found: found.clone(), members, is_whole: !target.is_by_id() })
+        Ok(Self { found: found.clone(), members, is_whole: !target.is_by_id(), everywhere: BTreeSet::new() })
     }
 
     /// Those of the processes that do not answer because the driver has locked or checkpointed them and their library does not know it: its
@@ -180,7 +182,7 @@ impl Checkpoint {
     pub fn stuck(found: &Found, processes: &[Process]) -> Self {
         let silent: Vec<_> = processes.iter().filter(|process| process.status.is_err()).collect();
         if silent.is_empty() || load(found.machine()).is_err() {
-            return Self { found: found.clone(), members: Vec::new(), is_whole: false };
+            return Self { found: found.clone(), members: Vec::new(), is_whole: false, everywhere: BTreeSet::new() };
         }
         let cards = found.machine().cards().ok();
         let find = |process: &Process| {
@@ -206,7 +208,13 @@ impl Checkpoint {
             let threads: Vec<_> = silent.into_iter().map(|process| scope.spawn(move || find(process))).collect();
             threads.into_iter().filter_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
-        Self { found: found.clone(), members, is_whole: false }
+        Self { found: found.clone(), members, is_whole: false, everywhere: BTreeSet::new() }
+    }
+
+    /// NCCL's communicators whose ranks on other nodes take part.
+    #[must_use]
+    pub fn with_ranks_elsewhere(self, everywhere: &BTreeSet<String>) -> Self {
+        Self { everywhere: everywhere.clone(), ..self }
     }
 
     /// Fails if some processes of whole jobs are missing.
@@ -282,7 +290,7 @@ impl Checkpoint {
 
     /// What the members themselves do not know.
     fn in_the_way(&self, observer: &dyn Observer) -> InTheWay {
-        let elsewhere = Elsewhere::of(self.members.iter().map(|member| &member.process));
+        let elsewhere = Elsewhere::of(self.members.iter().map(|member| &member.process), &self.everywhere);
         InTheWay { elsewhere, cards: cards_to_check(self.machine(), observer) }
     }
 

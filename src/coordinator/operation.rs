@@ -6,6 +6,7 @@ use crate::machine::Machine;
 use crate::nodes::Participant;
 use crate::processes::{Found, Target};
 use crate::retry::Deadline;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_model::{Error, Policy, Registered, TransitionRequest, Verb};
@@ -77,6 +78,8 @@ pub struct PauseOptions {
     pub shared: bool,
     /// Without tags: also NCCL's own memory.
     pub nccl: bool,
+    /// NCCL's communicators whose ranks on other nodes take part.
+    pub everywhere: BTreeSet<String>,
     /// A process that waits for this operation, and must not be held by it.
     pub waiting: Option<u32>,
 }

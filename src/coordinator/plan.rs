@@ -140,7 +140,7 @@ impl Plan {
             plan.operation.pause.check_not_held(plan.held())?;
         }
         if verb == Verb::Pause && plan.members.iter().any(|member| member.meant.iter().any(|tag| tag == NCCL)) {
-            Elsewhere::check(plan.members.iter().map(|member| &member.process))?;
+            Elsewhere::check(plan.members.iter().map(|member| &member.process), &plan.operation.pause.everywhere)?;
         }
         Ok(plan)
     }

@@ -1,8 +1,8 @@
 //! What the kernel tells of other processes, in `/proc`.
 
 use std::fmt::Display;
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
 /// Whether there is such a process.
 pub fn exists(pid: impl Display) -> bool {
@@ -15,6 +15,14 @@ pub fn has_library(pid: impl Display) -> bool {
     let names = ["libvramctl", "torch_memory_saver"];
     maps.split(|byte| *byte == b'\n')
         .any(|line| String::from_utf8_lossy(line).rsplit('/').next().is_some_and(|file| names.iter().any(|name| file.starts_with(name))))
+}
+
+/// A file that it has open whose path begins like one of these; the outer `None` if that cannot be seen.
+#[allow(clippy::option_option)] // three answers
+pub fn opened(pid: impl Display, beginnings: &[&str]) -> Option<Option<String>> {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let path = |file: io::Result<fs::DirEntry>| Some(fs::read_link(file.ok()?.path()).ok()?.to_string_lossy().into_owned());
+    Some(files.filter_map(path).find(|path| beginnings.iter().any(|beginning| path.starts_with(beginning))))
 }
 
 /// These figures of its status, in bytes.
@@ -30,4 +38,21 @@ pub fn variables<const N: usize>(pid: impl Display, names: [&str; N]) -> [Option
     let value =
         |name: &str| environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
     names.map(|name| Some(String::from_utf8_lossy(value(name).filter(|value| !value.is_empty())?).into_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_has_open_is_seen() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("uverbs0");
+        let open = || opened(std::process::id(), &["/nowhere/", path.to_str().unwrap()]);
+        assert_eq!(open(), Some(None));
+        let file = fs::File::create(&path).unwrap();
+        assert_eq!(open(), Some(Some(path.to_string_lossy().into_owned())));
+        drop(file);
+        assert_eq!(opened(u32::MAX, &["/"]), None);
+    }
 }

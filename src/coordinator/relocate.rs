@@ -48,7 +48,7 @@ impl Move {
         let Scope::Elsewhere { to, swap } = &operation.scope else { return Err(usage("a move needs GPUs to go to")) };
         let swap = swap.as_ref();
         let found = Found::look_on(operation.machine, &Target::All)?;
-        let mut checkpoint = Checkpoint::of(&found, target)?;
+        let mut checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, observer)?;
         let cards = found.machine().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;

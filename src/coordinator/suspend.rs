@@ -26,7 +26,7 @@ impl Suspend {
     pub fn plan(operation: &Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let found = Found::look_on(operation.machine, target)?;
-        let checkpoint = Checkpoint::of(&found, target)?;
+        let checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, observer)?;
         let request = pause.request(deadline);
         let lent = || shared::find(&found, shared::lent_by(&found, &checkpoint.pids(), &request));

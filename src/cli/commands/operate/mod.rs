@@ -127,9 +127,13 @@ impl Request {
                 Ok(Answer::Places(Box::new(plan.run(&consent, &**lines))))
             }
             Self::Suspend(suspend) => {
+                let is_dry_run = suspend.is_dry_run();
                 let plan = Suspend::plan(&suspend.operation().map_err(unchanged)?, &**lines)
                     .and_then(|plan| plan.check(&**lines))
                     .map_err(unchanged)?;
+                if is_dry_run {
+                    return Ok(Answer::Found(json!({ "processes": [], "jobs": [] })));
+                }
                 lines.leaves(|| cancelled(None, &[]));
                 // What the driver refuses, it refuses once all tags are paused.
                 plan.run(&**lines).map(Answer::Device).map_err(|failure| {

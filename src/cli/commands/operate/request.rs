@@ -4,6 +4,7 @@ use crate::commands::transition::engine_key;
 use crate::ui::lines::Lines;
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::env;
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,6 +51,7 @@ pub struct Pause {
     guard: bool,
     shared: bool,
     nccl: bool,
+    everywhere: BTreeSet<String>,
     timeout_ms: Option<u64>,
     waiting: Option<u32>,
     progress: bool,
@@ -72,6 +74,7 @@ impl Default for Pause {
             guard: false,
             shared: false,
             nccl: false,
+            everywhere: BTreeSet::new(),
             timeout_ms: None,
             waiting: None,
             progress: false,
@@ -135,6 +138,8 @@ pub struct SuspendRequest {
     force: bool,
     hold_ms: Option<u64>,
     shared: bool,
+    everywhere: BTreeSet<String>,
+    dry_run: bool,
     waiting: Option<u32>,
 }
 
@@ -146,6 +151,7 @@ pub struct MoveRequest {
     to: Vec<String>,
     swap: Option<Who>,
     hold_ms: Option<u64>,
+    everywhere: BTreeSet<String>,
     waiting: Option<u32>,
 }
 
@@ -237,6 +243,7 @@ impl Pause {
             hold: if self.hold { hold(self.hold_ms) } else { Hold::No },
             shared: self.shared,
             nccl: self.nccl,
+            everywhere: self.everywhere,
             waiting: self.waiting,
         };
         let scope = Scope::Tags { words: self.tags, may_name: false, gpus: self.gpus };
@@ -280,6 +287,11 @@ impl SwapRequest {
 }
 
 impl SuspendRequest {
+    /// Whether only to say whether it would be refused.
+    pub fn is_dry_run(&self) -> bool {
+        self.dry_run
+    }
+
     /// What it asks for.
     pub fn operation(self) -> Result<Operation, CommandError> {
         if self.registered == Registered::Keep {
@@ -291,6 +303,7 @@ impl SuspendRequest {
             force: self.force,
             hold: hold(self.hold_ms),
             shared: self.shared,
+            everywhere: self.everywhere,
             waiting: self.waiting,
             ..PauseOptions::default()
         };
@@ -302,7 +315,8 @@ impl MoveRequest {
     /// What it asks for.
     pub fn operation(self) -> Operation {
         let scope = Scope::Elsewhere { to: self.to, swap: self.swap.map(Target::from) };
-        let pause = PauseOptions { hold: hold(self.hold_ms), waiting: self.waiting, ..PauseOptions::default() };
+        let pause =
+            PauseOptions { hold: hold(self.hold_ms), everywhere: self.everywhere, waiting: self.waiting, ..PauseOptions::default() };
         operation(Verb::Pause, self.target, scope, self.ranks, None, pause)
     }
 }

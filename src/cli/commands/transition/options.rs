@@ -3,6 +3,7 @@
 use crate::arguments::{BackupArgs, GpuArgs, TargetArgs, checked_tag, count, registered, seconds};
 use crate::completions;
 use clap_complete::ArgValueCandidates;
+use std::collections::BTreeSet;
 use std::env;
 use std::time::Duration;
 use vramctl_coordinator::engine::{self, checked_address};
@@ -208,6 +209,7 @@ impl PauseArgs {
             hold: self.hold.hold(),
             shared: self.shared,
             nccl: self.nccl,
+            everywhere: BTreeSet::new(),
             waiting: None,
         };
         self.transition.operation(Verb::Pause, deadline, pause)
