@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import random
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -188,6 +189,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="many-nodes-", ignore_cleanup_errors=True) as name, contextlib.ExitStack() as stack:
         folder = pathlib.Path(name)
         paths = installed(folder, command)
+        # Whether this user has a token or not: Ray's nodes and programs have to agree.
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         sys.path[1:1] = paths
         try:
             from vramctl.ray import Job
