@@ -1,8 +1,8 @@
-"""Checks the tables of `vramctl.engines` against the engines' released sources (scripts/test-engines-contract).
+"""Checks the tables of `vramctl.engines` and `vramctl.frameworks` against released sources (scripts/test-engines-contract).
 
 The adapters run against stubs generated from those sources: the same classes, functions and signatures, with functions that
 only allocate. The interfaces themselves are not stubbed: SGLang's plugins and memory-saver adapter, vLLM's registry of
-sleep-mode backends.
+sleep-mode backends. verl's functions and engine are not stubbed either: the tests of its adapter run on the released ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import importlib
 import importlib.metadata
 import inspect
+import io
 import json
 import re
 import shutil
@@ -28,8 +29,10 @@ from typing import Any
 from unittest import mock
 
 import test_engines
+import test_verl
 from vramctl import engines
 from vramctl.engines import Hook, Place, sglang, vllm
+from vramctl.frameworks import verl
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
@@ -37,9 +40,13 @@ PAGE = ROOT / "docs" / "engines.md"
 CACHE = ROOT / "target" / "engine-sources"
 
 #: The versions to check, besides the latest. The oldest are those that verl 0.9 requires.
-VERSIONS = {"sglang": ["0.5.12", "0.5.16", "0.5.18", "0.5.20"], "vllm": ["0.24.0", "0.26.0", "0.28.0", "0.31.0"]}
-HOOKS = {"sglang": sglang.HOOKS, "vllm": vllm.HOOKS}
-TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
+VERSIONS = {
+    "sglang": ["0.5.12", "0.5.16", "0.5.18", "0.5.20"],
+    "vllm": ["0.24.0", "0.26.0", "0.28.0", "0.31.0"],
+    "verl": ["0.8.0", "0.9.0", "0.9.1"],
+}
+HOOKS = {"sglang": sglang.HOOKS, "vllm": vllm.HOOKS, "verl": verl.HOOKS}
+TITLES = {"sglang": "SGLang", "vllm": "vLLM", "verl": "verl"}
 
 
 # ---- the sources ----
@@ -426,6 +433,132 @@ class Contract(test_engines.Engine):
                     backend.discard(("kv_cache",))
                     self.assertEqual(self.gpu.contents()["kv_cache of sleep mode"], ("paused", "discarded"))
                     backend.resume(None)
+
+    # verl
+
+    def verl(self) -> None:
+        self.verl_sources()
+        suite = unittest.TestSuite()
+        for scenario in (
+            test_verl.Steps,
+            test_verl.StepsOfFsdp1,
+            test_verl.Export,
+            test_verl.ExportOfFsdp1,
+            test_verl.Checkpoints,
+            test_verl.Fallbacks,
+        ):
+            released = {"sources": lambda _: self.verl_files(), "has_shards": self.found.defines(verl.EXPORT.places[1])}
+            suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(type(scenario.__name__, (scenario,), released)))
+        ran = unittest.TextTestRunner(stream=io.StringIO()).run(suite)
+        self.assertGreater(ran.testsRun, 30)
+        for test, trace in [*ran.errors, *ran.failures]:
+            with self.subTest(str(test)):
+                self.fail(trace)
+
+    def verl_sources(self) -> None:
+        """What we rely on without hooking it."""
+        found = self.found
+        names = [place.path for hook in (verl.OFFLOAD, verl.LOAD) for place in hook.places]
+        callers = set(found.matches(rf"(?<!def )\b({'|'.join(names)})\("))
+        known = {"workers/engine/fsdp/transformer_impl.py", "workers/engine/torchtitan/transformer_impl.py"}
+        self.assertLessEqual(callers, known | {"utils/fsdp_utils.py"}, "somebody else moves the trainer's state")
+        imported = re.search(rf"from {verl.MOVES} import \(([^)]*)\)", found.text(verl.ENGINE))
+        assert imported is not None
+        self.assertLessEqual(set(names), set(re.findall(r"\w+", imported[1])))
+        arguments = {name: [one.arg for one in found.node(verl.MOVES, name).args.args] for name in names}
+        self.assertEqual(
+            arguments,
+            {
+                "offload_fsdp_model_to_cpu": ["model", "empty_cache"],
+                "offload_fsdp_optimizer": ["optimizer"],
+                "load_fsdp_model_to_gpu": ["model"],
+                "load_fsdp_optimizer": ["optimizer", "device_id"],
+            },
+        )
+        settings = found.source("verl.workers.config.model", "HFModelConfig.__post_init__")
+        self.assertIn("import_external_libs(self.external_lib)", settings)
+        build = found.source(verl.ENGINE, "FSDPEngine._build_model_optimizer")
+        for name in ("module", "optimizer"):
+            self.assertIn(f"self.{name} = {name}", build)
+        # Gradients are free before the parameters are offloaded.
+        ends = found.source(verl.ENGINE, "EngineTrainModeCtx.__exit__")
+        self.assertLess(ends.index("optimizer_zero_grad()"), ends.index("super().__exit__"))
+        # Buckets are made while weights are sent, outside of any of our regions.
+        sender = found.source("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", "BucketedWeightSender._init_buffer")
+        self.assertIn("torch.empty(", sender)
+
+    def verl_files(self) -> dict[str, str]:
+        """The released functions that move the state, and the engine's methods that call them."""
+        found = self.found
+        moves = [
+            *("fsdp_version", "offload_fsdp_model_to_cpu", "offload_fsdp2_model_to_cpu", "load_fsdp_model_to_gpu"),
+            *("load_fsdp2_model_to_gpu", "offload_fsdp_optimizer", "load_fsdp_optimizer"),
+        ]
+        methods = [
+            *(
+                "is_param_offload_enabled",
+                "is_optimizer_offload_enabled",
+                "initialize",
+                "to",
+                "save_checkpoint",
+                "load_checkpoint",
+            ),
+            *("get_per_tensor_param", "get_per_tensor_param_shard"),
+        ]
+        there = [name for name in methods if found.node(verl.ENGINE, f"FSDPEngine.{name}") is not None]
+        engine = [textwrap.indent(found.source(verl.ENGINE, f"FSDPEngine.{name}"), "    ") for name in there]
+        return {
+            **test_verl.VERL,
+            "verl/__init__.py": f"__version__ = {found.version!r}",
+            found.path(verl.MOVES): "\n".join([VERL_MOVES, *(self.counted(name) for name in moves)]),
+            found.path(verl.ENGINE): "\n".join([VERL_ENGINE, *engine]),
+        }
+
+    def counted(self, name: str) -> str:
+        """A function that also writes down that it moves something."""
+        node = copy.deepcopy(self.found.node(verl.MOVES, name))
+        counted = re.fullmatch(r"(offload|load)_fsdp_(model|optimizer)(_to_.pu)?", name)
+        if counted:
+            # An optimizer without state returns first.
+            place = next(
+                (number for number, one in enumerate(node.body, 1) if isinstance(one, ast.If) and counted[2] == "optimizer"), 0
+            )
+            node.body[place:place] = ast.parse(f"calls.append('{counted[1]} {counted[2]}')").body
+        return ast.unparse(node)
+
+
+#: What verl's functions use of torch and of itself.
+VERL_MOVES = """
+import torch
+from typing import Optional
+class Version(type):
+    def __instancecheck__(cls, one): return one.version == cls.number
+class FSDP(metaclass=Version): number = 1
+class FSDPModule(metaclass=Version): number = 2
+calls = []
+_lazy_init = lambda *_: None
+get_torch_device = lambda: torch.cuda
+get_device_id = get_device_name = lambda: "cuda"
+"""
+VERL_ENGINE = """
+import gc
+import logging
+import torch
+from typing import *
+from test_verl import DTensor, CheckpointManager as FSDPCheckpointManager
+from verl.utils.fsdp_utils import *
+logger = logging.getLogger("verl")
+log_gpu_memory_usage = lambda *_, **__: None
+get_device_id = get_device_name = lambda: "cuda"
+convert_weight_keys = lambda params, model: params
+unfuse_moe_params = lambda params, model_type: params
+class BaseEngine:
+    def to(self, **_): ...
+class FSDPEngine(BaseEngine):
+    def _build_model_optimizer(self):
+        self.module, self.optimizer = self.build()
+        if self.engine_config.forward_only: self.optimizer = None
+"""
 
 
 # ---- the tables for the documentation ----

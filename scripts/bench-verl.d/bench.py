@@ -1,0 +1,402 @@
+"""The runs behind scripts/bench-verl."""
+
+import argparse
+import collections
+import ctypes
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE))
+
+import report  # noqa: E402
+
+ABOUT = """\
+Runs verl's GRPO training of a small model on one GPU, the same job in each mode, one after the other:
+
+  a  plain verl
+  b  the same under `vramctl run`: vLLM's sleep mode runs on the library; verl's trainer offloads by itself
+  c  the same, and the trainer's offload is a pause (actor_rollout_ref.model.external_lib=vramctl.frameworks.verl)
+
+and writes what verl's own metrics say by phase, each transition as timed inside verl's processes, the GPU's and the host's peak, what
+stays on the GPU while both are off, and whether rewards, losses and answers are equal."""
+
+LONG = """\
+The first import of verl, vLLM and Ray takes minutes; a shared bytecode cache (in /tmp) and the model are made before the first mode, in
+parallel. After that, a mode starts in one to three minutes. A mode that would not end within the limit is not started; --join puts it
+into the same table later. Exits with 0 if all modes have run all steps."""
+
+
+def options():
+    parser = argparse.ArgumentParser(
+        prog="bench-verl", description=ABOUT, epilog=LONG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--verl-dir", default="", metavar="DIR", help="verl's unpacked packages, put on PYTHONPATH (not needed if verl is installed)")
+    add("--vllm-dir", default="", metavar="DIR", help="vLLM's, put behind verl's")
+    add("--job", required=True, metavar="FILE", help="the script that makes model and data and starts verl with the overrides it is given")
+    add("--modes", default="a,b,c", metavar="LIST", help="in this order; one may be repeated, as in a,b,c,a (a,b,c)")
+    add("--steps", type=int, default=5, metavar="N", help="training steps of each mode (5)")
+    add("--warm", type=int, default=2, metavar="N", help="first steps that the medians leave out: in mode c, they fill the regions (2)")
+    add("--layers", type=int, default=16, metavar="N", help="of the model (16; with --hidden 2048 it has 0.8 billion parameters)")
+    add("--hidden", type=int, default=2048, metavar="N", help="its width (2048; 24 layers of 2560 have 1.9 billion parameters)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override of verl's configuration; may be repeated")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="an environment variable of all modes; may be repeated")
+    add("--deterministic", action="store_true", help="verl's and vLLM's deterministic settings, so that answers can be compared")
+    add("--gpus", type=int, default=1, metavar="N", help="FSDP over N GPUs and vLLM with tensor parallelism N (1)")
+    add("--bin", default="", metavar="DIR", help="take libvramctl.so and vramctl from DIR (target/release)")
+    add("--python", default=str(ROOT / "python" / "vramctl"), metavar="DIR", help="the Python package (python/vramctl of this checkout)")
+    add("--join", action="append", default=[], metavar="FILE", help="include the modes of an earlier run's bench-verl.json")
+    add("--out", default=str(ROOT / "target" / "bench-verl"), metavar="DIR", help="for bench-verl.md, bench-verl.json and a log of each mode")
+    add("--work", default="/tmp/vramctl-bench-verl", metavar="DIR", help="for the model, the data and the bytecode cache, kept")
+    add("--limit", type=float, default=570, metavar="S", help="stop after S seconds (570)")
+    add("--dry-run", action="store_true", help="print the commands and do nothing")
+    chosen = parser.parse_args()
+    chosen.modes = chosen.modes.split(",")
+    if not set(chosen.modes) <= set("abc"):
+        parser.error("--modes: a, b and c")
+    if chosen.steps <= chosen.warm or chosen.warm < 0:
+        parser.error("--steps must be more than --warm")
+    for one in (*chosen.set, *chosen.env):
+        if "=" not in one:
+            parser.error(f"not NAME=VALUE: {one}")
+    for name in os.environ:
+        if name.startswith("VRAMCTL_") and name not in ("VRAMCTL_DIR",):
+            print(f"bench-verl: {name} is not passed on; use --env", file=sys.stderr)
+    if not chosen.bin:
+        chosen.bin = str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release")
+    # The job changes its directory.
+    for name in ("verl_dir", "vllm_dir", "job", "bin", "python", "out", "work"):
+        given = getattr(chosen, name)
+        setattr(chosen, name, os.path.abspath(given) if given else "")
+    return chosen
+
+
+class Missing(Exception):
+    pass
+
+
+# ---- the machine ----
+
+
+class Watch(threading.Thread):
+    """Samples the GPUs' memory (the fullest counts) and the host's, ten times a second."""
+
+    def __init__(self, gpus):
+        super().__init__(daemon=True)
+        self.samples, self.done, self.gpus = [], threading.Event(), gpus
+        self.nvml = self.handles = None
+        try:
+            self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            assert self.nvml.nvmlInit_v2() == 0
+            self.handles = [ctypes.c_void_p() for _ in range(gpus)]
+            for index, handle in enumerate(self.handles):
+                assert self.nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+        except (OSError, AssertionError):
+            self.handles = None
+        self.host_before = host_used()
+
+    def gpu_used(self):
+        if self.handles is None:
+            return None
+        most = 0
+        for handle in self.handles:
+            memory = (ctypes.c_uint64 * 3)()  # total, free, used
+            if self.nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+                return None
+            most = max(most, memory[2])
+        return most
+
+    def run(self):
+        while not self.done.wait(0.1):
+            self.samples.append((time.time(), self.gpu_used(), host_used() - self.host_before))
+
+
+def host_used():
+    """Host memory in use, pinned memory included."""
+    lines = dict(line.split(":", 1) for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    return (int(lines["MemTotal"].split()[0]) - int(lines["MemAvailable"].split()[0])) << 10
+
+
+def machine(gpus):
+    try:
+        names = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    gpu = f"{gpus} of {len(names)}: {names[0]}" if names else "no GPU"
+    return f"{gpu}; {os.cpu_count()} cores"
+
+
+# ---- the runs ----
+
+
+class Bench:
+    def __init__(self, chosen):
+        self.options, self.began, self.mark = chosen, time.monotonic(), uuid.uuid4().hex
+        self.out, self.work = pathlib.Path(chosen.out), pathlib.Path(chosen.work)
+        self.job = self.work / f"job-{chosen.layers}-{chosen.hidden}"
+        self.took = []
+
+    def left(self):
+        return self.options.limit - (time.monotonic() - self.began)
+
+    def say(self, text):
+        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
+
+    def env(self, label, place):
+        chosen = self.options
+        env = {
+            name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and (not name.startswith("VRAMCTL_") or name == "VRAMCTL_DIR")
+        }
+        # verl_timers.py is on the path, and this folder's other modules with it: their names must not be those of anybody's packages.
+        paths = [chosen.verl_dir, chosen.vllm_dir, str(place / "modules"), env.get("PYTHONPATH", "")]
+        env.update(
+            JOB=str(self.job),
+            LAYERS=str(chosen.layers),
+            HIDDEN=str(chosen.hidden),
+            PYTHONPATH=os.pathsep.join(path for path in paths if path),
+            PYTHONPYCACHEPREFIX=str(self.work / "pycache"),
+            PYTHONUNBUFFERED="1",
+            RAY_DEDUP_LOGS="0",
+            VERL_FILE_LOGGER_PATH=str(place / "metrics.jsonl"),
+            VERL_USE_EXTERNAL_MODULES="verl_timers",
+            BENCH_VERL_EVENTS=str(place / "events"),
+            BENCH_VERL_PACKAGE=chosen.python,
+            BENCH_VERL_RUN=self.mark,
+        )
+        if label[0] in "bc":
+            env.update(VRAMCTL_LOG="info", VRAMCTL_LIB=str(pathlib.Path(chosen.bin) / "libvramctl.so"), VRAMCTL_PYTHON=chosen.python)
+        env.update(one.split("=", 1) for one in chosen.env)
+        return env
+
+    def overrides(self, label, place):
+        chosen, actor = self.options, "actor_rollout_ref"
+        found = [
+            f"trainer.total_training_steps={chosen.steps}",
+            "trainer.logger=[console,file]",
+            f"trainer.rollout_data_dir={place / 'answers'}",
+        ]
+        if chosen.gpus > 1:
+            found += [f"trainer.n_gpus_per_node={chosen.gpus}", f"{actor}.rollout.tensor_model_parallel_size={chosen.gpus}"]
+        if chosen.deterministic:
+            found += [f"{actor}.rollout.full_determinism=True", f"{actor}.actor.fsdp_config.full_determinism=True"]
+        if label[0] == "c":
+            found.append(f"{actor}.model.external_lib=vramctl.frameworks.verl")
+        return [*found, *chosen.set]
+
+    def command(self, label, place):
+        under = [str(pathlib.Path(self.options.bin) / "vramctl"), "run", "--no-tag", "--name", "verl", "--"] if label[0] in "bc" else []
+        return [*under, sys.executable, self.options.job, *self.overrides(label, place)]
+
+    def plan(self):
+        lines = ["# first: " + ", ".join(" ".join(map(shlex.quote, command)) for command in self.preparations())]
+        for label in self.labels():
+            place = self.out / label
+            env = self.env(label, place)
+            names = [name for name in env if env[name] != os.environ.get(name)]
+            lines.append(f"# {report.title(label)}")
+            lines += [f"{name}={shlex.quote(env[name])} \\" for name in sorted(names)]
+            lines.append(shlex.join(self.command(label, place)))
+        return "\n".join(lines)
+
+    def labels(self):
+        taken = []
+        for letter in self.options.modes:
+            taken.append(report.free_label(letter, taken))
+        return taken
+
+    def check(self):
+        for path, what in (
+            (self.options.job, "the job (--job)"),
+            (self.options.python + "/_imports.py", "the Python package (--python)"),
+            *[(pathlib.Path(self.options.bin) / name, f"{name} (--bin)") for name in ("vramctl", "libvramctl.so")],
+        ):
+            if not pathlib.Path(path).exists():
+                raise Missing(f"{path} is missing: {what}")
+
+    def preparations(self):
+        """Done side by side before the first mode: imports, for the bytecode cache, and the model."""
+        modules = "torch, transformers, ray, verl.trainer.main_ppo, verl.workers.engine_workers, vllm.entrypoints.cli.serve, vllm.v1.worker.gpu_worker"
+        job = pathlib.Path(self.options.job)
+        make = f"import sys; sys.path.insert(0, {str(job.parent)!r}); import {job.stem} as job; job.prepare()"
+        return [[sys.executable, "-c", f"import {modules}"], [sys.executable, "-c", make]]
+
+    def prepare(self):
+        place = self.out / "first"
+        self.make(place)
+        env = {name: value for name, value in self.env("a", place).items() if name != "VERL_USE_EXTERNAL_MODULES"}
+        with open(place / "log", "wb") as log:
+            children = [
+                subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True) for command in self.preparations()
+            ]
+            try:
+                for child in children:
+                    child.wait(timeout=max(self.left(), 1))
+            except subprocess.TimeoutExpired:
+                pass
+        self.clean()
+        for child, what in zip(children, ("the imports", "the model")):
+            if child.returncode != 0:
+                self.say(f"{what}: failed or took too long; see {place / 'log'}\n{tail(place / 'log', 15)}")
+        self.say("imports are cached, and the model is made")
+        return children[1].returncode == 0
+
+    def make(self, place):
+        shutil.rmtree(place, ignore_errors=True)
+        for name in ("events", "answers", "modules"):
+            (place / name).mkdir(parents=True)
+        shutil.copy(HERE / "verl_timers.py", place / "modules")
+
+    def run(self):
+        self.check()
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(parents=True, exist_ok=True)
+        result = {"about": f"{machine(self.options.gpus)}; {self.about()}", "warm": self.options.warm, "modes": {}}
+        failed = not self.prepare()
+        for label in self.labels() if not failed else []:
+            if self.took and self.left() < 0.8 * min(self.took):
+                self.say(f"{report.title(label)}: not run, {self.left():.0f} s are left")
+                failed = True
+                continue
+            mode = self.mode(label)
+            failed |= mode["ended"] != "complete"
+            result["modes"][label] = mode
+            self.write(result)
+        self.write(report.join(result, [json.loads(pathlib.Path(file).read_text()) for file in self.options.join]))
+        print((self.out / "bench-verl.md").read_text())
+        return 1 if failed else 0
+
+    def about(self):
+        chosen = self.options
+        settings = [*chosen.set, *chosen.env, *(["deterministic"] if chosen.deterministic else [])]
+        return f"{chosen.layers} layers of {chosen.hidden}" + (f"; {' '.join(settings)}" if settings else "")
+
+    def write(self, result):
+        (self.out / "bench-verl.json").write_text(json.dumps(result))
+        (self.out / "bench-verl.md").write_text(report.markdown(result))
+
+    def mode(self, label):
+        place = self.out / label
+        self.make(place)
+        self.say(f"{report.title(label)}: starts")
+        watch, began = Watch(self.options.gpus), time.monotonic()
+        before = watch.gpu_used()
+        watch.start()
+        with open(place / "log", "wb") as log:
+            child = subprocess.Popen(
+                self.command(label, place), env=self.env(label, place), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            code = self.follow(child, place)
+        watch.done.set()
+        watch.join()
+        self.clean()
+        took = time.monotonic() - began
+        steps = report.from_file(place / "metrics.jsonl") or report.from_console((place / "log").read_text(errors="replace"))
+        ended = "complete" if len(steps) >= self.options.steps else f"ended early (exit code {code})"
+        self.say(f"{report.title(label)}: {ended}, {len(steps)} steps, {took:.0f} s")
+        if ended == "complete":
+            self.took.append(took)
+        else:
+            self.explain(place)
+        self.wait_for_gpu(watch, before)
+        return {
+            "ended": ended,
+            "took": took,
+            "steps": steps,
+            "events": report.events(place / "events"),
+            "tokens": report.tokens(place / "answers"),
+            "samples": watch.samples,
+            "library": lines_with(place / "log", "vramctl")[-200:],
+        }
+
+    def follow(self, child, place):
+        """Waits for a mode and tells its steps. Ends it when the time is up: what it has written until then counts."""
+        told = 0
+        while child.poll() is None and self.left() > 10:
+            time.sleep(0.2)
+            steps = report.from_file(place / "metrics.jsonl")
+            for step in sorted(steps)[told:]:
+                self.say(f"  step {step}: " + ", ".join(f"{name} {steps[step].get(f'timing_s/{name}', 0):.2f} s" for name in ("gen", "old_log_prob", "update_actor", "update_weights", "step")))
+            told = len(steps)
+            if told >= self.options.steps:
+                # Ray takes long to end. This is for the last lines of the log.
+                time.sleep(0.5)
+                break
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        return child.returncode
+
+    def explain(self, place):
+        log = place / "log"
+        counts = collections.Counter(line for line in lines_with(log, "Error", "rror:", "vramctl") if "INFO" not in line)
+        self.say("what its log says:\n" + "\n".join(f"    {line[:300]}" for line in list(counts)[:40]) + f"\n  and ends with\n{tail(log, 40)}")
+
+    def clean(self):
+        """Ends all processes of this run: Ray's daemons and workers are in sessions of their own."""
+        for _ in range(20):
+            mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.is_mine(pid)]
+            for pid in mine:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except OSError:
+                    pass
+            if not mine:
+                return
+            time.sleep(0.25)
+
+    def is_mine(self, pid):
+        try:
+            return f"BENCH_VERL_RUN={self.mark}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    def wait_for_gpu(self, watch, before):
+        end = time.monotonic() + 30
+        while before is not None and (watch.gpu_used() or 0) > before + (256 << 20) and time.monotonic() < end:
+            time.sleep(0.5)
+
+
+def tail(path, count):
+    return "\n".join(f"    {line[:300]}" for line in path.read_text(errors="replace").splitlines()[-count:])
+
+
+def lines_with(path, *words):
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", path.read_text(errors="replace")).splitlines()
+    return [line for line in lines if any(word in line for word in words)]
+
+
+def main():
+    bench = Bench(options())
+    if bench.options.dry_run:
+        print(bench.plan())
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return bench.run()
+    except Missing as problem:
+        print(f"bench-verl: {problem}", file=sys.stderr)
+        return 1
+    finally:
+        bench.clean()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
