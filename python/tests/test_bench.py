@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "bench.d"))
 
 import report  # noqa: E402
+import rl_soak  # noqa: E402
 import rl_step  # noqa: E402
 
 #: A communicator of one rank, whose identifier must arrive as it was made.
@@ -145,6 +146,29 @@ class RlStep(unittest.TestCase):
                 for row, *_ in rl_step.ROWS:
                     self.assertEqual(len(data["samples"][mode][row]), 1, (mode, row))
                 self.assertIn(rl_step.MODES[mode][0], (out / "rl-step.md").read_text())
+
+    def test_many_steps_with_suspends(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder)
+            ran = self.run_it(out, "--simulated", "--cycles", "5", "--suspend-every", "2")
+            data = json.loads((out / "rl-step.json").read_text())
+            # Too few to tell what grows.
+            self.assertEqual([each for each in data["missed"] if "not flat" not in each], [], ran.stdout)
+            self.assertEqual((len(data["soak"]["samples"]), len(data["soak"]["suspends"])), (5, 4), ran.stdout)
+            self.assertIn("| engine: descriptors |", (out / "rl-step.md").read_text())
+
+    def test_what_grows_is_named(self):
+        def samples(**grown):
+            flat = {"device bytes": 5 << 30, "engine: descriptors": 7, "whole step, seconds": 1.0, "transitions, seconds": 1.0}
+            return [{name: value + number * grown.get(name, 0) for name, value in flat.items()} for number in range(200)]
+
+        self.assertEqual(rl_soak.growing(samples(), 20), [])
+        for name, by in (("device bytes", 10_000), ("engine: descriptors", 0.05), ("transitions, seconds", 0.01)):
+            self.assertEqual(rl_soak.growing(samples(**{name: by}), 20), [name])
+        # Some steps have a suspend, and others use the machine.
+        self.assertEqual(rl_soak.growing(samples(**{"whole step, seconds": 1.0}), 20), [])
+        # Fewer steps than two suspends take.
+        self.assertEqual(rl_soak.growing(samples()[:3], 20), [])
 
     def test_the_plan(self):
         with tempfile.TemporaryDirectory() as out:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import rl_soak
 from bench import Child, Failed, host_memory
 from sets import GIB, MIB, gib, model_sizes, scaled
 
@@ -95,7 +96,7 @@ class Pair:
         self.ask(self.trainer, "withdraw")
         return time.perf_counter() - begun
 
-    def round(self):
+    def round(self, during_rollout=lambda: None):
         """One step. Returns the seconds of its transitions; all contents are compared bit for bit."""
         took = {}
         self.change()
@@ -107,6 +108,7 @@ class Pair:
         self.ask(self.engine, "check", "weights", self.version)
         took["cache_in"] = self.ask(self.engine, "resume", "kv_cache")
         self.ask(self.engine, "rollout", self.version)
+        during_rollout()
         took["engine_out"] = self.ask(self.engine, "pause")
         took["trainer_in"] = self.ask(self.trainer, "resume")
         took["groups_in"] = self.ask(self.trainer, "groups", "make")
@@ -255,7 +257,7 @@ class Bench:
         if mode is None:
             return lambda role: plain
         library = self.options.library if MODES[mode][2] else self.options.saver
-        plain |= {"LD_PRELOAD": library, "VRAMCTL_DIR": self.options.sockets, "VRAMCTL_NO_PYTHON": "1"}
+        plain |= {"LD_PRELOAD": library, "VRAMCTL_DIR": self.options.sockets}
         # As slime starts its trainer.
         trainer = {**plain, "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
         return lambda role: trainer if role == "trainer" else plain
@@ -331,7 +333,44 @@ class Bench:
             self.data["missed"].append(f"{name}: {error}")
             self.say(f"{name}: {error}")
 
+    def soak(self):
+        """Many steps of one pair under `vramctl run`, and what has grown by then."""
+        def environment(role):
+            found = self.environment("vramctl")(role)
+            del found["LD_PRELOAD"]
+            return found
+
+        def command(role):
+            return [self.options.vramctl, "run", "--name", role, "--no-tag", "--no-python", "--", *self.command(role)]
+
+        pair = Pair(self, "soak", command, environment, self.program_options("vramctl"))
+        try:
+            pair.begin(self.sizes)
+            soak = rl_soak.Soak(self, pair, self.options.cycles, self.options.suspend_every)
+            try:
+                soak.run()
+            finally:
+                self.data["soak"] = {"samples": soak.samples, "suspends": soak.suspends, "suspend_every": soak.suspend_every, "grown": soak.grown}
+            pair.end()
+        finally:
+            for child in pair.children:
+                child.kill()
+        if wrong := rl_soak.growing(soak.samples, soak.suspend_every):
+            raise Failed("not flat: " + "; ".join(wrong))
+
+    def vramctl(self, *arguments):
+        """What the command line prints."""
+        done = subprocess.run(
+            [self.options.vramctl, *arguments], env=self.environment("vramctl")("") | {"LD_PRELOAD": ""}, capture_output=True, text=True, timeout=120
+        )
+        if done.returncode:
+            raise Failed(f"vramctl {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
     def run(self):
+        if self.options.cycles:
+            self.step("soak", 0, self.soak)
+            return
         self.step("link", 5, self.measure_link)
         for number in range(self.options.turns):
             for mode in self.options.modes:
@@ -340,7 +379,11 @@ class Bench:
 
     def write(self):
         (self.out / "rl-step.json").write_text(json.dumps(self.data, indent=1) + "\n")
-        text = markdown(self.data) if self.data["link"] else "\n".join(self.data["missed"]) + "\n"
+        text = "\n".join(self.data["missed"]) + "\n"
+        if self.data["link"]:
+            text = markdown(self.data)
+        elif (soak := self.data.get("soak")) and soak["samples"]:
+            text = rl_soak.markdown(**soak) + "\n" + text
         (self.out / "rl-step.md").write_text(text)
         return text
 
@@ -365,11 +408,11 @@ class Bench:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("work", "out", "library", "saver", "sockets", "python", "modes", "gpu", "driver", "command"):
+    for name in ("work", "out", "library", "vramctl", "saver", "sockets", "python", "modes", "gpu", "driver", "command"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("trainer-gib", "engine-weights-gib", "kv-gib", "limit"):
         parser.add_argument(f"--{name}", type=float, required=True)
-    for name in ("rounds", "turns", "piece-mib", "bucket-mib"):
+    for name in ("rounds", "turns", "piece-mib", "bucket-mib", "cycles", "suspend-every"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("commit", "nccl"):
         parser.add_argument(f"--{name}", default="")
