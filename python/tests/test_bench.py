@@ -159,14 +159,19 @@ class RlStep(unittest.TestCase):
 
     def test_what_grows_is_named(self):
         def samples(**grown):
-            flat = {"device bytes": 5 << 30, "engine: descriptors": 7, "whole step, seconds": 1.0, "transitions, seconds": 1.0}
+            flat = {
+                "device bytes": 5 << 30,
+                "engine: descriptors": 7,
+                "whole step, shortest, seconds": 1.0,
+                "transitions, shortest, seconds": 1.0,
+            }
             return [{name: value + number * grown.get(name, 0) for name, value in flat.items()} for number in range(200)]
 
         self.assertEqual(rl_soak.growing(samples(), 20), [])
-        for name, by in (("device bytes", 10_000), ("engine: descriptors", 0.05), ("transitions, seconds", 0.01)):
+        for name, by in (("device bytes", 10_000), ("engine: descriptors", 0.05), ("transitions, shortest, seconds", 0.01)):
             self.assertEqual(rl_soak.growing(samples(**{name: by}), 20), [name])
         # Some steps have a suspend, and others use the machine.
-        self.assertEqual(rl_soak.growing(samples(**{"whole step, seconds": 1.0}), 20), [])
+        self.assertEqual(rl_soak.growing(samples(**{"whole step, shortest, seconds": 1.0}), 20), [])
         # Fewer steps than two suspends take.
         self.assertEqual(rl_soak.growing(samples()[:3], 20), [])
 

@@ -88,11 +88,11 @@ class Soak:
         if is_suspended:
             self.suspend("trainer")
             self.pair.check()
-        sample = {"device bytes": self.pair.ask(self.pair.engine, "memory"), "transitions, seconds": sum(took.values())}
+        sample = {"device bytes": self.pair.ask(self.pair.engine, "memory"), "transitions, shortest, seconds": sum(took.values())}
         for one in self.soaked:
             sample |= one.sample()
         sample["host memory in use, bytes"] = host_memory("MemTotal") - host_memory("MemAvailable")
-        sample["whole step, seconds"] = time.perf_counter() - begun
+        sample["whole step, shortest, seconds"] = time.perf_counter() - begun
         self.samples.append(sample)
 
     def run(self):
@@ -129,11 +129,12 @@ def parts(samples, suspend_every):
 
 
 def compare(samples, suspend_every):
-    """By measure: the medians of both parts, and whether it is flat. The machine's memory and whole steps are only shown: others use the
-    machine, and some steps have a suspend."""
+    """By measure: the medians of both parts, of times the shortest, which others on the machine disturb least; and whether it is flat. The
+    machine's memory and whole steps are only shown: others use the machine, and some steps have a suspend."""
     rows = []
     for name in samples[0]:
-        before, after = (statistics.median(samples[number][name] for number in part) for part in parts(samples, suspend_every))
+        typical = min if name.endswith("seconds") else statistics.median
+        before, after = (typical(samples[number][name] for number in part) for part in parts(samples, suspend_every))
         if name.startswith(("host", "whole")):
             is_flat = True
         elif name.endswith("seconds"):
