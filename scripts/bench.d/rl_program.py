@@ -165,7 +165,7 @@ class Program:
         self.streams = threading.local()
         self.checkers = concurrent.futures.ThreadPoolExecutor(CHECKERS)
         self.buckets, self.opened, self.plan = [], [], []
-        self.bucket_bytes = options.bucket_mib * MIB
+        self.bucket_bytes, self.managed_buckets = options.bucket_mib * MIB, options.managed_buckets
         self.graph = None
         self.communicator = Communicator(options.nccl) if options.nccl else None
 
@@ -244,8 +244,11 @@ class Program:
         return plan
 
     def offer(self):
-        """Two buckets, outside the regions: memory of a region cannot be opened by others with torch_memory_saver."""
+        """Two buckets, outside the regions unless `--managed-buckets`: others cannot open memory of torch_memory_saver's regions."""
+        if self.managed_buckets:
+            self.saver.region("buckets", False)
         self.buckets = [self.cuda.out("cudaMalloc", self.bucket_bytes) for _ in range(min(2, len(self.plan)))]
+        self.saver.outside()
         handles = []
         for bucket in self.buckets:
             handle = IpcHandle()
@@ -378,6 +381,7 @@ def main():
     parser.add_argument("--piece-mib", type=int, default=32)
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--touch-mib", type=int, default=0)
+    parser.add_argument("--managed-buckets", action="store_true")
     parser.add_argument("--retain", action="store_true")
     parser.add_argument("--backend", default="")
     parser.add_argument("--nccl", default="")

@@ -267,7 +267,8 @@ class Bench:
 
     def program_options(self, mode):
         piece = ["--piece-mib", self.options.piece_mib, "--bucket-mib", self.options.bucket_mib]
-        return [*piece, *MODES[mode][1], *(["--nccl", self.options.nccl] if self.options.nccl else [])]
+        managed = ["--managed-buckets"] if self.options.buckets == "managed" else []
+        return [*piece, *managed, *MODES[mode][1], *(["--nccl", self.options.nccl] if self.options.nccl else [])]
 
     def measure_link(self):
         piece = min(1024, self.options.trainer // MIB)
@@ -341,7 +342,7 @@ class Bench:
             return found
 
         def command(role):
-            return [self.options.vramctl, "run", "--name", role, "--no-tag", "--no-python", "--", *self.command(role)]
+            return [self.options.vramctl, "run", "--name", role, "--no-python", "--", *self.command(role)]
 
         pair = Pair(self, "soak", command, environment, self.program_options("vramctl"))
         try:
@@ -417,6 +418,7 @@ def main():
     for name in ("commit", "nccl"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--other-work", type=float, default=OTHER_WORK)
+    parser.add_argument("--buckets", choices=("plain", "managed"), default="plain")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     options.modes = options.modes.split(",")
