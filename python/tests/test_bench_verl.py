@@ -66,12 +66,13 @@ class Reading(unittest.TestCase):
 
     def test_answers_in_any_order(self):
         with tempfile.TemporaryDirectory() as folder:
-            one, two = '{"input": "q", "output": "x", "score": 1}', '{"input": "r", "output": "y", "score": 2}'
+            one, two = '{"input": "q", "output": "x\u2028\x85", "score": 1}', '{"input": "r", "output": "y", "score": 2}'
             for step, lines in ((1, [one, two]), (2, [two, one]), (3, [one])):
                 (pathlib.Path(folder) / f"{step}.jsonl").write_text("\n".join(lines))
             digests = report.tokens(folder)
             self.assertEqual(digests[1], digests[2])
             self.assertNotEqual(digests[1], digests[3])
+            self.assertTrue(digests[3], "not split within an answer")
 
 
 class Deriving(unittest.TestCase):
@@ -298,7 +299,7 @@ class Whole(unittest.TestCase):
         self.assertEqual(ended, {"a": "ended early (exit code 3)", "c": "complete"})
 
     def test_dry_run_and_what_is_missing(self):
-        done = self.bench("--dry-run", "--modes", "c", "--gpus", "2", "--deterministic", "--env", "A=b c")
+        done = self.bench("--dry-run", "--modes", "c", "--gpus", "2", "--deterministic", "--quick", "--env", "A=b c")
         self.assertEqual(done.returncode, 0, done.stderr)
         for text in (
             "external_lib=vramctl.frameworks.verl",

@@ -32,6 +32,9 @@ Runs verl's GRPO training of a small model on one GPU, the same job in each mode
 and writes what verl's own metrics say by phase, each transition as timed inside verl's processes, the GPU's and the host's peak, what
 stays on the GPU while both are off, and whether rewards, losses and answers are equal."""
 
+#: vLLM's compilation settings.
+QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 64, 128]}
+
 LONG = """\
 The first import of verl, vLLM and Ray takes minutes; a shared bytecode cache (in /tmp) and the model are made before the first mode, in
 parallel. After that, a mode starts in one to three minutes. A mode that would not end within the limit is not started; --join puts it
@@ -53,6 +56,7 @@ def options():
     add("--hidden", type=int, default=2048, metavar="N", help="its width (2048; 24 layers of 2560 have 1.9 billion parameters)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override of verl's configuration; may be repeated")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="an environment variable of all modes; may be repeated")
+    add("--quick", action="store_true", help="let vLLM start sooner: without torch.compile and with few CUDA graphs, in all modes")
     add("--deterministic", action="store_true", help="verl's and vLLM's deterministic settings, so that answers can be compared")
     add("--gpus", type=int, default=1, metavar="N", help="FSDP over N GPUs and vLLM with tensor parallelism N (1)")
     add("--bin", default="", metavar="DIR", help="take libvramctl.so and vramctl from DIR (target/release)")
@@ -191,6 +195,8 @@ class Bench:
         ]
         if chosen.gpus > 1:
             found += [f"trainer.n_gpus_per_node={chosen.gpus}", f"{actor}.rollout.tensor_model_parallel_size={chosen.gpus}"]
+        if chosen.quick:
+            found.append(f"+{actor}.rollout.engine_kwargs.vllm.compilation_config='{json.dumps(QUICK)}'")
         if chosen.deterministic:
             found += [f"{actor}.rollout.full_determinism=True", f"{actor}.actor.fsdp_config.full_determinism=True"]
         if label[0] == "c":
@@ -281,7 +287,7 @@ class Bench:
 
     def about(self):
         chosen = self.options
-        settings = [*chosen.set, *chosen.env, *(["deterministic"] if chosen.deterministic else [])]
+        settings = [*chosen.set, *chosen.env, *(name for name in ("quick", "deterministic") if getattr(chosen, name))]
         return f"{chosen.layers} layers of {chosen.hidden}" + (f"; {' '.join(settings)}" if settings else "")
 
     def write(self, result):
