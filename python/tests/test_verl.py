@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import json
 import os
+import pathlib
 import sys
+import tempfile
 import types
 import unittest
 import weakref
 from typing import Any
 from unittest import mock
 
+import support
 import test_engines
 import vramctl
 from test_engines import GIB, Engine
@@ -881,6 +885,106 @@ class OldVersions(OtherVersions):
 
     def test_a_version_that_lacks_a_function_is_left_alone(self):
         self.assertIn("needs 0.8 or later", self.said.output[-1])
+
+
+#: The engine with fake_torch, on the library itself. Prints what is in GPU memory at each point, and whether the contents are right.
+LIVE = """
+import json, sys, types, weakref
+sys.path[:0] = {paths!r}
+import torch
+class Storage:
+    def __init__(self, block): self.block = block
+    _cdata = property(lambda self: id(self.block))
+    device = types.SimpleNamespace(type="cuda")
+    def nbytes(self): return self.block.size
+    def data_ptr(self): return self.block.address
+class Reference:
+    def __init__(self, storage): self.reference = weakref.ref(storage.block)
+class OnCpu:
+    def __init__(self, contents):
+        self.contents, self.grad = contents, None
+        self.device = types.SimpleNamespace(type="cpu")
+        self._cdata = id(self)
+    def untyped_storage(self): return self
+    def nbytes(self): return len(self.contents)
+    def data_ptr(self): return 0
+    def tobytes(self): return self.contents
+    def to(self, device, non_blocking=False):
+        return self if device == "cpu" else torch.empty(len(self.contents)).copy_(self.contents)
+torch.Tensor.untyped_storage = lambda self: Storage(self.block)
+torch.Tensor.device = types.SimpleNamespace(type="cuda")
+torch.Tensor.grad = None
+torch.Tensor.to = lambda self, device, non_blocking=False: self if device == "cuda" else OnCpu(self.tobytes())
+torch.is_tensor = lambda one: isinstance(one, (torch.Tensor, OnCpu))
+torch.cuda.synchronize = lambda: None
+reductions = types.ModuleType("torch.multiprocessing.reductions")
+reductions.StorageWeakRef = Reference
+sys.modules["torch.multiprocessing.reductions"] = reductions
+torch.cuda.init()
+MIB = 1 << 20
+
+import vramctl
+import verl
+import vramctl.frameworks.verl
+from verl.workers.engine.fsdp import transformer_impl
+import test_verl
+exec(test_verl.BUILT, vars(transformer_impl))
+
+class Module:
+    version = 2
+    def __init__(self): self.held = [torch.empty(8 * MIB).copy_(bytes([one]) * 8 * MIB) for one in (1, 2, 3)]
+    def modules(self): return iter([self])
+    def parameters(self): return iter(self.held)
+    def buffers(self): return iter([])
+    def to(self, device): self.held = [one.to(device) for one in self.held]
+class Optimizer:
+    def __init__(self): self.state = {{}}
+
+def used():
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(0)
+    return (total - free) // MIB
+
+config = types.SimpleNamespace(model_type="language_model")
+engine = transformer_impl.FSDPEngine(lambda: (Module(), Optimizer()), config)
+engine.initialize()
+start, on, off, right = used(), [], [], []
+for step in range(1, 5):
+    engine.to("cuda")
+    for number in range(3):
+        state = engine.optimizer.state.setdefault(number, {{}})
+        if not state:
+            state["exp_avg"] = torch.empty(8 * MIB)
+        state["exp_avg"].copy_(bytes([step * 16 + number]) * 8 * MIB)
+    on.append(used() - start)
+    engine.to("cpu")
+    off.append(used() - start)
+    engine.to("cuda")
+    right.append([set(one.tobytes()) for one in engine.module.held] == [{{1}}, {{2}}, {{3}}]
+        and all(set(engine.optimizer.state[one]["exp_avg"].tobytes()) == {{step * 16 + one}} for one in range(3)))
+    engine.to("cpu")
+tags = {{tag.tag: (tag.state, tag.bytes // MIB, tag.retained) for tag in vramctl.status().tags if tag.tag != "default"}}
+shelves = vramctl.frameworks.verl._shelves
+print(json.dumps([on, off, right, tags, [shelves[engine.module].is_complete(engine.module), shelves[engine.optimizer].is_complete(engine.optimizer)]]))
+"""
+
+
+class Live(unittest.TestCase):
+    def test_on_the_library_itself(self):
+        with tempfile.TemporaryDirectory() as folder:
+            test_engines.write(pathlib.Path(folder), VERL)
+            here = pathlib.Path(__file__).resolve().parent
+            program = LIVE.format(paths=[folder, str(here / "fake_torch"), str(here)])
+            done = support.run([support.VRAMCTL, "run", "--no-tag", "--", sys.executable, "-c", program])
+        self.assertEqual(done.returncode, 0, done.stderr)
+        on, off, right, tags, complete = json.loads(done.stdout.splitlines()[-1])
+        self.assertEqual((right, complete), ([True] * 4, [True] * 2))
+        self.assertEqual({tag: one[0] for tag, one in tags.items()}, {"actor_params": "paused", "actor_optimizer": "paused"})
+        self.assertEqual({tag: one[2] for tag, one in tags.items()}, {"actor_params": True, "actor_optimizer": False})
+        for step in range(4):
+            self.assertGreaterEqual(on[step], 48, "both are on the GPU")
+            # What stays: page tables of pinned host memory.
+            self.assertLess(off[step], 8, f"both are off the GPU: {off}")
 
 
 if __name__ == "__main__":
