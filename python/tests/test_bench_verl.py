@@ -235,6 +235,7 @@ JOB = """
 
 VRAMCTL = """\
 #!/bin/bash
+if [ "$1" = status ]; then echo "actor_params paused of $2"; exit; fi
 while [ "$1" != -- ]; do echo "$1" >> "$BENCH_VERL_EVENTS/../arguments"; shift; done
 shift
 FAKE=1 exec "$@"
@@ -290,6 +291,7 @@ class Whole(unittest.TestCase):
             )
         self.assertIn("| step | 1.00 | 1.00 | 1.00 | 1.00 |", done.stdout)
         self.assertIn("| step 3: answers |", done.stdout)
+        self.assertEqual(done.stdout.count("actor_params paused of verl"), 2)
 
     def test_a_mode_that_fails_is_explained_and_the_others_run(self):
         done = self.bench("--steps", "2", "--warm", "0", "--modes", "a,c", "--set", "fail=a")

@@ -305,7 +305,7 @@ class Bench:
             child = subprocess.Popen(
                 self.command(label, place), env=self.env(label, place), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-            code = self.follow(child, place)
+            code = self.follow(child, label, place)
         watch.done.set()
         watch.join()
         self.clean()
@@ -328,7 +328,7 @@ class Bench:
             "library": lines_with(place / "log", "vramctl")[-200:],
         }
 
-    def follow(self, child, place):
+    def follow(self, child, label, place):
         """Waits for a mode and tells its steps. Ends it when the time is up: what it has written until then counts."""
         told = 0
         while child.poll() is None and self.left() > 10:
@@ -336,6 +336,8 @@ class Bench:
             steps = report.from_file(place / "metrics.jsonl")
             for step in sorted(steps)[told:]:
                 self.say(f"  step {step}: " + ", ".join(f"{name} {steps[step].get(f'timing_s/{name}', 0):.2f} s" for name in ("gen", "old_log_prob", "update_actor", "update_weights", "step")))
+            if label[0] in "bc" and told <= self.options.warm < len(steps):
+                self.status(place)
             told = len(steps)
             if told >= self.options.steps:
                 # Ray takes long to end. This is for the last lines of the log.
@@ -349,6 +351,17 @@ class Bench:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         return child.returncode
+
+    def status(self, place):
+        """What the library says in the rollout that follows: the trainer is off then."""
+        command = [str(pathlib.Path(self.options.bin) / "vramctl"), "status", "verl"]
+        try:
+            done = subprocess.run(command, env=self.env("b", place), capture_output=True, text=True, timeout=10)
+            text = done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            text = "no answer within 10 s"
+        (place / "status").write_text(text)
+        self.say("  `vramctl status verl` after this step:\n" + "\n".join(f"    {line[:200]}" for line in text.splitlines()[:40]))
 
     def explain(self, place):
         log = place / "log"
