@@ -257,7 +257,7 @@ class Bench:
         for child, what in zip(children, ("the imports", "the model")):
             if child.returncode != 0:
                 self.say(f"{what}: failed or took too long; see {place / 'log'}\n{tail(place / 'log', 15)}")
-        self.say("imports are cached, and the model is made")
+        self.say("prepared")
         return children[1].returncode == 0
 
     def make(self, place):
