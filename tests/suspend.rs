@@ -16,6 +16,7 @@ use std::process::Stdio;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::Memory;
 use vramctl_core::transition::cleaning;
 use vramctl_host::exit;
@@ -1446,11 +1447,17 @@ fn a_driver_that_refuses_the_library_loses_nothing() {
         "cuCtxGetId",
         "cuCtxPopCurrent_v2",
         "cuCtxPushCurrent_v2",
+        "cuCtxRecordEvent",
         "cuDeviceGetAttribute",
         "cuDeviceGetCount",
         "cuDeviceGetUuid",
         "cuDevicePrimaryCtxGetState",
+        "cuEventCreate",
+        "cuEventDestroy_v2",
+        "cuEventQuery",
         "cuMemGetInfo_v2",
+        "cuMemHostUnregister",
+        "cuThreadExchangeStreamCaptureMode",
     ];
     let gpu = Gpu::take();
     let _awake = Awake;
@@ -1466,7 +1473,8 @@ fn a_driver_that_refuses_the_library_loses_nothing() {
     let every = made.into_iter().flat_map(|(call, count)| (1..=count).map(move |nth| (call, nth)));
     for (call, nth) in every {
         gpu.fail(call, nth, 999, 1);
-        let suspended = Memory::get().suspend(|| false).is_ok();
+        // On a thread of the library's, as always: where the driver leaves a context current, the program is not to see it.
+        let suspended = thread::spawn(|| Memory::get().suspend(|| false).is_ok()).join().unwrap();
         gpu.clear_faults();
         assert_eq!(Memory::get().status().suspended.is_some(), suspended, "{call} {nth}");
         Memory::get().awake();
@@ -1475,6 +1483,39 @@ fn a_driver_that_refuses_the_library_loses_nothing() {
         common::pause(&[]).unwrap();
     }
     assert_eq!((common::resume(&[]).unwrap().allocations, common::free(address)), (1, 0));
+}
+
+/// The driver would release and register it on one thread, for 73 ms a GiB. What it refuses to unregister stays as it is, and what it refuses to
+/// register again goes through a small buffer.
+#[test]
+fn a_suspend_leaves_the_driver_no_registered_host_memory() {
+    const PIECES: usize = 3;
+    const BYTES: usize = PIECES * HOST_PIECE;
+    let gpu = Gpu::take();
+    let _awake = Awake;
+    let address = common::malloc_tagged("tag", None, BYTES).unwrap();
+    let bytes = common::pattern(5, BYTES);
+    assert_eq!(common::write(address, &bytes), 0);
+    let host = || {
+        let host = Memory::get().status().host;
+        (host.used_bytes, host.pinned_bytes)
+    };
+    for (fails, stay) in [(None, 0), (Some("cuMemHostUnregister"), 1), (Some("cuMemHostRegister_v2"), 0)] {
+        common::pause(&[]).unwrap();
+        assert_eq!(host(), (BYTES as u64, BYTES as u64), "{fails:?}");
+        if let Some(call) = fails {
+            gpu.fail(call, 2, 2, 1);
+        }
+        Memory::get().suspend(|| false).unwrap();
+        assert_eq!(host(), (BYTES as u64, (stay * HOST_PIECE) as u64), "{fails:?}");
+        Memory::get().awake();
+        gpu.reset_counts();
+        assert_eq!(common::resume(&[]).unwrap().allocations, 1, "{fails:?}");
+        gpu.clear_faults();
+        assert_eq!(common::calls("cuMemHostRegister_v2"), (PIECES - stay) as u64, "{fails:?}");
+        assert!(common::read(address, BYTES).as_ref() == Ok(&bytes), "{fails:?}");
+    }
+    assert_eq!(common::free(address), 0);
 }
 
 /// From the suspend request until `awake`, pending work of the library waits, and the status needs no driver.

@@ -861,11 +861,11 @@ class Bench:
             at_once = turn % 2 == 1
             one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "--timeout", "10"])
             begin = time.monotonic()
-            for arguments in [["swap", out, into]] if at_once else one_by_one:
-                self.vramctl(arguments)
+            answers = [self.vramctl([*arguments, "--json"]) for arguments in ([["swap", out, into]] if at_once else one_by_one)]
             if turn > 1:  # the first of each prepares host memory
                 row = f"{key}_at_once" if at_once else f"{key}_one_by_one"
                 found.setdefault(row, []).append(time.monotonic() - begin)
+                found.setdefault(f"{row}_answers", []).append(answers)
             a.ask("check weights sample")
             a, b = b, a
         return a, b
@@ -876,6 +876,7 @@ class Bench:
         )
         if ran.returncode:
             raise Failed(f"vramctl {' '.join(arguments)}: {ran.stdout}{ran.stderr}")
+        return json.loads(ran.stdout)
 
     # ---- everything ----
 

@@ -168,6 +168,11 @@ pub fn forget_context(context: Context) {
     host::forget_digests(context);
 }
 
+/// Leaves the driver as little host memory as possible to checkpoint: backups stay, but are not registered until they are used.
+pub fn unregister_all() {
+    Arena::unregister_all();
+}
+
 /// Current use of host memory for backups.
 pub fn status() -> HostStatus {
     Arena::status_of_process()

@@ -22,6 +22,9 @@ use vramctl_model::{Error, Progress, Stage};
 const MOST_THREADS: usize = 16;
 /// Threads that save if all host memory is ready: one queues while the other waits, so that the link is always busy.
 const FEW_THREADS: usize = 2;
+/// Threads that restore from memory that has to be registered first. The driver registers one piece at a time, at the link's speed (H100:
+/// 56 GB/s), and more threads get in each other's way.
+const REGISTERING_THREADS: usize = 4;
 /// Pieces of the arena a thread has in flight: enough to keep the link busy, few enough that finished copies are noticed
 /// soon.
 const UNDER_WAY: usize = 4;
@@ -82,9 +85,14 @@ pub fn restore(
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    // The host memory is ready, so one thread keeps the link busy. Unregistered memory leaves work for more.
     let status = Arena::status_of_process();
-    let threads = if status.pinned_bytes == status.ready_bytes { 1 } else { threads_to_prepare() };
+    let threads = match () {
+        // One thread keeps the link busy.
+        () if status.pinned_bytes == status.ready_bytes => 1,
+        () if Arena::can_register() => REGISTERING_THREADS,
+        // All goes through the threads' buffers.
+        () => threads_to_prepare(),
+    };
     transfer(Direction::ToDevice, threads, total, idle, progress, &mut |_| (), produce)
 }
 

@@ -11,6 +11,7 @@ use crate::memory::sightings::Moment;
 use std::sync::{Mutex, RwLock, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_backup as backup;
 use vramctl_driver as driver;
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
@@ -59,10 +60,11 @@ impl Memory {
             }
             // The driver would have to save and restore the guards, and a held program needs none.
             let unguarded = self.unguard(&self.snapshot(), CALLS)?;
+            backup::unregister_all();
             let gpus = driver::uses();
             // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
-            let status = Status { suspended: Some(gpus.clone()), devices, ..status };
+            let status = Status { suspended: Some(gpus.clone()), devices, host: backup::status(), ..status };
             // First, so that from here on a status needs no driver.
             save_status(Some(SavedStatus { status, without_obstacles }));
             if !nobody_asks(CALLS) || !exit::quiesce(CALLS) {

@@ -160,7 +160,8 @@ fn notes(memory: &Status) -> String {
         if used < memory.host.ready_bytes {
             let _ = write!(text, " The rest is ready for the next pause.");
         }
-        if memory.host.pinned_bytes < memory.host.ready_bytes {
+        // A suspend ends all registrations, and the resume makes them again.
+        if memory.suspended.is_none() && memory.host.pinned_bytes < memory.host.ready_bytes {
             let _ = write!(text, " {} could not be pinned and is slower.", Bytes(memory.host.ready_bytes - memory.host.pinned_bytes));
         }
     }
