@@ -35,7 +35,7 @@ class Job:
 
     def __init__(self, vramctl, environment, option="--rank"):
         self.vramctl, port = vramctl, two.free_port()
-        start = [vramctl, "run", "--name", "nccl", "--", sys.executable, two.__file__, option]
+        start = [vramctl, "run", "--name", "ranks", "--", sys.executable, two.__file__, option]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         self.ranks = [subprocess.Popen([*start, str(number), str(port)], **pipes) for number in (0, 1)]
         self.steps = 0
@@ -63,7 +63,7 @@ class Job:
         return not select.select([child.stdout for child in self.ranks], [], [], 0)[0]
 
     def processes(self):
-        return json.loads(self.command("status", "--name", "nccl", "--json")[1])["processes"]
+        return json.loads(self.command("status", "--name", "ranks", "--json")[1])["processes"]
 
 
 def leave_and_come_back(job, idle):
@@ -76,25 +76,25 @@ def leave_and_come_back(job, idle):
     tags = {tag["tag"] for process in job.processes() for tag in process["tags"]}
     if "nccl" in tags:
         before = used_mib()
-        code, text = job.command("pause", "--name", "nccl", "nccl")
+        code, text = job.command("pause", "--name", "ranks", "nccl")
         freed = [was - now for was, now in zip(before, used_mib())]
         check("NCCL's memory is paused by its tag", code == 0 and min(freed) > 0, f"{freed} MiB less; {text}")
         job.begin()
         check("a collective waits meanwhile", job.waits())
-        code, text = job.command("resume", "--name", "nccl")
+        code, text = job.command("resume", "--name", "ranks")
         check("resumed", code == 0, text)
         job.check_sums("after the pause")
     for cycle in range(CYCLES):
-        code, text = job.command("suspend", "nccl")
+        code, text = job.command("suspend", "ranks")
         rest = [used - most for used, most in zip(used_mib(), idle)]
         if not check(f"cycle {cycle}: suspended", code == 0 and max(rest) <= IDLE_MIB, f"{rest} MiB more than idle; {text}"):
             return
         job.begin()
-        code, text = job.command("resume", "nccl")
+        code, text = job.command("resume", "ranks")
         if not check(f"cycle {cycle}: resumed", code == 0, text) or not job.check_sums(f"cycle {cycle}"):
             return
     before = [process["devices"][0]["uuid"] for process in job.processes()]
-    code, text = job.command("move", "nccl", "--to", "1,0")
+    code, text = job.command("move", "ranks", "--to", "1,0")
     after = [process["devices"][0]["uuid"] for process in job.processes()]
     check("the ranks change places", code == 0 and after == before[::-1], f"{before} {after}; {text}")
     job.begin()

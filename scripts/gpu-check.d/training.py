@@ -51,14 +51,14 @@ def leave_and_come_back(job, times, chance, idle, rows):
         return job.command(*command)
 
     for number in range(times):
-        code, text = disturbed("suspend", "nccl", "--json")
+        code, text = disturbed("suspend", "ranks", "--json")
         if code:
             return f"suspend {number}: {text}"
         down, rest = stages(text), [used - most for used, most in zip(used_mib(), idle)]
         with contextlib.ExitStack() as stack:
             for gpu in (0, 1) if number == 0 else ():
                 stack.enter_context(filled(min(FILL_GIB, most_gib(gpu)), gpu))
-        code, text = job.command("resume", "nccl", "--json")
+        code, text = job.command("resume", "ranks", "--json")
         if code:
             return f"resume {number}: {text}"
         rows.append({"rest": max(rest), **{f"down {stage}": ms for stage, ms in down.items()}, **stages(text)})
@@ -67,7 +67,7 @@ def leave_and_come_back(job, times, chance, idle, rows):
         if (losses := job.losses()) != undisturbed:
             return f"after suspend {number}: {losses} instead of {undisturbed}"
     before = [process["devices"][0]["uuid"] for process in job.processes()]
-    code, text = disturbed("move", "nccl", "--to", "1,0")
+    code, text = disturbed("move", "ranks", "--to", "1,0")
     after = [process["devices"][0]["uuid"] for process in job.processes()]
     if code or after != before[::-1]:
         return f"move: {before} to {after}; {text}"
