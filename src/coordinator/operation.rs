@@ -109,11 +109,11 @@ impl Hold {
 
 impl Operation {
     /// Which processes, and which of their tags.
-    pub(crate) fn target_and_tags(&self, found: &Found) -> (Target, Vec<String>) {
+    pub(crate) fn target_and_tags(&self, found: &Found) -> Result<(Target, Vec<String>), CommandError> {
         match &self.scope {
             Scope::Tags { words, may_name: true, .. } => found.tell_apart(self.target.clone(), words.clone()),
-            Scope::Tags { words, .. } => (self.target.clone(), words.clone()),
-            Scope::Device | Scope::Elsewhere { .. } => (self.target.clone(), Vec::new()),
+            Scope::Tags { words, .. } => Ok((self.target.clone(), words.clone())),
+            Scope::Device | Scope::Elsewhere { .. } => Ok((self.target.clone(), Vec::new())),
         }
     }
 }

@@ -70,7 +70,7 @@ impl Plan {
         let planned = Self::among(operation.clone(), found.clone(), observer);
         match planned {
             Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
-                let (target, _) = operation.target_and_tags(&found);
+                let (target, _) = operation.target_and_tags(&found)?;
                 if stuck::free(&found, &target, &operation.deadline, observer)? { Self::again(operation, observer) } else { Err(failure) }
             }
             planned => planned,
@@ -85,7 +85,7 @@ impl Plan {
 
     fn among(operation: Operation, mut found: Found, observer: &dyn Observer) -> Result<Self, CommandError> {
         let Operation { verb, ranks, .. } = operation;
-        let (target, tags) = operation.target_and_tags(&found);
+        let (target, tags) = operation.target_and_tags(&found)?;
         if operation.may_name() && target == Target::Only {
             found.check_words(&tags)?;
         }

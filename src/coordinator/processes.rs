@@ -286,16 +286,26 @@ impl Found {
         Err(CommandError::new(first.exit(), text))
     }
 
-    /// Separates a command's words into a target and tags. If no target is given, the words that name processes and are no tags are the
-    /// target.
-    pub fn tell_apart(&self, target: Target, words: Vec<String>) -> (Target, Vec<String>) {
+    /// Separates a command's words into a target and tags. If no target is given, the words that name processes are the target. Fails if a
+    /// word is a tag, too: half of a job could come back, and the other half stay away.
+    pub fn tell_apart(&self, target: Target, words: Vec<String>) -> Result<(Target, Vec<String>), CommandError> {
         if target != Target::Only {
-            return (target, words);
+            return Ok((target, words));
         }
-        let (named, tags): (Vec<_>, Vec<_>) =
-            words.into_iter().map(|word| (self.process_not_tag(&word), word)).partition(|(named, _)| named.is_some());
-        let named = Target::of(named.into_iter().filter_map(|(named, _)| named).collect());
-        (named.unwrap_or(target), tags.into_iter().map(|(_, tag)| tag).collect())
+        let (mut named, mut tags) = (Vec::new(), Vec::new());
+        for word in words {
+            match self.process(&word) {
+                Some(_) if self.is_tag(&word) => {
+                    let word = text::one_line(&word);
+                    let text =
+                        format!("{word} is the name of processes, and a tag: `--name {word}` means the processes, `--all {word}` the tag");
+                    return Err(CommandError::new(Exit::Usage, text));
+                }
+                Some(process) => named.push(process),
+                None => tags.push(word),
+            }
+        }
+        Ok((Target::of(named).unwrap_or(target), tags))
     }
 
     /// Fails if a word is neither a tag nor a process, for a user who need not say which it is. Processes that do not answer do not tell
@@ -331,21 +341,24 @@ impl Found {
     /// The command to suggest to a user who gave a process where only tags belong.
     pub fn taken_for_tag(&self, command: &str, words: &[String]) -> Option<String> {
         words.iter().find_map(|word| {
-            let named = self.process_not_tag(word)?;
+            let named = self.process(word).filter(|_| !self.is_tag(word))?;
             Some(format!("; {word} is a process: `{}`", named.command(command)))
         })
     }
 
-    /// The process or processes that the word means, if it is no tag.
-    fn process_not_tag(&self, word: &str) -> Option<Target> {
-        let is_tag = self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == word));
+    fn is_tag(&self, word: &str) -> bool {
+        self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == word))
+    }
+
+    /// The process or processes that have this name or id.
+    fn process(&self, word: &str) -> Option<Target> {
         let target = Target::parse(word.to_owned());
         let is_there = match &target {
             Target::Pid(pid) => self.listening.contains(pid),
             Target::Name(name) => self.processes.iter().any(|process| process.name().is_some_and(|its| matches_name(name, its))),
             Target::Only | Target::Several(_) | Target::All => false,
         };
-        (is_there && !is_tag).then_some(target)
+        is_there.then_some(target)
     }
 
     /// The current status of those of these processes that listen.
