@@ -21,7 +21,7 @@ use vramctl_core::memory::Memory;
 use vramctl_core::transition::cleaning;
 use vramctl_host::exit;
 use vramctl_intercept::{entries, hooks};
-use vramctl_model::{Error, Kind, ObstacleKind, Report, TransitionRequest};
+use vramctl_model::{Error, Kind, ObstacleKind, Policy, Report, TransitionRequest};
 
 const MIB: u64 = 1 << 20;
 /// A process's memory apart from its allocations.
@@ -1489,33 +1489,37 @@ fn a_driver_that_refuses_the_library_loses_nothing() {
 /// register again goes through a small buffer.
 #[test]
 fn a_suspend_leaves_the_driver_no_registered_host_memory() {
-    const PIECES: usize = 3;
-    const BYTES: usize = PIECES * HOST_PIECE;
+    /// Three with contents, and one through which others go to their file and back.
+    const PIECES: usize = 4;
+    const BYTES: usize = 3 * HOST_PIECE;
     let gpu = Gpu::take();
     let _awake = Awake;
     let address = common::malloc_tagged("tag", None, BYTES).unwrap();
+    let in_file = common::malloc_tagged("cold", Some(Policy::Disk), 2 << 20).unwrap();
     let bytes = common::pattern(5, BYTES);
-    assert_eq!(common::write(address, &bytes), 0);
+    assert_eq!((common::write(address, &bytes), common::write(in_file, &bytes[..2 << 20])), (0, 0));
     let host = || {
         let host = Memory::get().status().host;
-        (host.used_bytes, host.pinned_bytes)
+        (host.ready_bytes, host.pinned_bytes)
     };
     for (fails, stay) in [(None, 0), (Some("cuMemHostUnregister"), 1), (Some("cuMemHostRegister_v2"), 0)] {
         common::pause(&[]).unwrap();
-        assert_eq!(host(), (BYTES as u64, BYTES as u64), "{fails:?}");
+        let all = (PIECES * HOST_PIECE) as u64;
+        assert_eq!(host(), (all, all), "{fails:?}");
         if let Some(call) = fails {
             gpu.fail(call, 2, 2, 1);
         }
         Memory::get().suspend(|| false).unwrap();
-        assert_eq!(host(), (BYTES as u64, (stay * HOST_PIECE) as u64), "{fails:?}");
+        assert_eq!(host(), (all, (stay * HOST_PIECE) as u64), "{fails:?}");
         Memory::get().awake();
         gpu.reset_counts();
-        assert_eq!(common::resume(&[]).unwrap().allocations, 1, "{fails:?}");
+        assert_eq!(common::resume(&[]).unwrap().allocations, 2, "{fails:?}");
         gpu.clear_faults();
         assert_eq!(common::calls("cuMemHostRegister_v2"), (PIECES - stay) as u64, "{fails:?}");
         assert!(common::read(address, BYTES).as_ref() == Ok(&bytes), "{fails:?}");
+        assert!(common::read(in_file, 2 << 20).is_ok_and(|read| read == bytes[..2 << 20]), "{fails:?}");
     }
-    assert_eq!(common::free(address), 0);
+    assert_eq!((common::free(address), common::free(in_file)), (0, 0));
 }
 
 /// From the suspend request until `awake`, pending work of the library waits, and the status needs no driver.

@@ -417,7 +417,7 @@ impl Arena {
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);
             let mut state = self.lock();
-            let Some(piece) = state.pieces.get_mut(number) else { return };
+            let Some(piece) = state.pieces.get_mut(number).filter(|_| !exit::is_ending()) else { return };
             if matches!(piece.readiness, Readiness::Ready(Some(_))) {
                 let mut readiness = std::mem::replace(&mut piece.readiness, Readiness::Changing);
                 drop(state);

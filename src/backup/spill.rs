@@ -47,14 +47,16 @@ impl Drop for File {
 /// Writes active allocations' contents to files in the [`disk_directory`](settings::disk_directory): one for all, or one
 /// each if files have names. Leaves no file on error.
 pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Item>, Error> {
-    let Some(first) = wanted.first() else { return Ok(Vec::new()) };
+    if wanted.is_empty() {
+        return Ok(Vec::new());
+    }
     let directory = settings::disk_directory();
     let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
     if directory.named {
         disk::remove_stale(&directory.path);
     }
     let mut meter = Meter::new(Stage::Save, bytes_of(&extents), progress);
-    let staging = Arc::new(staging_memory(wanted, first.extent.context)?);
+    let staging = Arc::new(staging_memory(wanted)?);
     let mut items = Vec::new();
     for extents in in_files(&extents, &directory) {
         items.extend(save_in_file(extents, &directory, &staging, &mut meter)?);
@@ -107,7 +109,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
         Spill::create(&directory.path, bytes)
     };
     let spill = made.map_err(|error| Error::Disk(error.to_string()))?;
-    through_staging(staging, |staging| {
+    through_staging(staging, first.context, |staging| {
         spill.write(staging, 0, bytes, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
             meter.add(piece.len());
@@ -137,9 +139,9 @@ pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(),
     // Adjacent contents are read in one go.
     let neighbours = |a: &(Arc<File>, u64, Extent), b: &(Arc<File>, u64, Extent)| Arc::ptr_eq(&a.0, &b.0) && a.1 + a.2.bytes as u64 == b.1;
     for run in wanted.chunk_by(neighbours) {
-        let Some((file, start, _)) = run.first() else { continue };
+        let Some((file, start, extent)) = run.first() else { continue };
         let Some(spill) = &file.spill else { continue };
-        through_staging(&file.staging, |staging| {
+        through_staging(&file.staging, extent.context, |staging| {
             let layout = layout(*start, run.iter().map(|(_, _, extent)| *extent));
             let bytes = layout.last().map_or(0, |(bytes, _)| bytes.end - start);
             spill.read(staging, *start, bytes, &mut |offset, piece| {
@@ -190,17 +192,20 @@ pub fn size_of_staging(wanted: &[&Wanted]) -> Option<usize> {
     Some(largest.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES) * STAGING_PIECE)
 }
 
-/// Prepared staging memory from the arena.
-fn staging_memory(wanted: &[Wanted], context: Context) -> Result<Range, Error> {
-    let arena = Arena::get()?;
+/// Staging memory from the arena.
+fn staging_memory(wanted: &[Wanted]) -> Result<Range, Error> {
     let size = size_of_staging(&wanted.iter().collect::<Vec<_>>()).unwrap_or_default();
-    let range = arena.take(&[size])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
-    Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
-    Ok(range)
+    Arena::get()?.take(&[size])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))
 }
 
-/// Lends staging memory to the file's reader or writer. One user at a time: the transition lock is held.
-fn through_staging(memory: &Range, work: impl FnOnce(&mut [StagingPiece]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
+/// Prepares staging memory and lends it to the file's reader or writer. One user at a time: the transition lock is held.
+fn through_staging(
+    memory: &Range,
+    context: Context,
+    work: impl FnOnce(&mut [StagingPiece]) -> Result<(), SpillError<Error>>,
+) -> Result<(), Error> {
+    let arena = Arena::get()?;
+    Arena::pieces_of(memory).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
     let piece = |number: usize| {
         let address = NonNull::new(memory.address().wrapping_add(number * STAGING_PIECE))?;
         // SAFETY: part of a prepared range that nobody else uses and forked children do not get.
