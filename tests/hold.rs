@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_backup::quiet;
+use vramctl_backup::{HOST_PIECE, quiet};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
 use vramctl_driver::Activity;
 use vramctl_intercept::{entries, hooks, launch};
-use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest, code};
+use vramctl_model::{Error, Kind, Observer, Policy, Progress, Report, TagState, TransitionRequest, code};
 
 fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
     Memory::get().pause(&TransitionRequest { hold: Some(limit), ..request(tags) }, &mut ())
@@ -393,6 +393,78 @@ fn without_consent_everything_is_undone() {
     assert_eq!((state("job"), gate::is_held(), gpu.footprint().used()), (Some(TagState::Paused), true, paused.used()));
     resume(&["job"]).unwrap();
     assert_eq!((read(address, MIB).as_ref(), gate::is_held()), (Ok(&bytes), false));
+    assert_eq!(common::free(address), 0);
+}
+
+/// Refuses as soon as something has been copied.
+#[derive(Default)]
+struct RefusesEarly {
+    copied: Vec<Progress>,
+}
+
+impl Observer for RefusesEarly {
+    fn progress(&mut self, now: Progress) -> Result<(), Error> {
+        self.copied.push(now);
+        Err(Error::Aborted("a test".into()))
+    }
+
+    fn vote(&mut self) -> Result<(), Error> {
+        panic!("the answer is known");
+    }
+}
+
+/// The rest is not copied for nothing, and the status does not say meanwhile that it is being paused.
+#[test]
+fn a_pause_and_a_resume_that_nobody_wants_any_more_end_at_once() {
+    let gpu = Gpu::take();
+    let bytes = 4 * HOST_PIECE;
+    let address = malloc_tagged("job", None, bytes).unwrap();
+    let contents = pattern(11, MIB);
+    assert_eq!(write(address, &contents), 0);
+    let active = gpu.footprint();
+    for backup in [Policy::Host, Policy::Disk] {
+        let wanted = TransitionRequest { backup: Some(backup), ..request(&["job"]) };
+        let mut refuses = RefusesEarly::default();
+        let error = Memory::get().hold().unwrap().pause(&wanted, &mut refuses).unwrap_err();
+        assert_eq!((error.kind(), state("job"), gate::is_held()), (Kind::Aborted, Some(TagState::Active), false), "{backup:?}: {error}");
+        assert_eq!((read(address, MIB).as_ref(), gpu.footprint().used()), (Ok(&contents), active.used()), "{backup:?}");
+        // From the disk, one piece after the other: the first was the last.
+        assert!(backup == Policy::Host || refuses.copied.len() == 1, "{:?}", refuses.copied);
+
+        Memory::get().pause(&wanted, &mut ()).unwrap();
+        let mut refuses = RefusesEarly::default();
+        assert_eq!(Memory::get().resume(&request(&["job"]), &mut refuses).unwrap_err().kind(), Kind::Aborted, "{backup:?}");
+        assert_eq!(state("job"), Some(TagState::Paused), "{backup:?}");
+        assert!(backup == Policy::Host || refuses.copied.len() == 1, "{:?}", refuses.copied);
+        resume(&["job"]).unwrap();
+        assert_eq!(read(address, MIB).as_ref(), Ok(&contents), "{backup:?}");
+    }
+    assert_eq!(common::free(address), 0);
+}
+
+/// Nobody takes it for a pause or a resume that will succeed.
+#[test]
+fn what_is_undone_shows_as_such() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("job", None, 2 * MIB).unwrap();
+    let undone = |slow: &str, work: &(dyn Fn(&mut Refuses) -> Result<Report, Error> + Sync)| {
+        gpu.slow_down(slow, 600_000);
+        thread::scope(|scope| {
+            let refused = scope.spawn(|| {
+                common::set_device(0);
+                work(&mut Refuses(&gpu, None)).unwrap_err().kind()
+            });
+            common::eventually("undoing", || state("job") == Some(TagState::Undoing));
+            gpu.slow_down(slow, 0);
+            assert_eq!(refused.join().unwrap(), Kind::Aborted);
+        });
+    };
+    undone("cuMemSetAccess", &|refuses| Memory::get().hold().unwrap().pause(&request(&["job"]), refuses));
+    assert_eq!(state("job"), Some(TagState::Active));
+    pause_held(&["job"], LONG).unwrap();
+    undone("cuMemUnmap", &|refuses| Memory::get().resume(&request(&["job"]), refuses));
+    assert_eq!(state("job"), Some(TagState::Paused));
+    resume(&["job"]).unwrap();
     assert_eq!(common::free(address), 0);
 }
 

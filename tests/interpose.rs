@@ -1401,12 +1401,13 @@ fn a_pause_and_a_resume_in_progress_show_in_the_status() {
         seen: Vec<Progress>,
     }
     impl Observer for Looking {
-        fn progress(&mut self, now: Progress) {
+        fn progress(&mut self, now: Progress) -> Result<(), Error> {
             let status = Memory::get().status();
             let tags: Vec<_> = status.tags.iter().map(|tag| (tag.tag.as_str(), tag.state, tag.progress)).collect();
             assert_eq!(tags, [("other", TagState::Active, None), ("weights", self.tag, Some(now))]);
             assert!(status.host.used_bytes <= status.host.ready_bytes, "{:?}", status.host);
             self.seen.push(now);
+            Ok(())
         }
     }
     let _gpu = Gpu::take();
@@ -1637,8 +1638,9 @@ fn any_part_of_a_file_comes_back_alone() {
 struct Looks<'a>(&'a Gpu, Vec<u64>);
 
 impl Observer for Looks<'_> {
-    fn progress(&mut self, _: Progress) {
+    fn progress(&mut self, _: Progress) -> Result<(), Error> {
         self.1.push(self.0.used(0));
+        Ok(())
     }
 }
 

@@ -615,7 +615,8 @@ fn end_as_one(machine: &Machine, ranks: &[Program]) -> &'static str {
     let of = |rank: &Program| {
         let status = machine.connect(rank).ask(&json!({"request": "status"}));
         let is_paused = status["tags"].as_array()?.iter().any(|tag| tag["paused_bytes"] != 0);
-        let is_changing = status["tags"].as_array()?.iter().any(|tag| tag["state"] == "pausing" || tag["state"] == "resuming");
+        let is_changing =
+            status["tags"].as_array()?.iter().any(|tag| ["pausing", "resuming", "undoing"].iter().any(|state| tag["state"] == *state));
         match (status["held"] == true, is_paused, is_changing) {
             (true, true, false) => Some("paused"),
             (false, false, false) => Some("active"),

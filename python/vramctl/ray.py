@@ -331,7 +331,7 @@ class _Nodes:
         wanted = "paused" if request["operation"] == "pause" else "active"
         tags = [tag for process in status["processes"] for tag in process["tags"]]
         meant = [tag["state"] for tag in tags if not request.get("tags") or tag["tag"] in request["tags"]]
-        if any(state in ("pausing", "resuming") for state in meant):
+        if any(state in ("pausing", "resuming", "undoing") for state in meant):
             return "unknown"
         return "done" if all(state == wanted for state in meant) else "as_it_was"
 

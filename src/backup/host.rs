@@ -7,7 +7,7 @@ use super::arena::{Arena, Range};
 use super::digest::{self, DIGEST_PIECE, Digest, Hasher};
 use super::loading::Kernels;
 use super::transfer::{self, Part};
-use super::{Backup, Item, Kept, Wanted};
+use super::{Backup, Item, Kept, Tell, Wanted};
 use super::{copier, quiet};
 use std::collections::BTreeMap;
 use std::ops;
@@ -16,7 +16,7 @@ use std::thread;
 use vramctl_config::Config;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
 use vramctl_host::{PerProcess, Unpoison, log_once, worker};
-use vramctl_model::{Error, Policy, Progress};
+use vramctl_model::{Error, Policy};
 
 /// An allocation's contents in the arena.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 
 /// Saves contents in host memory, overwriting retained backups. On error, no more host memory is in use than before. `done`
 /// receives completed allocations while others are still being copied.
-pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
+pub fn save(wanted: &[Wanted], progress: &mut Tell<'_>, done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }

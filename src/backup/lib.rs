@@ -92,12 +92,15 @@ pub struct Kept {
     pub unchanged_bytes: u64,
 }
 
+/// Receives the progress of copies. With an error, no more is copied.
+pub type Tell<'a> = dyn FnMut(Progress) -> Result<(), Error> + 'a;
+
 /// Saves the contents of active allocations as their policies say. All or nothing: on error, no more memory or disk is in
 /// use than before. All work on the allocations must have finished, and none may start meanwhile.
 ///
 /// While others are still being copied, `saved` receives the allocations that need no further access, with their backups. The rest
 /// are saved when this returns.
-pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
+pub fn save(wanted: Vec<Wanted>, progress: &mut Tell<'_>, saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     // Before anything is copied.
     match admit(&wanted).1 {
         Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),
@@ -137,7 +140,7 @@ pub fn in_the_way(retained: &[Arc<Backup>], wanted: &[Wanted]) -> Option<Vec<usi
 pub fn restore(
     items: &[Item],
     idle: &BTreeSet<Context>,
-    progress: &mut dyn FnMut(Progress),
+    progress: &mut Tell<'_>,
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let in_memory = |(_, saved): &Item| if let Backup::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
@@ -189,17 +192,17 @@ pub fn settle() {
 /// Accumulates and reports copy progress.
 struct Meter<'a> {
     now: Progress,
-    tell: &'a mut dyn FnMut(Progress),
+    tell: &'a mut Tell<'a>,
 }
 
 impl<'a> Meter<'a> {
-    fn new(stage: Stage, total: usize, tell: &'a mut dyn FnMut(Progress)) -> Self {
+    fn new(stage: Stage, total: usize, tell: &'a mut Tell<'a>) -> Self {
         Self { now: Progress { stage, done: 0, total: total as u64 }, tell }
     }
 
-    fn add(&mut self, bytes: usize) {
+    fn add(&mut self, bytes: usize) -> Result<(), Error> {
         self.now.done += bytes as u64;
-        (self.tell)(self.now);
+        (self.tell)(self.now)
     }
 }
 
@@ -210,10 +213,13 @@ mod tests {
     #[test]
     fn a_meter_tells_what_has_been_copied_so_far() {
         let mut told = Vec::new();
-        let mut tell = |progress: Progress| told.push((progress.done, progress.total));
+        let mut tell = |progress: Progress| {
+            told.push((progress.done, progress.total));
+            Ok(())
+        };
         let mut meter = Meter::new(Stage::Save, 10, &mut tell);
-        meter.add(3);
-        meter.add(7);
+        meter.add(3).unwrap();
+        meter.add(7).unwrap();
         assert_eq!(told, [(3, 10), (10, 10)]);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::arena::{Arena, Range};
 use super::disk::{self, Spill, SpillError, StagingPiece};
-use super::{Backup, Item, Meter, Wanted, settings};
+use super::{Backup, Item, Meter, Tell, Wanted, settings};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_config::DiskDirectory;
 use vramctl_driver::{Context, Direction, Extent, Lane};
 use vramctl_host::{system, worker};
-use vramctl_model::{Error, Progress, Stage};
+use vramctl_model::{Error, Stage};
 
 /// An allocation's contents in a file, which others paused with it may share.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl Drop for File {
 
 /// Writes active allocations' contents to files in the [`disk_directory`](settings::disk_directory): one for all, or one
 /// each if files have names. Leaves no file on error.
-pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Item>, Error> {
+pub fn save(wanted: &[Wanted], progress: &mut Tell<'_>) -> Result<Vec<Item>, Error> {
     if wanted.is_empty() {
         return Ok(Vec::new());
     }
@@ -112,8 +112,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
     through_staging(staging, first.context, |staging| {
         spill.write(staging, 0, bytes, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
-            meter.add(piece.len());
-            Ok(())
+            meter.add(piece.len())
         })
     })?;
     let file = Arc::new(File { spill: Some(spill), staging: Arc::clone(staging) });
@@ -125,7 +124,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
 }
 
 /// Reads contents back from their files into mapped memory.
-pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
+pub fn restore(items: &[Item], progress: &mut Tell<'_>) -> Result<(), Error> {
     let on_disk = |(extent, saved): &Item| match &**saved {
         Backup::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
         Backup::Host(_) => None,
@@ -146,8 +145,7 @@ pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(),
             let bytes = layout.last().map_or(0, |(bytes, _)| bytes.end - start);
             spill.read(staging, *start, bytes, &mut |offset, piece| {
                 copy(Direction::ToDevice, &layout, offset, piece.as_ptr().cast_mut(), piece.len())?;
-                meter.add(piece.len());
-                Ok(())
+                meter.add(piece.len())
             })
         })?;
     }

@@ -5,8 +5,8 @@
 
 use super::arena::Arena;
 use super::copier::{self, By, Choice};
-use super::quiet;
 use super::stock::HOST_PIECE;
+use super::{Tell, quiet};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::ptr;
@@ -66,7 +66,7 @@ pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
 
 /// Copies parts, sorted by offset, from the device and hands them back as they complete. No copy is in flight when this
 /// returns, even on error.
-pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
+pub fn save(parts: &[Part], progress: &mut Tell<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
     let saved = transfer(Direction::FromDevice, threads, total, &BTreeSet::new(), progress, copied, |give| {
@@ -82,7 +82,7 @@ pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn
 pub fn restore(
     total: usize,
     idle: &BTreeSet<Context>,
-    progress: &mut dyn FnMut(Progress),
+    progress: &mut Tell<'_>,
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let status = Arena::status_of_process();
@@ -105,7 +105,7 @@ fn transfer(
     threads: usize,
     total: usize,
     idle: &BTreeSet<Context>,
-    progress: &mut dyn FnMut(Progress),
+    progress: &mut Tell<'_>,
     copied: &mut dyn FnMut(&[Part]),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
@@ -114,11 +114,14 @@ fn transfer(
     }
     let stage = if direction == Direction::FromDevice { Stage::Save } else { Stage::Restore };
     let stop = AtomicBool::new(false);
-    let mut done = 0;
+    let (mut done, mut told) = (0, Ok(()));
     let mut tell = |parts: Vec<Part>| {
         done += parts.iter().map(|part| part.bytes as u64).sum::<u64>();
-        progress(Progress { stage, done, total: total as u64 });
-        // After a failed copy, completed parts are not reported: they would only have to be undone.
+        if let Err(refused) = progress(Progress { stage, done, total: total as u64 }) {
+            stop.store(true, Ordering::Relaxed);
+            told = Err(refused);
+        }
+        // After a failed copy, or a refusal, completed parts are not reported: they would only have to be undone.
         if !stop.load(Ordering::Relaxed) {
             copied(&parts);
         }
@@ -126,7 +129,7 @@ fn transfer(
     let (jobs, next) = mpsc::channel::<Vec<Part>>();
     let next = Mutex::new(next);
     let (report, landed) = mpsc::channel();
-    thread::scope(|scope| {
+    let transferred = thread::scope(|scope| {
         let mut workers = Vec::new();
         for _ in 0..threads {
             let worker = Copier { direction, idle, jobs: &next, stop: &stop, report: report.clone(), staging: None };
@@ -150,7 +153,8 @@ fn transfer(
         landed.iter().for_each(&mut tell);
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a copy panicked".into()))));
         produced.and(worked.fold(Ok(()), Result::and))
-    })
+    });
+    transferred.and(told)
 }
 
 /// Copies in flight.
@@ -187,7 +191,7 @@ struct Copier<'a> {
     /// Contexts in which a kernel may copy.
     idle: &'a BTreeSet<Context>,
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
-    /// Set when one copy has failed, so that the others stop.
+    /// Set when one copy has failed, or no more is wanted, so that the others stop.
     stop: &'a AtomicBool,
     /// Sends completed parts.
     report: mpsc::Sender<Vec<Part>>,

@@ -20,7 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver as driver;
-use vramctl_model::{Error, Kind, NCCL, Report, TagState, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, NCCL, Report, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -568,7 +568,7 @@ impl Member {
             None => return Left::Unknown("the process has ended".into()),
         };
         let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
-        match meant.iter().find(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming)) {
+        match meant.iter().find(|tag| tag.state.is_under_way()) {
             Some(tag) => Left::Undoing(Box::new((*tag).clone())),
             None if meant.iter().all(|tag| tag.state == verb.end()) => Left::Done,
             None => Left::AsItWas,
@@ -607,6 +607,7 @@ impl Operation {
 mod tests {
     use super::*;
     use crate::processes::made_up::process;
+    use vramctl_model::TagState;
 
     fn names(tags: &[&str]) -> Vec<String> {
         tags.iter().map(ToString::to_string).collect()

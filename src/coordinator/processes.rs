@@ -152,7 +152,7 @@ impl Process {
                 first.state.name().into()
             }
             _ => {
-                let told = [TagState::Pausing, TagState::Resuming, TagState::Paused, TagState::Mixed].map(|state| {
+                let told = [TagState::Pausing, TagState::Resuming, TagState::Undoing, TagState::Paused, TagState::Mixed].map(|state| {
                     let names: Vec<_> = tags.iter().filter(|tag| tag.state == state).map(|tag| tag.tag.as_str()).collect();
                     let state = if state == TagState::Mixed { "partly paused" } else { state.name() };
                     if names.is_empty() { String::new() } else { format!("{} {state}", names.join(", ")) }

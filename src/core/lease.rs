@@ -162,6 +162,16 @@ impl<'a, 'b> Grant<'a, 'b> {
         if self.abort() { Err(why_not) } else { Ok(()) }
     }
 
+    /// Why the client cannot commit any more.
+    fn refusal(&self) -> Option<Error> {
+        let why = match self.is_aborted() {
+            true => aborted_by_others(),
+            false if self.connection.is_gone() => hung_up(),
+            false => return None,
+        };
+        self.abort().then_some(why)
+    }
+
     /// Aborts, unless it is decided already. Returns whether it is aborted.
     fn abort(&self) -> bool {
         self.decision.as_ref().is_none_or(Decision::abort)
@@ -222,12 +232,13 @@ impl<'g, 'a, 'b> Asker<'g, 'a, 'b> {
 }
 
 impl Observer for Asker<'_, '_, '_> {
-    fn progress(&mut self, now: Progress) {
+    fn progress(&mut self, now: Progress) -> Result<(), Error> {
         let due = self.told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
         if self.wants_progress && due {
             self.told = Some((Instant::now(), now.stage));
             let _ = self.connection.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
         }
+        self.grant.as_ref().and_then(|grant| grant.refusal()).map_or(Ok(()), Err)
     }
 
     fn is_gone(&mut self) -> Option<bool> {

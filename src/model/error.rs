@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Kind, Lent, Obstacle, Registration, code, short_uuid};
+use crate::{Bytes, Failure, Holder, Kind, Lent, Obstacle, Registration, code, gpu_in_words};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -259,12 +259,8 @@ impl std::error::Error for Error {}
 
 impl fmt::Display for Shortage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (&self.uuid, self.index) {
-            (Some(uuid), Some(index)) => write!(out, "too little memory on GPU {index} ({})", short_uuid(uuid))?,
-            (Some(uuid), None) => write!(out, "too little memory on {}", short_uuid(uuid))?,
-            (None, _) => write!(out, "too little memory on device {}", self.device)?,
-        }
-        write!(out, ": {} needed, {} free", Bytes(self.needed), Bytes(self.free))?;
+        let gpu = gpu_in_words(self.device, self.uuid.as_deref(), self.index);
+        write!(out, "too little memory on {gpu}: {} needed, {} free", Bytes(self.needed), Bytes(self.free))?;
         // The driver reserves a little of what it reports as free.
         match self.needed.saturating_sub(self.free) {
             0 => write!(out, ", which the driver refused to allocate")?,

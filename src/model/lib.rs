@@ -40,6 +40,8 @@ pub use report::{Observer, Progress, Report, Stage, Verb};
 pub use request::{NCCL, TransitionRequest};
 pub use residue::{Cycle, Growth};
 pub use span::Span;
-pub use status::{Borrowed, DeviceStatus, HostStatus, Status, TagState, TagStatus, Unmanaged, is_zero, short_uuid, unmanaged_of};
+pub use status::{
+    Borrowed, DeviceStatus, HostStatus, Status, TagState, TagStatus, Unmanaged, gpu_in_words, is_zero, short_uuid, unmanaged_of,
+};
 pub use totals::Totals;
 pub use units::{Bytes, milliseconds, parse_bytes};

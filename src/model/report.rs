@@ -139,8 +139,11 @@ impl fmt::Display for Report {
 
 /// Follows a pause or resume for the caller that requested it.
 pub trait Observer {
-    /// Reports progress. Must not block.
-    fn progress(&mut self, _: Progress) {}
+    /// Reports progress. Must not block. If it is already known that the vote will be no, the error says why: no more is copied, and
+    /// everything is undone.
+    fn progress(&mut self, _: Progress) -> Result<(), Error> {
+        Ok(())
+    }
 
     /// Whether the caller has disconnected; `None` if it cannot. A pause that is still waiting for the device and a resume that is still
     /// waiting for memory are then abandoned.

@@ -95,6 +95,15 @@ pub fn short_uuid(uuid: &str) -> &str {
     uuid.get(.."GPU-01234567".len()).unwrap_or(uuid)
 }
 
+/// A GPU in a message: by its index in `nvidia-smi` and its UUID, else by its ordinal in the process, as far as they are known.
+pub fn gpu_in_words(device: i32, uuid: Option<&str>, index: Option<u32>) -> String {
+    match (uuid.map(short_uuid), index) {
+        (Some(uuid), Some(index)) => format!("GPU {index} ({uuid})"),
+        (Some(uuid), None) => uuid.to_owned(),
+        (None, _) => format!("device {device}"),
+    }
+}
+
 /// One tag.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TagStatus {
@@ -138,6 +147,8 @@ pub enum TagState {
     Pausing,
     /// A resume is in progress.
     Resuming,
+    /// A pause or resume has failed, or was cancelled, and is taken back.
+    Undoing,
 }
 
 impl TagState {
@@ -149,7 +160,13 @@ impl TagState {
             Self::Mixed => "mixed",
             Self::Pausing => "pausing",
             Self::Resuming => "resuming",
+            Self::Undoing => "undoing",
         }
+    }
+
+    /// Whether a pause or resume is in progress.
+    pub fn is_under_way(self) -> bool {
+        matches!(self, Self::Pausing | Self::Resuming | Self::Undoing)
     }
 }
 

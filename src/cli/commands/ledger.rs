@@ -150,8 +150,8 @@ impl Share {
         match self.what {
             What::Tag => match self.state {
                 Some(TagState::Active | TagState::Mixed) => of.to_owned(),
-                Some(state @ (TagState::Pausing | TagState::Resuming)) => format!("{of} ({})", state.name()),
                 Some(TagState::Paused) => format!("{of} (paused, but not given back yet)"),
+                Some(under_way) => format!("{of} ({})", under_way.name()),
                 None => format!("{of} (freed, but not given back yet)"),
             },
             What::Unmanaged => unmanaged_of(of),
@@ -468,6 +468,7 @@ mod tests {
             (Some(TagState::Active), "engine weights"),
             (Some(TagState::Pausing), "engine weights (pausing)"),
             (Some(TagState::Resuming), "engine weights (resuming)"),
+            (Some(TagState::Undoing), "engine weights (undoing)"),
             (Some(TagState::Paused), "engine weights (paused, but not given back yet)"),
             (None, "engine weights (freed, but not given back yet)"),
         ] {

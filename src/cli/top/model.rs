@@ -504,12 +504,12 @@ fn joined(all: impl Iterator<Item = Progress>) -> Option<Progress> {
 
 /// Whether a pause or resume of it is in progress.
 pub fn is_under_way(process: &Process) -> bool {
-    process.tags().iter().any(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming))
+    process.tags().iter().any(|tag| tag.state.is_under_way())
 }
 
 /// Transitions in progress sort first.
 fn rank(state: &str) -> (usize, String) {
-    const ORDER: [&str; 6] = ["pausing", "resuming", "no answer", "active", "paused", "suspended"];
+    const ORDER: [&str; 7] = ["pausing", "resuming", "undoing", "no answer", "active", "paused", "suspended"];
     (ORDER.iter().position(|word| state.contains(word)).unwrap_or(ORDER.len()), state.to_owned())
 }
 

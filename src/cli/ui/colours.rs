@@ -32,7 +32,7 @@ pub fn of_state(state: &str) -> Option<Color> {
     let begins = |words: &[&str]| words.iter().any(|word| state.starts_with(word));
     match state {
         _ if begins(&["lost", "no answer"]) => Some(Color::Red),
-        _ if state.contains("pausing") || state.contains("resuming") => Some(Color::Cyan),
+        _ if ["pausing", "resuming", "undoing"].iter().any(|word| state.contains(word)) => Some(Color::Cyan),
         _ if begins(&["active"]) => Some(Color::Green),
         _ if begins(&["empty"]) => None,
         _ => Some(Color::Yellow),

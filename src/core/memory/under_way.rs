@@ -4,7 +4,7 @@ use super::{Allocation, Memory};
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
 use vramctl_host::Unpoison;
-use vramctl_model::{Progress, TagState};
+use vramctl_model::{Error, Observer, Progress, TagState};
 
 /// The pause or resume in progress.
 #[derive(Debug, Clone)]
@@ -18,7 +18,7 @@ pub struct UnderWay {
 impl UnderWay {
     /// The state and progress of a tag in transition.
     pub fn of(&self, tag: &str) -> Option<(TagState, Option<Progress>)> {
-        let state = if self.is_undone { TagState::Resuming } else { self.state };
+        let state = if self.is_undone { TagState::Undoing } else { self.state };
         self.tags.contains(tag).then_some((state, self.progress))
     }
 
@@ -32,10 +32,14 @@ impl UnderWay {
 pub(crate) struct Shown<'a>(&'a Memory);
 
 impl Shown<'_> {
-    pub fn progress(&self, now: Progress) {
-        if let Some(under_way) = &mut *self.0.under_way() {
+    /// Reports progress here and to the observer. If that wants no more, all is undone from here on.
+    pub fn progress(&self, now: Progress, observer: &mut dyn Observer) -> Result<(), Error> {
+        if let Some(under_way) = &mut *self.0.under_way()
+            && !under_way.is_undone
+        {
             under_way.progress = Some(now);
         }
+        observer.progress(now).inspect_err(|_| self.0.show_undoing())
     }
 }
 
@@ -51,7 +55,7 @@ impl Memory {
         self.under_way().is_some()
     }
 
-    /// The pause is taken back: its memory is on its way to where it was.
+    /// The pause or resume is taken back: its memory is on its way to where it was.
     pub(crate) fn show_undoing(&self) {
         if let Some(under_way) = &mut *self.under_way() {
             (under_way.is_undone, under_way.progress) = (true, None);
@@ -80,7 +84,7 @@ mod tests {
         let pausing = UnderWay { state: TagState::Pausing, tags, progress: None, is_undone: false };
         assert_eq!(pausing.of("weights"), Some((TagState::Pausing, None)));
         let undone = UnderWay { is_undone: true, ..pausing };
-        assert_eq!(undone.of("weights"), Some((TagState::Resuming, None)));
+        assert_eq!(undone.of("weights"), Some((TagState::Undoing, None)));
         assert!(undone.is_pausing("weights"), "its memory counts as active: nothing has been given up");
         assert_eq!(undone.of("kv_cache"), None);
     }

@@ -14,7 +14,7 @@ use vramctl_backup::{self as backup, Backup, Kept};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, Activity, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Progress, Report, Stage, TagState, TransitionRequest, Verb};
+use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Report, Stage, TagState, TransitionRequest, Verb};
 
 /// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
 /// work.
@@ -118,10 +118,7 @@ impl Memory {
         let kept = self.save(
             request,
             &victims,
-            &mut |now| {
-                shown.progress(now);
-                follower.borrow_mut().progress(now);
-            },
+            &mut |now| shown.progress(now, *follower.borrow_mut()),
             &mut || follower.borrow_mut().is_wanted(),
             clock,
         )?;
@@ -166,7 +163,7 @@ impl Memory {
         &self,
         request: &TransitionRequest,
         victims: &[Arc<Allocation>],
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut backup::Tell<'_>,
         is_wanted: &mut dyn FnMut() -> bool,
         clock: &mut Clock,
     ) -> Result<Kept, Error> {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Backup};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, Verb, code};
+use vramctl_model::{Error, Failure, Observer, Report, Shortage, Stage, TagState, TransitionRequest, Verb, code};
 
 /// The minimum time that a resume waits for work that may use guards.
 const WORK: Duration = Duration::from_secs(10);
@@ -96,10 +96,7 @@ impl Memory {
             return Err(Error::Busy(started.elapsed()));
         }
         let observer = RefCell::new(observer);
-        let mut progress = |now| {
-            shown.progress(now);
-            observer.borrow_mut().progress(now);
-        };
+        let mut progress = |now| shown.progress(now, *observer.borrow_mut());
         let mut is_wanted = || observer.borrow_mut().is_wanted();
         let mut arrival =
             if request.hand_over { Arrival::within(request.timeout.unwrap_or_default(), &mut is_wanted) } else { Arrival::None };
@@ -112,7 +109,7 @@ impl Memory {
         // Without the vote, the new memory is released; the backups are untouched.
         let brought = self
             .bring_back(&paused, &needed, &nearly_idle(&all), &mut arrival, &mut clock, &mut progress)
-            .and_then(|memories| observer.borrow_mut().vote().map(|()| memories));
+            .and_then(|memories| observer.borrow_mut().vote().inspect_err(|_| self.show_undoing()).map(|()| memories));
         let memories = brought?;
         unguarded.for_good();
 
@@ -146,7 +143,7 @@ impl Memory {
         idle: &BTreeSet<Context>,
         arrival: &mut Arrival<'_>,
         clock: &mut Clock,
-        progress: &mut dyn FnMut(Progress),
+        progress: &mut backup::Tell<'_>,
     ) -> Result<Vec<Physical>, Error> {
         let started = Instant::now();
         let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().saved.is_some()).map(Arc::clone).collect();
@@ -172,7 +169,7 @@ impl Memory {
         });
         clock.add(Stage::Restore, started.elapsed());
         // On error the new memory is released; no copy to it is in flight any more.
-        brought.map(|()| memories)
+        brought.inspect_err(|_| self.show_undoing()).map(|()| memories)
     }
 
     /// Takes new memory for what an undone pause had handed over, as the other job gives it back, and copies the contents there.
@@ -184,7 +181,7 @@ impl Memory {
         }
         let mut is_wanted = || !exit::is_ending();
         let mut arrival = Arrival::within(WITHIN, &mut is_wanted);
-        let (mut clock, mut progress) = (Clock::default(), |_| ());
+        let (mut clock, mut progress) = (Clock::default(), |_| Ok(()));
         let memories = self.bring_back(gone, &needed_by(gone), &BTreeSet::new(), &mut arrival, &mut clock, &mut progress)?;
         for (allocation, memory) in gone.iter().zip(memories) {
             drop(activate(allocation, memory));
