@@ -217,6 +217,10 @@ fn a_job_leaves_the_gpu_with_its_communicators() {
         let machine = Machine { devices: 2, ..Machine::new() };
         let mut ranks = job(&machine, 3, transport);
         assert_sums(&mut ranks);
+        for one in ["status", "status train", &format!("status --pid {}", ranks[0].pid())] {
+            let told = machine.vramctl(one).text();
+            assert!(!told.contains("Cannot be suspended"), "as one, they can: {told}");
+        }
         for (away, back) in
             [("suspend train", "resume train"), ("move train --to 1", "move train --to 0"), ("suspend train", "resume train")]
         {
@@ -321,6 +325,8 @@ fn ranks_elsewhere_prevent_a_suspend_and_a_pause_of_nccls_memory() {
         machine.vramctl(command).expect(1, "", why);
     }
     assert_eq!(machine.state(&first[0]), "active");
+    let told = machine.vramctl("status train").text();
+    assert!(told.contains(&format!("Cannot be suspended: {why}")), "{told}");
     // Whoever knows those on other nodes says that they take part.
     let id = communicators(&machine, &first[0])[0]["id"].clone();
     for (everywhere, expected) in [(json!([id]), Value::Null), (json!(["another"]), json!("not_restorable"))] {
@@ -341,6 +347,7 @@ fn ranks_elsewhere_prevent_a_suspend_and_a_pause_of_nccls_memory() {
     assert_eq!((said.0.trim(), said.1.trim()), ("sum 3, answer 0", "sum 3, answer 0"));
     // Together they can.
     machine.vramctl("suspend --all").expect(0, "", "");
+    assert!(!machine.vramctl("status").text().contains("elsewhere"), "it has no obstacles while it is suspended");
     machine.vramctl("resume --all").expect(0, "", "");
     machine.vramctl("pause --name train").expect(0, "paused", "");
     machine.vramctl("resume --name train").expect(0, "resumed", "");

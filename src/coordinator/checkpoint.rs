@@ -95,16 +95,34 @@ fn cards_to_check(machine: &dyn Machine, observer: &dyn Observer) -> Vec<Card> {
     })
 }
 
-/// Adds the obstacles that the processes themselves do not know, as far as NVML can be asked.
-pub fn add_obstacles_outside(found: &Found, processes: &mut [Process]) {
+/// What would prevent a suspend of the processes' jobs, as far as NVML can be asked. A process tells only what prevents one of itself alone.
+pub fn look_for_obstacles(found: &Found, processes: &mut [Process]) {
     let machine = found.machine();
     let cards = machine.cards().unwrap_or_default();
+    let mut jobs = BTreeMap::<String, Vec<Process>>::new();
     for process in processes {
-        let more = mig(machine, process, process.pid, &cards);
+        let mut more = mig(machine, process, process.pid, &cards);
+        if process.suspended().is_none() && depends_on_others(process) {
+            let whole = || std::iter::once(process.clone()).chain(found.others_of_job(process)).collect();
+            let job = jobs.entry(process.job_or_itself()).or_insert_with(whole);
+            more.extend(Elsewhere::of(&*job).obstacle(process));
+            let pids: Vec<_> = job.iter().map(|one| one.pid).collect();
+            let together = Member::new(found, process.clone()).and_then(|mut member| member.plan(&TransitionRequest::default(), &pids));
+            if let (Ok(status), Ok(answer)) = (&mut process.status, together) {
+                status.memory.obstacles = answer.plan.obstacles;
+            }
+        }
         if let Ok(status) = &mut process.status {
             status.memory.obstacles.extend(more);
         }
     }
+}
+
+/// Whether a process can be suspended alone may differ from whether its job can.
+fn depends_on_others(process: &Process) -> bool {
+    let is_shared = |obstacle: &Obstacle| obstacle.kind == ObstacleKind::Shared;
+    let memory = process.status.as_ref().map(|status| &status.memory);
+    memory.is_ok_and(|memory| !memory.communicators.is_empty() || memory.obstacles.iter().any(is_shared))
 }
 
 /// Fails if the driver is known to be too old.

@@ -15,7 +15,7 @@ use vramctl_coordinator::target;
 use vramctl_coordinator::text::{self, plain};
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
-use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, short_uuid, unmanaged_of};
+use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, gpu_in_words, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -52,7 +52,7 @@ pub fn status(args: &Args) -> Result<Exit, CommandError> {
     let mut found = Found::look(&target)?;
     found.keep_on(&args.gpu.gpu)?;
     let mut chosen = found.choose(&target)?;
-    checkpoint::add_obstacles_outside(&found, &mut chosen);
+    checkpoint::look_for_obstacles(&found, &mut chosen);
     if args.json {
         output::json(&chosen)?;
     } else {
@@ -166,7 +166,9 @@ fn notes(memory: &Status) -> String {
         }
     }
     for device in memory.devices.iter().filter(|device| device.guard_bytes > 0) {
-        let _ = write!(text, "\nThe guard of paused memory takes {} of {}.", Bytes(device.guard_bytes), gpu_in_words(device, &indices));
+        let index = device.uuid.as_ref().and_then(|uuid| indices.get(uuid)).copied();
+        let gpu = gpu_in_words(device.device, device.uuid.as_deref(), index);
+        let _ = write!(text, "\nThe guard of paused memory takes {} of {gpu}.", Bytes(device.guard_bytes));
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
@@ -239,7 +241,7 @@ pub fn come_so_far(tag: &TagStatus) -> String {
 fn tag_row(tag: &TagStatus) -> Vec<String> {
     let state = match tag.state {
         TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
-        TagState::Pausing | TagState::Resuming => tag.state.name().to_owned() + &come_so_far(tag),
+        state if state.is_under_way() => state.name().to_owned() + &come_so_far(tag),
         state => state.name().to_owned(),
     };
     let backup = match tag.backup.iter().collect::<Vec<_>>()[..] {
@@ -250,11 +252,6 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
     let retained = if tag.retained && tag.backup.contains_key(&Policy::Host) { ", retained" } else { "" };
     let [bytes, host, disk] = [tag.bytes, tag.host_bytes, tag.disk_bytes].map(|bytes| Bytes(bytes).to_string());
     vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]
-}
-
-fn gpu_in_words(device: &DeviceStatus, indices: &BTreeMap<String, u32>) -> String {
-    let named = |uuid: &str| indices.get(uuid).map_or_else(|| short_uuid(uuid).to_owned(), |index| format!("GPU {index}"));
-    device.uuid.as_deref().map_or_else(|| format!("device {}", device.device), named)
 }
 
 /// A GPU has the index that `nvidia-smi` and the other commands give it: after a move, the program's own number means another. Without
