@@ -618,7 +618,7 @@ fn a_forked_child_writes_reports_of_its_own() {
 
 /// Waits until the watch has told one more fall, and returns how many it has told.
 fn falls(gpu: &Gpu, before: usize) -> usize {
-    let told = || warned_about("is free on device 0").len();
+    let told = || warned_about("is free on GPU").len();
     gpu.occupy(0, DEVICE_BYTES - 32 * MIB);
     eventually(&format!("fall {}", before + 1), || told() > before);
     gpu.occupy(0, 0);

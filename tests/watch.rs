@@ -46,7 +46,7 @@ impl Watched {
 
     fn falls(&self, name: &str) -> Vec<String> {
         let log = fs::read_to_string(self.log(name)).unwrap();
-        log.lines().filter(|line| line.contains("is free on device")).map(str::to_owned).collect()
+        log.lines().filter(|line| line.contains("is free on GPU 0 (GPU-")).map(str::to_owned).collect()
     }
 
     #[track_caller]
@@ -100,8 +100,14 @@ fn each_fall_is_logged_once_with_the_owners() {
     for fall in 1..=2 {
         let hog = watched.hog();
         let line = watched.expect("engine", fall).pop().unwrap();
-        for part in ["of 1.00 GiB", "less than 256.00 MiB", GPU, "default: 22.00 MiB", "the driver and other processes: 9", "vramctl gpus"]
-        {
+        for part in [
+            "of 1.00 GiB",
+            "less than 256.00 MiB",
+            "GPU 0 (GPU-73696d75)",
+            "default: 22.00 MiB",
+            "the driver and other processes: 9",
+            "vramctl gpus",
+        ] {
             assert!(line.contains(part), "{part} is not in {line}");
         }
         drop(hog);

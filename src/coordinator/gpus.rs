@@ -1,6 +1,6 @@
 //! GPUs as users name them.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use vramctl_driver::uuid_of_index;
 use vramctl_model::short_uuid;
@@ -21,7 +21,8 @@ pub fn with_indices(text: &str) -> String {
     if text.contains("GPU-") { named(text, &indices()) } else { text.to_owned() }
 }
 
-/// Adds the index in `nvidia-smi` to each object of an answer that has the UUID of a GPU: `index` beside `uuid`, `gpu_index` beside `gpu`.
+/// Adds the index in `nvidia-smi` to each object of an answer that has the UUID of a GPU: `index` beside `uuid`, `gpu_index` beside `gpu`,
+/// and `gpu_indices` beside fields that are maps by UUID.
 pub fn add_indices(answer: &mut Value) {
     if mentions_a_gpu(answer) {
         add(answer, &indices());
@@ -33,7 +34,7 @@ fn mentions_a_gpu(answer: &Value) -> bool {
     match answer {
         Value::String(text) => text.starts_with("GPU-"),
         Value::Array(all) => all.iter().any(mentions_a_gpu),
-        Value::Object(fields) => fields.values().any(mentions_a_gpu),
+        Value::Object(fields) => fields.iter().any(|(name, value)| name.starts_with("GPU-") || mentions_a_gpu(value)),
         _ => false,
     }
 }
@@ -48,6 +49,11 @@ fn add(answer: &mut Value, indices: &BTreeMap<String, u32>) {
                 if let Some(found) = found {
                     fields.entry(index).or_insert_with(|| found.into());
                 }
+            }
+            let by_uuid = fields.values().filter_map(Value::as_object).flat_map(|map| map.keys());
+            let found: Map<_, _> = by_uuid.filter_map(|uuid| Some((uuid.clone(), (*indices.get(uuid)?).into()))).collect();
+            if !found.is_empty() {
+                fields.entry("gpu_indices").or_insert(Value::Object(found));
             }
         }
         _ => (),
@@ -88,6 +94,11 @@ mod tests {
         add(&mut answer, &[("GPU-a".to_owned(), 1), ("GPU-b".to_owned(), 2)].into());
         let devices = json!([{ "uuid": "GPU-a", "device": 0, "index": 1 }, { "uuid": null }, { "uuid": "GPU-b", "index": 7 }]);
         assert_eq!(answer, json!({ "devices": devices, "gpu": "GPU-b", "gpu_index": 2 }));
+        let mut by_uuid = json!({ "left_alone": [{ "owner": "x", "gpus": { "GPU-a": 5, "GPU-z": 6 } }] });
+        assert!(mentions_a_gpu(&by_uuid));
+        add(&mut by_uuid, &[("GPU-a".to_owned(), 1)].into());
+        let left = json!({ "owner": "x", "gpus": { "GPU-a": 5, "GPU-z": 6 }, "gpu_indices": { "GPU-a": 1 } });
+        assert_eq!(by_uuid, json!({ "left_alone": [left] }));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::thread;
 use vramctl_coordinator::Observer;
+use vramctl_coordinator::gpus;
 use vramctl_coordinator::nodes::Step;
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
@@ -119,8 +120,10 @@ impl Observer for Lines {
     }
 }
 
-/// A line at a time. If nobody reads, the end of stdin says so.
+/// A line at a time, in which each GPU has its index in `nvidia-smi` beside its UUID. If nobody reads, the end of stdin says so.
 fn tell(line: &Value) {
+    let mut line = line.clone();
+    gpus::add_indices(&mut line);
     let mut out = io::stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
