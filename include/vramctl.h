@@ -342,6 +342,12 @@ VramctlResult vramctl_set_watch(uint64_t below,
 // `name` must be null or NUL-terminated.
 VramctlResult vramctl_set_engine(const char *name);
 
+// Declares whether all of the engine's KV cache has the tag `kv_cache`. Without this, `vramctl pause` takes everything but `weights` and
+// `cuda_graph` for the cache, and refuses to discard it.
+//
+// `tags`: 1 if it does, 0 if not.
+VramctlResult vramctl_set_engine_tags_cache(int32_t tags);
+
 // Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
 // changed. Drops retained backups that are no longer wanted.
 //

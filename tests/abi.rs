@@ -159,6 +159,11 @@ fn a_process_announces_its_engine() {
     assert_eq!(vramctl_core::engine::name().as_deref(), Some("vllm"), "a refused name changes nothing");
     assert_eq!(say(None), VramctlResult::OK);
     assert_eq!(vramctl_core::engine::name(), None);
+    for tags in [true, false] {
+        assert_eq!(vramctl_set_engine_tags_cache(tags.into()), VramctlResult::OK);
+        assert_eq!(vramctl_set_engine_tags_cache(7), Kind::Invalid);
+        assert_eq!(vramctl_core::engine::tags_cache(), tags);
+    }
 }
 
 /// A retained backup makes the next pause fast; one that is not retained wastes host memory.

@@ -258,13 +258,20 @@ for tag in TAGS:
     assert vramctl.cudaMalloc(ctypes.byref(pointer), 8 << 20) == 0
     assert vramctl.vramctl_region_end() == 0
 assert vramctl.vramctl_set_engine(b"vllm") == 0
+assert vramctl.vramctl_set_engine_tags_cache(TAGGED) == 0
 print("ready", flush=True)
 input()
 print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
 "#;
-    for (tags, cache) in [("[b'kv_cache', b'weights', b'default']", "kv_cache"), ("[b'weights', b'default']", "default")] {
+    // Where the engine does not say that it tags all of its cache, what has another tag may be cache, too.
+    for (tags, is_tagged, cache) in [
+        ("[b'kv_cache', b'weights', b'default']", "1", "kv_cache"),
+        ("[b'kv_cache', b'weights', b'default']", "0", "default"),
+        ("[b'weights', b'default']", "0", "default"),
+    ] {
         let machine = Machine::with(1, "256M");
-        let mut command = machine.cli(&["run", "--name", "engine", "--", "python3", "-c", &program.replace("TAGS", tags)]);
+        let mut command =
+            machine.cli(&["run", "--name", "engine", "--", "python3", "-c", &program.replace("TAGS", tags).replace("TAGGED", is_tagged)]);
         let mut engine = Program::ready(&mut command);
         let stream = UnixStream::connect(machine.socket(engine.pid())).unwrap();
         let mut lines = BufReader::new(&stream).lines();

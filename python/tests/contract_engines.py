@@ -30,6 +30,7 @@ from unittest import mock
 
 import test_engines
 import test_verl
+import vramctl
 from vramctl import engines
 from vramctl.engines import Hook, Place, sglang, vllm
 from vramctl.frameworks import verl
@@ -47,6 +48,28 @@ VERSIONS = {
 }
 HOOKS = {"sglang": sglang.HOOKS, "vllm": vllm.HOOKS, "verl": verl.HOOKS}
 TITLES = {"sglang": "SGLang", "vllm": "vLLM", "verl": "verl"}
+
+#: Device memory of caches that SGLang allocates outside its regions; some is cache, the rest describes it. So the adapter does not say that
+#: all of the cache is tagged, and `default` is protected, too. `KvVmmBufferOwner` is a view of the arena, which is tagged.
+OUTSIDE_REGIONS = {
+    "CompressStatePool._alloc_kv_score_buffer",
+    "DSATokenToKVPool._create_index_buffers",
+    "DeepSeekV4TokenToKVPool.__init__",
+    "FlexibleKVCacheMemoryPool.__init__",
+    "IndexKeyCache.__init__",
+    "Int8CheckpointStore.__init__",
+    "KvVmmBufferOwner.__init__",
+    "LayerSplitDSATokenToKVPool._create_index_buffers",
+    "LayerSplitIndexKeyCache.__init__",
+    "MambaCheckpointPool.__init__",
+    "MiniMaxM3Nvfp4IndexKPool.__init__",
+    "MiniMaxM3Nvfp4MainKVPool.__init__",
+    "NSATokenToKVPool.__init__",
+    "PageInterleaveKVPoolMixin._init_page_shard_state",
+    "RadixCache.reset",
+    "RequestWindow.__init__",
+    "UnifiedRadixCache._reset_full",
+}
 
 
 # ---- the sources ----
@@ -149,6 +172,31 @@ class Sources:
         assert matched, f"nothing in {inside} matches {pattern}: is this check still looking?"
         return matched
 
+    def caches_outside_regions(self) -> set[str]:
+        """The functions that keep device memory in a pool of SGLang's, outside its memory saver's regions."""
+        found: set[str] = set()
+
+        def look(node: ast.AST, path: list[str], inside: bool) -> None:
+            for child in ast.iter_child_nodes(node):
+                named = isinstance(child, (ast.ClassDef, ast.FunctionDef))
+                there = [*path, child.name] if isinstance(child, (ast.ClassDef, ast.FunctionDef)) else path
+                enters = isinstance(child, ast.With) and any(".region(" in ast.unparse(one) for one in child.items)
+                kept = isinstance(child, ast.Assign) and any(ast.unparse(one).startswith("self.") for one in child.targets)
+                if (
+                    kept
+                    and not inside
+                    and re.search("Pool|Store|Cache|Arena|Owner|Window", path[0])
+                    and "Allocator" not in path[0]
+                ):
+                    found.update(".".join(path) for call in ast.walk(child) if allocates(call))
+                if named or not isinstance(child, ast.expr):
+                    look(child, there, inside or enters)
+
+        for file in (self.folder / self.package / "srt/mem_cache").rglob("*.py"):
+            if "host" not in str(file.relative_to(self.folder)):
+                look(ast.parse(file.read_text()), [], False)
+        return found
+
     def whole(self, *modules: str) -> dict[str, str]:
         """Modules with their full source."""
         return {self.path(module): self.text(module) for module in modules}
@@ -157,6 +205,14 @@ class Sources:
         file = self.file(module)
         assert file is not None, f"{self.package} {self.version} has no {module}"
         return str(file)
+
+
+def allocates(node: ast.AST) -> bool:
+    """Whether this is a call of torch that allocates device memory."""
+    if not isinstance(node, ast.Call) or not re.fullmatch(r"torch\.(zeros|empty|full|ones)(_like)?", ast.unparse(node.func)):
+        return False
+    devices = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "device"]
+    return bool(devices) and "cpu" not in devices[0]
 
 
 def member(node: Any, name: str) -> Any:
@@ -168,6 +224,18 @@ def member(node: Any, name: str) -> Any:
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return child
     return None
+
+
+def parameters(node: ast.FunctionDef) -> dict[str, Any]:
+    """Names and defaults of a function in the release."""
+    given = node.args.posonlyargs + node.args.args
+    defaults = [inspect.Parameter.empty] * (len(given) - len(node.args.defaults)) + [
+        ast.literal_eval(default) if isinstance(default, ast.Constant) else ... for default in node.args.defaults
+    ]
+    found = dict(zip((argument.arg for argument in given), defaults))
+    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
+        found[argument.arg] = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+    return found
 
 
 def skeleton(node: Any, name: str) -> Any:
@@ -249,10 +317,42 @@ class Contract(test_engines.Engine):
         tag: str | None = one["tag"]
         return tag
 
+    def takes_the_same(self, module: str, name: str, ours: Any) -> None:
+        """Each public method of a class can be called here with what it can be called with there."""
+        for node in self.found.node(module, name).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                here = inspect.signature(inspect.unwrap(getattr(ours, node.name))).parameters
+                for parameter, default in parameters(node).items():
+                    if parameter not in ("self", "cls"):
+                        with self.subTest(f"{name}.{node.name}", parameter=parameter):
+                            self.assertIn(parameter, here)
+                            if default is not inspect.Parameter.empty:
+                                self.assertIsNot(here[parameter].default, inspect.Parameter.empty, "it has a default there")
+
     # SGLang
 
     def sglang(self) -> None:
         found = self.found
+        outside = found.caches_outside_regions()
+        self.assertTrue(outside, "is this check still looking?")
+        self.assertLessEqual(outside, OUTSIDE_REGIONS, "somebody else keeps a cache outside of regions")
+        reads = set().union(*found.matches(r"\b(?:server_args|get_server_args\(\)|cfg)\.(enable_memory_saver)\b").values())
+        self.assertEqual(reads, {"enable_memory_saver"}, "SGLang reads the setting where we do")
+        (default,) = {
+            ast.literal_eval(node.value)
+            for place in sglang.SETTINGS.places
+            if place.path.endswith(".enable_memory_saver")
+            and isinstance(node := found.node(place.module, place.path), ast.AnnAssign)
+            if node.value is not None
+        }
+        self.assertIs(default, False)
+        saver_module = "sglang.srt.utils.torch_memory_saver_adapter"
+        regions_take = [
+            list(parameters(node))[1]
+            for node in ast.walk(found.tree(Path(found.path(saver_module))))
+            if isinstance(node, ast.FunctionDef) and node.name == "region"
+        ]
+        self.assertEqual(set(regions_take), {"tag"}, "the first argument of a region")
         tags = set().union(*found.matches(r"\bGPU_MEMORY_TYPE_\w+ = \"(\w+)\"").values())
         self.assertLessEqual(tags, {"weights", "kv_cache", "cuda_graph"}, "a tag that nobody knows here")
         regions = set().union(*found.matches(r"memory_saver\w*\.region\(\s*(?:tag=)?(\w+)").values())
@@ -359,6 +459,17 @@ class Contract(test_engines.Engine):
             if not file.startswith("device_allocator/")
         }
         self.assertLessEqual(set().union(*users.values()), {"instance.release_pools", "get_instance"}, users)
+        worker = "vllm.v1.worker.gpu_worker"
+        self.assertEqual(list(parameters(found.node(worker, vllm.WEIGHTS.places[0].path))), ["self", "tag"])
+        (load,) = [node for node in found.node(worker, "Worker.load_model").body if isinstance(node, ast.With)]
+        self.assertIn("self._maybe_get_memory_pool_context(tag='weights')", ast.unparse(load.items[0]))
+        self.assertIn("self.model_runner.load_model(", ast.unparse(load), "the model is loaded in there")
+        to_sleep, to_wake = (found.source(worker, f"Worker.{name}") for name in ("sleep", "wake_up"))
+        if "unregister_kv_caches()" in to_sleep:
+            self.assertLess(
+                to_sleep.index("unregister_kv_caches()"), to_sleep.index(".suspend("), "before our backend is called"
+            )
+            self.assertIn("restore_kv_caches()", to_wake, "what our backend calls if it fails")
         sleep = found.source("vllm.v1.engine.core", "EngineCore.sleep")
         self.assertIn("prefix_cache", sleep, "a sleep that drops the KV cache forgets its prefix cache")
 
@@ -394,15 +505,23 @@ class Contract(test_engines.Engine):
 
     def vllm_from_outside(self) -> None:
         worker = mock.Mock(vllm_config=test_engines.vllm_config())
-        self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker), "weights")
+        with self.function(vllm.WEIGHTS.places[0])(worker, tag="weights"):
+            self.gpu.allocate("weights")
+        self.assertEqual(self.gpu.tags()["weights"], "weights")
+        theirs = self.gpu.torch.cuda.MemPool()
         for place in vllm.KV_CACHE.places:
             if self.found.defines(place):
                 self.assertEqual(self.allocated(self.function(place)), "kv_cache", place.name)
+                for self.gpu.last_pool_wins in (False, True):
+                    with test_engines.connector_with(theirs), self.gpu.torch.cuda.use_mem_pool(theirs):
+                        self.assertIsNone(self.allocated(self.function(place)), "in a connector's pool, it is left alone")
+                    self.assertEqual(self.gpu.allocations[-1]["pool"], theirs.id)
 
     def vllm_asleep(self, ours: Any) -> None:
         worker = mock.Mock(vllm_config=test_engines.vllm_config(sleep=True))
         worker.vllm_config.model_config.sleep_mode_backend = "vramctl"
-        self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker), "default")
+        self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker, "weights"), "default")
+        self.takes_the_same(vllm.CUMEM, "CuMemAllocator", ours.Allocator)
         # Memory comes from the pools that vLLM asks for.
         allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()
         self.assertIsInstance(allocator, ours.Allocator)
@@ -417,9 +536,15 @@ class Contract(test_engines.Engine):
             self.assertEqual(self.gpu.contents()["weights of sleep mode"], ("active", "here"))
             return
         factory = importlib.import_module(vllm.BACKENDS).SleepModeBackendFactory
+        self.takes_the_same(vllm.BACKENDS, "SleepModeBackend", ours.Backend)
         for name in ("cumem", "vramctl"):
             with self.subTest(backend=name):
                 backend = factory.create_backend(types.SimpleNamespace(sleep_mode_backend=name))
+                with test_engines.connector_with(None) as connector, self.assertRaises(vramctl.errors.HostMemory):
+                    self.gpu.host_memory = False
+                    backend.suspend(1)
+                self.gpu.host_memory = True
+                connector.restore_kv_caches.assert_called_once_with()
                 backend.suspend(1)
                 states = self.gpu.contents()
                 self.assertEqual(states["weights of sleep mode"], ("paused", "kept"))

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from contract_engines import pip
+from contract_engines import parameters, pip
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "torch_memory_saver"
@@ -47,18 +47,6 @@ def archive() -> zipfile.ZipFile | None:
         (wheel,) = Path(work).glob("*.whl")
         # It stays readable without its name.
         return zipfile.ZipFile(wheel.open("rb"))
-
-
-def parameters(node: ast.FunctionDef) -> dict[str, Any]:
-    """Names and defaults of a function in the release."""
-    given = node.args.posonlyargs + node.args.args
-    defaults = [inspect.Parameter.empty] * (len(given) - len(node.args.defaults)) + [
-        ast.literal_eval(default) if isinstance(default, ast.Constant) else ... for default in node.args.defaults
-    ]
-    found = dict(zip((argument.arg for argument in given), defaults))
-    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
-        found[argument.arg] = inspect.Parameter.empty if default is None else ast.literal_eval(default)
-    return found
 
 
 def targets(node: ast.stmt) -> list[ast.expr]:

@@ -16,6 +16,7 @@ import tempfile
 import textwrap
 import types
 import unittest
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,8 @@ class Gpu:
     def __init__(self):
         self.regions, self.pools, self.live_pools = [], [], 0
         self.allocations = []  # dictionaries: what, tag, pool, bytes, state, contents
-        self.engine = None
+        self.engine, self.tags_cache = None, False
+        self.last_pool_wins = False
         self.log = []
         self.free = None  # bytes available to a resume; None: enough
         self.cached = 0  # bytes that torch holds as free
@@ -87,12 +89,16 @@ class Gpu:
         self.torch.zeros = self.allocate
 
     def allocate(self, what: str, bytes: int = GIB, **settings: Any) -> str:
-        # Torch uses the pool entered first. During a graph capture that is the graph's own, given in `settings`, because no
-        # engine enters another pool around a capture.
-        pool = settings["pool"] if "pool" in settings else self.pools[0].id if self.pools else None
+        # Torch uses the pool entered first; since pytorch#168382, the one entered last. During a graph capture that is the graph's own,
+        # given in `settings`, because no engine enters another pool around a capture.
+        entered = self.pools[-1 if self.last_pool_wins else 0].id if self.pools else None
+        pool = settings.get("pool", entered)
         tag = self.regions[-1] if self.regions else "default"
         self.allocations.append({"what": what, "tag": tag, "pool": pool, "bytes": bytes, "state": "active", "contents": "here"})
         return what
+
+    def announce(self, engine: str, tags_cache: bool) -> None:
+        self.engine, self.tags_cache = engine, tags_cache
 
     def tags(self) -> dict[str, str | None]:
         return {one["what"]: one["tag"] for one in self.allocations}
@@ -230,11 +236,16 @@ VLLM = {
                 return torch.zeros("KV cache")
         """,
     "vllm/v1/worker/gpu_worker.py": """
-        import torch
+        import contextlib, torch
         class Worker:
             def __init__(self, config): self.vllm_config = config
+            def _maybe_get_memory_pool_context(self, tag):
+                return contextlib.nullcontext()
             def load_model(self, *, load_dummy_weights=False):
-                return torch.zeros("weights")
+                with self._maybe_get_memory_pool_context(tag="weights"):
+                    weights = torch.zeros("weights")
+                torch.zeros("buffers of a transfer engine")
+                return weights
         """,
 }
 
@@ -462,7 +473,7 @@ class Engine(unittest.TestCase):
         importlib.import_module(name)
         ours = importlib.import_module(f"vramctl.engines.{name}")
         mock.patch.object(ours.engines, "thread_region", lambda tag: vramctl.region(tag, pool=False)).start()
-        mock.patch.object(ours.engines, "announce", lambda name: setattr(self.gpu, "engine", name)).start()
+        mock.patch.object(ours.engines, "announce", self.gpu.announce).start()
         self.addCleanup(mock.patch.stopall)
         ours.install()
         return ours
@@ -486,6 +497,21 @@ def vllm_config(sleep: bool = False, tp: int = 1, disable: bool = False, **more:
         parallel_config=types.SimpleNamespace(tensor_parallel_size=tp, disable_custom_all_reduce=disable),
         **more,
     )
+
+
+@contextlib.contextmanager
+def connector_with(pool: Any) -> Iterator[Any]:
+    """A connector to other engines, perhaps with a pool of its own."""
+    connector = mock.Mock()
+    connector.get_mem_pool_context.return_value = pool
+    transfer = types.SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: connector)
+    with mock.patch.dict(sys.modules, {"vllm.distributed.kv_transfer": transfer}):
+        yield connector
+
+
+def entered(gpu: Gpu, pool: Any) -> Any:
+    """As vLLM enters a connector's pool around the allocation of the cache."""
+    return gpu.torch.cuda.use_mem_pool(pool) if pool is not None else contextlib.nullcontext()
 
 
 def run_vllm(config, runner="second"):
@@ -512,6 +538,7 @@ class VllmFromOutside(Engine):
 
     WANTED = {
         "weights": "weights",
+        "buffers of a transfer engine": "default",
         "KV cache": "kv_cache",
         "block tables before": "default",
         "activations": "default",
@@ -531,7 +558,7 @@ class VllmFromOutside(Engine):
         self.assertNotIn(None, weights | cache)
         self.assertEqual(self.gpu.live_pools, 0, "a pool's free memory is returned when its region ends")
         self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
-        self.assertEqual(self.gpu.engine, "vllm")
+        self.assertEqual((self.gpu.engine, self.gpu.tags_cache), ("vllm", True))
 
     def test_the_second_model_runner(self):
         self.check(VLLM, "second")
@@ -544,16 +571,16 @@ class VllmFromOutside(Engine):
         self.check(VLLM_33, "second")
 
     def test_a_connector_s_own_pool_keeps_the_cache(self):
-        """Newer versions of torch use the pool entered last, so one of ours would take the place of the connector's."""
+        """Whichever of two pools torch uses."""
         self.engine(VLLM_33, "vllm")
-        connector = types.SimpleNamespace(get_mem_pool_context=mock.Mock())
-        transfer = types.SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: connector)
-        for pool, tag in ((contextlib.nullcontext(), None), (None, "kv_cache")):
-            connector.get_mem_pool_context.return_value = pool
-            with self.silent(), mock.patch.dict(sys.modules, {"vllm.distributed.kv_transfer": transfer}):
-                run_vllm(vllm_config())
-            cache = [one for one in self.gpu.allocations if one["what"] == "KV cache"][-1]
-            self.assertEqual((cache["tag"], cache["pool"] is not None), (tag, tag is not None))
+        theirs = self.gpu.torch.cuda.MemPool()
+        for self.gpu.last_pool_wins in (False, True):
+            for pool, tag in ((theirs, None), (None, "kv_cache")):
+                with self.silent(), connector_with(pool), entered(self.gpu, pool):
+                    run_vllm(vllm_config())
+                cache = [one for one in self.gpu.allocations if one["what"] == "KV cache"][-1]
+                self.assertEqual((cache["tag"], cache["pool"] == theirs.id), (tag, pool is theirs))
+                self.assertIsNotNone(cache["pool"])
 
     def test_for_nvlink_between_nodes_vllm_keeps_its_allocator(self):
         """Whose handles ours does not have. Known only when the settings are, after ours has taken its place."""
@@ -608,7 +635,7 @@ class VllmFromOutside(Engine):
         self.assertEqual(len([one for one in self.gpu.allocations if one["what"] == "weights"]), 1)
         from vllm.v1.worker.gpu_worker import Worker
 
-        self.assertFalse(hasattr(Worker.load_model._vramctl_wraps, "_vramctl_wraps"))
+        self.assertFalse(hasattr(Worker._maybe_get_memory_pool_context._vramctl_wraps, "_vramctl_wraps"))
 
     def test_a_graph_whose_capture_fails_ends_its_region(self):
         self.engine(VLLM, "vllm")
@@ -664,15 +691,19 @@ class VllmFromOutside(Engine):
             self.engine(files, "vllm").install()
             run_vllm(vllm_config())
         self.assertEqual((self.gpu.tags()["weights"], self.gpu.tags()["KV cache"]), ("weights", "default"))
+        self.assertFalse(self.gpu.tags_cache, "a pause from outside must not drop anything that may be cache")
 
     def test_a_version_without_the_worker_says_so_once(self):
         files = {name: text for name, text in VLLM.items() if "gpu_worker" not in name}
-        with self.warned("lacks Worker.load_model"):
+        with self.warned("lacks Worker._maybe_get_memory_pool_context"):
             self.engine(files, "vllm").install()
 
     def test_whatever_fails_in_our_code_vllm_starts(self):
         ours = self.engine(VLLM, "vllm")
-        with mock.patch.object(ours.engines, "tag_graphs", side_effect=KeyError("ours")), self.warned("Worker.load_model"):
+        with (
+            mock.patch.object(ours.engines, "tag_graphs", side_effect=KeyError("ours")),
+            self.warned("Worker._maybe_get_memory_pool_context"),
+        ):
             run_vllm(vllm_config())
             run_vllm(vllm_config())
         self.assertEqual(self.gpu.tags()["weights"], "default")
@@ -945,9 +976,8 @@ class VllmSleepBackend(Engine):
 
     def test_a_connector_gets_its_cache_back_from_a_sleep_that_fails(self):
         """vLLM takes it away before, and gives it back only if it wakes up from a sleep that has succeeded."""
-        backend, connector = self.started(), mock.Mock()
-        transfer = types.SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: connector)
-        with mock.patch.dict(sys.modules, {"vllm.distributed.kv_transfer": transfer}):
+        backend = self.started()
+        with connector_with(None) as connector:
             self.gpu.host_memory = False
             with self.assertRaises(vramctl.errors.HostMemory):
                 backend.suspend(1)
@@ -1034,7 +1064,7 @@ class Sglang(Engine):
         self.assertEqual({what: self.gpu.tags()[what] for what in wanted}, wanted)
         self.assertFalse(self.gpu.pools_of("weights") & self.gpu.pools_of("kv_cache"))
         self.assertEqual(self.gpu.live_pools, 0)
-        self.assertEqual(self.gpu.engine, "sglang")
+        self.assertEqual((self.gpu.engine, self.gpu.tags_cache), ("sglang", False))
 
     def test_each_part_of_sglang_asks_for_a_saver_and_graphs_are_wrapped_once(self):
         ours, entered = self.engine(self.files, "sglang"), []
@@ -1132,7 +1162,10 @@ class Sglang(Engine):
             ours.install()
             self.load_plugins()
             created = []
-            with mock.patch.object(ours.engines, "announce", created.append), self.saver(self.start()).region("weights"):
+            with (
+                mock.patch.object(ours.engines, "announce", lambda name, **_: created.append(name)),
+                self.saver(self.start()).region("weights"),
+            ):
                 pass
         self.assertEqual((created, regions), (["sglang"], ["weights"]))
 
@@ -1276,7 +1309,7 @@ class Guard(unittest.TestCase):
 
 class Announcing(unittest.TestCase):
     def test_without_the_library_nothing_is_said_and_nothing_fails(self):
-        importlib.import_module("vramctl.engines").announce("vllm")
+        importlib.import_module("vramctl.engines").announce("vllm", tags_cache=True)
 
 
 if __name__ == "__main__":

@@ -42,14 +42,14 @@ FILES = {
                 self.vllm_config = S(
                     model_config=S(enable_sleep_mode=sleep, enable_cumem_allocator=sleep), parallel_config=S(tensor_parallel_size=1)
                 )
-            def pool(self, tag):
+            def _maybe_get_memory_pool_context(self, tag):
                 import contextlib
                 if not self.vllm_config.model_config.enable_sleep_mode:
                     return contextlib.nullcontext()
                 from vllm.device_allocator.cumem import CuMemAllocator
                 return CuMemAllocator.get_instance().use_memory_pool(tag)
             def load_model(self):
-                with self.pool("weights"):
+                with self._maybe_get_memory_pool_context(tag="weights"):
                     loaded = torch.empty(32 << 20)  # temporary memory of a checkpoint
                     self.weights = torch.empty(32 << 20)
                     del loaded
@@ -68,7 +68,7 @@ def work(sleep):
     from vllm.v1.worker.gpu import attn_utils
     worker = Worker(sleep)
     worker.load_model()
-    with worker.pool("kv_cache"):
+    with worker._maybe_get_memory_pool_context("kv_cache"):
         cache, tables = attn_utils.init_kv_cache()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()

@@ -44,7 +44,7 @@ class Release(unittest.TestCase):
         with tarfile.open(out / f"{name}.tar.gz") as archive:
             archive.extractall(self.folder)
         place = self.folder / name
-        for wanted in ("LICENSE", "include/vramctl.h", "scripts/pause.sh", "vramctl/site/sitecustomize.py"):
+        for wanted in ("LICENSE", "docs/install.md", "include/vramctl.h", "scripts/pause.sh", "vramctl/site/sitecustomize.py"):
             self.assertTrue((place / wanted).is_file(), wanted)
         ours = ("LD_PRELOAD", "PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON")
         environment = {name: value for name, value in os.environ.items() if name not in ours}

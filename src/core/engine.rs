@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use vramctl_config::Config;
 use vramctl_host::{PerProcess, Unpoison};
 
@@ -10,6 +11,19 @@ static ENGINE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::defaul
 /// Announces the inference engine in this process; `None` withdraws it.
 pub fn set(name: Option<&str>) {
     *ENGINE.get().lock().unpoisoned() = name.map(str::to_owned);
+}
+
+/// Whether all of its KV cache has the tag of one. Otherwise, it may be in everything that is not known to be something else.
+static TAGS_CACHE: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
+
+/// Declares whether all of the engine's KV cache has the tag `kv_cache`.
+pub fn set_tags_cache(tags: bool) {
+    TAGS_CACHE.get().store(tags, Ordering::Relaxed);
+}
+
+/// Whether all of the engine's KV cache has the tag `kv_cache`.
+pub fn tags_cache() -> bool {
+    TAGS_CACHE.existing().is_some_and(|tags| tags.load(Ordering::Relaxed))
 }
 
 /// The announced inference engine.

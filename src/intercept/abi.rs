@@ -517,6 +517,21 @@ pub unsafe extern "C" fn vramctl_set_engine(name: *const c_char) -> VramctlResul
     })
 }
 
+/// Declares whether all of the engine's KV cache has the tag `kv_cache`. Without this, `vramctl pause` takes everything but `weights` and
+/// `cuda_graph` for the cache, and refuses to discard it.
+///
+/// `tags`: 1 if it does, 0 if not.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_set_engine_tags_cache(tags: i32) -> VramctlResult {
+    answer(|| {
+        if !matches!(tags, 0 | 1) {
+            return Err(Error::Invalid(format!("`tags` is {tags}, not 1 or 0")));
+        }
+        engine::set_tags_cache(tags == 1);
+        Ok(())
+    })
+}
+
 /// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
 /// changed. Drops retained backups that are no longer wanted.
 ///

@@ -87,11 +87,15 @@ def present(package: ModuleType, hooks: tuple[Hook, ...]) -> list[tuple[Hook, Pl
     found: list[tuple[Hook, Place]] = []
     for hook in hooks:
         if hook.around is not None:
-            places = [place for place in hook.places if defines(package, place)]
-            if not places and not all(is_before(package, place.since) for place in hook.places):
+            if not hooks_all(package, hook):
                 lacks(package, hook)
-            found += [(hook, place) for place in places]
+            found += [(hook, place) for place in hook.places if defines(package, place)]
     return found
+
+
+def hooks_all(package: ModuleType, hook: Hook) -> bool:
+    """Whether this version has a place of the hook, or is older than what needs it."""
+    return any(defines(package, place) for place in hook.places) or all(is_before(package, one.since) for one in hook.places)
 
 
 def is_before(package: ModuleType, since: str) -> bool:
@@ -232,12 +236,18 @@ def say_once(text: str, *arguments: Any, exc_info: bool = False) -> None:
         logger.warning("vramctl: " + text, *arguments, exc_info=exc_info)
 
 
-def announce(name: str) -> None:
+def announce(name: str, tags_cache: bool) -> None:
     """Tells the library which engine runs in this process, so that it refuses to discard the KV cache from outside while
-    the engine's prefix cache still describes it."""
-    set_engine = getattr(ctypes.CDLL(None), "vramctl_set_engine", None)
+    the engine's prefix cache still describes it. `tags_cache`: all of the cache gets the tag `kv_cache`."""
+    library = ctypes.CDLL(None)
+    set_engine = getattr(library, "vramctl_set_engine", None)
     if set_engine is not None:
         set_engine(name.encode())
+        library.vramctl_set_engine_tags_cache(int(tags_cache and not _misses_regions))
+
+
+#: A region could not be entered, so what was allocated there has the process's tag.
+_misses_regions = False
 
 
 # ---- regions ----
@@ -266,6 +276,14 @@ def thread_region(tag: str | None) -> Iterator[None]:
         library.call("region_end")
 
 
+def _misses_a_region() -> None:
+    global _misses_regions
+    _misses_regions = True
+    set_tags_cache = getattr(ctypes.CDLL(None), "vramctl_set_engine_tags_cache", None)
+    if set_tags_cache is not None:
+        set_tags_cache(0)
+
+
 @contextlib.contextmanager
 def if_possible(region: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """A best-effort region around the engine's code: if entering or leaving fails, warn and carry on."""
@@ -274,6 +292,7 @@ def if_possible(region: contextlib.AbstractContextManager[None]) -> Iterator[Non
         stack.enter_context(region)
     except Exception as error:
         say_once("memory keeps the process's tag, because entering a region failed: %s", error)
+        _misses_a_region()
     try:
         yield
     finally:

@@ -91,7 +91,8 @@ def _create(original: engines.Function, *arguments: Any, **keywords: Any) -> Any
     settings = _settings()
     if settings is None:
         return saver
-    engines.announce("sglang")
+    # Some models' caches are outside of SGLang's regions (`tests/contract_engines.py` lists them), so `default` may be cache.
+    engines.announce("sglang", tags_cache=False)
     # With the saver on, memory outside it keeps the process's tag: graphs, unless SGLANG_MEMORY_SAVER_CUDA_GRAPH is set.
     if not settings.enable_memory_saver:
         engines.tag_graphs("cuda_graph")

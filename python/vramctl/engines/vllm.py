@@ -39,7 +39,8 @@ ALLOCATOR = Hook(
 WEIGHTS = Hook(
     what="tags weights when sleep mode is off",
     through=engines.BY_NAME,
-    places=(Place("vllm.v1.worker.gpu_worker:Worker.load_model", "0.24"),),
+    # Around the model alone: what `load_model` makes besides, such as a transfer engine's buffers, gets registered.
+    places=(Place("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context", "0.24"),),
     without="all memory keeps the process's tag and can be paused by it",
 )
 #: The functions that allocate only the cache: the block tables must survive when it is discarded.
@@ -95,9 +96,18 @@ _own_mode = False
 
 
 @engines.around(WEIGHTS)
-def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keywords: Any) -> Any:
+def _pool_context(original: engines.Function, worker: Any, tag: str) -> Any:
+    """vLLM enters this around what its sleep mode manages; first around the model."""
+    if tag == "weights":
+        _prepare(worker)
+        if not _own_mode:
+            return engines.if_possible(engines.tagged(tag))
+    return original(worker, tag)
+
+
+def _prepare(worker: Any) -> None:
     global _own_mode
-    engines.announce("vllm")
+    engines.announce("vllm", tags_cache=engines.hooks_all(importlib.import_module("vllm"), KV_CACHE))
     config = worker.vllm_config
     model = config.model_config
     sleeps = bool(getattr(model, "enable_sleep_mode", False))
@@ -109,14 +119,10 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
         engines.tag_graphs("cuda_graph")
     elif getattr(model, "sleep_mode_backend", None) == _OURS:
         _add_graphs(config)
-    if _own_mode:
-        return original(worker, *arguments, **keywords)
-    if getattr(getattr(config, "load_config", None), "load_format", None) == "ipc_cache":
+    if not _own_mode and getattr(getattr(config, "load_config", None), "load_format", None) == "ipc_cache":
         engines.say_once(
             "the weights are in a process of their own (load format ipc_cache), so the tag `weights` has next to nothing of this engine"
         )
-    with engines.if_possible(engines.tagged("weights")):
-        return original(worker, *arguments, **keywords)
 
 
 def _add_graphs(config: Any) -> None:

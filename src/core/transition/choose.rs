@@ -1,6 +1,7 @@
 //! What a request selects, and what protects memory from being taken.
 
 use super::contents::policy_for;
+use crate::engine;
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
@@ -73,8 +74,8 @@ impl Chosen {
     pub(super) fn spare_prefix_cache(&self, request: &TransitionRequest) -> Result<(), Error> {
         const KV_CACHE: &str = "kv_cache";
         let Some(engine) = &request.engine else { return Ok(()) };
-        // If nothing has the tag (an unknown engine version), assume the cache is in everything else.
-        let tagged = self.all.iter().any(|allocation| &*allocation.tag == KV_CACHE);
+        // Unless the engine's adapter has said that it tags all of it (not in an unknown version), the cache may be in everything else.
+        let tagged = engine::tags_cache();
         let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
         let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Policy::Discard);
         if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
