@@ -105,7 +105,7 @@ pub fn look_for_obstacles(found: &Found, processes: &mut [Process]) {
         if process.suspended().is_none() && depends_on_others(process) {
             let whole = || std::iter::once(process.clone()).chain(found.others_of_job(process)).collect();
             let job = jobs.entry(process.job_or_itself()).or_insert_with(whole);
-            more.extend(Elsewhere::of(&*job).obstacle(process));
+            more.extend(Elsewhere::of(&*job, &BTreeSet::new()).obstacle(process));
             let pids: Vec<_> = job.iter().map(|one| one.pid).collect();
             let together = Member::new(found, process.clone()).and_then(|mut member| member.plan(&TransitionRequest::default(), &pids));
             if let (Ok(status), Ok(answer)) = (&mut process.status, together) {

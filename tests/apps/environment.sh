@@ -97,10 +97,13 @@ release_folder() { # project root
 	printf '%s/release\n' "${CARGO_TARGET_DIR:-$1/target}"
 }
 
-build_vramctl() { # project root
+build_vramctl() { # project root; options of cargo (default: the release build)
+	local root=$1
+	shift
+	if (($# == 0)); then set -- --release; fi
 	need_command cargo "Install Rust from https://rustup.rs (curl https://sh.rustup.rs -sSf | sh)."
 	local quiet=(--quiet)
-	# The first build takes a minute: on a terminal, show cargo's progress.
+	# The first build takes minutes: on a terminal, show cargo's progress.
 	if [[ -t 2 ]]; then quiet=(); fi
-	(cd "$1" && cargo build --release --locked ${quiet[@]+"${quiet[@]}"}) >&2
+	(cd "$root" && cargo build "$@" --locked ${quiet[@]+"${quiet[@]}"}) >&2
 }
