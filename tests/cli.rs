@@ -5,7 +5,7 @@
 mod common;
 
 use common::machine::{Machine, Ran};
-use common::{artifacts, command_line, interruptible};
+use common::{command_line, interruptible, library};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -1450,10 +1450,6 @@ fn the_doctor_checks_variables_and_directories() {
 // ---- run ----
 
 /// The library, which does nothing in programs without CUDA.
-fn library() -> PathBuf {
-    artifacts().join("libvramctl.so")
-}
-
 /// Another library: the C library.
 fn harmless_library() -> PathBuf {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();

@@ -4,17 +4,15 @@
 
 mod common;
 
-use common::{
-    Gpu, MIB, Stream, artifacts, compile, free, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, simulated_libraries,
-    write,
-};
+use common::machine::{Machine, Ran};
+use common::{Gpu, MIB, Stream, compile, free, library, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, write};
 use std::collections::BTreeMap;
-use std::process::Command;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use vramctl_intercept::{hooks, launch};
 
-fn program() -> &'static std::path::Path {
-    static BUILT: OnceLock<std::path::PathBuf> = OnceLock::new();
+fn program() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let program = own_folder().join("copies");
         compile(&program, &["copies.c"], &[]);
@@ -24,19 +22,14 @@ fn program() -> &'static std::path::Path {
 
 /// What each copy has answered and changed.
 fn table(arguments: &[&str], managed: bool, has_path: bool) -> BTreeMap<String, String> {
-    let mut command = Command::new("timeout");
-    command.arg("100").arg(program()).args(arguments);
-    command.env("LD_LIBRARY_PATH", simulated_libraries()).env("SIMGPU_DEVICES", "2").env("SIMGPU_MEMORY", "256M");
-    if managed {
-        command.env("LD_PRELOAD", artifacts().join("libvramctl.so"));
-        command.env("VRAMCTL_TAG", "default").env("VRAMCTL_DIR", own_folder().join("sockets"));
-    }
+    let (machine, library) = (Machine::with(2, "256M"), library());
+    let preloaded: &[&Path] = if managed { &[&library] } else { &[] };
+    let mut command = machine.preloaded(preloaded, program(), arguments);
+    command.env("VRAMCTL_TAG", "default");
     if !has_path {
         command.env("SIMGPU_NO_P2P", "1");
     }
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{arguments:?}: {output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = Ran::of(&mut command).expect(0, "", "").out;
     let table: BTreeMap<_, _> = text.lines().filter_map(|line| line.split_once(": ")).map(|(a, b)| (a.to_owned(), b.to_owned())).collect();
     assert!(table.len() > 600, "{}", table.len());
     table

@@ -4,7 +4,7 @@
 mod common;
 
 use common::machine::{Machine, Program, Ran};
-use common::{SHARED, artifacts, compile, own_folder, programs};
+use common::{SHARED, compile, own_folder, programs};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
@@ -44,7 +44,7 @@ fn library(source: &str) -> PathBuf {
 fn threads_are_cancelled_in_the_drivers_functions() {
     let machine = Machine::new();
     let mut command = machine.command(programs().join("guest"), &["cancelled"]);
-    let preloaded = format!("{}:{}", artifacts().join("libvramctl.so").display(), library("waits.c").display());
+    let preloaded = format!("{}:{}", common::library().display(), library("waits.c").display());
     Ran::of(command.env("LD_PRELOAD", preloaded)).expect(0, "ok", "");
 }
 
@@ -80,7 +80,7 @@ fn a_message_that_finds_no_space_does_no_harm() {
     let mut errors = tempfile::tempfile().unwrap();
     errors.write_all(&[b'\n'; 64]).unwrap();
     let mut command = machine.command(programs().join("guest"), &["no-space"]);
-    command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
+    command.env("LD_PRELOAD", common::library()).env("VRAMCTL_TAG", "default");
     // Which gives a warning.
     Ran::of(command.env("SIMGPU_NO_VMM", "1").stderr(errors.try_clone().unwrap())).expect(0, "ok", "");
     assert_eq!(errors.metadata().unwrap().len(), 64);
@@ -105,7 +105,7 @@ fn a_child_that_no_fork_handler_has_seen_ends_without_a_trace() {
 fn a_message_does_not_stop_a_program_in_the_background() {
     let machine = Machine::new();
     let mut command = machine.command(programs().join("guest"), &["in-the-background"]);
-    command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
+    command.env("LD_PRELOAD", common::library()).env("VRAMCTL_TAG", "default");
     // Which gives a warning.
     Ran::of(command.env("SIMGPU_NO_VMM", "1")).expect(0, "ok", "");
 }
@@ -115,7 +115,7 @@ fn a_message_does_not_stop_a_program_in_the_background() {
 fn a_program_that_must_not_start_threads_is_told_so_by_a_pause() {
     let machine = Machine::new();
     let mut command = machine.command(programs().join("guest"), &["no-threads"]);
-    command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
+    command.env("LD_PRELOAD", common::library()).env("VRAMCTL_TAG", "default");
     let warned = "no control socket: could not start a thread: Resource temporarily unavailable";
     let ran = Ran::of(&mut command).expect(0, "pause: 4 vramctl could not start a thread in the process: ", warned);
     assert!(ran.out.ends_with("ok\n"), "{}", ran.out);

@@ -1727,7 +1727,7 @@ fn a_mistake_in_the_environment_is_reported_even_if_nothing_is_managed() {
     };
     let allocating = |variable| said(&std::env::current_exe().unwrap(), &["--ignored", "--exact", "one_allocation"], variable);
     assert_eq!(allocating(("VRAMCTL_TAG", "")), "");
-    let library = common::artifacts().join("libvramctl.so");
+    let library = common::library();
     for wrong in [("VRAMCTL_TAG", "a,b"), ("TMS_INIT_ENABLE", "maybe")] {
         let warning = allocating(wrong);
         assert!(warning.contains(&format!("warn: {}", wrong.0)) && warning.contains(wrong.1), "{warning:?}");

@@ -4,12 +4,12 @@
 
 mod common;
 
+use common::machine::{Machine, Ran};
 use common::{
-    Gpu, MIB, SHARED, artifacts, compile, free, malloc_tagged, own_folder, pattern, pause, read, resume, simulated_libraries, write,
+    Gpu, MIB, SHARED, compile, free, library, malloc_tagged, own_folder, pattern, pause, read, resume, simulated_libraries, write,
 };
 use std::ffi::{CString, c_int, c_void};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 use std::{fs, mem, ptr};
 use vramctl_core::memory::{Memory, region};
@@ -44,21 +44,10 @@ fn path(name: &str) -> String {
 
 /// The output of a program under these preloaded libraries.
 fn said(preloaded: &[&Path], program: &str, arguments: &[&str]) -> String {
-    let machine = tempfile::tempdir().unwrap();
-    let paths: Vec<_> = preloaded.iter().map(|path| path.to_str().unwrap()).collect();
-    let mut command = Command::new("timeout");
-    command.args(["60", "env", &format!("LD_PRELOAD={}", paths.join(":"))]).arg(path(program)).args(arguments);
+    let machine = Machine::with(1, "256M");
+    let mut command = machine.preloaded(preloaded, path(program), arguments);
     command.env("LD_LIBRARY_PATH", format!("{}:{}", simulated_libraries().display(), built().display()));
-    command.env("SIMGPU_DIR", machine.path()).env("SIMGPU_MEMORY", "256M");
-    command.env("VRAMCTL_DIR", machine.path().join("sockets")).env("VRAMCTL_TAG", "default").env_remove("LD_PRELOAD");
-    let output = command.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{}: {text}{}", output.status, String::from_utf8_lossy(&output.stderr));
-    text
-}
-
-fn library() -> PathBuf {
-    artifacts().join("libvramctl.so")
+    Ran::of(command.env("VRAMCTL_TAG", "default")).expect(0, "", "").out
 }
 
 /// What `uses.h` prints if the registrations of `name` are noticed, and its errors are explained by this NCCL, both to it and within NCCL.

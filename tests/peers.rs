@@ -3,12 +3,9 @@
 
 mod common;
 
-use common::{
-    Gpu, MIB, OwnContext, Stream, artifacts, free, last_error, malloc_tagged, own_folder, pattern, pause, read, resume, set_device,
-    simulated_libraries, write,
-};
+use common::machine::{Machine, Ran};
+use common::{Gpu, MIB, OwnContext, Stream, free, last_error, library, malloc_tagged, pattern, pause, read, resume, set_device, write};
 use std::ffi::c_void;
-use std::process::Command;
 use std::ptr;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::{ContextHandle, Current, StreamHandle};
@@ -407,17 +404,9 @@ assert not is_open(plain)
 assert cuda.cudaDeviceDisablePeerAccess(1) == 705
 "#;
     for way in ["linked", "looked up"] {
-        let output = Command::new("timeout")
-            .args(["60", "python3", "-c", PROGRAM, way])
-            .env("LD_PRELOAD", artifacts().join("libvramctl.so"))
-            .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("VRAMCTL_TAG", "default")
-            .env("VRAMCTL_DIR", own_folder().join("program"))
-            .env("SIMGPU_DEVICES", "2")
-            .env("SIMGPU_MEMORY", "256M")
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{way}: {output:?}");
+        let machine = Machine::with(2, "256M");
+        let mut python = machine.preloaded(&[&library()], "python3", &["-c", PROGRAM, way]);
+        Ran::of(python.env("VRAMCTL_TAG", "default")).expect(0, "", "");
     }
 }
 

@@ -64,7 +64,7 @@ impl Runs {
 #[test]
 fn a_library_that_cannot_be_preloaded_is_refused() {
     let runs = Runs::new();
-    let good = common::artifacts().join("libvramctl.so");
+    let good = common::library();
     let bytes = fs::read(&good).unwrap();
     let mut foreign = bytes[..4096].to_vec();
     foreign[18] = 21; // PowerPC
@@ -93,7 +93,7 @@ fn a_library_that_cannot_be_preloaded_is_refused() {
 fn a_library_that_this_user_cannot_read_is_refused() {
     let runs = Runs::new();
     let path = runs.folder().join("libvramctl.so");
-    fs::copy(common::artifacts().join("libvramctl.so"), &path).unwrap();
+    fs::copy(common::library(), &path).unwrap();
     fs::set_permissions(&path, Permissions::from_mode(0o000)).unwrap();
     if fs::File::open(&path).is_ok() {
         println!("not run: root reads every file");
@@ -138,7 +138,7 @@ fn a_program_of_musl_runs_without_the_library() {
     let (program, why) = (program.to_str().unwrap(), "musl is not managed: it is linked with musl, whose loader cannot load the library");
     runs.is_not_managed(&[program], why);
     // Other preloaded libraries stay.
-    let others = format!("{}:/nowhere/other.so", common::artifacts().join("libvramctl.so").display());
+    let others = format!("{}:/nowhere/other.so", common::library().display());
     let ran = runs.run_with(&[program], |command| _ = command.env("LD_PRELOAD", others)).expect(0, "alone", why);
     assert!(ran.err.contains("/nowhere/other.so") && !ran.err.contains("libvramctl.so"), "{}", ran.err);
 

@@ -5,7 +5,7 @@
 mod common;
 
 use common::machine::{Machine, Program, Ran};
-use common::{artifacts, programs};
+use common::{artifacts, library, programs};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,17 +13,13 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 use vramctl_intercept::hooks::HOOKED;
 use vramctl_intercept::opens::OPENERS;
 use vramctl_intercept::resolve::RESOLVERS;
 use vramctl_intercept::{entries, nccl};
-
-fn library() -> PathBuf {
-    artifacts().join("libvramctl.so")
-}
 
 const MIB: u64 = 1 << 20;
 

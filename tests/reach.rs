@@ -4,10 +4,11 @@
 
 mod common;
 
-use common::{artifacts, c_compiler, compile, own_folder, simulated_libraries};
+use common::machine::{Machine, Ran};
+use common::{c_compiler, compile, library, own_folder, simulated_libraries};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::OnceLock;
 
 /// The folder with the programs, built once.
@@ -41,47 +42,30 @@ fn programs() -> &'static Path {
     })
 }
 
-fn library() -> PathBuf {
-    artifacts().join("libvramctl.so")
-}
-
 /// Runs a program on its own machine, under these preloaded libraries.
-fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
+fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Ran {
     run_with(simulated_libraries(), preloaded, program, arguments)
 }
 
 /// The same with the driver in this folder.
-fn run_with(driver: &Path, preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
-    let machine = tempfile::tempdir().unwrap();
-    // A hang must fail the test instead of blocking it forever.
-    let mut command = Command::new("timeout");
-    command.args(["60", "env"]);
-    if !preloaded.is_empty() {
-        let paths: Vec<_> = preloaded.iter().map(|path| path.to_str().unwrap()).collect();
-        command.arg(format!("LD_PRELOAD={}", paths.join(":")));
-    }
+fn run_with(driver: &Path, preloaded: &[&Path], program: &str, arguments: &[&str]) -> Ran {
+    let machine = Machine::with(1, "256M");
+    let mut command = machine.preloaded(preloaded, programs().join(program), arguments);
     command
-        .arg(programs().join(program))
-        .args(arguments)
         .env("ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0")
         .env("LD_LIBRARY_PATH", format!("{}:{}:{}", driver.display(), simulated_libraries().display(), programs().display()))
-        .env("REAL_DRIVER", simulated_libraries().join("libcuda.so.1"))
-        .env("SIMGPU_DIR", machine.path())
-        .env("SIMGPU_MEMORY", "256M")
-        .env("VRAMCTL_DIR", machine.path().join("sockets"))
-        .env_remove("LD_PRELOAD");
-    command.output().unwrap()
+        .env("REAL_DRIVER", simulated_libraries().join("libcuda.so.1"));
+    Ran::of(&mut command)
 }
 
 /// The output of a program that succeeds.
-fn said(output: &Output) -> String {
-    let (text, errors) = (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{}: {text}{errors}", output.status);
-    text
+#[track_caller]
+fn said(ran: Ran) -> String {
+    ran.expect(0, "", "").out
 }
 
 fn reach(arguments: &[&str]) -> String {
-    said(&run(&[&library()], "reach", arguments))
+    said(run(&[&library()], "reach", arguments))
 }
 
 /// The simulated driver's functions.
@@ -163,7 +147,7 @@ fn each_variant_has_its_own_entry() {
 
 #[test]
 fn by_linking_the_driver_and_through_the_runtimes_entry_points() {
-    let text = said(&run(&[&library()], "linked", &[]));
+    let text = said(run(&[&library()], "linked", &[]));
     assert!(text.contains("linked libvramctl.so libcuda.so.1\n") && text.matches("use 0\n").count() == 2, "{text}");
     // The runtime's own lookup, which asks the driver: a process may have several runtimes, each with its own versions.
     assert!(text.contains("runtime libcudart.so.13 libcudart.so.13\n"), "{text}");
@@ -179,7 +163,7 @@ fn by_linking_the_driver_and_through_the_runtimes_entry_points() {
 
 #[test]
 fn from_a_static_runtime() {
-    let text = said(&run(&[&library()], "static_runtime", &[]));
+    let text = said(run(&[&library()], "static_runtime", &[]));
     assert_eq!(text, "runtime static_runtime\ndriver libvramctl.so libvramctl.so\nuse 0 0\n");
 }
 
@@ -201,11 +185,8 @@ def owner(address):
 maps = [line.split() for line in open("/proc/self/maps")]
 print(owner(ours), owner(function.value), owner(ctypes.cast(driver.cuInit, ctypes.c_void_p).value))
 "#;
-    let machine = tempfile::tempdir().unwrap();
-    let mut python = Command::new("python3");
-    python.args(["-c", program]).env("LD_PRELOAD", library()).env("LD_LIBRARY_PATH", simulated_libraries());
-    let output = python.env("SIMGPU_DIR", machine.path()).env("SIMGPU_MEMORY", "256M").output().unwrap();
-    assert_eq!(said(&output), "libvramctl.so libvramctl.so libsimgpu.so\n");
+    let ran = Ran::of(&mut Machine::new().preloaded(&[&library()], "python3", &["-c", program]));
+    assert_eq!(said(ran), "libvramctl.so libvramctl.so libsimgpu.so\n");
 }
 
 /// A library's own function is never replaced, whatever its name; a library's dependencies are found through its handle.
@@ -232,20 +213,19 @@ fn no_driver_is_found_if_none_is_loaded() {
 #[test]
 fn the_caller_of_a_lookup_stays_the_caller() {
     let (with, without) = (run(&[&library()], "next", &[]), run(&[], "next", &[]));
-    assert_eq!(said(&with), "12 0 1 libfirst.so\n");
-    assert_eq!(said(&without), said(&with));
+    assert_eq!([said(with), said(without)], ["12 0 1 libfirst.so\n"; 2]);
 }
 
 #[test]
 fn failures_and_their_errors_are_the_real_ones() {
-    let (with, without) = (reach(&["errors"]), said(&run(&[], "reach", &["errors"])));
+    let (with, without) = (reach(&["errors"]), said(run(&[], "reach", &["errors"])));
     assert_eq!(with, without);
     assert!(with.contains("undefined symbol: cuMemAlloc_v2") && with.ends_with("after a success: null, no error\n"), "{with}");
 }
 
 #[test]
 fn invalid_arguments_get_the_drivers_answers() {
-    let (with, without) = (reach(&["garbage"]), said(&run(&[], "reach", &["garbage"])));
+    let (with, without) = (reach(&["garbage"]), said(run(&[], "reach", &["garbage"])));
     assert!(with.lines().count() > 5_000 && with.contains(": 0 0, 0 0 0\n"));
     for (with, without) in with.lines().zip(without.lines()) {
         assert_eq!(with, without);
@@ -265,13 +245,13 @@ fn with_another_library_that_answers_dlsym() {
     let (ours, other) = (library(), programs().join("libinterposer.so"));
     for (order, freed_by) in [([&*other, &*ours], "libinterposer.so"), ([&*ours, &*other], "libvramctl.so")] {
         let output = run(&order, "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]);
-        let text = said(&output);
+        assert_eq!(output.err, "interposer: lookups, frees\n", "{order:?}");
+        let text = said(output);
         assert_eq!(text, format!("cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 {freed_by}\ncuInit libcuda.so.1\nuse 0\n"));
-        assert_eq!(String::from_utf8_lossy(&output.stderr), "interposer: lookups, frees\n", "{order:?}");
         for program in ["static_runtime", "linked", "next"] {
-            said(&run(&order, program, &[]));
+            said(run(&order, program, &[]));
         }
-        assert_eq!(said(&run(&order, "reach", &["threads"])), "0 0\n");
+        assert_eq!(said(run(&order, "reach", &["threads"])), "0 0\n");
     }
 }
 
@@ -282,15 +262,13 @@ fn with_another_library_that_has_the_drivers_functions() {
     let ours = library();
     for other in ["libbehind.so", "libbehind_by_proc_address.so"].map(|name| programs().join(name)) {
         for order in [[&*ours, &*other], [&*other, &*ours]] {
-            let output = run(&order, "reach", &["both"]);
-            let text = said(&output);
+            let text = said(run(&order, "reach", &["both"]));
             assert_eq!(text, "libvramctl.so libvramctl.so libvramctl.so: 0 0 0\n".repeat(4), "{order:?}");
             for program in ["static_runtime", "linked"] {
-                said(&run(&order, program, &[]));
+                said(run(&order, program, &[]));
             }
         }
-        let output = run(&[&ours, &other], "reach", &["both"]);
-        assert_eq!(String::from_utf8_lossy(&output.stderr), "behind: called\n");
+        assert_eq!(run(&[&ours, &other], "reach", &["both"]).err, "behind: called\n");
     }
 }
 
@@ -299,11 +277,11 @@ fn with_another_library_that_has_the_drivers_functions() {
 fn with_a_library_that_stands_in_for_the_driver() {
     let folder = programs().join("stand_in");
     for program in ["static_runtime", "linked"] {
-        said(&run_with(&folder, &[&library()], program, &[]));
+        said(run_with(&folder, &[&library()], program, &[]));
     }
     let output = run_with(&folder, &[&library()], "reach", &["both"]);
-    assert_eq!(said(&output), "libvramctl.so libvramctl.so libvramctl.so: 0 0 0\n".repeat(4));
-    assert_eq!(String::from_utf8_lossy(&output.stderr), "behind: called\n");
+    assert_eq!(output.err, "behind: called\n");
+    assert_eq!(said(output), "libvramctl.so libvramctl.so libvramctl.so: 0 0 0\n".repeat(4));
 }
 
 /// A second copy of the library, under another name, changes nothing.
@@ -311,9 +289,9 @@ fn with_a_library_that_stands_in_for_the_driver() {
 fn with_a_second_copy() {
     let copy = own_folder().join("libsecondcopy.so");
     fs::copy(library(), &copy).unwrap();
-    let text = said(&run(&[&library(), &copy], "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]));
+    let text = said(run(&[&library(), &copy], "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]));
     assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 libvramctl.so\ncuInit libcuda.so.1\nuse 0\n");
-    let text = said(&run(&[&copy, &library()], "reach", &["proc", "13000", "0", "cuMemAlloc"]));
+    let text = said(run(&[&copy, &library()], "reach", &["proc", "13000", "0", "cuMemAlloc"]));
     assert_eq!(text, "cuMemAlloc 0 libsecondcopy.so, 0 libsecondcopy.so status 0\nuse 0\n");
 }
 
@@ -332,12 +310,12 @@ fn with_libraries_that_replace_the_allocator() {
             continue;
         };
         // Some sanitizers do not run everywhere, such as where addresses are randomised too much.
-        if !run(&[&other], "reach", &["dlsym"]).status.success() {
+        if run(&[&other], "reach", &["dlsym"]).code != Some(0) {
             println!("not run: {name} does not run here");
             continue;
         }
         for order in [[&*library(), &*other], [&*other, &*library()]] {
-            let text = said(&run(&order, "reach", &["dlsym", "cuMemAlloc_v2"]));
+            let text = said(run(&order, "reach", &["dlsym", "cuMemAlloc_v2"]));
             assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\nuse 0\n", "{name}");
         }
     }

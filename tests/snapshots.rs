@@ -5,16 +5,21 @@
 mod common;
 
 use common::generated;
-use common::machine::{Machine, Program};
+use common::machine::Machine;
+use std::process::Command;
 
 #[track_caller]
 fn check(name: &str, shown: &str) {
     generated::check(&format!("tests/snapshots/{name}.txt"), shown, "the command line shows");
 }
 
-/// An engine that names the same run and the same host memory on each machine.
-fn start(machine: &Machine, name: &str) -> Program {
-    machine.engine_with(name, |command| _ = command.env("VRAMCTL_JOB", format!("run-of-{name}")).env("VRAMCTL_HOST_CAP", "64M"))
+/// Checks these commands on a machine with two engines, which name the same run and the same host memory on each machine.
+#[track_caller]
+fn check_with_two(name: &str, commands: &[&str]) {
+    let machine = Machine::new();
+    let of_run = |command: &mut Command, name| _ = command.env("VRAMCTL_JOB", format!("run-of-{name}")).env("VRAMCTL_HOST_CAP", "64M");
+    let engines = ["engine", "trainer"].map(|name| (name, machine.engine_with(name, |command| of_run(command, name))));
+    check(name, &machine.transcript(&engines.each_ref().map(|(name, engine)| (*name, engine.pid())), commands));
 }
 
 #[test]
@@ -31,11 +36,8 @@ fn help() {
 
 #[test]
 fn tables() {
-    let machine = Machine::new();
-    let [engine, trainer] = ["engine", "trainer"].map(|name| start(&machine, name));
-    let programs = [("engine", engine.pid()), ("trainer", trainer.pid())];
-    let shown = machine.transcript(
-        &programs,
+    check_with_two(
+        "tables",
         &[
             "ps",
             "ps --sort bytes -o name",
@@ -49,16 +51,12 @@ fn tables() {
             "resume engine",
         ],
     );
-    check("tables", &shown);
 }
 
 #[test]
 fn refusals() {
-    let machine = Machine::new();
-    let [engine, trainer] = ["engine", "trainer"].map(|name| start(&machine, name));
-    let programs = [("engine", engine.pid()), ("trainer", trainer.pid())];
-    let shown = machine.transcript(
-        &programs,
+    check_with_two(
+        "refusals",
         &[
             "pause",
             "pause wieghts --name engine",
@@ -70,5 +68,4 @@ fn refusals() {
             "run -- no-such-program",
         ],
     );
-    check("refusals", &shown);
 }

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{Gpu, MIB, free, malloc, pattern, read, write};
+use common::machine::{Machine, Ran};
+use common::{Gpu, MIB, free, library, malloc, pattern, read, write};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
-use std::process::Command;
 use std::ptr;
 use std::thread;
 use vramctl_core::memory::Memory;
@@ -372,20 +372,11 @@ fn torchs_allocator_gets_managed_memory_on_the_device_that_it_names() {
     });
 }
 
-/// Runs Python with the simulated GPU and with `preload` in `LD_PRELOAD`.
-fn python(script: &str, preload: &[&Path], sockets: &Path) {
-    let preload: Vec<_> = preload.iter().map(|path| path.to_str().unwrap()).collect();
-    let output = Command::new("python3")
-        .args(["-c", script])
-        .arg(common::artifacts().join("libvramctl.so"))
-        .env("LD_PRELOAD", preload.join(":"))
-        .env("LD_LIBRARY_PATH", common::simulated_libraries())
-        // The library creates it; an existing directory would have to be closed to other users.
-        .env("VRAMCTL_DIR", sockets.join("sockets"))
-        .env("VRAMCTL_TAG", "default")
-        .output()
-        .expect("python3 runs");
-    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+/// Runs Python with the simulated GPU and with these libraries preloaded. The script's argument is the library.
+fn python(script: &str, preloaded: &[&Path]) {
+    let machine = Machine::new();
+    let mut python = machine.preloaded(preloaded, "python3", &["-c", script]);
+    Ran::of(python.arg(library()).env("VRAMCTL_TAG", "default")).expect(0, "", "");
 }
 
 /// `vramctl run` preloads the library, and a framework preloads it again under another name. The second copy must not manage
@@ -393,10 +384,9 @@ fn python(script: &str, preload: &[&Path], sockets: &Path) {
 #[test]
 fn of_two_copies_only_the_first_is_active() {
     let folder = tempfile::tempdir().unwrap();
-    let (library, copy) = (common::artifacts().join("libvramctl.so"), folder.path().join("torch_memory_saver_hook_mode_preload.abi3.so"));
+    let (library, copy) = (library(), folder.path().join("torch_memory_saver_hook_mode_preload.abi3.so"));
     std::fs::copy(&library, &copy).unwrap();
     for order in [[&*copy, &*library], [&*library, &*copy]] {
-        let sockets = tempfile::tempdir().unwrap();
         python(
             "
 import ctypes, json, os, time
@@ -431,7 +421,6 @@ for pointer in (managed, plain, asked_of_the_second):
 assert not tags(first)
 ",
             &order,
-            sockets.path(),
         );
     }
 }
@@ -440,7 +429,6 @@ assert not tags(first)
 /// be paused.
 #[test]
 fn a_library_that_was_only_opened_manages_what_it_is_asked_for() {
-    let sockets = tempfile::tempdir().unwrap();
     python(
         "
 import ctypes, sys
@@ -480,7 +468,6 @@ assert free_bytes() == before - (8 << 20), 'the runtime itself is not hooked'
 assert runtime.cudaFree(plain) == 0
 ",
         &[],
-        sockets.path(),
     );
 }
 

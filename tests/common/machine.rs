@@ -9,7 +9,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -108,6 +108,18 @@ impl Machine {
                 .env("SIMGPU_DEVICES", self.devices.to_string())
                 .env("SIMGPU_CONTEXT_BYTES", self.context_bytes.to_string());
         }
+        command
+    }
+
+    /// A program under these preloaded libraries. A hang ends it, and so fails its test.
+    pub fn preloaded(&self, libraries: &[&Path], program: impl AsRef<OsStr>, arguments: &[&str]) -> Command {
+        // Not under `timeout` itself.
+        let mut command = self.command("timeout", &["100", "env"]);
+        if !libraries.is_empty() {
+            let paths: Vec<_> = libraries.iter().map(|path| path.to_str().unwrap()).collect();
+            command.arg(format!("LD_PRELOAD={}", paths.join(":")));
+        }
+        command.arg(program).args(arguments);
         command
     }
 
@@ -294,7 +306,7 @@ pub struct Ran {
 
 impl Ran {
     pub fn new(output: &Output) -> Self {
-        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
     }
 

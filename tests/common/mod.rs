@@ -106,6 +106,11 @@ pub fn artifacts() -> &'static Path {
     })
 }
 
+/// The preloaded library.
+pub fn library() -> PathBuf {
+    artifacts().join("libvramctl.so")
+}
+
 /// The command line.
 pub fn command_line() -> &'static str {
     static PATH: OnceLock<String> = OnceLock::new();
