@@ -22,6 +22,7 @@ PROGRAMS = ROOT / "scripts" / "gpu-check.d"
 sys.path[:0] = [str(PROGRAMS), str(ROOT / "python/tests/fake_torch")]
 
 import check  # noqa: E402
+import common  # noqa: E402
 import kinds  # noqa: E402
 import suspend  # noqa: E402
 import torch  # noqa: E402
@@ -53,12 +54,12 @@ class Sizes(unittest.TestCase):
         """An H100 and an H200 with nothing on them, and a GPU that another program has half filled: the memory.free of each, in MiB."""
         free = [81079, 143156, 71578]
         with mock.patch.object(
-            suspend, "smi", lambda query: [str(mib) for mib in free] if query == "memory.free" else self.fail(query)
+            common, "smi", lambda query: [str(mib) for mib in free] if query == "memory.free" else self.fail(query)
         ):
             for gpu, mib in enumerate(free):
-                left = mib - suspend.most_gib(gpu) * 1024
+                left = mib - common.most_gib(gpu) * 1024
                 self.assertGreater(left, 2 << 10, "its context needs memory, too")
-                self.assertLess(left, suspend.GIB << 10)
+                self.assertLess(left, suspend.PROGRAM_GIB << 10)
 
 
 class Package(unittest.TestCase):

@@ -9,17 +9,18 @@ import json
 import os
 import pathlib
 import platform
-import select
-import signal
 import socket
 import subprocess
 import sys
 import time
 
-import report
-from sets import GIB, MIB, PIECE, all_sets, gib
-
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "gpu-check.d"))
+
+import report  # noqa: E402
+from child import Child, Deadline, Failed  # noqa: E402
+from sets import GIB, MIB, PIECE, all_sets, gib  # noqa: E402
+
 # Seconds of overhead per process: its start, the driver's, its exit.
 START = 4
 # Host memory to leave free.
@@ -32,10 +33,6 @@ DEVICE_SPARE = 7 * GIB
 TURNS = ("1x100g", "72x1174m", "2000x8m", "24x1g")
 
 
-class Failed(Exception):
-    """A failure or a timeout."""
-
-
 def host_memory(what):
     """A line of /proc/meminfo in bytes."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
@@ -44,45 +41,14 @@ def host_memory(what):
     return 0
 
 
-class Child:
-    """A line-based request/response program that ends with us."""
+class Program(Child):
+    """One that answers `ok …`, and measures."""
 
-    def __init__(self, bench, name, command, env):
-        self.bench, self.name = bench, name
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=bench.log,
-            env=env,
-            start_new_session=True,
-        )
-        self.rest = b""
-        self.slow = 1.0
-
-    def hear(self, seconds):
-        end = time.monotonic() + min(seconds, max(1, self.bench.left()))
-        while b"\n" not in self.rest:
-            ready, _, _ = select.select(
-                [self.process.stdout], [], [], max(0, end - time.monotonic())
-            )
-            if not ready:
-                raise Failed(f"{self.name}: no answer in time")
-            more = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not more:
-                raise Failed(f"{self.name} ended with {self.process.wait()}")
-            self.rest += more
-        line, self.rest = self.rest.split(b"\n", 1)
-        line = line.decode(errors="replace")
-        self.bench.log.write(f"{self.name}: {line[:400]}\n")
-        self.bench.log.flush()
-        return line
+    slow = 1.0
 
     def ask(self, question, seconds=60):
-        self.bench.log.write(f"{self.name}> {question}\n")
-        self.process.stdin.write(f"{question}\n".encode())
-        self.process.stdin.flush()
-        word, _, rest = self.hear(seconds).partition(" ")
+        self.owner.log(f"{self.name}> {question}")
+        word, _, rest = super().ask(question, seconds).partition(" ")
         if word != "ok":
             raise Failed(f"{self.name}: {question.split()[0]}: {rest}")
         return rest
@@ -106,17 +72,9 @@ class Child:
         return 0
 
     def close(self):
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(Failed):
+            self.finish(20)
+        self.kill()
 
 
 class Bench:
@@ -125,7 +83,7 @@ class Bench:
         self.work, self.out = pathlib.Path(options.work), pathlib.Path(options.out)
         self.repeat, self.scale = options.repeat, options.scale
         self.began = time.monotonic()
-        self.log = open(self.out / "bench.log", "w")
+        self.log_file, self.deadline = open(self.out / "bench.log", "w"), Deadline(options.limit)
         self.children = []
         total = self.device_memory("total")
         self.every_set = all_sets(self.scale, total - DEVICE_SPARE if total > 2 * DEVICE_SPARE else total * 3 // 4)
@@ -188,17 +146,20 @@ class Bench:
 
     # ---- output ----
 
+    def log(self, text):
+        self.log_file.write(f"{text}\n")
+        self.log_file.flush()
+
     def say(self, text):
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", file=sys.stderr, flush=True)
-        self.log.write(f"# {text}\n")
-        self.log.flush()
+        self.log(f"# {text}")
 
     def note(self, text):
         if text not in self.data["notes"]:
             self.data["notes"].append(text)
 
     def left(self):
-        return self.options.limit - (time.monotonic() - self.began)
+        return self.deadline.rest()
 
     def step(self, name, seconds, function, *arguments):
         """Runs one step, if there is time for it. A failure ends only this step."""
@@ -219,10 +180,10 @@ class Bench:
             self.children = []
             self.write()
 
-    def turns(self, number):
-        """0, 1 … while the step is within its time; at least once."""
+    def turns(self, number, least=1):
+        """0, 1 … while the step is within its time; at least this often."""
         for turn in range(number):
-            if turn > 0 and time.monotonic() > self.step_end:
+            if turn >= least and time.monotonic() > self.step_end:
                 self.say(f"  only {turn} of {number} repeats: slower than expected")
                 return
             yield turn
@@ -232,9 +193,7 @@ class Bench:
             rows = self.data[kind].setdefault(name, {}).setdefault(system, {})
             rows.setdefault(row, []).append(value)
         rate = self.data["sets"].get(name, {}).get("bytes", 0) / seconds / 1e9
-        self.log.write(
-            f"# {name} {system} {row}: {seconds * 1e3:.2f} ms, {rate:.1f} GB/s, processor {slow:.2f}\n"
-        )
+        self.log(f"# {name} {system} {row}: {seconds * 1e3:.2f} ms, {rate:.1f} GB/s, processor {slow:.2f}")
 
     def until_quiet(self, wanted, chosen, system, rows):
         """Repeats until each row has enough undisturbed samples (report.QUIET), up to three times as often."""
@@ -277,7 +236,7 @@ class Bench:
 
     def raw(self, *arguments, seconds=120):
         """The results of raw.c: one object per line."""
-        child = Child(self, "raw", [self.work / "raw", *arguments], self.app_env)
+        child = Program(self, "raw", [self.work / "raw", *arguments], self.app_env)
         self.children.append(child)
         found = []
         child.process.stdin.close()
@@ -348,7 +307,7 @@ class Bench:
         if with_library:
             env["LD_PRELOAD"] = str(self.work / "libvramctl.so")
             env.update({f"VRAMCTL_{key}": str(value) for key, value in settings.items()})
-        child = Child(self, name, [self.work / "set"], env)
+        child = Program(self, name, [self.work / "set"], env)
         self.children.append(child)
         if child.hear(60) != ("ok with the library" if with_library else "ok without the library"):
             raise Failed(f"{name} did not start; see bench.log")
@@ -605,7 +564,7 @@ class Bench:
         self.saver_env = env
 
     def start_saver(self):
-        child = Child(self, "saver", [sys.executable, HERE / "saver.py"], self.saver_env)
+        child = Program(self, "saver", [sys.executable, HERE / "saver.py"], self.saver_env)
         self.children.append(child)
         if child.hear(60).strip() != "ok":
             raise Failed("torch_memory_saver did not start; see bench.log")
@@ -830,7 +789,7 @@ class Bench:
         a = begin("a")
         a.took("pause * 0")
         b = begin("b")
-        for turn in self.turns(self.repeat + 1):
+        for turn in self.turns(self.repeat + 1, least=2):
             if retain:  # what has not changed would not be copied
                 b.ask(f"change {whole // PIECE}")
             out_begin, out_end = b.timed("pause * 0")

@@ -10,8 +10,7 @@ import statistics
 import subprocess
 import sys
 
-import two
-from suspend import check, used_mib
+from common import check, free_port, used_mib
 
 SIZES = [8 << (3 * step) for step in range(10)]
 #: Bytes that each measurement moves, and how often at least and at most.
@@ -58,7 +57,7 @@ def rank(number, port):
 
 def measure(before):
     """Microseconds for each size; the slower rank's."""
-    port = two.free_port()
+    port = free_port()
     command = [*before, sys.executable, __file__, "--rank"]
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
     ranks = [subprocess.Popen([*command, str(n), port], stdout=subprocess.PIPE, text=True, env=environment) for n in (0, 1)]

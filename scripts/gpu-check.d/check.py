@@ -7,173 +7,23 @@ import json
 import os
 import pathlib
 import platform
-import queue
 import re
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
 import kinds
+from child import Child, Deadline, Failed, end_once, kill, no_end, open_to_signals
+from common import GIB, MIB, most_gib_of
 
 HERE = pathlib.Path(__file__).resolve().parent
-MIB = 1 << 20
-GIB = 1 << 30
 # What a paused program may keep on a GPU: the CUDA context and libraries.
 LEFT_LIMIT_MIB = 1.2 * 1024
+#: What the other process uses of a GPU that has more.
+MOST_OTHER_GIB = 100
 #: How much of its log is shown of a section that did not end.
 LAST_LINES = 20
-
-
-class Failed(Exception):
-    """A failed check or a timeout."""
-
-
-class Deadline:
-    """The time at which all waiting in a section ends."""
-
-    def __init__(self, seconds):
-        self.end = time.monotonic() + seconds
-
-    def rest(self):
-        """Seconds left; zero or negative afterwards."""
-        return self.end - time.monotonic()
-
-    def left(self, wanted):
-        left = min(wanted, self.rest())
-        if left <= 0:
-            raise Failed("the section's time is used up")
-        return left
-
-    def late(self, what, seconds):
-        """The failure of what got all the time that there was, and at most `seconds`."""
-        if self.rest() <= 0:
-            return Failed(f"{what} before the section's time was used up: a larger --limit may help")
-        return Failed(f"{what} within {seconds:.0f} s")
-
-
-#: Signals that end a measurement.
-ENDING = {signal.SIGINT, signal.SIGTERM}
-
-
-def end_once():
-    """Lets SIGTERM and Ctrl-C end the measurement, once. A signal to the whole group arrives twice if `timeout` forwards it,
-    and the second must not interrupt the cleanup.
-    """
-
-    def end(number, _frame):
-        for each in ENDING:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each in ENDING:
-        signal.signal(each, end)
-
-
-@contextlib.contextmanager
-def no_end():
-    """Blocks the signals while a process is being started, or it would outlive us unnoticed."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def open_to_signals():
-    """Unblocks the signals in a process started inside `no_end`."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-
-
-class Child:
-    """A line-based request/response program. It and its children end with us."""
-
-    def __init__(self, check, name, command, env):
-        self.check, self.name = check, name
-        check.log(f"$ {' '.join(command)}")
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=check.log_file,
-            env=env,
-            text=True,
-            start_new_session=True,
-            preexec_fn=open_to_signals,
-        )
-        self.lines = queue.Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            self.lines.put(line.rstrip("\n"))
-        self.lines.put(None)
-
-    def hear(self, seconds):
-        try:
-            line = self.lines.get(timeout=self.check.deadline.left(seconds))
-        except queue.Empty:
-            raise self.check.deadline.late(f"{self.name} gave no answer", seconds) from None
-        if line is None:
-            self.process.wait(10)
-            raise Failed(f"{self.name} has ended, with {self.process.returncode}")
-        self.check.log(f"{self.name}: {line[:500]}")
-        return line
-
-    def tell(self, question):
-        with contextlib.suppress(BrokenPipeError):  # hear() reports how it ended
-            self.process.stdin.write(question + "\n")
-            self.process.stdin.flush()
-
-    def ask(self, question, seconds=60):
-        self.tell(question)
-        return self.hear(seconds)
-
-    def hear_json(self, question, seconds=60):
-        reply = json.loads(self.hear(seconds))
-        if "error" in reply:
-            raise Failed(f"{question}: {reply['error']}")
-        return reply
-
-    def ask_json(self, question, seconds=60):
-        self.tell(question)
-        return self.hear_json(question, seconds)
-
-    def has_answered(self):
-        return not self.lines.empty()
-
-    def finish(self, seconds=30):
-        """Closes its stdin, waits for it, and returns the exit code."""
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            return self.process.wait(self.check.deadline.left(seconds))
-        except subprocess.TimeoutExpired:
-            raise Failed(f"{self.name} does not end") from None
-
-    def kill(self):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.reader.join(1)
-        if not self.reader.is_alive():  # else a process that left the group holds the pipe
-            self.process.stdout.close()
-
-
-def kill(process):
-    """Kills a process and its children, and returns its output so far."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    try:
-        return process.communicate(timeout=10)[0]
-    except subprocess.TimeoutExpired as error:
-        # A process that left the group holds the pipe, or the driver holds the process.
-        return f"{(error.output or b'').decode(errors='replace')}\n(not ended by SIGKILL)"
 
 
 def unittest_result(text):
@@ -324,6 +174,10 @@ class Check:
         device = json.loads(self.smi("--json"))["devices"][0]
         where, _, which = what.partition(".")
         return str(device[which] // MIB) if where == "memory" else "simulated"
+
+    def other_gib(self):
+        """What the other process uses if nobody says."""
+        return min(MOST_OTHER_GIB, most_gib_of(int(self.gpu("memory.total"))))
 
     def used_mib(self, below=None):
         """Memory in use on the GPU. nvidia-smi may lag after a process has ended, so with `below`
@@ -907,7 +761,9 @@ def main():
     for name in ("gib", "other-gib", "program-mib", "cycles", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--kinds", default="")
-    check = Check(parser.parse_args())
+    options = parser.parse_args()
+    check = Check(options)
+    options.other_gib = options.other_gib or check.other_gib()
     end_once()
     try:
         passed = check.run()

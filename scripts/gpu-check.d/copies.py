@@ -13,6 +13,8 @@ import statistics
 import subprocess
 import sys
 
+from common import check
+
 TURNS = 3
 #: How much longer a copy may take; shorter differences are noise, in microseconds.
 LIMIT, NOISE = 1.10, 5.0
@@ -50,11 +52,6 @@ def run(command, managed):
     if done.returncode != 0:
         raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")
     return done.stdout
-
-
-def check(what, holds):
-    print("ok:" if holds else "FAILED:", what, flush=True)
-    return holds
 
 
 def table(managed, *arguments):

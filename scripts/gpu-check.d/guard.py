@@ -9,24 +9,17 @@ import os
 import subprocess
 import sys
 
+from common import GIB, MIB, check, failures
+
 #: An illegal address, and a launch that failed because of one.
 LOST = {"700", "719"}
 DISCARD, HOST = 1, 2
-MIB = 1 << 20
-GIB = 1 << 30
 KEPT = 64 * MIB
 
 runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 hooked = ctypes.CDLL(None)  # the preloaded library first
 cuda = ctypes.CDLL("libcuda.so.1")
 pointer, size = ctypes.c_void_p, ctypes.c_size_t
-failed = False
-
-
-def check(what, holds):
-    global failed
-    failed |= not holds
-    print("ok:" if holds else "FAILED:", what, flush=True)
 
 
 def must(code):
@@ -105,4 +98,4 @@ check("without such work, the resume tells of none", "guard_written_bytes" not i
 check("a graph that writes to active memory still does", strayed(stream, graph) == 0)
 must(cuda.cuMemcpyDtoH_v2(found, kept, size(MIB)))
 check("where it should", found.raw[:MIB] == b"\x5a" * MIB)
-sys.exit(failed)
+sys.exit(bool(failures))

@@ -16,11 +16,9 @@ import subprocess
 import sys
 import time
 
+from common import answer
+
 BUCKET = 512 << 20
-
-
-def answer(**fields):
-    print(json.dumps(fields), flush=True)
 
 
 def parameters(torch, gib, round_number):

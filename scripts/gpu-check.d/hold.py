@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+from common import check, used_mib_here
+
 STEPS = 1000
 
 
@@ -67,13 +69,7 @@ def program():
         print(json.dumps({"digest": digest, "last": seen[-1], "same": same, "s": time.monotonic() - began}), flush=True)
 
 
-def used_mib():
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    smi = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0])
-
-
-def rounds(vramctl, check, ask, child, how, times):
+def rounds(vramctl, ask, child, how, times):
     """A run of the loop that is paused at random moments. Returns whether the program can continue."""
     ask(how)
     undisturbed = json.loads(child.stdout.readline())
@@ -92,7 +88,7 @@ def rounds(vramctl, check, ask, child, how, times):
             refused.append(answer.stdout + answer.stderr)
             continue
         paused_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
-        least.append(used_mib())
+        least.append(used_mib_here())
         answer = subprocess.run([vramctl, "resume", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60)
         if answer.returncode:
             check(f"{how}: resume {number}", False, answer.stdout + answer.stderr)
@@ -117,10 +113,6 @@ def rounds(vramctl, check, ask, child, how, times):
 
 def main():
     vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20
-
-    def check(what, ok, detail=""):
-        print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
-
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [vramctl, "run", "--name", "hold", "--", sys.executable, __file__, "--program"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -132,7 +124,7 @@ def main():
             child.stdin.flush()
 
         for how, share in (("eager", times // 2), ("compile", times - times // 2)):
-            if not rounds(vramctl, check, ask, child, how, share):
+            if not rounds(vramctl, ask, child, how, share):
                 return
         child.stdin.close()
         check("the program ends well", child.wait(30) == 0)

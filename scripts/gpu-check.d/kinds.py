@@ -15,8 +15,9 @@ import subprocess
 import sys
 import typing
 
+from common import MIB
+
 FOLDER = pathlib.Path(__file__).resolve().parent / "programs"
-MIB = 1 << 20
 # What may stay in use on the GPU while a program is paused.
 LIMIT_MIB = int(1.3 * 1024)
 BUILD_SECONDS = 100

@@ -15,9 +15,8 @@ import sys
 import tempfile
 import time
 
-from suspend import check, used_mib
+from common import MIB, check, end, free_port, used_mib
 
-MIB, GIB = 1 << 20, 1 << 30
 #: How much the ledger may differ from nvidia-smi, and how much may be unexplained.
 LIMIT = 64
 MANAGED, OTHER = 16, 8
@@ -175,7 +174,7 @@ def named(vramctl):
 def nccl(vramctl):
     import two
 
-    port = two.free_port()
+    port = free_port()
     script = str(pathlib.Path(two.__file__).resolve())
     ranks = [
         subprocess.Popen(
@@ -197,7 +196,7 @@ def nccl(vramctl):
                 run(vramctl, "pause", "--name", "nccl")
         run(vramctl, "resume", "--name", "nccl")
     finally:
-        two.end(ranks)
+        end(ranks)
 
 
 def main():

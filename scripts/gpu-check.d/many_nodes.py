@@ -18,8 +18,7 @@ import sys
 import tempfile
 import time
 
-import two
-from suspend import check, used_mib
+from common import check, free_port, used_mib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 #: Seconds of undisturbed work in one run.
@@ -86,7 +85,7 @@ class Cluster:
         self.ray, self.nodes, self.ranks = ray, [], []
 
     def start(self, vramctl, folder, paths):
-        port = two.free_port()
+        port = free_port()
         address = f"127.0.0.1:{port}"
         self.nodes.append(start_node(vramctl, folder, 0, paths, "--head", f"--port={port}", "--include-dashboard=false"))
         self.join(address, 1)
@@ -113,7 +112,7 @@ class Cluster:
     def start_ranks(self):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor, port, folder = self.ray.remote(Rank), two.free_port(), str(pathlib.Path(__file__).resolve().parent)
+        actor, port, folder = self.ray.remote(Rank), free_port(), str(pathlib.Path(__file__).resolve().parent)
         for number, node in enumerate(self.ray.nodes()):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             self.ranks.append(actor.options(num_gpus=1, scheduling_strategy=there).remote(number, port, folder))

@@ -15,7 +15,9 @@ import sys
 import time
 
 import suspend
-from suspend import GIB, ask, check, run, smi, started, tell, used_mib
+from common import ask, check, filled, median, most_gib, run, smi, start, started, tell, used_mib
+from common import stages as stages_of
+from suspend import PROGRAM_GIB
 
 #: Exit codes of the command line.
 USAGE, NO_ROOM, BUSY, UNSUSPENDABLE = 2, 4, 5, 7
@@ -53,14 +55,14 @@ def there_and_back(vramctl, name, child, times):
             failed.append(f"move {number}: exit code {code}: {text}")
             break
         took.append(ms)
-        stages.append(suspend.stages(text))
+        stages.append(stages_of(text))
         after = json.loads(child.stdout.readline())
         used = used_mib()
         told.append(after["uuid"])
         status = json.loads(run(vramctl, "status", name, "--json")[1])["processes"][0]
         if after["digest"] != undisturbed["digest"] or not after["same"]:
             failed.append(f"move {number}: {after}")
-        if used[there] < GIB << 10 or used[1 - there] > 1024:
+        if used[there] < PROGRAM_GIB << 10 or used[1 - there] > 1024:
             failed.append(f"move {number}: {used} MiB in use")
         if status["devices"][0]["uuid"] != uuids[there]:
             failed.append(f"move {number}: status says {status['devices'][0]['uuid']}, it is on {uuids[there]}")
@@ -68,7 +70,7 @@ def there_and_back(vramctl, name, child, times):
     check(moves, not failed, " ".join(failed)[:2000])
     if took:
         names = dict.fromkeys(stage for row in stages for stage in row)
-        print(f"  vramctl move: {statistics.median(took):.0f} ms ({', '.join(f'{one} {suspend.median(stages, one)}' for one in names)})")
+        print(f"  vramctl move: {statistics.median(took):.0f} ms ({', '.join(f'{one} {median(stages, one)}' for one in names)})")
         print(f"  the program is told {told}, the GPUs are {uuids}", flush=True)
 
 
@@ -85,7 +87,7 @@ def wrong_maps(vramctl, child):
 
 
 def full_gpu(vramctl, child):
-    with suspend.filled(suspend.most_gib(1), 1):
+    with filled(most_gib(1), 1):
         refused("a full GPU", vramctl, ("move", "moved", "--to", "1"), NO_ROOM, ["GiB"])
         check("it runs on", ask(child, "check")["same"])
 
@@ -115,7 +117,7 @@ def swapped(vramctl, child, other):
 @contextlib.contextmanager
 def both(vramctl, *commands):
     """Two programs under the library: name and arguments of each."""
-    children = [suspend.start([vramctl, "run", "--name", name, "--", sys.executable, *arguments]) for name, *arguments in commands]
+    children = [start([vramctl, "run", "--name", name, "--", sys.executable, *arguments]) for name, *arguments in commands]
     try:
         yield children
     finally:
@@ -138,7 +140,7 @@ def main():
     vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 5
     own = [sys.executable, suspend.__file__, "--program"]
     # One sees both GPUs, the other one only its own.
-    with started([vramctl, "run", "--name", "moved", "--", *own, str(GIB)]) as child:
+    with started([vramctl, "run", "--name", "moved", "--", *own, str(PROGRAM_GIB)]) as child:
         there_and_back(vramctl, "moved", child, times)
         wrong_maps(vramctl, child)
         full_gpu(vramctl, child)

@@ -16,9 +16,8 @@ import sys
 import time
 
 import two
-from suspend import check, used_mib
+from common import check, end, free_port, used_mib
 
-MIB = 1 << 20
 CYCLES = 3
 #: What idle GPUs show beside a suspended job, at most.
 IDLE_MIB = 8
@@ -34,7 +33,7 @@ class Job:
     """Two ranks."""
 
     def __init__(self, vramctl, environment, option="--rank"):
-        self.vramctl, port = vramctl, two.free_port()
+        self.vramctl, port = vramctl, free_port()
         start = [vramctl, "run", "--name", "ranks", "--", sys.executable, two.__file__, option]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         self.ranks = [subprocess.Popen([*start, str(number), str(port)], **pipes) for number in (0, 1)]
@@ -116,7 +115,7 @@ def main():
         print(f"note: {name}", flush=True)
         job = Job(vramctl, {**environment, **settings})
         with contextlib.ExitStack() as stack:
-            stack.callback(two.end, job.ranks)
+            stack.callback(end, job.ranks)
             leave_and_come_back(job, idle)
 
 

@@ -19,19 +19,13 @@ import subprocess
 import sys
 import time
 
-from suspend import check, used_mib
-from two import free_port
+from common import MIB, answer, check, free_port, used_mib
 
-MIB = 1 << 20
 BUFFER = 64 * MIB
 BALLAST = 2048 * MIB
 KINDS = ("plain", "virtual", "gathered")
 # After this many seconds, a collective counts as hung.
 PATIENCE_S = 10
-
-
-def answer(**fields):
-    print(json.dumps(fields), flush=True)
 
 
 class OfAddress:

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-import suspend
-from suspend import check, used_mib
+from common import check, filled, smi, used_mib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 #: GiB left for the example.
@@ -35,19 +34,11 @@ CULPRITS = {
 @contextlib.contextmanager
 def ballast():
     """Another program takes all of the first GPU except ROOM."""
-    total = int(
-        subprocess.run(
-            ["nvidia-smi", "--id=0", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
-    gib = (total - used_mib()[0]) // 1024 - ROOM
+    gib = (int(smi("memory.total")[0]) - used_mib()[0]) // 1024 - ROOM
     if gib <= 0:
         yield
         return
-    with suspend.filled(gib, 0):
+    with filled(gib, 0):
         yield
 
 

@@ -13,10 +13,8 @@ import os
 import statistics
 import sys
 
-from suspend import check, run, started
+from common import GIB, MIB, check, run, started
 
-GIB = 1 << 30
-MIB = 1 << 20
 #: What there is beside the context, and how often.
 THINGS = [
     ("nothing", 0),

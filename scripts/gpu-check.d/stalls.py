@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 
+from common import check, failures
+
 #: Host memory to be unpinned.
 MIB = 512
 #: How much longer the longest call may take than without the library at work, in ms.
@@ -145,13 +147,6 @@ def program(kind, mib):
         print(json.dumps(answer), flush=True)
 
 
-failed = False
-
-
-def check(what, holds, detail=""):
-    global failed
-    failed |= not holds
-    print(f"{'ok' if holds else 'FAILED'}: {what}{'' if holds or not detail else f': {detail}'}", flush=True)
 
 
 class Measured:
@@ -267,7 +262,7 @@ def main(vramctl):
             measured.ask("end_work")
         finally:
             measured.end()
-    return failed
+    return bool(failures)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ import re
 import subprocess
 import sys
 
+from common import MIB, check
+
 TURNS = 5
 #: How much longer a round may take.
 LIMIT = 1.10
 #: Shorter differences are noise, in microseconds a round.
 NOISE = 1.0
-MIB = 1 << 20
 #: What a program may have in use afterwards that it had not before: kernels that the driver has loaded.
 LEFT_LIMIT = 64 * MIB
 
@@ -85,11 +86,6 @@ def torch_loops(managed):
             PYTORCH_ALLOC_CONF="backend:cudaMallocAsync",
         ).splitlines()[-1]
     )
-
-
-def check(what, holds):
-    print("ok:" if holds else "FAILED:", what, flush=True)
-    return holds
 
 
 def compare(measure):

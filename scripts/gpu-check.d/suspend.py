@@ -4,23 +4,21 @@ driver's checkpoint alone, with the same program.
 usage: suspend.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check, and a table
        suspend.py --program GIB        the program, which suspend.py starts under `vramctl run`
        suspend.py --driver PID [STEP…] the driver's checkpoint of a process, and back, or only these steps
-       suspend.py --fill GIB [GPU]     allocates and writes this much, prints a line, and holds it until its input ends
 """
 
-import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 
-GIB = 16
-#: The share of a GPU's free memory that another program takes. What is left is too little for the program's GIB, and enough for a context.
-FILL = 0.93
+from common import ask, check, median, most_gib, run, stages, started, tell, used_mib
+
+#: Of the program's memory.
+PROGRAM_GIB = 16
 STEPS = 2000
 
 
@@ -83,101 +81,8 @@ def driver(pid, steps):
     print(json.dumps(times))
 
 
-def fill(gib, gpu):
-    """Allocates and writes memory, without PyTorch, which is slow to start."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    context, address = ctypes.c_void_p(), ctypes.c_uint64()
-    for code in (
-        cuda.cuInit(0),
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu),
-        cuda.cuCtxSetCurrent(context),
-        cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(gib << 30)),
-        cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0xA5), ctypes.c_size_t(gib << 30)),
-        cuda.cuCtxSynchronize(),
-    ):
-        if code:
-            sys.exit(f"CUDA error {code}")
-    print(json.dumps({"filled": gib}), flush=True)
-    sys.stdin.read()
-
-
-def smi(query):
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-
-
-def used_mib():
-    return [int(mib) for mib in smi("memory.used")]
-
-
-def most_gib(gpu):
-    """How many GiB another program takes to leave no room for this one on a GPU."""
-    return int(FILL * int(smi("memory.free")[gpu]) / 1024)
-
-
-def check(what, ok, detail=""):
-    print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
-    return ok
-
-
-def start(command, **environment):
-    settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
-
-
-@contextlib.contextmanager
-def started(command, **environment):
-    """Starts a program, and waits until it is ready."""
-    child = start(command, **environment)
-    try:
-        child.stdout.readline()
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-
-
-@contextlib.contextmanager
-def filled(gib, gpu):
-    """Another program takes this much of a GPU."""
-    with start([sys.executable, os.path.abspath(__file__), "--fill", str(gib), str(gpu)]) as child:
-        check(f"another program has filled GPU {gpu}", bool(child.stdout.readline()), f"{gib} GiB")
-        try:
-            yield
-        finally:
-            child.stdin.close()
-
-
-def tell(child, request):
-    child.stdin.write(request + "\n")
-    child.stdin.flush()
-
-
-def ask(child, request):
-    tell(child, request)
-    return json.loads(child.stdout.readline())
-
-
-def run(*command):
-    began = time.monotonic()
-    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    ms = 1e3 * (time.monotonic() - began)
-    return answer.returncode, (answer.stdout + answer.stderr).strip(), ms
-
-
-def stages(text):
-    """The report of the first process in a JSON answer."""
-    report = json.loads(text)["processes"][0]
-    return report.get("report", {}).get("stages", {})
-
-
-def median(rows, stage):
-    values = [row[stage] for row in rows if stage in row]
-    return f"{statistics.median(values):.0f}" if values else "-"
-
-
 def suspend_and_resume(vramctl, times):
-    own = [sys.executable, os.path.abspath(__file__), "--program", str(GIB)]
+    own = [sys.executable, os.path.abspath(__file__), "--program", str(PROGRAM_GIB)]
     with started([vramctl, "run", "--name", "suspended", "--", *own]) as child:
         undisturbed = ask(child, "work")
         there = used_mib()[0]
@@ -249,7 +154,5 @@ if __name__ == "__main__":
         program(int(sys.argv[2]))
     elif sys.argv[1:2] == ["--driver"]:
         driver(int(sys.argv[2]), sys.argv[3:] or ["Lock", "Checkpoint", "Restore", "Unlock"])
-    elif sys.argv[1:2] == ["--fill"]:
-        fill(int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     else:
         main()

@@ -9,8 +9,7 @@ import statistics
 import sys
 import tempfile
 
-from suspend import check
-from two import end
+from common import check, end
 from watch import SIZES, command, gpus, hear, start, tell
 
 #: Jobs of each kind: a program that is started again differs from itself by more than a trace costs.

@@ -13,9 +13,8 @@ import statistics
 import sys
 import time
 
-import two
+from common import check, end, filled, most_gib, stages, used_mib
 from nccl import IDLE_MIB, Job
-from suspend import check, filled, most_gib, stages, used_mib
 
 KINDS = {"DistributedDataParallel": "--train", "FSDP": "--train-sharded"}
 SETTINGS = [
@@ -86,7 +85,7 @@ def main():
             environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
             job, rows = Training(vramctl, environment, option), []
             with contextlib.ExitStack() as stack:
-                stack.callback(two.end, job.ranks)
+                stack.callback(end, job.ranks)
                 wrong = leave_and_come_back(job, each, chance, idle, rows)
             shown = " ".join(f"{name}={value}" for name, value in settings.items()) or "defaults"
             check(f"{kind}, {shown}: suspended {each} times and moved, every loss equal", not wrong, wrong[:1500])

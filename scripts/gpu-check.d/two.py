@@ -10,20 +10,15 @@ import hashlib
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import time
 
-from suspend import check, used_mib
+from common import answer, check, end, free_port, used_mib
 
 COUNT = 64 << 20
 STEPS = 600
-
-
-def answer(**fields):
-    print(json.dumps(fields), flush=True)
 
 
 def peers():
@@ -235,22 +230,6 @@ def main():
             )
     finally:
         end(ranks)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def end(children):
-    for child in children:
-        child.stdin.close()
-    for child in children:
-        try:
-            child.wait(20)
-        except subprocess.TimeoutExpired:
-            child.kill()
 
 
 if __name__ == "__main__":

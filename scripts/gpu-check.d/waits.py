@@ -8,21 +8,15 @@ import sys
 import threading
 import time
 
+from common import MIB, check, failures
+
 BUSY = 8
-MIB = 1 << 20
 BYTES = 64 * MIB
 
 runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 hooked = ctypes.CDLL(None)  # the preloaded library first
 cuda = ctypes.CDLL("libcuda.so.1")
 pointer, word = ctypes.c_void_p, ctypes.c_uint32
-failed = False
-
-
-def check(what, holds):
-    global failed
-    failed |= not holds
-    print("ok:" if holds else "FAILED:", what, flush=True)
 
 
 def must(code):
@@ -90,4 +84,4 @@ must(hooked.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(BYTES)))
 must(cuda.cuCtxDestroy_v2(other))
 check("a context that the program destroys is noticed", pause(-1) == 0)
 check("and nothing of it comes back", hooked.vramctl_resume(None, ctypes.c_int64(0)) == 0)
-sys.exit(failed)
+sys.exit(bool(failures))

@@ -19,8 +19,7 @@ import sys
 import tempfile
 import time
 
-from suspend import check
-from two import end, free_port
+from common import GIB, answer, check, end, free_port
 
 #: Steps as (what, width, rows, layers): a collective per layer.
 SIZES = [("large layers", 4096, 4096, 32), ("small layers", 1024, 512, 64)]
@@ -35,11 +34,6 @@ SECONDS = 0.25
 RELAX_ROUNDS = 8
 #: The limit for the cost of the watch.
 LIMIT = 0.005
-GIB = 1 << 30
-
-
-def answer(**fields):
-    print(json.dumps(fields), flush=True)
 
 
 def rank(number, world, port):

@@ -17,8 +17,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
 import ledger  # noqa: E402
 import many  # noqa: E402
 import report  # noqa: E402
-from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
-from suspend import FILL  # noqa: E402
+from check import MOST_OTHER_GIB, Check, dig  # noqa: E402
+from child import Child, Deadline, Failed, end_once, no_end  # noqa: E402
+from common import most_gib_of  # noqa: E402
 
 NAME = "gpu-engines"
 
@@ -361,7 +362,7 @@ class Engines(Check):
             one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
             one.update(in_flight=not program.has_answered(), requests=int(burst.split()[1]))
             if len(rounds) in (0, times - 1):
-                gib = int(FILL * int(self.gpu("memory.total")) / 1024)
+                gib = most_gib_of(int(self.gpu("memory.total")))
                 code, text, _ = self.command(*self.other(gib), seconds=120, env=self.plain_env)
                 self.expect(f"another process uses {gib} GiB of each GPU", code == 0, text)
             began = time.monotonic()
@@ -597,6 +598,7 @@ def main():
         options.model = os.path.abspath(options.model)
     options.smi, options.libcudart = "nvidia-smi", ""
     engines = Engines(options)
+    options.other_gib = options.other_gib or (MOST_OTHER_GIB if options.dry_run else engines.other_gib())
     if options.dry_run:
         print(engines.plan())
         return 0

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "python")]
 
 import many_models  # noqa: E402
-from check import Failed  # noqa: E402
+from child import Failed  # noqa: E402
 
 import vramctl.__main__  # noqa: E402
 
