@@ -365,7 +365,7 @@ class StepsReport:
     bytes: int
     #: Milliseconds in all.
     ms: float
-    #: Milliseconds by step: pause, aside, lock, checkpoint; of a move, restore, unlock and resume, too.
+    #: Milliseconds by step: pause, quiesce, lock, checkpoint; of a move, restore, unlock and resume, too.
     stages: Mapping[str, float]
     #: Memory of other processes that this one has open: after a move, that is not back; after a suspend of others with `shared`, that it
     #: has set aside. The process stays held until it is back.

@@ -281,8 +281,8 @@ mod tests {
     #[test]
     fn what_is_in_columns_fits_a_terminal() {
         let whole = Cli::command();
-        let told = |command: &clap::Command| command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-        let all: Vec<_> = std::iter::once(&whole).chain(whole.get_subcommands()).map(told).collect();
+        let epilogue = |command: &clap::Command| command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+        let all: Vec<_> = std::iter::once(&whole).chain(whole.get_subcommands()).map(epilogue).collect();
         let long: Vec<_> = all
             .iter()
             .flat_map(|text| text.lines())

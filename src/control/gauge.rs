@@ -38,8 +38,8 @@ impl Gauge {
         self.0.as_type::<File>().is_ok_and(|file| try_lock_byte(&file, 0, Sharing::Exclusive).unwrap_or(false))
     }
 
-    /// Tells the others.
-    pub fn tell(&self, free: u64) -> io::Result<()> {
+    /// For the others.
+    pub fn write(&self, free: u64) -> io::Result<()> {
         let (now, mut bytes) = (now(), [0; WORDS * 8]);
         for (place, word) in bytes.chunks_exact_mut(8).zip([free, now, free ^ now ^ MIX]) {
             place.copy_from_slice(&word.to_ne_bytes());
@@ -48,7 +48,7 @@ impl Gauge {
     }
 
     /// The last value, unless it is older than this.
-    pub fn told(&self, within: Duration) -> Option<u64> {
+    pub fn read(&self, within: Duration) -> Option<u64> {
         let mut bytes = [0; WORDS * 8];
         self.0.as_type::<File>().ok()?.read_exact_at(&mut bytes, 0).ok()?;
         let mut words = bytes.chunks_exact(8).filter_map(|word| Some(u64::from_ne_bytes(word.try_into().ok()?)));
@@ -72,19 +72,19 @@ mod tests {
         let directory = Directory::at(folder.path()).unwrap();
         let gauge = || Gauge::within(&directory, "GPU-1/../..").unwrap();
         let (one, other) = (gauge(), gauge());
-        assert_eq!(other.told(LONG), None, "nobody has told anything");
+        assert_eq!(other.read(LONG), None, "nobody has written anything");
         assert!(one.is_ours() && one.is_ours() && !other.is_ours());
         for free in [0, u64::MAX, 5 << 30] {
-            one.tell(free).unwrap();
-            assert_eq!(other.told(LONG), Some(free));
+            one.write(free).unwrap();
+            assert_eq!(other.read(LONG), Some(free));
         }
-        assert_eq!(other.told(Duration::ZERO), None, "too old");
+        assert_eq!(other.read(Duration::ZERO), None, "too old");
         drop(one);
         assert!(other.is_ours() && !gauge().is_ours());
         let file = folder.path().join("free-GPU-1");
         for garbage in [&b""[..], b"short", &[7; 24], &[0; 100]] {
             fs::write(&file, garbage).unwrap();
-            assert_eq!(other.told(LONG), None, "{garbage:?}");
+            assert_eq!(other.read(LONG), None, "{garbage:?}");
         }
     }
 

@@ -11,7 +11,7 @@
 //!
 //! While an operation is between two steps, no other may take one: a lock per process (`lock.rs`) keeps others out.
 
-use crate::Observer;
+use crate::Reporter;
 use crate::communicators::Elsewhere;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
@@ -22,7 +22,7 @@ use crate::outcome::{self, Done};
 use crate::proc;
 use crate::processes::{self, Found, Process, Target, check_whole};
 use crate::queue::Place;
-use crate::retry::{Deadline, Patience};
+use crate::retry::Deadline;
 use crate::shared::Borrower;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
@@ -68,10 +68,18 @@ pub struct Member {
     pub is_lost: bool,
     /// Its memory has been restored on other GPUs.
     pub has_moved: bool,
-    /// This operation has quiesced its library, and the driver has not locked it: it is woken even if the driver does not tell its state.
+    /// This operation has quiesced its library, and the driver has not locked it: it is woken even if the driver does not report its state.
     is_only_quiesced: bool,
     /// Keeps other operations from suspending and restoring it.
     alone: Option<FileLock>,
+}
+
+/// What came of a pause or resume of all members.
+pub struct Transitioned {
+    /// The borrowers that are held.
+    pub borrowers: Vec<(Process, Report)>,
+    /// How long it took until all work had ended.
+    pub waited: Duration,
 }
 
 /// For messages.
@@ -87,10 +95,10 @@ pub fn load(machine: &dyn Machine) -> Result<(), CommandError> {
 }
 
 /// The GPUs, for checks. None without NVML; the checks are then skipped, with a warning.
-fn cards_to_check(machine: &dyn Machine, observer: &dyn Observer) -> Vec<Card> {
+fn cards_to_check(machine: &dyn Machine, reporter: &dyn Reporter) -> Vec<Card> {
     machine.cards().unwrap_or_else(|none| {
         let unchecked = "cannot check for room on the GPUs, nor for MIG mode, in which nothing can be restored";
-        observer.warn(&format!("{unchecked}: {none}"));
+        reporter.warn(&format!("{unchecked}: {none}"));
         Vec::new()
     })
 }
@@ -208,8 +216,8 @@ impl Checkpoint {
             let mut member = Member::new(found, process.clone()).ok().filter(|member| member.pid != 0)?;
             match member.state().ok()? {
                 ProcessState::Locked => (),
-                // Its library cannot tell what it needs, or where. It is at most what the process has in host memory, on any of the GPUs: the
-                // driver tells nobody what it has saved, and a program may choose its GPUs after its start, so its environment does not tell
+                // Its library cannot say what it needs, or where. It is at most what the process has in host memory, on any of the GPUs: the
+                // driver tells nobody what it has saved, and a program may choose its GPUs after its start, so its environment does not say
                 // them either. Too little room would lose the process, so this asks for too much. Without NVML, the room cannot be checked,
                 // so it is left alone.
                 ProcessState::Checkpointed => {
@@ -236,9 +244,9 @@ impl Checkpoint {
     }
 
     /// Fails if some processes of whole jobs are missing.
-    pub fn check_whole(&self, ranks: Option<usize>, observer: &dyn Observer) -> Result<(), CommandError> {
+    pub fn check_whole(&self, ranks: Option<usize>, reporter: &dyn Reporter) -> Result<(), CommandError> {
         if self.is_whole || ranks.is_some() {
-            check_whole(self.members.iter().map(|member| &member.process), true, ranks, observer)
+            check_whole(self.members.iter().map(|member| &member.process), true, ranks, reporter)
         } else {
             Ok(())
         }
@@ -264,12 +272,12 @@ impl Checkpoint {
     }
 
     /// Dry run: what a suspend would do to each process, and why it would fail.
-    pub fn forecast(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
+    pub fn forecast(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Result<Vec<Forecast>, CommandError> {
         let (machine, pids) = (self.machine(), self.pids());
-        let (loaded, in_the_way) = (load(machine), self.in_the_way(observer));
+        let (loaded, in_the_way) = (load(machine), self.in_the_way(reporter));
         let forecast = |member: &mut Member| {
-            let untold = |failure| CommandError::new(Exit::Failed, format!("the driver does not tell its state: {failure}"));
-            let state = || machine.state(member.pid).map(drop).map_err(untold);
+            let unknown = |failure| CommandError::new(Exit::Failed, format!("the driver does not report its state: {failure}"));
+            let state = || machine.state(member.pid).map(drop).map_err(unknown);
             let asked = member.can_be_seen().and(loaded.clone()).and_then(|()| state());
             // A suspended process has nothing to pause, and no obstacles.
             if !member.gpus.is_empty() {
@@ -290,9 +298,9 @@ impl Checkpoint {
     }
 
     /// Fails if something prevents a checkpoint of the members once they are paused. Nothing has changed then.
-    pub fn check_restorable(&mut self, wanted: &TransitionRequest, observer: &dyn Observer) -> Result<(), CommandError> {
+    pub fn check_restorable(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
         check_age(self.machine(), &support::SUSPEND)?;
-        let (in_the_way, pids) = (self.in_the_way(observer), self.pids());
+        let (in_the_way, pids) = (self.in_the_way(reporter), self.pids());
         let check = |member: &mut Member| {
             // A suspended one has been checked.
             if !member.gpus.is_empty() {
@@ -307,38 +315,26 @@ impl Checkpoint {
     }
 
     /// What the members themselves do not know.
-    fn in_the_way(&self, observer: &dyn Observer) -> InTheWay {
+    fn in_the_way(&self, reporter: &dyn Reporter) -> InTheWay {
         let elsewhere = Elsewhere::of(self.members.iter().map(|member| &member.process), &self.everywhere);
-        InTheWay { elsewhere, cards: cards_to_check(self.machine(), observer) }
-    }
-
-    /// Holds and pauses all tags of all members, or of none. `borrowers`: those to hold as well, if that is wanted; returns what has come of
-    /// them.
-    pub fn pause(
-        &mut self,
-        wanted: &TransitionRequest,
-        borrowers: Option<Vec<Borrower>>,
-        patience: &mut Patience,
-        observer: &dyn Observer,
-    ) -> Result<Vec<(Process, Report)>, CommandError> {
-        self.transition(Verb::Pause, wanted, borrowers, patience, observer)
+        InTheWay { elsewhere, cards: cards_to_check(self.machine(), reporter) }
     }
 
     /// Resumes the tags that were active, and the open memory of members without tags.
-    pub fn resume(&mut self, observer: &dyn Observer) -> Result<(), CommandError> {
+    pub fn resume(&mut self, reporter: &dyn Reporter) -> Result<(), CommandError> {
         let nothing = TransitionRequest::default();
-        self.transition(Verb::Resume, &nothing, None, &mut Patience::new(Duration::ZERO), observer).map(drop)
+        self.transition(Verb::Resume, &nothing, None, reporter).map(drop)
     }
 
-    /// Pauses or resumes as one job.
-    fn transition(
+    /// Holds and pauses all tags of all members, or of none; or resumes those that were active. `borrowers`: those to hold as well, if that is
+    /// wanted.
+    pub fn transition(
         &mut self,
         verb: Verb,
         wanted: &TransitionRequest,
         borrowers: Option<Vec<Borrower>>,
-        patience: &mut Patience,
-        observer: &dyn Observer,
-    ) -> Result<Vec<(Process, Report)>, CommandError> {
+        reporter: &dyn Reporter,
+    ) -> Result<Transitioned, CommandError> {
         // The members may be several jobs, as in a swap.
         let jobs: BTreeSet<_> = self.members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
         let mut due: Vec<_> = self.members.iter_mut().filter_map(|member| Some((member.due(verb)?, member))).collect();
@@ -361,8 +357,7 @@ impl Checkpoint {
             engines: None,
             nodes: None,
         }
-        .run(observer);
-        patience.spend(report.waited);
+        .run(reporter);
         let mut failures = Vec::new();
         for ((_, member), result) in due.iter_mut().zip(report.results) {
             member.done.stages.push((verb.name(), report.ms));
@@ -373,27 +368,27 @@ impl Checkpoint {
                 Err(error) => failures.push(member.failed(error)),
             }
         }
-        let mut held = Vec::new();
+        let mut done = Transitioned { borrowers: Vec::new(), waited: report.waited };
         for (Borrower { process, .. }, result) in report.borrowers {
             match outcome::result(result, verb, false) {
-                Ok(report) => held.push((process, report)),
+                Ok(report) => done.borrowers.push((process, report)),
                 Err(failure) => failures.push(failure.adding(&format!(" ({process})"))),
             }
         }
-        CommandError::original(failures).map_or(Ok(held), Err)
+        CommandError::original(failures).map_or(Ok(done), Err)
     }
 
     /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other operation
-    /// suspends or restores them until the members are dropped.
-    pub fn leave_gpus(&mut self, patience: &mut Patience, observer: &dyn Observer) -> Result<(), CommandError> {
-        patience.wait(|left| self.keep_others_out(left))?;
-        // If the driver does not tell the state of one of them, it would not checkpoint it either, nor restore it.
+    /// suspends or restores them until the members are dropped. `deadline`: of the waits for other operations, and for calls in flight.
+    pub fn leave_gpus(&mut self, deadline: Deadline, reporter: &dyn Reporter) -> Result<(), CommandError> {
+        self.keep_others_out(deadline.left_or_a_moment())?;
+        // If the driver does not report the state of one of them, it would not checkpoint it either, nor restore it.
         first(at_once(&mut self.members, |member| member.state().map(drop)))?;
-        let limit = patience.left();
-        let taken = first(self.all("aside", Member::quiesce))
+        let limit = deadline.left_or_a_moment();
+        let taken = first(self.all("quiesce", Member::quiesce))
             .and_then(|()| first(self.all("lock", |member| member.lock(limit))))
             .and_then(|()| first(self.all("checkpoint", Member::checkpoint)));
-        taken.map_err(|failure| match self.restore(&GpuMap::new(), &Deadline::new(None), observer) {
+        taken.map_err(|failure| match self.restore(&GpuMap::new(), &Deadline::new(None), reporter) {
             Ok(()) => failure,
             Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
         })
@@ -425,8 +420,8 @@ impl Checkpoint {
     }
 
     /// Brings processes back to running, from whatever state each is in. `deadline`: of the waits for room, and for other operations.
-    pub fn restore(&mut self, map: &GpuMap, deadline: &Deadline, observer: &dyn Observer) -> Result<(), CommandError> {
-        self.restore_with_room(map, None, deadline, None, observer)
+    pub fn restore(&mut self, map: &GpuMap, deadline: &Deadline, reporter: &dyn Reporter) -> Result<(), CommandError> {
+        self.restore_with_room(map, None, deadline, None, reporter)
     }
 
     /// `tags_on`: starts only if there is room for the paused memory on these GPUs, too, so that the job either comes back completely or stays
@@ -437,14 +432,13 @@ impl Checkpoint {
         tags_on: Option<&[String]>,
         deadline: &Deadline,
         mut place: Option<&mut Place>,
-        observer: &dyn Observer,
+        reporter: &dyn Reporter,
     ) -> Result<(), CommandError> {
         const LOOK_AGAIN: Duration = Duration::from_millis(50);
         /// How long to wait, without a limit, for an operation that is about to finish.
         const OTHERS_WITHIN: Duration = Duration::from_secs(10);
-        /// Others that wait for room look for it in turns.
-        const A_MOMENT: Duration = Duration::from_secs(1);
-        let left = |otherwise| deadline.left().map_or(otherwise, |left| left.max(A_MOMENT));
+        // Others that wait for room look for it in turns.
+        let left = |otherwise| deadline.left().map_or(otherwise, |left| left.max(Deadline::A_MOMENT));
         let begun = Instant::now();
         let (loosened, _room) = loop {
             let is_alone = self.members.iter().all(|member| member.alone.is_some());
@@ -455,7 +449,7 @@ impl Checkpoint {
             // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
             let loosened = first(at_once(&mut self.members, Member::loosen));
             self.known()?;
-            match self.room(&self.needs(map, tags_on), left(RESTORE_WITHIN), observer) {
+            match self.room(&self.needs(map, tags_on), left(RESTORE_WITHIN), reporter) {
                 Ok(room) => break (loosened, room),
                 Err(short) if loosened.is_ok() && !deadline.is_over() && short.exit() == Exit::NoMemory => (),
                 Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
@@ -510,7 +504,7 @@ impl Checkpoint {
     }
 
     /// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
-    fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, observer: &dyn Observer) -> Result<Option<FileLock>, CommandError> {
+    fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, reporter: &dyn Reporter) -> Result<Option<FileLock>, CommandError> {
         let lock = FileLock::take("restore.lock", within).map_err(|others| {
             let text = format!(
                 "{} has been restoring a job for {} s; see who has {} open",
@@ -520,7 +514,7 @@ impl Checkpoint {
             );
             CommandError::new(Exit::Failed, text)
         })?;
-        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), observer) };
+        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), reporter) };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
         cards.iter().find(is_short).map_or(Ok(lock), |card| Err(short(self.machine(), card, needs[&card.uuid])))
     }
@@ -665,7 +659,7 @@ impl Member {
     }
 
     fn state(&mut self) -> Result<ProcessState, CommandError> {
-        self.machine.state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
+        self.machine.state(self.pid).map_err(|failure| self.refused("report the state of", failure))
     }
 
     fn in_use(&self, others: &Others, within: Duration) -> CommandError {

@@ -104,13 +104,13 @@ mod tests {
     #[test]
     fn a_message_names_gpus_by_their_indices() {
         let indices = [("GPU-0f5c2b8e-1111-2222-3333-444444444444".to_owned(), 3)].into();
-        for (told, shown) in [
+        for (message, shown) in [
             ("too little memory on GPU-0f5c2b8e: 1 MiB", "too little memory on GPU 3 (GPU-0f5c2b8e): 1 MiB"),
             ("GPU 3 (GPU-0f5c2b8e) and GPU-0f5c2b8e", "GPU 3 (GPU-0f5c2b8e) and GPU 3 (GPU-0f5c2b8e)"),
             ("GPU-0f5c2b8e-1111-2222-3333-444444444444", "GPU-0f5c2b8e-1111-2222-3333-444444444444"),
             ("GPU-aaaaaaaa", "GPU-aaaaaaaa"),
         ] {
-            assert_eq!(named(told, &indices), shown);
+            assert_eq!(named(message, &indices), shown);
         }
     }
 }

@@ -13,12 +13,12 @@
 //! Nothing is saved before all have drained: a failed attempt costs little. Counting collectives would align the processes, too, but
 //! engines drain at the first attempt, and training loops mostly at the first or second (`docs/performance.md`).
 
-use crate::Observer;
+use crate::Reporter;
 use crate::engine::Engines;
 use crate::nodes::{Aborted, Participant, Step};
 use crate::processes::Found;
 use crate::queue::{Place, Ticket};
-use crate::retry::{FIRST_DRAIN, Limits, Retry, TURN_WITHIN, kind};
+use crate::retry::{Deadline, FIRST_DRAIN, Retry, RetryPolicy, TURN_WITHIN, kind};
 use crate::shared::{self, Borrower};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -104,10 +104,12 @@ const LEASE: Duration = Duration::from_secs(5);
 const RENEW_EVERY: Duration = Duration::from_secs(1);
 impl Job<'_> {
     /// Pauses or resumes all of them, or none.
-    pub fn run(mut self, observer: &dyn Observer) -> JobReport {
+    pub fn run(mut self, reporter: &dyn Reporter) -> JobReport {
         let begun = Instant::now();
-        let mut limits = Limits { verb: self.verb, hold: self.hold(), timeout: self.timeout(), begun };
-        let mut place = match self.queue(begun, observer) {
+        let hold = self.wanted.hold.filter(|_| self.verb == Verb::Pause);
+        let deadline = Deadline { begun, timeout: hold.or(self.wanted.timeout) };
+        let mut policy = RetryPolicy { verb: self.verb, holds: hold.is_some(), deadline };
+        let mut place = match self.queue(begun, reporter) {
             Ok(place) => place,
             Err(refusal) => return self.refused(&refusal, begun),
         };
@@ -120,11 +122,11 @@ impl Job<'_> {
             attempts += 1;
             let drain_within = match &terms {
                 Some(terms) => terms.drain,
-                None => limits.drain_within(next_drain, self.main_ranks().count() + self.borrowers.iter().flatten().count()),
+                None => policy.drain_within(next_drain, self.main_ranks().count() + self.borrowers.iter().flatten().count()),
             };
-            let done = self.attempt(&limits, drain_within, &early, observer);
+            let done = self.attempt(policy.deadline, drain_within, &early, reporter);
             let rest = a_little();
-            let retry = if done.committed || terms.is_some() { None } else { self.retry(&done, &limits, rest) };
+            let retry = if done.committed || terms.is_some() { None } else { self.retry(&done, &policy, rest) };
             let Some(retry) = retry else { return self.report(done, attempts, begun) };
             match retry {
                 Retry::Memory => {
@@ -138,7 +140,7 @@ impl Job<'_> {
                 Retry::Lease => (),
                 Retry::Borrowers(now) => self.borrowers = Some(now),
                 // The program ran on meanwhile, so the time for its work begins anew.
-                Retry::Engine(until) => limits = limits.anew(until),
+                Retry::Engine(until) => policy.deadline = policy.deadline.anew(until),
             }
             thread::sleep(rest);
         }
@@ -155,29 +157,21 @@ impl Job<'_> {
         self.ranks.iter().filter(|rank| rank.verb == self.verb)
     }
 
-    fn hold(&self) -> Option<Duration> {
-        self.wanted.hold.filter(|_| self.verb == Verb::Pause)
-    }
-
-    fn timeout(&self) -> Option<Duration> {
-        self.wanted.timeout
-    }
-
     /// Waits for its turn in the queue, if it needs one.
-    fn queue(&self, begun: Instant, observer: &dyn Observer) -> Result<Option<Place>, Box<Refusal>> {
+    fn queue(&self, begun: Instant, reporter: &dyn Reporter) -> Result<Option<Place>, Box<Refusal>> {
         let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume || self.coming.is_some()) else { return Ok(None) };
-        self.found.queue(ticket, begun, self.timeout(), TURN_WITHIN, &mut |before| observer.queued(before))
+        self.found.queue(ticket, Deadline { begun, timeout: self.wanted.timeout }, TURN_WITHIN, reporter)
     }
 
     /// Whether another attempt may succeed, and why this one failed.
-    fn retry(&self, done: &Attempted, limits: &Limits, rest: Duration) -> Option<Retry> {
+    fn retry(&self, done: &Attempted, policy: &RetryPolicy, rest: Duration) -> Option<Retry> {
         if done.objected {
             let (engines, until) = self.engines?;
             let until = until.filter(|until| Instant::now() < *until)?;
             return engines.prepare(Some(until)).is_ok().then_some(Retry::Engine(until));
         }
-        limits.retry(done.results.iter().filter_map(|result| result.as_ref().err()), rest).or_else(|| {
-            let known = self.borrowers.as_ref().filter(|_| limits.hold_left().is_some_and(|left| !left.is_zero()))?;
+        policy.retry(done.results.iter().filter_map(|result| result.as_ref().err()), rest).or_else(|| {
+            let known = self.borrowers.as_ref().filter(|_| policy.holds && !policy.deadline.is_over())?;
             let own: Vec<_> = self.main_ranks().map(|rank| rank.pid).collect();
             let now = shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()?;
             let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();
@@ -185,7 +179,7 @@ impl Job<'_> {
         })
     }
 
-    fn attempt(&self, limits: &Limits, drain_within: Duration, early: &BTreeSet<usize>, observer: &dyn Observer) -> Attempted {
+    fn attempt(&self, deadline: Deadline, drain_within: Duration, early: &BTreeSet<usize>, reporter: &dyn Reporter) -> Attempted {
         let borrowers = self.borrowers.iter().flatten().map(|one| self.borrower(one));
         let ranks: Vec<_> = self.ranks.iter().cloned().chain(borrowers).collect();
         match Decision::create() {
@@ -195,7 +189,7 @@ impl Job<'_> {
                     nodes.decides(Arc::clone(&decision));
                 }
                 let (gathering, changed) = (Mutex::default(), Condvar::new());
-                Attempt { job: self, ranks, begun: limits.begun, drain_within, early, decision, file, gathering, changed, observer }.run()
+                Attempt { job: self, ranks, deadline, drain_within, early, decision, file, gathering, changed, reporter }.run()
             }
             Err(error) => {
                 let results = ranks.iter().map(|rank| Err(failed(rank.pid, error.kind().into()))).collect();
@@ -259,16 +253,16 @@ struct Attempt<'a> {
     job: &'a Job<'a>,
     /// Its processes, the borrowers last.
     ranks: Vec<Rank>,
-    begun: Instant,
+    deadline: Deadline,
     drain_within: Duration,
-    /// The members that have to wait for memory.
+    /// The ranks that have to wait for memory.
     early: &'a BTreeSet<usize>,
     decision: Arc<Decision>,
     /// The decision's descriptor, for the processes.
     file: OwnedFd,
     gathering: Mutex<Gathering>,
     changed: Condvar,
-    observer: &'a dyn Observer,
+    reporter: &'a dyn Reporter,
 }
 
 /// What came of an attempt.
@@ -292,19 +286,19 @@ impl Attempted {
 
 #[derive(Default)]
 struct Gathering {
-    /// How many members have reached each step.
+    /// How many ranks have reached each step.
     arrived: BTreeMap<Step, usize>,
-    /// How many members' work has ended; the last one asks the engines.
+    /// How many ranks' work has ended; the last one asks the engines.
     drained: usize,
     /// When the last one's had.
     all_drained: Option<Instant>,
     /// An engine has objected.
     objected: bool,
-    /// The first member that failed.
+    /// The first rank that failed.
     failed: Option<usize>,
 }
 
-/// Why a member stops.
+/// Why a rank stops.
 enum Stop {
     Failed(ClientError),
     /// Another one could not.
@@ -326,14 +320,13 @@ impl From<Aborted> for Stop {
 
 impl Attempt<'_> {
     fn run(&self) -> Attempted {
-        let members = 0..self.ranks.len();
         let stopped: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = members.map(|member| scope.spawn(move || self.member(member))).collect();
+            let threads: Vec<_> = (0..self.ranks.len()).map(|rank| scope.spawn(move || self.drive(rank))).collect();
             let broken = || Err(Stop::Failed(failed(0, io::Error::other("vramctl itself failed here; please report it"))));
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
         });
         let Gathering { failed, objected, all_drained, .. } = *self.gathering();
-        let first = failed.map(|member| self.ranks[member].pid);
+        let first = failed.map(|rank| self.ranks[rank].pid);
         let others = |stop| match stop {
             Stop::Failed(error) => error,
             Stop::Others => {
@@ -345,10 +338,10 @@ impl Attempt<'_> {
         Attempted { results, committed: !self.decision.abort(), objected, drained: all_drained }
     }
 
-    /// Drives one process through all steps.
-    fn member(&self, member: usize) -> Result<Report, Stop> {
-        let done = self.prepare_and_commit(member);
-        self.observer.disconnected(self.ranks[member].pid);
+    /// Drives one rank through all steps.
+    fn drive(&self, rank: usize) -> Result<Report, Stop> {
+        let done = self.prepare_and_commit(rank);
+        self.reporter.disconnected(self.ranks[rank].pid);
         // If it is committed, this process does not answer, but the others are done.
         if let Err(Stop::Failed(_)) = done
             && self.job.nodes.as_ref().is_none_or(Participant::may_abort)
@@ -356,29 +349,29 @@ impl Attempt<'_> {
             // Locked, so that whoever learns that it is aborted also learns by whom.
             let mut gathering = self.gathering();
             if self.decision.abort() {
-                gathering.failed.get_or_insert(member);
+                gathering.failed.get_or_insert(rank);
                 self.changed.notify_all();
             }
         }
         done
     }
 
-    fn prepare_and_commit(&self, member: usize) -> Result<Report, Stop> {
-        let pid = self.ranks[member].pid;
-        let is_early = self.early.contains(&member);
+    fn prepare_and_commit(&self, rank: usize) -> Result<Report, Stop> {
+        let pid = self.ranks[rank].pid;
+        let is_early = self.early.contains(&rank);
         if !is_early {
             // Not connected yet: waiting for other processes' memory may take longer than a process waits for a request.
             self.meet(Step::Early, None)?;
         }
-        if self.comes(member) {
+        if self.comes(rank) {
             self.meet(Step::Held, None)?;
             self.meet(Step::Drained, None)?;
         }
         let mut client = self.job.found.connect(pid)?;
         if let Ok(stream) = client.connection() {
-            self.observer.connected(pid, stream);
+            self.reporter.connected(pid, stream);
         }
-        let prepared = self.prepare(member, is_early, &mut client);
+        let prepared = self.prepare(rank, is_early, &mut client);
         if let Err(Stop::Others) = prepared {
             // It answers when everything is undone.
             return Err(match client.ask(Request::Abort, None, &mut |_| ()) {
@@ -389,7 +382,7 @@ impl Attempt<'_> {
             });
         }
         prepared?;
-        // Every member's thread commits; the first one decides.
+        // Every rank's thread commits; the first one decides.
         self.decision.commit();
         match client.ask(Request::Commit, None, &mut |_| ()) {
             Ok(Reply::Done(report)) => Ok(report),
@@ -398,10 +391,10 @@ impl Attempt<'_> {
         }
     }
 
-    fn prepare(&self, member: usize, is_early: bool, client: &mut Client) -> Result<(), Stop> {
+    fn prepare(&self, rank: usize, is_early: bool, client: &mut Client) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
-        let Rank { pid, verb, tags, lenient, is_borrower } = &self.ranks[member];
-        let wanted = self.job.coming.as_ref().filter(|_| self.comes(member)).unwrap_or(&self.job.wanted);
+        let Rank { pid, verb, tags, lenient, is_borrower } = &self.ranks[rank];
+        let wanted = self.job.coming.as_ref().filter(|_| self.comes(rank)).unwrap_or(&self.job.wanted);
         let of_same_verb = || self.ranks.iter().filter(|rank| rank.verb == *verb);
         // Processes that are not held may be using memory of each other.
         let is_held_pause = *verb == Verb::Pause && wanted.hold.is_some();
@@ -416,18 +409,18 @@ impl Attempt<'_> {
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
             expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
-            self.vote_when_all_are_drained()?;
+            self.confirm_when_all_are_drained()?;
             self.meet(Step::Drained, Some(client))?;
             transition.timeout = Some(self.drain_within);
-        } else if *verb == Verb::Resume && !self.comes(member) {
-            let left = transition.timeout.map(|limit| limit.saturating_sub(self.begun.elapsed()));
+        } else if *verb == Verb::Resume && !self.comes(rank) {
+            let left = self.deadline.left();
             transition.tries_again = !is_early && left.is_some_and(|left| !left.is_zero());
             transition.timeout = left.filter(|_| is_early);
         }
         let ranks = of_same_verb().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
         let prepare =
             if *is_borrower { Request::SetAside(transition) } else { Request::Prepare(Prepare { of: *verb, lease_ms, ranks, transition }) };
-        match client.ask(prepare, Some(self.file.as_fd()), &mut |now| self.observer.progress(*pid, now)) {
+        match client.ask(prepare, Some(self.file.as_fd()), &mut |now| self.reporter.progress(*pid, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),
             Err(ClientError::Refused(_)) if is_early && self.has_failed() => return Err(Stop::Others),
@@ -437,18 +430,18 @@ impl Attempt<'_> {
             self.meet(Step::Early, Some(client))?;
         }
         if *verb == Verb::Pause && !is_held_pause {
-            self.vote_when_all_are_drained()?;
+            self.confirm_when_all_are_drained()?;
         }
         self.meet(Step::Prepared, Some(client))
     }
 
     /// Whether it comes while others leave.
-    fn comes(&self, member: usize) -> bool {
-        self.ranks[member].verb != self.job.verb
+    fn comes(&self, rank: usize) -> bool {
+        self.ranks[rank].verb != self.job.verb
     }
 
-    /// Has the last member to get here ask the engines. The others wait for that member at the next step.
-    fn vote_when_all_are_drained(&self) -> Result<(), Stop> {
+    /// Has the last rank that is drained ask the engines whether they still have no requests. The others wait for it at the next step.
+    fn confirm_when_all_are_drained(&self) -> Result<(), Stop> {
         let mut gathering = self.gathering();
         gathering.drained += 1;
         if gathering.drained < self.ranks.iter().filter(|rank| rank.verb == self.job.verb).count() {
@@ -462,7 +455,7 @@ impl Attempt<'_> {
         })
     }
 
-    /// Waits until all members have reached this step, and renews the process's lease meanwhile.
+    /// Waits until all ranks have reached this step, and renews the process's lease meanwhile.
     fn meet(&self, step: Step, mut client: Option<&mut Client>) -> Result<(), Stop> {
         /// How often to check whether the process has ended while it waits for the others.
         const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -490,7 +483,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// A member has reached the step. Returns how many have.
+    /// A rank has reached the step. Returns how many have.
     fn arrive(&self, step: Step) -> usize {
         let mut gathering = self.gathering();
         let arrived = gathering.arrived.entry(step).or_default();
@@ -500,7 +493,7 @@ impl Attempt<'_> {
         arrived
     }
 
-    /// Waits a moment for all members to reach the step. Returns whether they have.
+    /// Waits a moment for all ranks to reach the step. Returns whether they have.
     fn waits(&self, step: Step, moment: Duration) -> Result<bool, Stop> {
         let have = |gathering: &Gathering| gathering.arrived.get(&step) == Some(&self.ranks.len());
         let is_open = |gathering: &mut Gathering| !have(gathering) && gathering.failed.is_none();

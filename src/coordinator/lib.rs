@@ -1,7 +1,7 @@
 //! Plans and runs operations on jobs: pause, resume, swap, suspend and move.
 //!
-//! The command line uses it, and prints what it returns. This crate prints nothing: whoever runs an operation hears of it through an
-//! [`Observer`].
+//! The command line uses it, and prints what it returns. This crate prints nothing: whoever runs an operation reports it through an
+//! [`Reporter`].
 
 pub mod checkpoint;
 pub mod communicators;
@@ -13,7 +13,6 @@ mod job;
 mod lock;
 pub mod machine;
 pub mod nodes;
-mod observer;
 pub mod operation;
 pub mod outcome;
 pub mod plan;
@@ -21,6 +20,7 @@ pub mod proc;
 pub mod processes;
 pub mod queue;
 mod relocate;
+mod reporter;
 mod resume;
 pub mod retry;
 pub mod shared;
@@ -30,10 +30,10 @@ mod swap;
 pub mod target;
 pub mod text;
 
-pub use observer::Observer;
 pub use operation::{Operation, Scope};
 pub use outcome::Outcome;
 pub use plan::Plan;
 pub use relocate::{Move, Moving};
+pub use reporter::Reporter;
 pub use suspend::Suspend;
 pub use swap::{Room, Swap, Swapped};

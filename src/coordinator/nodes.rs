@@ -1,7 +1,7 @@
 //! A job over several nodes: the part of this one.
 //!
 //! The ranks of each node are taken through an attempt by a participant, which is this crate on that node. The participants take the same steps
-//! ([`Step`]) together: when all ranks here have reached one, the participant says so, and goes on when it is told. A coordinator elsewhere
+//! ([`Step`]) together: when all ranks here have reached one, the participant says so, and goes on when its coordinator says so. A coordinator elsewhere
 //! waits for all of them.
 //!
 //! Before the last step, a participant may give up by itself. Saying that all ranks here are prepared is its *vote*; from then on it does what
@@ -61,7 +61,7 @@ pub struct Terms {
 pub struct Participant {
     terms: Terms,
     /// Says that all ranks here have reached a step.
-    tell: Box<dyn Fn(Step) + Send + Sync>,
+    report: Box<dyn Fn(Step) + Send + Sync>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -108,10 +108,10 @@ impl std::fmt::Debug for Participant {
 }
 
 impl Participant {
-    /// Takes part on these terms. `tell` is called at each step.
-    pub fn new(terms: Terms, tell: impl Fn(Step) + Send + Sync + 'static) -> Self {
+    /// Takes part on these terms. `report` is called at each step.
+    pub fn new(terms: Terms, report: impl Fn(Step) + Send + Sync + 'static) -> Self {
         let state = State { step: None, may_go_on: false, committed: None, decision: None, heard: Instant::now(), reads: false };
-        Self { terms, tell: Box::new(tell), state: Mutex::new(state), changed: Condvar::new() }
+        Self { terms, report: Box::new(report), state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// On what terms.
@@ -164,7 +164,7 @@ impl Participant {
             return Err(Aborted);
         }
         (state.step, state.may_go_on, state.heard) = (Some(step), false, Instant::now());
-        (self.tell)(step);
+        (self.report)(step);
         Ok(())
     }
 

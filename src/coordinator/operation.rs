@@ -2,7 +2,7 @@
 
 use crate::engine;
 use crate::failure::CommandError;
-use crate::machine::Machine;
+use crate::machine::{Machine, ThisMachine};
 use crate::nodes::Participant;
 use crate::processes::{Found, Target};
 use crate::retry::Deadline;
@@ -108,10 +108,15 @@ impl Hold {
 }
 
 impl Operation {
+    /// On this machine, and with as many processes as when the job was last paused or resumed.
+    pub fn new(verb: Verb, target: Target, scope: Scope, deadline: Deadline, pause: PauseOptions) -> Self {
+        Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, nodes: None }
+    }
+
     /// Which processes, and which of their tags.
     pub(crate) fn target_and_tags(&self, found: &Found) -> Result<(Target, Vec<String>), CommandError> {
         match &self.scope {
-            Scope::Tags { words, may_name: true, .. } => found.tell_apart(self.target.clone(), words.clone()),
+            Scope::Tags { words, may_name: true, .. } => found.separate(self.target.clone(), words.clone()),
             Scope::Tags { words, .. } => Ok((self.target.clone(), words.clone())),
             Scope::Device | Scope::Elsewhere { .. } => Ok((self.target.clone(), Vec::new())),
         }

@@ -1,6 +1,6 @@
 //! Plans a pause or resume of tags. A dry run shows the plan; [`Plan::run`] executes it.
 
-use crate::Observer;
+use crate::Reporter;
 use crate::checkpoint::RESTORE_WITHIN;
 use crate::communicators::Elsewhere;
 use crate::engine::Engines;
@@ -34,10 +34,10 @@ pub struct Plan {
     request: TransitionRequest,
     /// Whether whole jobs are selected, not only some of their processes or memory.
     is_whole: bool,
-    /// This operation in the queue for memory: a random number.
-    in_queue: u64,
+    /// This operation's number in the queue for memory: a random one.
+    command: u64,
     /// The place there that it has for all of its jobs, kept until their memory is resumed, too.
-    pub(crate) turn: Option<Place>,
+    pub(crate) queue_place: Option<Place>,
     /// How suspended processes were restored to the GPU.
     pub(crate) restored: BTreeMap<u32, Done>,
 }
@@ -65,25 +65,25 @@ pub struct Consent {
 impl Plan {
     /// Finds the processes and plans. A resume first frees processes that do not answer because the driver has locked them; else nothing
     /// changes.
-    pub fn make(operation: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+    pub fn make(operation: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let found = Found::look_on(operation.machine, &operation.target)?;
-        let planned = Self::among(operation.clone(), found.clone(), observer);
+        let planned = Self::among(operation.clone(), found.clone(), reporter);
         match planned {
             Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
                 let (target, _) = operation.target_and_tags(&found)?;
-                if stuck::free(&found, &target, &operation.deadline, observer)? { Self::again(operation, observer) } else { Err(failure) }
+                if stuck::free(&found, &target, &operation.deadline, reporter)? { Self::again(operation, reporter) } else { Err(failure) }
             }
             planned => planned,
         }
     }
 
     /// Plans the same anew, after the processes have changed.
-    pub(crate) fn again(operation: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+    pub(crate) fn again(operation: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let found = Found::look_on(operation.machine, &operation.target)?;
-        Self::among(operation, found, observer)
+        Self::among(operation, found, reporter)
     }
 
-    fn among(operation: Operation, mut found: Found, observer: &dyn Observer) -> Result<Self, CommandError> {
+    fn among(operation: Operation, mut found: Found, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let Operation { verb, ranks, .. } = operation;
         let (target, tags) = operation.target_and_tags(&found)?;
         if operation.may_name() && target == Target::Only {
@@ -98,7 +98,7 @@ impl Plan {
             lenient: !tags.is_empty(),
             tags: tags.clone(),
             gpus: gpus.clone(),
-            progress: observer.follows_progress(),
+            progress: reporter.follows_progress(),
             ..own
         };
         // The ranks of other nodes may have the tags that those here lack.
@@ -111,10 +111,10 @@ impl Plan {
         let is_whole = gpus.is_empty() && !target.is_by_id();
         if is_whole || ranks.is_some() {
             // Without `ranks`, a resume continues without processes that have ended.
-            check_whole(members.iter().map(|member| &member.process), verb == Verb::Pause, ranks, observer)?;
+            check_whole(members.iter().map(|member| &member.process), verb == Verb::Pause, ranks, reporter)?;
         }
         if verb == Verb::Pause && target.is_by_id() {
-            warn_of_the_rest(&found, &members, observer);
+            warn_of_the_rest(&found, &members, reporter);
         }
         let mut plan = Self {
             operation,
@@ -124,8 +124,8 @@ impl Plan {
             groups: Vec::new(),
             request,
             is_whole,
-            in_queue: RandomState::new().build_hasher().finish(),
-            turn: None,
+            command: RandomState::new().build_hasher().finish(),
+            queue_place: None,
             restored: BTreeMap::new(),
         };
         plan.groups = match verb {
@@ -198,8 +198,8 @@ impl Plan {
 
     /// Waits until no other process has the memory to pause open, and asks the inference engines, which may reset their prefix caches. Nothing
     /// else changes, and the programs keep running meanwhile.
-    pub fn consent(&self, observer: &dyn Observer) -> Result<Consent, CommandError> {
-        self.wait_for_borrowers(observer);
+    pub fn consent(&self, reporter: &dyn Reporter) -> Result<Consent, CommandError> {
+        self.wait_for_borrowers(reporter);
         let force = self.operation.pause.force;
         // If everything is paused already, there is nothing to ask.
         if force || self.due().next().is_none() {
@@ -228,7 +228,7 @@ impl Plan {
     }
 
     /// If that takes too long, the pause is refused.
-    fn wait_for_borrowers(&self, observer: &dyn Observer) {
+    fn wait_for_borrowers(&self, reporter: &dyn Reporter) {
         const LOOK_AGAIN: Duration = Duration::from_millis(100);
         for member in self.due() {
             let mut is_known = false;
@@ -238,7 +238,7 @@ impl Plan {
                 }
                 if !std::mem::replace(&mut is_known, true) {
                     let lent: Vec<_> = refusal.lent.iter().flatten().map(ToString::to_string).collect();
-                    observer.note(&format!("{}: waiting until this is closed: {}", member.process, lent.join(", ")));
+                    reporter.note(&format!("{}: waiting until this is closed: {}", member.process, lent.join(", ")));
                 }
                 thread::sleep(LOOK_AGAIN);
             }
@@ -257,29 +257,29 @@ impl Plan {
     }
 
     /// Pauses or resumes all groups at once, each as a whole or not at all.
-    pub fn run(&self, consent: &Consent, observer: &dyn Observer) -> Outcome {
+    pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Outcome {
         let (reports, nvml) = thread::scope(|scope| {
             // Loading NVML takes a while, so it happens during the pause.
             let nvml = (self.operation.verb == Verb::Pause).then(|| scope.spawn(driver::keep_nvml));
-            let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.run_group(group, consent, observer))).collect();
+            let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.run_group(group, consent, reporter))).collect();
             let reports: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
             (reports, nvml.map(thread::ScopedJoinHandle::join))
         });
         let outcome = self.outcome(reports);
         if nvml.is_some() {
-            self.tell_what_nvml_counts(&outcome);
+            self.send_nvml_figures(&outcome);
         }
         outcome
     }
 
     /// After a pause.
-    pub(crate) fn tell_what_nvml_counts(&self, outcome: &Outcome) {
+    pub(crate) fn send_nvml_figures(&self, outcome: &Outcome) {
         let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
-        self.found.tell_what_nvml_counts(outcome.processes.iter().filter(is_paused).map(|one| &one.process));
+        self.found.send_nvml_figures(outcome.processes.iter().filter(is_paused).map(|one| &one.process));
     }
 
-    fn run_group(&self, group: &Group<Borrower>, consent: &Consent, observer: &dyn Observer) -> JobReport {
-        self.job(&group.members, group.borrowers.clone(), consent).run(observer)
+    fn run_group(&self, group: &Group<Borrower>, consent: &Consent, reporter: &dyn Reporter) -> JobReport {
+        self.job(&group.members, group.borrowers.clone(), consent).run(reporter)
     }
 
     /// The members at these places, to be asked as one.
@@ -354,8 +354,8 @@ impl Plan {
             groups: Vec::new(),
             request,
             is_whole: false,
-            in_queue: RandomState::new().build_hasher().finish(),
-            turn: None,
+            command: RandomState::new().build_hasher().finish(),
+            queue_place: None,
             restored: BTreeMap::new(),
         };
         plan.groups = without_borrowers(plan.jobs());
@@ -412,21 +412,16 @@ impl Plan {
             process.gpus().filter(|gpu| self.wants(gpu)).chain(contexts).map(str::to_owned).collect::<Vec<_>>()
         };
         let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
-        let within = self.turn.as_ref().map(Place::command);
-        Ticket { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.in_queue), waits: false, within }
+        let within = self.queue_place.as_ref().map(Place::command);
+        Ticket { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.command), waits: false, within }
     }
 
-    /// Waits for a turn in the queue, for the contexts and the memory of all suspended jobs of this operation.
-    pub(crate) fn queue(&self, observer: &dyn Observer) -> Result<Option<Place>, CommandError> {
+    /// Waits for a place in the queue, for the contexts and the memory of all suspended jobs of this operation.
+    pub(crate) fn queue(&self, reporter: &dyn Reporter) -> Result<Option<Place>, CommandError> {
         let suspended = self.members.iter().filter(|member| member.process.suspended().is_some());
         let jobs: BTreeSet<_> = suspended.map(|member| member.process.job_or_itself()).collect();
-        if jobs.is_empty() {
-            return Ok(None);
-        }
         let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter());
-        let (begun, timeout) = (self.operation.deadline.begun, self.operation.deadline.timeout);
-        let mut queued = |ahead: &[Ticket]| observer.queued(ahead);
-        self.found.queue(ticket, begun, timeout, RESTORE_WITHIN, &mut queued).map_err(CommandError::Refused)
+        self.found.queue(ticket, self.operation.deadline, RESTORE_WITHIN, reporter).map_err(CommandError::Refused)
     }
 
     /// Whether memory on this GPU is selected.
@@ -510,14 +505,14 @@ fn without_borrowers(jobs: Vec<Vec<usize>>) -> Vec<Group<Borrower>> {
 }
 
 /// Warns if these are only a part of their job.
-fn warn_of_the_rest(found: &Found, members: &[Member], observer: &dyn Observer) {
+fn warn_of_the_rest(found: &Found, members: &[Member], reporter: &dyn Reporter) {
     let is_meant = |pid: u32| members.iter().any(|member| member.process.pid == pid);
     for Member { process, .. } in members {
         let others = found.others_of_job(process);
         let rest: Vec<_> = others.iter().filter(|other| !is_meant(other.pid)).map(|other| other.pid.to_string()).collect();
         let Some(job) = process.job().filter(|_| !rest.is_empty()) else { continue };
         let whole = Target::Name(job.to_owned()).command("pause");
-        observer.warn(&format!(
+        reporter.warn(&format!(
             "{process} is one of {} processes of the job {}; the others are not paused (pid {}), and may soon wait for it. {}",
             1 + others.len(),
             text::one_line(job),

@@ -1,4 +1,4 @@
-//! What the kernel tells of other processes, in `/proc`.
+//! What the kernel says of other processes, in `/proc`.
 
 use std::fmt::Display;
 use std::path::Path;

@@ -3,9 +3,10 @@
 use crate::failure::{Choice, CommandError, Exit};
 use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
-use crate::observer::Observer;
 use crate::proc;
 use crate::queue::{Place, Ticket};
+use crate::reporter::Reporter;
+use crate::retry::Deadline;
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;
@@ -288,7 +289,7 @@ impl Found {
 
     /// Separates a command's words into a target and tags. If no target is given, the words that name processes are the target. Fails if a
     /// word is a tag, too: half of a job could come back, and the other half stay away.
-    pub fn tell_apart(&self, target: Target, words: Vec<String>) -> Result<(Target, Vec<String>), CommandError> {
+    pub fn separate(&self, target: Target, words: Vec<String>) -> Result<(Target, Vec<String>), CommandError> {
         if target != Target::Only {
             return Ok((target, words));
         }
@@ -390,8 +391,8 @@ impl Found {
                 }
                 let (directory, pid) = (&directory, *pid);
                 scope.spawn(move || {
-                    let told = Client::connect(directory, pid).and_then(|mut client| client.cache());
-                    status.memory.cache = told.unwrap_or_default();
+                    let cache = Client::connect(directory, pid).and_then(|mut client| client.cache());
+                    status.memory.cache = cache.unwrap_or_default();
                 });
             }
         });
@@ -412,21 +413,20 @@ impl Found {
         self.directory.clone().ok_or_else(|| ClientError::Io { pid, error: io::ErrorKind::NotFound.into() })
     }
 
-    /// Waits for a turn in the queue, if there is one. `told` is called with the tickets ahead.
+    /// Waits for a turn in the queue, if there is one.
     pub fn queue(
         &self,
         ticket: Ticket,
-        begun: Instant,
-        timeout: Option<Duration>,
+        deadline: Deadline,
         turn_within: Duration,
-        told: &mut dyn FnMut(&[Ticket]),
+        reporter: &dyn Reporter,
     ) -> Result<Option<Place>, Box<Refusal>> {
         let Some(directory) = &self.directory else { return Ok(None) };
-        ticket.queue(directory, begun, timeout, turn_within, told)
+        ticket.queue(directory, deadline, turn_within, reporter)
     }
 
     /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.
-    pub fn tell_what_nvml_counts<'a>(&self, paused: impl Iterator<Item = &'a Process>) {
+    pub fn send_nvml_figures<'a>(&self, paused: impl Iterator<Item = &'a Process>) {
         let mut holders = BTreeMap::new();
         for process in paused {
             let own = |uuid: &str| {
@@ -484,7 +484,7 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     work: impl Fn(T) -> Result<R, ClientError> + Send + Sync + 'static,
 ) -> BTreeMap<u32, Result<R, CommandError>> {
     let silent = || Err(CommandError::new(Exit::Busy, format!("no answer within {} s; is it stopped?", within.as_secs())));
-    let mut told: BTreeMap<_, _> = each.iter().map(|(pid, _)| (*pid, silent())).collect();
+    let mut outcomes: BTreeMap<_, _> = each.iter().map(|(pid, _)| (*pid, silent())).collect();
     let (work, (answer, answers)) = (Arc::new(work), mpsc::channel());
     for (pid, one) in each {
         let (work, answer) = (Arc::clone(&work), answer.clone());
@@ -494,9 +494,9 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     drop(answer);
     let deadline = Instant::now() + within;
     while let Ok((pid, outcome)) = answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-        told.insert(pid, outcome);
+        outcomes.insert(pid, outcome);
     }
-    told
+    outcomes
 }
 
 /// A process that does not answer. `None` if it has ended.
@@ -587,10 +587,10 @@ pub fn check_whole<'a>(
     processes: impl Iterator<Item = &'a Process> + Clone,
     remembers: bool,
     wanted: Option<usize>,
-    observer: &dyn Observer,
+    reporter: &dyn Reporter,
 ) -> Result<(), CommandError> {
     if wanted.is_none() {
-        note_runs(processes.clone(), observer);
+        note_runs(processes.clone(), reporter);
     }
     let there: BTreeSet<_> = processes.clone().map(|process| process.pid).collect();
     let remembered: BTreeSet<_> = processes.flat_map(Process::ranks).copied().collect();
@@ -610,7 +610,7 @@ pub fn check_whole<'a>(
 }
 
 /// Notes that a name means processes of several runs: they need not belong together.
-fn note_runs<'a>(processes: impl Iterator<Item = &'a Process>, observer: &dyn Observer) {
+fn note_runs<'a>(processes: impl Iterator<Item = &'a Process>, reporter: &dyn Reporter) {
     let mut jobs = BTreeMap::<_, BTreeMap<_, Vec<_>>>::new();
     for process in processes {
         if let Some(job) = process.job() {
@@ -629,7 +629,7 @@ fn note_runs<'a>(processes: impl Iterator<Item = &'a Process>, observer: &dyn Ob
             text::one_line(job),
             runs.iter().map(|(name, members)| run(*name, members)).collect::<Vec<_>>().join(", ")
         );
-        observer.note(&text);
+        reporter.note(&text);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Moves jobs: they leave their GPUs and come back on others.
 
-use crate::Observer;
+use crate::Reporter;
 use crate::checkpoint::{self, Checkpoint, Member};
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
@@ -8,12 +8,12 @@ use crate::machine::Machine;
 use crate::operation::{Operation, Scope};
 use crate::outcome::Outcome;
 use crate::processes::{Found, Process, Target};
-use crate::retry::{Deadline, Patience};
+use crate::retry::Deadline;
 use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::GpuMap;
-use vramctl_model::{TransitionRequest, support};
+use vramctl_model::{TransitionRequest, Verb, support};
 
 /// What a move will do.
 pub struct Move {
@@ -43,20 +43,20 @@ pub struct Moving {
 
 impl Move {
     /// Finds the processes and their way, and checks that they could go it. Changes nothing.
-    pub fn plan(operation: &Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+    pub fn plan(operation: &Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let Scope::Elsewhere { to, swap } = &operation.scope else { return Err(usage("a move needs GPUs to go to")) };
         let swap = swap.as_ref();
         let found = Found::look_on(operation.machine, &Target::All)?;
         let mut checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
-        checkpoint.check_whole(*ranks, observer)?;
+        checkpoint.check_whole(*ranks, reporter)?;
         let cards = found.machine().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;
         let to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = swap {
             let others = Checkpoint::of(&found, other)?;
             let first = " to a pause or resume of the other job first";
-            others.check_whole(None, observer).map_err(|failure| failure.adding(first))?;
+            others.check_whole(None, reporter).map_err(|failure| failure.adding(first))?;
             let own = checkpoint.pids();
             if others.pids().iter().any(|pid| own.contains(pid)) {
                 return Err(usage("a job cannot change places with itself"));
@@ -72,7 +72,7 @@ impl Move {
         able.map_err(|failure| failure.adding(". Nothing has changed"))?;
         let map = permutation(&cards, &from, &to)?;
         let request = pause.request(deadline);
-        check_able(&mut checkpoint, &request, observer)?;
+        check_able(&mut checkpoint, &request, reporter)?;
         check_room(found.machine(), &checkpoint.members, &cards, &map)?;
         let arrived = if swap.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
         let again = [Some(target), swap].into_iter().flatten().map(|target| target.command("resume")).collect();
@@ -95,19 +95,18 @@ impl Move {
     }
 
     /// Suspends, restores elsewhere, resumes. If the driver refuses that, the jobs come back where they were.
-    pub fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
+    pub fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
         let at_once = Deadline::new(None);
-        let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let Self { checkpoint, request, map, .. } = &mut self;
-        checkpoint.pause(request, None, &mut patience, observer)?;
-        let moved = checkpoint.leave_gpus(&mut patience, observer).and_then(|()| {
-            checkpoint.restore(map, &at_once, observer).map_err(|failure| {
+        let paused = checkpoint.transition(Verb::Pause, request, None, reporter)?;
+        let moved = checkpoint.leave_gpus(Deadline::new(request.hold).after(paused.waited), reporter).and_then(|()| {
+            checkpoint.restore(map, &at_once, reporter).map_err(|failure| {
                 // Restore processes that the driver has refused to restore there to their old GPUs.
-                let home = checkpoint.restore(&GpuMap::new(), &at_once, observer);
+                let home = checkpoint.restore(&GpuMap::new(), &at_once, reporter);
                 home.err().map_or(failure.clone(), |second| failure.adding(&format!("; and back: {second}")))
             })
         });
-        let resumed = checkpoint.resume(observer);
+        let resumed = checkpoint.resume(reporter);
         if let Err(failure) = moved {
             return Err(failure.adding(&self.after_a_failure(resumed)));
         }
@@ -272,8 +271,8 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
 }
 
 /// Fails if one of them could not be paused, checkpointed and restored.
-fn check_able(checkpoint: &mut Checkpoint, request: &TransitionRequest, observer: &dyn Observer) -> Result<(), CommandError> {
-    let forecast = checkpoint.forecast(request, observer)?;
+fn check_able(checkpoint: &mut Checkpoint, request: &TransitionRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
+    let forecast = checkpoint.forecast(request, reporter)?;
     let refusal = forecast.into_iter().find_map(|one| Some((one.process, one.failure?)));
     refusal.map_or(Ok(()), |(process, failure)| Err(failure.adding(&format!(" ({process}). Nothing has changed"))))
 }

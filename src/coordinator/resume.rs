@@ -19,26 +19,29 @@
 use crate::checkpoint::{self, Checkpoint, Member};
 use crate::failure::CommandError;
 use crate::outcome::Done;
-use crate::{Observer, Plan};
+use crate::processes::Process;
+use crate::{Plan, Reporter};
 use vramctl_driver::checkpoint::GpuMap;
 
 impl Plan {
-    /// Before a resume: waits for a turn in the queue and brings the suspended processes back to their GPUs. Returns the plan for what is left
+    /// Before a resume: waits for a place in the queue and restores the suspended processes to their GPUs. Returns the plan for what is left
     /// to resume.
-    pub fn bring_back(self, observer: &dyn Observer) -> Result<Self, CommandError> {
-        let mut turn = self.queue(observer)?;
-        let (found, target) = (self.found(), self.target());
-        if found.choose(target)?.iter().all(|process| process.suspended().is_none()) {
+    pub fn restore_suspended(self, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+        let is_suspended = |process: &Process| process.suspended().is_some();
+        if !self.processes().any(is_suspended) {
             return Ok(self);
         }
+        let mut place = self.queue(reporter)?;
+        // Others may have restored them meanwhile.
+        let (found, target) = (self.found(), self.target());
         let mut checkpoint = Checkpoint::of(found, target)?;
-        checkpoint.members.retain(|member| member.process.suspended().is_some());
+        checkpoint.members.retain(|member| is_suspended(&member.process));
         checkpoint.can_be_seen()?;
         checkpoint::load(found.machine())?;
         // The memory on other GPUs stays paused, so it needs no room.
         let tags_on = self.request().tags.is_empty().then_some(&*self.request().gpus);
         let deadline = &self.operation().deadline;
-        let restored = checkpoint.restore_with_room(&GpuMap::new(), tags_on, deadline, turn.as_mut(), observer);
+        let restored = checkpoint.restore_with_room(&GpuMap::new(), tags_on, deadline, place.as_mut(), reporter);
         restored.map_err(|failure| {
             let lost = checkpoint.members.iter().filter(|member| member.is_lost).count();
             failure.adding(match checkpoint.members.len() - lost {
@@ -48,12 +51,12 @@ impl Plan {
             })
         })?;
         for Member { process, done, .. } in &checkpoint.members {
-            observer.done(&format!("restored {process} {}", done.took()));
+            reporter.done(&format!("restored {process} {}", done.took()));
         }
         let restored: Vec<(u32, Done)> = checkpoint.members.into_iter().map(|member| (member.process.pid, member.done)).collect();
-        let mut rest = Self::again(self.into_operation(), observer)?;
+        let mut rest = Self::again(self.into_operation(), reporter)?;
         rest.restored = restored.into_iter().collect();
-        rest.turn = turn;
+        rest.queue_place = place;
         Ok(rest)
     }
 }

@@ -10,19 +10,36 @@ pub const TURN_WITHIN: Duration = Duration::from_secs(10);
 /// How long the first attempt waits for the work of several processes to drain; no attempt waits less.
 pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 
-/// The limit of an operation's waits, all in all.
+/// The limit of waits, all in all: an operation's, or those for work in flight.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline {
     /// Since when.
     pub begun: Instant,
-    /// `None`: the operation waits for nothing that may take long.
+    /// `None`: nothing is waited for that may take long.
     pub timeout: Option<Duration>,
 }
 
 impl Deadline {
+    /// The shortest wait, for calls that are about to end.
+    pub const A_MOMENT: Duration = Duration::from_secs(1);
+
     /// From now on.
     pub fn new(timeout: Option<Duration>) -> Self {
         Self { begun: Instant::now(), timeout }
+    }
+
+    /// The same limit, of which this much has been waited. What has been done since, such as saving contents, does not count.
+    #[must_use]
+    pub fn after(self, waited: Duration) -> Self {
+        let now = Instant::now();
+        Self { begun: now.checked_sub(waited).unwrap_or(now), ..self }
+    }
+
+    /// The same limit from now on, but not beyond `until`.
+    #[must_use]
+    pub fn anew(self, until: Instant) -> Self {
+        let begun = Instant::now();
+        Self { begun, timeout: self.timeout.map(|timeout| timeout.min(until.saturating_duration_since(begun))) }
     }
 
     /// The moment.
@@ -35,43 +52,14 @@ impl Deadline {
         self.timeout.map(|timeout| timeout.saturating_sub(self.begun.elapsed()))
     }
 
+    /// What is left, or a moment if the limit is as long.
+    pub fn left_or_a_moment(&self) -> Duration {
+        self.left().unwrap_or_default().max(Self::A_MOMENT.min(self.timeout.unwrap_or_default()))
+    }
+
     /// Whether nothing is left, or nothing was to be waited for.
     pub fn is_over(&self) -> bool {
         self.left().is_none_or(|left| left.is_zero())
-    }
-}
-
-/// How long an operation waits for work and calls in flight and for other commands, all in all. What else it does in between, such as saving
-/// contents, does not count.
-#[derive(Debug)]
-pub struct Patience {
-    limit: Duration,
-    used: Duration,
-}
-
-impl Patience {
-    /// Of this much.
-    pub fn new(limit: Duration) -> Self {
-        Self { limit, used: Duration::ZERO }
-    }
-
-    /// What is left of it. Calls that are about to end are always waited for.
-    pub fn left(&self) -> Duration {
-        const A_MOMENT: Duration = Duration::from_secs(1);
-        self.limit.saturating_sub(self.used).max(A_MOMENT.min(self.limit))
-    }
-
-    /// Something has been waited for.
-    pub fn spend(&mut self, time: Duration) {
-        self.used += time;
-    }
-
-    /// Waits for something.
-    pub fn wait<R>(&mut self, wait: impl FnOnce(Duration) -> R) -> R {
-        let begun = Instant::now();
-        let result = wait(self.left());
-        self.spend(begun.elapsed());
-        result
     }
 }
 
@@ -90,45 +78,31 @@ pub enum Retry {
     Engine(Instant),
 }
 
-/// The user's limits for one job.
+/// Which failed attempts of a job are made again, and until when.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct RetryPolicy {
     /// A pause or a resume.
     pub verb: Verb,
-    /// How long a held program's work in flight may take; `None` if the program is not held.
-    pub hold: Option<Duration>,
-    /// How long a resume waits for memory; `None` if it does not.
-    pub timeout: Option<Duration>,
-    /// Since when.
-    pub begun: Instant,
+    /// Whether the programs are held.
+    pub holds: bool,
+    /// For the work in flight of held programs, or else for memory.
+    pub deadline: Deadline,
 }
 
-impl Limits {
-    /// What is left to wait for work, if the program is held.
-    pub fn hold_left(&self) -> Option<Duration> {
-        self.hold.map(|hold| hold.saturating_sub(self.begun.elapsed()))
-    }
-
-    /// The same limits from now on, but not beyond `until`.
-    #[must_use]
-    pub fn anew(self, until: Instant) -> Self {
-        let now = Instant::now();
-        Self { hold: self.hold.map(|hold| hold.min(until.saturating_duration_since(now))), begun: now, ..self }
-    }
-
+impl RetryPolicy {
     /// How long an attempt may wait for the work to drain. Aligned ranks need as long as their work takes, others wait in vain: so of
     /// several processes' time, half is left for further attempts.
     pub fn drain_within(&self, next: Duration, processes: usize) -> Duration {
-        let left = self.hold_left().unwrap_or_default();
+        let left = self.deadline.left().unwrap_or_default();
         let limit = if processes > 1 { next.min(left / 2) } else { left };
-        limit.max(FIRST_DRAIN.min(self.hold.unwrap_or_default()))
+        limit.max(FIRST_DRAIN.min(self.deadline.timeout.unwrap_or_default()))
     }
 
     /// Whether an attempt with these failures may succeed after a `rest`, and there is time left for it.
     pub fn retry<'a>(&self, failures: impl Iterator<Item = &'a ClientError>, rest: Duration) -> Option<Retry> {
         let causes: Vec<_> = failures.map(|error| self.cause(kind(error))).collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
         let least = causes.iter().map(|(_, limit)| *limit).min()?;
-        if self.begun.elapsed() + rest >= least {
+        if self.deadline.begun.elapsed() + rest >= least {
             return None;
         }
         // Work is waited for longer next time, and memory in another order, whatever else failed.
@@ -142,11 +116,12 @@ impl Limits {
     /// What to do about a failure, and for how long; `Some(None)` if it only follows from another one. `None` if it is final.
     #[allow(clippy::option_option)] // three answers
     fn cause(&self, kind: Option<Kind>) -> Option<Option<(Retry, Duration)>> {
+        let limit = self.deadline.timeout;
         Some(match (kind?, self.verb) {
             (Kind::Aborted, _) => None,
-            (Kind::Leased, _) => Some((Retry::Lease, self.hold.or(self.timeout).unwrap_or_default().max(TURN_WITHIN))),
-            (Kind::Busy | Kind::Capturing, Verb::Pause) => Some((Retry::Work, self.hold?.saturating_sub(FIRST_DRAIN))),
-            (Kind::DeviceMemory, Verb::Resume) => Some((Retry::Memory, self.timeout?)),
+            (Kind::Leased, _) => Some((Retry::Lease, limit.unwrap_or_default().max(TURN_WITHIN))),
+            (Kind::Busy | Kind::Capturing, Verb::Pause) if self.holds => Some((Retry::Work, limit?.saturating_sub(FIRST_DRAIN))),
+            (Kind::DeviceMemory, Verb::Resume) => Some((Retry::Memory, limit?)),
             _ => return None,
         })
     }
@@ -163,18 +138,14 @@ pub fn kind(error: &ClientError) -> Option<Kind> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::thread;
 
     #[test]
-    fn what_an_operation_has_waited_for_one_thing_is_gone_for_the_next() {
-        let mut patience = Patience::new(Duration::from_secs(10));
-        patience.wait(|left| {
-            assert_eq!(left, Duration::from_secs(10));
-            thread::sleep(Duration::from_millis(20));
-        });
-        assert!(patience.left() <= Duration::from_millis(9980));
-        patience.spend(Duration::from_secs(60));
-        assert_eq!(patience.left(), Duration::from_secs(1), "calls that are about to end");
-        assert_eq!(Patience::new(Duration::from_millis(200)).left(), Duration::from_millis(200));
+    fn what_has_been_waited_for_one_thing_is_gone_for_the_next() {
+        let (seconds, limit) = (Duration::from_secs, Deadline::new(Some(Duration::from_secs(10))));
+        assert!(limit.after(seconds(4)).left_or_a_moment() <= seconds(6));
+        assert!(limit.after(seconds(60)).after(Duration::ZERO).left_or_a_moment() > seconds(1), "what is no wait does not count");
+        assert_eq!(limit.after(seconds(60)).left_or_a_moment(), seconds(1), "calls that are about to end");
+        let short = Deadline::new(Some(Duration::from_millis(200)));
+        assert_eq!(short.after(seconds(60)).left_or_a_moment(), Duration::from_millis(200));
     }
 }

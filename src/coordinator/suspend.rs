@@ -1,16 +1,16 @@
 //! Suspends jobs: pauses their tags, then has the driver take the rest.
 
-use crate::Observer;
-use crate::checkpoint::{self, Checkpoint, Member};
+use crate::Reporter;
+use crate::checkpoint::{self, Checkpoint, Member, Transitioned};
 use crate::failure::CommandError;
 use crate::forecast::Forecast;
 use crate::operation::Operation;
 use crate::outcome::{Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target};
-use crate::retry::Patience;
+use crate::retry::Deadline;
 use crate::shared::{self, Borrower};
 use std::thread;
-use vramctl_model::{Bytes, Kind, Report, TagState, TransitionRequest};
+use vramctl_model::{Bytes, Kind, Report, TagState, TransitionRequest, Verb};
 
 /// What a suspend will do.
 pub struct Suspend {
@@ -23,11 +23,11 @@ pub struct Suspend {
 
 impl Suspend {
     /// Finds the processes and plans. Changes nothing.
-    pub fn plan(operation: &Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+    pub fn plan(operation: &Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let found = Found::look_on(operation.machine, target)?;
         let checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
-        checkpoint.check_whole(*ranks, observer)?;
+        checkpoint.check_whole(*ranks, reporter)?;
         let request = pause.request(deadline);
         let lent = || shared::find(&found, shared::lent_by(&found, &checkpoint.pids(), &request));
         let borrowers = pause.shared.then(lent).transpose()?;
@@ -42,16 +42,16 @@ impl Suspend {
     }
 
     /// A dry run: what would be paused, and what prevents a suspend.
-    pub fn forecast(&mut self, observer: &dyn Observer) -> Result<Vec<Forecast>, CommandError> {
-        let own = self.checkpoint.forecast(&self.wanted(), observer).map_err(|failure| self.advise(failure))?;
+    pub fn forecast(&mut self, reporter: &dyn Reporter) -> Result<Vec<Forecast>, CommandError> {
+        let own = self.checkpoint.forecast(&self.wanted(), reporter).map_err(|failure| self.advise(failure))?;
         let borrowers = self.borrowers.iter().flatten();
         Ok(own.into_iter().chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect())
     }
 
     /// Fails if the driver could not restore the processes. Nothing has changed then.
-    pub fn check(mut self, observer: &dyn Observer) -> Result<Restorable, CommandError> {
+    pub fn check(mut self, reporter: &dyn Reporter) -> Result<Restorable, CommandError> {
         let failed = |failure: CommandError| failure.adding(". Nothing has changed; `vramctl pause` frees the tags");
-        self.checkpoint.check_restorable(&self.wanted(), observer).map_err(failed)?;
+        self.checkpoint.check_restorable(&self.wanted(), reporter).map_err(failed)?;
         Ok(Restorable(self))
     }
 
@@ -61,21 +61,22 @@ impl Suspend {
         TransitionRequest { borrowers, ..self.request.clone() }
     }
 
-    fn run(mut self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
+    fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
         // Loading the driver takes a while, so it happens during the pause.
         let machine = self.checkpoint.found.machine();
         let loading = thread::spawn(move || checkpoint::load(machine));
-        let mut patience = Patience::new(self.request.hold.unwrap_or_default());
         let borrowers = self.borrowers.take();
-        let paused = self.checkpoint.pause(&self.request, borrowers, &mut patience, observer);
-        let held = paused.map_err(|failure| self.advise(failure))?;
+        let paused = self.checkpoint.transition(Verb::Pause, &self.request, borrowers, reporter);
+        let Transitioned { borrowers: held, waited } = paused.map_err(|failure| self.advise(failure))?;
         let Checkpoint { found, members, .. } = &self.checkpoint;
-        found.tell_what_nvml_counts(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
+        found.send_nvml_figures(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
         for (process, report) in &held {
-            observer.done(&shared::text(process, report));
+            reporter.done(&shared::text(process, report));
         }
         let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        match loaded.and_then(|()| self.checkpoint.leave_gpus(&mut patience, observer)) {
+        // Neither the pause itself nor loading the driver counts.
+        let deadline = Deadline::new(self.request.hold).after(waited);
+        match loaded.and_then(|()| self.checkpoint.leave_gpus(deadline, reporter)) {
             Ok(()) => Ok(outcome(self.checkpoint, held)),
             Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays paused until `vramctl resume`")),
             Err(failure) => Err(failure.adding(&self.only_paused())),
@@ -102,13 +103,13 @@ impl Suspend {
     }
 }
 
-/// A suspend of processes that the driver can restore, as far as they tell.
+/// A suspend of processes that the driver can restore, as far as they know.
 pub struct Restorable(Suspend);
 
 impl Restorable {
     /// Holds and pauses the tags, then has the driver take the rest. If only that fails, the tags stay paused.
-    pub fn run(self, observer: &dyn Observer) -> Result<Outcome, CommandError> {
-        self.0.run(observer)
+    pub fn run(self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
+        self.0.run(reporter)
     }
 }
 

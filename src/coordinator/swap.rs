@@ -14,7 +14,7 @@
 //!
 //! A job that has ended cannot run. So if all of OUT has ended, IN is resumed, and if all of IN has, OUT is.
 
-use crate::Observer;
+use crate::Reporter;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::operation::{Hold, Operation};
@@ -65,12 +65,12 @@ pub struct Swapped {
 
 impl Swap {
     /// Finds the processes and plans. Changes nothing. `leaving`: a pause with hold, `coming`: a resume.
-    pub fn plan(leaving: Operation, coming: Operation, observer: &dyn Observer) -> Result<Self, CommandError> {
+    pub fn plan(leaving: Operation, coming: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         if leaving.pause.hold == Hold::No {
             return Err(usage("a swap holds the job that leaves"));
         }
-        let leaving = Plan::again(leaving, observer)?;
-        let coming = Plan::again(coming, observer)?;
+        let leaving = Plan::again(leaving, reporter)?;
+        let coming = Plan::again(coming, reporter)?;
         let out: BTreeSet<_> = leaving.processes().map(|process| process.pid).collect();
         if let Some(both) = coming.processes().find(|process| out.contains(&process.pid)) {
             return Err(usage(format!("{both} is meant as the one that leaves and as the one that comes")));
@@ -100,12 +100,12 @@ impl Swap {
     }
 
     /// Asks the engines of the job that leaves, as before a pause.
-    pub fn consent(&self, observer: &dyn Observer) -> Result<Consent, CommandError> {
-        self.leaving.consent(observer)
+    pub fn consent(&self, reporter: &dyn Reporter) -> Result<Consent, CommandError> {
+        self.leaving.consent(reporter)
     }
 
     /// Has them change places, or leaves both as they are.
-    pub fn run(&self, consent: &Consent, observer: &dyn Observer) -> Swapped {
+    pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Swapped {
         let Self { leaving, coming, .. } = self;
         let (nobody_asked, mut job) = (Consent::default(), leaving.as_one_job(consent));
         let others = coming.as_one_job(&nobody_asked);
@@ -118,14 +118,14 @@ impl Swap {
         let (mut report, nvml) = thread::scope(|scope| {
             // Loading NVML takes a while, so it happens during the swap.
             let nvml = scope.spawn(driver::keep_nvml);
-            (job.run(observer), nvml.join())
+            (job.run(reporter), nvml.join())
         });
         drop(nvml);
         let committed = report.committed;
         let came = report.share(count);
         let mut swapped = Swapped { left: leaving.outcome_as_one(report), came: coming.outcome_as_one(came), committed, whereabouts: None };
-        leaving.tell_what_nvml_counts(&swapped.left);
-        self.after_deaths(&mut swapped, observer);
+        leaving.send_nvml_figures(&swapped.left);
+        self.after_deaths(&mut swapped, reporter);
         swapped
     }
 
@@ -139,13 +139,13 @@ impl Swap {
     }
 
     /// If they have not changed places, says where they are. If one of them has ended as a whole, brings the other one back.
-    fn after_deaths(&self, swapped: &mut Swapped, observer: &dyn Observer) {
+    fn after_deaths(&self, swapped: &mut Swapped, reporter: &dyn Reporter) {
         let Self { leaving, coming, .. } = self;
         swapped.whereabouts = match (swapped.committed, has_ended(leaving), has_ended(coming)) {
             (true, _, false) => None,
-            (true, _, true) => Some(format!("{} has ended; {}", who(coming), self.bring(leaving, observer).0)),
+            (true, _, true) => Some(format!("{} has ended; {}", who(coming), self.bring(leaving, reporter).0)),
             (false, true, false) => {
-                let (text, came) = self.bring(coming, observer);
+                let (text, came) = self.bring(coming, reporter);
                 swapped.came = came.unwrap_or_else(|| std::mem::take(&mut swapped.came));
                 Some(format!("{} has ended; {text}", who(leaving)))
             }
@@ -154,10 +154,10 @@ impl Swap {
     }
 
     /// Resumes what a plan takes away or brings, and says whether it runs.
-    fn bring(&self, plan: &Plan, observer: &dyn Observer) -> (String, Option<Outcome>) {
+    fn bring(&self, plan: &Plan, reporter: &dyn Reporter) -> (String, Option<Outcome>) {
         // What the one that has ended had, the driver may not have cleared yet.
         let deadline = Deadline::new(Some(self.next_piece_within()));
-        let came = plan.resume_of_due(deadline).map(|plan| plan.run(&Consent::default(), observer));
+        let came = plan.resume_of_due(deadline).map(|plan| plan.run(&Consent::default(), reporter));
         let runs = came.as_ref().is_some_and(|came| came.processes.iter().all(|one| one.result.is_ok()));
         let text = if runs {
             format!("{} runs", who(plan))
@@ -214,7 +214,7 @@ fn room(leaving: &Plan, coming: &Plan, cards: &[Card]) -> Vec<Room> {
         let meant = paused_bytes(process, coming.request());
         for device in &status.memory.devices {
             let Some(uuid) = device.uuid.as_deref().filter(|uuid| coming.wants(uuid)) else { continue };
-            // A process does not tell on which GPU the paused memory of a tag was: at least this much was on this one.
+            // A process does not report on which GPU the paused memory of a tag was: at least this much was on this one.
             *comes.entry(uuid).or_default() += meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes);
         }
     }

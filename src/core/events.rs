@@ -203,11 +203,11 @@ pub struct Freeing(bool);
 /// The calling thread frees memory, see [`Event::FreeBegun`].
 #[inline]
 pub fn freeing() -> Freeing {
-    let is_told = is_retry_expected();
-    if is_told {
+    let is_expected = is_retry_expected();
+    if is_expected {
         publish(Event::FreeBegun);
     }
-    Freeing(is_told)
+    Freeing(is_expected)
 }
 
 impl Drop for Freeing {

@@ -116,7 +116,7 @@ enum Ended {
 /// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
 /// to connect is disconnected, and finds the new socket when it retries.
 fn accept(socket: &Held) -> Ended {
-    let mut is_told = false;
+    let mut is_logged = false;
     loop {
         let Ok(waiting) = socket.get() else { return Ended::Closed };
         // The result does not matter: `accept` below checks again.
@@ -141,7 +141,7 @@ fn accept(socket: &Held) -> Ended {
                     return Ended::Replaced(new);
                 }
                 // The next attempt may succeed: the directory is there again after the next login, say.
-                Err(error) if !mem::replace(&mut is_told, true) => log::warn!("somebody has deleted the control socket: {error}"),
+                Err(error) if !mem::replace(&mut is_logged, true) => log::warn!("somebody has deleted the control socket: {error}"),
                 Err(_) => (),
             }
         }

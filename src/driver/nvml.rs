@@ -232,8 +232,8 @@ impl Nvml {
                 && (self.name)(handle, text.as_mut_ptr(), text.len() as c_uint) == SUCCESS
                 && (self.bus)(handle, &raw mut bus) == SUCCESS
                 && (self.memory)(handle, &raw mut memory) == SUCCESS;
-            let told = self.memory_and_reserved(handle);
-            let (used, reserved) = told.map_or((memory.used, None), |memory| (memory.used, Some(memory.reserved)));
+            let exact = self.memory_and_reserved(handle);
+            let (used, reserved) = exact.map_or((memory.used, None), |memory| (memory.used, Some(memory.reserved)));
             let MemoryInfo { free, total, .. } = memory;
             let mig = answered && self.is_in_mig_mode(handle);
             let utilization = if answered { self.utilization(handle) } else { None };

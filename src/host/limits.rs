@@ -40,19 +40,19 @@ impl Room {
     }
 }
 
-const NOT_TOLD: u64 = u64::MAX;
-static TOLD: AtomicU64 = AtomicU64::new(NOT_TOLD);
+const UNSET: u64 = u64::MAX;
+static PRESET: AtomicU64 = AtomicU64::new(UNSET);
 
 /// Overrides the available bytes, for tests. `None` restores the real value.
 pub fn set_available(bytes: Option<u64>) {
-    TOLD.store(bytes.unwrap_or(NOT_TOLD), Ordering::Relaxed);
+    PRESET.store(bytes.unwrap_or(UNSET), Ordering::Relaxed);
 }
 
 /// The system, and every cgroup limit on this process.
 fn rooms() -> impl Iterator<Item = Room> {
-    let told = Some(TOLD.load(Ordering::Relaxed)).filter(|free| *free != NOT_TOLD).map(|free| Room { free, all: u64::MAX });
-    let found = told.is_none().then(|| of_system().into_iter().chain(of_groups("self")));
-    told.into_iter().chain(found.into_iter().flatten())
+    let preset = Some(PRESET.load(Ordering::Relaxed)).filter(|free| *free != UNSET).map(|free| Room { free, all: u64::MAX });
+    let found = preset.is_none().then(|| of_system().into_iter().chain(of_groups("self")));
+    preset.into_iter().chain(found.into_iter().flatten())
 }
 
 fn of_system() -> Option<Room> {

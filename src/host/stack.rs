@@ -234,9 +234,9 @@ mod tests {
 
     #[test]
     fn a_threads_id_and_name_are_reported() {
-        let told = std::thread::Builder::new().name("a-thread".into()).spawn(|| (thread_id(), thread_name())).unwrap().join().unwrap();
-        assert_eq!(told.1, "a-thread");
-        assert_ne!(told.0, thread_id());
+        let thread = std::thread::Builder::new().name("a-thread".into()).spawn(|| (thread_id(), thread_name())).unwrap().join().unwrap();
+        assert_eq!(thread.1, "a-thread");
+        assert_ne!(thread.0, thread_id());
         assert_eq!((name_of_thread(thread_id()), name_of_thread(0)), (Some(thread_name()), None));
     }
 

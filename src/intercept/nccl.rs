@@ -287,7 +287,7 @@ pub struct NcclFunction {
     /// Its symbol.
     pub symbol: &'static CStr,
     /// The functions that lookups return, and what each of these calls.
-    told: [(*const c_void, &'static AtomicPtr<c_void>); LIBRARIES],
+    looked_up: [(*const c_void, &'static AtomicPtr<c_void>); LIBRARIES],
 }
 
 /// The most NCCLs that are distinguished when programs look functions up.
@@ -303,7 +303,7 @@ impl NcclFunction {
             let before = original.compare_exchange(ptr::null_mut(), found, Ordering::Relaxed, Ordering::Relaxed);
             before.is_ok() || before == Err(found)
         };
-        self.told.iter().find(|(_, original)| calls(original)).map_or(found, |(told, _)| told.cast_mut())
+        self.looked_up.iter().find(|(_, original)| calls(original)).map_or(found, |(function, _)| function.cast_mut())
     }
 }
 
@@ -437,7 +437,7 @@ macro_rules! functions {
 
         /// The functions that lookups return.
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
-        mod told {
+        mod looked_up {
             use super::*;
             $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> $answer {
                 // SAFETY: as above.
@@ -498,11 +498,11 @@ macro_rules! functions {
         /// The table.
         pub static FUNCTIONS: &[NcclFunction] = &[$( NcclFunction {
             symbol: names::$symbol,
-            told: [
-                (told::$symbol::<0> as *const c_void, &originals::$symbol[0]),
-                (told::$symbol::<1> as *const c_void, &originals::$symbol[1]),
-                (told::$symbol::<2> as *const c_void, &originals::$symbol[2]),
-                (told::$symbol::<3> as *const c_void, &originals::$symbol[3]),
+            looked_up: [
+                (looked_up::$symbol::<0> as *const c_void, &originals::$symbol[0]),
+                (looked_up::$symbol::<1> as *const c_void, &originals::$symbol[1]),
+                (looked_up::$symbol::<2> as *const c_void, &originals::$symbol[2]),
+                (looked_up::$symbol::<3> as *const c_void, &originals::$symbol[3]),
             ],
         } ),*];
     };

@@ -48,13 +48,13 @@ pub(crate) unsafe fn get_proc_address_v2(
 /// The variant that a lookup gets depends on the requested version and flags, with rules that newer drivers extend. So the driver is asked
 /// again: an entry replaces only the function that the driver returns for exactly the entry's version and flavour.
 unsafe fn replace_if(
-    told: bool,
+    is_found: bool,
     name: *const c_char,
     function: *mut *mut c_void,
     caller: *const c_void,
     entries: impl Iterator<Item = &'static DriverFunction>,
 ) {
-    if !told || name.is_null() || function.is_null() || copies::another_answers() {
+    if !is_found || name.is_null() || function.is_null() || copies::another_answers() {
         return;
     }
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
@@ -62,7 +62,7 @@ unsafe fn replace_if(
         let (name, found) = (CStr::from_ptr(name), *function);
         let mut same = entries.filter(|line| line.name.as_bytes() == name.to_bytes());
         if !found.is_null()
-            && let Some(line) = same.find(|line| told_for(name, line) == found)
+            && let Some(line) = same.find(|line| driver_function(name, line) == found)
             && !line.is_behind(caller)
         {
             *function = line.entry.cast_mut();
@@ -71,7 +71,7 @@ unsafe fn replace_if(
 }
 
 /// The driver's function for a line of the table.
-unsafe fn told_for(name: &CStr, line: &DriverFunction) -> *mut c_void {
+unsafe fn driver_function(name: &CStr, line: &DriverFunction) -> *mut c_void {
     /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 0 is the default.
     const PER_THREAD: c_ulonglong = 2;
     let (mut found, mut status) = (ptr::null_mut(), 0);

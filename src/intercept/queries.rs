@@ -115,11 +115,11 @@ impl Pointed {
 }
 
 /// Our value of an attribute, if the driver's would differ because the memory is virtual memory to it, or paused.
-fn told(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
+fn own_answer(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
     use Value::{Narrow, Wide};
     let is_plain = known.properties().is_none();
-    let is_told = known.is_paused() || (is_plain && shows_virtual_memory(attribute));
-    if !is_told {
+    let is_ours = known.is_paused() || (is_plain && shows_virtual_memory(attribute));
+    if !is_ours {
         return None;
     }
     let place = || known.place_of(pointer);
@@ -145,10 +145,10 @@ pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: 
     let may_be_ours = answer == code::INVALID_VALUE || (answer == code::SUCCESS && shows_virtual_memory(attribute));
     if may_be_ours
         && !value.is_null()
-        && let Some(told) = Pointed::at(pointer).and_then(|known| told(&known, attribute, pointer))
+        && let Some(own) = Pointed::at(pointer).and_then(|known| own_answer(&known, attribute, pointer))
     {
         // SAFETY: not null, and writable by the program's promise.
-        unsafe { told.write(value) };
+        unsafe { own.write(value) };
         return code::SUCCESS;
     }
     answer
@@ -166,9 +166,9 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
         let (attributes, values) =
             unsafe { (slice::from_raw_parts(attributes, count as usize), slice::from_raw_parts(values, count as usize)) };
         for (attribute, value) in attributes.iter().zip(values) {
-            if let Some(told) = told(&known, *attribute, pointer) {
+            if let Some(own) = own_answer(&known, *attribute, pointer) {
                 // SAFETY: the real function has written there.
-                unsafe { told.write(*value) };
+                unsafe { own.write(*value) };
             }
         }
     }
@@ -177,8 +177,8 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
     // The driver would report only one of the pieces of a large allocation, and nothing for paused memory.
-    let is_told = |known: &Pointed| known.properties().is_none() || known.is_paused();
-    let place = Pointed::at(pointer).filter(is_told).and_then(|known| known.place_of(pointer));
+    let is_ours = |known: &Pointed| known.properties().is_none() || known.is_paused();
+    let place = Pointed::at(pointer).filter(is_ours).and_then(|known| known.place_of(pointer));
     let Some((Span { address, bytes: length }, true)) = place else {
         // SAFETY: as above.
         return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };

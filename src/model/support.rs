@@ -188,10 +188,10 @@ pub const REFUSED: [(&str, &str); 5] = [
     ("macOS, Windows, and Linux with musl", "nothing is built for them"),
 ];
 
-/// How a GPU behind MPS is told as an obstacle.
+/// How a GPU behind MPS is named as an obstacle.
 pub const BEHIND_MPS: &str = "a GPU behind MPS";
 
-/// How a GPU in MIG mode is told as an obstacle.
+/// How a GPU in MIG mode is named as an obstacle.
 pub fn in_mig_mode(index: u32) -> String {
     format!("GPU {index} is in MIG mode (`nvidia-smi -i {index} -mig 0` ends that, once no program uses it)")
 }

@@ -34,17 +34,17 @@ pub fn failed(function: Option<&'static CStr>, error: NcclResult) {
 fn warn(what: &'static str, error: NcclResult) {
     /// How long the thread whose call has failed waits for the warning.
     const WAIT: Duration = Duration::from_millis(200);
-    static TOLD: PerProcess<Mutex<Option<Allowance>>> = PerProcess::new(Mutex::default);
+    static WARNINGS: PerProcess<Mutex<Option<Allowance>>> = PerProcess::new(Mutex::default);
     let now = Instant::now();
-    let may_tell = || {
-        let mut told = TOLD.get().lock().unpoisoned();
-        told.get_or_insert_with(|| Allowance::full(now)).take(now)
+    let may_warn = || {
+        let mut allowance = WARNINGS.get().lock().unpoisoned();
+        allowance.get_or_insert_with(|| Allowance::full(now)).take(now)
     };
     // Without CUDA, nothing can have failed for lack of memory, and no worker may start: its exit handler must run before the driver's.
-    if exit::is_ending() || contexts::devices().is_empty() || !may_tell() {
+    if exit::is_ending() || contexts::devices().is_empty() || !may_warn() {
         return;
     }
-    let (asked, told) = mpsc::channel::<()>();
+    let (asked, done) = mpsc::channel::<()>();
     let warn = move || {
         let _asked = asked;
         log::warn!(
@@ -55,7 +55,7 @@ fn warn(what: &'static str, error: NcclResult) {
     };
     // In its own thread: the driver may be waiting for the very collective that the calling thread is about to abort.
     match worker::spawn("vramctl-nccl", warn) {
-        Ok(()) => _ = told.recv_timeout(WAIT),
+        Ok(()) => _ = done.recv_timeout(WAIT),
         Err(error) => log::debug!("could not start a thread: {error}"),
     }
 }

@@ -71,7 +71,7 @@ impl Default for Watched {
 
 fn watch(level: &'static Watermark) {
     let (mut devices, mut times) = (BTreeMap::<CUdevice, Watched>::new(), exit::quiesced_times());
-    level.tell();
+    level.wake_this_thread();
     loop {
         if level.below() == 0 {
             devices.clear();
@@ -103,10 +103,10 @@ impl Watched {
         if self.gauge.is_none() {
             self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
         }
-        let told = self.gauge.as_ref().filter(|gauge| !gauge.is_ours()).and_then(|gauge| gauge.told(STALE));
+        let known = self.gauge.as_ref().filter(|gauge| !gauge.is_ours()).and_then(|gauge| gauge.read(STALE));
         let may_be_low = |free: u64| free < below || level.free(device).is_some_and(|free| free < below);
         // Own allocations may have been counted twice, or freed again.
-        let enough = told.filter(|free| self.is_low || !may_be_low(*free));
+        let enough = known.filter(|free| self.is_low || !may_be_low(*free));
         let Some(free) = enough.or_else(|| contexts::memory_info(device).map(|(free, _)| free)) else {
             // Give up the gauge: another process may be able to ask.
             self.gauge = None;
@@ -116,8 +116,8 @@ impl Watched {
         if times != exit::quiesced_times() {
             return;
         }
-        if let (None, Some(gauge)) = (told, &self.gauge)
-            && gauge.tell(free).is_err()
+        if let (None, Some(gauge)) = (known, &self.gauge)
+            && gauge.write(free).is_err()
         {
             self.gauge = None;
         }
@@ -202,13 +202,13 @@ mod tests {
         const BELOW: u64 = 1 << 30;
         let (low, high, now) = (BELOW - 1, BELOW + (BELOW / 10), Instant::now());
         let mut watched = Watched { allowance: Allowance::full(now), ..Watched::default() };
-        let mut told = |samples: &[u64], after| {
+        let mut warnings = |samples: &[u64], after| {
             let at = now + Duration::from_secs(after);
             samples.iter().filter(|free| watched.is_news(**free, BELOW, at)).count()
         };
-        assert_eq!(told(&[high, low, low, BELOW, low, high - 1, low], 0), 1);
-        assert_eq!(told(&[high, low].repeat(100), 1), 2);
-        assert_eq!(told(&[high, low].repeat(100), 30), 3);
-        assert_eq!((told(&[high, low, low], 39), told(&[low, low], 40)), (0, 1), "one that lasts is logged as soon as it may be");
+        assert_eq!(warnings(&[high, low, low, BELOW, low, high - 1, low], 0), 1);
+        assert_eq!(warnings(&[high, low].repeat(100), 1), 2);
+        assert_eq!(warnings(&[high, low].repeat(100), 30), 3);
+        assert_eq!((warnings(&[high, low, low], 39), warnings(&[low, low], 40)), (0, 1), "one that lasts is logged as soon as it may be");
     }
 }

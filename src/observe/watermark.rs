@@ -83,7 +83,7 @@ impl Watermark {
     }
 
     /// Makes the calling thread the one to wake.
-    pub fn tell(&self) {
+    pub fn wake_this_thread(&self) {
         let _ = self.watcher.set(std::thread::current());
     }
 

@@ -20,7 +20,7 @@ pub fn ask<T>(
 }
 
 /// Prints the answers: as JSON under `key`, or as `text`. The exit code is that of the first failure.
-pub fn tell<T: Serialize>(
+pub fn print<T: Serialize>(
     answers: impl IntoIterator<Item = (Process, Result<T, CommandError>)>,
     json: bool,
     key: &str,

@@ -10,7 +10,6 @@ use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
@@ -107,10 +106,9 @@ fn list(gpus: &[u32]) -> String {
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let target = self.processes.target();
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
         let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), ..PauseOptions::default() };
-        let deadline = Deadline::new(None);
-        Operation { machine: &ThisMachine, verb: Verb::Pause, target, scope, ranks: self.ranks, deadline, pause, nodes: None }
+        let operation = Operation::new(Verb::Pause, self.processes.target(), scope, Deadline::new(None), pause);
+        Operation { ranks: self.ranks, ..operation }
     }
 }

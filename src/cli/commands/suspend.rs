@@ -8,12 +8,11 @@ use crate::ui::output;
 use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::retry::Deadline;
-use vramctl_coordinator::{Observer, Operation, Outcome, Scope, Suspend};
+use vramctl_coordinator::{Operation, Outcome, Reporter, Scope, Suspend};
 use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
@@ -109,7 +108,6 @@ pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> Strin
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let target = self.processes.target();
         let pause = PauseOptions {
             backup: self.backup.policy(),
             registered: self.registered,
@@ -118,15 +116,7 @@ impl Args {
             shared: self.shared,
             ..PauseOptions::default()
         };
-        Operation {
-            machine: &ThisMachine,
-            verb: Verb::Pause,
-            target,
-            scope: Scope::Device,
-            ranks: self.ranks,
-            deadline: Deadline::new(None),
-            pause,
-            nodes: None,
-        }
+        let operation = Operation::new(Verb::Pause, self.processes.target(), Scope::Device, Deadline::new(None), pause);
+        Operation { ranks: self.ranks, ..operation }
     }
 }

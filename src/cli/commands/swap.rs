@@ -11,7 +11,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
@@ -155,8 +154,7 @@ impl Args {
         let deadline = Deadline::new(self.timeout);
         let operation = |verb, target: &str, tags: &[String], pause| {
             let scope = Scope::Tags { words: tags.to_vec(), may_name: false, gpus: Vec::new() };
-            let target = Target::parse(target.to_owned());
-            Operation { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, nodes: None }
+            Operation::new(verb, Target::parse(target.to_owned()), scope, deadline, pause)
         };
         let pause = PauseOptions {
             backup: self.backup.policy(),

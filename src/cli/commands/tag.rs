@@ -37,7 +37,7 @@ pub fn set_tag(args: Args) -> Result<Exit, CommandError> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
     let answers = each::ask(&found, found.choose_answering(&target)?, |client| client.set_tag(args.tag.clone()));
-    each::tell(answers, args.json, "tag", |process, tag| match tag {
+    each::print(answers, args.json, "tag", |process, tag| match tag {
         Some(tag) => format!("{process}: allocations outside regions get the tag {tag} from now on"),
         None => format!("{process}: allocations outside regions are left to CUDA from now on"),
     })

@@ -44,7 +44,7 @@ pub fn trim(args: &Args) -> Result<Exit, CommandError> {
         chosen.retain(trims);
     }
     let done = all(&found, &chosen, args.timeout);
-    each::tell(chosen.into_iter().zip(done), args.json, "trimmed", describe)
+    each::print(chosen.into_iter().zip(done), args.json, "trimmed", describe)
 }
 
 fn trims(process: &Process) -> bool {
@@ -65,7 +65,7 @@ fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Tr
 /// results, by process.
 pub fn before_a_pause(target: Target, words: Vec<String>, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Trimmed>, CommandError> {
     let found = Found::look(&target)?;
-    let (target, _) = found.tell_apart(target, words)?;
+    let (target, _) = found.separate(target, words)?;
     // The pause reports processes that do not answer or do not exist.
     let Ok(mut chosen) = found.choose(&target) else { return Ok(BTreeMap::new()) };
     chosen.retain(|process| trims(process) && !process.is_held() && process.suspended().is_none());

@@ -56,7 +56,7 @@ pub fn watch(args: &Args) -> Result<Exit, CommandError> {
     let answers = each::ask(&found, found.choose_answering(&target)?, |client| {
         client.watch(below, args.trim).map(|(below_bytes, trim)| Watching { below_bytes, trim })
     });
-    each::tell(answers, args.json, "watch", |process, watching| match watching {
+    each::print(answers, args.json, "watch", |process, watching| match watching {
         Watching { below_bytes: 0, .. } => format!("{process}: does not watch"),
         Watching { below_bytes, trim } => {
             let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };

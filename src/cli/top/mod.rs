@@ -67,7 +67,7 @@ enum Incoming {
 }
 
 impl Listener for Sender<Incoming> {
-    fn tell(&self, news: News) -> bool {
+    fn send_news(&self, news: News) -> bool {
         self.send(Incoming::News(news)).is_ok()
     }
 }
@@ -258,8 +258,8 @@ fn once(interval: Duration) -> Result<Exit, CommandError> {
             break;
         }
     }
-    let told = || env::var("COLUMNS").ok()?.parse().ok();
-    let width = output::width().or_else(told).unwrap_or(80).clamp(40, 400);
+    let of_environment = || env::var("COLUMNS").ok()?.parse().ok();
+    let width = output::width().or_else(of_environment).unwrap_or(80).clamp(40, 400);
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, draw::height(&model, width, Instant::now())));
     paint(&mut buffer, &model, false, colours::allowed());
     output::print(&draw::text(&buffer, colours::wanted(&stdout()))).map(|()| Exit::Done)
@@ -312,8 +312,8 @@ mod tests {
         // Ends with an error when the other side is closed.
         let _ = ours.read_to_end(&mut drawn);
         let drawn = String::from_utf8_lossy(&drawn);
-        let (entered, left, told) = (drawn.find("\x1b[?1049h"), drawn.find("\x1b[?1049l"), drawn.find("oh no"));
-        assert!(entered.is_some() && entered < left && left < told, "{drawn:?}");
+        let (entered, left, message) = (drawn.find("\x1b[?1049h"), drawn.find("\x1b[?1049l"), drawn.find("oh no"));
+        assert!(entered.is_some() && entered < left && left < message, "{drawn:?}");
         assert!(drawn.contains("\x1b[?25h"), "{drawn:?}");
     }
 }

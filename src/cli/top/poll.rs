@@ -63,7 +63,7 @@ impl Interval {
 
 /// Receives the results. Polling ends when nobody listens any more.
 pub trait Listener: Clone + Send + 'static {
-    fn tell(&self, news: News) -> bool;
+    fn send_news(&self, news: News) -> bool;
 }
 
 /// Starts asking.
@@ -83,7 +83,7 @@ fn ask_nvml(listener: &impl Listener, interval: &Interval) {
     keep_nvml();
     loop {
         let cards = cards().map(|cards| cards.into_iter().map(|card| (card.clone(), holders_of(&card.uuid))).collect());
-        if !listener.tell(News::Gpus(Gpus { cards, available: limits::available_bytes() })) {
+        if !listener.send_news(News::Gpus(Gpus { cards, available: limits::available_bytes() })) {
             return;
         }
         interval.wait(Duration::MAX);
@@ -110,7 +110,7 @@ fn find<L: Listener>(listener: &L, interval: &Interval) {
             }
             Err(error) => News::Trouble(format!("the directory of the control sockets cannot be used: {error}")),
         };
-        if !listener.tell(news) {
+        if !listener.send_news(news) {
             return;
         }
         thread::sleep(FIND_EVERY);
@@ -122,7 +122,7 @@ fn watch(pid: u32, listener: &impl Listener, interval: &Interval) {
     let mut connection = None;
     loop {
         let Ok(Some(directory)) = Directory::open() else {
-            listener.tell(News::Gone(pid));
+            listener.send_news(News::Gone(pid));
             return;
         };
         let answer = match connection.take().map_or_else(|| Client::connect(&directory, pid), Ok) {
@@ -133,7 +133,7 @@ fn watch(pid: u32, listener: &impl Listener, interval: &Interval) {
             Ok(status) => Process { pid, name: Some(status.process.name.clone()), status: Ok(status) },
             Err(error) => {
                 let Some(process) = silent(&directory, pid, Err(CommandError::from(error))) else {
-                    listener.tell(News::Gone(pid));
+                    listener.send_news(News::Gone(pid));
                     return;
                 };
                 process
@@ -147,7 +147,7 @@ fn watch(pid: u32, listener: &impl Listener, interval: &Interval) {
             Err(_) => WHILE_SILENT,
         };
         let sample = Sample { resident: ledger::resident(pid).0, room: limits::limit_of(pid), process };
-        if !listener.tell(News::Process(Box::new(sample))) {
+        if !listener.send_news(News::Process(Box::new(sample))) {
             return;
         }
         if pause == WHILE_SILENT { thread::sleep(pause) } else { interval.wait(pause) }

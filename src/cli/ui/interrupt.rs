@@ -35,7 +35,7 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
 
 /// Has a thread report the first signal that asks this program to end, instead of ending it. Call it before there are other threads: they
 /// must have these signals blocked.
-pub fn catch_end(tell: impl FnOnce(libc::c_int) + Send + 'static) {
+pub fn catch_end(end: impl FnOnce(libc::c_int) + Send + 'static) {
     let signals = set_of(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
     // SAFETY: an initialised set; concerns the calling thread's mask alone.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, ptr::null_mut()) };
@@ -43,7 +43,7 @@ pub fn catch_end(tell: impl FnOnce(libc::c_int) + Send + 'static) {
         let mut signal = 0;
         // SAFETY: an initialised set, and a writable signal number.
         if unsafe { libc::sigwait(&raw const signals, &raw mut signal) } == 0 {
-            tell(signal);
+            end(signal);
         }
     });
 }

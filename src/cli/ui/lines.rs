@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::thread;
-use vramctl_coordinator::Observer;
+use vramctl_coordinator::Reporter;
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::nodes::Step;
 use vramctl_coordinator::processes::Process;
@@ -23,12 +23,12 @@ pub struct Lines {
     connections: Connections,
     /// The program wants to hear of progress.
     progress: bool,
-    /// What a cancellation answers at present. `None` once the outcome has been told.
+    /// What a cancellation answers at present. `None` once the outcome has been printed.
     left_behind: Mutex<Option<LeftBehind>>,
 }
 
 impl Lines {
-    /// `progress`: whether to tell of it.
+    /// `progress`: whether to print it.
     pub fn new(progress: bool, left_behind: LeftBehind) -> Self {
         Self { connections: Connections::default(), progress, left_behind: Mutex::new(Some(left_behind)) }
     }
@@ -42,7 +42,7 @@ impl Lines {
             Step::Drained => "drained",
             Step::Prepared => "prepared",
         };
-        tell(&json!({ "reply": "reached", "step": step }));
+        print(&json!({ "reply": "reached", "step": step }));
     }
 
     /// The ranks of this node that take part.
@@ -51,7 +51,7 @@ impl Lines {
             let tags: Vec<_> = one.tags().iter().map(|tag| &tag.tag).collect();
             json!({ "pid": one.pid, "name": one.name(), "tags": tags })
         };
-        tell(&json!({ "reply": "found", "processes": processes.map(process).collect::<Vec<_>>() }));
+        print(&json!({ "reply": "found", "processes": processes.map(process).collect::<Vec<_>>() }));
     }
 
     /// From now on, a cancellation answers this.
@@ -61,11 +61,11 @@ impl Lines {
         }
     }
 
-    /// Cancels what only waits, and tells how everything is left. If the outcome has been told, nothing.
+    /// Cancels what only waits, and prints how everything is left. If the outcome has been printed, nothing.
     pub fn cancel(&self) {
         self.connections.close_all();
         if let Some(left_behind) = self.left_behind.lock().unpoisoned().take() {
-            tell(&left_behind());
+            print(&left_behind());
         }
     }
 
@@ -73,7 +73,7 @@ impl Lines {
     pub fn end(&self, outcome: &Value) {
         self.connections.stay_if_closed();
         if self.left_behind.lock().unpoisoned().take().is_some() {
-            return tell(outcome);
+            return print(outcome);
         }
         loop {
             thread::park();
@@ -81,26 +81,26 @@ impl Lines {
     }
 }
 
-impl Observer for Lines {
+impl Reporter for Lines {
     fn note(&self, text: &str) {
-        tell(&json!({ "reply": "note", "text": text }));
+        print(&json!({ "reply": "note", "text": text }));
     }
 
     fn warn(&self, text: &str) {
-        tell(&json!({ "reply": "warning", "text": text }));
+        print(&json!({ "reply": "warning", "text": text }));
     }
 
     fn fail(&self, text: &str) {
-        tell(&json!({ "reply": "failure", "text": text }));
+        print(&json!({ "reply": "failure", "text": text }));
     }
 
     fn done(&self, text: &str) {
-        tell(&json!({ "reply": "step", "text": text }));
+        print(&json!({ "reply": "step", "text": text }));
     }
 
     fn queued(&self, ahead: &[Ticket]) {
         let ahead: Vec<_> = ahead.iter().map(|ticket| &ticket.who).collect();
-        tell(&json!({ "reply": "queued", "ahead": ahead }));
+        print(&json!({ "reply": "queued", "ahead": ahead }));
     }
 
     fn follows_progress(&self) -> bool {
@@ -108,7 +108,7 @@ impl Observer for Lines {
     }
 
     fn progress(&self, pid: u32, Progress { stage, done, total }: Progress) {
-        tell(&json!({ "reply": "progress", "pid": pid, "stage": stage, "done": done, "total": total }));
+        print(&json!({ "reply": "progress", "pid": pid, "stage": stage, "done": done, "total": total }));
     }
 
     fn connected(&self, pid: u32, stream: UnixStream) {
@@ -121,7 +121,7 @@ impl Observer for Lines {
 }
 
 /// A line at a time, in which each GPU has its index in `nvidia-smi` beside its UUID. If nobody reads, the end of stdin says so.
-fn tell(line: &Value) {
+fn print(line: &Value) {
     let mut line = line.clone();
     gpus::add_indices(&mut line);
     let mut out = io::stdout().lock();

@@ -15,7 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
-use vramctl_coordinator::{Observer, Plan};
+use vramctl_coordinator::{Plan, Reporter};
 use vramctl_host::Unpoison;
 use vramctl_model::Progress;
 
@@ -71,7 +71,7 @@ impl Ui {
     }
 }
 
-impl Observer for Ui {
+impl Reporter for Ui {
     fn note(&self, text: &str) {
         if !self.json && !self.quiet {
             self.complain("note", text);

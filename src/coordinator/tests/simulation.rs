@@ -5,8 +5,8 @@
 //! killed, too. What they hold lies in a page that all share, where the simulation looks whether the rules hold:
 //!
 //! 1. A job is paused or resumed as a whole, or not at all.
-//! 2. No rank is held, aside or locked once its operation has ended well, but while something of it is paused or suspended.
-//! 3. A library is set aside before the driver locks its process, and woken only when the process runs.
+//! 2. No rank is held, quiesced or locked once its operation has ended well, but while something of it is paused or suspended.
+//! 3. A library is quiesced before the driver locks its process, and woken only when the process runs.
 //! 4. A restore never begins without room for it.
 //! 5. Whatever was refused or killed, a resume without faults brings everything back.
 //! 6. After a swap of a job that runs and one that is paused, whatever came of it, one of the two runs and the other is paused.
@@ -78,7 +78,7 @@ struct Slot {
     /// Whether others have taken the memory that it handed over in a swap which was undone. Its contents are on the host.
     lacks: AtomicU64,
     held: AtomicU64,
-    aside: AtomicU64,
+    quiesced: AtomicU64,
     /// The driver's state of it.
     state: AtomicU64,
 }
@@ -93,14 +93,14 @@ impl std::fmt::Debug for Page {
             let figure = |figure: &AtomicU64| figure.load(SeqCst);
             writeln!(
                 out,
-                "rank {rank} of {}: pid {}, tag {}, context {}, paused {}, held {}, aside {}, state {}",
+                "rank {rank} of {}: pid {}, tag {}, context {}, paused {}, held {}, quiesced {}, state {}",
                 JOBS[rank],
                 figure(&slot.pid),
                 figure(&slot.tag),
                 figure(&slot.context),
                 figure(&slot.paused),
                 figure(&slot.held),
-                figure(&slot.aside),
+                figure(&slot.quiesced),
                 figure(&slot.state)
             )?;
         }
@@ -211,8 +211,8 @@ impl Machine for Simulated {
 
     fn lock(&self, pid: i32, _limit: Duration) -> Result<(), Failure> {
         let slot = self.change("cuCheckpointProcessLock", pid, 0, 1)?;
-        if slot.aside.load(SeqCst) == 0 {
-            self.shared.violated("a library is set aside before the driver locks its process");
+        if slot.quiesced.load(SeqCst) == 0 {
+            self.shared.violated("a library is quiesced before the driver locks its process");
         }
         Ok(())
     }
@@ -361,7 +361,7 @@ impl Rank {
                 if self.slot.state.load(SeqCst) != 0 {
                     self.shared.violated("a library is woken only when its process runs");
                 }
-                self.slot.aside.store(0, SeqCst);
+                self.slot.quiesced.store(0, SeqCst);
                 client.answer(&Reply::Awake)
             }
             Request::Hold { .. } | Request::Prepare(_) => self.in_steps(request, client),
@@ -370,7 +370,7 @@ impl Rank {
     }
 
     fn suspend(&self, client: &Client) -> Result<(), Gone> {
-        if self.slot.aside.load(SeqCst) == 0 {
+        if self.slot.quiesced.load(SeqCst) == 0 {
             let Ok(_turn) = self.turn.try_lock() else { return client.refuse(&Error::Busy(Duration::from_millis(1))) };
             if self.fault(client)? {
                 return Ok(());
@@ -378,9 +378,9 @@ impl Rank {
             if self.slot.paused.load(SeqCst) == 0 {
                 return client.refuse(&Error::Leased);
             }
-            self.slot.aside.store(1, SeqCst);
+            self.slot.quiesced.store(1, SeqCst);
             if client.is_gone() {
-                self.slot.aside.store(0, SeqCst);
+                self.slot.quiesced.store(0, SeqCst);
                 return Err(Gone);
             }
         }
@@ -442,7 +442,7 @@ impl Rank {
         let aborted = || Error::Aborted("another process of the job could not prepare".into());
         let mut request = first;
         loop {
-            if self.slot.aside.load(SeqCst) != 0 {
+            if self.slot.quiesced.load(SeqCst) != 0 {
                 client.refuse(&Error::Suspended)?;
                 return Ok(false);
             }
@@ -554,7 +554,7 @@ impl Rank {
             total_bytes: None,
         }];
         let gpus = || vec![GpuUse { uuid: UUID.into(), bytes: CONTEXT }];
-        status.memory.suspended = (self.slot.aside.load(SeqCst) != 0).then(gpus);
+        status.memory.suspended = (self.slot.quiesced.load(SeqCst) != 0).then(gpus);
         status
     }
 }
@@ -595,7 +595,7 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
             let Swapped { left, came, .. } = swap.run(&Consent::default(), &());
             Ok(Outcome { processes: left.processes.into_iter().chain(came.processes).collect(), ..Outcome::default() })
         }
-        _ => Plan::make(operation(verb, target), &())?.bring_back(&()).map(|plan| plan.run(&Consent::default(), &())),
+        _ => Plan::make(operation(verb, target), &())?.restore_suspended(&()).map(|plan| plan.run(&Consent::default(), &())),
     };
     let failures: Vec<_> = match run() {
         Ok(outcome) => outcome.processes.into_iter().filter_map(|one| one.result.err()).collect(),
@@ -624,7 +624,7 @@ struct Simulation {
     shared: Shared,
     ranks: Vec<Child>,
     random: Random,
-    told: Vec<String>,
+    log: Vec<String>,
 }
 
 impl Drop for Simulation {
@@ -642,7 +642,7 @@ impl Simulation {
         // SAFETY: there is no other thread yet.
         unsafe { env::set_var("SIMULATION_FOLDER", folder.path()) };
         let shared = Shared::open(folder.path());
-        let mut new = Self { folder, shared, ranks: Vec::new(), random: Random(seed), told: Vec::new() };
+        let mut new = Self { folder, shared, ranks: Vec::new(), random: Random(seed), log: Vec::new() };
         for rank in 0..JOBS.len() {
             let child = new.start(rank);
             new.ranks.push(child);
@@ -659,7 +659,7 @@ impl Simulation {
     }
 
     fn operate(&mut self, words: &str) -> Child {
-        self.told.push(words.to_owned());
+        self.log.push(words.to_owned());
         itself(&format!("operate {words}"), self.folder.path(), self.random.next()).spawn().unwrap()
     }
 
@@ -696,7 +696,7 @@ impl Simulation {
             0 => {
                 let mut killed = self.operate(&words);
                 let time = Duration::from_micros(self.random.below(40_000));
-                self.told.push(format!("(killed after {time:?})"));
+                self.log.push(format!("(killed after {time:?})"));
                 thread::sleep(time);
                 killed.kill().unwrap();
                 killed.wait().unwrap();
@@ -717,7 +717,7 @@ impl Simulation {
                         self.look_after("resume", other(target));
                     }
                 } else {
-                    self.told.push(format!("({})", said.trim()));
+                    self.log.push(format!("({})", said.trim()));
                 }
             }
         }
@@ -742,7 +742,7 @@ impl Simulation {
     /// An operation that went well has done what it says.
     fn look_after(&self, verb: &str, target: &str) {
         for slot in self.slots_of(target) {
-            let figures = [&slot.paused, &slot.aside, &slot.state, &slot.held].map(|figure| figure.load(SeqCst));
+            let figures = [&slot.paused, &slot.quiesced, &slot.state, &slot.held].map(|figure| figure.load(SeqCst));
             match verb {
                 "pause" => assert_eq!(figures[0], 1),
                 "suspend" => assert_eq!(figures[..3], [1, 1, 2]),
@@ -806,10 +806,10 @@ fn main() {
     let steps = env::var("SIMULATION_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(200);
     let mut simulation = Simulation::new(seed);
     for step in 0..steps {
-        let before = simulation.told.len();
+        let before = simulation.log.len();
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| simulation.step()));
         if done.is_err() {
-            eprintln!("step {step} of SIMULATION_SEED={seed}: {:#?}\n{:?}", &simulation.told[before..], simulation.shared.0);
+            eprintln!("step {step} of SIMULATION_SEED={seed}: {:#?}\n{:?}", &simulation.log[before..], simulation.shared.0);
             drop(simulation);
             exit(1);
         }

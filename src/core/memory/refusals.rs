@@ -71,8 +71,9 @@ impl Refusals {
     pub fn now(&self) -> Vec<RefusingDevice> {
         let refused: Vec<_> = self.all().iter().filter(|(_, one)| one.in_a_row > 0).map(|(device, one)| (*device, one.last)).collect();
         // The driver is asked without the lock.
-        let told = |(device, failure): (CUdevice, Failure)| RefusingDevice { device, gpu: driver::uuid(device), what: failure.to_string() };
-        refused.into_iter().map(told).collect()
+        let refusing =
+            |(device, failure): (CUdevice, Failure)| RefusingDevice { device, gpu: driver::uuid(device), what: failure.to_string() };
+        refused.into_iter().map(refusing).collect()
     }
 }
 

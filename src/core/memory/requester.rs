@@ -25,7 +25,7 @@ impl Requester {
         /// Smaller requests rarely explain a shortage, and there are too many of them to record each stack.
         const LARGE: usize = 64 << 20;
         const FRAMES: usize = 24;
-        let is_told = bytes >= LARGE && config::report_directory().is_some();
-        Self { library, stack: is_told.then(|| Arc::new(Stack::here(FRAMES, caller as usize))) }
+        let is_reported = bytes >= LARGE && config::report_directory().is_some();
+        Self { library, stack: is_reported.then(|| Arc::new(Stack::here(FRAMES, caller as usize))) }
     }
 }

@@ -241,12 +241,12 @@ pub fn status() -> Vec<Unmanaged> {
     for block in blocks() {
         *owners.entry(block.requester.library).or_default().entry(block.device).or_default() += block.bytes;
     }
-    let told = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| Unmanaged {
+    let of_owner = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| Unmanaged {
         owner: owner.to_owned(),
         bytes: devices.values().sum(),
         gpus: devices.into_iter().filter_map(|(device, bytes)| Some((driver::uuid(device?)?, bytes))).collect(),
     };
-    owners.into_iter().map(told).collect()
+    owners.into_iter().map(of_owner).collect()
 }
 
 #[cfg(test)]

@@ -71,14 +71,14 @@ struct Reports {
 struct Books {
     open: Vec<Arc<Episode>>,
     /// The rate limits of each library, for pages and for lines.
-    allowances: BTreeMap<(&'static str, Told), Allowance>,
+    allowances: BTreeMap<(&'static str, Form), Allowance>,
     /// Failures since the last page that got no page.
-    untold: u64,
+    unreported: u64,
 }
 
 /// What the log gets of an episode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Told {
+enum Form {
     Page,
     /// That a retry has succeeded.
     Line,
@@ -95,7 +95,7 @@ struct Episode {
     changed: Condvar,
     /// The episode is complete.
     is_due: AtomicBool,
-    is_told: AtomicBool,
+    is_reported: AtomicBool,
 }
 
 struct Course {
@@ -134,7 +134,7 @@ fn take_up(asked: FailedRequest) {
             Some(episode) => Some(episode),
             None if books.may_open(&asked) => None,
             None => {
-                books.untold += 1;
+                books.unreported += 1;
                 drop(books);
                 return log::debug!("out of memory: {} asked for {}", asked.library, Bytes(asked.bytes));
             }
@@ -213,9 +213,9 @@ impl Reports {
             log::warn!("out of memory, and no report: could not start a thread: {error}");
             return self.close(&episode);
         }
-        tell_at_exit();
+        report_at_exit();
         if episode.is_due.load(Ordering::Relaxed) {
-            episode.wait_until_told();
+            episode.wait_until_reported();
         }
     }
 
@@ -245,7 +245,7 @@ impl Books {
     /// Whether to follow a failure. One that is tried again may not become a page, so it does not use up the limit yet.
     fn may_open(&mut self, asked: &FailedRequest) -> bool {
         let going_on = self.open.iter().filter(|episode| !episode.course().is_over).count();
-        (going_on < MOST_OPEN || self.make_way()) && (scene::is_tried_again(asked) || self.may_tell(asked.library, Told::Page))
+        (going_on < MOST_OPEN || self.make_way()) && (scene::is_tried_again(asked) || self.may_report(asked.library, Form::Page))
     }
 
     /// Ends an episode whose retry has got a piece, if there is one. It would go on a little, in case the next piece is refused.
@@ -261,9 +261,9 @@ impl Books {
         })
     }
 
-    fn may_tell(&mut self, library: &'static str, told: Told) -> bool {
+    fn may_report(&mut self, library: &'static str, form: Form) -> bool {
         let now = Instant::now();
-        self.allowances.entry((library, told)).or_insert_with(|| Allowance::full(now)).take(now)
+        self.allowances.entry((library, form)).or_insert_with(|| Allowance::full(now)).take(now)
     }
 }
 
@@ -300,10 +300,10 @@ impl Episode {
         let Scene { thread, asked: FailedRequest { bytes, library, .. }, .. } = scene;
         let is_resume = scene.asked.cause.is_resume();
         let is_tried_again = scene::is_tried_again(&scene.asked);
-        let (is_due, is_told) = (AtomicBool::new(!is_tried_again), AtomicBool::new(false));
+        let (is_due, is_reported) = (AtomicBool::new(!is_tried_again), AtomicBool::new(false));
         let (last_failed, frees) = (Instant::now(), Frees::Nothing);
         let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed, frees, got_it: false, is_over: false });
-        Self { thread, library, bytes, is_resume, is_tried_again, course, changed: Condvar::new(), is_due, is_told }
+        Self { thread, library, bytes, is_resume, is_tried_again, course, changed: Condvar::new(), is_due, is_reported }
     }
 
     fn course(&self) -> MutexGuard<'_, Course> {
@@ -326,13 +326,13 @@ impl Episode {
             self.is_due.store(true, Ordering::Relaxed);
         }
         self.changed.notify_all();
-        self.wait_until_told();
+        self.wait_until_reported();
     }
 
-    fn wait_until_told(&self) {
+    fn wait_until_reported(&self) {
         let course = self.course();
         // A poisoned lock has its message already.
-        let _ = self.changed.wait_timeout_while(course, PATIENCE, |_| !self.is_told.load(Ordering::Relaxed));
+        let _ = self.changed.wait_timeout_while(course, PATIENCE, |_| !self.is_reported.load(Ordering::Relaxed));
     }
 
     /// The worker: reports the episode once its outcome is known.
@@ -341,29 +341,29 @@ impl Episode {
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
         drop(course);
         match scene {
-            Some(scene) if got_it && self.may_tell(Told::Line) => {
+            Some(scene) if got_it && self.may_report(Form::Line) => {
                 log::warn!("{}; a later attempt succeeded, after other memory was freed", scene.headline());
             }
-            Some(scene) if !got_it && (!self.is_tried_again || self.may_tell(Told::Page)) => tell(scene, attempts),
+            Some(scene) if !got_it && (!self.is_tried_again || self.may_report(Form::Page)) => report(scene, attempts),
             Some(_) if !got_it => {
-                REPORTS.get().books().untold += 1;
+                REPORTS.get().books().unreported += 1;
                 log::debug!("out of memory: {} asked for {}", self.library, Bytes(self.bytes));
             }
             _ => (),
         }
         {
             let _course = self.course();
-            self.is_told.store(true, Ordering::Relaxed);
+            self.is_reported.store(true, Ordering::Relaxed);
         }
         self.changed.notify_all();
         let got_it_late = !got_it && self.wait(|| false).got_it;
-        if got_it_late && self.may_tell(Told::Line) {
+        if got_it_late && self.may_report(Form::Line) {
             log::warn!("out of memory: thread {} got {} at a later attempt", self.thread, Bytes(self.bytes));
         }
     }
 
-    fn may_tell(&self, told: Told) -> bool {
-        REPORTS.get().books().may_tell(self.library, told)
+    fn may_report(&self, form: Form) -> bool {
+        REPORTS.get().books().may_report(self.library, form)
     }
 
     /// Waits until that is so, or nothing has happened for a while.
@@ -379,9 +379,9 @@ impl Episode {
     }
 }
 
-fn tell(scene: Scene, attempts: u32) {
-    let untold = std::mem::take(&mut REPORTS.get().books().untold);
-    let page = ReportPage::of(scene, attempts, untold);
+fn report(scene: Scene, attempts: u32) {
+    let unreported = std::mem::take(&mut REPORTS.get().books().unreported);
+    let page = ReportPage::of(scene, attempts, unreported);
     let written = files::write(&page);
     for line in page.to_string().lines() {
         log::warn!("{line}");
@@ -395,13 +395,13 @@ fn tell(scene: Scene, attempts: u32) {
 
 /// Reports held-back episodes before the program exits. Registered after a worker was started, so that it runs before the library's own
 /// exit handler, after which nothing is logged.
-fn tell_at_exit() {
+fn report_at_exit() {
     static REGISTERED: PerProcess<Once> = PerProcess::new(Once::new);
-    REGISTERED.get().call_once(|| exit::at_exit(tell_what_is_held_back));
+    REGISTERED.get().call_once(|| exit::at_exit(report_what_is_held_back));
 }
 
 /// The workers write, see [`exit::at_exit`].
-fn tell_what_is_held_back() {
+fn report_what_is_held_back() {
     fn wait_until(deadline: Instant, mut is_so: impl FnMut() -> bool) {
         while !is_so() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
@@ -422,12 +422,12 @@ fn tell_what_is_held_back() {
         wait_until(deadline, || {
             // Repeatedly: without the lock, the worker may miss a notification.
             episode.changed.notify_all();
-            episode.is_told.load(Ordering::Relaxed)
+            episode.is_reported.load(Ordering::Relaxed)
         });
     }
-    let untold = reports.try_books().map_or(0, |books| books.untold);
-    if untold > 0 {
-        log::warn!("out of memory: more requests that have failed since the last report: {untold}");
+    let unreported = reports.try_books().map_or(0, |books| books.unreported);
+    if unreported > 0 {
+        log::warn!("out of memory: more requests that have failed since the last report: {unreported}");
     }
 }
 
@@ -472,20 +472,20 @@ mod tests {
 
     /// The worker of a page that waits for a second attempt has the lock whenever it looks whether the time is over.
     #[test]
-    fn a_page_is_told_at_exit_although_its_worker_has_the_lock() {
+    fn a_page_is_reported_at_exit_although_its_worker_has_the_lock() {
         set_same(Duration::from_secs(600));
         let asked =
             FailedRequest { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
         REPORTS.get().begin(Episode::new(Scene::now(asked)));
         let episode = Arc::clone(&REPORTS.get().books().open[0]);
         let course = episode.course();
-        let exit = thread::spawn(tell_what_is_held_back);
+        let exit = thread::spawn(report_what_is_held_back);
         thread::sleep(Duration::from_millis(30));
         drop(course);
         exit.join().unwrap();
         // On a slow machine, the exit may not have waited long enough.
         let begun = Instant::now();
-        while !episode.is_told.load(Ordering::Relaxed) {
+        while !episode.is_reported.load(Ordering::Relaxed) {
             assert!(begun.elapsed() < Duration::from_secs(100));
             episode.changed.notify_all();
             thread::sleep(Duration::from_millis(1));

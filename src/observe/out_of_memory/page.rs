@@ -60,7 +60,7 @@ pub struct ReportPage {
     events_seconds: Option<f64>,
     /// Failures since the previous page that got no page.
     #[serde(skip_serializing_if = "is_zero")]
-    untold: u64,
+    unreported: u64,
 }
 
 /// This process.
@@ -167,7 +167,7 @@ struct Way {
 
 impl ReportPage {
     /// Asks the others on the GPU, and looks names up.
-    pub fn of(scene: Scene, attempts: u32, untold: u64) -> Self {
+    pub fn of(scene: Scene, attempts: u32, unreported: u64) -> Self {
         let gpu = scene.room.as_ref().and_then(|room| room.uuid.as_deref());
         let own_cached = gpu.map_or(0, |gpu| cached_on(gpu, attempts > 1 && scene::is_tried_again(&scene.asked)));
         let neighbours = gpu.map(others::on_gpu).unwrap_or_default();
@@ -200,7 +200,7 @@ impl ReportPage {
                 total_bytes: total,
             }),
             process: own,
-            untold,
+            unreported,
         }
     }
 }
@@ -274,7 +274,7 @@ fn groups(blocks: &[Placed]) -> Vec<Group> {
     }
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by_key(|(_, (bytes, _))| std::cmp::Reverse(*bytes));
-    let told = groups.into_iter().enumerate().map(|(place_in_list, ((tag, library, stack, _), (bytes, blocks)))| {
+    let groups = groups.into_iter().enumerate().map(|(place_in_list, ((tag, library, stack, _), (bytes, blocks)))| {
         let python = stack.map_or_else(Vec::new, |stack| stack.python().to_vec());
         let native = stack.filter(|_| place_in_list < LARGEST).map_or_else(Vec::new, |stack| stack.native());
         Group {
@@ -287,7 +287,7 @@ fn groups(blocks: &[Placed]) -> Vec<Group> {
             native_stack: native,
         }
     });
-    told.collect()
+    groups.collect()
 }
 
 fn by_line(groups: &[Group]) -> Vec<ProgramLine> {
@@ -310,8 +310,9 @@ fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
         let (file, _) = frame.rsplit_once(':').unwrap_or((frame, ""));
         !["/torch/", "/vramctl/", "/contextlib.py"].iter().any(|part| file.contains(part))
     };
-    let tells = |frame: &&String| !["libc10", "libcuda", "libvramctl", "libtorch_memory_saver"].iter().any(|part| frame.starts_with(part));
-    let (python, native) = (python.iter().find(is_own).or(python.first()), native.iter().find(tells).or(native.first()));
+    let is_telling =
+        |frame: &&String| !["libc10", "libcuda", "libvramctl", "libtorch_memory_saver"].iter().any(|part| frame.starts_with(part));
+    let (python, native) = (python.iter().find(is_own).or(python.first()), native.iter().find(is_telling).or(native.first()));
     python.or(native).map(String::as_str)
 }
 
@@ -324,8 +325,8 @@ fn cached_on(gpu: &str, has_emptied: bool) -> u64 {
     if has_emptied || gate::is_held() {
         return 0;
     }
-    let told = cache::ask(WITHIN).unwrap_or_default();
-    told.iter().filter(|part| part.gpu.as_deref() == Some(gpu)).map(|part| part.cached_bytes).sum()
+    let parts = cache::ask(WITHIN).unwrap_or_default();
+    parts.iter().filter(|part| part.gpu.as_deref() == Some(gpu)).map(|part| part.cached_bytes).sum()
 }
 
 fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own, own_cached: u64) -> Vec<Way> {
@@ -382,13 +383,13 @@ fn changes(events: &Events) -> Vec<String> {
     }
     let mut changes: Vec<_> = owners.into_iter().filter(|(_, bytes)| *bytes != 0).collect();
     changes.sort_by_key(|(_, bytes)| std::cmp::Reverse(bytes.unsigned_abs()));
-    let told = |(owner, bytes): (u16, i64)| {
+    let change = |(owner, bytes): (u16, i64)| {
         let owner = events.owners.iter().find(|known| known.owner == owner);
         let tag = owner.and_then(|owner| owner.tag.as_ref()).map(|tag| format!("tag {tag}"));
         let name = tag.or_else(|| owner?.library.clone()).unwrap_or_else(|| "others".to_owned());
         format!("{name} {}{}", if bytes > 0 { '+' } else { '−' }, Bytes(bytes.unsigned_abs()))
     };
-    changes.into_iter().map(told).collect()
+    changes.into_iter().map(change).collect()
 }
 
 /// For a shell.
@@ -473,8 +474,8 @@ impl fmt::Display for ReportPage {
             (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} was freed in between", Bytes(*freed))?,
             (_, None) => writeln!(out, ", in {attempts} attempts")?,
         }
-        if self.untold > 0 {
-            writeln!(out, "  Other requests that have failed since the last report: {}", self.untold)?;
+        if self.unreported > 0 {
+            writeln!(out, "  Other requests that have failed since the last report: {}", self.unreported)?;
         }
         for (what, stack) in [("Python", &self.python_stack), ("Native", &self.native_stack)] {
             if !stack.is_empty() {
@@ -561,9 +562,9 @@ mod tests {
             block(70, None, Some(Requester::of("libnccl.so.2"))),
         ];
         blocks.extend((0..40).map(|_| block(20, Some("default"), Some(Requester::of("libc10_cuda.so")))));
-        let told: Vec<_> = groups(&blocks).into_iter().map(|group| (group.bytes / MIB, group.blocks, group.tag)).collect();
+        let found: Vec<_> = groups(&blocks).into_iter().map(|group| (group.bytes / MIB, group.blocks, group.tag)).collect();
         let tag = Some("default".to_owned());
-        assert_eq!(told, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
+        assert_eq!(found, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
     }
 
     #[test]
@@ -587,8 +588,8 @@ mod tests {
             group(1, 1, "default", None),
         ];
         let lines = by_line(&groups);
-        let told: Vec<_> = lines.iter().map(|line| (line.at.as_deref(), line.bytes, line.blocks)).collect();
-        assert_eq!(told, [(here, 7, 5), (there, 5, 1), (here, 2, 1), (None, 2, 4), (None, 1, 1)]);
+        let found: Vec<_> = lines.iter().map(|line| (line.at.as_deref(), line.bytes, line.blocks)).collect();
+        assert_eq!(found, [(here, 7, 5), (there, 5, 1), (here, 2, 1), (None, 2, 4), (None, 1, 1)]);
     }
 
     /// The page of a request on a device of which so much is known, where this process has these blocks.
@@ -627,13 +628,13 @@ mod tests {
     #[test]
     fn no_heading_stands_alone() {
         let room = |free| Some(DeviceRoom { device: 0, uuid: None, free, total: 100 << 20 });
-        for (room, what_is_told) in [
+        for (room, shown) in [
             (None, "What is in use on the device is unknown"),
             (room(100 << 20), "Nothing is in use on the device"),
             (room(60 << 20), "In use on the device:\n      40.00 MiB  everything else"),
         ] {
             let page = page_on(room, Vec::new()).to_string();
-            assert!(page.contains(what_is_told), "{page}");
+            assert!(page.contains(shown), "{page}");
             let headings = page.lines().zip(page.lines().skip(1).chain([""])).filter(|(line, _)| line.ends_with(':'));
             headings.for_each(|(heading, below)| assert!(below.starts_with("    "), "{heading}\n{page}"));
         }

@@ -158,26 +158,26 @@ pub(crate) fn may_have_moved() {
 
 /// What this process has recorded, from an event's number on. Needs no driver.
 pub fn since(number: u64, most: Option<usize>) -> Events {
-    let mut told = Events { now_ns: now(), unix_ns: nanoseconds(libc::CLOCK_REALTIME), ..Events::default() };
-    let Some(recorder) = recorder() else { return told };
-    let page = recorder.ring.read(number, most.unwrap_or(MOST).clamp(1, MOST), told.now_ns);
-    told.on = true;
-    told.more = page.records.len() == most.unwrap_or(MOST).clamp(1, MOST);
-    told.events = page.records.into_iter().filter_map(|(number, record)| read(number, record)).collect();
-    told.next = page.next;
-    told.owners = recorder.owners_now();
-    told
+    let mut events = Events { now_ns: now(), unix_ns: nanoseconds(libc::CLOCK_REALTIME), ..Events::default() };
+    let Some(recorder) = recorder() else { return events };
+    let page = recorder.ring.read(number, most.unwrap_or(MOST).clamp(1, MOST), events.now_ns);
+    events.on = true;
+    events.more = page.records.len() == most.unwrap_or(MOST).clamp(1, MOST);
+    events.events = page.records.into_iter().filter_map(|(number, record)| read(number, record)).collect();
+    events.next = page.next;
+    events.owners = recorder.owners_now();
+    events
 }
 
 /// The last events, not older than this, and the time that they cover; `None` if the process does not record any.
 pub(crate) fn last(within: Duration, most: usize) -> Option<(Events, Duration)> {
     recorder()?;
     let end = since(u64::MAX, Some(1)).next;
-    let mut told = since(end.saturating_sub(most.min(MOST) as u64), Some(most));
-    let covered = covered(&told, within);
-    let oldest = told.now_ns.saturating_sub(within.as_nanos() as u64);
-    told.events.retain(|event| event.at_ns >= oldest);
-    Some((told, covered))
+    let mut events = since(end.saturating_sub(most.min(MOST) as u64), Some(most));
+    let covered = covered(&events, within);
+    let oldest = events.now_ns.saturating_sub(within.as_nanos() as u64);
+    events.events.retain(|event| event.at_ns >= oldest);
+    Some((events, covered))
 }
 
 /// How far back these events go without a gap, at most so far.
@@ -285,7 +285,7 @@ impl Recorder {
     }
 
     fn owners_now(&self) -> Vec<MemoryOwner> {
-        let told = |(owner, entry): (usize, &Entry)| {
+        let owner_now = |(owner, entry): (usize, &Entry)| {
             let in_use = MemoryOwner::in_use_of(entry.in_use.load(Ordering::Relaxed));
             let (tag, library, device, gpu) = match entry.name.get() {
                 Some((Name::Tag(tag), device, gpu)) => (Some(tag.to_string()), None, *device, gpu.clone()),
@@ -295,7 +295,7 @@ impl Recorder {
             };
             Some(MemoryOwner { owner: owner as u16, tag, library, device, gpu, in_use })
         };
-        self.owners.iter().enumerate().filter_map(told).collect()
+        self.owners.iter().enumerate().filter_map(owner_now).collect()
     }
 
     fn record(&self, what: &Happening) {
@@ -385,16 +385,16 @@ mod tests {
         recorder.gpus[0].store(hash_of_gpu(Some("GPU-1")), Ordering::Relaxed);
         recorder.change(Change::Freed, who, Some(0), 2);
         recorder.change(Change::FreedPaused, who, Some(0), 1);
-        let told = || recorder.owners_now().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
-        assert_eq!(told(), [0, 5].into());
+        let in_use = || recorder.owners_now().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
+        assert_eq!(in_use(), [0, 5].into());
         recorder.gpus[0].store(hash_of_gpu(Some("")), Ordering::Relaxed);
         recorder.ask_for_gpus(|_| Some("GPU-1".to_owned()));
-        assert_eq!(told(), [0, 3].into(), "what was freed did not move");
+        assert_eq!(in_use(), [0, 3].into(), "what was freed did not move");
         // A thread that had found the old owner before.
         recorder.change_at(Change::Freed, (old, entry), 3);
-        assert_eq!(told(), [0, 3].into());
+        assert_eq!(in_use(), [0, 3].into());
         recorder.ask_for_gpus(|_| Some(String::new()));
-        assert_eq!(told(), [0].into(), "the sum is right once it is back");
+        assert_eq!(in_use(), [0].into(), "the sum is right once it is back");
         for (number, record) in recorder.ring.read(0, 100, now()).records {
             if let Some(TraceEvent { what: Happening::Allocated(of) | Happening::Freed(of) | Happening::FreedPaused(of), .. }) =
                 read(number, record)

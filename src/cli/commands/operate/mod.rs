@@ -59,9 +59,9 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
     let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
     let (outcome, exit) = match answer {
         Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
-        Ok(Answer::Tags(outcome)) => told(&outcome, |one| process_json(one, None)),
-        Ok(Answer::Places(swapped)) => told_of_swap(&swapped),
-        Ok(Answer::Device(outcome)) => told(&outcome, device_json),
+        Ok(Answer::Tags(outcome)) => outcome_and_exit(&outcome, |one| process_json(one, None)),
+        Ok(Answer::Places(swapped)) => swap_outcome(&swapped),
+        Ok(Answer::Device(outcome)) => outcome_and_exit(&outcome, device_json),
         Err((failure, committed)) => {
             let mut outcome = outcome_of(json!({ "processes": [], "jobs": [] }), committed);
             outcome["error"] = error(&failure);
@@ -115,7 +115,7 @@ impl Request {
                 begin(&plan).map_err(unchanged)?;
                 // It may have brought some processes back to their GPUs, and others not.
                 lines.leaves(|| cancelled(None, &[]));
-                let plan = plan.bring_back(&**lines).map_err(|failure| (failure, None))?;
+                let plan = plan.restore_suspended(&**lines).map_err(|failure| (failure, None))?;
                 Ok(transition(plan, &Consent::default(), lines))
             }
             Self::Swap(swap) => {
@@ -181,7 +181,7 @@ fn device_json(one: &ProcessOutcome) -> Value {
 }
 
 /// What came of an operation, as its last line, and the exit code.
-fn told(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> Value) -> (Value, Exit) {
+fn outcome_and_exit(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> Value) -> (Value, Exit) {
     let Outcome { processes, borrowers, jobs } = outcome;
     let all = || processes.iter().chain(borrowers);
     let answer = |one: &ProcessOutcome| {
@@ -201,7 +201,7 @@ fn told(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> Value) -> (Va
 }
 
 /// What came of a swap, as its last line, and the exit code.
-fn told_of_swap(swapped: &Swapped) -> (Value, Exit) {
+fn swap_outcome(swapped: &Swapped) -> (Value, Exit) {
     let mut answer = outcome_of(swap::json_of(swapped), Some(swapped.committed));
     let Some(failure) = swapped.failure() else { return (answer, Exit::Done) };
     answer["error"] = error(&failure);

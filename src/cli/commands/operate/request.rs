@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use vramctl_coordinator::engine::{Addresses, checked_address};
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::nodes::{Participant, Terms};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
@@ -215,7 +214,7 @@ impl Request {
         Some(Arc::new(Participant::new(terms, Lines::reached)))
     }
 
-    /// Whether to tell of progress.
+    /// Whether to report progress.
     pub fn wants_progress(&self) -> bool {
         matches!(
             self,
@@ -326,8 +325,7 @@ fn engines_of_environment() -> Vec<String> {
 }
 
 fn operation(verb: Verb, target: Who, scope: Scope, ranks: Option<usize>, timeout_ms: Option<u64>, pause: PauseOptions) -> Operation {
-    let deadline = Deadline::new(timeout_ms.map(time));
-    Operation { machine: &ThisMachine, verb, target: Target::from(target), scope, ranks, deadline, pause, nodes: None }
+    Operation { ranks, ..Operation::new(verb, target.into(), scope, Deadline::new(timeout_ms.map(time)), pause) }
 }
 
 fn hold(ms: Option<u64>) -> Hold {

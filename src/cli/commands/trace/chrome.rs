@@ -55,7 +55,7 @@ fn events(process: &Recorded, begun: u64) -> Vec<Value> {
         let category = if slice.is_stage { "stage" } else { "transition" };
         let event = json!({
             "ph": "X", "ts": microseconds(slice.from), "dur": duration, "pid": pid, "tid": slice.thread, "name": slice.name,
-            "cat": category, "args": told(slice),
+            "cat": category, "args": arguments_of(slice),
         });
         all.push((slice.from, event));
     }
@@ -70,7 +70,7 @@ fn events(process: &Recorded, begun: u64) -> Vec<Value> {
     all.into_iter().map(|(_, event)| event).collect()
 }
 
-fn told(slice: &Stretch) -> Value {
+fn arguments_of(slice: &Stretch) -> Value {
     match slice.outcome {
         Ending::Done if slice.is_stage => json!({}),
         Ending::Done => json!({"bytes": slice.bytes}),

@@ -45,27 +45,27 @@ pub enum Until {
 /// Follows processes, from the oldest event that each has.
 pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followed> {
     interrupt::hold();
-    let (tell, told) = mpsc::channel();
+    let (ended, all_ended) = mpsc::channel();
     let mut stops = Vec::new();
     for process in processes {
         let followed = Followed { pid: process.pid, name: process.name().unwrap_or("?").to_owned(), ..Followed::default() };
         let (stop, stopped) = mpsc::channel();
         stops.push(stop);
-        let tell = tell.clone();
+        let ended = ended.clone();
         if let Err(failure) = &process.status {
-            _ = tell.send(Followed { ended: Some(failure.to_string()), ..followed });
+            _ = ended.send(Followed { ended: Some(failure.to_string()), ..followed });
             continue;
         }
         let client = found.connect(process.pid);
         // Never joined: one that gets no answer is abandoned.
-        thread::spawn(move || _ = tell.send(follow_one(client, followed, &stopped)));
+        thread::spawn(move || _ = ended.send(follow_one(client, followed, &stopped)));
     }
-    drop(tell);
-    let mut all = wait(until, &told, processes.len());
+    drop(ended);
+    let mut all = wait(until, &all_ended, processes.len());
     drop(stops);
     let deadline = Instant::now() + LAST;
     while all.len() < processes.len() {
-        match told.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match all_ended.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(followed) => all.push(followed),
             Err(_) => break,
         }
@@ -81,7 +81,7 @@ pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followe
 }
 
 /// Waits for the end of the recording, or of all processes. Returns the finished ones.
-fn wait(until: Until, told: &Receiver<Followed>, count: usize) -> Vec<Followed> {
+fn wait(until: Until, all_ended: &Receiver<Followed>, count: usize) -> Vec<Followed> {
     let mut ended = Vec::new();
     let begun = Instant::now();
     let is_over = || match until {
@@ -90,7 +90,7 @@ fn wait(until: Until, told: &Receiver<Followed>, count: usize) -> Vec<Followed> 
         Until::Interrupted => interrupt::comes_within(EVERY),
     };
     while ended.len() < count && !is_over() {
-        ended.extend(told.try_iter());
+        ended.extend(all_ended.try_iter());
     }
     ended
 }

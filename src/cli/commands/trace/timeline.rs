@@ -247,9 +247,9 @@ mod tests {
             (5_000_400, Happening::Ended { verb: Verb::Resume, thread: 1, ns: 4_000_300, bytes: 64, error: None }),
         ];
         let found = slices(&events(0, &all), 9_000_000);
-        let told: Vec<_> = found.iter().map(|slice| (slice.name, slice.thread, slice.from, slice.to)).collect();
+        let slices: Vec<_> = found.iter().map(|slice| (slice.name, slice.thread, slice.from, slice.to)).collect();
         assert_eq!(
-            told,
+            slices,
             [
                 ("resume", 1, 1_000_000, 5_000_400),
                 ("wait", 1, 1_000_000, 1_010_000),

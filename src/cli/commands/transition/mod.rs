@@ -42,7 +42,7 @@ pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
 
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.transition.quiet);
-    let plan = Plan::make(args.operation(), &ui)?.bring_back(&ui)?;
+    let plan = Plan::make(args.operation(), &ui)?.restore_suspended(&ui)?;
     run(plan, &Consent::default(), &BTreeMap::new(), ui)
 }
 

@@ -7,9 +7,7 @@ use std::collections::BTreeSet;
 use std::env;
 use std::time::Duration;
 use vramctl_coordinator::engine::{self, checked_address};
-use vramctl_coordinator::machine::ThisMachine;
 use vramctl_coordinator::operation::{Hold, PauseOptions};
-use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Operation, Scope};
 use vramctl_model::{Registered, Verb};
@@ -192,8 +190,7 @@ impl Args {
     /// The operation that they ask for.
     fn operation(&self, verb: Verb, deadline: Deadline, pause: PauseOptions) -> Operation {
         let scope = Scope::Tags { words: self.words.clone(), may_name: true, gpus: self.gpu.gpu.clone() };
-        let target = Target::from(self.target.clone());
-        Operation { machine: &ThisMachine, verb, target, scope, ranks: self.ranks, deadline, pause, nodes: None }
+        Operation { ranks: self.ranks, ..Operation::new(verb, self.target.clone().into(), scope, deadline, pause) }
     }
 }
 

@@ -1,11 +1,11 @@
-//! How a user interface hears of an operation.
+//! How a user interface reports an operation.
 
 use crate::queue::Ticket;
 use std::os::unix::net::UnixStream;
 use vramctl_model::Progress;
 
-/// Hears of an operation while it runs, from any of its threads.
-pub trait Observer: Sync {
+/// Reports an operation while it runs, from any of its threads.
+pub trait Reporter: Sync {
     /// What the user should know, and need not act on.
     fn note(&self, _text: &str) {}
 
@@ -37,4 +37,4 @@ pub trait Observer: Sync {
 }
 
 /// Nobody listens.
-impl Observer for () {}
+impl Reporter for () {}
