@@ -14,6 +14,9 @@
 //!                                                    └───┘ wait for it in their processes first, and the others only then take part
 //! ```
 //!
+//! Without a timeout, nothing of this waits for memory: the place in the queue is waited for only while nobody ahead waits for memory either, and a
+//! shortage is the answer.
+//!
 //! Whatever fails leaves the processes suspended, or restored and paused: the next resume goes on from there.
 
 use crate::checkpoint::{self, Checkpoint, Member};

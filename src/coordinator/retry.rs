@@ -1,4 +1,7 @@
-//! When a failed attempt is made again: one policy for all causes.
+//! How long an operation waits, and when a failed attempt is made again: one clock, and one policy for all causes.
+//!
+//! Two waits are no attempts and have loops of their own: for memory that others have open, before a pause (`plan.rs`), and for room on a GPU,
+//! before a restore (`checkpoint.rs`).
 
 use crate::shared::Borrower;
 use std::time::{Duration, Instant};

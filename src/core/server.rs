@@ -1,4 +1,5 @@
-//! The control server inside the program: one thread accepts connections, and each connection has a thread.
+//! The control server inside the program: one thread accepts connections, and each connection has a thread. The first memory that the program
+//! gets, managed or not, starts it.
 //!
 //! No client can disturb the program, whether it sends garbage, stalls or never reads: requests are limited in size and
 //! time, connections in number, and a running pause does not wait for its client.

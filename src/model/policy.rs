@@ -6,7 +6,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// What happens to an allocation's contents while it is paused.
+/// What happens to an allocation's contents while it is paused. The policy of a request beats that of the region, which beats
+/// `VRAMCTL_BACKUP`, which beats `host`: contents are kept unless somebody said discard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
