@@ -160,11 +160,11 @@ impl Allocation {
         at: &Arc<Addresses>,
         from_pool: bool,
     ) -> Self {
-        let mappings = vec![Mapping { place: Place::of(at), access: None }];
-        let made =
-            Self::with(policy, requested, current.device(), current.owner(), memory, mappings, at.bytes(), at.base(), Origin::Malloc);
+        let made = Self::with(policy, at.bytes(), current.device(), current.owner(), memory, at.base(), Origin::Malloc);
+        let made = Self { requested, from_pool, ..made };
+        made.contents().mappings.push(Mapping { place: Place::of(at), access: None });
         made.record(Change::Allocated);
-        Self { from_pool, ..made }
+        made
     }
 
     /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
@@ -177,7 +177,7 @@ impl Allocation {
         handle: u64,
         wanted: Properties,
     ) -> Self {
-        let made = Self::with(policy, bytes, device, current.owner(), memory, Vec::new(), bytes, handle, Origin::Create(wanted));
+        let made = Self::with(policy, bytes, device, current.owner(), memory, handle, Origin::Create(wanted));
         made.record(Change::Allocated);
         made
     }
@@ -193,29 +193,16 @@ impl Allocation {
         token: Token,
     ) -> Self {
         let bytes = memory.bytes();
-        Self {
-            import: Some(token),
-            ..Self::with(policy, bytes, device, context, memory, Vec::new(), bytes, handle, Origin::Create(wanted))
-        }
+        Self { import: Some(token), ..Self::with(policy, bytes, device, context, memory, handle, Origin::Create(wanted)) }
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn with(
-        policy: Placement,
-        requested: usize,
-        device: CUdevice,
-        context: Context,
-        memory: Physical,
-        mappings: Vec<Mapping>,
-        bytes: usize,
-        key: u64,
-        origin: Origin,
-    ) -> Self {
+    /// Active, and not mapped yet.
+    fn with(policy: Placement, bytes: usize, device: CUdevice, context: Context, memory: Physical, key: u64, origin: Origin) -> Self {
         let contents = Contents {
             memory: Some(memory),
             guard: None,
             saved: None,
-            mappings,
+            mappings: Vec::new(),
             references: 1,
             pauses: 0,
             known_to: None,
@@ -227,7 +214,7 @@ impl Allocation {
             tag: policy.tag,
             backup: policy.backup,
             backend: policy.backend,
-            requested,
+            requested: bytes,
             device,
             from_pool: false,
             order: None,
@@ -253,9 +240,11 @@ impl Allocation {
         let (mappings, saved) = (std::mem::take(&mut contents.mappings), contents.saved.take());
         drop(contents);
         drop(saved);
-        let made = Self::with(policy, requested, self.device, context, memory, mappings, self.bytes, self.key, Origin::Malloc);
+        let made = Self::with(policy, self.bytes, self.device, context, memory, self.key, Origin::Malloc);
+        let made = Self { requested, from_pool: self.from_pool, order: Some(Arc::clone(order)), ..made };
+        made.contents().mappings = mappings;
         made.record(Change::Allocated);
-        Some(Self { from_pool: self.from_pool, order: Some(Arc::clone(order)), ..made })
+        Some(made)
     }
 
     fn record(&self, change: Change) {

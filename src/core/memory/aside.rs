@@ -51,7 +51,7 @@ pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
 
 /// Opens memory again that was set aside, if its owners have resumed it. Waits a limited time for their answers, and only while `wanted`
 /// says so.
-pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
+pub(crate) fn reopen(wanted: &mut dyn FnMut() -> bool) {
     let Some(existing) = BORROWED.existing() else { return };
     let deadline = Instant::now() + RETURNS_WITHIN;
     let mut borrowed = existing.lock().unpoisoned();
@@ -123,7 +123,7 @@ fn ask_owner(owner: u32) {
             // What was not unmapped is in the way.
             driver::sweep();
             for token in &aside {
-                bring_one_back(token, owner);
+                reopen_one(token, owner);
             }
             Memory::get().let_go();
         }
@@ -139,9 +139,9 @@ fn ask_owner(owner: u32) {
     ASKED.get().notify_all();
 }
 
-fn bring_one_back(token: &Token, owner: u32) {
+fn reopen_one(token: &Token, owner: u32) {
     let _relaxed = RelaxedCapture::enter();
-    match patiently(|| try_bring_back(token, owner)) {
+    match patiently(|| try_reopen(token, owner)) {
         Ok(()) => (),
         Err(code::INVALID_HANDLE) => {
             log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
@@ -153,7 +153,7 @@ fn bring_one_back(token: &Token, owner: u32) {
     }
 }
 
-fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
+fn try_reopen(token: &Token, owner: u32) -> Result<(), Refused> {
     let lease = borrowed().lease(owner).map_err(|error| Refused::because(owner, &error))?;
     let mut state = lease.state.lock().unpoisoned();
     if *state == LeaseState::Retired {

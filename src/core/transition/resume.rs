@@ -32,7 +32,7 @@ impl Memory {
                 // With memory of its own paused, the program stays held anyway.
                 if !self.has_paused() {
                     // Without the lock: the owner may be waiting for memory of this process.
-                    aside::bring_back(&mut || !exit::is_ending() && observer.is_wanted());
+                    aside::reopen(&mut || !exit::is_ending() && observer.is_wanted());
                     report.missing = aside::missing(request);
                 }
                 Ok(report)
