@@ -155,8 +155,7 @@ pub fn ask(limit: Duration) -> Result<Vec<Cached>, Error> {
 /// Has the allocator return what it can. Waits at most `limit`; an errand that has begun continues after that.
 pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
     if gate::is_held() {
-        let why = "the program is held, so its allocator might wait forever. Resume it first, or trim before the pause \
-                   (`vramctl pause --trim`)";
+        let why = "the program is held, so its allocator might wait forever. Resume it first, or trim before the pause";
         return Err(Error::Invalid(why.into()));
     }
     let begun = Instant::now();

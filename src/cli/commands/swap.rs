@@ -7,7 +7,6 @@ use crate::completions;
 use crate::ui::{Ui, dry_run, interrupt, output};
 use clap_complete::ArgValueCandidates;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -98,7 +97,7 @@ fn print(plan: &Swap, swapped: &Swapped, ui: &Ui) -> Result<Exit, CommandError> 
         output::print(&format!("{}\n", json_of(swapped)))?;
     } else {
         for (plan, outcome) in plan.plans().into_iter().zip([&swapped.left, &swapped.came]) {
-            answers::print(plan, outcome, &BTreeMap::new(), ui)?;
+            answers::print(plan, outcome, ui)?;
         }
         if let Some(whereabouts) = &swapped.whereabouts {
             output::complain("note", whereabouts);
@@ -119,7 +118,7 @@ pub fn json_of(swapped: &Swapped) -> Value {
             answer["verb"] = json!(verb.name());
             answer
         };
-        processes.extend(all.iter().chain(borrowers).map(|one| with_verb(process_json(one, None))));
+        processes.extend(all.iter().chain(borrowers).map(|one| with_verb(process_json(one))));
         jobs.extend(of.iter().map(|job| with_verb(job_json(job))));
     }
     let mut answer = json!({ "committed": swapped.committed, "processes": processes, "jobs": jobs });

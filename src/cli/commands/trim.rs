@@ -1,9 +1,8 @@
-//! `vramctl trim`, and the trim before a pause.
+//! `vramctl trim`.
 
 use crate::arguments::{ProcessesOrAll, seconds};
 use crate::commands::each;
 use crate::ui::output;
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::thread;
 use std::time::Duration;
@@ -18,13 +17,12 @@ round returns less than 1 GiB. It prints how much was returned and how much is s
 tensor. A background thread of the Python package does this in the program, as soon as it gets Python's interpreter lock. If it has \
 not begun within --timeout, the trim is cancelled, and the exit code is 5.
 
-Without a target, trims all managed processes that support it. A held program cannot be trimmed: `vramctl pause --trim` \
-trims before it holds.
+Without a target, trims all managed processes that support it. A held program cannot be trimmed: trim before the pause.
 
 Examples:
   vramctl trim engine
   vramctl trim --timeout 60
-  vramctl pause --trim --name engine # trim, then pause")]
+  vramctl trim engine && vramctl pause engine")]
 pub struct Args {
     #[command(flatten)]
     processes: ProcessesOrAll,
@@ -59,32 +57,6 @@ fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Tr
         let broken = || Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
     })
-}
-
-/// Before a pause of these words: trims the running processes that support it. Those that cannot be trimmed are paused anyway. Returns the
-/// results, by process.
-pub fn before_a_pause(target: Target, words: Vec<String>, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Trimmed>, CommandError> {
-    let found = Found::look(&target)?;
-    let (target, _) = found.separate(target, words)?;
-    // The pause reports processes that do not answer or do not exist.
-    let Ok(mut chosen) = found.choose(&target) else { return Ok(BTreeMap::new()) };
-    chosen.retain(|process| trims(process) && !process.is_held() && process.suspended().is_none());
-    if chosen.is_empty() {
-        output::complain("note", "nothing to trim: no running program has an allocator that can be asked");
-    }
-    let mut trimmed = BTreeMap::new();
-    for (process, done) in chosen.iter().zip(all(&found, &chosen, timeout)) {
-        match done {
-            Ok(done) => {
-                if !quiet {
-                    output::say(&describe(process, &done))?;
-                }
-                trimmed.insert(process.pid, done);
-            }
-            Err(failure) => output::complain("warning", &format!("{process} is paused untrimmed: {failure}")),
-        }
-    }
-    Ok(trimmed)
 }
 
 /// For people.

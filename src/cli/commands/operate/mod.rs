@@ -59,7 +59,7 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
     let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
     let (outcome, exit) = match answer {
         Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
-        Ok(Answer::Tags(outcome)) => outcome_and_exit(&outcome, |one| process_json(one, None)),
+        Ok(Answer::Tags(outcome)) => outcome_and_exit(&outcome, process_json),
         Ok(Answer::Places(swapped)) => swap_outcome(&swapped),
         Ok(Answer::Device(outcome)) => outcome_and_exit(&outcome, device_json),
         Err((failure, committed)) => {

@@ -3,20 +3,19 @@
 use crate::ui::Ui;
 use crate::ui::output;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::{Outcome, Plan, Scope, shared};
-use vramctl_model::{Bytes, Report, Trimmed, Verb};
+use vramctl_model::{Bytes, Report, Verb};
 
-/// Prints what came of the plan. `trimmed`: what the programs' own allocators returned before. Returns the exit code.
-pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, ui: &Ui) -> Result<Exit, CommandError> {
+/// Prints what came of the plan. Returns the exit code.
+pub fn print(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<Exit, CommandError> {
     let verb = plan.operation().verb;
     if ui.json {
         let Outcome { processes, borrowers, jobs } = outcome;
-        let processes: Vec<_> = processes.iter().chain(borrowers).map(|one| process_json(one, trimmed.get(&one.process.pid))).collect();
+        let processes: Vec<_> = processes.iter().chain(borrowers).map(process_json).collect();
         let jobs: Vec<_> = jobs.iter().map(job_json).collect();
         output::answer(json!({ "processes": processes, "jobs": jobs }))?;
     } else {
@@ -34,13 +33,10 @@ pub fn print(plan: &Plan, outcome: &Outcome, trimmed: &BTreeMap<u32, Trimmed>, u
 }
 
 /// What came of it for a process.
-pub fn process_json(one: &ProcessOutcome, trimmed: Option<&Trimmed>) -> Value {
+pub fn process_json(one: &ProcessOutcome) -> Value {
     let mut answer = json!({ "pid": one.process.pid, "name": one.process.name(), "tags": one.tags });
     if let Some(done) = &one.device {
         answer["restored"] = json!(done);
-    }
-    if let Some(trimmed) = trimmed {
-        answer["trimmed"] = json!(trimmed);
     }
     match &one.result {
         Ok(report) => answer["report"] = json!(report),

@@ -4,50 +4,36 @@ pub mod answers;
 mod options;
 
 use crate::commands::status::come_so_far;
-use crate::commands::trim;
 use crate::ui::Ui;
 use crate::ui::dry_run;
 use crate::ui::interrupt;
 use crate::ui::output;
 pub use options::{EngineArgs, PauseArgs, ResumeArgs, engine_key};
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 use vramctl_coordinator::Plan;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::plan::{Consent, Left};
 use vramctl_coordinator::retry::Deadline;
-use vramctl_model::Trimmed;
-
-/// How long a program's allocator may take to return its cache before a pause.
-const TRIM_WITHIN: Duration = Duration::from_secs(10);
 
 pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
     let (json, options::Args { quiet, timeout, .. }) = (args.json, &args.transition);
     let ui = Ui::new(json, *quiet);
-    let operation = args.operation(Deadline::new(*timeout));
-    let trimmed = if args.trim {
-        let within = operation.deadline.left().unwrap_or(TRIM_WITHIN).min(TRIM_WITHIN);
-        trim::before_a_pause(operation.target.clone(), args.transition.words.clone(), within, json || *quiet)?
-    } else {
-        BTreeMap::new()
-    };
-    let plan = Plan::make(operation, &ui)?;
+    let plan = Plan::make(args.operation(Deadline::new(*timeout)), &ui)?;
     if args.dry_run {
         return dry_run::print(&plan.forecast(), json);
     }
     let consent = plan.consent(&ui)?;
-    run(plan, &consent, &trimmed, ui)
+    run(plan, &consent, ui)
 }
 
 pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.transition.quiet);
     let plan = Plan::make(args.operation(), &ui)?.restore_suspended(&ui)?;
-    run(plan, &Consent::default(), &BTreeMap::new(), ui)
+    run(plan, &Consent::default(), ui)
 }
 
 /// Runs the plan and prints its outcome. ^C undoes what is not complete.
-fn run(plan: Plan, consent: &Consent, trimmed: &BTreeMap<u32, Trimmed>, ui: Ui) -> Result<Exit, CommandError> {
+fn run(plan: Plan, consent: &Consent, ui: Ui) -> Result<Exit, CommandError> {
     let (plan, ui) = (Arc::new(plan), Arc::new(ui));
     interrupt::hold();
     let interrupted = (Arc::clone(&plan), Arc::clone(&ui));
@@ -55,7 +41,7 @@ fn run(plan: Plan, consent: &Consent, trimmed: &BTreeMap<u32, Trimmed>, ui: Ui) 
     ui.show(&[&plan]);
     let outcome = plan.run(consent, &*ui);
     ui.end();
-    answers::print(&plan, &outcome, trimmed, &ui)
+    answers::print(&plan, &outcome, &ui)
 }
 
 /// Cancels the requests, and prints how each process is left.

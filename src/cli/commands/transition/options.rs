@@ -40,7 +40,6 @@ Examples:
   vramctl pause cache --no-hold          # the program keeps using the rest
   vramctl pause engine 'other-*'         # all of several processes
   vramctl pause --gpu 0                  # all memory on this GPU, and no other
-  vramctl pause --trim                   # first return what torch has cached
   vramctl pause --name trainer --shared  # even if an engine has it open
   vramctl pause --dry-run                # show what it would do
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
@@ -72,9 +71,6 @@ pub struct PauseArgs {
     /// context.
     #[arg(long)]
     pub guard: bool,
-    /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
-    #[arg(long, conflicts_with = "dry_run")]
-    pub trim: bool,
     /// Without TAGs: also NCCL's own memory
     ///
     /// Otherwise it has to be named (tag nccl), because all ranks of the job give it up together.
@@ -86,7 +82,7 @@ pub struct PauseArgs {
     pub engine: EngineArgs,
     /// Print JSON: {"processes": […], "jobs": […]}
     ///
-    /// A process is {"pid", "name", "tags", "report" or "error"}, with --trim also "trimmed"; a job is {"job", "pids", "committed",
+    /// A process is {"pid", "name", "tags", "report" or "error"}; a job is {"job", "pids", "committed",
     /// "attempts", "ms"}.
     #[arg(long)]
     pub json: bool,
