@@ -44,7 +44,7 @@ pub(super) struct Rounds {
 
 pub(super) static BORROWED: PerProcess<Mutex<BorrowedMemory>> = PerProcess::new(Mutex::default);
 
-/// Memory of another process. Dropping it unmaps and releases it.
+/// Memory of another process, opened or imported. Dropping it unmaps and releases it.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) lease: Arc<Lease>,
@@ -96,11 +96,11 @@ pub(super) enum Behind {
 
 impl Opened {
     /// Of memory that was opened by an IPC handle.
-    fn opened(&self) -> Option<&OpenSite> {
+    fn open_site(&self) -> Option<&OpenSite> {
         if let Site::Opened(site) = &self.site { Some(site) } else { None }
     }
 
-    fn opened_mut(&mut self) -> Option<&mut OpenSite> {
+    fn open_site_mut(&mut self) -> Option<&mut OpenSite> {
         if let Site::Opened(site) = &mut self.site { Some(site) } else { None }
     }
 
@@ -135,7 +135,7 @@ impl Opened {
 
     /// Whether it is open at these addresses.
     pub(super) fn is_at(&self, span: Span) -> bool {
-        self.opened().is_some_and(|site| site.place.span() == span)
+        self.open_site().is_some_and(|site| site.place.span() == span)
     }
 
     pub(super) fn is_paused(&self) -> bool {
@@ -282,7 +282,7 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     let map = || Opened::map(&lease, &lent, current);
     match map().or_else(|failure| if failure.is_refusal() { map() } else { Err(failure) }) {
         Ok(opened) => {
-            let address = opened.opened().map_or(0, |site| site.address);
+            let address = opened.open_site().map_or(0, |site| site.address);
             let mut borrowed = borrowed();
             if borrowed.pauses == pauses {
                 borrowed.insert(handle.token, opened);
@@ -311,10 +311,10 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
         let (token, lease, contexts, changed) = {
             let mut borrowed = existing.lock().unpoisoned();
             let now = borrowed.changes + 1;
-            let is_it = |(_, opened): &(&Token, &mut Opened)| opened.opened().is_some_and(|site| site.address == address);
+            let is_it = |(_, opened): &(&Token, &mut Opened)| opened.open_site().is_some_and(|site| site.address == address);
             let (token, opened) = borrowed.open.iter_mut().find(is_it)?;
             let lease = Arc::clone(&opened.lease);
-            let site = opened.opened_mut()?;
+            let site = opened.open_site_mut()?;
             if site.count > 1 {
                 site.count -= 1;
                 site.changed = now;
@@ -330,7 +330,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
             }
             waited = Some(changed);
         }
-        if lease.end(&token, |opened| opened.opened().is_some_and(|site| site.changed == changed)) {
+        if lease.end(&token, |opened| opened.open_site().is_some_and(|site| site.changed == changed)) {
             return Some(Ok(()));
         }
     }
@@ -351,10 +351,10 @@ pub(super) fn released(token: &Token) {
 /// time.
 pub(super) fn forget_gone(doomed: Option<Context>) {
     let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
-    for site in borrowed.open.values_mut().filter_map(Opened::opened_mut) {
+    for site in borrowed.open.values_mut().filter_map(Opened::open_site_mut) {
         site.contexts.retain(|context| Some(*context) != doomed && !context.is_gone());
     }
-    let unused = |opened: &Opened| opened.opened().is_some_and(|site| site.contexts.is_empty());
+    let unused = |opened: &Opened| opened.open_site().is_some_and(|site| site.contexts.is_empty());
     let closed: Vec<_> =
         borrowed.open.iter().filter(|(_, opened)| unused(opened)).map(|(token, opened)| (*token, Arc::clone(&opened.lease))).collect();
     drop(borrowed);
@@ -406,7 +406,7 @@ pub struct OpenMemory {
 pub fn at(address: CUdeviceptr) -> Option<OpenMemory> {
     let borrowed = BORROWED.existing()?.lock().unpoisoned();
     let contains = |span: Span| address.checked_sub(span.address).is_some_and(|offset| offset < span.bytes as u64);
-    let sites = borrowed.open.values().filter_map(|opened| Some((opened, opened.opened()?)));
+    let sites = borrowed.open.values().filter_map(|opened| Some((opened, opened.open_site()?)));
     let (opened, site) = sites.into_iter().find(|(_, site)| contains(site.place.span()))?;
     Some(OpenMemory {
         span: site.place.span(),
@@ -470,7 +470,7 @@ impl OpenSite {
 impl BorrowedMemory {
     /// Opens memory that is open already.
     fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
-        let Some(site) = self.open.get_mut(token).and_then(Opened::opened_mut) else { return Ok(None) };
+        let Some(site) = self.open.get_mut(token).and_then(Opened::open_site_mut) else { return Ok(None) };
         site.open_to(current)?;
         site.count += 1;
         self.changes += 1;
@@ -481,7 +481,7 @@ impl BorrowedMemory {
     fn insert(&mut self, token: Token, mut opened: Opened) {
         self.changes += 1;
         let changes = self.changes;
-        opened.opened_mut().into_iter().for_each(|site| site.changed = changes);
+        opened.open_site_mut().into_iter().for_each(|site| site.changed = changes);
         self.open.insert(token, opened);
     }
 
