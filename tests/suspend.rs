@@ -776,7 +776,7 @@ fn a_driver_that_tells_no_state_is_asked_before_anything_changes() {
     machine.vramctl_failing(silent, "suspend engine --dry-run").expect(
         1,
         "",
-        "the driver does not tell its state: cuCheckpointProcessGetState",
+        "the driver does not report its state: cuCheckpointProcessGetState",
     );
     machine.vramctl_failing(silent, "move engine --to 1").expect(1, "", "Nothing has changed");
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "active");

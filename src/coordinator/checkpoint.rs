@@ -13,6 +13,7 @@
 
 use crate::Reporter;
 use crate::communicators::Elsewhere;
+use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::job::{Job, Rank};
@@ -22,7 +23,6 @@ use crate::outcome::{self, Done};
 use crate::proc;
 use crate::processes::{self, Found, Process, Target, check_whole};
 use crate::queue::Place;
-use crate::retry::Deadline;
 use crate::shared::Borrower;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;

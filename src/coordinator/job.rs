@@ -14,11 +14,12 @@
 //! engines drain at the first attempt, and training loops mostly at the first or second (`docs/performance.md`).
 
 use crate::Reporter;
+use crate::deadline::Deadline;
 use crate::engine::Engines;
 use crate::nodes::{Aborted, Participant, Step};
 use crate::processes::Found;
 use crate::queue::{Place, Ticket};
-use crate::retry::{Deadline, FIRST_DRAIN, Retry, RetryPolicy, TURN_WITHIN, kind};
+use crate::retry::{FIRST_DRAIN, Retry, RetryPolicy, TURN_WITHIN, kind};
 use crate::shared::{self, Borrower};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};

@@ -5,6 +5,7 @@
 
 pub mod checkpoint;
 pub mod communicators;
+pub mod deadline;
 pub mod engine;
 pub mod failure;
 pub mod forecast;

@@ -1,11 +1,11 @@
 //! What a caller asks for.
 
+use crate::deadline::Deadline;
 use crate::engine;
 use crate::failure::CommandError;
 use crate::machine::{Machine, ThisMachine};
 use crate::nodes::Participant;
 use crate::processes::{Found, Target};
-use crate::retry::Deadline;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;

@@ -3,6 +3,7 @@
 use crate::Reporter;
 use crate::checkpoint::RESTORE_WITHIN;
 use crate::communicators::Elsewhere;
+use crate::deadline::Deadline;
 use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
@@ -11,7 +12,6 @@ use crate::operation::{Operation, PauseOptions, Scope};
 use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::queue::{Place, Ticket};
-use crate::retry::Deadline;
 use crate::shared::{self, Borrower, Group};
 use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};

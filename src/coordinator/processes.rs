@@ -1,12 +1,12 @@
 //! Finding the managed processes and choosing among them.
 
+use crate::deadline::Deadline;
 use crate::failure::{Choice, CommandError, Exit};
 use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
 use crate::proc;
 use crate::queue::{Place, Ticket};
 use crate::reporter::Reporter;
-use crate::retry::Deadline;
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;
@@ -422,7 +422,7 @@ impl Found {
         reporter: &dyn Reporter,
     ) -> Result<Option<Place>, Box<Refusal>> {
         let Some(directory) = &self.directory else { return Ok(None) };
-        ticket.queue(directory, deadline, turn_within, reporter)
+        ticket.queue(directory, deadline, turn_within, &mut |ahead| reporter.queued(ahead))
     }
 
     /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.

@@ -4,8 +4,7 @@
 //! A ticket is a file in the socket directory, locked while its owner is in the queue. The lock is released when the owner dies, so nobody
 //! waits for a dead process.
 
-use crate::Reporter;
-use crate::retry::Deadline;
+use crate::deadline::Deadline;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -45,13 +44,13 @@ pub struct Ticket {
 
 impl Ticket {
     /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. Without one,
-    /// it waits for `turn_within`. `None` if it needs none. The tickets ahead are reported.
+    /// it waits for `turn_within`. `None` if it needs none. `report` is called with the tickets ahead.
     pub fn queue(
         self,
         directory: &Directory,
         deadline: Deadline,
         turn_within: Duration,
-        reporter: &dyn Reporter,
+        report: &mut dyn FnMut(&[Self]),
     ) -> Result<Option<Place>, Box<Refusal>> {
         if self.gpus.is_empty() {
             return Ok(None);
@@ -59,7 +58,7 @@ impl Ticket {
         // Continue without the queue if the directory is not writable.
         let Ok(place) = Place::take(directory, self) else { return Ok(None) };
         let until = deadline.at().unwrap_or(deadline.begun + turn_within);
-        place.wait(until, deadline.timeout.is_some(), reporter).map_err(|before| {
+        place.wait(until, deadline.timeout.is_some(), report).map_err(|before| {
             let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
             let why = format!(
                 "memory of {} goes to {} first; this is number {} in the queue. Wait with --timeout, or try again",
@@ -109,8 +108,8 @@ impl Place {
 
     /// Waits until it is first in the queue. Gives up at `deadline`, or, unless `patient`, as soon as a ticket ahead waits for memory; the
     /// error has the tickets ahead. While all tickets ahead are jobs that this same command is resuming, it never gives up: the command is
-    /// making progress. The tickets ahead are reported.
-    pub fn wait(&self, deadline: Instant, patient: bool, reporter: &dyn Reporter) -> Result<(), Vec<Ticket>> {
+    /// making progress. `report` is called with the tickets ahead.
+    pub fn wait(&self, deadline: Instant, patient: bool, report: &mut dyn FnMut(&[Ticket])) -> Result<(), Vec<Ticket>> {
         let mut known = 0;
         loop {
             // Do not wait if the queue cannot be read.
@@ -125,7 +124,7 @@ impl Place {
                 }
                 if before.len() != known {
                     known = before.len();
-                    reporter.queued(&before);
+                    report(&before);
                 }
             }
             thread::sleep(LOOK_EVERY);
@@ -200,14 +199,6 @@ mod tests {
         Ticket { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None }
     }
 
-    struct BehindNobody;
-
-    impl Reporter for BehindNobody {
-        fn queued(&self, ahead: &[Ticket]) {
-            panic!("behind {ahead:?}");
-        }
-    }
-
     #[test]
     fn the_queue_is_first_come_first_served() {
         let folder = tempfile::tempdir().unwrap();
@@ -218,15 +209,15 @@ mod tests {
         let third = Place::take(&directory, ticket(3, "third", &["b", "c"])).unwrap();
         let other = Place::take(&directory, ticket(4, "other", &["d"])).unwrap();
         let names = |result: Result<(), Vec<Ticket>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
-        assert_eq!(names(first.wait(now, false, &())), Ok(()));
-        assert_eq!(names(other.wait(now, false, &())), Ok(()));
-        assert_eq!(names(third.wait(now, false, &())), Err(vec!["first".into(), "second".into()]));
+        assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
+        assert_eq!(names(other.wait(now, false, &mut |_| ())), Ok(()));
+        assert_eq!(names(third.wait(now, false, &mut |_| ())), Err(vec!["first".into(), "second".into()]));
         // Behind a ticket that waits for memory, only patient ones wait.
         first.waits_for_memory();
         let later = now + Duration::from_secs(60);
-        assert_eq!(names(second.wait(later, false, &())), Err(vec!["first".into()]));
+        assert_eq!(names(second.wait(later, false, &mut |_| ())), Err(vec!["first".into()]));
         drop(first);
-        assert_eq!(names(second.wait(later, true, &())), Ok(()));
+        assert_eq!(names(second.wait(later, true, &mut |_| ())), Ok(()));
         drop((second, third, other));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
@@ -241,10 +232,10 @@ mod tests {
         let second = Place::take(&directory, ticket(1, "second", &["a"])).unwrap();
         let other = Place::take(&directory, ticket(2, "other", &["a"])).unwrap();
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| second.wait(now, false, &BehindNobody));
+            let waiting = scope.spawn(|| second.wait(now, false, &mut |ahead| panic!("behind {ahead:?}")));
             // It would have given up by then.
             thread::sleep(LOOK_EVERY * 3);
-            assert!(other.wait(now, true, &()).is_err());
+            assert!(other.wait(now, true, &mut |_| ()).is_err());
             drop(first);
             assert_eq!(waiting.join().unwrap(), Ok(()));
         });
@@ -252,7 +243,7 @@ mod tests {
         third.waits_for_memory();
         let fourth = Place::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
         drop((second, other));
-        assert!(fourth.wait(now, true, &()).is_err());
+        assert!(fourth.wait(now, true, &mut |_| ()).is_err());
     }
 
     /// Others that came later are behind all of its jobs.
@@ -269,9 +260,9 @@ mod tests {
         second.command = 4;
         let second = Place::take(&directory, second).unwrap();
         let names = |result: Result<(), Vec<Ticket>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
-        assert_eq!(names(first.wait(now, false, &())), Ok(()));
-        assert_eq!(names(second.wait(now, false, &())), Err(vec!["first".into()]));
-        assert_eq!(names(other.wait(now, false, &())), Err(vec!["all".into()]));
+        assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
+        assert_eq!(names(second.wait(now, false, &mut |_| ())), Err(vec!["first".into()]));
+        assert_eq!(names(other.wait(now, false, &mut |_| ())), Err(vec!["all".into()]));
         drop(place);
     }
 
@@ -283,9 +274,9 @@ mod tests {
         let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
         let stopped = lock(folder.path()).unwrap();
         let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
-        assert!(second.wait(Instant::now(), true, &()).is_err(), "the first is ahead all the same");
+        assert!(second.wait(Instant::now(), true, &mut |_| ()).is_err(), "the first is ahead all the same");
         drop(first);
-        assert_eq!(second.wait(Instant::now(), true, &()), Ok(()));
+        assert_eq!(second.wait(Instant::now(), true, &mut |_| ()), Ok(()));
         drop(stopped);
     }
 
@@ -299,7 +290,7 @@ mod tests {
         assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
         std::os::unix::fs::symlink("/dev/zero", folder.path().join("2.ticket")).unwrap();
         let place = Place::take(&directory, ticket(1, "third", &["a"])).unwrap();
-        assert_eq!(place.wait(Instant::now(), false, &()), Ok(()));
+        assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
         drop(place);
         fs::write(folder.path().join(name(u64::MAX)), "").unwrap();
         assert!(Place::take(&directory, ticket(1, "beyond", &["a"])).is_err());
@@ -313,6 +304,6 @@ mod tests {
         fs::write(folder.path().join("7.ticket"), r#"{"who":"dead","gpus":["a"]}"#).unwrap();
         let place = Place::take(&directory, ticket(1, "next", &["a"])).unwrap();
         assert_eq!(place.number, 8);
-        assert_eq!(place.wait(Instant::now(), false, &()), Ok(()));
+        assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
     }
 }

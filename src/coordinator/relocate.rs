@@ -2,13 +2,13 @@
 
 use crate::Reporter;
 use crate::checkpoint::{self, Checkpoint, Member};
+use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
 use crate::machine::Machine;
 use crate::operation::{Operation, Scope};
 use crate::outcome::Outcome;
 use crate::processes::{Found, Process, Target};
-use crate::retry::Deadline;
 use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_driver::Card;

@@ -2,9 +2,9 @@
 
 use crate::Reporter;
 use crate::checkpoint::Checkpoint;
+use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Target};
-use crate::retry::Deadline;
 use vramctl_driver::checkpoint::GpuMap;
 
 /// Restores those of the matching processes that do not answer for this reason. Returns whether there were any.

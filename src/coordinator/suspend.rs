@@ -2,12 +2,12 @@
 
 use crate::Reporter;
 use crate::checkpoint::{self, Checkpoint, Member, Transitioned};
+use crate::deadline::Deadline;
 use crate::failure::CommandError;
 use crate::forecast::Forecast;
 use crate::operation::Operation;
 use crate::outcome::{Outcome, ProcessOutcome};
 use crate::processes::{Found, Process, Target};
-use crate::retry::Deadline;
 use crate::shared::{self, Borrower};
 use std::thread;
 use vramctl_model::{Bytes, Kind, Report, TagState, TransitionRequest, Verb};

@@ -15,13 +15,13 @@
 //! A job that has ended cannot run. So if all of OUT has ended, IN is resumed, and if all of IN has, OUT is.
 
 use crate::Reporter;
+use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::operation::{Hold, Operation};
 use crate::outcome::Outcome;
 use crate::plan::{Consent, Plan};
 use crate::processes::Process;
-use crate::retry::Deadline;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::Duration;

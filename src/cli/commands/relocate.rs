@@ -9,10 +9,10 @@ use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Move, Moving, Operation, Scope};
 use vramctl_model::{Bytes, Verb};
 

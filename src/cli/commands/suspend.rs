@@ -7,11 +7,11 @@ use crate::ui::interrupt;
 use crate::ui::output;
 use serde_json::json;
 use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
-use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Operation, Outcome, Reporter, Scope, Suspend};
 use vramctl_model::{Bytes, Registered, Verb};
 

@@ -9,10 +9,10 @@ use clap_complete::ArgValueCandidates;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Operation, Outcome, Room, Scope, Swap, Swapped};
 use vramctl_model::{Bytes, Registered, Verb};
 

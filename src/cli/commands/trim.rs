@@ -2,7 +2,6 @@
 
 use crate::arguments::{ProcessesOrAll, seconds};
 use crate::commands::each;
-use crate::ui::output;
 use std::fmt::Write;
 use std::thread;
 use std::time::Duration;

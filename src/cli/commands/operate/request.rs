@@ -8,12 +8,12 @@ use std::collections::BTreeSet;
 use std::env;
 use std::sync::Arc;
 use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::engine::{Addresses, checked_address};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::nodes::{Participant, Terms};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Operation, Scope};
 use vramctl_model::{Policy, Registered, Verb};
 

@@ -11,9 +11,9 @@ use crate::ui::output;
 pub use options::{EngineArgs, PauseArgs, ResumeArgs, engine_key};
 use std::sync::Arc;
 use vramctl_coordinator::Plan;
+use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::plan::{Consent, Left};
-use vramctl_coordinator::retry::Deadline;
 
 pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
     let (json, options::Args { quiet, timeout, .. }) = (args.json, &args.transition);

@@ -6,9 +6,9 @@ use clap_complete::ArgValueCandidates;
 use std::collections::BTreeSet;
 use std::env;
 use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::engine::{self, checked_address};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
-use vramctl_coordinator::retry::Deadline;
 use vramctl_coordinator::{Operation, Scope};
 use vramctl_model::{Registered, Verb};
 
