@@ -221,6 +221,7 @@ impl State {
                 self.drain_ms = Some(*limit_ms);
                 Reply::Drained
             }
+            Request::Advance { .. } => panic!("a job over nodes"),
             Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
             Request::Counted { .. } => Reply::Counted,
             Request::Cache | Request::Trim { .. } | Request::Watch { .. } => panic!("python/tests/test_trim.py has real processes"),

@@ -12,6 +12,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 /// Two nodes with two ranks each.
 struct Nodes {
@@ -38,9 +41,13 @@ impl Nodes {
 
     /// Both participants in an attempt.
     fn attempt(&self, operation: &str, lease_ms: u64) -> [Participant; 2] {
+        self.attempt_within(100, operation, lease_ms)
+    }
+
+    fn attempt_within(&self, drain_ms: u64, operation: &str, lease_ms: u64) -> [Participant; 2] {
         let record = self.machine.folder.path().join("record");
         _ = std::fs::remove_file(&record);
-        [0, 1].map(|place| Participant::new(&self.machine, place, operation, lease_ms, &record))
+        [0, 1].map(|place| Participant::new(&self.machine, place, operation, drain_ms, lease_ms, &record))
     }
 
     /// Takes all through the steps, with further attempts as long as the ranks stand at different collectives.
@@ -81,6 +88,11 @@ impl Nodes {
             status["processes"].as_array().unwrap().iter().find(|one| one["pid"] == rank.pid()).unwrap_or_else(|| panic!("{status}"));
         let state = of_rank["tags"][0]["state"].as_str().unwrap().to_owned();
         if of_rank["held"] == true { state + ", held" } else { state }
+    }
+
+    /// How many rounds a rank has started.
+    fn queued(&mut self, place: usize) -> u64 {
+        self.ranks[place].ask("queued").trim().parse().unwrap()
     }
 
     /// They compute on, and together.
@@ -130,9 +142,9 @@ struct Participant {
 }
 
 impl Participant {
-    fn new(machine: &Machine, place: usize, operation: &str, lease_ms: u64, record: &Path) -> Self {
+    fn new(machine: &Machine, place: usize, operation: &str, drain_ms: u64, lease_ms: u64, record: &Path) -> Self {
         let set_once = format!("set -C; (echo abort > {0}) 2>&-; cat {0}", record.display());
-        let node_fields = json!({"drain_ms": 100, "lease_ms": lease_ms, "record": ["sh", "-c", set_once]});
+        let node_fields = json!({"drain_ms": drain_ms, "lease_ms": lease_ms, "record": ["sh", "-c", set_once]});
         let request = json!({"version": 1, "operation": operation, "target": {"name": "ring"}, "ranks": 0, "node": node_fields});
         let mut command = machine.cli("operate");
         let mut child = command.env("VRAMCTL_DIR", node(machine, place)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -192,6 +204,58 @@ fn ranks_of_two_nodes_are_paused_and_resumed_as_one() {
         assert_eq!(nodes.settled(), "active");
         nodes.go_on();
     }
+}
+
+/// In one attempt: those of node 0 are held before a collective that those of node 1 have started.
+#[test]
+fn ranks_that_are_behind_go_on_until_none_has_work_in_flight() {
+    let mut nodes = Nodes::new();
+    let mut both = nodes.attempt_within(100_000, "pause", 100_000);
+    assert!(both.each_mut().map(|one| one.reach("found")) == [true; 2]);
+    let [first, second] = &mut both;
+    first.say("go");
+    assert!(first.reach("held"));
+    first.say("go");
+    assert!(first.reach("drained"));
+    eventually("node 1 is ahead", || nodes.queued(2).min(nodes.queued(3)) > nodes.queued(0).max(nodes.queued(1)));
+    second.say("go");
+    assert!(second.reach("held"));
+    let [first, second] = both;
+    let (drained, all_drained) = mpsc::channel();
+    let mut said = Vec::new();
+    for (place, mut one) in [first, second].into_iter().enumerate() {
+        let (say, words) = mpsc::channel::<&str>();
+        said.push(say);
+        let drained = drained.clone();
+        let mut stdin = one.stdin.take().unwrap();
+        thread::spawn(move || words.into_iter().for_each(|word| _ = writeln!(stdin, "{word}")));
+        thread::spawn(move || {
+            while one.reach("drained") {
+                drained.send((place, None)).unwrap();
+            }
+            _ = drained.send((place, Some(one.step.clone())));
+        });
+    }
+    let say = |place: usize, word| said[place].send(word).unwrap();
+    say(1, "go");
+    let (mut are_drained, mut advances) = ([true, false], 0);
+    while are_drained != [true; 2] {
+        match all_drained.recv_timeout(Duration::from_millis(50)) {
+            Ok((place, None)) => are_drained[place] = true,
+            Ok((place, Some(step))) => panic!("node {place} has ended after {step}"),
+            // Whoever has no work is behind. The others wait for them.
+            Err(_) => {
+                for place in [0, 1].into_iter().filter(|place| std::mem::take(&mut are_drained[*place])) {
+                    say(place, "advance");
+                    advances += 1;
+                }
+            }
+        }
+    }
+    assert!(advances > 0);
+    (0..2).for_each(|place| say(place, "abort"));
+    assert_eq!(nodes.settled(), "active");
+    nodes.go_on();
 }
 
 /// How the participants lose the one who decides.

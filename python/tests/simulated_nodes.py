@@ -30,6 +30,8 @@ class World:
         self.chance = random.Random(seed)
         self.now, self._queue, self._number = 0.0, list[tuple[float, int, Callable[[], Any]]](), 0
         self.store: dict[Any, bool] = {}
+        #: The participants that wait for the work of their ranks, by attempt.
+        self.draining: dict[Any, list[Participant]] = {}
         self.nodes = {f"{place:04}": Node(self, f"{place:04}", place) for place in range(nodes)}
 
     def at(self, when: float, what: Callable[[], Any]) -> None:
@@ -57,9 +59,13 @@ class World:
         """Whether a message is."""
         return False
 
-    def is_aligned(self, participant: Participant) -> bool:
-        """Whether the work of the held ranks ends: they stand at the same collective."""
-        return True
+    def collective(self, participant: Participant) -> int:
+        """Which collective the ranks of the node have started when they are held, of those of this attempt."""
+        return 0
+
+    def collectives_of_an_advance(self, participant: Participant) -> int:
+        """How many more they start when some of their calls pass."""
+        return 1
 
     def send(self, node: Node, what: Callable[[], Any]) -> None:
         """From a driver to a node."""
@@ -131,8 +137,12 @@ class Participant:
         self.committed: bool | None = None
         self.outcome: Reply | None = None
         self.held_at = 0.0
+        #: The last collective that its ranks have started.
+        self.collective, self.is_draining = 0, False
+        #: Whether their work has waited for others since they last advanced.
+        self.has_waited = False
         self._heard, self._reads = self._world.now, False
-        self._told, self._last = 0, {"reply": "none"}
+        self._told, self._last, self._number = 0, {"reply": "none"}, -1
         self._for_step, self._for_outcome = [answer], list[Answer]()
         node.later(node.takes(self._world.find), lambda: self._reach("found"))
         self._watch()
@@ -148,9 +158,12 @@ class Participant:
         if number <= self._told:
             return None
         self._told = number
-        (self._for_step if word == "go" else self._for_outcome).append(answer)
+        (self._for_step if word in ("go", "advance") else self._for_outcome).append(answer)
         if word == "go" and not self.has_voted:
             self._go_on()
+        elif word == "advance" and self.step == "drained":
+            self.step = "held"
+            self._node.later(self._node.takes(self._world.hold), self._advance)
         elif word == "abort" or (word == "commit" and self.has_voted):
             self._settle(word == "commit")
 
@@ -183,10 +196,34 @@ class Participant:
             node.later(node.takes(world.hold), lambda: self._reach(following))
         elif following == "prepared":
             node.later(node.takes(world.save), lambda: self._reach(following))
-        elif world.is_aligned(self):
-            node.later(node.takes(world.drain), lambda: self._reach(following))
         else:
-            node.later(self.drain, lambda: self._settle(False, "busy"))
+            world.draining.setdefault(self.key, []).append(self)
+            self._drain_until = world.now + self.drain
+            self._drain()
+
+    def _advance(self) -> None:
+        self.collective += self._world.collectives_of_an_advance(self)
+        self.has_waited = False
+        self._drain()
+
+    def _drain(self) -> None:
+        self.is_draining = True
+        self._node.later(max(self._drain_until - self._world.now, 0.05), self._is_late)
+        self._see_who_has_drained()
+
+    def _see_who_has_drained(self) -> None:
+        """The work of a node ends when all others have started the same collective, too."""
+        participants = self._world.draining[self.key]
+        first = min(one.collective for one in participants)
+        for one in participants:
+            one.has_waited |= one.is_draining and one.collective > first
+            if one.is_draining and one.collective == first and one.committed is None:
+                one.is_draining = False
+                one._node.later(one._node.takes(self._world.drain), lambda one=one: one._reach("drained"))
+
+    def _is_late(self) -> None:
+        if self.is_draining and self._world.now >= self._drain_until:
+            self._settle(False, "busy")
 
     def _reach(self, step: str) -> None:
         if self.committed is not None:
@@ -194,7 +231,14 @@ class Participant:
         self.step, self._heard = step, self._world.now
         if step == "held":
             self.held_at = self._world.now
-        reply = {"reply": "reached", "step": step, **({"processes": self._node.processes()} if step == "found" else {})}
+            self.collective = self._world.collective(self)
+        self._number += 1
+        reply = {
+            "reply": "reached",
+            "step": step,
+            "number": self._number,
+            **({"processes": self._node.processes()} if step == "found" else {}),
+        }
         answers, self._for_step, self._last = self._for_step, [], reply
         for answer in answers:
             answer(reply)
@@ -249,9 +293,9 @@ class Driver:
     def __init__(self, world: World, operation: str = "pause", **known: Any) -> None:
         self._world, self._wants_paused = world, operation == "pause"
         request = (
-            {"operation": operation, "hold_ms": 60_000}
+            {"operation": operation, "target": {"name": "job"}, "hold_ms": 60_000}
             if operation == "pause"
-            else {"operation": operation, "timeout_ms": 60_000}
+            else {"operation": operation, "target": {"name": "job"}, "timeout_ms": 60_000}
         )
         self.coordinator = _nodes.Coordinator(request, list(world.nodes), world.now, chance=world.chance, **known)
         self.is_alive, self.messages = True, 0
@@ -267,7 +311,7 @@ class Driver:
     def _tick(self) -> None:
         if not self.has_ended():
             self._carry_out(self.coordinator.tick(self._world.now))
-            self._world.at(self._world.now + _nodes.AGAIN_EVERY / 3, self._tick)
+            self._world.at(self._world.now + self.coordinator.moment, self._tick)
 
     def _tell(self, handler: Callable[..., list[Any]], *what: Any) -> None:
         if not self.has_ended():

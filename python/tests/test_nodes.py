@@ -35,8 +35,12 @@ class Unreliable(World):
     def is_lost(self) -> bool:
         return self.chance.random() < self.lost and not self.is_calm
 
-    def is_aligned(self, participant: Participant) -> bool:
-        return random.Random(f"{self.now // 0.1}").random() < 0.8
+    def collective(self, participant: Participant) -> int:
+        """Some are ahead, in some attempts."""
+        return 0 if random.Random(str(participant.key[1])).random() < 0.5 else self.chance.randint(0, 3)
+
+    def collectives_of_an_advance(self, participant: Participant) -> int:
+        return self.chance.choice([0, 1, 1, 2])
 
 
 class Faults(unittest.TestCase):
@@ -115,6 +119,32 @@ class Faults(unittest.TestCase):
         if is_behind or is_gone:
             return "behind" if is_behind else "gone"
         return f"{'' if drivers[0].is_alive else 'driver died: '}{'paused' if is_paused else 'active'}"
+
+
+class Apart(World):
+    """The ranks of each node are held at another collective."""
+
+    def collective(self, participant: Participant) -> int:
+        return participant._node.place % 3
+
+    def collectives_of_an_advance(self, participant: Participant) -> int:
+        """Sometimes one too many."""
+        return self.chance.choice([1, 1, 1, 2])
+
+
+class Collectives(unittest.TestCase):
+    def test_nodes_whose_ranks_are_behind_go_on_until_all_have_drained(self) -> None:
+        attempts = []
+        for seed in range(20):
+            world = Apart(7, seed)
+            driver = Driver(world)
+            world.run()
+            assert driver.outcome is not None
+            self.assertTrue(driver.outcome["committed"], driver.outcome)
+            self.assertEqual({node.is_paused for node in world.nodes.values()}, {True})
+            attempts.append(driver.coordinator.attempt)
+        # Without that, each attempt fails.
+        self.assertLessEqual(max(attempts), 4, attempts)
 
 
 class Members(unittest.TestCase):

@@ -373,11 +373,32 @@ class ManyNodes(unittest.TestCase):
             return subprocess.run(command, env=environment, capture_output=True, text=True)
 
         ran = shell("pause", "ring", "--hold-timeout", "300", "--json")
-        self.assertEqual(len(json.loads(ran.stdout)), RANKS, ran.stderr)
+        told = json.loads(ran.stdout)
+        self.assertEqual(len({(one["node"], one["pid"]) for one in told["processes"]}), RANKS, ran.stderr)
+        self.assertTrue(all(one["name"] == "ring" and one["report"]["bytes"] > 0 for one in told["processes"]), told)
+        self.assertEqual([(job["job"], job["committed"]) for job in told["jobs"]], [("ring", True)])
+        told = json.loads(shell("status", "ring", "--json").stdout)
+        self.assertEqual({tag["state"] for one in told["processes"] for tag in one["tags"]}, {"paused"})
         self.assertIn("paused", shell("status", "ring").stdout)
+        self.assertIn("checkpoint", shell("suspend", "ring").stdout)
+        self.assertEqual(shell("status", "ring").stdout.count("suspended"), RANKS)
         self.job.resume(timeout=30)
         nobody = shell("pause", "nobody")
         self.assertEqual((nobody.returncode, "no process of the job" in nobody.stderr), (3, True), nobody.stderr)
+        nobody = shell("pause", "nobody", "--json")
+        told = json.loads(nobody.stdout)
+        self.assertEqual((nobody.returncode, told["processes"], told["error"]["code"]), (3, [], "no_process"), nobody.stderr)
+
+    def test_records_of_failed_operations_expire(self) -> None:
+        store, key = vramctl.ray._Store(), f"{os.getuid()}/ring/record-"
+        old, new = (f"{key}{int(time.time()) - ago}-0/1" for ago in (3600, 60))
+        for record in (old, new):
+            store.put_once(record, b"abort")
+        self.job.pause(hold_timeout=300)
+        self.job.resume(timeout=30)
+        self.assertIsNone(store.get(old))
+        self.assertEqual(store.get(new), b"abort")
+        store.delete(new)
 
 
 @unittest.skipIf(ray is None, "Ray is not there")
@@ -430,6 +451,17 @@ class Lost(unittest.TestCase):
         print("the head was lost:", driver.returncode, driver.stdout, driver.stderr[-500:])
         self.assertEqual(self.cluster.settled(), "active")
         self.cluster.go_on()
+
+
+@unittest.skipIf(ray is None, "Ray is not there")
+@unittest.skipUnless(ROUNDS, "RAY_ROUNDS: it takes a while")
+class Actors(unittest.TestCase):
+    """Ranks that Ray itself starts."""
+
+    def test_they_start_again_and_nodes_come_and_go(self) -> None:
+        ran = subprocess.run([sys.executable, ROOT / "python/tests/ray_actors.py"], capture_output=True, text=True)
+        print(ran.stdout)
+        self.assertEqual(ran.returncode, 0, ran.stderr[-3000:])
 
 
 #: A driver whose head dies before the record is set.

@@ -27,10 +27,14 @@ SETTLED_WITHIN = 20.0
 HOLD_AFTER, HOLD_AFTER_EACH = 0.01, 0.0005
 #: How often to try.
 AGAIN_EVERY = 0.3
+#: After how long without progress some of those are asked whose ranks have work in flight. If they still have, the ranks of all other nodes go on
+#: a little: somebody waits for them.
+ADVANCE_AFTER, ASKED = 0.03, 4
 #: What all ranks wait for at each other.
 STEPS = ("found", "held", "drained", "prepared")
-#: As on one node (``src/coordinator/retry.rs``): the first attempt's time for work in flight, and for another client's operation.
-FIRST_DRAIN, TURN_WITHIN = 0.1, 10.0
+#: As on one node (``src/coordinator/retry.rs``): the first attempt's time for work in flight, and for another client's operation. There, ranks
+#: that are held at different collectives need another attempt; here, those that are behind go on.
+FIRST_DRAIN, TURN_WITHIN = 2.0, 10.0
 
 
 class Rank(NamedTuple):
@@ -43,8 +47,8 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the participant of a node, once; the answer goes to `Coordinator.heard`. ``begin`` has a request. ``renew`` is answered at once:
-    with the last answer, and the number of the last other word that has come (``told``).
+    """Tell the participant of a node, once; the answer goes to `Coordinator.heard`, with the ``number`` of the word if it is a step. ``begin``
+    has a request. ``renew`` is answered at once: with the last answer, and the number of the last other word that has come (``told``).
     """
 
     node: str
@@ -110,6 +114,8 @@ class Coordinator:
         self._part, self._collisions, self._tried_since = set(self.nodes), 0, 0.0
         # Those that have not ended, and those that have not reached the next step.
         self._open, self._under_way = set[str](), set[str]()
+        # When a node last reached a step, when and whether one has said that it has not, and until when those that are behind may go on.
+        self._progress, self._asked, self._is_stuck, self._advances_until = self.begun, self.begun, False, self.begun
         # By node, in this attempt: what it was told last, its step, its outcome, when it has answered, and when to look at its ranks.
         self._told: dict[str, Say] = {}
         # And when it was told anything.
@@ -125,11 +131,18 @@ class Coordinator:
 
     # What happens.
 
+    @property
+    def moment(self) -> float:
+        """After how long at most to call `tick` again."""
+        return ADVANCE_AFTER / 3 if self._behind else AGAIN_EVERY / 3
+
     def tick(self, now: float) -> list[Action]:
-        """Time has passed. To be called every `AGAIN_EVERY` or more often."""
+        """Time has passed."""
         if self.phase == "resting":
             return self._begin(now) if now >= self._next else []
         actions: list[Action] = []
+        if self._behind and self._progress + ADVANCE_AFTER <= now < self._advances_until:
+            actions += self._advance_those_behind(now)
         if now >= self._next and self.phase == "deciding":
             self._next = now + 10 * RENEW_EVERY
             actions.append(Record(self.attempt))
@@ -163,9 +176,10 @@ class Coordinator:
         if reply["reply"] == "none":
             return []
         if reply["reply"] == "reached":
-            if node in self._steps and STEPS.index(reply["step"]) <= STEPS.index(self._steps[node]):
+            if reply["number"] != told.number or node not in self._under_way:
+                self._is_stuck |= node in self._under_way and reply.get("told") == told.number
                 return []
-            self._steps[node] = reply["step"]
+            self._steps[node], self._progress, self._is_stuck = reply["step"], now, False
             self._under_way.discard(node)
             if "processes" in reply:
                 self.found[node] = reply["processes"]
@@ -287,9 +301,35 @@ class Coordinator:
 
     def _go(self, now: float, nodes: Collection[str]) -> list[Action]:
         self._under_way.update(nodes)
+        if "held" in self._steps.values():
+            self._advances_until = now + self._drain(now)
         holds = self._hold is not None and "found" in self._steps.values()
         at = now + HOLD_AFTER + HOLD_AFTER_EACH * len(nodes) if holds else None
         return [self._tell(now, node, "go", at) for node in sorted(nodes)]
+
+    @property
+    def _behind(self) -> list[str]:
+        """The nodes whose ranks have no work in flight any more while that of others has not ended: those may wait for them in a collective, which
+        they have started and these have not. It is the same for the ranks of a node, which see to that themselves.
+        """
+        steps = self._steps
+        if self.phase != "steps" or not self._under_way or not all(steps.get(node) == "held" for node in self._under_way):
+            return []
+        return [node for node in sorted(self._part) if steps.get(node) == "drained"]
+
+    def _advance_those_behind(self, now: float) -> list[Action]:
+        if self._is_stuck:
+            behind = self._behind
+            self._steps.update(dict.fromkeys(behind, "held"))
+            self._under_way.update(behind)
+            self._progress, self._is_stuck = now, False
+            return [self._tell(now, node, "advance") for node in behind]
+        # Or is it only the answer that is late?
+        if now - self._asked < ADVANCE_AFTER:
+            return []
+        self._asked = now
+        asked = self.chance.sample(sorted(self._under_way), min(len(self._under_way), ASKED))
+        return [Say(node, self.attempt, "renew") for node in asked]
 
     def _problem(self) -> tuple[str, str] | None:
         """Why nothing is to be done: a rank is missing or new, or nobody has a tag."""
@@ -404,7 +444,12 @@ class Coordinator:
             for node, outcome in sorted(outcomes.items())
             for process in outcome["processes"]
         ]
-        job = {"attempts": self.attempt, "ms": (now - self.begun) * 1000, "committed": committed}
+        job = {
+            "job": self.request["target"]["name"],
+            "attempts": self.attempt,
+            "ms": (now - self.begun) * 1000,
+            "committed": committed,
+        }
         self.outcome = {"committed": committed, "processes": processes, "jobs": [job], "behind": behind}
 
     def _error(self, code: str, message: str) -> None:

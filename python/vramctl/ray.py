@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import os
 import queue
@@ -30,13 +29,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # typ
 
 from . import __version__, errors
 from . import job as _job
-from ._nodes import AGAIN_EVERY, RENEW_EVERY, SILENT, STARTED_WITHIN, STEPS, Coordinator, Look, Rank, Record, Say
+from ._nodes import RENEW_EVERY, SILENT, STARTED_WITHIN, Coordinator, Look, Rank, Record, Say
 from .types import Status
 
 __all__ = ["Job", "Rank"]
 
 #: Where agents and records are.
 _NAMESPACE = "vramctl"
+#: How names of records begin. The rest is when, in seconds, and which.
+_RECORD = "record-"
+#: After how many seconds nobody reads a record any more. A participant does so for 60 s at most, and without it its ranks decide after 5 s.
+_EXPIRES = 600
 #: What a record says. Anything else is no answer.
 _DECISIONS = {b"commit": True, b"abort": False}
 
@@ -131,7 +134,7 @@ class _Operation(_job._Work["dict[str, Any]"]):
     def _coordinate(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
         """Carries out what the coordinator wants, and tells it what comes of it."""
         store, key = _Store(), f"{os.getuid()}/{self._name}"
-        name = f"{key}/{uuid.uuid4().hex}"
+        name = f"{key}/{_RECORD}{int(time.time())}-{uuid.uuid4().hex}"
         known = [Rank(*rank) for rank in json.loads(store.get(f"{key}/ranks") or b"[]")]
         record = ["-m", __name__, "record", store.address, name]
         coordinator = Coordinator(request, nodes.ids, time.monotonic(), known, self._ranks, record)
@@ -161,7 +164,7 @@ class _Operation(_job._Work["dict[str, Any]"]):
 
         while coordinator.outcome is None:
             with contextlib.suppress(queue.Empty):
-                event = happened.get(timeout=AGAIN_EVERY / 3)
+                event = happened.get(timeout=coordinator.moment)
                 for action in event(time.monotonic()):
                     carry_out(action)
             for action in coordinator.cancel(time.monotonic()) if self._stopped else ():
@@ -178,6 +181,11 @@ class _Operation(_job._Work["dict[str, Any]"]):
                 # All have done it: nobody will ask.
                 for attempt in range(1, coordinator.attempt + 1):
                     store.delete(f"{name}/{attempt}")
+            # Those of operations that failed or lost their driver.
+            for left in store.keys(f"{key}/{_RECORD}"):
+                began = left[len(f"{key}/{_RECORD}") :].partition("-")[0]
+                if int(began) < time.time() - _EXPIRES:
+                    store.delete(left)
         return outcome
 
     def _suspend(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,6 +234,10 @@ class _Store:
         """Sets it unless it is set, and returns what it is."""
         self._client.internal_kv_put(key.encode(), value, False, _NAMESPACE.encode(), timeout=10)
         return self.get(key) or b""
+
+    def keys(self, beginning: str) -> list[str]:
+        found: list[bytes] = self._client.internal_kv_keys(beginning.encode(), _NAMESPACE.encode(), timeout=10)
+        return [key.decode() for key in found]
 
     def delete(self, key: str) -> None:
         self._client.internal_kv_del(key.encode(), False, _NAMESPACE.encode(), timeout=10)
@@ -410,7 +422,7 @@ class _Participant:
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         self._child = child
         self._reached: list[dict[str, Any]] = []
-        self._told = 0
+        self._told, self._has_ended = 0, False
         self._changed = asyncio.Condition()
         self.outcome: asyncio.Task[dict[str, Any]] = asyncio.get_running_loop().create_task(self._follow())
 
@@ -425,8 +437,8 @@ class _Participant:
         if word in ("commit", "abort"):
             return await self.outcome
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._reached) > number)
-        return self._reached[number]
+            await self._changed.wait_for(lambda: self._has_ended or len(self._reached) > number)
+        return self._reached[min(number, len(self._reached) - 1)]
 
     def _tell(self, line: str) -> None:
         assert self._child.stdin is not None
@@ -454,7 +466,8 @@ class _Participant:
 
     async def _reach(self, reply: dict[str, Any], last: bool = False) -> None:
         async with self._changed:
-            self._reached += [reply] * (len(STEPS) if last else 1)
+            self._reached.append({**reply, "number": len(self._reached)})
+            self._has_ended = last
             self._changed.notify_all()
 
 
@@ -525,16 +538,30 @@ def _main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
-    job = Job(given.name, ranks=given.ranks)
+    job = _Told(given.name, ranks=given.ranks)
     try:
-        _print(_call(job, given), given)
+        answer = _call(job, given)
+        print(json.dumps(_json(job.outcome)) if given.json else _text(answer, job.outcome, given))
     except errors.Error as error:
-        code = {"code": error.code, "message": str(error), "committed": error.committed}
-        print(json.dumps({"error": code}) if given.json else f"vramctl ray {given.verb}: {error}", file=sys.stderr)
+        if given.json:
+            told = {"code": error.code, "message": str(error)}
+            print(json.dumps({"processes": [], "committed": error.committed, "error": told}))
+        else:
+            print(f"vramctl ray {given.verb}: {error}", file=sys.stderr)
         return {"no_process": 3, "device_memory": 4, "host_memory": 4, "busy": 5, "leased": 5, "unknown_tag": 6}.get(
             error.code, 1
         )
     return 0
+
+
+class _Told(Job):
+    """Keeps what an operation has said."""
+
+    outcome: dict[str, Any]
+
+    def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
+        self.outcome = super()._operate(operation, **fields)
+        return self.outcome
 
 
 def _call(job: Job, given: argparse.Namespace) -> Mapping[Any, Any]:
@@ -549,21 +576,27 @@ def _call(job: Job, given: argparse.Namespace) -> Mapping[Any, Any]:
     return job.status()
 
 
-def _print(answer: Mapping[Any, Any], given: argparse.Namespace) -> None:
-    if given.json:
-        print(json.dumps([{"node": rank.node, "pid": rank.pid, **_plain(about)} for rank, about in answer.items()]))
-        return
+def _json(outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """As the commands of one node print it, with the node of each process."""
+    processes = [{"node": process["pid"].node, **process, "pid": process["pid"].pid} for process in outcome["processes"]]
+    return {"processes": processes, **({"jobs": outcome["jobs"]} if outcome["jobs"] else {})}
+
+
+def _text(answer: Mapping[Any, Any], outcome: Mapping[str, Any], given: argparse.Namespace) -> str:
+    told = {process["pid"]: process for process in outcome["processes"]}
+    lines = []
     for rank, about in sorted(answer.items()):
         if isinstance(about, Status):
             what = ", ".join(f"{tag.tag} {tag.state} {tag.bytes >> 20} MiB" for tag in about.tags)
             gpus = ", ".join(device.uuid or "?" for device in about.devices)
-            print(f"{rank.node[:12]} pid {rank.pid} on {gpus}: {what}")
+            how = next((f", {how}" for how in ("suspended", "held") if told[rank].get(how)), "")
+            lines.append(f"{rank.node[:12]} pid {rank.pid} on {gpus}: {what}{how}")
+        elif given.verb in ("suspend", "move"):
+            stages = ", ".join(f"{stage} {ms:.0f}" for stage, ms in about.stages.items())
+            lines.append(f"{rank.node[:12]} pid {rank.pid}: {given.verb} in {about.ms:.0f} ms ({stages})")
         else:
-            print(f"{rank.node[:12]} pid {rank.pid}: {given.verb} {about.bytes >> 20} MiB in {about.ms:.0f} ms")
-
-
-def _plain(about: Any) -> Any:
-    return dataclasses.asdict(about, dict_factory=lambda fields: {name: value for name, value in fields if value is not None})
+            lines.append(f"{rank.node[:12]} pid {rank.pid}: {given.verb} {about.bytes >> 20} MiB in {about.ms:.0f} ms")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

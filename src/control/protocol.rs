@@ -66,6 +66,11 @@ pub enum Request {
         /// At most this many milliseconds.
         limit_ms: u64,
     },
+    /// After `hold`: let some of the program's calls pass, which wait or come soon, because others wait for them. Then `drain` again.
+    Advance {
+        /// So many.
+        calls: u32,
+    },
     /// Do every step of a pause or resume that can be undone, and wait for `commit`. With the same descriptor.
     Prepare(Prepare),
     /// Replaces `prepare` for a process that pauses nothing of its own: at the `commit`, give up your open memory of your `partners` that

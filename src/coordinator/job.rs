@@ -103,6 +103,10 @@ impl JobReport {
 const LEASE: Duration = Duration::from_secs(5);
 /// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
+/// After how long without progress ranks that have drained let those catch up that wait for them.
+const ADVANCE_AFTER: Duration = Duration::from_millis(20);
+/// Of how many calls, at most.
+const ADVANCE_BY: u32 = 1024;
 impl Job<'_> {
     /// Pauses or resumes all of them, or none.
     pub fn run(mut self, reporter: &dyn Reporter) -> JobReport {
@@ -293,6 +297,11 @@ struct Gathering {
     drained: usize,
     /// When the last one's had.
     all_drained: Option<Instant>,
+    /// When that last changed, and how many ranks are going on for a moment.
+    changed: Option<Instant>,
+    advancing: usize,
+    /// How often all ranks here were told to advance.
+    advances: u32,
     /// An engine has objected.
     objected: bool,
     /// The first rank that failed.
@@ -406,12 +415,9 @@ impl Attempt<'_> {
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
         let mut transition = TransitionRequest { tags: tags.clone(), lenient: *lenient, partners, borrowers, ..wanted.clone() };
         if transition.hold.take().is_some() && *verb == Verb::Pause {
-            let limit_ms = self.drain_within.as_millis() as u64;
             expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
             self.meet(Step::Held, Some(client))?;
-            expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
-            self.confirm_when_all_are_drained()?;
-            self.meet(Step::Drained, Some(client))?;
+            self.drain(client)?;
             transition.timeout = Some(self.drain_within);
         } else if *verb == Verb::Resume && !self.comes(rank) {
             let left = self.deadline.left();
@@ -436,6 +442,55 @@ impl Attempt<'_> {
         self.meet(Step::Prepared, Some(client))
     }
 
+    /// Waits until no rank has work in flight. One that has none may be behind: those that have started a collective wait for it, and it
+    /// is held. Then some of its calls pass.
+    fn drain(&self, client: &mut Client) -> Result<(), Stop> {
+        let until = Instant::now() + self.drain_within;
+        let (mut limit, mut calls, mut advances) = (self.drain_within, 0, 0);
+        loop {
+            let (begun, limit_ms) = (Instant::now(), limit.as_millis() as u64);
+            expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
+            let waited = begun.elapsed();
+            self.confirm_when_all_are_drained()?;
+            if self.meet_unless(Step::Drained, Some(client), || self.is_behind(&mut advances))? {
+                return Ok(());
+            }
+            // More than one collective is too many: then the others are behind.
+            calls = if waited >= ADVANCE_AFTER { 1 } else { (calls * 2).clamp(1, ADVANCE_BY) };
+            expect(client, Request::Advance { calls }, None, &Reply::Held).map_err(|error| self.cause(error))?;
+            let mut gathering = self.gathering();
+            gathering.advancing -= 1;
+            gathering.changed = Some(Instant::now());
+            limit = until.saturating_duration_since(Instant::now());
+        }
+    }
+
+    /// Whether a rank that has drained is to advance: others here have not, or those elsewhere have not and all here are told to.
+    fn is_behind(&self, advances: &mut u32) -> bool {
+        let Some(nodes) = &self.job.nodes else { return false };
+        let told = nodes.advances();
+        let mut gathering = self.gathering();
+        if told > gathering.advances {
+            // The first one to hear of it speaks for all.
+            (gathering.advances, gathering.drained, gathering.changed) = (told, 0, Some(Instant::now()));
+            gathering.arrived.remove(&Step::Drained);
+        }
+        if gathering.advances > *advances {
+            *advances = gathering.advances;
+            gathering.advancing += 1;
+            return true;
+        }
+        let is_late = gathering.changed.is_some_and(|changed| changed.elapsed() >= ADVANCE_AFTER);
+        let arrived = gathering.arrived.get(&Step::Drained).copied().unwrap_or(0);
+        let leaves = is_late && gathering.advancing == 0 && arrived < self.ranks.len();
+        if leaves {
+            gathering.arrived.insert(Step::Drained, arrived - 1);
+            gathering.drained -= 1;
+            gathering.advancing += 1;
+        }
+        leaves
+    }
+
     /// Whether it comes while others leave.
     fn comes(&self, rank: usize) -> bool {
         self.ranks[rank].verb != self.job.verb
@@ -457,21 +512,30 @@ impl Attempt<'_> {
     }
 
     /// Waits until all ranks have reached this step, and renews the process's lease meanwhile.
-    fn meet(&self, step: Step, mut client: Option<&mut Client>) -> Result<(), Stop> {
+    fn meet(&self, step: Step, client: Option<&mut Client>) -> Result<(), Stop> {
+        self.meet_unless(step, client, || false).map(drop)
+    }
+
+    /// The same, unless this says that the rank leaves again. Returns whether all have reached it.
+    fn meet_unless(&self, step: Step, mut client: Option<&mut Client>, mut leaves: impl FnMut() -> bool) -> Result<bool, Stop> {
         /// How often to check whether the process has ended while it waits for the others.
         const LOOK_EVERY: Duration = Duration::from_millis(50);
+        let look_every = if step == Step::Drained { ADVANCE_AFTER / 2 } else { LOOK_EVERY };
         let nodes = self.job.nodes.as_ref().filter(|_| step > Step::Early);
         if self.arrive(step) == self.ranks.len() {
             nodes.map_or(Ok(()), |nodes| nodes.reach(step))?;
         }
         let mut renewed = Instant::now();
         loop {
-            if self.waits(step, LOOK_EVERY)? {
+            if self.waits(step, look_every)? {
                 // The ranks here have arrived.
                 match nodes {
-                    Some(nodes) if !nodes.may_go_on(step, LOOK_EVERY)? => (),
-                    _ => return Ok(()),
+                    Some(nodes) if !nodes.may_go_on(step, look_every)? => (),
+                    _ => return Ok(true),
                 }
+            }
+            if leaves() {
+                return Ok(false);
             }
             let Some(client) = &mut client else { continue };
             if let Some(error) = client.unasked() {
@@ -490,6 +554,7 @@ impl Attempt<'_> {
         let arrived = gathering.arrived.entry(step).or_default();
         *arrived += 1;
         let arrived = *arrived;
+        gathering.changed = Some(Instant::now());
         self.changed.notify_all();
         arrived
     }

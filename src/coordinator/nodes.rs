@@ -38,6 +38,8 @@ pub enum Word {
     Renew,
     /// All have reached the step.
     Go,
+    /// The ranks here have no work in flight, and ranks elsewhere wait for them.
+    Advance,
     /// All have voted, and the record says so.
     Commit,
     /// The record says that nothing is to change, or not all have voted.
@@ -55,6 +57,9 @@ pub struct Terms {
     pub lease: Duration,
     /// A command that sets the record to aborted unless it is set, and prints `commit` or `abort`. If it fails, it is tried again.
     pub record: Vec<String>,
+    /// For how long. Then its store is taken for lost, and the ranks here go on as if nothing had been decided. Those of other nodes may have
+    /// heard otherwise: whoever can reach neither the coordinator nor the record can only guess or wait, and whoever waits is held for ever.
+    pub read_within: Duration,
 }
 
 /// A participant.
@@ -77,6 +82,8 @@ struct State {
     heard: Instant,
     /// A thread reads the record.
     reads: bool,
+    /// How often the ranks here were to go on for a moment.
+    advances: u32,
 }
 
 impl State {
@@ -97,8 +104,8 @@ impl State {
 #[derive(Debug)]
 pub struct Aborted;
 
-/// How long to try to read the record. Then its store is taken for lost, and the ranks here go on as if nothing had been decided.
-const READ_WITHIN: Duration = Duration::from_secs(60);
+/// How long a participant tries to read the record.
+pub const READ_WITHIN: Duration = Duration::from_secs(60);
 const READ_AGAIN: Duration = Duration::from_millis(300);
 
 impl std::fmt::Debug for Participant {
@@ -110,7 +117,8 @@ impl std::fmt::Debug for Participant {
 impl Participant {
     /// Takes part on these terms. `report` is called at each step.
     pub fn new(terms: Terms, report: impl Fn(Step) + Send + Sync + 'static) -> Self {
-        let state = State { step: None, may_go_on: false, committed: None, decision: None, heard: Instant::now(), reads: false };
+        let state =
+            State { step: None, may_go_on: false, committed: None, decision: None, heard: Instant::now(), reads: false, advances: 0 };
         Self { terms, report: Box::new(report), state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -124,8 +132,12 @@ impl Participant {
         let mut state = self.state();
         state.heard = Instant::now();
         match word {
-            Word::Renew => (),
             Word::Go => state.may_go_on = !state.has_voted(),
+            Word::Advance if state.step == Some(Step::Drained) => {
+                state.step = Some(Step::Held);
+                state.advances += 1;
+            }
+            Word::Advance | Word::Renew => (),
             // Nobody else can say that all have voted.
             Word::Commit if !state.has_voted() => (),
             Word::Commit | Word::Abort => state.settle(word == Word::Commit),
@@ -171,8 +183,10 @@ impl Participant {
     /// Waits a moment until all ranks elsewhere have reached the step, too, or, at the last one, until it is decided. Returns whether they have.
     pub fn may_go_on(self: &Arc<Self>, step: Step, moment: Duration) -> Result<bool, Aborted> {
         let may_go_on = |state: &State| state.may_go_on && state.step == Some(step);
-        let is_open = |state: &mut State| state.committed.is_none() && !may_go_on(state);
-        let mut state = self.changed.wait_timeout_while(self.state(), moment, is_open).unpoisoned().0;
+        let state = self.state();
+        let advances = state.advances;
+        let is_open = |state: &mut State| state.committed.is_none() && !may_go_on(state) && state.advances == advances;
+        let mut state = self.changed.wait_timeout_while(state, moment, is_open).unpoisoned().0;
         match state.committed {
             Some(true) => return Ok(true),
             Some(false) => return Err(Aborted),
@@ -188,6 +202,11 @@ impl Participant {
         }
         state.settle(false);
         Err(Aborted)
+    }
+
+    /// How often the ranks here were to go on for a moment, because others wait for them.
+    pub fn advances(&self) -> u32 {
+        self.state().advances
     }
 
     /// Waits until all nodes may begin.
@@ -224,7 +243,7 @@ impl Participant {
                     break committed;
                 }
                 // The coordinator may have come back.
-                if reader.state().committed.is_some() || begun.elapsed() >= READ_WITHIN {
+                if reader.state().committed.is_some() || begun.elapsed() >= reader.terms.read_within {
                     break false;
                 }
                 thread::sleep(READ_AGAIN);
@@ -256,7 +275,7 @@ mod tests {
 
     fn participant(record: &str, lease: Duration) -> Arc<Participant> {
         let record = ["sh", "-c", record].map(str::to_owned).to_vec();
-        Arc::new(Participant::new(Terms { lease, record, ..Terms::default() }, |_| ()))
+        Arc::new(Participant::new(Terms { lease, record, read_within: LONG, ..Terms::default() }, |_| ()))
     }
 
     const LONG: Duration = Duration::from_secs(100);
@@ -305,6 +324,39 @@ mod tests {
         assert!(!one.hang_up());
         one.hear(Word::Commit);
         assert!(!one.may_abort());
+    }
+
+    #[test]
+    fn whoever_can_reach_neither_the_coordinator_nor_the_record_runs_on_in_the_end() {
+        let record = ["false".to_owned()].to_vec();
+        let one = Arc::new(Participant::new(Terms { record, ..Terms::default() }, |_| ()));
+        one.reach(Step::Prepared).unwrap();
+        let (decision, _) = Decision::create().unwrap();
+        let decision = Arc::new(decision);
+        one.decides(Arc::clone(&decision));
+        assert!(!one.hang_up() && one.may_abort() && decision.is_aborted());
+        one.hear(Word::Commit);
+        assert!(one.may_go_on(Step::Prepared, LONG).is_err(), "it has decided");
+    }
+
+    #[test]
+    fn its_ranks_advance_only_while_they_have_no_work_and_nobody_has_gone_on() {
+        let one = participant("exit 1", LONG);
+        one.hear(Word::Advance);
+        one.reach(Step::Held).unwrap();
+        one.hear(Word::Advance);
+        assert_eq!(one.advances(), 0);
+        one.reach(Step::Drained).unwrap();
+        one.hear(Word::Advance);
+        one.hear(Word::Advance);
+        assert_eq!(one.advances(), 1, "once, until they have drained again");
+        assert!(!one.may_go_on(Step::Drained, Duration::ZERO).unwrap());
+        one.reach(Step::Drained).unwrap();
+        one.hear(Word::Go);
+        assert!(one.may_go_on(Step::Drained, LONG).unwrap());
+        one.reach(Step::Prepared).unwrap();
+        one.hear(Word::Advance);
+        assert_eq!(one.advances(), 1);
     }
 
     #[test]

@@ -22,6 +22,8 @@ const USUAL: Duration = Duration::from_secs(5);
 const LONGEST: Duration = Duration::from_secs(30);
 /// How often to check whether the program is exiting, or another process of the job has aborted.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How many calls may pass a held program's gate at a time.
+const MOST_CALLS: u32 = 1 << 20;
 /// Minimum time between progress messages.
 const TELL_EVERY: Duration = Duration::from_millis(50);
 
@@ -48,12 +50,15 @@ fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
                 drained.map_err(|error| grant.cause(error))?;
                 grant.tell(&Reply::Drained)?;
             }
+            Request::Advance { calls } => {
+                holding.advance(calls.min(MOST_CALLS));
+                grant.tell(&Reply::Held)?;
+            }
             Request::Prepare(wanted @ Prepare { of: Verb::Pause, .. }) => return grant.prepare(wanted, Some(holding)),
             Request::SetAside(wanted) => return grant.set_aside(wanted, holding),
             Request::Abort => return Err(aborted_by_client()),
             _ => {
-                let why =
-                    "after `hold`, only `drain`, `prepare` of a pause, `set-aside`, `renew` and `abort` are valid; the program continues";
+                let why = "after `hold`, only `drain`, `advance`, `prepare` of a pause, `set-aside`, `renew` and `abort` are valid; the program continues";
                 return Err(Error::Invalid(why.into()));
             }
         }

@@ -260,7 +260,7 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),
         Request::Hold { lease_ms } => lease::hold(lease_ms, connection, lines).map(Reply::Done),
         Request::Prepare(wanted) => lease::prepare(wanted, connection, lines).map(Reply::Done),
-        Request::Drain { .. } | Request::SetAside(_) | Request::Renew | Request::Commit | Request::Abort => {
+        Request::Drain { .. } | Request::Advance { .. } | Request::SetAside(_) | Request::Renew | Request::Commit | Request::Abort => {
             Err(Error::Invalid("nothing is held or prepared here: the lease has ended, or never began".into()))
         }
         Request::Suspend => memory.suspend(|| connection.is_gone()).map(|gpus| Reply::Suspended { gpus }),

@@ -105,6 +105,18 @@ impl Closed<'_> {
         self.closer.lock().held
     }
 
+    /// Lets so many calls pass that wait, or come within this time.
+    #[allow(dead_code)] // in the copy that `model` explores
+    pub fn admit(&self, calls: u32, within: Duration) {
+        const LOOK_EVERY: Duration = Duration::from_micros(50);
+        let deadline = Instant::now() + within;
+        self.latch.admit(calls);
+        while self.latch.admits() && Instant::now() < deadline {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        self.latch.admit_none();
+    }
+
     /// Keeps the program held after this closer is done, until it is let go.
     pub fn keep(self) {
         self.closer.lock().held = true;

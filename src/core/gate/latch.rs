@@ -24,6 +24,8 @@ pub const FENCED: u32 = 1;
 pub const CLOSED: u32 = 2;
 /// The next thread that passes removes this: somebody wants to know whether any does.
 pub const WATCHED: u32 = 4;
+/// So many calls may pass while it is closed, times this.
+pub const PERMIT: u32 = 8;
 
 /// What a thread is doing.
 #[derive(Debug)]
@@ -144,6 +146,12 @@ impl ThreadMark {
                 }
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
+            if seen >= PERMIT {
+                if latch.0.compare_exchange(seen, seen - PERMIT, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+                    return self.inside.store(call | ADMITTED, Ordering::Release);
+                }
+                continue;
+            }
             self.leave();
             self.waits.fetch_add(1, Ordering::Relaxed);
             sync::wait(&latch.0, seen);
@@ -186,8 +194,24 @@ impl Latch {
 
     /// Opens it.
     pub fn open(&self) {
-        self.0.fetch_and(!CLOSED, Ordering::SeqCst);
+        self.0.fetch_and(FENCED | WATCHED, Ordering::SeqCst);
         sync::wake(&self.0);
+    }
+
+    /// Lets so many calls pass although it is closed, until [`admit_none`](Self::admit_none).
+    pub fn admit(&self, calls: u32) {
+        self.0.fetch_add(calls * PERMIT, Ordering::SeqCst);
+        sync::wake(&self.0);
+    }
+
+    /// Whether more may pass.
+    pub fn admits(&self) -> bool {
+        self.0.load(Ordering::Relaxed) >= PERMIT
+    }
+
+    /// From now on, no call passes. Those that have are inside, where [`ThreadMark::call`] shows them.
+    pub fn admit_none(&self) {
+        self.0.fetch_and(PERMIT - 1, Ordering::SeqCst);
     }
 
     /// Begins to watch whether a thread passes. `false` if that has been begun, and none has passed since.

@@ -339,6 +339,30 @@ mod tests {
         assert_eq!(idle_for(), Duration::ZERO);
     }
 
+    #[test]
+    fn so_many_calls_pass_a_closed_gate() {
+        let _turn = turn();
+        let closed = close_soon();
+        let calls = Arc::new(AtomicUsize::new(0));
+        let thread = {
+            let calls = Arc::clone(&calls);
+            thread::spawn(move || (0..5).for_each(|_| call(|| _ = calls.fetch_add(1, Ordering::SeqCst))))
+        };
+        for passed in [1, 3] {
+            closed.admit(passed / 2 + 1, Duration::from_secs(100));
+            closed.wait_until_empty(soon(), &mut || true).unwrap();
+            assert_eq!(calls.load(Ordering::SeqCst), passed as usize);
+        }
+        while waiting() == 0 {
+            thread::yield_now();
+        }
+        assert_eq!(calls.load(Ordering::SeqCst), 3);
+        drop(closed);
+        thread.join().unwrap();
+        close_soon().admit(7, Duration::ZERO);
+        assert!(!LATCH.is_closed() && !LATCH.admits());
+    }
+
     /// Calls wait in a moment of the library's own as in a hold, but nobody is told of a hold.
     #[test]
     fn a_moment_is_no_hold() {

@@ -382,6 +382,27 @@ fn a_moment_does_not_prolong_a_hold() {
     });
 }
 
+/// A call that is admitted while the latch is closed is seen by its closer, and no second one passes.
+#[test]
+fn an_admitted_call_is_seen() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let closed = program.close();
+        let threads = [0, 1].map(|thread| {
+            let program = Arc::clone(&program);
+            thread::spawn(move || program.call(thread, || program.work()))
+        });
+        program.latch.admit(1);
+        program.latch.admit_none();
+        program.take_if_nobody_is_inside();
+        drop(closed);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        assert!(!program.latch.is_closed() && !program.latch.admits());
+    });
+}
+
 /// Two closers, one after the other.
 #[test]
 fn one_closer_at_a_time() {

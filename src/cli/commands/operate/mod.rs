@@ -78,6 +78,7 @@ fn listen(nodes: &Arc<Participant>) -> bool {
         match next_line().trim() {
             "renew" => nodes.hear(Word::Renew),
             "go" => nodes.hear(Word::Go),
+            "advance" => nodes.hear(Word::Advance),
             "commit" => nodes.hear(Word::Commit),
             "abort" => nodes.hear(Word::Abort),
             _ => return nodes.hang_up(),
