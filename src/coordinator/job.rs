@@ -8,6 +8,9 @@
 //! held at its gate, has not started. Then all gates open, and a little later all close again. [`Retry`] decides about every further
 //! attempt.
 //!
+//! If the job has ranks on other nodes, those that are behind go on within the attempt instead (`Attempt::drain`): the more nodes, the less
+//! often do all stand at the same point.
+//!
 //! A first attempt waits 100 ms for the work of several processes to drain, each further one twice as long, and none longer than half of
 //! what is left of the limit. So queued work of up to a quarter of it always drains, and processes that are not aligned get more attempts.
 //! Nothing is saved before all have drained: a failed attempt costs little. Counting collectives would align the processes, too, but
