@@ -365,6 +365,8 @@ impl Rank {
                 client.answer(&Reply::Awake)
             }
             Request::Hold { .. } | Request::Prepare(_) => self.in_steps(request, client),
+            // It has given up by itself before its client could say so.
+            Request::Abort => client.refuse(&Error::Invalid("nothing has begun".into())),
             other => panic!("the coordinator does not ask for {other:?}"),
         }
     }
