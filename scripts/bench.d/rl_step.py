@@ -1,7 +1,6 @@
 """The measurements behind scripts/bench-rl-step, which sets everything up and runs this."""
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
@@ -12,7 +11,8 @@ import sys
 import time
 
 import rl_soak
-from bench import Child, Failed, host_memory
+from bench import Program, host_memory
+from child import Deadline, Failed
 from sets import GIB, MIB, gib, model_sizes, scaled
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ class Pair:
         self.left_in_use = 0
         self.children = []
         for role in ("trainer", "engine"):
-            self.children.append(Child(bench, f"{name} {role}", [*command(role), role, *options], environment(role)))
+            self.children.append(Program(bench, f"{name} {role}", [*command(role), role, *options], environment(role)))
         self.trainer, self.engine = self.children
 
     def begin(self, sizes):
@@ -117,9 +117,6 @@ class Pair:
 
     def end(self):
         for child in self.children:
-            with contextlib.suppress(OSError):
-                child.process.stdin.write(b"quit\n")
-                child.process.stdin.flush()
             child.close()
 
 
@@ -220,7 +217,7 @@ class Bench:
     def __init__(self, options):
         self.options, self.began = options, time.monotonic()
         self.out = pathlib.Path(options.out)
-        self.log = open(self.out / "rl-step.log", "w")
+        self.log_file, self.deadline = open(self.out / "rl-step.log", "w"), Deadline(options.limit)
         sizes = {"weights": options.weights, "state": options.trainer - options.weights, "kv_cache": options.kv}
         self.sizes = {tag: sizes_of(size, options.work, tag) for tag, size in sizes.items()}
         self.took = {}  # by mode: seconds of a turn
@@ -244,12 +241,14 @@ class Bench:
         }
 
     def left(self):
-        return self.options.limit - (time.monotonic() - self.began)
+        return self.deadline.rest()
+
+    def log(self, text):
+        print(text, file=self.log_file, flush=True)
 
     def say(self, text):
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", file=sys.stderr, flush=True)
-        self.log.write(f"# {text}\n")
-        self.log.flush()
+        self.log(f"# {text}")
 
     def environment(self, mode):
         ours = ("LD_PRELOAD", "TMS_", "VRAMCTL_")
@@ -274,7 +273,7 @@ class Bench:
         piece = min(1024, self.options.trainer // MIB)
         touched = self.options.trainer // MIB if not self.data["simulated"] else 0
         words = ["link", "--piece-mib", piece, "--touch-mib", touched, *(["--nccl", self.options.nccl] if self.options.nccl else [])]
-        child = Child(self, "link", [*self.command("link"), *words], self.environment(None)("link"))
+        child = Program(self, "link", [*self.command("link"), *words], self.environment(None)("link"))
         try:
             word, _, found = child.hear(120).partition(" ")
         finally:
