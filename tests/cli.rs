@@ -1301,8 +1301,7 @@ fn zsh_completes_at_the_first_tab() {
 fn pause_and_resume_have_help_of_their_own_for_json() {
     let machine = Machine::new();
     let help = |command: &str| machine.vramctl(&format!("{command} --help")).out;
-    assert!(help("pause").contains("trimmed") && !help("pause").contains("\"restored\""));
-    assert!(help("resume").contains("restored") && !help("resume").contains("trimmed"));
+    assert!(!help("pause").contains("\"restored\"") && help("resume").contains("\"restored\""));
 }
 
 /// They would see each other's processes, and a memory that is not that of the machine would be believed.
