@@ -4,10 +4,9 @@
 
 mod common;
 
-use common::eventually;
 use common::machine::{Machine, Program, Ran, Wire, proxy};
+use common::{eventually, in_parallel};
 use serde_json::{Value, json};
-use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -428,30 +427,19 @@ impl Between {
 fn whatever_happens_at_any_step_the_others_are_in_one_state_and_the_message_says_which() {
     let of_resume = ["prepare", "renew", "commit", "abort"];
     let steps = ["hold", "drain"].into_iter().chain(of_resume).map(|request| ("pause", request));
-    let mut cases = VecDeque::new();
+    let mut cases = Vec::new();
     for (verb, request) in steps.chain(of_resume.map(|request| ("resume", request))) {
         for is_answered in [false, true] {
             for event in [Event::RankKilled, Event::RankStopped, Event::CoordinatorKilled] {
                 // Nobody answers that.
                 if !(request == "renew" && is_answered) {
-                    cases.push_back((verb, Moment { request, is_answered }, event));
+                    cases.push((verb, Moment { request, is_answered }, event));
                 }
             }
         }
     }
     assert_eq!(cases.len(), 54);
-    let cases = Mutex::new(cases);
-    let next = || cases.lock().unwrap().pop_front();
-    // In parallel, because each case mostly waits.
-    thread::scope(|scope| {
-        for _ in 0..6 {
-            scope.spawn(|| {
-                while let Some((verb, moment, event)) = next() {
-                    while !happens(verb, moment, event) {}
-                }
-            });
-        }
-    });
+    in_parallel(cases, 6, |(verb, moment, event)| while !happens(verb, moment, event) {});
 }
 
 /// `false`, and nothing is checked, if this machine was so slow that the coordinator may have given up waiting in the meantime.
@@ -472,11 +460,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
             ranks[1].signal(libc::SIGKILL);
             ranks[1].child.wait().unwrap();
         }
-        Event::RankStopped => {
-            ranks[1].signal(libc::SIGSTOP);
-            // Its threads run until each has noticed.
-            assert!(unsafe { libc::waitpid(ranks[1].pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
-        }
+        Event::RankStopped => ranks[1].stop(),
         Event::CoordinatorKilled => coordinator.kill().unwrap(),
     }
     between.go_on.send(()).unwrap();

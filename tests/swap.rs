@@ -3,24 +3,28 @@
 
 mod common;
 
-use common::eventually;
 use common::machine::{Machine, Program, Ran, proxy};
+use common::{eventually, in_parallel};
 use serde_json::json;
-use std::collections::VecDeque;
-use std::process::Stdio;
-use std::sync::mpsc::sync_channel;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Condvar, Mutex};
-use std::thread;
 use std::time::Duration;
 
 /// A machine on which one of two jobs fits, `a`, which runs, and `b`, which is paused.
 fn one_of_two() -> (Machine, Program, Program) {
+    one_of_two_with(|_, _| ())
+}
+
+/// `change`: of the commands that start them, by name.
+fn one_of_two_with(change: impl Fn(&str, &mut Command)) -> (Machine, Program, Program) {
     let mut machine = Machine::new();
     machine.memory = "128M";
     machine.engine_mib = [48, 32];
-    let b = machine.start("b", "engine_regions --weights-mib 48 --kv-mib 32");
+    let start = |name| machine.start_with(name, "engine_regions --weights-mib 48 --kv-mib 32", |command| change(name, command));
+    let b = start("b");
     machine.vramctl("pause b").expect(0, "", "");
-    let a = machine.start("a", "engine_regions --weights-mib 48 --kv-mib 32");
+    let a = start("a");
     (machine, a, b)
 }
 
@@ -110,7 +114,7 @@ fn one_comes_while_the_other_leaves() {
     check_both(&machine, &mut a, &mut b);
 }
 
-/// Who ends, when a request to one of the two jobs, or its answer, is on its way.
+/// To whom something happens, when a request to one of the two jobs, or its answer, is on its way.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Victim {
     Leaving,
@@ -118,59 +122,78 @@ enum Victim {
     Coordinator,
 }
 
-/// Whoever dies, one of the two runs, the other one is paused and whole, and the message says which.
-#[test]
-fn whoever_dies_at_any_step_one_runs_and_the_other_is_whole() {
-    let mut cases = VecDeque::new();
-    for (place, requests) in [(0, &["hold", "drain", "prepare", "commit"][..]), (1, &["prepare", "commit"])] {
-        for request in requests {
-            for is_answered in [false, true] {
-                for victim in [Victim::Leaving, Victim::Coming, Victim::Coordinator] {
-                    cases.push_back((place, *request, is_answered, victim));
-                }
+/// A moment of a swap: the place of the job in `swap a b`, the request to it, and whether that is answered already.
+type Moment = (usize, &'static str, bool);
+
+fn moments() -> impl Iterator<Item = Moment> {
+    let of_leaving = ["hold", "drain", "prepare", "commit"].map(|request| (0, request));
+    let of_coming = ["prepare", "commit"].map(|request| (1, request));
+    of_leaving.into_iter().chain(of_coming).flat_map(|(place, request)| [(place, request, false), (place, request, true)])
+}
+
+/// A swap of `a b` that waits at a moment.
+struct Halted {
+    coordinator: Child,
+    go_on: SyncSender<()>,
+    _sockets: tempfile::TempDir,
+}
+
+impl Halted {
+    /// `programs`: those of `a`, then those of `b`.
+    fn at<'a>(moment: Moment, machine: &Machine, programs: impl IntoIterator<Item = &'a Program>) -> Self {
+        let ((tell, reached), (go_on, asked)) = (sync_channel(1), sync_channel::<()>(1));
+        let stage = Mutex::new(Some((tell, asked)));
+        let sockets = proxy(machine, programs, move |place, request, _, is_answer| {
+            if (place, request, is_answer) == moment
+                && let Some((reached, go_on)) = stage.lock().unwrap().take()
+            {
+                reached.send(()).unwrap();
+                let _ = go_on.recv();
             }
-        }
+            true
+        });
+        let mut command = machine.cli("swap a b");
+        command.env("VRAMCTL_DIR", sockets.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let coordinator = command.spawn().unwrap();
+        reached.recv_timeout(Duration::from_secs(100)).unwrap_or_else(|error| panic!("{moment:?}: {error}"));
+        Self { coordinator, go_on, _sockets: sockets }
     }
-    assert_eq!(cases.len(), 36);
-    let cases = Mutex::new(cases);
-    let next = || cases.lock().unwrap().pop_front();
-    thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                while let Some((place, request, is_answered, victim)) = next() {
-                    dies(place, request, is_answered, victim);
-                }
-            });
-        }
+
+    fn go_on(self) -> Ran {
+        self.go_on.send(()).unwrap();
+        Ran::end_of(self.coordinator)
+    }
+}
+
+/// Each notices by itself, one after the other, what has become of both.
+fn eventually_one_runs(what: &str, machine: &Machine, a: &Program, b: &Program) {
+    eventually(what, || {
+        matches!(
+            [machine.state(a), machine.state(b)].each_ref().map(String::as_str),
+            ["active", "paused, held"] | ["paused, held", "active"]
+        )
     });
 }
 
-fn dies(place: usize, request: &'static str, is_answered: bool, victim: Victim) {
-    let case = format!("{victim:?} at {request} of {place}, answered: {is_answered}");
+/// Whoever dies, one of the two runs, the other one is paused and whole, and the message says which.
+#[test]
+fn whoever_dies_at_any_step_one_runs_and_the_other_is_whole() {
+    let victims = [Victim::Leaving, Victim::Coming, Victim::Coordinator];
+    let cases: Vec<_> = moments().flat_map(|moment| victims.map(|victim| (moment, victim))).collect();
+    assert_eq!(cases.len(), 36);
+    in_parallel(cases, 4, |(moment, victim)| dies(moment, victim));
+}
+
+fn dies(moment: Moment, victim: Victim) {
     let (machine, mut a, mut b) = one_of_two();
-    let ((tell, reached), (go_on, asked)) = (sync_channel(1), sync_channel::<()>(1));
-    let stage = Mutex::new(Some((tell, asked)));
-    let folder = proxy(&machine, [&a, &b], move |at, of, _, is_answer| {
-        if (at, of, is_answer) == (place, request, is_answered)
-            && let Some((reached, go_on)) = stage.lock().unwrap().take()
-        {
-            reached.send(()).unwrap();
-            let _ = go_on.recv();
-        }
-        true
-    });
-    let mut command = machine.cli("swap a b");
-    command.env("VRAMCTL_DIR", folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut coordinator = command.spawn().unwrap();
-    reached.recv_timeout(Duration::from_secs(100)).unwrap_or_else(|error| panic!("{case}: {error}"));
+    let mut swap = Halted::at(moment, &machine, [&a, &b]);
     match victim {
         Victim::Leaving => a.kill(),
         Victim::Coming => b.kill(),
-        Victim::Coordinator => coordinator.kill().unwrap(),
+        Victim::Coordinator => swap.coordinator.kill().unwrap(),
     }
-    go_on.send(()).unwrap();
-    let ran = Ran::end_of(coordinator);
-    let told = format!("{case}: {:?}: {}{}", ran.code, ran.out, ran.err);
+    let ran = swap.go_on();
+    let told = format!("{victim:?} at {moment:?}: {:?}: {}{}", ran.code, ran.out, ran.err);
     match victim {
         Victim::Leaving => {
             assert_eq!(machine.settled(&[&b]), "active", "{told}");
@@ -181,17 +204,89 @@ fn dies(place: usize, request: &'static str, is_answered: bool, victim: Victim) 
             a.verify();
         }
         Victim::Coordinator => {
-            // Each notices by itself, one after the other.
-            eventually(&case, || {
-                matches!(
-                    [machine.state(&a), machine.state(&b)].each_ref().map(String::as_str),
-                    ["active", "paused, held"] | ["paused, held", "active"]
-                )
-            });
+            eventually_one_runs(&told, &machine, &a, &b);
             check_both(&machine, &mut a, &mut b);
             return;
         }
     }
     let is_told = ["runs on", "runs", "swapped in"].iter().any(|text| ran.err.contains(text) || ran.out.contains(text));
     assert!(is_told, "{told}");
+}
+
+/// One of the two is stopped, and continues when the command has given up: one of them runs, and the other one is paused and whole.
+#[test]
+fn who_stops_at_any_step_finds_its_place_when_it_goes_on() {
+    let cases: Vec<_> = moments().flat_map(|moment| [Victim::Leaving, Victim::Coming].map(|victim| (moment, victim))).collect();
+    assert_eq!(cases.len(), 24);
+    in_parallel(cases, 12, |(moment, victim)| stops(moment, victim));
+}
+
+fn stops(moment: Moment, victim: Victim) {
+    let (machine, mut a, mut b) = one_of_two();
+    let swap = Halted::at(moment, &machine, [&a, &b]);
+    let (stopped, other) = if victim == Victim::Leaving { (&a, &b) } else { (&b, &a) };
+    stopped.stop();
+    let ran = swap.go_on();
+    let told = format!("{victim:?} at {moment:?}: {:?}: {}{}", ran.code, ran.out, ran.err);
+    assert!(["active", "paused, held"].contains(&&*machine.settled(&[other])), "{told}");
+    stopped.signal(libc::SIGCONT);
+    eventually_one_runs(&told, &machine, &a, &b);
+    // What the command has said of either is so.
+    let is_said = ran.out.contains("of a (pid") || ran.out.contains("of b (pid");
+    assert!(!is_said || running(&machine, &a, &b) == "b", "{told}");
+    assert!(ran.code == Some(0) || ran.err.contains("no answer within"), "{told}");
+    check_both(&machine, &mut a, &mut b);
+}
+
+/// A copy fails when a part of the memory has gone over: that part comes back, and nothing has changed.
+#[test]
+fn a_copy_that_fails_takes_back_what_was_handed_over() {
+    // The last copies of the job that leaves, and one of the job that comes, after those of its start.
+    let cases = vec![("a", "cuMemcpyDtoHAsync_v2:8:999"), ("a", "cuMemcpyDtoHAsync_v2:11:999"), ("b", "cuMemcpyHtoDAsync_v2:20:999")];
+    in_parallel(cases, 3, |(failing, fault)| {
+        let (machine, mut a, mut b) = one_of_two_with(|name, command| {
+            if name == failing {
+                command.env("SIMGPU_FAIL", fault);
+            }
+        });
+        let ran = machine.vramctl("swap a b").expect(1, "", "returned 999");
+        let ran = ran.expect(1, "", "job a runs on, job b stays paused, with its contents");
+        // The job that comes need not find out by itself that nothing more will come.
+        assert!(!ran.err.contains("too little memory"), "{fault}: {}", ran.err);
+        assert_eq!(running(&machine, &a, &b), "a");
+        a.verify();
+        check_both(&machine, &mut a, &mut b);
+    });
+}
+
+/// Jobs of two ranks each change places as two processes do. If one rank dies, its job cannot be whole; all others are as they were.
+#[test]
+fn jobs_of_several_ranks_change_places() {
+    let mut machine = Machine::new();
+    machine.memory = "128M";
+    machine.engine_mib = [24, 16];
+    let mut b: [Program; 2] = machine.job("b");
+    machine.vramctl("pause b").expect(0, "", "");
+    let mut a: [Program; 2] = machine.job("a");
+    for (out, into) in [("a", "b"), ("b", "a")] {
+        let swapped = machine.vramctl(&["swap", out, into, "--json"]).expect(0, "", "").json();
+        assert_eq!((&swapped["committed"], swapped["processes"].as_array().unwrap().len()), (&json!(true), 4), "{swapped}");
+        let states = [&a, &b].map(|ranks| machine.settled(&ranks.each_ref()));
+        assert_eq!(
+            states.each_ref().map(String::as_str),
+            if into == "b" { ["paused, held", "active"] } else { ["active", "paused, held"] }
+        );
+        if into == "b" { &mut b } else { &mut a }.iter_mut().for_each(Program::verify);
+    }
+    // A rank that has come has memory that those which leave have given back.
+    let swap = Halted::at((3, "prepare", false), &machine, a.iter().chain(&b));
+    b[1].kill();
+    let ran = swap.go_on();
+    assert_eq!(machine.settled(&a.each_ref()), "active", "{}{}", ran.out, ran.err);
+    assert_eq!(machine.settled(&[&b[0]]), "paused, held", "{}{}", ran.out, ran.err);
+    ran.expect(1, "", "job a runs on, job b stays paused, with its contents");
+    a.iter_mut().for_each(Program::verify);
+    machine.vramctl("pause a").expect(0, "", "");
+    machine.vramctl("resume b").expect(0, "", "");
+    b[0].verify();
 }

@@ -260,7 +260,8 @@ fn after_undoing(plan: &Plan) -> String {
     }
     let (away, command) = (away.join(", "), resume_command(plan));
     format!(
-        "{away} is not back as a whole, because its memory was taken meanwhile or it does not answer; nothing is lost, and `{command}` goes on"
+        "{away} is not back as a whole, because its memory was taken meanwhile or it does not answer; nothing is lost: it comes back once it \
+         answers and has room, or with `{command}`"
     )
 }
 

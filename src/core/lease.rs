@@ -256,4 +256,10 @@ impl Observer for Asker<'_, '_, '_> {
     fn vote(&mut self) -> Result<(), Error> {
         self.grant.as_mut().map_or(Ok(()), |grant| grant.vote())
     }
+
+    fn give_up(&mut self) {
+        if let Some(grant) = &self.grant {
+            grant.abort();
+        }
+    }
 }

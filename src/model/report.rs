@@ -161,6 +161,9 @@ pub trait Observer {
     fn vote(&mut self) -> Result<(), Error> {
         Ok(())
     }
+
+    /// Called as soon as a step has failed, before anything is undone, which may have to wait for the other processes: they need not go on.
+    fn give_up(&mut self) {}
 }
 
 /// A caller that does not observe.

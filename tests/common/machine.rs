@@ -439,6 +439,13 @@ impl Program {
         assert!(rest.trim().is_empty() || rest.trim().ends_with("ok") || rest.contains("bye"), "{rest}");
     }
 
+    /// Stops it; its threads run until each has noticed, which is awaited.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        // SAFETY: a child of this process; its status is not asked for.
+        assert!(unsafe { libc::waitpid(self.pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
+    }
+
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

@@ -65,6 +65,21 @@ pub fn patiently<T, E>(mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E
     }
 }
 
+/// Does `work` for each of the cases, a few at a time: most wait for programs.
+pub fn in_parallel<Case: Send>(cases: Vec<Case>, threads: usize, work: impl Fn(Case) + Sync) {
+    let cases = Mutex::new(cases.into_iter());
+    let next = || cases.lock().unwrap().next();
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(case) = next() {
+                    work(case);
+                }
+            });
+        }
+    });
+}
+
 /// Waits until it is so.
 #[track_caller]
 pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {

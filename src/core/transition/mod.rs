@@ -11,12 +11,13 @@
 //!
 //! As part of a swap (`hand_over`), a pause releases memory before the point of no return, because the other job cannot come without it: what is
 //! saved, and what nobody knows by its physical pages. To undo that, it creates, maps and fills new memory, as a resume does, once the other
-//! job has given its own back.
+//! job has given its own back, however long that takes (`owed.rs`).
 
 mod choose;
 pub mod cleaning;
 mod contents;
 mod hold;
+mod owed;
 mod pause;
 mod plan;
 mod resume;
@@ -33,6 +34,10 @@ use std::time::{Duration, Instant};
 use vramctl_driver::CUdevice;
 use vramctl_host::exit;
 use vramctl_model::{Error, Stage, TransitionRequest};
+
+/// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
+/// work.
+const WAIT_LOCKED: Duration = Duration::from_millis(100);
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {

@@ -2,7 +2,7 @@
 
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
-use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
@@ -16,9 +16,8 @@ use vramctl_driver::{self as driver, Activity, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Report, Stage, TagState, TransitionRequest, Verb};
 
-/// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
-/// work.
-pub(super) const WAIT_LOCKED: Duration = Duration::from_millis(100);
+/// How long the undoing of a swap waits under the lock for the memory that the other job gives back. Then it waits without it.
+const TAKEN_BACK_WITHIN: Duration = Duration::from_secs(10);
 
 impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
@@ -115,19 +114,25 @@ impl Memory {
         let _quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
         let shown = self.show(TagState::Pausing, &victims);
         let follower = RefCell::new(&mut *observer);
-        let kept = self.save(
+        let saved = self.save(
             request,
             &victims,
             &mut |now| shown.progress(now, *follower.borrow_mut()),
             &mut || follower.borrow_mut().is_wanted(),
             clock,
-        )?;
-        clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
+        );
+        let unmapped = saved.and_then(|kept| clock.time(Stage::Unmap, || unmap(&victims)).map(|()| kept).map_err(Error::from));
+        let kept = unmapped.map_err(|error| {
+            // What was handed over comes back only when the other job does not take it any more.
+            observer.give_up();
+            self.map_back(&victims, error)
+        })?;
         if request.hand_over && observer.is_wanted() {
             release(&victims, &kept.items, is_free_to_go);
         }
         observer.vote().map_err(|refused| self.map_back(&victims, refused))?;
         aside::set_aside(request);
+        owed::forget(&already);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
@@ -180,7 +185,7 @@ impl Memory {
                 release(&saved, items.iter().copied(), is_free_to_go);
             }
         };
-        clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already)).map_err(|error| self.map_back(victims, error))
+        clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already))
     }
 
     /// Undoes what a pause has done so far: maps the memory again, which still holds its contents. What was handed over is taken back.
@@ -201,16 +206,30 @@ impl Memory {
                 stranded += 1;
             }
         }
-        if let Err(second) = self.undo_hand_over(&gone) {
-            if !exit::is_ending() {
-                log::error!("{} allocations that were handed over stay paused, with their contents: {second}", gone.len());
+        let mut is_owed = false;
+        match self.undo_hand_over(&gone, TAKEN_BACK_WITHIN) {
+            Ok(()) if gone.is_empty() => (),
+            Ok(()) => log::info!("took back {} allocations that were handed over", gone.len()),
+            Err(second) if matches!(second, Error::DeviceMemory(_)) && owed::bring_back_later(&gone) => {
+                log::warn!("{} allocations that were handed over come back as soon as there is room: {second}", gone.len());
+                is_owed = true;
             }
-            stranded += gone.len();
+            Err(second) => {
+                if !exit::is_ending() {
+                    log::error!("{} allocations that were handed over stay paused, with their contents: {second}", gone.len());
+                }
+                stranded += gone.len();
+            }
         }
-        if stranded == 0 {
-            return error;
+        if stranded > 0 {
+            return Error::Internal(format!(
+                "{error}, and allocations could not be mapped again and stay paused ({stranded}); resume them"
+            ));
         }
-        Error::Internal(format!("{error}, and allocations could not be mapped again and stay paused ({stranded}); resume them"))
+        if is_owed {
+            return Error::Internal(format!("{error}; what was handed over ({}) comes back as soon as there is room", gone.len()));
+        }
+        error
     }
 
     /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause

@@ -1,8 +1,7 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
 use super::choose::Chosen;
-use super::pause::WAIT_LOCKED;
-use super::{Clock, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
@@ -172,15 +171,14 @@ impl Memory {
         brought.inspect_err(|_| self.show_undoing()).map(|()| memories)
     }
 
-    /// Takes new memory for what an undone pause had handed over, as the other job gives it back, and copies the contents there.
-    pub(super) fn undo_hand_over(&self, gone: &[Arc<Allocation>]) -> Result<(), Error> {
-        /// As long as the other job may take to give its memory back, and a little longer.
-        const WITHIN: Duration = Duration::from_secs(30);
+    /// Takes new memory for what an undone pause had handed over, as the other job gives it back, and copies the contents there. `within`: how
+    /// long to wait for the next piece.
+    pub(super) fn undo_hand_over(&self, gone: &[Arc<Allocation>], within: Duration) -> Result<(), Error> {
         if gone.is_empty() {
             return Ok(());
         }
         let mut is_wanted = || !exit::is_ending();
-        let mut arrival = Arrival::within(WITHIN, &mut is_wanted);
+        let mut arrival = Arrival::within(within, &mut is_wanted);
         let (mut clock, mut progress) = (Clock::default(), |_| Ok(()));
         let memories = self.bring_back(gone, &needed_by(gone), &BTreeSet::new(), &mut arrival, &mut clock, &mut progress)?;
         for (allocation, memory) in gone.iter().zip(memories) {
@@ -228,9 +226,13 @@ impl<'a> Arrival<'a> {
         loop {
             // Large memory is created in several steps, so a try would take what another one needs.
             let taken = check_room_for(allocation, needed).and_then(|()| create(allocation, needed));
-            if !matches!(taken, Err(Error::DeviceMemory(_))) || since.elapsed() >= *within || !is_wanted() {
+            if !matches!(taken, Err(Error::DeviceMemory(_))) || since.elapsed() >= *within {
                 *since = Instant::now();
                 return taken;
+            }
+            // Nothing is to come any more, so it is not for lack of memory that this fails.
+            if !is_wanted() {
+                return Err(Error::Busy(since.elapsed()));
             }
             thread::sleep(LOOK_EVERY);
         }
@@ -322,6 +324,11 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
         }
     }
     Ok(all_needed)
+}
+
+/// Whether all of these could be resumed now.
+pub(super) fn has_room_for(paused: &[Arc<Allocation>]) -> bool {
+    check_free(paused).is_ok()
 }
 
 /// A shortage with the bytes free now: another process may have allocated since the check.
