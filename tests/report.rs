@@ -523,8 +523,8 @@ fn a_search_for_the_largest_block_gets_few_pages() {
     // Another library's failures have their own pages, and these tell how many had none.
     let next = Library::new("libsearches_not.so");
     assert_eq!(next.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
-    let untold = next.report()["untold"].as_u64().unwrap();
-    assert!(untold > 100, "{untold} requests without a page");
+    let unreported = next.report()["unreported"].as_u64().unwrap();
+    assert!(unreported > 100, "{unreported} requests without a page");
 }
 
 /// A capture in the strictest mode is invalidated by any disallowed call of any thread.
