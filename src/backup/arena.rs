@@ -391,9 +391,9 @@ impl Arena {
         }
     }
 
-    /// Ends all registrations if this is a quiet moment: each piece is registered again when it is used next. For the driver's checkpoint of
-    /// this process, because the driver would release and register the memory on one thread (23 and 50 ms for each GiB, H100, driver 580). The
-    /// program can call nothing meanwhile.
+    /// Ends all registrations, on several threads, if this is a quiet moment ([`quiet`]); each piece is registered again at its next use. This is
+    /// for the driver's checkpoint of this process, because the driver would release and register the memory on one thread (23 and 50 ms for each
+    /// GiB, H100, driver 580). Calls of the program that start device work wait meanwhile.
     pub fn unregister_all() {
         let Some(arena) = Self::existing() else { return };
         let next = AtomicUsize::new(0);
@@ -411,8 +411,8 @@ impl Arena {
         }
     }
 
-    /// Ends the registrations of pieces, one after the other. `next`: the next piece that nobody has looked at. A piece that the driver refuses
-    /// to unregister stays as it was, and the driver's checkpoint takes it along.
+    /// Ends the registrations of pieces, one after the other. `next`: the first piece that no thread has taken. A piece that the driver refuses to
+    /// unregister stays registered, and the driver's checkpoint includes it.
     fn unregister_from(&self, next: &AtomicUsize) {
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);

@@ -66,9 +66,9 @@ pub enum Request {
         /// At most this many milliseconds.
         limit_ms: u64,
     },
-    /// After `hold`: let some of the program's calls pass, which wait or come soon, because others wait for them. Then `drain` again.
+    /// After `hold`: let some of the program's calls pass, which wait or come soon, because other processes wait for this one. Then `drain` again.
     Advance {
-        /// So many.
+        /// How many, at most.
         calls: u32,
     },
     /// Do every step of a pause or resume that can be undone, and wait for `commit`. With the same descriptor.

@@ -2,25 +2,25 @@
 
 use std::time::{Duration, Instant};
 
-/// The limit of waits, all in all: an operation's, or those for work in flight.
+/// A limit for waits in total: for all waits of an operation, or for its waits for work in flight.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline {
-    /// Since when.
+    /// The moment from which the time counts.
     pub begun: Instant,
-    /// `None`: nothing is waited for that may take long.
+    /// The limit. `None`: the operation waits for nothing that may take long.
     pub timeout: Option<Duration>,
 }
 
 impl Deadline {
-    /// The shortest wait, for calls that are about to end.
+    /// The shortest limit of a wait for calls that are about to end.
     pub const A_MOMENT: Duration = Duration::from_secs(1);
 
-    /// From now on.
+    /// A limit that counts from now on.
     pub fn new(timeout: Option<Duration>) -> Self {
         Self { begun: Instant::now(), timeout }
     }
 
-    /// The same limit, of which this much has been waited. What has been done since, such as saving contents, does not count.
+    /// The same limit, of which only `waited` is used up: time for other work, such as saving contents, does not count.
     #[must_use]
     pub fn after(self, waited: Duration) -> Self {
         let now = Instant::now();
@@ -34,22 +34,22 @@ impl Deadline {
         Self { begun, timeout: self.timeout.map(|timeout| timeout.min(until.saturating_duration_since(begun))) }
     }
 
-    /// The moment.
+    /// The moment at which the limit is reached. `None` without a limit.
     pub fn at(&self) -> Option<Instant> {
         self.timeout.map(|timeout| self.begun + timeout)
     }
 
-    /// What is left.
+    /// The time left. `None` without a limit.
     pub fn left(&self) -> Option<Duration> {
         self.timeout.map(|timeout| timeout.saturating_sub(self.begun.elapsed()))
     }
 
-    /// What is left, or a moment if the limit is as long.
+    /// The time left, but at least a moment, or the whole limit if that is shorter. Zero without a limit.
     pub fn left_or_a_moment(&self) -> Duration {
         self.left().unwrap_or_default().max(Self::A_MOMENT.min(self.timeout.unwrap_or_default()))
     }
 
-    /// Whether nothing is left, or nothing was to be waited for.
+    /// Whether no time is left, or there is no limit, so that the operation does not wait.
     pub fn is_over(&self) -> bool {
         self.left().is_none_or(|left| left.is_zero())
     }

@@ -106,9 +106,9 @@ impl JobReport {
 const LEASE: Duration = Duration::from_secs(5);
 /// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
-/// After how long without progress ranks that have drained let those catch up that wait for them.
+/// After how long without progress a rank that has drained goes on for a moment: the others' work may wait for it.
 const ADVANCE_AFTER: Duration = Duration::from_millis(20);
-/// Of how many calls, at most.
+/// How many calls such a rank makes at most in that moment.
 const ADVANCE_BY: u32 = 1024;
 impl Job<'_> {
     /// Pauses or resumes all of them, or none.
@@ -298,10 +298,11 @@ struct Gathering {
     arrived: BTreeMap<Step, usize>,
     /// How many ranks' work has ended; the last one asks the engines.
     drained: usize,
-    /// When the last one's had.
+    /// When the last rank's work had ended.
     all_drained: Option<Instant>,
-    /// When that last changed, and how many ranks are going on for a moment.
+    /// When a rank last made progress.
     changed: Option<Instant>,
+    /// How many ranks are going on for a moment.
     advancing: usize,
     /// How often all ranks here were told to advance.
     advances: u32,

@@ -1,7 +1,8 @@
-//! When a failed attempt is made again: one policy for all causes.
+//! When a failed attempt is made again: one policy for all failures of ranks. `Job::retry` (`job.rs`) adds two causes that need more than the
+//! failures: an engine that has got a request, and new borrowers.
 //!
-//! Two waits are no attempts and have loops of their own: for memory that others have open, before a pause (`plan.rs`), and for room on a GPU,
-//! before a restore (`checkpoint.rs`).
+//! Two waits come before the first attempt and have loops of their own: for memory that others have open, before a pause (`plan.rs`), and for
+//! room on a GPU, before a restore (`checkpoint.rs`).
 
 use crate::deadline::Deadline;
 use crate::shared::Borrower;
@@ -9,9 +10,9 @@ use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_model::{Kind, Verb};
 
-/// How long to wait while another client uses a process, or resumes a job on the same GPUs.
+/// How long to wait at least while another client uses a process, and, without a limit, while it resumes a job on the same GPUs.
 pub const TURN_WITHIN: Duration = Duration::from_secs(10);
-/// How long the first attempt waits for the work of several processes to drain; no attempt waits less.
+/// How long the first attempt waits for the work of several processes to drain. No attempt waits less, unless the limit is shorter.
 pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 
 /// Why an attempt is made again.
@@ -19,13 +20,13 @@ pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 pub enum Retry {
     /// A resume was short of memory, and the user waits for it.
     Memory,
-    /// A pause could not wait for the work in flight: the ranks may have been held at different points.
+    /// The work in flight has not ended in time: the ranks may have been held at different points.
     Work,
     /// Another client uses one of the processes.
     Lease,
-    /// Others have the memory open by now.
+    /// Other processes than before have the memory open: these.
     Borrowers(Vec<Borrower>),
-    /// An engine had got a request, and has none any more. Until when to try.
+    /// An engine had got a request, and has none any more. The moment until which to try again.
     Engine(Instant),
 }
 
@@ -36,13 +37,13 @@ pub struct RetryPolicy {
     pub verb: Verb,
     /// Whether the programs are held.
     pub holds: bool,
-    /// For the work in flight of held programs, or else for memory.
+    /// The limit for the work in flight if the programs are held, else for memory.
     pub deadline: Deadline,
 }
 
 impl RetryPolicy {
-    /// How long an attempt may wait for the work to drain. Aligned ranks need as long as their work takes, others wait in vain: so of
-    /// several processes' time, half is left for further attempts.
+    /// How long an attempt may wait for the work to drain. Ranks that are held at the same point need as long as their work takes; others wait
+    /// in vain. So with several processes, an attempt gets at most half of the time left.
     pub fn drain_within(&self, next: Duration, processes: usize) -> Duration {
         let left = self.deadline.left().unwrap_or_default();
         let limit = if processes > 1 { next.min(left / 2) } else { left };
@@ -56,7 +57,7 @@ impl RetryPolicy {
         if self.deadline.begun.elapsed() + rest >= least {
             return None;
         }
-        // Work is waited for longer next time, and memory in another order, whatever else failed.
+        // Of several causes, one that changes the next attempt decides: that begins with the ranks that lack memory, or waits longer for work.
         causes.into_iter().map(|(retry, _)| retry).min_by_key(|retry| match retry {
             Retry::Memory => 0,
             Retry::Work => 1,
@@ -64,7 +65,7 @@ impl RetryPolicy {
         })
     }
 
-    /// What to do about a failure, and for how long; `Some(None)` if it only follows from another one. `None` if it is final.
+    /// What to do about a failure, and for how long; `Some(None)` if it only follows from another rank's failure. `None` if it is final.
     #[allow(clippy::option_option)] // three answers
     fn cause(&self, kind: Option<Kind>) -> Option<Option<(Retry, Duration)>> {
         let limit = self.deadline.timeout;
@@ -78,7 +79,7 @@ impl RetryPolicy {
     }
 }
 
-/// The process's own code of a refusal.
+/// The code with which a process has refused a step. `None` if the connection has failed.
 pub fn kind(error: &ClientError) -> Option<Kind> {
     match error {
         ClientError::Refused(refusal) => Some(refusal.code),

@@ -8,9 +8,9 @@
 //! IN              └────▶ take memory as it comes, and fill it ─▶ prepared ──────────────┘
 //! ```
 //!
-//! The commit is the point of no return, for both at once: then OUT is paused and IN runs. Before that, whatever fails or dies undoes both:
-//! IN gives the new memory back (its contents are still on the host), and OUT takes as much new memory, fills it, and runs on. Contents are
-//! never in one place only that the other job could take.
+//! The commit is the point of no return, for both at once: then OUT is paused and IN runs. If anything fails or dies before that, both are
+//! undone: IN gives the new memory back (its contents are still on the host), and OUT takes as much new memory, fills it, and runs on. If that
+//! memory is late, OUT stays held until it has come (`core/transition/owed.rs`). The only copy of contents is never in memory that goes over.
 //!
 //! A job that has ended cannot run. So if all of OUT has ended, IN is resumed, and if all of IN has, OUT is.
 
@@ -44,27 +44,27 @@ pub struct Room {
     pub uuid: String,
     /// Bytes free before.
     pub free: u64,
-    /// Bytes that the one job gives back there.
+    /// Bytes that OUT gives back there.
     pub leaving: u64,
-    /// Bytes that the other one needs there.
+    /// Bytes that IN needs there.
     pub coming: u64,
 }
 
 /// What came of a swap.
 #[derive(Debug)]
 pub struct Swapped {
-    /// For the job that was to leave.
+    /// For OUT.
     pub left: Outcome,
-    /// For the one that was to come.
+    /// For IN.
     pub came: Outcome,
-    /// Whether they have changed places; else nothing has changed.
+    /// Whether the jobs have changed places; otherwise, what had begun was undone.
     pub committed: bool,
-    /// What became of them instead, if not.
+    /// Where the jobs are, if they have not changed places, or if IN has ended since.
     pub whereabouts: Option<String>,
 }
 
 impl Swap {
-    /// Finds the processes and plans. Changes nothing. `leaving`: a pause with hold, `coming`: a resume.
+    /// Finds the processes and plans. Changes nothing. `leaving`: OUT's pause, with hold. `coming`: IN's resume.
     pub fn plan(leaving: Operation, coming: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         if leaving.pause.hold == Hold::No {
             return Err(usage("a swap holds the job that leaves"));
@@ -80,7 +80,7 @@ impl Swap {
                 format!("{suspended} is suspended. A swap is of tags; pause the one job, then resume the other. Nothing has changed");
             return Err(CommandError::new(Exit::Failed, text));
         }
-        // Without NVML, those that come find out whether there is room.
+        // Without NVML, only the attempt shows whether there is room.
         let room = leaving.found().machine().cards().map_or_else(|_| Vec::new(), |cards| room(&leaving, &coming, &cards));
         if let Some(short) = room.iter().find(|room| room.coming > room.free + room.leaving) {
             return Err(CommandError::new(Exit::NoMemory, format!("{short}. Nothing has changed")));
@@ -88,7 +88,7 @@ impl Swap {
         Ok(Self { leaving, coming, room })
     }
 
-    /// The plans: of the job that leaves, and of the one that comes.
+    /// The plans of OUT and IN.
     pub fn plans(&self) -> [&Plan; 2] {
         [&self.leaving, &self.coming]
     }
@@ -99,12 +99,12 @@ impl Swap {
         (self.leaving.forecast(), coming, &self.room)
     }
 
-    /// Asks the engines of the job that leaves, as before a pause.
+    /// Asks the engines of OUT, as before a pause.
     pub fn consent(&self, reporter: &dyn Reporter) -> Result<Consent, CommandError> {
         self.leaving.consent(reporter)
     }
 
-    /// Has them change places, or leaves both as they are.
+    /// Has the jobs change places, or leaves both as they are.
     pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Swapped {
         let Self { leaving, coming, .. } = self;
         let (nobody_asked, mut job) = (Consent::default(), leaving.as_one_job(consent));
@@ -129,7 +129,8 @@ impl Swap {
         swapped
     }
 
-    /// How long those that come wait for the next piece of memory: as long as the slowest link takes for all, at most.
+    /// How long IN waits for the next piece of memory: the time left for OUT's work (at least 10 s), and the time that a slow link takes for all
+    /// of OUT's memory.
     fn next_piece_within(&self) -> Duration {
         const SLOWEST_PER_SECOND: u64 = 1 << 30;
         const AT_LEAST: Duration = Duration::from_secs(10);
@@ -138,7 +139,7 @@ impl Swap {
         AT_LEAST.max(left) + Duration::from_secs(bytes / SLOWEST_PER_SECOND)
     }
 
-    /// If they have not changed places, says where they are. If one of them has ended as a whole, brings the other one back.
+    /// Says where the jobs are, unless both are where they should be. If one of them has ended as a whole, brings the other one back.
     fn after_deaths(&self, swapped: &mut Swapped, reporter: &dyn Reporter) {
         let Self { leaving, coming, .. } = self;
         swapped.whereabouts = match (swapped.committed, has_ended(leaving), has_ended(coming)) {
@@ -153,9 +154,9 @@ impl Swap {
         };
     }
 
-    /// Resumes what a plan takes away or brings, and says whether it runs.
+    /// Resumes what a plan pauses or resumes, and says whether that job runs.
     fn bring(&self, plan: &Plan, reporter: &dyn Reporter) -> (String, Option<Outcome>) {
-        // What the one that has ended had, the driver may not have cleared yet.
+        // The driver may not have cleared the memory of the job that has ended yet.
         let deadline = Deadline::new(Some(self.next_piece_within()));
         let came = plan.resume_of_due(deadline).map(|plan| plan.run(&Consent::default(), reporter));
         let runs = came.as_ref().is_some_and(|came| came.processes.iter().all(|one| one.result.is_ok()));
@@ -248,7 +249,7 @@ fn resume_command(plan: &Plan) -> String {
     plan.target().command("resume")
 }
 
-/// How the job that was to leave is after all was undone.
+/// How OUT is after an undone swap.
 fn after_undoing(plan: &Plan) -> String {
     let due = plan.due_tags();
     let is_away = |process: &Process| {
@@ -265,7 +266,7 @@ fn after_undoing(plan: &Plan) -> String {
     )
 }
 
-/// The job that was to come.
+/// How IN is after an undone swap.
 fn stays(plan: &Plan) -> String {
     if has_ended(plan) {
         return format!("{} has ended", who(plan));

@@ -18,11 +18,11 @@ use vramctl_model::{Error, Kind, Observer, Progress, Report, Stage, TransitionRe
 
 /// How long a client may be silent if it sets no limit of its own.
 const USUAL: Duration = Duration::from_secs(5);
-/// The highest limit that it may set: the program is held meanwhile.
+/// The highest limit that a client may set: the program is held meanwhile.
 const LONGEST: Duration = Duration::from_secs(30);
 /// How often to check whether the program is exiting, or another process of the job has aborted.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How many calls may pass a held program's gate at a time.
+/// How many calls of a held program one `advance` lets pass, at most.
 const MOST_CALLS: u32 = 1 << 20;
 /// Minimum time between progress messages.
 const TELL_EVERY: Duration = Duration::from_millis(50);
@@ -96,7 +96,7 @@ fn aborted_by_client() -> Error {
 struct Grant<'a, 'b> {
     connection: &'a Connection,
     lines: &'a mut Lines<'b>,
-    /// How long it may be silent.
+    /// How long the client may be silent.
     patience: Duration,
     /// The decision that all processes of the job share.
     decision: Option<Decision>,
@@ -155,7 +155,8 @@ impl<'a, 'b> Grant<'a, 'b> {
         if error.kind() == Kind::Busy && self.is_aborted() { aborted_by_others() } else { error }
     }
 
-    /// Everything is prepared: does the client commit?
+    /// Tells the client that everything is prepared, and waits for its commit. If the job has committed meanwhile, this process does as well,
+    /// whatever its client says.
     fn vote(&mut self) -> Result<(), Error> {
         let why_not = match self.tell(&Reply::Prepared).and_then(|()| self.next()) {
             Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
@@ -167,7 +168,7 @@ impl<'a, 'b> Grant<'a, 'b> {
         if self.abort() { Err(why_not) } else { Ok(()) }
     }
 
-    /// Why the client cannot commit any more.
+    /// Why the client cannot commit any more, if so. Aborts then.
     fn refusal(&self) -> Option<Error> {
         let why = match self.is_aborted() {
             true => aborted_by_others(),
@@ -226,7 +227,7 @@ struct Asker<'g, 'a, 'b> {
     connection: &'a Connection,
     wants_progress: bool,
     told: Option<(Instant, Stage)>,
-    /// In steps.
+    /// In steps; `None` at once.
     grant: Option<&'g mut Grant<'a, 'b>>,
 }
 

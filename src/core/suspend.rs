@@ -54,7 +54,7 @@ impl Memory {
             if !status.obstacles.is_empty() {
                 return Err(Error::NotRestorable(status.obstacles));
             }
-            // It has been resumed since the pause: the driver would have to save everything.
+            // The process has been resumed since the pause: the driver would have to save everything.
             if !status.held && !status.tags.is_empty() && status.tags.iter().all(|tag| tag.state == TagState::Active) {
                 return Err(Error::Leased);
             }
@@ -65,7 +65,7 @@ impl Memory {
             // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             let status = Status { suspended: Some(gpus.clone()), devices, host: backup::status(), ..status };
-            // First, so that from here on a status needs no driver.
+            // Before the library leaves the driver, so that from here on a status needs no driver.
             save_status(Some(SavedStatus { status, without_obstacles }));
             if !nobody_asks(CALLS) || !exit::quiesce(CALLS) {
                 save_status(None);
@@ -80,7 +80,7 @@ impl Memory {
         })
     }
 
-    /// The process may use its driver again.
+    /// The library may use the driver again.
     pub fn awake(&self) {
         save_status(None);
         exit::unquiesce();

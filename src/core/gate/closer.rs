@@ -105,7 +105,8 @@ impl Closed<'_> {
         self.closer.lock().held
     }
 
-    /// Lets so many calls pass that wait, or come within this time.
+    /// Lets this many calls pass: those that wait, and those that come within this time. Returns when all have passed or the time is over;
+    /// from then on, no call passes.
     #[allow(dead_code)] // in the copy that `model` explores
     pub fn admit(&self, calls: u32, within: Duration) {
         const LOOK_EVERY: Duration = Duration::from_micros(50);

@@ -2,7 +2,8 @@
 //!
 //! Invariants, in every order of events:
 //!
-//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside.
+//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside, but for calls that the closer admits. A closer that
+//!    looks after [`Latch::admit_none`] sees those.
 //! 2. A thread waits only while the latch is closed. Opening it wakes all waiting threads.
 //! 3. A nested call does not wait: the outer call could not finish.
 //!
@@ -22,9 +23,9 @@ pub const OPEN: u32 = 0;
 pub const FENCED: u32 = 1;
 /// Threads wait.
 pub const CLOSED: u32 = 2;
-/// The next thread that passes removes this: somebody wants to know whether any does.
+/// Somebody wants to know whether a thread passes: the next one that does removes this.
 pub const WATCHED: u32 = 4;
-/// So many calls may pass while it is closed, times this.
+/// One permit: one call passes although the latch is closed, and takes the permit away. The bits from this one on count the permits.
 pub const PERMIT: u32 = 8;
 
 /// What a thread is doing.
@@ -198,13 +199,13 @@ impl Latch {
         sync::wake(&self.0);
     }
 
-    /// Lets so many calls pass although it is closed, until [`admit_none`](Self::admit_none).
+    /// Lets this many calls pass although the latch is closed, until [`admit_none`](Self::admit_none).
     pub fn admit(&self, calls: u32) {
         self.0.fetch_add(calls * PERMIT, Ordering::SeqCst);
         sync::wake(&self.0);
     }
 
-    /// Whether more may pass.
+    /// Whether calls may still pass because of [`admit`](Self::admit).
     pub fn admits(&self) -> bool {
         self.0.load(Ordering::Relaxed) >= PERMIT
     }

@@ -7,6 +7,9 @@
 //! gated. A thread waits before it takes any lock of the driver or the library. Nested calls pass: a call that is inside must be able to
 //! finish.
 //!
+//! A closed gate can admit a number of calls ([`Closed::admit`]): if the ranks of a job are held at different points, those that are behind make
+//! some more calls, so that the work of all ends.
+//!
 //! Not covered: a fiber that is inside while its thread ends.
 
 mod closer;
@@ -38,7 +41,7 @@ static THE_END: Gated = Gated("the program's end");
 
 static LATCH: Latch = Latch(AtomicU32::new(latch::OPEN));
 
-/// Inside, until dropped.
+/// The thread is inside until this is dropped.
 #[derive(Debug)]
 pub struct Inside(&'static latch::ThreadMark);
 
@@ -107,7 +110,7 @@ pub fn close(deadline: Instant) -> Option<Closed<'static>> {
     close_for(Purpose::Hold, deadline)
 }
 
-/// Closes the gate for an instant, which is no hold: nobody is told of it. `None` if another closer has it.
+/// Closes the gate for an instant, which is no hold: the status does not show it. `None` if another closer has it.
 pub fn close_for_a_moment() -> Option<Closed<'static>> {
     close_for(Purpose::Moment, Instant::now())
 }
@@ -177,7 +180,8 @@ pub fn is_held() -> bool {
     LATCH.is_closed() && CLOSER.existing().is_some_and(Closer::is_holding)
 }
 
-/// How long no call of the program's has passed, for all that is known: from the first question on, and from each that finds that one has.
+/// How long, at least, no call of the program has passed. The time counts from the first question, and anew from each that finds that a call
+/// has passed since the question before.
 pub fn idle_for() -> Duration {
     static SINCE: PerProcess<Mutex<Option<Instant>>> = PerProcess::new(Mutex::default);
     let mut since = SINCE.get().lock().unpoisoned();

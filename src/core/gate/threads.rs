@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use vramctl_host::stack;
 
-/// A mark in its own cache line. Never freed; reused by later threads.
+/// A berth: a mark in its own cache line. Never freed; reused by later threads.
 #[repr(align(128))]
 struct Slot {
     mark: ThreadMark,

@@ -121,16 +121,17 @@ impl Memory {
 }
 
 impl Holding<'_> {
-    /// Stop if the client is gone or the program exits.
+    /// Waits until no call is inside the driver. Stops if the client is gone or the program exits.
     fn wait_for_calls(&self, limit: Duration, deadline: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
         let wanted = &mut || !exit::is_ending() && observer.is_wanted();
         let empty = self.closed.as_ref().map_or(Ok(()), |closed| closed.wait_until_empty(deadline, wanted));
         empty.map_err(|stuck| not_held(limit, &stuck))
     }
 
-    /// Lets so many of the program's calls pass: others wait for them, as in a collective that this program has not begun.
+    /// Lets this many of the program's calls pass the closed gate, because other processes wait for this one, as in a collective that it has
+    /// not begun.
     pub fn advance(&self, calls: u32) {
-        /// They may not have come yet.
+        /// The calls may not have reached the gate yet.
         const WITHIN: Duration = Duration::from_millis(10);
         if let Some(closed) = &self.closed {
             closed.admit(calls, WITHIN);

@@ -1,7 +1,8 @@
-//! What an undone swap could not take back, because the other job has stopped with it, or somebody else has taken it.
+//! Memory that was handed over in a swap, and that the undoing could not take back: the other job is stopped while it has the memory, or a
+//! third process has taken it.
 //!
-//! Nobody else would bring it back: both jobs would stay paused. So it comes back as soon as there is room, unless a client has it paused
-//! meanwhile.
+//! Nobody else would bring it back, and both jobs would stay paused. So a worker thread resumes these allocations as soon as there is room,
+//! unless a client pauses them meanwhile.
 
 use super::resume::has_room_for;
 use crate::memory::{Allocation, Memory};
@@ -12,10 +13,10 @@ use vramctl_driver::RelaxedCapture;
 use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Error, TagState};
 
-/// How often to look for room: as short a time at first, as long in the end.
+/// The time between two looks for room: at first, and at most. It doubles each time.
 const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 
-/// Paused allocations that a worker brings back, if it has any.
+/// The paused allocations that the worker brings back. It runs while there are any.
 static OWED: PerProcess<Mutex<Vec<Weak<Allocation>>>> = PerProcess::new(Mutex::default);
 
 fn owed() -> MutexGuard<'static, Vec<Weak<Allocation>>> {
@@ -34,13 +35,14 @@ pub(super) fn bring_back_later(gone: &[Arc<Allocation>]) -> bool {
     !owed.is_empty()
 }
 
-/// A client has these paused.
+/// A client has paused these: they stay paused.
 pub(super) fn forget(paused: &[Arc<Allocation>]) {
     if let Some(existing) = OWED.existing() {
         existing.lock().unpoisoned().retain(|one| !paused.iter().any(|paused| std::ptr::eq(one.as_ptr(), Arc::as_ptr(paused))));
     }
 }
 
+/// The worker's thread.
 fn bring_back() {
     let mut pause = LOOK_AGAIN.0;
     while !exit::is_ending() {
@@ -53,13 +55,14 @@ fn bring_back() {
 }
 
 impl Memory {
-    /// Returns whether nothing is left to bring back.
+    /// Resumes what is owed, if there is room for all of it. Returns whether the worker is done: nothing is left, or the rest has failed for
+    /// another reason than room.
     fn bring_back_owed(&self) -> bool {
         {
-            // While the process is suspended, there is no room for it.
+            // While the process is suspended, the library stays out of the driver.
             let Ok(_exclusive) = self.exclude_unless_quiesced() else { return false };
             let _relaxed = RelaxedCapture::enter();
-            // What was freed or resumed meanwhile is none of it. Only under the transition lock does the list change.
+            // Allocations that were freed or resumed meanwhile are not due. The list changes only under the transition lock.
             let is_due = |one: &Arc<Allocation>| self.has(one) && one.contents().memory.is_none();
             let gone: Vec<_> = owed().iter().filter_map(Weak::upgrade).filter(is_due).collect();
             if !has_room_for(&gone) {

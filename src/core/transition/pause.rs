@@ -16,7 +16,7 @@ use vramctl_driver::{self as driver, Activity, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Report, Stage, TagState, TransitionRequest, Verb};
 
-/// How long the undoing of a swap waits under the lock for the memory that the other job gives back. Then it waits without it.
+/// How long the undoing of a swap waits under the lock for the memory that the other job gives back. After that, `owed` waits without it.
 const TAKEN_BACK_WITHIN: Duration = Duration::from_secs(10);
 
 impl Memory {
