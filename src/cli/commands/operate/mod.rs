@@ -21,7 +21,7 @@ use vramctl_coordinator::{Move, Operation, Outcome, Plan, Suspend, Swap, Swapped
 use vramctl_model::Error;
 
 #[derive(clap::Args)]
-#[command(after_help = "Runs one operation for a program: docs/protocol.md, \"For programs\".")]
+#[command(after_help = "Runs one operation for a program: docs/protocol.md, \"Operations\".")]
 pub struct Args {}
 
 /// What came of a request.
