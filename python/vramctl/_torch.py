@@ -281,8 +281,8 @@ _switch = _Switch()
 def _without_expandable_segments(torch: Any) -> Iterator[None]:
     """Makes torch allocate its segments with `cudaMalloc`.
 
-    Expandable segments come straight from the driver and are not managed. Torch can switch them at run time: while they
-    are off, it neither creates expandable segments nor hands out blocks of existing ones.
+    Expandable segments come straight from the driver, and not through the pool that marks a region's memory. Torch can switch them at
+    run time: while they are off, it neither creates expandable segments nor hands out blocks of existing ones.
     """
     with _switch.lock:
         # Reading torch's settings takes a snapshot of all its memory, so read them once if there is nothing to change.
@@ -292,7 +292,7 @@ def _without_expandable_segments(torch: Any) -> Iterator[None]:
             if _is_expandable(_live_settings(torch)):
                 _apply(torch, _with_expandable(without, True))
                 raise errors.Unsupported(
-                    f"torch {torch.__version__} cannot turn off expandable segments, which are not managed. "
+                    f"torch {torch.__version__} cannot turn off expandable segments, whose memory no region can mark. "
                     f"Start the program without {_EXPANDABLE}:True in PYTORCH_CUDA_ALLOC_CONF"
                 )
             _switch.without = without

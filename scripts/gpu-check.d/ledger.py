@@ -178,7 +178,7 @@ def nccl(vramctl):
     script = str(pathlib.Path(two.__file__).resolve())
     ranks = [
         subprocess.Popen(
-            [vramctl, "run", "--name", "nccl", "--", sys.executable, script, "--rank", str(number), port],
+            [vramctl, "run", "--name", "ranks", "--", sys.executable, script, "--rank", str(number), port],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -189,12 +189,12 @@ def nccl(vramctl):
         check("nccl: both ranks have started", all(json.loads(rank.stdout.readline() or "{}").get("ready") for rank in ranks))
         for when in ("active", "paused"):
             for number, gpu in enumerate(ledgers(vramctl, f"nccl, {when}")[:2]):
-                of_nccl = share_of(gpu, "left_alone", "libnccl", ranks[number].pid)
+                of_nccl = share_of(gpu, "tag", "nccl", ranks[number].pid)
                 rest = share_of(gpu, "driver", pid=ranks[number].pid)
                 check(f"nccl, {when}: its memory on GPU {number} is told as its own", of_nccl >= 100, f"{of_nccl} MiB, {rest} the driver's")
             if when == "active":
-                run(vramctl, "pause", "--name", "nccl")
-        run(vramctl, "resume", "--name", "nccl")
+                run(vramctl, "pause", "--name", "ranks")
+        run(vramctl, "resume", "--name", "ranks")
     finally:
         end(ranks)
 

@@ -110,10 +110,10 @@ pub const ARCHITECTURE: &str = "x86_64";
 pub const RUNS: [Run; 12] = [
     run("H200", "1", "2.11", "vLLM", "0.26.0", "sleep mode, pauses in the middle of requests, suspend, move", "2026-11-24"),
     run("H200", "2", "2.11", "vLLM", "0.26.0", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
-    run("H100", "2", "2.11", "vLLM", "0.26.0", "the same; sleep mode", "2026-11-25"),
+    run("H100", "2", "2.11", "vLLM", "0.26.0", "the same; sleep mode; suspend", "2026-11-26"),
     run("H200", "1", "2.11", "SGLang", "0.5.16", "its own API, pauses in the middle of requests, suspend", "2026-11-24"),
     run("H200", "2", "2.11", "SGLang", "0.5.16", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
-    run("H100", "2", "2.11", "SGLang", "0.5.16", "the same; suspend", "2026-11-25"),
+    run("H100", "2", "2.11", "SGLang", "0.5.16", "the same; suspend", "2026-11-26"),
     run("H200", "1", "2.11", "SGLang", "0.5.23", "its own API, three cycles, with sglang-kernel 0.4.5", "2026-11-23"),
     run(
         "H200",
@@ -124,7 +124,15 @@ pub const RUNS: [Run; 12] = [
         "training loops, CUDA graphs, `torch.compile`, DistributedDataParallel; suspend, move",
         "2026-11-23",
     ),
-    run("H100", "2", "2.11", "NCCL", "2.28.9", "all-reduce and all-gather over NVLink, CUDA IPC and sockets; suspend", "2026-11-25"),
+    run(
+        "H100",
+        "2",
+        "2.11",
+        "NCCL",
+        "2.28.9",
+        "DistributedDataParallel and FSDP over NVLink, CUDA IPC, host memory and sockets; suspend, move",
+        "2026-11-26",
+    ),
     run("H200", "1", "2.11", "Triton", "3.6", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CuPy 14.2, JAX 0.11, Numba 0.68", "", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CUDA runtime", "11.8, 12.4, 13.0", "programs built with nvcc, shared and static; pause, resume", "2026-11-20"),
@@ -169,7 +177,7 @@ pub const EXPECTED: [(&str, &str); 8] = [
         "the package asks torch for each function that it uses; from 2.5 to 2.7, a region also takes what other threads allocate",
     ),
     ("vLLM 0.27 to 0.33, SGLang 0.5.17 to 0.5.22", "`scripts/test-engines-contract` finds in the released sources what vramctl hooks"),
-    ("verl, slime, AReaL", "they call the engines' own API and torch_memory_saver's; the frameworks were not run"),
+    ("verl, slime, AReaL", "they call the engines' own API, and slime torch_memory_saver's; the frameworks were not run on a GPU"),
 ];
 
 /// Which system call finds the owner of memory that came by descriptor, what cannot be done where it is forbidden, and how to allow it.
