@@ -573,7 +573,7 @@ STAND_IN = """
             self.at = {{}}
             self.wake_up(self.bytes)
             self.load()
-            engines.announce("vllm")
+            engines.announce("vllm", tags_cache=True)
         def load(self):
             self.cuda.write(self.at["weights"], pattern(3, WEIGHTS))
         def wake_up(self, tags):

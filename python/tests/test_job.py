@@ -178,7 +178,7 @@ class Jobs(unittest.TestCase):
     def test_it_leaves_the_gpu_and_comes_back(self) -> None:
         report = self.job.suspend(backup="host")
         self.assertEqual(set(report), {rank.pid for rank in self.ranks})
-        self.assertEqual(set(report[self.ranks[0].pid].stages), {"pause", "aside", "lock", "checkpoint"})
+        self.assertEqual(set(report[self.ranks[0].pid].stages), {"pause", "quiesce", "lock", "checkpoint"})
         self.assertGreater(report[self.ranks[0].pid].bytes, 0)
         with self.assertRaises(errors.Suspended):
             vramctl.Client(self.ranks[0].pid).pause()

@@ -32,7 +32,7 @@ with vramctl.region("weights"):
 with vramctl.region("kv_cache"):
     cache = cuda.malloc(4 * MIB)
 cuda.write(weights, pattern(len(name), 8 * MIB))
-engines.announce("vllm")
+engines.announce("vllm", tags_cache=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, text):
         self.send_response(200)
