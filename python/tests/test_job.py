@@ -518,10 +518,14 @@ class WhateverHappens(unittest.TestCase):
 
 
 def pending(pid: int, wanted: int) -> bool:
-    """Whether a signal waits to be taken."""
+    """Whether a signal waits to be taken. A process that has ended takes none, and its record shows those that it left until its parent
+    asks for its exit code.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
+        return False
+    if any(line.startswith("State:") and line.split()[1] in "ZX" for line in lines):
         return False
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
     return any(mask >> (wanted - 1) & 1 for mask in masks)
