@@ -79,6 +79,46 @@ fn host_memory_is_kept_for_the_next_pause() {
     assert!(is_ready(pieces * HOST_PIECE), "it outlives its allocation");
 }
 
+/// A thread more than copying and registering need is in the program's way.
+#[test]
+fn a_resume_takes_the_threads_that_its_own_contents_need() {
+    const ENTER_AND_LEAVE: u64 = 2;
+    let gpu = Gpu::take();
+    let [small, large] = [("small", HOST_PIECE), ("large", 2 * HOST_PIECE)].map(|(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap());
+    let _kept = Kept::for_long();
+    let suspend_and_awake = || {
+        Memory::get().suspend(|| false).unwrap();
+        Memory::get().awake();
+    };
+    // Each thread enters the relaxed capture mode once, and so does each registration.
+    let threads_to_resume_small = || {
+        gpu.reset_counts();
+        assert_eq!(resume(&["small"]).unwrap().allocations, 1);
+        gpu.calls("cuThreadExchangeStreamCaptureMode") / ENTER_AND_LEAVE - gpu.calls("cuMemHostRegister_v2")
+    };
+    pause(&[]).unwrap();
+    let from_ready = threads_to_resume_small();
+    pause(&["small"]).unwrap();
+    resume(&["large"]).unwrap();
+    suspend_and_awake();
+    let registering = threads_to_resume_small();
+    assert!(registering > from_ready, "{registering} {from_ready}");
+    pause(&["small"]).unwrap();
+    let status = host();
+    assert!(status.pinned_bytes < status.ready_bytes, "not all that is spare is registered: {status:?}");
+    assert_eq!(threads_to_resume_small(), from_ready, "what others' contents lay in does not count");
+
+    pause(&["small"]).unwrap();
+    suspend_and_awake();
+    gpu.fail("cuMemHostRegister_v2", 1, 2, 1);
+    threads_to_resume_small();
+    gpu.clear_faults();
+    pause(&["small"]).unwrap();
+    suspend_and_awake();
+    assert_eq!(threads_to_resume_small(), registering, "the driver has registered memory since it refused some");
+    assert_eq!([small, large].map(free), [0; 2]);
+}
+
 #[test]
 fn kept_host_memory_is_released_in_time_and_the_worker_ends() {
     let _gpu = Gpu::take();

@@ -21,11 +21,11 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use std::{slice, thread};
+use std::{mem, slice, thread};
 use vramctl_config::Config;
 use vramctl_driver::{Activity, Context, Current, Pinned};
 use vramctl_host::{PerProcess, Unpoison, exit, limits, log_once, worker};
-use vramctl_model::{Bytes, Error, HostStatus};
+use vramctl_model::{Bytes, Error, Failure, HostStatus};
 
 /// Threads that end registrations.
 const UNREGISTERING: usize = 4;
@@ -44,7 +44,7 @@ pub struct Arena {
     made: Made,
     /// Bytes being populated that the system does not count as used yet.
     coming: AtomicU64,
-    /// Whether the driver has refused to register host memory.
+    /// Whether the driver refused the last registration.
     is_refused: AtomicBool,
 }
 
@@ -286,7 +286,7 @@ impl Arena {
         pieces.all(|piece| matches!(state.pieces.get(piece), Some(Piece { readiness: Readiness::Ready(Some(_)), .. })))
     }
 
-    /// Whether the driver has registered all that it was asked to.
+    /// Whether the driver registers host memory: it has not refused the last piece.
     pub fn can_register() -> bool {
         Self::existing().is_none_or(|arena| !arena.is_refused.load(Ordering::Relaxed))
     }
@@ -294,34 +294,41 @@ impl Arena {
     /// Prepares a piece and returns whether the copy engines reach it directly. If another thread is changing it, waits for
     /// that.
     pub fn prepare(&self, piece: usize, context: Context) -> Result<bool, Error> {
-        let mut state = self.lock();
-        let there = loop {
-            match &state.piece(piece).readiness {
-                Readiness::Ready(Some(_)) => return Ok(true),
-                // Not registered; it may work now.
-                Readiness::Ready(None) => break true,
-                Readiness::Absent => break false,
-                Readiness::Changing => state = self.changed.wait(state).unpoisoned(),
-            }
-        };
-        state.piece(piece).readiness = Readiness::Changing;
-        drop(state);
+        let is_changing = |state: &mut Stock| matches!(state.piece(piece).readiness, Readiness::Changing);
+        let mut state = self.changed.wait_while(self.lock(), is_changing).unpoisoned();
+        match state.piece(piece).readiness {
+            Readiness::Ready(Some(_)) => Ok(true),
+            _ => self.change(state, piece, |readiness| self.make_ready(piece, readiness, context)).1,
+        }
+    }
+
+    /// Populates a piece that has no memory, and registers it. Returns whether the driver has registered it.
+    fn make_ready(&self, piece: usize, readiness: &mut Readiness, context: Context) -> Result<bool, Error> {
         let current = Current::push(context).ok();
-        let populated = if there { Ok(()) } else { timed(&self.made.populating_us, || self.populate(piece)) };
-        let prepared =
-            populated.map(|()| current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current))));
+        if matches!(readiness, Readiness::Absent) {
+            timed(&self.made.populating_us, || self.populate(piece))?;
+        }
+        let pinned = current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current)));
         self.made.pieces.fetch_add(1, Ordering::Relaxed);
-        let mut state = self.lock();
-        let (readiness, answer) = match prepared {
-            Ok(pinned) => {
-                let direct = pinned.is_some();
-                (Readiness::Ready(pinned), Ok(direct))
-            }
-            Err(error) => (Readiness::Absent, Err(error)),
-        };
+        let is_registered = pinned.is_some();
+        *readiness = Readiness::Ready(pinned);
+        Ok(is_registered)
+    }
+
+    /// Changes what is behind a piece, without the lock, which it then takes again. No other thread uses or changes the piece meanwhile.
+    fn change<'a, R>(
+        &'a self,
+        mut state: MutexGuard<'a, Stock>,
+        piece: usize,
+        change: impl FnOnce(&mut Readiness) -> R,
+    ) -> (MutexGuard<'a, Stock>, R) {
+        let mut readiness = mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
+        drop(state);
+        let changed = change(&mut readiness);
+        state = self.lock();
         state.piece(piece).readiness = readiness;
         self.changed.notify_all();
-        answer
+        (state, changed)
     }
 
     /// The address of an arena offset. Its piece determines whether it may be accessed.
@@ -353,14 +360,12 @@ impl Arena {
 
     fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {
         // SAFETY: the piece stays mapped until its readiness changes, and the registration is dropped before that.
-        match unsafe { Pinned::register(self.address(piece), HOST_PIECE, current) } {
-            Ok(pinned) => Some(pinned),
-            Err(failure) => {
-                self.is_refused.store(true, Ordering::Relaxed);
-                log_once!(log::Level::Warn, "host memory cannot be registered ({failure}): backups go through a small buffer, more slowly");
-                None
-            }
-        }
+        let registered = unsafe { Pinned::register(self.address(piece), HOST_PIECE, current) };
+        self.is_refused.store(registered.is_err(), Ordering::Relaxed);
+        let warn = |failure: &Failure| {
+            log_once!(log::Level::Warn, "host memory cannot be registered ({failure}): backups go through a small buffer, more slowly");
+        };
+        registered.inspect_err(warn).ok()
     }
 
     /// Logs what preparing host memory has cost since the last call.
@@ -416,14 +421,10 @@ impl Arena {
     fn unregister_from(&self, next: &AtomicUsize) {
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);
-            let mut state = self.lock();
-            let Some(piece) = state.pieces.get_mut(number).filter(|_| !exit::is_ending()) else { return };
+            let state = self.lock();
+            let Some(piece) = state.pieces.get(number).filter(|_| !exit::is_ending()) else { return };
             if matches!(piece.readiness, Readiness::Ready(Some(_))) {
-                let mut readiness = std::mem::replace(&mut piece.readiness, Readiness::Changing);
-                drop(state);
-                unregister(&mut readiness);
-                self.lock().piece(number).readiness = readiness;
-                self.changed.notify_all();
+                drop(self.change(state, number, unregister));
             }
         }
     }
@@ -578,23 +579,23 @@ impl Arena {
                 went = Released::Refused;
                 break;
             }
-            let mut readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
-            drop(state);
-            if matches!(readiness, Readiness::Ready(Some(_))) {
-                went = quiet::now(|| unregister(&mut readiness)).unwrap_or_else(Released::Not);
-            }
-            if went == Released::All {
-                // SAFETY: no range touches it, and `Changing` gives this thread exclusive access.
-                unsafe { addresses::depopulate(self.address(piece), HOST_PIECE) };
-                readiness = Readiness::Absent;
-            }
-            state = self.lock();
-            state.piece(piece).readiness = readiness;
-            self.changed.notify_all();
+            (state, went) = self.change(state, piece, |readiness| self.release(piece, readiness));
         }
         state.waits_for_pause = went == Released::Not(Activity::Unknown);
         self.changed.notify_all();
         self.close(&mut state);
+        went
+    }
+
+    /// Releases an unused piece's memory, and first ends its registration.
+    fn release(&self, piece: usize, readiness: &mut Readiness) -> Released {
+        let is_registered = matches!(readiness, Readiness::Ready(Some(_)));
+        let went = if is_registered { quiet::now(|| unregister(readiness)).unwrap_or_else(Released::Not) } else { Released::All };
+        if went == Released::All {
+            // SAFETY: no range touches it, and `Changing` gives this thread exclusive access.
+            unsafe { addresses::depopulate(self.address(piece), HOST_PIECE) };
+            *readiness = Readiness::Absent;
+        }
         went
     }
 

@@ -143,16 +143,15 @@ pub fn restore(
     progress: &mut Tell<'_>,
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let in_memory = |(_, saved): &Item| if let Backup::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
-    let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
-    transfer::restore(bytes, idle, progress, |give| {
-        produce(&mut |(extent, saved)| {
-            if let Backup::Host(saved) = &**saved {
-                saved.parts(*extent).for_each(|part| give(vec![part]));
-            }
-        })
-    })?;
+    let in_memory: Vec<_> = items.iter().flat_map(parts_in_memory).collect();
+    transfer::restore(&in_memory, idle, progress, |give| produce(&mut |item| parts_in_memory(item).for_each(|part| give(vec![part]))))?;
     spill::restore(items, progress)
+}
+
+/// An item's contents in host memory, split at the arena's pieces.
+fn parts_in_memory((extent, saved): &Item) -> impl Iterator<Item = Part> {
+    let in_memory = if let Backup::Host(saved) = &**saved { Some(saved) } else { None };
+    in_memory.into_iter().flat_map(|saved| saved.parts(*extent))
 }
 
 /// Prepares for later pauses of a tag's allocations in the current context: host memory (`VRAMCTL_PREWARM`), and the hashing

@@ -60,16 +60,19 @@ fn in_pieces(Range { start, end }: Range<usize>) -> impl Iterator<Item = Range<u
 }
 
 /// Whether all host memory of the parts is ready and reachable by the copy engines.
-pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
-    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.map(|part| part.offset / HOST_PIECE)))
+fn is_prepared(parts: &[Part]) -> bool {
+    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.iter().map(|part| part.offset / HOST_PIECE)))
+}
+
+fn bytes_of(parts: &[Part]) -> usize {
+    parts.iter().map(|part| part.bytes).sum()
 }
 
 /// Copies parts, sorted by offset, from the device and hands them back as they complete. No copy is in flight when this
 /// returns, even on error.
 pub fn save(parts: &[Part], progress: &mut Tell<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
-    let total: usize = parts.iter().map(|part| part.bytes).sum();
-    let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
-    let saved = transfer(Direction::FromDevice, threads, total, &BTreeSet::new(), progress, copied, |give| {
+    let threads = if is_prepared(parts) { FEW_THREADS } else { threads_to_prepare() };
+    let saved = transfer(Direction::FromDevice, threads, bytes_of(parts), &BTreeSet::new(), progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
     });
@@ -77,23 +80,24 @@ pub fn save(parts: &[Part], progress: &mut Tell<'_>, copied: &mut dyn FnMut(&[Pa
     saved
 }
 
-/// Copies parts to the device while `produce` still runs: it hands over groups of parts, each group in one piece of the
+/// Copies these parts to the device while `produce` still runs: it hands them over in groups, each group in one piece of the
 /// arena, once their memory is mapped.
 pub fn restore(
-    total: usize,
+    parts: &[Part],
     idle: &BTreeSet<Context>,
     progress: &mut Tell<'_>,
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let status = Arena::status_of_process();
-    let threads = match () {
-        // One thread keeps the link busy.
-        () if status.pinned_bytes == status.ready_bytes => 1,
-        () if Arena::can_register() => REGISTERING_THREADS,
+    let threads = if is_prepared(parts) {
+        // One keeps the link busy.
+        1
+    } else if Arena::can_register() {
+        REGISTERING_THREADS
+    } else {
         // All goes through the threads' buffers.
-        () => threads_to_prepare(),
+        threads_to_prepare()
     };
-    transfer(Direction::ToDevice, threads, total, idle, progress, &mut |_| (), produce)
+    transfer(Direction::ToDevice, threads, bytes_of(parts), idle, progress, &mut |_| (), produce)
 }
 
 fn threads_to_prepare() -> usize {
@@ -116,7 +120,7 @@ fn transfer(
     let stop = AtomicBool::new(false);
     let (mut done, mut told) = (0, Ok(()));
     let mut tell = |parts: Vec<Part>| {
-        done += parts.iter().map(|part| part.bytes as u64).sum::<u64>();
+        done += bytes_of(&parts) as u64;
         if let Err(refused) = progress(Progress { stage, done, total: total as u64 }) {
             stop.store(true, Ordering::Relaxed);
             told = Err(refused);
