@@ -83,6 +83,16 @@ pub struct Wanted {
     pub live: Vec<Range<usize>>,
 }
 
+impl Wanted {
+    /// Whether they go to a file; if not, into host memory.
+    fn goes_to_disk(&self) -> bool {
+        match self.policy {
+            Policy::Disk => true,
+            Policy::Host | Policy::Discard => false,
+        }
+    }
+}
+
 /// What was saved.
 #[derive(Debug, Default)]
 pub struct Kept {
@@ -106,7 +116,7 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut Tell<'_>, saved: &mut dyn FnMut(
         Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),
         refused => refused?,
     }
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Policy::Disk);
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(Wanted::goes_to_disk);
     let mut kept = host::save(&in_memory, progress, saved)?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
@@ -115,9 +125,7 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut Tell<'_>, saved: &mut dyn FnMut(
 /// The host memory that saving these contents would take, and why it would be refused for lack of host memory or disk space. Both a pause
 /// and a dry run decide by this.
 pub fn admit(wanted: &[Wanted]) -> (HostRoom, Result<(), Error>) {
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Policy::Disk);
-    let mut sizes = host::sizes_of_new(&in_memory);
-    sizes.extend(spill::size_of_staging(&on_disk));
+    let (on_disk, sizes) = needs(wanted);
     let need = match Arena::get().and_then(|arena| arena.need(&sizes)) {
         Ok(need) => need,
         Err(_) if sizes.is_empty() => return (HostRoom::default(), Ok(())),
@@ -129,10 +137,15 @@ pub fn admit(wanted: &[Wanted]) -> (HostRoom, Result<(), Error>) {
 
 /// Indices of the retained backups to drop to make room for `wanted`; `None` if dropping all would not be enough.
 pub fn in_the_way(retained: &[Arc<Backup>], wanted: &[Wanted]) -> Option<Vec<usize>> {
-    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.policy == Policy::Disk);
+    host::in_the_way(retained, &needs(wanted).1)
+}
+
+/// What saving these contents takes: the contents that go to files, and the sizes in bytes of the ranges of host memory.
+fn needs(wanted: &[Wanted]) -> (Vec<&Wanted>, Vec<usize>) {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.iter().partition(|wanted| wanted.goes_to_disk());
     let mut sizes = host::sizes_of_new(&in_memory);
     sizes.extend(spill::size_of_staging(&on_disk));
-    host::in_the_way(retained, &sizes)
+    (on_disk, sizes)
 }
 
 /// Copies saved contents back. Meanwhile `produce` maps memory and hands over each item once its memory is mapped. `idle`:
