@@ -569,10 +569,19 @@ class Contract(test_engines.Engine):
             test_verl.StepsOfFsdp1,
             test_verl.Export,
             test_verl.ExportOfFsdp1,
+            test_verl.Copies,
+            test_verl.CopiesOfFsdp1,
             test_verl.Checkpoints,
             test_verl.Fallbacks,
         ):
-            released = {"sources": lambda _: self.verl_files(), "has_shards": self.found.defines(verl.EXPORT.places[1])}
+            copies = self.found.defines(
+                next(place for place in verl.COPY.places if f"fsdp{scenario.module.version}_" in place.path)
+            )
+            released = {
+                "sources": lambda _: self.verl_files(),
+                "has_shards": self.found.defines(verl.EXPORT.places[1]),
+                "copies": copies,
+            }
             suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(type(scenario.__name__, (scenario,), released)))
         ran = unittest.TextTestRunner(stream=io.StringIO()).run(suite)
         self.assertGreater(ran.testsRun, 30)
@@ -618,6 +627,7 @@ class Contract(test_engines.Engine):
         moves = [
             *("fsdp_version", "offload_fsdp_model_to_cpu", "offload_fsdp2_model_to_cpu", "load_fsdp_model_to_gpu"),
             *("load_fsdp2_model_to_gpu", "offload_fsdp_optimizer", "load_fsdp_optimizer"),
+            *(place.path for place in verl.COPY.places if found.defines(place)),
         ]
         methods = [
             *(
@@ -654,8 +664,11 @@ class Contract(test_engines.Engine):
 
 #: What verl's functions use of torch and of itself.
 VERL_MOVES = """
+from __future__ import annotations
 import torch
+dist = torch.distributed
 from typing import Optional
+from test_verl import DTensor
 class Version(type):
     def __instancecheck__(cls, one): return one.version == cls.number
 class FSDP(metaclass=Version): number = 1

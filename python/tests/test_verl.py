@@ -75,11 +75,17 @@ class Tensor:
         self.read()
         self.storage.value = value
 
-    def to(self, device: str, non_blocking: bool = False) -> Tensor:
-        if device == self.storage.device.type:
+    def to(self, device: str, non_blocking: bool = False, copy: bool = False) -> Tensor:
+        if device == self.storage.device.type and not copy:
             return self
         other = tensor(self.storage.gpu, self.read(), device, self.storage.size)
         return other
+
+    def cpu(self) -> Tensor:
+        return self.to("cpu")
+
+    def copy_(self, other: Tensor) -> None:
+        self.write(other.read())
 
     def detach(self) -> Tensor:
         return Tensor(self.storage)
@@ -105,6 +111,8 @@ class Tensor:
 
 
 class DTensor:
+    _spec = types.SimpleNamespace(device_mesh="mesh", placements=("shard",))
+
     def __init__(self, local: Tensor) -> None:
         self._local_tensor, self.grad = local, None
 
@@ -128,6 +136,12 @@ class DTensor:
         return self._local_tensor.device
 
 
+class NoGrad(contextlib.ContextDecorator):
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
 def tensor(gpu: Gpu, value: Any, device: str = "cuda", nbytes: int = GIB) -> Tensor:
     made = Tensor(Storage(gpu, nbytes, device))
     made.storage.value = value
@@ -146,7 +160,7 @@ class Gpu(test_engines.Gpu):
         self.retained: dict[str, bool] = {}
         self.torch.Tensor, self.torch.bfloat16 = (Tensor, DTensor), "bfloat16"
         self.torch.device = lambda name: name.partition(":")[0]
-        self.torch.no_grad = lambda: lambda function: function
+        self.torch.no_grad = NoGrad
         self.torch.distributed = types.SimpleNamespace(barrier=lambda: None)
         self.torch.is_tensor = lambda one: isinstance(one, (Tensor, DTensor))
         self.torch._C = types.SimpleNamespace(_host_emptyCache=lambda: self.log.append("host memory returned"))
@@ -228,6 +242,14 @@ VERL = {
             for state in optimizer.state.values():
                 for key, value in state.items():
                     if hasattr(value, "to"): state[key] = value.to(device_id, non_blocking=True)
+        def fsdp1_sharded_save_to_cpu(model):
+            return {name: one.data.detach().to("cpu", copy=True) for name, one in model.named_parameters()}
+        def fsdp1_sharded_load_from_cpu(model, saved):
+            for name, one in model.named_parameters(): one.data.copy_(saved[name].to(one.device))
+        def fsdp2_sharded_save_to_cpu(model):
+            return {name: one._local_tensor.detach().cpu() for name, one in model.named_parameters()}, "spec"
+        def fsdp2_sharded_load_from_cpu(model, saved, spec):
+            for name, one in model.named_parameters(): one._local_tensor.copy_(saved[name].to(one.device))
         """,
     "verl/workers/engine/spec.py": "class ShardSpec: from_param = staticmethod(lambda param: None)",
     "verl/workers/engine/fsdp/transformer_impl.py": """
@@ -309,6 +331,9 @@ class Module:
     def parameters(self) -> Any:
         return iter(self.held)
 
+    def named_parameters(self) -> Any:
+        return iter(self.state_dict().items())
+
     def buffers(self) -> Any:
         return iter(self.extra)
 
@@ -382,6 +407,9 @@ class FlatModule:
 
     def parameters(self) -> Any:
         return iter(self.held)
+
+    def named_parameters(self) -> Any:
+        return ((f"p{number}", one) for number, one in enumerate(self.held))
 
     def buffers(self) -> Any:
         return iter(self.extra)
@@ -720,6 +748,54 @@ class ExportOfFsdp1(Export):
         tensors, _ = engine.get_per_tensor_param()
         for _, one in tensors:
             self.assertIsNone(one.storage.tag)
+
+
+class Copies(Verl):
+    """verl's experimental workers keep a copy of the parameters on the CPU, and load it again, without loading the parameters first."""
+
+    #: Whether this version copies such parameters, too.
+    copies = True
+
+    def setUp(self):
+        super().setUp()
+        if not self.copies:
+            self.skipTest("this version does not copy them")
+        kind = f"fsdp{self.module.version}_sharded"
+        self.save, self.restore = (getattr(self.moves, f"{kind}_{name}_cpu") for name in ("save_to", "load_from"))
+
+    def saved(self, engine):
+        saved = self.save(engine.module)
+        return saved if isinstance(saved, tuple) else (saved,)
+
+    def test_paused_parameters_are_copied_and_restored_and_paused_again(self):
+        engine = self.settled()
+        saved = self.saved(engine)
+        self.assertEqual(self.gpu.transitions(), [("resume", "actor_params"), ("pause", "actor_params")])
+        before = self.contents(engine)[:3]
+        self.step(engine, 3)
+        self.forget()
+        self.restore(engine.module, *saved)
+        self.assertEqual(self.gpu.transitions(), [("resume", "actor_params"), ("pause", "actor_params")])
+        self.assertEqual(self.contents(engine), [*before, *[3] * 6])
+        self.assertEqual(self.moves.calls, [])
+
+    def test_parameters_that_are_loaded_stay_so(self):
+        engine = self.settled()
+        engine.to("cuda")
+        self.forget()
+        saved = self.saved(engine)
+        self.restore(engine.module, *saved)
+        self.assertEqual([one for one in self.gpu.transitions() if one[0] == "pause"], [])
+        self.assertEqual(len({one.read() for one in engine.module.tensors()}), 3)
+
+    def test_modules_of_somebody_else(self):
+        module = self.module(self.gpu)
+        self.restore(module, *self.saved(types.SimpleNamespace(module=module)))
+        self.assertEqual(self.gpu.transitions(), [])
+
+
+class CopiesOfFsdp1(Copies):
+    module = FlatModule
 
 
 class Checkpoints(Verl):

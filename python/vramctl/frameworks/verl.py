@@ -17,6 +17,7 @@ verl found (verl#7864).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -65,6 +66,15 @@ SAVE = Hook(
     places=(Place(f"{ENGINE}:FSDPEngine.save_checkpoint", "0.8"),),
     without="verl keeps its own offload",
 )
+COPY = Hook(
+    what="resumes the parameters while `save_model_to_cpu` and `restore_model_from_cpu` copy them",
+    through=engines.BY_NAME,
+    places=(
+        *(Place(f"{MOVES}:fsdp2_sharded_{name}_cpu", "0.8") for name in ("save_to", "load_from")),
+        *(Place(f"{MOVES}:fsdp1_sharded_{name}_cpu", "0.9") for name in ("save_to", "load_from")),
+    ),
+    without="verl keeps its own offload",
+)
 SETTINGS = Hook(
     what="reads the engine's settings",
     through=engines.READ,
@@ -75,7 +85,7 @@ SETTINGS = Hook(
     ),
     without="verl keeps its own offload",
 )
-HOOKS = (BUILD, OFFLOAD, LOAD, EXPORT, SAVE, SETTINGS)
+HOOKS = (BUILD, OFFLOAD, LOAD, EXPORT, SAVE, COPY, SETTINGS)
 
 #: Seconds to wait at a resume for memory that vLLM has released but the driver has not yet returned.
 _PATIENCE = 30.0
@@ -395,12 +405,26 @@ def _save(original: engines.Function, engine: Any, *arguments: Any, **keywords: 
     if state is not None:
         offload = importlib.import_module(MOVES).offload_fsdp_optimizer
         state.to_host(engine.optimizer, getattr(offload, engines.MARK, offload))
-    was_paused = parameters is not None and parameters.resume()
-    try:
+    with _resumed(parameters, engine.module):
         return original(engine, *arguments, **keywords)
+
+
+@engines.around(COPY)
+def _copy(original: engines.Function, module: Any, *arguments: Any, **keywords: Any) -> Any:
+    """verl's experimental workers copy the parameters to the CPU and back between steps, without loading them."""
+    with _resumed(_shelves.get(module), module):
+        return original(module, *arguments, **keywords)
+
+
+@contextlib.contextmanager
+def _resumed(shelf: Shelf | None, owner: Any) -> Iterator[None]:
+    """In GPU memory meanwhile, and paused again if it was."""
+    was_paused = shelf is not None and shelf.resume()
+    try:
+        yield
     finally:
-        if parameters is not None and was_paused and parameters.is_complete(engine.module):
-            parameters.pause()
+        if shelf is not None and was_paused and shelf.is_complete(owner):
+            shelf.pause()
 
 
 if "verl" in sys.modules:
