@@ -11,8 +11,8 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "bench.d"))
 
+import growth  # noqa: E402
 import report  # noqa: E402
-import rl_soak  # noqa: E402
 import rl_step  # noqa: E402
 
 #: A communicator of one rank, whose identifier must arrive as it was made.
@@ -157,23 +157,37 @@ class RlStep(unittest.TestCase):
             self.assertEqual((len(data["soak"]["samples"]), len(data["soak"]["suspends"])), (5, 4), ran.stdout)
             self.assertIn("| engine: descriptors |", (out / "rl-step.md").read_text())
 
-    def test_what_grows_is_named(self):
-        def samples(**grown):
-            flat = {
-                "device bytes": 5 << 30,
-                "engine: descriptors": 7,
-                "whole step, shortest, seconds": 1.0,
-                "transitions, shortest, seconds": 1.0,
-            }
-            return [{name: value + number * grown.get(name, 0) for name, value in flat.items()} for number in range(200)]
+    def run_of(self, many=200, **grown):
+        flat = {"device bytes": 5 << 30, "engine: descriptors": 7, "whole step, seconds": 1.0, "transitions, seconds": 1.0}
+        samples = [{name: value + number * grown.get(name, 0) for name, value in flat.items()} for number in range(many)]
+        return {"samples": samples, "settle": 40, "grown": []}
 
-        self.assertEqual(rl_soak.growing(samples(), 20), [])
-        for name, by in (("device bytes", 10_000), ("engine: descriptors", 0.05), ("transitions, shortest, seconds", 0.01)):
-            self.assertEqual(rl_soak.growing(samples(**{name: by}), 20), [name])
+    def test_what_grows_is_named(self):
+        self.assertEqual(growth.growing([self.run_of()]), [])
+        for name, by in (("device bytes", 10_000), ("engine: descriptors", 0.05), ("transitions, seconds", 0.01)):
+            self.assertEqual(growth.growing([self.run_of(**{name: by})]), [name])
+            # In one of two runs.
+            self.assertEqual(growth.growing([self.run_of(), self.run_of(**{name: by})]), [name])
         # Some steps have a suspend, and others use the machine.
-        self.assertEqual(rl_soak.growing(samples(**{"whole step, shortest, seconds": 1.0}), 20), [])
+        self.assertEqual(growth.growing([self.run_of(**{"whole step, seconds": 1.0})]), [])
         # Fewer steps than two suspends take.
-        self.assertEqual(rl_soak.growing(samples()[:3], 20), [])
+        self.assertEqual(growth.growing([self.run_of(3)]), [])
+
+    def test_runs_are_one_table(self):
+        """Each process starts anew, with as much more or less as it likes: only what it gains by cycle is growth."""
+        first, second = self.run_of(100, **{"device bytes": 1 << 20}), self.run_of(50, **{"device bytes": 1 << 20})
+        for sample in second["samples"]:
+            sample["device bytes"] -= 1 << 30
+        # Not known in each cycle.
+        del second["samples"][7]["engine: descriptors"]
+        second["grown"] = [{"name": "engine tag default", "bytes": 50 << 20}]
+        (row,) = (row for row in growth.rows([first, second]) if row["name"] == "device bytes")
+        self.assertEqual((row["first"], row["last"]), (5 << 30, (4 << 30) + (49 << 20)))
+        self.assertAlmostEqual(row["slope"], 100 << 20)
+        text = "\n".join(growth.table([first, second], "cycle"))
+        self.assertIn("| device | 5120.00 MiB | 5144.50 MiB | 4145.00 MiB | +100.00 MiB | GROWS |", text)
+        self.assertIn("| engine: descriptors | 7 | 7 | 7 | +0 | flat |", text)
+        self.assertIn("- engine tag default: 50.00 MiB", text)
 
     def test_the_plan(self):
         with tempfile.TemporaryDirectory() as out:

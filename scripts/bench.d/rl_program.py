@@ -1,4 +1,4 @@
-"""A trainer or an engine of an RL step without a framework: for scripts/bench-rl-step and scripts/soak-rl-step.
+"""A trainer or an engine of an RL step without a framework: for scripts/bench-rl-step.
 
 Each line on standard input is a command, each answer `ok` with JSON, or `error` with a reason. Memory is paused through the C functions
 of torch_memory_saver, which its Python package calls: the same program runs with either library preloaded, and needs no torch.

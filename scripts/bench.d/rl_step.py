@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import growth
 import rl_soak
 from bench import Program, host_memory
 from child import Deadline, Failed
@@ -350,12 +351,12 @@ class Bench:
             try:
                 soak.run()
             finally:
-                self.data["soak"] = {"samples": soak.samples, "suspends": soak.suspends, "suspend_every": soak.suspend_every, "grown": soak.grown}
+                self.data["soak"] = soak.result()
             pair.end()
         finally:
             for child in pair.children:
                 child.kill()
-        if wrong := rl_soak.growing(soak.samples, soak.suspend_every):
+        if wrong := growth.growing([self.data["soak"]]):
             raise Failed("not flat: " + "; ".join(wrong))
 
     def vramctl(self, *arguments):
@@ -383,7 +384,7 @@ class Bench:
         if self.data["link"]:
             text = markdown(self.data)
         elif (soak := self.data.get("soak")) and soak["samples"]:
-            text = rl_soak.markdown(**soak) + "\n" + text
+            text = rl_soak.markdown(soak) + "\n" + text
         (self.out / "rl-step.md").write_text(text)
         return text
 
