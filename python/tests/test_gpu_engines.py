@@ -667,6 +667,42 @@ class TakingTurns(Script):
         for way in ("vramctl suspend", "vramctl pause", *ways):
             self.assertTrue([line for line in table if line.startswith(f"| {way}")], f"{way}: {table}")
 
+    def test_a_long_run_is_continued_and_a_wrong_token_is_noticed(self):
+        first = self.folder / "first.json"
+        done, long = self.measure("long", "--cycles", "3", "--pauses", "4", "--other-gib", "1", "--join", first)
+        self.assertIn("first.json, which does not exist", done.stdout)
+        self.assertEqual([one for one in long["checks"] if not one["ok"]], [], done.stdout + done.stderr)
+        (run,) = long["runs"]
+        self.assertEqual((run["cycles"] >= 3, run["pauses"] >= 4, run["wrong"]), (True, True, []), run)
+        self.assertEqual(len(run["samples"]), run["cycles"])
+        for name in (
+            "device while asleep, bytes",
+            "gpu-engines: pinned by the library, bytes",
+            "gpu-engines: descriptors",
+            "sleep, seconds",
+        ):
+            self.assertIn(name, run["samples"][0])
+        self.assertLess(run["samples"][0]["device while asleep, bytes"], run["samples"][0]["device bytes"])
+
+        # The rest, in another run.
+        (self.folder / "out/gpu-engines.json").rename(first)
+        goal = ("--cycles", str(run["cycles"] + 2), "--pauses", "1", "--other-gib", "1", "--join", first)
+        done, long = self.measure("long", *goal)
+        self.assertEqual([one["cycles"] for one in long["runs"]], [run["cycles"], 2], done.stdout + done.stderr)
+        self.assertIn("in 2 runs.", done.stdout)
+        self.assertIn(" tokens and their log-probabilities were compared: none differs.", done.stdout)
+        self.assertIn("| gpu-engines: threads |", done.stdout)
+        (self.folder / "out/gpu-engines.json").rename(first)
+        done, long = self.measure("long", *goal)
+        self.assertIn("nothing is left to do", done.stdout)
+        self.assertEqual((done.returncode, len(long["runs"])), (0, 2), done.stdout + done.stderr)
+        # An engine whose weights each pause drops.
+        done, long = self.measure("long", *goal, "--cycles", "900", "--env", "VRAMCTL_BACKUP=weights=discard")
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertTrue(long["runs"][-1]["wrong"], done.stdout)
+        self.assertLess(long["runs"][-1]["cycles"], 9, "it ends with the first wrong token")
+        self.assertIn("were compared: **WRONG**: cycle", done.stdout)
+
     def test_contents_that_are_lost_are_noticed(self):
         """If a pause drops the weights, the engines' answers differ."""
         done, many = self.measure(
@@ -694,9 +730,11 @@ PRETENDED_TORCH = """\
         with open(os.environ["OTHERS"], "a") as log: print(device, file=log)
         return Tensor()
     def equal(*_): return True
+    def zeros(*_, device): pass
     def device(*words): return "%s:%d" % words
+    OutOfMemoryError = MemoryError
     class cuda:
-        synchronize = staticmethod(lambda *_: None)
+        synchronize = empty_cache = staticmethod(lambda *_: None)
 """
 
 

@@ -13,8 +13,10 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
+sys.path.append(str(HERE.parent / "bench.d"))  # behind: its report.py is another
 
 import ledger  # noqa: E402
+import long  # noqa: E402
 import many  # noqa: E402
 import report  # noqa: E402
 from check import MOST_OTHER_GIB, Check, dig  # noqa: E402
@@ -49,7 +51,11 @@ class Engines(Check):
             paths = [options.engine_dir, self.env.get("PYTHONPATH", "")]
             self.env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self.tags = ["cuda_graph", "kv_cache", "weights"]
-        self.parts = report.join(json.loads(pathlib.Path(file).read_text()) for file in options.join)
+        # The first of several runs with the same command has nothing to join yet.
+        missing = [file for file in options.join if not os.path.exists(file)]
+        if missing:
+            self.say(f"nothing is joined of {', '.join(missing)}, which does not exist")
+        self.parts = report.join(json.loads(pathlib.Path(file).read_text()) for file in options.join if file not in missing)
 
     # ---- commands (printed by --dry-run) ----
 
@@ -67,7 +73,7 @@ class Engines(Check):
         if part == "many":
             # Weights do not change; a KV cache is dropped when its engine leaves.
             settings.update(VRAMCTL_RETAIN="weights", VRAMCTL_BACKUP="kv_cache=discard")
-        if part in ("hold", "suspend", "driver", "move", "many", "alternatives") and self.options.engine == "vllm":
+        if part in ("hold", "suspend", "driver", "move", "many", "alternatives", "long") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
@@ -124,9 +130,14 @@ class Engines(Check):
         both = [self.program("tpot"), self.under_library(self.program("tpot"))]
         program = [*self.program(), "--kv-gib", "N"]
 
-        def cycles(part):
+        def started(part, command, **how):
             settings = [f"{name}={value}" for name, value in self.settings(part).items()]
-            return [[*(["env", *settings] if settings else []), *self.under_library(self.script(), part != "baseline")]]
+            return [*(["env", *settings] if settings else []), *self.under_library(command, **how)]
+
+        def cycles(part):
+            return [started(part, self.script(), managed=part != "baseline")]
+
+        held = [[*self.other(), "--serve"], [vramctl, *self.held_pause()], [vramctl, "resume", "--name", NAME, "--json"]]
 
         plans = {
             "cycles": cycles("cycles"),
@@ -134,26 +145,25 @@ class Engines(Check):
             "retained": cycles("retained"),
             "outside": outside,
             "suspend": [
-                ["env", *(f"{name}={value}" for name, value in self.settings("suspend").items()), *outside[0]],
+                started("suspend", self.program()),
                 [vramctl, "suspend", NAME, "--json"],
                 self.other("GIB"),
                 [vramctl, "resume", "--name", NAME, "--json"],
             ],
             "driver": [self.program(), [*self.checkpoint(), "PID"]],
             "move": [
-                ["env", *(f"{name}={value}" for name, value in self.settings("move").items()), *outside[0]],
+                started("move", self.program()),
                 [vramctl, "move", NAME, "--to", str(self.options.to), "--json"],
                 [vramctl, "move", NAME, "--to", str(self.options.gpu), "--json"],
             ],
             "hold": [
-                ["env", *(f"{name}={value}" for name, value in self.settings("hold").items()), *outside[0]],
-                [*self.other(), "--serve"],
-                [vramctl, *self.held_pause()],
-                [vramctl, "resume", "--name", NAME, "--json"],
+                started("hold", self.program()),
+                *held,
             ],
+            "long": [started("long", [*self.program(), "--sleep"]), *held, [vramctl, "suspend", NAME, "--json"]],
             "tpot": both,
             "many": [
-                ["env", *(f"{name}={value}" for name, value in self.settings("many").items()), *self.under_library(program, name="model-1")],
+                started("many", program, name="model-1"),
                 ["…"],
                 [vramctl, "pause", "--name", "model-1", "--force", "--json"],
                 [vramctl, "resume", "--name", "model-2", "--timeout", "60", "--json"],
@@ -281,10 +291,7 @@ class Engines(Check):
         program = self.start_program(managed=True, part="hold")
         tags = {name: tag["bytes"] for name, tag in self.states(NAME).items()}
         self.expect(f"the tags {', '.join(self.tags)} exist", set(self.tags) <= set(tags), json.dumps(tags))
-        with no_end():
-            other = Child(self, "other.py", [*self.other(), "--serve"], self.plain_env)
-            self.children.append(other)
-        other.hear(60)
+        other = self.start_other()
         chance = random.Random(self.options.pauses)
         loads = [
             {"requests": requests, "tokens": tokens, **self.hold_in_flight(program, other, f"burst {requests} {tokens}", chance)}
@@ -292,43 +299,53 @@ class Engines(Check):
         ]
         return {"loads": loads, "tags": tags, "started": self.started("hold")}
 
+    def start_other(self):
+        """The other process, which uses the memory each time that it is asked."""
+        with no_end():
+            other = Child(self, "other.py", [*self.other(), "--serve"], self.plain_env)
+            self.children.append(other)
+        other.hear(60)
+        return other
+
     def hold_in_flight(self, program, other, burst, chance):
-        """Pauses the engine at random moments while it works on a burst of requests."""
-        # Warm up: the first answer may come from kernels that are still being autotuned. The second one is the reference.
-        requests = int(burst.split()[1])
-        program.ask_json(burst.replace("burst", "warm"), 240)
-        program.ask_json(burst, 240)
-        alone = program.ask_json(burst, 240)
-        self.expect(f"{requests} in flight: undisturbed runs are the same", not alone["differ"], alone)
+        """Pauses the engine at random moments while it works on a burst of requests, again and again."""
+        requests, alone_s = int(burst.split()[1]), self.undisturbed(program, burst)
         pauses, runs, failed = [], 0, []
         while len(pauses) < self.options.pauses and not failed:
-            program.tell(burst)
             runs += 1
-            # Half of the pauses come early, when the engine may be in a prefill.
-            time.sleep(chance.uniform(0, 0.15 if runs % 2 else alone["s"] / 2))
-            while len(pauses) < self.options.pauses and not program.has_answered() and not failed:
-                code, answer, text, _ = self.vramctl(*self.held_pause())
-                if code != 0 or answer is None:
-                    failed.append(text)
-                    break
-                used_mib, in_flight = self.used_mib(below=8 * 1024), not program.has_answered()
-                used = other.ask("use", 60)
-                resume_ms = self.shell("resume", "--name", NAME, "--json", "--timeout", "10")
-                if not used.startswith("verified"):
-                    failed.append(used)
-                elif in_flight:
-                    pause_ms = max(one["report"]["ms"] for one in answer["processes"])
-                    (job,) = answer["jobs"]
-                    times = {"pause_ms": pause_ms, "resume_ms": resume_ms, "freed_ms": job["ms"]}
-                    pauses.append({**times, "attempts": job["attempts"], "used_mib": used_mib})
-                time.sleep(chance.uniform(0, alone["s"] / 4))
-            reply = program.hear_json(burst, 240)
-            if reply["differ"] or not reply["complete"]:
-                failed.append(f"requests {reply['differ']} of run {runs} differ")
+            done, failed = self.interrupted(program, other, burst, alone_s, chance, self.options.pauses - len(pauses))
+            pauses += done
             self.say(f"  {requests} in flight: {len(pauses)} of {self.options.pauses} pauses")
         name = f"{requests} in flight, paused {len(pauses)} times in {runs} runs: same tokens and log-probabilities"
         self.expect(name, not failed and len(pauses) == self.options.pauses, "; ".join(failed))
-        return {"runs": runs, "pauses": pauses, "alone_s": alone["s"], "same": not failed}
+        return {"runs": runs, "pauses": pauses, "alone_s": alone_s, "same": not failed}
+
+    def interrupted(self, program, other, burst, alone_s, chance, most):
+        """Pauses the engine up to `most` times while it works on a burst of requests. Returns those pauses, and what was wrong."""
+        pauses, failed = [], []
+        program.tell(burst)
+        # Half of the pauses come early, when the engine may be in a prefill.
+        time.sleep(chance.uniform(0, chance.choice((0.15, alone_s / 2))))
+        while len(pauses) < most and not program.has_answered() and not failed:
+            code, answer, text, _ = self.vramctl(*self.held_pause())
+            if code != 0 or answer is None:
+                failed.append(text)
+                break
+            used_mib, in_flight = self.used_mib(below=8 * 1024), not program.has_answered()
+            used = other.ask("use", 60)
+            resume_ms = self.shell("resume", "--name", NAME, "--json", "--timeout", "10")
+            if not used.startswith("verified"):
+                failed.append(used)
+            elif in_flight:
+                pause_ms = max(one["report"]["ms"] for one in answer["processes"])
+                (job,) = answer["jobs"]
+                times = {"pause_ms": pause_ms, "resume_ms": resume_ms, "freed_ms": job["ms"]}
+                pauses.append({**times, "attempts": job["attempts"], "used_mib": used_mib})
+            time.sleep(chance.uniform(0, alone_s / 4))
+        reply = program.hear_json(burst, 240)
+        if reply["differ"] or not reply["complete"]:
+            failed.append(f"requests {reply['differ']} differ")
+        return pauses, failed
 
     def start_burst(self, part):
         """Starts the engine. Returns how long some requests take undisturbed, and the command for them."""
@@ -351,30 +368,9 @@ class Engines(Check):
         chance, times = random.Random(self.options.pauses), len(loads) * self.options.pauses
         rounds, failed = [], []
         while len(rounds) < times and not failed:
-            burst, alone_s = loads[len(rounds) % len(loads)]
-            program.tell(burst)
-            time.sleep(chance.uniform(0, 0.8 * alone_s))
-            began = time.monotonic()
-            code, answer, text, _ = self.vramctl("suspend", NAME)
-            if code != 0 or answer is None:
-                failed.append(f"exit code {code}: {text}")
-                break
-            one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
-            one.update(in_flight=not program.has_answered(), requests=int(burst.split()[1]))
-            if len(rounds) in (0, times - 1):
-                gib = most_gib_of(int(self.gpu("memory.total")))
-                code, text, _ = self.command(*self.other(gib), seconds=120, env=self.plain_env)
-                self.expect(f"another process uses {gib} GiB of each GPU", code == 0, text)
-            began = time.monotonic()
-            code, answer, text, _ = self.vramctl("resume", "--name", NAME, "--timeout", "10")
-            if code != 0:
-                failed.append(f"exit code {code}: {text}")
-                break
-            one.update(resume_ms=1e3 * (time.monotonic() - began), up=dig(answer, "stages"))
-            reply = program.hear_json(burst, 240)
-            if reply["differ"] or not reply["complete"]:
-                failed.append(f"requests {reply['differ']} differ")
-            rounds.append(one)
+            meanwhile = self.fill if len(rounds) in (0, times - 1) else None
+            one, failed = self.suspended(program, *loads[len(rounds) % len(loads)], chance, meanwhile)
+            rounds += [one] if one else []
             self.say(f"  suspended {len(rounds)} of {times} times")
         for burst, _ in loads:
             requests = int(burst.split()[1])
@@ -386,6 +382,31 @@ class Engines(Check):
         self.expect("nothing of it stays on the GPU", bool(used) and max(used) < 32, f"{used} MiB in use")
         first = self.first_token(program) if not failed else None
         return {"rounds": rounds, "first_token": first, "started": self.started("suspend")}
+
+    def suspended(self, program, burst, alone_s, chance, meanwhile=None):
+        """Suspends the engine while it works on a burst of requests, and resumes it. Returns the times, and what was wrong."""
+        program.tell(burst)
+        time.sleep(chance.uniform(0, 0.8 * alone_s))
+        began = time.monotonic()
+        code, answer, text, _ = self.vramctl("suspend", NAME, *self.kept())
+        if code != 0 or answer is None:
+            return None, [f"exit code {code}: {text}"]
+        one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
+        one.update(in_flight=not program.has_answered(), requests=int(burst.split()[1]))
+        if meanwhile:
+            meanwhile()
+        began = time.monotonic()
+        code, answer, text, _ = self.vramctl("resume", "--name", NAME, "--timeout", "10")
+        if code != 0:
+            return None, [f"exit code {code}: {text}"]
+        one.update(resume_ms=1e3 * (time.monotonic() - began), up=dig(answer, "stages"))
+        reply = program.hear_json(burst, 240)
+        return one, [f"requests {reply['differ']} differ"] if reply["differ"] or not reply["complete"] else []
+
+    def fill(self):
+        gib = most_gib_of(int(self.gpu("memory.total")))
+        code, text, _ = self.command(*self.other(gib), seconds=120, env=self.plain_env)
+        self.expect(f"another process uses {gib} GiB of each GPU", code == 0, text)
 
     def first_token(self, program):
         """Seconds from a request to a suspended engine to its first token: alone, and with the resume before it."""
@@ -448,7 +469,11 @@ class Engines(Check):
     def held_pause(self):
         # With several ranks, each has torch's symmetric memory, which is registered with the others.
         keep = ["--registered", "keep"] if self.options.gpus > 1 else []
-        return ["pause", "--hold", "--force", *keep, "--name", NAME]
+        return ["pause", "--hold", "--force", *keep, *self.kept(), "--name", NAME]
+
+    def kept(self):
+        """SGLang's own API has every pause drop the KV cache, which requests in flight need."""
+        return ["--backup", "host"] if self.section == "long" and self.options.engine == "sglang" else []
 
     def shell(self, *arguments):
         """One pause or resume: the milliseconds reported by the slowest process."""
@@ -524,8 +549,9 @@ class Engines(Check):
             told = {"engine": {"sglang": "SGLang", "vllm": "vLLM"}[self.options.engine], "version": self.version}
             about = {**told, "machine": self.facts, "checks": self.checks, "took_s": round(taken, 1)}
             # A part that broke off has no figures for the tables; the output and the log show the failure.
-            if measured or f"{self.options.engine}/{part}" not in self.parts:
-                self.parts[f"{self.options.engine}/{part}"] = {**about, **measured} if measured else {**about, **EMPTY[part]}
+            name = f"{self.options.engine}/{part}"
+            if measured or name not in self.parts:
+                self.parts = report.join([{"parts": self.parts}, {"parts": {name: {**about, **(measured or EMPTY[part])}}}])
             self.write()  # after each part, in case a later one crashes
         return ok
 
@@ -535,6 +561,8 @@ class Engines(Check):
             name = f"{self.options.engine}/{part}"
             self.judge(report.check_many({**self.parts, name: found}, self.options.engine))
             return found
+        if part == "long":
+            return long.long(self)
         parts = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move}
         work = {**parts, "tpot": self.tpot}.get(part)
         return work() if work else self.cycle_script(part)
@@ -574,6 +602,7 @@ EMPTY = {
     "tpot": {"ms": {"without": [], "with": []}},
     "many": {"turns": [], "paused": [], "left_mib": [], "kv_gib": 0},
     "alternatives": {"ways": [], "kv_gib": 0},
+    "long": {"runs": []},
 }
 
 

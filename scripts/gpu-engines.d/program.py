@@ -1,11 +1,11 @@
-"""Runs a real engine, without its own memory saver or sleep mode, and obeys commands on stdin.
+"""Runs a real engine, usually without its own memory saver or sleep mode, and obeys commands on stdin.
 
     program.py sglang|vllm MODEL FRACTION GPUS [--kv-gib N] [--sleep]
 
 Each answer is "@ " and a line of JSON, because engines write to stdout, too. `generate`: whether tokens and log-probabilities
 equal the first ones; `burst REQUESTS TOKENS` (or `warm`): the same for that many requests in flight at once; `token`: the first token of
-one request; `forget`: reset the engine's prefix cache; `tpot`: milliseconds per output token; with `--sleep` (vLLM) `sleep LEVEL` and
-`wake LEVEL`; `end`.
+one request; `forget`: reset the engine's prefix cache; `tpot`: milliseconds per output token; with `--sleep`, which is the engine's own,
+`sleep LEVEL` and `wake LEVEL` (level 2 only with vLLM); `end`.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Sglang:
     BATCHES = [PROMPTS]
 
     def __init__(self, model, fraction, gpus, kv_gib, sleep):
-        assert not kv_gib and not sleep, "only for vLLM"
+        assert not kv_gib, "only for vLLM"
         os.environ.update(OFFLINE)
         import sglang
 
@@ -94,10 +94,18 @@ class Sglang:
             tp_size=gpus,
             cuda_graph_max_bs_decode=32,
             log_level="warning",
+            **({"enable_memory_saver": True, "enable_weights_cpu_backup": True} if sleep else {}),
         )
 
     def forget(self):
         self.engine.flush_cache()
+
+    def sleep(self, level):
+        assert level == 1
+        self.engine.release_memory_occupation(tags=["kv_cache", "weights"])
+
+    def wake(self, level):
+        self.engine.resume_memory_occupation(tags=["weights", "kv_cache"])
 
     def run(self, prompts, tokens):
         parameters = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}

@@ -10,6 +10,10 @@ import statistics
 import sys
 from typing import NamedTuple, Optional
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "bench.d"))
+
+import growth  # noqa: E402
+
 STEP = re.compile(r"^(?P<name>(?:release|resume|sleep|wake) .*?\S)\s+(?P<ms>\d+\.\d+) ms\s+used (?P<used>\d+\.\d+) GiB$")
 START = re.compile(r"^start (?P<s>\d+\.\d+) s, used (?P<used>\d+\.\d+) GiB$")
 SAME = re.compile(r"^same tokens: (?P<tokens>True|False) same logprobs: (?P<logprobs>True|False)$")
@@ -235,10 +239,11 @@ def way_row(one):
 
 
 def join(results):
-    """Merges the parts of several runs; later ones replace earlier ones."""
+    """Merges the parts of several runs; later ones replace earlier ones, or continue them."""
     parts = {}
-    for result in results:
-        parts.update(result.get("parts", {}))
+    for name, part in (one for result in results for one in result.get("parts", {}).items()):
+        earlier = parts.get(name, {}) if "runs" in part else {}
+        parts[name] = {**part, **{what: [*earlier.get(what, []), *part[what]] for what in ("runs", "checks") if what in part}}
     return parts
 
 
@@ -280,6 +285,7 @@ def markdown(parts):
         job_table,
         suspend_table,
         many_table,
+        long_tables,
         move_table,
         tpot_table,
         limit_table,
@@ -395,6 +401,26 @@ def suspend_table(parts):
                 rows.append([f"{version(measured)}, the driver alone", str(len(calls)), *times, "", ""])
     header = ["suspended in the middle of requests", "times", "suspend", "resume", "in use meanwhile", "resume and first token"]
     return table(header, "lrrrrr", rows)
+
+
+def long_tables(parts):
+    lines = []
+    for part in of_kind(parts, "long"):
+        runs = part["runs"]
+        total = {what: sum(one[what] for one in runs) for what in ("cycles", "pauses", "tokens")}
+        suspends = [ms for one in runs for ms in one["suspends"]]
+        wrong = [text for one in runs for text in one["wrong"]]
+        lines += [
+            f"{version(part)}, started with {how(part)}: {total['cycles']} times asleep and awake again by its own API, {total['pauses']} times "
+            f"paused from outside in the middle of requests, {len(suspends)} times suspended, in {len(runs)} run{'' if len(runs) == 1 else 's'}. "
+            f"{total['tokens']} tokens and their log-probabilities were compared: {'**WRONG**: ' + '; '.join(wrong) if wrong else 'none differs'}.",
+            "",
+            *growth.table(runs, "cycle"),
+            "",
+        ]
+        if suspends:
+            lines += [f"A suspend and the resume after it: {seconds(statistics.median(suspends))} (median).", ""]
+    return lines
 
 
 def move_table(parts):
