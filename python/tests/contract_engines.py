@@ -609,6 +609,13 @@ class Contract(test_engines.Engine):
                 "load_fsdp_optimizer": ["optimizer", "device_id"],
             },
         )
+        batch = found.node(verl.ENGINE, "FSDPEngine.forward_backward_batch").args.args
+        self.assertEqual(
+            [one.arg for one in batch],
+            ["self", "data", "loss_function", "forward_only"],
+            "scripts/bench-verl tells phases by it",
+        )
+        self.assertIsNotNone(found.node(verl.ENGINE, "FSDPEngine.optimizer_step"))
         settings = found.source("verl.workers.config.model", "HFModelConfig.__post_init__")
         self.assertIn("import_external_libs(self.external_lib)", settings)
         build = found.source(verl.ENGINE, "FSDPEngine._build_model_optimizer")

@@ -17,8 +17,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 HERE = ROOT / "scripts" / "bench-verl.d"
 sys.path[:0] = [str(HERE), str(pathlib.Path(__file__).resolve().parent)]
 
+import fit  # noqa: E402
 import report  # noqa: E402
 
+import support  # noqa: E402
 import test_verl  # noqa: E402
 
 GIB = 1 << 30
@@ -37,7 +39,15 @@ CONSOLE = (
 
 
 def event(what, began, seconds=1.0, **more):
-    return {"what": what, "pid": 1, "began": began, "seconds": seconds, "used_before": 0, "used_after": 0, **more}
+    return {
+        "what": what,
+        "pid": 2 if what.split()[0] in ("sleep", "wake") else 1,
+        "began": began,
+        "seconds": seconds,
+        "used_before": 0,
+        "used_after": 0,
+        **more,
+    }
 
 
 class Reading(unittest.TestCase):
@@ -103,19 +113,20 @@ class Deriving(unittest.TestCase):
             [
                 ("weight sync", 0, 1),
                 ("rollout", 3, 10),
-                ("log-probabilities", 12, 16),
-                ("update", 17, 26),
+                ("log-probabilities", 13, 15),
+                ("update", 18, 25),
                 ("weight sync", 30, 32),
             ],
         )
 
     def test_peaks_residue_and_transitions(self):
         found = self.found()
-        samples = [(5, 50 * GIB, 0), (20, 70 * GIB, GIB), (26.5, 79 * GIB, 0), (55, None, 0), (60, 40 * GIB, 2 * GIB)]
+        samples = [(5, 50 * GIB), (20, 70 * GIB), (26.5, 79 * GIB), (55, None), (60, 40 * GIB)]
         mode = {"events": found, "samples": samples, "steps": {}}
         figures = report.digest(mode, 0)
-        self.assertEqual({phase: used // GIB for phase, used in figures["peaks"].items()}, {"rollout": 50, "update": 70})
-        self.assertEqual((figures["gpu_peak"], figures["host_peak"]), (79 * GIB, 2 * GIB))
+        peaks = {phase: rows["GPU, peak"] // GIB for phase, rows in figures["by_phase"].items() if "GPU, peak" in rows}
+        self.assertEqual(peaks, {"rollout": 50, "update": 70})
+        self.assertEqual(figures["gpu_peak"], 79 * GIB)
         self.assertEqual([used // GIB for used in figures["residue"]], [2, 3])
         later = report.digest(mode, 1)
         self.assertEqual([used // GIB for used in later["residue"]], [3], "the first step is warm-up")
@@ -123,6 +134,59 @@ class Deriving(unittest.TestCase):
         self.assertEqual((loads["times"], loads["seconds"], loads["bytes"]), (1, 0.5, 8 * GIB))
         self.assertEqual(later["transitions"]["vLLM: sleep level 2"]["bytes"], 57 * GIB)
         self.assertNotIn("to cuda: model", later["transitions"], "it is the sum of others")
+
+    def test_the_ledger_and_host_memory_at_the_end_of_each_phase_and_transition(self):
+        def look(began, ended, host, **bytes):
+            shares = [
+                [1, "tag", "actor_params", bytes.get("params", 0)],
+                [1, "driver", "", GIB],
+                [2, "tag", "kv_cache", bytes.get("cache", 0)],
+                [2, "left_alone", "libnccl.so.2", GIB],
+                [77, "process", "", 2 * GIB],
+                [None, "unexplained", "", 4 << 20],
+            ]
+            return {"began": began, "ended": ended, "host": host * GIB, "shares": [one for one in shares if one[3]]}
+
+        found = self.found()
+        for one in found:
+            one["pinned"] = {1: 3 * GIB, 2: GIB}[one["pid"]] if one["began"] >= 10 else None
+        looks = [
+            look(4, 5, 1, cache=30 * GIB),
+            look(8, 9, 12, cache=40 * GIB),
+            look(9.5, 10.5, 99, cache=99 * GIB),  # as the rollout ends
+            look(11.2, 11.8, 13),  # asleep, and nothing else has begun
+            look(13, 14, 5, params=8 * GIB),
+            look(53.5, 54.5, 9),  # in the second log-probabilities
+            look(60, 67, 9),  # too long
+        ]
+        figures = report.by_phase(found, 0, [], looks)
+        rollout = figures["rollout"]
+        self.assertEqual(rollout["host, the job's processes"], 12 * GIB)
+        wanted = {
+            "rollout: kv_cache": 40 * GIB,
+            "rollout: left to CUDA by libnccl.so.2": GIB,
+            "rollout: all": 41 * GIB,
+            "trainer: context, loaded code, small allocations": GIB,
+            "trainer: all": GIB,
+            "others: all of it, without the library": 2 * GIB,
+            "others: all": 2 * GIB,
+            "unexplained": 4 << 20,
+        }
+        prefix = "GPU at the end, "
+        self.assertEqual({row[len(prefix) :]: bytes for row, bytes in rollout.items() if row.startswith(prefix)}, wanted)
+        self.assertEqual(figures["vLLM: sleep level 2"]["host, the job's processes"], 13 * GIB)
+        self.assertEqual(
+            figures["log-probabilities"][f"{prefix}trainer: actor_params"], 4 * GIB, "the median of 8 GiB and nothing"
+        )
+        self.assertEqual(figures["log-probabilities"]["host, the job's processes"], 7 * GIB, "the median of two steps")
+        self.assertNotIn(f"{prefix}unexplained", figures["update"])
+        self.assertEqual(figures["update"]["host, pinned by torch, besides"], 4 * GIB, "of both processes")
+        mode = {"ended": "complete", "events": found, "samples": [(5, 50 * GIB)], "steps": {}, "tokens": {}, "looks": looks}
+        text = report.markdown({"about": "a GPU", "warm": 0, "modes": {"c": mode, "a": {**mode, "looks": []}}, "fits": []})
+        self.assertIn("| rollout | c: `vramctl run`, trainer managed | a: plain verl |", text)
+        self.assertIn("| GPU at the end, rollout: kv_cache | 40.00 |  |", text)
+        self.assertIn("| GPU, peak | 50.00 | 50.00 |", text)
+        self.assertIn("| host, peak of the job's processes | 99.00 |  |", text)
 
     def test_tables_and_joined_runs(self):
         def mode(gen, loss):
@@ -155,6 +219,7 @@ class Timers(test_verl.Verl):
         self.gpu.torch.cuda.is_initialized = lambda: True
         self.gpu.torch.cuda.mem_get_info = lambda: (1, 3)
         self.gpu.torch.cuda.memory_reserved = lambda: 5
+        self.gpu.torch.cuda.host_memory_stats = lambda: {"allocated_bytes.current": 6}
 
     def sources(self):
         # verl imports it at the end of its own import.
@@ -166,7 +231,7 @@ class Timers(test_verl.Verl):
         self.assertEqual(self.moves.calls, [], "the adapter is behind the timers")
         found = report.events(self.events.name)[-6:]
         self.assertEqual({one["what"] for one in found}, {*report.MOVES, "to cuda: model+optimizer", "to cpu: model+optimizer"})
-        self.assertEqual({one["used_after"] for one in found}, {2})
+        self.assertEqual({(one["used_after"], one["pinned"]) for one in found}, {(2, 6)})
         self.assertFalse(any(one["failed"] or "error" in one for one in found))
         sizes = {one["what"]: one["bytes"] for one in found}
         self.assertEqual(sizes["offload_fsdp_model_to_cpu"], 3 * GIB)
@@ -192,8 +257,47 @@ class Timers(test_verl.Verl):
         with self.assertRaises(KeyError):
             Worker().wake_up(tags=["kv_cache"])
         self.assertEqual(asyncio.run(ServerAdapter().update_weights(7)), 7)
-        found = [(one["what"], one.get("failed")) for one in report.events(self.events.name)]
-        self.assertEqual(found, [("sleep level 2", False), ("wake kv_cache", True), ("send weights", None)])
+        found = [(one["what"], one["failed"], one.get("error")) for one in report.events(self.events.name)]
+        self.assertEqual(
+            found,
+            [("sleep level 2", False, None), ("wake kv_cache", True, "KeyError('no memory')"), ("send weights", False, None)],
+        )
+
+    def test_who_fails_says_in_which_phase(self):
+        timers = importlib.import_module("verl_timers")
+
+        class Fails:
+            def initialize(self): ...
+
+            def to(self, device, model=True, optimizer=True, grad=True): ...
+
+            def forward_backward_batch(self, data, loss_function, forward_only=False):
+                raise MemoryError("CUDA out of memory")
+
+            def optimizer_step(self):
+                return 7
+
+            sleep = wake_up = to
+
+            def execute_model(self, scheduled):
+                raise MemoryError("too many")
+
+        timers.time_trainer(types.SimpleNamespace(FSDPEngine=Fails))
+        timers.time_vllm(types.SimpleNamespace(Worker=Fails))
+        for work in (
+            lambda: Fails().forward_backward_batch(1, None, forward_only=True),
+            lambda: Fails().forward_backward_batch(1, None),
+            lambda: Fails().execute_model(1),
+        ):
+            with self.assertRaises(MemoryError):
+                work()
+        self.assertEqual(Fails().optimizer_step(), 7)
+        found = report.events(self.events.name)
+        self.assertEqual([one["phase"] for one in found], ["log-probabilities", "update", "rollout"])
+        self.assertEqual(report.transitions(found, 0), {}, "they are no transitions")
+        self.assertEqual(
+            fit.outcome(False, 1, found, "", False), ("out of memory in log-probabilities", "MemoryError('CUDA out of memory')")
+        )
 
     def test_sizes(self):
         timers = importlib.import_module("verl_timers")
@@ -204,6 +308,70 @@ class Timers(test_verl.Verl):
         sharded = types.SimpleNamespace(_local_tensor=tensor(10))
         self.assertEqual(timers.bytes_of(types.SimpleNamespace(parameters=lambda: [sharded, tensor(2)])), 48)
         self.assertEqual(timers.bytes_of(types.SimpleNamespace(state={0: {"step": 3, "exp_avg": tensor(5)}})), 20)
+
+
+class Fitting(unittest.TestCase):
+    """What --fit makes of how runs end, without running any."""
+
+    VALUES = [1, 2, 4, 8, 16]
+
+    def ran(self, value, ended):
+        return {"mode": "a", "setting": "micro_batch", "value": value, "values": self.VALUES, "ended": ended, "about": "a GPU"}
+
+    def test_the_highest_that_fits_is_found_whichever_it_is(self):
+        for most in (0, *self.VALUES):
+            runs = []
+            while (value := fit.next_value(self.VALUES, runs)) is not None:
+                runs.append(self.ran(value, fit.FITS if value <= most else "out of memory in update"))
+            self.assertLessEqual(len(runs), 3)
+            wanted = {0: "none from 1 (1: out of memory in update)", 16: "16 (the highest tried)"}
+            above = {1: 2, 2: 4, 4: 8, 8: 16}
+            self.assertEqual(fit.verdict(runs), wanted.get(most) or f"{most} ({above[most]}: out of memory in update)")
+
+    def test_other_failures_decide_nothing(self):
+        runs = [
+            self.ran(4, fit.FITS),
+            self.ran(8, "too slow"),
+            self.ran(8, "other failure (exit code 1)"),
+            self.ran(8, "out of host memory"),
+        ]
+        self.assertEqual(fit.next_value(self.VALUES, runs), 8)
+        self.assertEqual(fit.verdict(runs), "4 (not decided yet)")
+        self.assertEqual(fit.verdict(runs[1:]), "? (not decided yet)")
+
+    def test_how_a_run_ended(self):
+        advice = "INFO: If you are running out of memory, consider decreasing `gpu_memory_utilization`"
+        died = (
+            "A worker died. Potential root causes: (1) The process is killed by SIGKILL by OOM killer due to high memory usage."
+        )
+        woken = event("wake kv_cache", 5, failed=True, error="DeviceMemory('too little')")
+        lost = event("to cpu: model", 5, failed=True, error="HostMemory('too little')")
+        for found, log, late, wanted in (
+            (
+                [],
+                "ValueError: Free memory on device is less than desired GPU memory utilization",
+                False,
+                "out of memory in the start",
+            ),
+            (
+                [woken, event("failed", 6, failed=True, phase="update", error="")],
+                advice,
+                False,
+                "out of memory in rollout, at its wake kv_cache",
+            ),
+            (
+                [event("send weights", 5)],
+                "torch.OutOfMemoryError: CUDA out of memory.",
+                False,
+                "out of memory in an unknown place",
+            ),
+            ([lost], "", False, "out of host memory"),
+            ([event("send weights", 5)], f"{advice}\n{died}", False, "other failure (exit code 3)"),
+            ([event("send weights", 5)], advice, True, "too slow"),
+        ):
+            with self.subTest(wanted):
+                self.assertEqual(fit.outcome(False, 3, found, log, late)[0], wanted)
+        self.assertEqual(fit.outcome(True, -15, [], "CUDA out of memory, in an attempt", False), ("fits", ""))
 
 
 #: A job that does what verl does: metrics, events, answers, and a process in a session of its own that outlives it.
@@ -221,6 +389,12 @@ JOB = """
         (answers.parent / "behind").write_text(str(behind.pid))
         with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
             for step in range(1, int(settings["trainer.total_training_steps"]) + 1):
+                micro, mode_s = int(settings.get("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 1)), {"a": 4, "c": 16}.get(mode)
+                if micro > (mode_s or 4):
+                    verl_timers.note("failed", phase="update", began=time.time(), seconds=0, failed=True, error="OutOfMemoryError('CUDA')")
+                    sys.exit(1)
+                if int(settings.get("data.max_response_length", 1)) > 1000:
+                    sys.exit("something else")
                 if fails and step == 2:
                     print("torch.OutOfMemoryError: CUDA out of memory", flush=True)
                     sys.exit(3)
@@ -235,6 +409,7 @@ JOB = """
 
 VRAMCTL = """\
 #!/bin/bash
+if [ "$1" = gpus ]; then echo '{"gpus": [{"used_bytes": 9, "shares": [{"what": "unexplained", "bytes": 9}]}]}'; exit; fi
 if [ "$1" = status ]; then echo "actor_params paused of $2"; exit; fi
 while [ "$1" != -- ]; do echo "$1" >> "$BENCH_VERL_EVENTS/../arguments"; shift; done
 shift
@@ -242,7 +417,9 @@ FAKE=1 exec "$@"
 """
 
 
-class Whole(unittest.TestCase):
+class Script(unittest.TestCase):
+    """The script, in a folder with what it needs."""
+
     def setUp(self):
         place = tempfile.TemporaryDirectory()
         self.addCleanup(place.cleanup)
@@ -273,6 +450,8 @@ class Whole(unittest.TestCase):
     def result(self):
         return json.loads((self.folder / "out" / "bench-verl.json").read_text())
 
+
+class Whole(Script):
     def test_three_modes_from_start_to_end(self):
         done = self.bench("--steps", "3", "--warm", "1", "--set", "x=1", env={"VRAMCTL_TAG": "mine"})
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -289,6 +468,9 @@ class Whole(unittest.TestCase):
             self.assertEqual(
                 arguments.exists() and arguments.read_text().split(), label != "a" and ["run", "--no-tag", "--name", "verl"]
             )
+            self.assertTrue(
+                all(look["shares"] == [[None, "unexplained", "", 9]] and look["host"] > 1 << 20 for look in mode["looks"]), mode
+            )
         self.assertIn("| step | 1.00 | 1.00 | 1.00 | 1.00 |", done.stdout)
         self.assertIn("| step 3: answers |", done.stdout)
         self.assertEqual(done.stdout.count("actor_params paused of verl"), 2)
@@ -299,6 +481,27 @@ class Whole(unittest.TestCase):
         self.assertIn("CUDA out of memory", done.stdout)
         ended = {label: mode["ended"] for label, mode in self.result()["modes"].items()}
         self.assertEqual(ended, {"a": "ended early (exit code 3)", "c": "complete"})
+
+    def test_what_fits_is_found_over_several_calls(self):
+        values = ("--values", "micro_batch=2,4,8,16", "--values", "response_length=500,2000")
+        done = self.bench("--fit", "micro_batch", *values, "--modes", "a,c", "--join", "before.json")
+        self.assertIn("before.json does not exist", done.stdout)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("| micro_batch | 4 (8: out of memory in update) | 16 (the highest tried) |", done.stdout)
+        runs = self.result()["fits"]
+        self.assertEqual([(run["mode"], run["value"], run["steps"]) for run in runs[:2]], [("a", 4, 2), ("a", 8, 0)])
+        before = self.folder / "before.json"
+        (self.folder / "out" / "bench-verl.json").rename(before)
+        done = self.bench("--fit", *values, "--values", "gpu_memory_utilization=0.5", "--modes", "a", "--join", "before.json")
+        self.assertEqual(done.returncode, 1, "a response of 2000 fails otherwise, so the highest is not known")
+        self.assertIn("| response_length | 500 (not decided yet) |", done.stdout)
+        self.assertIn("| gpu_memory_utilization | 0.5 (the highest tried) |", done.stdout)
+        self.assertIn("other failure (exit code 1)", done.stdout)
+        added = self.result()["fits"][len(runs) :]
+        self.assertEqual([run["setting"] for run in added].count("micro_batch"), 0, "that was known")
+        # Another job's runs tell nothing about this one.
+        done = self.bench("--fit", "micro_batch", *values, "--modes", "a", "--set", "x=1", "--join", "before.json")
+        self.assertEqual(len(self.result()["fits"]), len(runs) + 2, done.stdout)
 
     def test_dry_run_and_what_is_missing(self):
         done = self.bench("--dry-run", "--modes", "c", "--gpus", "2", "--deterministic", "--quick", "--env", "A=b c")
@@ -316,6 +519,112 @@ class Whole(unittest.TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertIn("libvramctl.so is missing", done.stderr)
         self.assertEqual(self.bench("--modes", "x").returncode, 2)
+
+
+#: A job with memory on the simulated GPU: a trainer and a rollout, each in its process, take turns. In mode c, the trainer's is paused.
+LIVE_JOB = """
+    import json, os, pathlib, subprocess, sys, time
+    MIB = 1 << 20
+    def prepare():
+        pathlib.Path(os.environ["JOB"]).mkdir(exist_ok=True)
+    def play(role, managed):
+        sys.path[:0] = [{tests!r}, {package!r}]
+        from support import Cuda, pattern
+        import vramctl, verl_timers
+        cuda, held, kept = Cuda(), dict(), dict()
+        sizes = dict(actor_params=64 * MIB, kv_cache=128 * MIB)
+        def come(tag):
+            if managed and tag in held:
+                return vramctl.resume(tag)
+            if managed:
+                with vramctl.region(tag):
+                    held[tag] = cuda.malloc(sizes[tag])
+            else:
+                held[tag] = cuda.malloc(sizes[tag])
+            cuda.write(held[tag], kept.pop(tag, None) or pattern(1, sizes[tag]))
+        def go(tag):
+            if managed:
+                return vramctl.pause(tag)
+            kept[tag] = cuda.read(held[tag], sizes[tag])
+            cuda.free(held.pop(tag))
+        cuda.memory_info()  # makes its context
+        print("done", flush=True)
+        for line in sys.stdin:
+            what, tag, name = json.loads(line)
+            began = time.time()
+            dict(come=come, go=go, stay=lambda tag: None)[what](tag)
+            verl_timers.note(name, began=began, seconds=time.time() - began, used_before=0, used_after=0, pinned=None)
+            print("done", flush=True)
+    class Role:
+        def __init__(self, *words):
+            self.child = subprocess.Popen([sys.executable, __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert self.child.stdout.readline() == "done\\n"
+        def does(self, *what):
+            print(json.dumps(what), file=self.child.stdin, flush=True)
+            assert self.child.stdout.readline() == "done\\n"
+            looks()
+    def looks():
+        # Of two that end from now on, the second has also begun.
+        path = pathlib.Path(os.environ["BENCH_VERL_EVENTS"]).parent / "looks.jsonl"
+        count = lambda: path.read_text().count("\\n") if path.exists() else 0
+        enough = count() + 2
+        while count() < enough:
+            time.sleep(0.02)
+    def step():
+        external = any(one.startswith("actor_rollout_ref.model.external_lib") for one in sys.argv)
+        library = "libvramctl" in os.environ.get("LD_PRELOAD", "")
+        rollout, trainer = Role("rollout", str(int(library))), Role("trainer", str(int(external)))
+        rollout.does("come", "kv_cache", "wake kv_cache")
+        rollout.does("go", "kv_cache", "sleep level 2")
+        trainer.does("come", "actor_params", "to cuda: model+optimizer")
+        trainer.does("go", "actor_params", "to cpu: model+optimizer")
+        trainer.does("stay", "", "send weights")
+        rollout.does("come", "kv_cache", "wake kv_cache")
+        rollout.does("go", "kv_cache", "sleep level 2")
+        with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
+            file.write(json.dumps(dict(step=1, data={{"timing_s/step": 1.0}})) + "\\n")
+    if __name__ == "__main__":
+        step() if "=" in sys.argv[1] else play(sys.argv[1], sys.argv[2] == "1")
+    """
+
+
+class WholeOnTheLibrary(Script):
+    """With the library and the command line themselves, on the simulated GPU."""
+
+    def setUp(self):
+        super().setUp()
+        here = pathlib.Path(__file__).resolve().parent
+        (self.folder / "fake_job.py").write_text(textwrap.dedent(LIVE_JOB.format(tests=str(here), package=str(here.parent))))
+
+    def test_three_modes_from_start_to_end(self):
+        built = str(pathlib.Path(support.VRAMCTL).resolve().parent)
+        done = self.bench("--steps", "1", "--warm", "0", "--bin", built, env={"SIMGPU_CONTEXT_BYTES": str(100 << 20)})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        mib = {}
+        for label, mode in self.result()["modes"].items():
+            phases = report.digest(report.whole(mode), 0)["by_phase"]
+            self.assertLessEqual({"rollout", "update", "vLLM: sleep level 2"}, set(phases))
+            for phase, rows in phases.items():
+                mib[label, phase] = {
+                    row.removeprefix("GPU at the end, "): round(bytes / (1 << 20)) for row, bytes in rows.items()
+                }
+        plain, under, managed = ([mib[label, phase] for phase in ("rollout", "update")] for label in "abc")
+        self.assertEqual(managed[0]["rollout: kv_cache"], 128)
+        self.assertEqual(managed[1]["trainer: actor_params"], 64)
+        for rollout, update in (under, managed):
+            self.assertEqual(rollout["rollout: kv_cache"], 128)
+            self.assertEqual(update.get("rollout: kv_cache", 0), 0, "asleep")
+            self.assertEqual(rollout["trainer: all"], 100, "its context")
+        # Of whom the library knows, but cannot pause it.
+        self.assertEqual([bytes for row, bytes in under[1].items() if row.startswith("trainer: left to CUDA by")], [64])
+        self.assertGreaterEqual(plain[0]["rollout: all of it, without the library"], 128)
+        self.assertLess(plain[1]["rollout: all of it, without the library"], 128)
+        self.assertEqual(plain[0]["trainer: all"] + 64, plain[1]["trainer: all"])
+        for label in "abc":
+            self.assertGreaterEqual(
+                mib[label, "rollout"]["host, the job's processes"], 64, "the trainer's parameters are there"
+            )
+            self.assertGreaterEqual(mib[label, "rollout"]["GPU, peak"], 128)
 
 
 def is_running(pid):

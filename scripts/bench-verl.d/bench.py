@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import ctypes
 import json
 import os
 import pathlib
@@ -12,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 
@@ -20,7 +18,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE))
 
+import fit  # noqa: E402
 import report  # noqa: E402
+import watch  # noqa: E402
 
 ABOUT = """\
 Runs verl's GRPO training of a small model on one GPU, the same job in each mode, one after the other:
@@ -29,16 +29,22 @@ Runs verl's GRPO training of a small model on one GPU, the same job in each mode
   b  the same under `vramctl run`: vLLM's sleep mode runs on the library; verl's trainer offloads by itself
   c  the same, and the trainer's offload is a pause (actor_rollout_ref.model.external_lib=vramctl.frameworks.verl)
 
-and writes what verl's own metrics say by phase, each transition as timed inside verl's processes, the GPU's and the host's peak, what
-stays on the GPU while both are off, and whether rewards, losses and answers are equal."""
+and writes what verl's own metrics say by phase; of each phase and transition, as timed inside verl's processes, its seconds, the peak of
+the GPU's memory, the ledger and the job's host memory at its end; and whether rewards, losses and answers are equal.
+
+With --fit, it looks for the highest gpu_memory_utilization, micro batch and response length that fit in each mode: by bisection over runs
+of two steps, of which each fits, runs out of memory (where is told), or fails otherwise."""
 
 #: vLLM's compilation settings.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 64, 128]}
 
+#: Seconds that a job gets to end, with --fit, after one of its processes has failed.
+AFTER_A_FAILURE = 30
+
 LONG = """\
 The first import of verl, vLLM and Ray takes minutes; a shared bytecode cache (in /tmp) and the model are made before the first mode, in
 parallel. After that, a mode starts in one to three minutes. A mode that would not end within the limit is not started; --join puts it
-into the same table later. Exits with 0 if all modes have run all steps."""
+into the same table later, and continues --fit. Exits with 0 if all modes have run all steps, or if all that --fit looks for is found."""
 
 
 def options():
@@ -50,7 +56,7 @@ def options():
     add("--vllm-dir", default="", metavar="DIR", help="vLLM's, put behind verl's")
     add("--job", required=True, metavar="FILE", help="the script that makes model and data and starts verl with the overrides it is given")
     add("--modes", default="a,b,c", metavar="LIST", help="in this order; one may be repeated, as in a,b,c,a (a,b,c)")
-    add("--steps", type=int, default=5, metavar="N", help="training steps of each mode (5)")
+    add("--steps", type=int, metavar="N", help="training steps of each mode (5; with --fit 2)")
     add("--warm", type=int, default=2, metavar="N", help="first steps that the medians leave out: in mode c, they fill the regions (2)")
     add("--layers", type=int, default=16, metavar="N", help="of the model (16; with --hidden 2048 it has 0.8 billion parameters)")
     add("--hidden", type=int, default=2048, metavar="N", help="its width (2048; 24 layers of 2560 have 1.9 billion parameters)")
@@ -61,17 +67,32 @@ def options():
     add("--gpus", type=int, default=1, metavar="N", help="FSDP over N GPUs and vLLM with tensor parallelism N (1)")
     add("--bin", default="", metavar="DIR", help="take libvramctl.so and vramctl from DIR (target/release)")
     add("--python", default=str(ROOT / "python" / "vramctl"), metavar="DIR", help="the Python package (python/vramctl of this checkout)")
-    add("--join", action="append", default=[], metavar="FILE", help="include the modes of an earlier run's bench-verl.json")
+    add("--join", action="append", default=[], metavar="FILE", help="include an earlier run's bench-verl.json, if there is one")
     add("--out", default=str(ROOT / "target" / "bench-verl"), metavar="DIR", help="for bench-verl.md, bench-verl.json and a log of each mode")
     add("--work", default="/tmp/vramctl-bench-verl", metavar="DIR", help="for the model, the data and the bytecode cache, kept")
+    what = ", ".join(fit.VALUES)
+    add("--fit", nargs="?", const=",".join(fit.VALUES), default="", metavar="LIST", help=f"look for what fits of LIST ({what})")
+    add("--values", action="append", default=[], metavar="SETTING=V,V,…", help="the values that --fit tries of a setting, lowest first")
+    add("--run-limit", type=float, default=240, metavar="S", help="with --fit: end a run after S seconds (240)")
     add("--limit", type=float, default=570, metavar="S", help="stop after S seconds (570)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     chosen = parser.parse_args()
     chosen.modes = chosen.modes.split(",")
     if not set(chosen.modes) <= set("abc"):
         parser.error("--modes: a, b and c")
+    chosen.fit = list(filter(None, chosen.fit.split(",")))
+    if unknown := set(chosen.fit) - set(fit.VALUES):
+        parser.error(f"--fit: {what}, not {', '.join(unknown)}")
+    chosen.steps = chosen.steps or (2 if chosen.fit else 5)
+    if chosen.fit:
+        chosen.warm = 0
     if chosen.steps <= chosen.warm or chosen.warm < 0:
         parser.error("--steps must be more than --warm")
+    try:
+        given = {name: list(map(json.loads, values.split(","))) for name, _, values in (one.partition("=") for one in chosen.values)}
+        chosen.values = {**fit.VALUES, **given}
+    except ValueError:
+        parser.error("--values: numbers are needed, as in micro_batch=4,8,16")
     for one in (*chosen.set, *chosen.env):
         if "=" not in one:
             parser.error(f"not NAME=VALUE: {one}")
@@ -89,48 +110,6 @@ def options():
 
 class Missing(Exception):
     pass
-
-
-# ---- the machine ----
-
-
-class Watch(threading.Thread):
-    """Samples the GPUs' memory (the fullest counts) and the host's, ten times a second."""
-
-    def __init__(self, gpus):
-        super().__init__(daemon=True)
-        self.samples, self.done, self.gpus = [], threading.Event(), gpus
-        self.nvml = self.handles = None
-        try:
-            self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            assert self.nvml.nvmlInit_v2() == 0
-            self.handles = [ctypes.c_void_p() for _ in range(gpus)]
-            for index, handle in enumerate(self.handles):
-                assert self.nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
-        except (OSError, AssertionError):
-            self.handles = None
-        self.host_before = host_used()
-
-    def gpu_used(self):
-        if self.handles is None:
-            return None
-        most = 0
-        for handle in self.handles:
-            memory = (ctypes.c_uint64 * 3)()  # total, free, used
-            if self.nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-                return None
-            most = max(most, memory[2])
-        return most
-
-    def run(self):
-        while not self.done.wait(0.1):
-            self.samples.append((time.time(), self.gpu_used(), host_used() - self.host_before))
-
-
-def host_used():
-    """Host memory in use, pinned memory included."""
-    lines = dict(line.split(":", 1) for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
-    return (int(lines["MemTotal"].split()[0]) - int(lines["MemAvailable"].split()[0])) << 10
 
 
 def machine(gpus):
@@ -186,7 +165,7 @@ class Bench:
         env.update(one.split("=", 1) for one in chosen.env)
         return env
 
-    def overrides(self, label, place):
+    def overrides(self, label, place, more=()):
         chosen, actor = self.options, "actor_rollout_ref"
         found = [
             f"trainer.total_training_steps={chosen.steps}",
@@ -201,11 +180,11 @@ class Bench:
             found += [f"{actor}.rollout.full_determinism=True", f"{actor}.actor.fsdp_config.full_determinism=True"]
         if label[0] == "c":
             found.append(f"{actor}.model.external_lib=vramctl.frameworks.verl")
-        return [*found, *chosen.set]
+        return [*found, *chosen.set, *more]
 
-    def command(self, label, place):
+    def command(self, label, place, more=()):
         under = [str(pathlib.Path(self.options.bin) / "vramctl"), "run", "--no-tag", "--name", "verl", "--"] if label[0] in "bc" else []
-        return [*under, sys.executable, self.options.job, *self.overrides(label, place)]
+        return [*under, sys.executable, self.options.job, *self.overrides(label, place, more)]
 
     def plan(self):
         lines = ["# first: " + ", ".join(" ".join(map(shlex.quote, command)) for command in self.preparations())]
@@ -216,6 +195,9 @@ class Bench:
             lines.append(f"# {report.title(label)}")
             lines += [f"{name}={shlex.quote(env[name])} \\" for name in sorted(names)]
             lines.append(shlex.join(self.command(label, place)))
+            for setting in self.options.fit:
+                values = self.options.values[setting]
+                lines.append(f"# … with {' '.join(fit.overrides(setting, fit.next_value(values, [])))} first, of {values}")
         return "\n".join(lines)
 
     def labels(self):
@@ -270,20 +252,77 @@ class Bench:
         self.check()
         self.out.mkdir(parents=True, exist_ok=True)
         self.work.mkdir(parents=True, exist_ok=True)
-        result = {"about": f"{machine(self.options.gpus)}; {self.about()}", "warm": self.options.warm, "modes": {}}
-        failed = not self.prepare()
-        for label in self.labels() if not failed else []:
-            if self.took and self.left() < 0.8 * min(self.took):
-                self.say(f"{report.title(label)}: not run, {self.left():.0f} s are left")
-                failed = True
-                continue
-            mode = self.mode(label)
-            failed |= mode["ended"] != "complete"
-            result["modes"][label] = mode
-            self.write(result)
-        self.write(report.join(result, [json.loads(pathlib.Path(file).read_text()) for file in self.options.join]))
+        earlier = [json.loads(pathlib.Path(file).read_text()) for file in self.options.join if self.exists(file)]
+        result = {"about": f"{machine(self.options.gpus)}; {self.about()}", "warm": self.options.warm, "modes": {}, "fits": []}
+        if not self.prepare():
+            failed = True
+        elif self.options.fit:
+            result = report.join(result, earlier)
+            failed = not self.find(result)
+        else:
+            failed = not self.measure(result)
+            result = report.join(result, earlier)
+        self.write(result)
         print((self.out / "bench-verl.md").read_text())
         return 1 if failed else 0
+
+    def exists(self, file):
+        """The first of several calls with the same command has nothing to join yet."""
+        there = os.path.exists(file)
+        if not there:
+            self.say(f"{file} does not exist, so nothing of it is joined")
+        return there
+
+    def measure(self, result):
+        """Whether all modes have run all steps."""
+        complete = True
+        for label in self.labels():
+            if self.took and self.left() < 0.8 * min(self.took):
+                self.say(f"{report.title(label)}: not run, {self.left():.0f} s are left")
+                complete = False
+                continue
+            mode = self.mode(label)
+            complete &= mode["ended"] == "complete"
+            result["modes"][label] = mode
+            self.write(result)
+        return complete
+
+    def find(self, result):
+        """Looks for what fits; earlier runs of the same job count. Whether all of it is found."""
+        found = True
+        for label, setting in ((label, setting) for label in self.labels() for setting in self.options.fit):
+            values, same = self.options.values[setting], {"mode": label, "setting": setting, "about": result["about"]}
+            while True:
+                runs = [run for run in result["fits"] if same.items() <= run.items()]
+                value = fit.next_value(values, runs)
+                if value is None:
+                    break
+                if self.left() < (0.8 * min(self.took) if self.took else 30):
+                    self.say(f"{report.title(label)}, {setting}={value}: not run, {self.left():.0f} s are left")
+                    found = False
+                    break
+                run = {**same, "values": values, "value": value, **self.try_out(label, setting, value)}
+                result["fits"].append(run)
+                self.write(result)
+                if run["ended"] != fit.FITS and not fit.is_out_of_memory(run):
+                    # Neither fits nor does not. Another call may try again.
+                    found = False
+                    break
+        return found
+
+    def try_out(self, label, setting, value):
+        place = self.out / f"{label}-{setting}-{value}"
+        self.say(f"{report.title(label)}, {setting}={value}: starts")
+        limit = min(self.options.run_limit, self.left() - 10)
+        mode, code, took = self.execute(label, place, fit.overrides(setting, value), limit)
+        is_complete = len(mode["steps"]) >= self.options.steps
+        log = (place / "log").read_text(errors="replace")
+        ended, error = fit.outcome(is_complete, code, mode["events"], log, took >= limit)
+        if is_complete or fit.is_out_of_memory({"ended": ended}):
+            self.took.append(took)
+        self.say(f"{report.title(label)}, {setting}={value}: {ended}, {len(mode['steps'])} steps, {took:.0f} s; {error[:200]}")
+        peak = max((used for _, used in mode["samples"] if used is not None), default=None)
+        return {"ended": ended, "error": error, "steps": len(mode["steps"]), "took": took, "gpu_peak": peak}
 
     def about(self):
         chosen = self.options
@@ -296,49 +335,58 @@ class Bench:
 
     def mode(self, label):
         place = self.out / label
-        self.make(place)
         self.say(f"{report.title(label)}: starts")
-        watch, began = Watch(self.options.gpus), time.monotonic()
-        before = watch.gpu_used()
-        watch.start()
-        with open(place / "log", "wb") as log:
-            child = subprocess.Popen(
-                self.command(label, place), env=self.env(label, place), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            code = self.follow(child, label, place)
-        watch.done.set()
-        watch.join()
-        self.clean()
-        took = time.monotonic() - began
-        steps = report.from_file(place / "metrics.jsonl") or report.from_console((place / "log").read_text(errors="replace"))
-        ended = "complete" if len(steps) >= self.options.steps else f"ended early (exit code {code})"
-        self.say(f"{report.title(label)}: {ended}, {len(steps)} steps, {took:.0f} s")
+        mode, code, took = self.execute(label, place)
+        steps = len(mode["steps"])
+        ended = "complete" if steps >= self.options.steps else f"ended early (exit code {code})"
+        self.say(f"{report.title(label)}: {ended}, {steps} steps, {took:.0f} s")
         if ended == "complete":
             self.took.append(took)
         else:
             self.explain(place)
-        self.wait_for_gpu(watch, before)
+        return {"ended": ended, "took": took, **mode, "library": lines_with(place / "log", "vramctl")[-200:]}
+
+    def execute(self, label, place, more=(), limit=float("inf")):
+        """Runs the job: what it has written, its exit code, and the seconds."""
+        self.make(place)
+        machine, began = watch.Watch(self.options.gpus), time.monotonic()
+        before = machine.gpu_used()
+        looks = watch.Looks(str(pathlib.Path(self.options.bin) / "vramctl"), self.env("b", place), self.mine, place / "looks.jsonl")
+        machine.start()
+        looks.start()
+        with open(place / "log", "wb") as log:
+            child = subprocess.Popen(
+                self.command(label, place, more), env=self.env(label, place), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            code = self.follow(child, label, place, began + limit)
+        for thread in (machine, looks):
+            thread.done.set()
+            thread.join()
+        self.clean()
+        took = time.monotonic() - began
+        self.wait_for_gpu(machine, before)
         return {
-            "ended": ended,
-            "took": took,
-            "steps": steps,
+            "steps": report.from_file(place / "metrics.jsonl") or report.from_console((place / "log").read_text(errors="replace")),
             "events": report.events(place / "events"),
             "tokens": report.tokens(place / "answers"),
-            "samples": watch.samples,
-            "library": lines_with(place / "log", "vramctl")[-200:],
-        }
+            "samples": machine.samples,
+            "looks": report.lines(place / "looks.jsonl"),
+        }, code, took
 
-    def follow(self, child, label, place):
-        """Waits for a mode and tells its steps. Ends it when the time is up: what it has written until then counts."""
-        told = 0
-        while child.poll() is None and self.left() > 10:
+    def follow(self, child, label, place, end):
+        """Waits for a run and tells its steps. Ends it when the time is up, or does not end after a failure: what it has written counts."""
+        told, failed = 0, None
+        while child.poll() is None and self.left() > 10 and time.monotonic() < min(end, failed or end):
             time.sleep(0.2)
             steps = report.from_file(place / "metrics.jsonl")
             for step in sorted(steps)[told:]:
-                self.say(f"  step {step}: " + ", ".join(f"{name} {steps[step].get(f'timing_s/{name}', 0):.2f} s" for name in ("gen", "old_log_prob", "update_actor", "update_weights", "step")))
-            if label[0] in "bc" and told <= self.options.warm < len(steps):
+                shown = ("gen", "old_log_prob", "update_actor", "update_weights", "step")
+                self.say(f"  step {step}: " + ", ".join(f"{name} {steps[step].get(f'timing_s/{name}', 0):.2f} s" for name in shown))
+            if label[0] in "bc" and not self.options.fit and told <= self.options.warm < len(steps):
                 self.status(place)
             told = len(steps)
+            if failed is None and self.options.fit and any(one.get("failed") for one in report.events(place / "events")):
+                failed = time.monotonic() + AFTER_A_FAILURE
             if told >= self.options.steps:
                 # Ray takes long to end. This is for the last lines of the log.
                 time.sleep(0.5)
@@ -371,7 +419,7 @@ class Bench:
     def clean(self):
         """Ends all processes of this run: Ray's daemons and workers are in sessions of their own."""
         for _ in range(20):
-            mine = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.is_mine(pid)]
+            mine = self.mine()
             for pid in mine:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -381,15 +429,18 @@ class Bench:
                 return
             time.sleep(0.25)
 
+    def mine(self):
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.is_mine(pid)]
+
     def is_mine(self, pid):
         try:
             return f"BENCH_VERL_RUN={self.mark}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False
 
-    def wait_for_gpu(self, watch, before):
+    def wait_for_gpu(self, machine, before):
         end = time.monotonic() + 30
-        while before is not None and (watch.gpu_used() or 0) > before + (256 << 20) and time.monotonic() < end:
+        while before is not None and (machine.gpu_used() or 0) > before + (256 << 20) and time.monotonic() < end:
             time.sleep(0.5)
 
 

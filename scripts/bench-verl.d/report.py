@@ -6,6 +6,8 @@ import pathlib
 import re
 import statistics
 
+import fit
+
 #: What one direction of the link was measured to copy, in bytes per second.
 LINK = 55e9
 #: Which metrics must be equal where verl is deterministic.
@@ -25,6 +27,25 @@ MOVES = {
     "offload_fsdp_optimizer": "trainer: optimizer out",
     "load_fsdp_optimizer": "trainer: optimizer in",
 }
+
+
+#: Who has memory, of a look's shares: docs/out-of-memory.md.
+WORDS = {
+    "left_alone": "left to CUDA by {}",
+    "guard": "guard under paused memory",
+    "driver": "context, loaded code, small allocations",
+    "process": "all of it, without the library",
+    "page_tables": "page tables of pinned host memory",
+    "out_of_sight": "processes out of sight",
+    "unexplained": "unexplained",
+}
+#: A phase and a transition.
+SYNC = "send weights"
+#: Less of the GPU's memory is not shown.
+LITTLE = 1 << 20
+#: Of a phase, what is shown besides the ledger.
+PEAK = "GPU, peak"
+ROWS = ("seconds", PEAK, "host, the job's processes", "host, pinned by torch, besides")
 
 
 # ---- reading ----
@@ -55,7 +76,7 @@ def from_console(text):
 def from_file(path):
     """The same from verl's logger `file`."""
     steps = {}
-    for line in _lines(path):
+    for line in lines(path):
         data = {name: value for name, value in line["data"].items() if isinstance(value, (int, float))}
         steps[int(line["step"])] = data
     return steps
@@ -63,7 +84,7 @@ def from_file(path):
 
 def events(folder):
     """What verl_timers.py has written, in order of time."""
-    found = [line for path in sorted(pathlib.Path(folder).glob("*.jsonl")) for line in _lines(path)]
+    found = [line for path in sorted(pathlib.Path(folder).glob("*.jsonl")) for line in lines(path)]
     return sorted(found, key=lambda one: one["began"])
 
 
@@ -71,23 +92,22 @@ def tokens(folder):
     """A digest of each step's answers, whatever their order: {step: digest}."""
     found = {}
     for path in pathlib.Path(folder).glob("*.jsonl"):
-        answers = sorted(json.dumps([line.get("input"), line.get("output")]) for line in _lines(path))
+        answers = sorted(json.dumps([line.get("input"), line.get("output")]) for line in lines(path))
         found[int(path.stem)] = hashlib.sha256("\n".join(answers).encode()).hexdigest()[:12] if answers else ""
     return found
 
 
-def _lines(path):
-    path = pathlib.Path(path)
-    if not path.exists():
-        return []
-    lines = []
-    # Answers contain characters that `splitlines` takes for ends of lines.
-    for line in path.read_text(errors="replace").split("\n"):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            pass  # the last line of a process that was killed
-    return lines
+def lines(path):
+    """The lines of JSON in a file; none if there is no file."""
+    path, found = pathlib.Path(path), []
+    if path.exists():
+        # Answers contain characters that `splitlines` takes for ends of lines.
+        for line in path.read_text(errors="replace").split("\n"):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                pass  # the last line of a process that was killed
+    return found
 
 
 # ---- deriving ----
@@ -101,7 +121,7 @@ def phases(steps, warm):
 
 
 def windows(found):
-    """The time of each step's phases as the events tell it: [(phase, from, to)]. A rollout lasts from vLLM's wake-up to its sleep."""
+    """The time of each step's phases, without the transitions in between, as the events tell it: [(phase, from, to)]."""
     result, awake, loaded = [], None, {}
     for one in found:
         what, end = one["what"], one["began"] + one["seconds"]
@@ -111,23 +131,95 @@ def windows(found):
             result.append(("rollout", awake, one["began"]))
             awake = None
         elif what.startswith("to cuda"):
-            loaded[one["pid"]] = (one["began"], "optimizer" in what)
+            loaded[one["pid"]] = (end, "optimizer" in what)
         elif what.startswith("to cpu") and one["pid"] in loaded:
             began, is_update = loaded.pop(one["pid"])
-            result.append(("update" if is_update else "log-probabilities", began, end))
-        elif what == "send weights":
+            result.append(("update" if is_update else "log-probabilities", began, one["began"]))
+        elif what == SYNC:
             result.append(("weight sync", one["began"], end))
     return result
 
 
-def peaks(found, samples):
-    """The largest sample of GPU memory in each phase, in bytes."""
-    result = {}
-    for phase, began, end in windows(found):
-        inside = [used for at, used, _ in samples if began <= at <= end and used is not None]
-        if inside:
-            result[phase] = max(result.get(phase, 0), *inside)
+def spans(found, warm):
+    """Phases and transitions, without those of the first `warm` steps: [(name, from, to, a function that finds the look at its end)]. Of a
+    phase, that is the last look that ends in it; of a transition, one after it and before whatever comes next."""
+    start = first_after(found, warm)
+    begins = sorted(one["began"] for one in found)
+
+    def of_phase(began, end):
+        return lambda looks: next((look for look in reversed(looks) if began <= look["began"] and look["ended"] <= end), None)
+
+    def of_transition(end):
+        until = next((at for at in begins if at >= end), float("inf"))
+        return lambda looks: next((look for look in looks if end <= look["began"] and look["ended"] <= until), None)
+
+    result = [(phase, began, end, of_phase(began, end)) for phase, began, end in windows(found) if began >= start]
+    for one in found:
+        if one["began"] >= start and name_of(one) not in (None, SYNC):
+            end = one["began"] + one["seconds"]
+            result.append((name_of(one), one["began"], end, of_transition(end)))
     return result
+
+
+def by_phase(found, warm, samples, looks):
+    """Of each phase and transition the medians, and of peaks the highest: {name: {row: seconds or bytes}}."""
+    steps, parts = {}, roles(found)
+    for name, began, end, look_at in spans(found, warm):
+        row = {"seconds": end - began}
+        if used := [used for at, used, *_ in samples if began <= at <= end and used is not None]:
+            row[PEAK] = max(used)
+        if look := look_at(looks):
+            row |= {"host, the job's processes": look["host"], "ledger": ledger(look, parts)}
+        # Of each process what it said last.
+        pinned = {one["pid"]: one["pinned"] for one in found if one["began"] <= end and one.get("pinned") is not None}
+        row["host, pinned by torch, besides"] = sum(pinned.values())
+        steps.setdefault(name, []).append(row)
+    return {name: medians(rows) for name, rows in steps.items()}
+
+
+def medians(rows):
+    found = {name: [row[name] for row in rows if name in row] for name in ROWS}
+    result = {name: (max if name == PEAK else statistics.median)(values) for name, values in found.items() if values}
+    ledgers = [row["ledger"] for row in rows if "ledger" in row]
+    names = dict.fromkeys(name for one in ledgers for name in one)
+    # Who is not in a ledger had nothing.
+    return result | {f"GPU at the end, {name}": statistics.median(one.get(name, 0) for one in ledgers) for name in names}
+
+
+def roles(found):
+    """Whether a process trains, rolls out, or both: {pid: words}."""
+    of = {}
+    for one in found:
+        if is_of_vllm(one):
+            of.setdefault(one["pid"], set()).add("rollout")
+        elif one["what"] in MOVES or one["what"].startswith("to "):
+            of.setdefault(one["pid"], set()).add("trainer")
+    return {pid: " and ".join(sorted(which)) for pid, which in of.items()}
+
+
+def ledger(look, parts):
+    """Bytes by who has them."""
+    rows = {}
+    for pid, what, of, bytes in look["shares"]:
+        who = "" if pid is None else parts.get(pid, "others")
+        words = of if what == "tag" else WORDS.get(what, what).format(of)
+        for name in (f"{who}: {words}", f"{who}: all") if who else (words,):
+            rows[name] = rows.get(name, 0) + bytes
+    return rows
+
+
+def name_of(one):
+    """What a transition is called; None if it is the sum of others, or none."""
+    what = one["what"]
+    if what in MOVES:
+        return MOVES[what]
+    if is_of_vllm(one):
+        return f"vLLM: {what}"
+    return SYNC if what == SYNC else None
+
+
+def is_of_vllm(one):
+    return one["what"].split()[0] in ("sleep", "wake")
 
 
 def transitions(found, warm):
@@ -135,8 +227,8 @@ def transitions(found, warm):
     start = first_after(found, warm)
     result = {}
     for one in found:
-        what = MOVES.get(one["what"]) or (f"vLLM: {one['what']}" if one["what"].split()[0] in ("sleep", "wake") else one["what"])
-        if one["began"] >= start and not what.startswith("to "):
+        what = name_of(one)
+        if one["began"] >= start and what is not None:
             moved = one.get("bytes")
             if moved is None and one.get("used_after") is not None:
                 moved = abs(one["used_after"] - one["used_before"])
@@ -146,7 +238,7 @@ def transitions(found, warm):
 
 def first_after(found, warm):
     """When the first `warm` steps have ended: with the weights sent. They are also sent once before the first step."""
-    sent = sorted(one["began"] + one["seconds"] for one in found if one["what"] == "send weights")
+    sent = sorted(one["began"] + one["seconds"] for one in found if one["what"] == SYNC)
     return sent[min(warm, len(sent) - 1)] if sent and warm else 0.0
 
 
@@ -158,7 +250,7 @@ def residue(found, warm):
 
 def digest(mode, warm):
     """A mode's figures, from its raw data."""
-    found, samples = mode["events"], mode["samples"]
+    found, samples, looks = mode["events"], mode["samples"], mode.get("looks", [])
     return {
         "steps": len(mode["steps"]),
         "phases": phases(mode["steps"], warm),
@@ -170,9 +262,9 @@ def digest(mode, warm):
             }
             for what, each in transitions(found, warm).items()
         },
-        "peaks": peaks(found, samples),
-        "gpu_peak": max((used for _, used, _ in samples if used is not None), default=None),
-        "host_peak": max((host for _, _, host in samples if host is not None), default=None),
+        "by_phase": by_phase(found, warm, samples, looks),
+        "gpu_peak": max((used for _, used, *_ in samples if used is not None), default=None),
+        "host_peak": max((look["host"] for look in looks), default=None),
         "residue": residue(found, warm),
     }
 
@@ -201,6 +293,8 @@ def markdown(result):
     labels, warm = list(result["modes"]), result["warm"]
     digests = {label: digest(mode, warm) for label, mode in result["modes"].items()}
     plain, managed = (next((label for label in labels if label[0] == letter), None) for letter in "ac")
+    if result.get("fits"):
+        return fit_text(result)
     parts = [
         f"# verl's step\n\n{result['about']}\n\nMedians of the steps after the first {warm}. "
         + "; ".join(f"{title(label)}, {digests[label]['steps']} steps, {result['modes'][label]['ended']}" for label in labels),
@@ -211,6 +305,9 @@ def markdown(result):
         transition_table(labels, digests),
         "## Memory, GiB",
         memory_table(labels, digests),
+        "## Phases and transitions\n\nThe GPU's memory and the host's in GiB. At the end: of a phase, before it is left; of a transition, before the "
+        "next one. The host's memory is that of the job's processes, the library's backups with it.",
+        "\n\n".join(span_tables(labels, digests)),
         "## Results",
         results_table(labels, result["modes"]),
     ]
@@ -251,13 +348,44 @@ def transition_table(labels, digests):
 
 def memory_table(labels, digests):
     each = [digests[label] for label in labels]
-    phases = list(dict.fromkeys(phase for one in each for phase in one["peaks"]))
     rows = [["GPU, peak", *(gib(one["gpu_peak"]) for one in each)]]
-    rows += [[f"GPU, peak in {phase}", *(gib(one["peaks"].get(phase)) for one in each)] for phase in phases]
     rows.append(["GPU, both off: least", *(gib(min(one["residue"], default=None)) for one in each)])
     rows.append(["GPU, both off: last", *(gib(one["residue"][-1] if one["residue"] else None) for one in each)])
-    rows.append(["host, peak above the start", *(gib(one["host_peak"]) for one in each)])
+    rows.append(["host, peak of the job's processes", *(gib(one["host_peak"]) for one in each)])
     return table(["", *map(title, labels)], rows)
+
+
+def span_tables(labels, digests):
+    each = [digests[label]["by_phase"] for label in labels]
+    for name in dict.fromkeys(name for one in each for name in one):
+        found = [one.get(name, {}) for one in each]
+        known = dict.fromkeys(row for one in found for row in one if row not in ROWS)
+        ledger = sorted(row for row in known if max(one.get(row, 0) for one in found) >= LITTLE)
+        rows = [["seconds", *(seconds(one.get("seconds")) for one in found)]]
+        rows += [[row, *(gib(one.get(row)) for one in found)] for row in (PEAK, *ledger, *ROWS[2:])]
+        yield table([name, *map(title, labels)], rows)
+
+
+def fit_text(result):
+    """What --fit has found, by the job that it was found with."""
+    parts = ["# What fits in verl's step"]
+    for about in dict.fromkeys(run["about"] for run in result["fits"]):
+        parts += [about, "The highest of each setting that fits, the others as the job has them:"]
+        parts += fit_tables([run for run in result["fits"] if run["about"] == about])
+    return "\n\n".join(parts) + "\n"
+
+
+def fit_tables(runs):
+    by = {}
+    for run in runs:
+        by.setdefault(run["setting"], {}).setdefault(run["mode"], []).append(run)
+    labels = sorted({run["mode"] for run in runs})
+    found = [[setting, *(fit.verdict(modes[label]) if label in modes else "" for label in labels)] for setting, modes in by.items()]
+    tried = [
+        [f"{title(run['mode'])}: {run['setting']} {run['value']}", run["ended"], run["steps"], f"{run['took']:.0f}", gib(run["gpu_peak"])]
+        for run in runs
+    ]
+    return [table(["setting", *map(title, labels)], found), table(["run", "ended", "steps", "seconds", "GPU's peak, GiB"], tried)]
 
 
 def results_table(labels, modes):
@@ -276,10 +404,11 @@ def results_table(labels, modes):
 
 
 def join(result, earlier):
-    """Adds the modes of an earlier run, and gives repeated ones a number."""
+    """Adds the modes of an earlier run, gives repeated ones a number, and adds what it has found to fit."""
     for mode in (mode for one in earlier for mode in one["modes"].items()):
         result["modes"][free_label(mode[0][0], result["modes"])] = whole(mode[1])
-    return {**result, "modes": dict(sorted(result["modes"].items()))}
+    fits = [run for one in [*earlier, result] for run in one.get("fits", [])]
+    return {**result, "modes": dict(sorted(result["modes"].items())), "fits": fits}
 
 
 def free_label(letter, taken):

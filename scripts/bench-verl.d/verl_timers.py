@@ -13,6 +13,10 @@ import sys
 import time
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+FAILED = "failed"
+#: What vLLM's worker does before it serves, and when it does.
+STARTS = ("init_device", "load_model", "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+ROLLS_OUT = ("execute_model", "sample_tokens")
 MOVES = ("offload_fsdp_model_to_cpu", "load_fsdp_model_to_gpu", "offload_fsdp_optimizer", "load_fsdp_optimizer")
 
 
@@ -32,13 +36,15 @@ def note(what, **found):
 
 
 def settle():
-    """Waits for the GPU. Returns how much of its memory is in use, by all processes, and what torch has reserved here."""
+    """Waits for the GPU. Returns how much of its memory is in use, by all processes; what torch has reserved of it here; and what torch has
+    pinned of the host's, which no figure of the process counts."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return None, None
+        return None, None, None
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    return total - free, torch.cuda.memory_reserved()
+    pinned = getattr(torch.cuda, "host_memory_stats", dict)().get("allocated_bytes.current")
+    return total - free, torch.cuda.memory_reserved(), pinned
 
 
 def timed(function, what, size=None):
@@ -46,21 +52,22 @@ def timed(function, what, size=None):
 
     @functools.wraps(function)
     def call(*arguments, **keywords):
-        before, reserved_before = settle()
+        before, reserved_before, _ = settle()
         began, clock = time.time(), time.perf_counter()
-        failed = True
+        failed = None
         try:
-            result = function(*arguments, **keywords)
-            failed = False
-            return result
+            return function(*arguments, **keywords)
+        except BaseException as one:
+            failed = one
+            raise
         finally:
-            after, reserved = settle()
-            found = {"began": began, "seconds": time.perf_counter() - clock, "used_before": before, "used_after": after}
+            after, reserved, pinned = settle()
+            found = {"began": began, "seconds": time.perf_counter() - clock, "used_before": before, "used_after": after, "pinned": pinned}
             try:
                 found["bytes"] = size(*arguments, **keywords) if size is not None else None
             except Exception as error:  # verl must not fail because of this
-                found["error"] = repr(error)
-            note(what(*arguments, **keywords), **found, reserved_before=reserved_before, reserved=reserved, failed=failed)
+                found["size_error"] = repr(error)
+            note(what(*arguments, **keywords), **found, reserved_before=reserved_before, reserved=reserved, **failure(failed))
 
     return call
 
@@ -69,12 +76,38 @@ def timed_coroutine(function, what):
     @functools.wraps(function)
     async def call(*arguments, **keywords):
         began, clock = time.time(), time.perf_counter()
+        failed = None
         try:
             return await function(*arguments, **keywords)
+        except BaseException as one:
+            failed = one
+            raise
         finally:
-            note(what, began=began, seconds=time.perf_counter() - clock)
+            note(what, began=began, seconds=time.perf_counter() - clock, **failure(failed))
 
     return call
+
+
+def failure(error):
+    return {"failed": error is not None, **({"error": repr(error)[:500]} if error is not None else {})}
+
+
+def telling_failures(owner, name, phase):
+    """Writes a line if a method fails: in which phase, and why. `phase` is a function of its arguments."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return
+
+    @functools.wraps(function)
+    def call(*arguments, **keywords):
+        began = time.time()
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            note(FAILED, phase=phase(*arguments, **keywords), began=began, seconds=time.time() - began, **failure(error))
+            raise
+
+    setattr(owner, name, call)
 
 
 def bytes_of(owner, *_, **__):
@@ -103,8 +136,13 @@ def time_trainer(module):
     def move(self, device, model=True, optimizer=True, grad=True):
         return f"to {device}: {'+'.join(name for name, moved in (('model', model), ('optimizer', optimizer)) if moved) or 'nothing'}"
 
+    def batch(self, data, loss_function, forward_only=False):
+        return "log-probabilities" if forward_only else "update"
+
     engine.initialize = first
     engine.to = timed(engine.to, move)
+    telling_failures(engine, "forward_backward_batch", batch)
+    telling_failures(engine, "optimizer_step", lambda *_: "update")
 
 
 def time_vllm(module):
@@ -113,6 +151,9 @@ def time_vllm(module):
 
     module.Worker.sleep = timed(module.Worker.sleep, lambda self, level=1: f"sleep level {level}")
     module.Worker.wake_up = timed(module.Worker.wake_up, woken)
+    for phase, names in (("the rollout's start", STARTS), ("rollout", ROLLS_OUT)):
+        for name in names:
+            telling_failures(module.Worker, name, lambda *_, phase=phase, **__: phase)
 
 
 def time_sending(module):
