@@ -145,6 +145,44 @@ class Reading(unittest.TestCase):
         self.assertEqual(len([row for row in rows if row.startswith("| vLLM 1 | 1 |")]), 1, rows)
 
 
+class Long(unittest.TestCase):
+    """Several runs of `long`."""
+
+    def part(self, cycles):
+        run = {
+            "cycles": cycles,
+            "pauses": 2 * cycles,
+            "suspends": [],
+            "tokens": 7,
+            "wrong": [],
+            "samples": [],
+            "settle": 40,
+            "grown": [],
+        }
+        about = {"engine": "vLLM", "version": "1", "machine": {}, "started": "x"}
+        return {**about, "checks": [{"check": str(cycles), "ok": False, "detail": ""}], "runs": [run]}
+
+    def test_runs_are_continued_and_other_parts_replaced(self):
+        tpot = {"ms": {"without": [], "with": []}, "checks": []}
+        first, second = ({"vllm/long": self.part(cycles), "vllm/tpot": {**tpot, "version": cycles}} for cycles in (300, 200))
+        joined = report.join([{"parts": first}, {"parts": second}])
+        self.assertEqual([run["cycles"] for run in joined["vllm/long"]["runs"]], [300, 200])
+        self.assertEqual([check["check"] for check in joined["vllm/long"]["checks"]], ["300", "200"], "no failure is lost")
+        self.assertEqual(joined["vllm/tpot"]["version"], 200)
+        text = report.markdown({"vllm/long": joined["vllm/long"]})
+        self.assertIn("500 times asleep and awake again by its own API, 1000 times paused", text)
+        self.assertIn("in 2 runs. 14 tokens", text)
+
+    def test_when_all_is_done_no_engine_starts(self):
+        run = types.SimpleNamespace(
+            options=types.SimpleNamespace(engine="vllm", cycles=300, pauses=600),
+            parts={"vllm/long": self.part(300)},
+            say=lambda text: None,
+            started=lambda part: part,
+        )
+        self.assertEqual(engines.long.long(run)["runs"], [])
+
+
 class Tokens(engines.Engines):
     """The part `tpot` with engines that each take as long as they are told."""
 
@@ -684,24 +722,18 @@ class TakingTurns(Script):
             self.assertIn(name, run["samples"][0])
         self.assertLess(run["samples"][0]["device while asleep, bytes"], run["samples"][0]["device bytes"])
 
-        # The rest, in another run.
-        (self.folder / "out/gpu-engines.json").rename(first)
-        goal = ("--cycles", str(run["cycles"] + 2), "--pauses", "1", "--other-gib", "1", "--join", first)
-        done, long = self.measure("long", *goal)
-        self.assertEqual([one["cycles"] for one in long["runs"]], [run["cycles"], 2], done.stdout + done.stderr)
-        self.assertIn("in 2 runs.", done.stdout)
         self.assertIn(" tokens and their log-probabilities were compared: none differs.", done.stdout)
         self.assertIn("| gpu-engines: threads |", done.stdout)
+
+        # The rest, in another run, of an engine whose weights each pause drops.
         (self.folder / "out/gpu-engines.json").rename(first)
-        done, long = self.measure("long", *goal)
-        self.assertIn("nothing is left to do", done.stdout)
-        self.assertEqual((done.returncode, len(long["runs"])), (0, 2), done.stdout + done.stderr)
-        # An engine whose weights each pause drops.
-        done, long = self.measure("long", *goal, "--cycles", "900", "--env", "VRAMCTL_BACKUP=weights=discard")
+        goal = ("--cycles", "900", "--pauses", "1", "--other-gib", "1", "--join", first)
+        done, long = self.measure("long", *goal, "--env", "VRAMCTL_BACKUP=weights=discard")
         self.assertEqual(done.returncode, 1, done.stdout)
-        self.assertTrue(long["runs"][-1]["wrong"], done.stdout)
-        self.assertLess(long["runs"][-1]["cycles"], 9, "it ends with the first wrong token")
-        self.assertIn("were compared: **WRONG**: cycle", done.stdout)
+        self.assertEqual(long["runs"][0], run)
+        self.assertTrue(long["runs"][1]["wrong"], done.stdout)
+        self.assertLess(long["runs"][1]["cycles"], 9, "it ends with the first wrong token")
+        self.assertRegex(done.stdout, r"in 2 runs\. \d+ tokens and their log-probabilities were compared: \*\*WRONG\*\*: cycle")
 
     def test_contents_that_are_lost_are_noticed(self):
         """If a pause drops the weights, the engines' answers differ."""
