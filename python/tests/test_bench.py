@@ -189,6 +189,21 @@ class RlStep(unittest.TestCase):
         self.assertIn("| engine: descriptors | 7 | 7 | 7 | +0 | flat |", text)
         self.assertIn("- engine tag default: 50.00 MiB", text)
 
+    def test_host_memory_of_a_process(self):
+        with tempfile.TemporaryDirectory() as folder:
+            process = growth.Process("one", 0)
+            process.folder = pathlib.Path(folder)
+            self.assertEqual(process.host_bytes(), 0, "it has ended")
+            (process.folder / "status").write_text(
+                "Name:\tx\nVmRSS:\t 99 kB\nRssAnon:\t 30 kB\nRssFile:\t 60 kB\nRssShmem:\t 4 kB\n"
+            )
+            self.assertEqual(process.host_bytes(), 34 << 10, "without files")
+            (process.folder / "smaps_rollup").write_text(
+                "00400000-7fff ---p 00000000 00:00 0 [rollup]\nRss:  99 kB\nPss_Anon:  20 kB\nPss_Shmem:  1 kB\n"
+            )
+            self.assertEqual(process.host_bytes(), 21 << 10, "its part of what several have")
+        self.assertGreater(growth.Process("this", os.getpid()).host_bytes(), 1 << 20)
+
     def test_the_plan(self):
         with tempfile.TemporaryDirectory() as out:
             ran = self.run_it(out, "--dry-run", "--modes", "tms,vramctl", "--turns", "2", "--nccl", "none")

@@ -578,6 +578,14 @@ class Running(Script):
         ):
             self.assertIn(line, done.stdout)
 
+    def test_requests_in_flight_keep_a_kv_cache_that_sglang_would_drop(self):
+        planned = {
+            engine: self.gpu_engines("--dry-run", "--part", "long", "--engine", engine).stdout for engine in ("vllm", "sglang")
+        }
+        self.assertIn("suspend gpu-engines --json", planned["vllm"])
+        for line in ("pause --hold --force --backup host --name gpu-engines", "suspend gpu-engines --backup host --json"):
+            self.assertIn(line, planned["sglang"])
+
     def test_what_is_missing_is_said(self):
         for arguments, text in [
             (["--part", "all"], "unknown part all"),

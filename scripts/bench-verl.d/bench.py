@@ -73,7 +73,7 @@ def options():
     what = ", ".join(fit.VALUES)
     add("--fit", nargs="?", const=",".join(fit.VALUES), default="", metavar="LIST", help=f"look for what fits of LIST ({what})")
     add("--values", action="append", default=[], metavar="SETTING=V,V,…", help="the values that --fit tries of a setting, lowest first")
-    add("--run-limit", type=float, default=240, metavar="S", help="with --fit: end a run after S seconds (240)")
+    add("--run-limit", type=float, default=300, metavar="S", help="with --fit: end a run after S seconds (300)")
     add("--limit", type=float, default=570, metavar="S", help="stop after S seconds (570)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     chosen = parser.parse_args()

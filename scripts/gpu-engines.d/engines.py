@@ -137,7 +137,8 @@ class Engines(Check):
         def cycles(part):
             return [started(part, self.script(), managed=part != "baseline")]
 
-        held = [[*self.other(), "--serve"], [vramctl, *self.held_pause()], [vramctl, "resume", "--name", NAME, "--json"]]
+        def held(part):
+            return [[*self.other(), "--serve"], [vramctl, *self.held_pause(part)], [vramctl, "resume", "--name", NAME, "--json"]]
 
         plans = {
             "cycles": cycles("cycles"),
@@ -158,9 +159,9 @@ class Engines(Check):
             ],
             "hold": [
                 started("hold", self.program()),
-                *held,
+                *held("hold"),
             ],
-            "long": [started("long", [*self.program(), "--sleep"]), *held, [vramctl, "suspend", NAME, "--json"]],
+            "long": [started("long", [*self.program(), "--sleep"]), *held("long"), [vramctl, "suspend", NAME, *self.kept("long"), "--json"]],
             "tpot": both,
             "many": [
                 started("many", program, name="model-1"),
@@ -466,14 +467,14 @@ class Engines(Check):
         self.expect(name, not failed and len(moves) == 2 * self.options.pauses and wanted > 0, "; ".join(failed))
         return {"moves": moves, "started": self.started("move")}
 
-    def held_pause(self):
+    def held_pause(self, part=None):
         # With several ranks, each has torch's symmetric memory, which is registered with the others.
         keep = ["--registered", "keep"] if self.options.gpus > 1 else []
-        return ["pause", "--hold", "--force", *keep, *self.kept(), "--name", NAME]
+        return ["pause", "--hold", "--force", *keep, *self.kept(part), "--name", NAME]
 
-    def kept(self):
+    def kept(self, part=None):
         """SGLang's own API has every pause drop the KV cache, which requests in flight need."""
-        return ["--backup", "host"] if self.section == "long" and self.options.engine == "sglang" else []
+        return ["--backup", "host"] if (part or self.section) == "long" and self.options.engine == "sglang" else []
 
     def shell(self, *arguments):
         """One pause or resume: the milliseconds reported by the slowest process."""
