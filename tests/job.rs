@@ -916,6 +916,39 @@ fn ranks_that_share_a_run_belong_together() {
     assert!(!ps.out.contains("(mine"), "{}", ps.out);
 }
 
+/// No process knows yet which others are of its job. Half of it would be paused.
+#[test]
+fn a_first_pause_waits_for_ranks_whose_sockets_were_just_deleted() {
+    let machine = Machine::new();
+    // One, all but one, and the directory with all of them.
+    for deleted in 1..=3 {
+        let mut ranks: [Program; 3] = machine.job("engine");
+        if deleted < 3 {
+            ranks[..deleted].iter().for_each(|rank| fs::remove_file(machine.socket(rank.pid())).unwrap());
+        } else {
+            fs::remove_dir_all(machine.sockets()).unwrap();
+            eventually("one has noticed", || machine.sockets().exists());
+        }
+        machine.vramctl("pause --name engine").expect(0, "paused job engine: 3 processes, ", "");
+        machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
+        ranks.iter_mut().for_each(Program::verify);
+    }
+    // One that does not create it again in time is named, and nothing is paused without it.
+    let mut ranks: [Program; 3] = machine.job("engine");
+    ranks[2].signal(libc::SIGSTOP);
+    fs::remove_file(machine.socket(ranks[2].pid())).unwrap();
+    let named = format!("engine (pid {}) (it lives, but somebody has deleted its socket", ranks[2].pid());
+    machine.vramctl("pause --name engine").expect(5, "", &named);
+    machine.vramctl("status").expect(5, "", "it lives, but somebody has deleted its socket");
+    assert_eq!(machine.settled(&[&ranks[0], &ranks[1]]), "active");
+    // Nobody else waits for it.
+    machine.vramctl("status --name another").expect(3, "", "");
+    ranks[2].signal(libc::SIGCONT);
+    machine.vramctl("pause --name engine").expect(0, "paused job engine: 3 processes, ", "");
+    machine.vramctl("resume --name engine").expect(0, "", "");
+    ranks.iter_mut().for_each(Program::verify);
+}
+
 /// Half of the job would stay paused, although the resume says that it has succeeded.
 #[test]
 fn a_rank_whose_socket_was_just_deleted_is_not_left_behind() {
@@ -929,8 +962,8 @@ fn a_rank_whose_socket_was_just_deleted_is_not_left_behind() {
     machine.vramctl("pause --name engine").expect(0, "", "");
     ranks[2].signal(libc::SIGSTOP);
     fs::remove_file(machine.socket(ranks[2].pid())).unwrap();
-    let named = format!("2 of 3 processes are there: process {} lives, but does not listen", ranks[2].pid());
-    machine.vramctl("resume --name engine").expect(3, "", &named);
+    let named = format!("engine (pid {}) (it lives, but somebody has deleted its socket", ranks[2].pid());
+    machine.vramctl("resume --name engine").expect(5, "", &named);
     assert_eq!(machine.settled(&[&ranks[0], &ranks[1]]), "paused, held");
     ranks[2].signal(libc::SIGCONT);
     machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");

@@ -29,14 +29,14 @@ impl Sign {
     /// Gives a signal. `None`, and no signal, if the directory does not exist or does not support locks.
     pub fn put_up(says: Says) -> Option<Self> {
         let directory = Held::new(own_directory()?).ok()?;
-        let is_locked = try_lock_byte(&*directory.as_type::<File>().ok()?, says as u8, Sharing::Shared).ok()?;
+        let is_locked = try_lock_byte(&*directory.as_type::<File>().ok()?, says as u64, Sharing::Shared).ok()?;
         is_locked.then_some(Self { _directory: directory })
     }
 }
 
 /// Whether any process, including this one, gives this signal.
 pub fn any(says: Says) -> bool {
-    own_directory().is_some_and(|directory| is_byte_locked(&directory, says as u8).unwrap_or(false))
+    own_directory().is_some_and(|directory| is_byte_locked(&directory, says as u64).unwrap_or(false))
 }
 
 /// The directory of the sockets, if nobody else can change it: locks in a foreign directory are foreign.

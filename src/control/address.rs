@@ -20,9 +20,9 @@ use vramctl_host::system::program_of;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Address {
     /// In its own namespace.
-    pid: u32,
+    pub(crate) pid: u32,
     /// The inode of its namespace, if the name has it.
-    namespace: Option<u64>,
+    pub(crate) namespace: Option<u64>,
 }
 
 impl Address {
@@ -101,7 +101,11 @@ pub fn hidden(pid: u32) -> Option<u32> {
 
 /// Processes that listen.
 #[derive(Debug, Default)]
-pub struct Listeners(BTreeMap<u32, Listed>);
+pub struct Listeners {
+    found: BTreeMap<u32, Listed>,
+    /// The pids here of those that live, and whose sockets nobody finds.
+    lost: Vec<u32>,
+}
 
 #[derive(Debug)]
 struct Listed {
@@ -113,7 +117,8 @@ struct Listed {
 
 impl Listeners {
     /// By their addresses and connections to them, where there are any.
-    pub fn of(mut listening: Vec<(Address, Option<UnixStream>)>) -> Self {
+    /// `alive`: those known to live.
+    pub fn of(mut listening: Vec<(Address, Option<UnixStream>)>, alive: Vec<Address>) -> Self {
         listening.sort_by(|(one, _), (other, _)| one.cmp(other));
         let (mut known, mut unseen) = (Self::default(), Vec::new());
         for (address, stream) in listening {
@@ -124,41 +129,57 @@ impl Listeners {
             };
             let is_of_our_namespace = here == address.pid;
             let namespace = address.namespace.or_else(|| if is_of_our_namespace { None } else { namespace_of(&here.to_string()) });
-            known.0.insert(here, Listed { address, namespace, is_of_our_namespace });
+            known.found.insert(here, Listed { address, namespace, is_of_our_namespace });
         }
         for address in unseen {
-            let mut numbers = (1..=MOST_NAMESAKES).map(|nth| nth * HIDDEN + address.pid % HIDDEN);
-            if let Some(number) = numbers.find(|number| !known.0.contains_key(number)) {
-                known.0.insert(number, Listed { namespace: address.namespace, address, is_of_our_namespace: false });
+            if let Some(number) = known.number_for(&address) {
+                known.found.insert(number, Listed { namespace: address.namespace, address, is_of_our_namespace: false });
             }
+        }
+        let own = namespace_of("self");
+        for address in alive.into_iter().filter(|address| !known.found.values().any(|listed| listed.may_be(address, own))) {
+            let here = if address.namespace == own { Some(address.pid) } else { known.number_for(&address) };
+            // A child that it has forked without the library's knowledge may have its lock.
+            known.lost.extend(here.filter(|pid| hidden(*pid).is_some() || Path::new(&format!("/proc/{pid}")).exists()));
         }
         known
     }
 
+    /// A number for a process that cannot be seen.
+    fn number_for(&self, address: &Address) -> Option<u32> {
+        let mut numbers = (1..=MOST_NAMESAKES).map(|nth| nth * HIDDEN + address.pid % HIDDEN);
+        numbers.find(|number| !self.found.contains_key(number) && !self.lost.contains(number))
+    }
+
+    /// The pids here of those that live, and whose sockets nobody finds: somebody has deleted them, and they have not noticed yet.
+    pub fn lost(&self) -> &[u32] {
+        &self.lost
+    }
+
     /// Their pids here.
     pub fn pids(&self) -> Vec<u32> {
-        self.0.keys().copied().collect()
+        self.found.keys().copied().collect()
     }
 
     /// Where the process of this pid here listens.
     pub fn address(&self, pid: u32) -> Option<&Address> {
-        self.0.get(&pid).map(|listener| &listener.address)
+        self.found.get(&pid).map(|listener| &listener.address)
     }
 
     /// The pid here of the process that another one, of this pid here, calls so.
     pub fn pid_here(&self, pid: u32, of: u32) -> u32 {
-        let Some(speaker) = self.0.get(&of).filter(|speaker| !speaker.is_of_our_namespace && pid != 0) else { return pid };
+        let Some(speaker) = self.found.get(&of).filter(|speaker| !speaker.is_of_our_namespace && pid != 0) else { return pid };
         let is_meant = |listener: &Listed| listener.address.pid == pid && speaker.is_beside(listener);
         if is_meant(speaker) {
             return of;
         }
         // One that does not listen cannot be known, and must not pass for one of ours.
-        self.0.iter().find(|(_, listener)| is_meant(listener)).map_or(HIDDEN + pid % HIDDEN, |(pid, _)| *pid)
+        self.found.iter().find(|(_, listener)| is_meant(listener)).map_or(HIDDEN + pid % HIDDEN, |(pid, _)| *pid)
     }
 
     /// What another process, of this pid here, calls the process of a pid here.
     pub fn pid_there(&self, pid: u32, of: u32) -> u32 {
-        match (self.0.get(&of), self.0.get(&pid)) {
+        match (self.found.get(&of), self.found.get(&pid)) {
             (Some(speaker), Some(meant)) if speaker.is_beside(meant) => meant.address.pid,
             _ => pid,
         }
@@ -166,6 +187,12 @@ impl Listeners {
 }
 
 impl Listed {
+    /// Whether it is the process of this address, as far as can be known. `own`: the PID namespace of this process.
+    fn may_be(&self, address: &Address, own: Option<u64>) -> bool {
+        let namespace = if self.is_of_our_namespace { own } else { self.namespace };
+        self.address.pid == address.pid && (namespace.is_none() || namespace == address.namespace)
+    }
+
     /// Whether both are in the same namespace, as far as can be known.
     fn is_beside(&self, other: &Self) -> bool {
         self.is_of_our_namespace == other.is_of_our_namespace && (self.is_of_our_namespace || self.namespace == other.namespace)
@@ -289,13 +316,14 @@ mod tests {
     #[test]
     fn each_process_is_told_the_pids_of_its_own_namespace() {
         let listener = |pid, namespace, ours| Listed { address: Address::plain(pid), namespace, is_of_our_namespace: ours };
-        let known = Listeners(BTreeMap::from([
+        let found = BTreeMap::from([
             (7, listener(7, None, true)),
             (9, listener(9, None, true)),
             (107, listener(7, Some(1), false)),
             (108, listener(8, Some(1), false)),
             (HIDDEN + 7, listener(7, None, false)),
-        ]));
+        ]);
+        let known = Listeners { found, lost: Vec::new() };
         assert_eq!([7, 9].map(|pid| known.pid_there(pid, 7)), [7, 9]);
         assert_eq!([107, 108].map(|pid| known.pid_there(pid, 107)), [7, 8]);
         assert_eq!([0, 7, 8].map(|pid| known.pid_here(pid, 107)), [0, 107, 108]);

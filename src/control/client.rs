@@ -56,11 +56,24 @@ const ALIVE_WITHIN: Duration = Duration::from_secs(3);
 
 /// How long a process may take to replace a closed socket.
 const NEW_SOCKET: Duration = Duration::from_millis(500);
+/// How long it may take to notice that its socket was deleted, and to create another.
+const DELETED_SOCKET: Duration = Duration::from_secs(3);
 
 /// Whether nobody listens, or the connection was closed.
 fn is_closed(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
+}
+
+/// Connects in this directory, or in the one that has its name now, if somebody has deleted it.
+fn dial(directory: &Directory, pid: u32) -> io::Result<(UnixStream, Directory)> {
+    match directory.connect(pid) {
+        Err(error) if is_closed(&error) => {
+            let now = Directory::open()?.ok_or(error)?;
+            Ok((now.connect(pid)?, now))
+        }
+        answer => Ok((answer?, directory.clone())),
+    }
 }
 
 /// Sends a request. Returns what the answer has, which must match the pattern.
@@ -80,24 +93,34 @@ impl Client {
     }
 
     /// The same, and returns the hello, too. Retries for a moment: a process whose socket was closed notices this when somebody connects,
-    /// disconnects, and opens another.
+    /// disconnects, and opens another. One whose socket was deleted notices by itself.
     pub fn greet(directory: &Directory, pid: u32) -> Result<(Self, Hello), ClientError> {
-        let deadline = Instant::now() + NEW_SOCKET;
+        let begun = Instant::now();
         loop {
             let greeted = Self::try_connect(directory, pid).and_then(|mut client| client.hello().map(|hello| (client, hello)));
-            match greeted {
-                Err(ClientError::Io { error, .. }) if is_closed(&error) && Instant::now() < deadline => thread::sleep(NEW_SOCKET / 50),
-                answer => return answer,
+            let Err(ClientError::Io { error, .. }) = &greeted else { return greeted };
+            if !is_closed(error) {
+                return greeted;
             }
+            if begun.elapsed() >= NEW_SOCKET {
+                if !directory.has_lost(pid) {
+                    return greeted;
+                }
+                if begun.elapsed() >= DELETED_SOCKET {
+                    let why = "it lives, but somebody has deleted its socket, and it creates no other; is it stopped?";
+                    return Err(ClientError::Io { pid, error: io::Error::new(io::ErrorKind::TimedOut, why) });
+                }
+            }
+            thread::sleep(NEW_SOCKET / 50);
         }
     }
 
     fn try_connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
         let connect = || {
-            let stream = directory.connect(pid)?;
+            let (stream, directory) = dial(directory, pid)?;
             stream.set_read_timeout(Some(LOOK_AFTER))?;
             let seen_as = discovery::peer(&stream)?.pid;
-            Ok(Self { directory: directory.clone(), pid, seen_as, stream: BufReader::new(stream) })
+            Ok(Self { directory, pid, seen_as, stream: BufReader::new(stream) })
         };
         connect().map_err(|error| ClientError::Io { pid, error })
     }
@@ -237,8 +260,7 @@ impl Client {
     fn connect_again(&self) -> io::Result<UnixStream> {
         let deadline = Instant::now() + ALIVE_WITHIN;
         loop {
-            let connected = self.directory.connect(self.pid).or_else(|error| Directory::open()?.ok_or(error)?.connect(self.pid));
-            match connected {
+            match dial(&self.directory, self.pid).map(|(stream, _)| stream) {
                 Err(error) if is_closed(&error) && Instant::now() < deadline => thread::sleep(NEW_SOCKET / 10),
                 answer => return answer,
             }

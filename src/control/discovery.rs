@@ -5,6 +5,7 @@
 
 pub use crate::address::peer;
 use crate::address::{self, Address, ListenerName, Listeners};
+use crate::presence::{self, Lock};
 use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -13,7 +14,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, fchown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::directory::{Unsafe, open_private};
@@ -129,12 +130,13 @@ impl Directory {
         // Renamed only once it listens: `processes` takes a socket without a listener for stale.
         let unfinished = address::unfinished(&self.within_process(), &ListenerName::own());
         let _ = fs::remove_file(&unfinished);
+        let lock = Lock::of_this_process(&self.within_process());
         let bind = || {
             let listener = UnixListener::bind(&unfinished)?;
             let file = fs::symlink_metadata(&unfinished)?;
             let path = CString::new(self.path.join(address.file()).into_os_string().into_vec())?;
             fs::rename(&unfinished, self.within(&address.file()))?;
-            Ok((listener, Bound { path, file: (file.dev(), file.ino()), root: root() }))
+            Ok((listener, Bound { path, file: (file.dev(), file.ino()), root: root(), lock, deleted: None }))
         };
         bind().map_err(|error| naming(&self.path, &error))
     }
@@ -194,6 +196,8 @@ impl Directory {
     pub fn processes(&self) -> io::Result<Vec<u32>> {
         /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
+        // First: whoever comes after this is not lost.
+        let alive = presence::alive(&self.open);
         let (mut listening, mut refused) = (Vec::new(), Vec::new());
         let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
         for entry in entries {
@@ -214,10 +218,26 @@ impl Directory {
                 answer => listening.push((address, answer.ok())),
             }
         }
-        let known = Listeners::of(listening);
+        let known = Listeners::of(listening, alive);
         let pids = known.pids();
         *self.known() = Some(known);
         Ok(pids)
+    }
+
+    /// The pids here of processes that live, and whose sockets nobody found when [`processes`](Self::processes) looked last: somebody has
+    /// deleted them. The processes create them again once they notice.
+    pub fn lost(&self) -> Vec<u32> {
+        self.known().as_ref().map_or_else(Vec::new, |known| known.lost().to_vec())
+    }
+
+    /// Whether a process of this pid here lives, although nobody finds its socket.
+    pub fn has_lost(&self, pid: u32) -> bool {
+        self.processes().is_ok() && self.lost().contains(&pid)
+    }
+
+    /// Whether sockets were deleted a moment ago, and processes that have lost theirs may not have noticed.
+    pub fn is_being_restored(&self) -> bool {
+        presence::is_deleted(&self.open).unwrap_or(false)
     }
 
     /// The pid here of the process that another one, of this pid here, calls so.
@@ -242,9 +262,23 @@ pub struct Bound {
     file: Identity,
     /// The root directory of the process when it was bound.
     root: Option<Identity>,
+    /// Tells that the process listens.
+    lock: Option<Lock>,
+    /// Tells that sockets have been deleted, and since when.
+    deleted: Option<(Lock, Instant)>,
 }
 
 impl Bound {
+    /// Tells for a while that sockets were deleted, which others may not have noticed.
+    pub fn tell_of_deleted(&mut self, directory: &Directory) {
+        self.deleted = Lock::of_deleted(&directory.within_process()).map(|lock| (lock, Instant::now()));
+    }
+
+    /// Stops telling so after this time.
+    pub fn told_of_deleted(&mut self, after: Duration) {
+        self.deleted.take_if(|(_, since)| since.elapsed() >= after);
+    }
+
     /// Whether its name is gone, or belongs to another file: somebody has deleted it, or the directory. In doubt it is not: in another
     /// root directory, a name means something else.
     pub fn is_lost(&self) -> bool {
@@ -261,6 +295,8 @@ impl Bound {
             // SAFETY: a NUL-terminated path.
             unsafe { libc::unlink(self.path.as_ptr()) };
         }
+        // The process may take long to end.
+        self.lock.iter().for_each(Lock::give_back);
     }
 }
 

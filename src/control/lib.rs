@@ -9,4 +9,5 @@ pub mod decision;
 pub mod descriptors;
 pub mod discovery;
 pub mod gauge;
+mod presence;
 pub mod protocol;

@@ -112,6 +112,15 @@ impl Process {
         )
     }
 
+    /// What it has lost, and what to do about it.
+    pub fn has_lost(&self, Borrowed { owner, bytes, .. }: &Borrowed) -> String {
+        format!(
+            "{self} has lost {} that it had opened from process {owner}, which has ended, or has freed it while it was paused: {self} runs on \
+             without it, and fails when it uses it. End it and start it again",
+            Bytes(*bytes)
+        )
+    }
+
     /// As a row of a list to choose from.
     fn as_choice(&self) -> Choice {
         let bytes = || Bytes(self.tags().iter().map(|tag| tag.bytes).sum()).to_string();
@@ -197,6 +206,8 @@ pub struct Found {
 
 /// A process whose socket was deleted creates it again within this time.
 const NEW_SOCKET_WITHIN: Duration = Duration::from_secs(3);
+/// How often to look for it meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// How long a process may take to answer `hello`. A stopped one never does, and must not delay the others.
 const HELLO_WITHIN: Duration = Duration::from_secs(2);
 /// How long it may take to answer `status`, for which it calls the driver.
@@ -212,28 +223,27 @@ impl Found {
     pub fn look_on(machine: &'static dyn Machine, target: &Target) -> Result<Self, CommandError> {
         let failed =
             |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
-        let Some(directory) = Directory::open().map_err(failed)? else {
-            return Ok(Self { directory: None, machine, listening: Vec::new(), processes: Vec::new() });
-        };
         let begun = Instant::now();
         loop {
+            let Some(directory) = Directory::open().map_err(failed)? else {
+                return Ok(Self { directory: None, machine, listening: Vec::new(), processes: Vec::new() });
+            };
             let listening = directory.processes().map_err(failed)?;
+            let (lost, is_by_id) = (lost(&directory), matches!(target, Target::Pid(pid) if listening.contains(pid)));
+            // Half of a job is worse than to wait for the rest of it.
+            let misses_some = !is_by_id && (directory.is_being_restored() || may_match(&lost, target));
+            if misses_some && begun.elapsed() < NEW_SOCKET_WITHIN {
+                thread::sleep(LOOK_AGAIN);
+                continue;
+            }
             let asked = match target {
-                Target::Pid(pid) if listening.contains(pid) => std::slice::from_ref(pid),
+                Target::Pid(pid) if is_by_id => std::slice::from_ref(pid),
                 _ => listening.as_slice(),
             };
-            let found = Self { processes: ask(&directory, asked), directory: Some(directory.clone()), machine, listening };
-            if !found.misses_a_rank() || begun.elapsed() >= NEW_SOCKET_WITHIN {
-                return Ok(found);
-            }
-            thread::sleep(NEW_SOCKET_WITHIN / 30);
+            let mut processes = ask(&directory, asked);
+            processes.extend(lost.into_iter().filter(|_| !is_by_id));
+            return Ok(Self { processes, directory: Some(directory), machine, listening });
         }
-    }
-
-    /// Whether a process of one of the jobs lives and does not listen: its socket was deleted, and it has not noticed yet.
-    fn misses_a_rank(&self) -> bool {
-        let ranks = self.processes.iter().flat_map(Process::ranks);
-        ranks.filter(|pid| !self.listening.contains(pid)).any(|pid| proc::has_library(*pid))
     }
 
     /// Drops the processes that use no memory on any of these GPUs, and returns the GPUs' UUIDs. Keeps processes that do not
@@ -455,6 +465,19 @@ impl Found {
     }
 }
 
+/// Those that live, and whose sockets nobody finds.
+fn lost(directory: &Directory) -> Vec<Process> {
+    let why = "it lives, but somebody has deleted its socket, and it creates no other; is it stopped?";
+    let named = |pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take().filter(|name| checked_name(name).is_ok());
+    let process = |pid| Process { pid, name: named(pid), status: Err(CommandError::new(Exit::Busy, why)) };
+    directory.lost().into_iter().map(process).collect()
+}
+
+fn may_match(processes: &[Process], target: &Target) -> bool {
+    let may_be = |part: &Target| choose_part(processes, part).map_or_else(|failure| failure.exit() != Exit::NoProcess, |_| true);
+    target.parts().iter().any(may_be)
+}
+
 /// Asks all in parallel for their names and status. Leaves out those that have ended meanwhile.
 pub fn ask(directory: &Directory, pids: &[u32]) -> Vec<Process> {
     let connecting = directory.clone();
@@ -501,8 +524,9 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
 
 /// A process that does not answer. `None` if it has ended.
 pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, CommandError>) -> Option<Process> {
+    let is_gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
     let stream = match directory.connect(pid) {
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
+        Err(error) if is_gone(&error) && !directory.has_lost(pid) => return None,
         connected => connected.ok(),
     };
     let in_address = stream.as_ref().and_then(ListenerName::of_listener);

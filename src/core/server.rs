@@ -6,7 +6,7 @@
 //!
 //! The only way to a program is the name of its socket, which others may delete. So the control thread looks each second whether the name
 //! still leads to the socket, and otherwise creates the socket, and the directory, again. That needs neither the driver nor the gate: it
-//! works for a program that is paused, held or suspended.
+//! works for a program that is paused, held or suspended. Until then, a lock tells that the process lives (`control/presence.rs`).
 
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;
@@ -136,8 +136,10 @@ fn accept(socket: &Held) -> Ended {
             }
         }
         if is_lost() {
-            match Directory::open_or_create_again().and_then(|directory| listen_in(&directory)) {
-                Ok(new) => {
+            let again = Directory::open_or_create_again().and_then(|directory| Ok((listen_in(&directory)?, directory)));
+            match again {
+                Ok((new, directory)) => {
+                    BOUND.get().lock().unpoisoned().iter_mut().for_each(|bound| bound.tell_of_deleted(&directory));
                     log::warn!("somebody has deleted the control socket; it is there again");
                     return Ended::Replaced(new);
                 }
@@ -145,6 +147,8 @@ fn accept(socket: &Held) -> Ended {
                 Err(error) if !mem::replace(&mut is_logged, true) => log::warn!("somebody has deleted the control socket: {error}"),
                 Err(_) => (),
             }
+        } else {
+            BOUND.get().lock().unpoisoned().iter_mut().for_each(|bound| bound.told_of_deleted(2 * LOOK_EVERY));
         }
     }
 }
