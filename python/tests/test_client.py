@@ -241,6 +241,20 @@ signal.pause()
                 unnamed.wait()
                 (SOCKETS / f"{unnamed.pid}.sock").unlink()
 
+    def test_a_socket_may_be_named_by_its_pid_namespace(self) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, VRAMCTL_DIR=folder),
+            contextlib.ExitStack() as open_,
+        ):
+            for name in ("7-123.sock", "8.sock", "8-123.sock", "x-1.sock"):
+                listener = open_.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(f"{folder}/{name}")
+                listener.listen()
+            self.assertEqual([process.pid for process in vramctl.processes(patience=0.1)], [7, 8])
+            files = [vramctl.client._Place.of(pid).file for pid in (7, 8, 9)]
+            self.assertEqual(files, ["7-123.sock", "8.sock", "9.sock"])
+
     def test_many_stale_sockets_cost_one_wait(self) -> None:
         stale = [SOCKETS / f"{number}.sock" for number in range(900_000_000, 900_000_200)]
         for path in stale:

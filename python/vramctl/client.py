@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import socket
 import stat
 import struct
@@ -91,29 +92,49 @@ class _Directory:
 
     def pids(self) -> list[int]:
         """The listening processes. Removes stale sockets along the way."""
-        names = {name: name[: -len(".sock")] for name in os.listdir(self._open) if name.endswith(".sock")}
-        listen = {name: self._listens(name) for name, pid in names.items() if pid.isascii() and pid.isdigit()}
-        refusing = [name for name, listens in listen.items() if listens is False]
+        return sorted(self.sockets())
+
+    def sockets(self) -> dict[int, str]:
+        """The same, with the names of their sockets: ``<pid>.sock``, or ``<pid>-<PID namespace>.sock`` if another process has that name."""
+        listen = {name: self._listens(name) for name in os.listdir(self._open) if _SOCKET.fullmatch(name)}
+        refusing = [name for name, listens in listen.items() if listens is None]
         if refusing:
             time.sleep(0.05)  # a process whose socket was closed may be replacing it
         for name in refusing:
             listen[name] = self._listens(name)
-            if listen[name] is False:
+            if listen[name] is None:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._open)
-        return sorted(int(names[name]) for name, listens in listen.items() if listens)
+        # The plain names last: they win.
+        return {pid: name for name, pid in sorted(listen.items(), key=lambda one: -len(one[0])) if pid}
 
-    def _listens(self, name: str) -> bool | None:
-        """Whether anybody listens on a socket; None if it is gone."""
+    def _listens(self, name: str) -> int | None:
+        """The process that listens on a socket; None if nobody does, 0 if the socket is gone."""
+        pid = int(re.split("[-.]", name)[0])
         try:
-            self.connect(name)[0].close()
+            control, seen_as = self.connect(name)
+            control.close()
         except ConnectionRefusedError:
-            return False
-        except FileNotFoundError:
             return None
+        except FileNotFoundError:
+            return 0
         except (OSError, errors.Error):
-            pass  # the first real request reports other errors
-        return True
+            return pid  # the first real request reports other errors
+        # In another PID namespace, it has another pid; and another process may listen on its behalf.
+        return seen_as if seen_as and _pid_within(seen_as) == pid else pid
+
+
+#: The names of sockets.
+_SOCKET = re.compile(r"[0-9]+(-[0-9]+)?\.sock")
+
+
+def _pid_within(pid: int) -> int | None:
+    """The pid of a process in its own PID namespace."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        return next(int(line.split()[-1]) for line in status.splitlines() if line.startswith("NSpid:"))
+    except (OSError, StopIteration, ValueError):
+        return None
 
 
 def _directory_path() -> str:
@@ -149,7 +170,11 @@ class _Place:
 
     @classmethod
     def of(cls, pid: int) -> _Place:
-        return cls(_directory_path(), f"{pid}.sock", pid)
+        folder, file = _directory_path(), f"{pid}.sock"
+        if not os.path.exists(os.path.join(folder, file)):
+            with contextlib.suppress(errors.Error, OSError), _directory(folder) as directory:
+                file = directory.sockets().get(pid, file) if directory is not None else file
+        return cls(folder, file, pid)
 
     def __str__(self) -> str:
         return f"process {self.pid}" if self.pid is not None else f"the process at {self.folder}/{self.file}"
