@@ -7,6 +7,7 @@ mod common;
 use common::machine::{Machine, Program};
 use common::{SHARED, compile, eventually, own_folder, simulated_libraries};
 use serde_json::{Value, json};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -234,6 +235,46 @@ fn a_job_leaves_the_gpu_with_its_communicators() {
     }
 }
 
+/// Suspends and resumes a job that trains, at random moments. `TRAIN_SUSPENDS` sets how often.
+fn train_through_suspends(ranks: u32, transport: &[(&str, &str)], how: &str) {
+    let machine = Machine { devices: 2, ..Machine::new() };
+    let set = |command: &mut Command| _ = command.envs(transport.iter().copied()).env("SPREAD", "1");
+    let mut ranks = start_with(&machine, "train", &(0..ranks).collect::<Vec<_>>(), ranks, &[], set);
+    for rank in &mut ranks {
+        rank.tell(how);
+    }
+    let suspends = std::env::var("TRAIN_SUSPENDS").map_or(3, |count| count.parse().unwrap());
+    for nth in 0..suspends {
+        thread::sleep(Duration::from_millis(RandomState::new().build_hasher().finish() % 150));
+        machine.vramctl("suspend train").expect(0, "", "");
+        assert!(machine.gpus().iter().all(|gpu| *gpu == (0, 0)), "{transport:?} {how}, suspend {nth}: {:?}", machine.gpus());
+        machine.vramctl("resume train").expect(0, "", "");
+    }
+    fs::write(machine.folder.path().join("gpu/stop"), "").unwrap();
+    let said: Vec<_> = ranks.iter_mut().map(|rank| rank.expect("train ").trim().to_owned()).collect();
+    let steps: u64 = said[0].split(' ').nth(1).unwrap().parse().unwrap();
+    // Of an undisturbed run.
+    let (mut weights, values) = (1, (1..=ranks.len() as u64).sum::<u64>());
+    (0..steps).for_each(|_| weights = (weights * 31 + weights % 1000 * values) % 1_000_003);
+    assert_eq!(said, vec![format!("train {steps} steps, {weights}, answer 0"); ranks.len()], "{transport:?} {how}");
+    println!("{transport:?} {how}: {suspends} suspends in {steps} steps");
+}
+
+/// Whichever way NCCL's ranks reach each other.
+#[test]
+fn a_job_is_suspended_at_any_moment_of_its_training() {
+    for transport in &TRANSPORTS {
+        train_through_suspends(2, transport, "train");
+    }
+}
+
+/// As inference engines with tensor parallelism do it.
+#[test]
+fn a_job_with_an_all_reduce_of_its_own_is_suspended_at_any_moment() {
+    train_through_suspends(2, TRANSPORTS[0], "train own");
+    train_through_suspends(2, TRANSPORTS[2], "train own");
+}
+
 /// Each rank is where another one was, and has that one's memory where it had it.
 #[test]
 fn ranks_change_places() {
@@ -306,6 +347,34 @@ fn communicators_are_known_however_they_are_made() {
     all_say(&mut ranks, "destroy");
     // What was split off the last one is still there.
     assert_eq!(communicators(&machine, &ranks[0]).len(), 3);
+}
+
+/// Those that join know the id, and of those that were there, only one does. All leave together, or none.
+#[test]
+fn a_communicator_that_grows_has_all_of_its_ranks() {
+    let machine = Machine { devices: 2, ..Machine::new() };
+    let mut ranks = job(&machine, 2, &[]);
+    let (joined, grown) = thread::scope(|scope| {
+        let joins = |command: &mut Command| _ = command.env("JOINS", "1");
+        let joined = scope.spawn({
+            let machine = &machine;
+            move || start_with(machine, "later", &[2], 3, &[], joins)
+        });
+        let grown = all_say(&mut ranks, "grow");
+        (joined.join().unwrap(), grown)
+    });
+    assert_eq!(grown.iter().map(|said| said.trim()).collect::<Vec<_>>(), ["grow 0"; 2]);
+    // Without those that have joined, and the other way round.
+    machine.vramctl("suspend train").expect(7, "", "a communicator of NCCL with 1 of 3 ranks elsewhere");
+    machine.vramctl("suspend later").expect(7, "", "a communicator of NCCL with 2 of 3 ranks elsewhere");
+    let one = format!("suspend {} {}", joined[0].pid(), ranks[0].pid());
+    machine.vramctl(&one).expect(7, "", "a communicator of NCCL with 1 of 2 ranks elsewhere");
+    ranks.extend(joined);
+    for _ in 0..2 {
+        machine.vramctl("suspend --all").expect(0, "", "");
+        machine.vramctl("resume --all").expect(0, "", "");
+        assert_sums(&mut ranks);
+    }
 }
 
 /// Its memory is theirs, too. Nothing changes before that is known.

@@ -246,6 +246,39 @@ fn shrink(
     creating(found, made, || Some(Origin::Child(communicator)), real)
 }
 
+#[allow(clippy::too_many_arguments)] // NCCL's
+fn grow(
+    found: *mut c_void,
+    communicator: usize,
+    ranks: c_int,
+    unique: *const UniqueId,
+    rank: c_int,
+    made: *mut usize,
+    config: *const c_void,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    // Those that join come as to a new one.
+    if communicator == 0 {
+        return init_of_many(found, made, ranks, rank, 1, unique, config, real);
+    }
+    let origin = || {
+        // SAFETY: NCCL has accepted it, or does not look at it.
+        let id = (!unique.is_null()).then(|| unsafe { slice::from_raw_parts(unique.cast::<u8>(), size_of::<UniqueId>()) });
+        Some(Origin::Grown { from: communicator, members: size_of_communicator(found, communicator), id, ranks: ranks as u32 })
+    };
+    creating(found, made, origin, real)
+}
+
+/// How many ranks a communicator has, as its NCCL says; 0 if it does not say.
+fn size_of_communicator(found: *mut c_void, communicator: usize) -> u32 {
+    type Count = unsafe extern "C" fn(usize, *mut c_int) -> NcclResult;
+    let Some(count) = Loaded::around(found).and_then(|nccl| nccl.symbol(c"ncclCommCount")) else { return 0 };
+    let mut ranks = 0;
+    // SAFETY: NCCL's function of this name has this type, and has just accepted the communicator.
+    let answer = unsafe { mem::transmute::<*mut c_void, Count>(count)(communicator, &raw mut ranks) };
+    if answer == SUCCESS { u32::try_from(ranks).unwrap_or(0) } else { 0 }
+}
+
 /// Programs ask this of every error, no matter which function has returned it.
 fn explain(_: *mut c_void, code: NcclResult, real: impl FnOnce() -> *const c_char) -> *const c_char {
     if matches!(code, CUDA_ERROR | SYSTEM_ERROR | INTERNAL_ERROR) {

@@ -107,6 +107,7 @@ macro_rules! nccl_functions {
         ncclCommInitAll(communicators: *mut usize, ranks: c_int, devices: *const c_int) -> NcclResult => init_all;
         ncclCommSplit(communicator: usize, color: c_int, key: c_int, made: *mut usize, config: *const c_void) -> NcclResult => split;
         ncclCommShrink(communicator: usize, excluded: *const c_int, count: c_int, made: *mut usize, config: *const c_void, flags: c_int) -> NcclResult => shrink;
+        ncclCommGrow(communicator: usize, ranks: c_int, unique: *const UniqueId, rank: c_int, made: *mut usize, config: *const c_void) -> NcclResult => grow;
         ncclGetErrorString(code: NcclResult) -> *const c_char => explain;
     } };
 }

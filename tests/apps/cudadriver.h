@@ -80,6 +80,10 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address);
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags);
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, void *stream);
+CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, void *stream);
+CUresult cuLaunchHostFunc(void *stream, void (*function)(void *), void *data);
+CUresult cuStreamSynchronize(void *stream);
 CUresult cuIpcCloseMemHandle(CUdeviceptr address);
 
 CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags);

@@ -14,7 +14,7 @@ static TABLE: PerProcess<Mutex<BTreeMap<usize, Known>>> = PerProcess::new(Mutex:
 struct Known {
     /// Its NCCL: a process may contain several.
     nccl: Loaded,
-    rank: Communicator,
+    ranks: Vec<Communicator>,
 }
 
 /// How a communicator was created.
@@ -31,18 +31,38 @@ pub enum Origin<'a> {
     },
     /// From another communicator, by some of its ranks.
     Child(usize),
+    /// From another communicator, by all of its ranks, and by ranks that join them.
+    Grown {
+        /// The other communicator.
+        from: usize,
+        /// Its number of ranks; 0 if that is not known.
+        members: u32,
+        /// The unique id that those who join have been given. Only one rank of the other communicator has it.
+        id: Option<&'a [u8]>,
+        /// How many ranks there are together.
+        ranks: u32,
+    },
 }
 
 /// Records a communicator that this NCCL has created.
 pub fn created(nccl: Loaded, handle: usize, origin: Origin<'_>) {
     let mut all = TABLE.get().lock().unpoisoned();
-    let rank = match origin {
-        // The same in every process.
-        Origin::Unique { ids, rank, ranks } => Communicator { id: format!("{:016x}", fnv1a(ids)), rank, ranks },
-        // Of one that is not known, nothing is known either.
-        Origin::Child(parent) => all.get(&parent).map(|parent| parent.rank.clone()).unwrap_or_default(),
+    // The same in every process.
+    let of_unique = |ids, rank, ranks| Communicator { id: format!("{:016x}", fnv1a(ids)), rank, ranks };
+    // Of one that is not known, nothing is known either.
+    let of_parent = |parent| all.get(&parent).map_or_else(|| vec![Communicator::default()], |parent| parent.ranks.clone());
+    let ranks = match origin {
+        Origin::Unique { ids, rank, ranks } => vec![of_unique(ids, rank, ranks)],
+        Origin::Child(parent) => of_parent(parent),
+        Origin::Grown { members: 0, .. } => vec![Communicator::default()],
+        Origin::Grown { from, id: None, .. } => of_parent(from),
+        // The ranks that were there keep their numbers. This process answers for all of them to those that have joined, who know only the id:
+        // that the others are there is known by the communicator that they come from.
+        Origin::Grown { from, members, id: Some(id), ranks } => {
+            of_parent(from).into_iter().chain((0..members).map(|rank| of_unique(id, rank, ranks))).collect()
+        }
     };
-    all.insert(handle, Known { nccl, rank });
+    all.insert(handle, Known { nccl, ranks });
 }
 
 /// Records the communicators that one call has created for all of their ranks, in this process.
@@ -73,7 +93,7 @@ pub fn ending(handle: usize, real: impl FnOnce() -> bool) {
     }
 }
 
-/// The ranks that this process has.
+/// The ranks that this process has, or answers for.
 pub fn list() -> BTreeSet<Communicator> {
-    TABLE.existing().map_or_else(BTreeSet::new, |table| table.lock().unpoisoned().values().map(|one| one.rank.clone()).collect())
+    TABLE.existing().map_or_else(BTreeSet::new, |table| table.lock().unpoisoned().values().flat_map(|one| one.ranks.clone()).collect())
 }

@@ -354,6 +354,27 @@ int ncclCommShrink(struct communicator *c, int *excluded, int count, struct comm
 	return c->rank == 0 && c->ranks - count == 1 ? join(made, 1, name, 0) : INVALID_ARGUMENT;
 }
 
+int ncclCommCount(const struct communicator *c, int *count) { *count = c->ranks; return SUCCESS; }
+
+int ncclCommGetUniqueId(struct communicator *c, unique_id *id)
+{
+	*id = (unique_id){{0}};
+	snprintf(id->bytes, sizeof id->bytes, "%.100s-grown", c->name);
+	return SUCCESS;
+}
+
+/* The ranks of the other communicator keep their numbers, and only one of them has the id (src/init.cc). */
+int ncclCommGrow(struct communicator *c, int ranks, const unique_id *id, int rank, struct communicator **made, void *with)
+{
+	unique_id own;
+	(void)with;
+	if (c ? !check(c) || rank != -1 || ranks <= c->ranks : !id || rank < 0 || rank >= ranks)
+		return INVALID_ARGUMENT;
+	if (c)
+		ncclCommGetUniqueId(c, &own);
+	return join(made, ranks, c ? own.bytes : id->bytes, c ? c->rank : rank);
+}
+
 int ncclCommDestroy(struct communicator *c)
 {
 	if (!check(c))
@@ -413,4 +434,50 @@ int sum_over_ranks(struct communicator *c, long value, long *sum)
 	for (int rank = 0; rank < c->ranks; rank++)
 		*sum += slots[rank];
 	return barrier(c);
+}
+
+/* The same in a stream, as NCCL does it: it is work in flight until all ranks have come, and memory of the host is touched by nothing else.
+ * `given`: other buffers to use, one for each rank, as an engine's own all-reduce has. */
+struct collective {
+	struct communicator *c;
+	const CUdeviceptr *at;
+	long value, slots[MOST_RANKS];
+	int answer;
+};
+
+static void meet(void *data)
+{
+	struct collective *one = data;
+	if (!one->answer)
+		one->answer = barrier(one->c);
+}
+
+static void meet_on_host(void *data)
+{
+	struct collective *one = data;
+	for (int rank = 0; rank < one->c->ranks; rank++)
+		((volatile long *)one->at[rank])[one->c->rank] = one->value;
+	meet(one);
+	memcpy(one->slots, (void *)one->at[one->c->rank], sizeof one->slots);
+	meet(one);
+}
+
+int sum_in_stream(struct communicator *c, const CUdeviceptr *given, long value, long *sum, void *stream)
+{
+	struct collective one = {.c = c, .at = given ? given : c->at, .value = value};
+	if (!given && (c->transport == BY_HOST || c->transport == BY_HOST_DESCRIPTOR)) {
+		one.answer = CU(cuLaunchHostFunc)(stream, meet_on_host, &one) ? CUDA_ERROR : SUCCESS;
+	} else {
+		for (int rank = 0; rank < c->ranks && !one.answer; rank++)
+			one.answer = CU(cuMemcpyHtoDAsync_v2)(one.at[rank] + (CUdeviceptr)c->rank * sizeof value, &one.value, sizeof value, stream) ? CUDA_ERROR : SUCCESS;
+		if (one.answer || CU(cuLaunchHostFunc)(stream, meet, &one) || CU(cuMemcpyDtoHAsync_v2)(one.slots, one.at[c->rank], sizeof one.slots, stream) ||
+		    CU(cuLaunchHostFunc)(stream, meet, &one))
+			return CUDA_ERROR;
+	}
+	if (CU(cuStreamSynchronize)(stream) || one.answer)
+		return one.answer ? one.answer : CUDA_ERROR;
+	*sum = 0;
+	for (int rank = 0; rank < c->ranks; rank++)
+		*sum += one.slots[rank];
+	return SUCCESS;
 }
