@@ -7,6 +7,8 @@ use common::machine::{Machine, Program, Ran};
 use common::sharing::MIB;
 use std::fmt::Debug;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::process::Command;
+use std::{fs, io, ptr};
 use vramctl_driver::Driver;
 
 const BYTES: u64 = 4 * MIB;
@@ -122,7 +124,11 @@ impl Rank {
 
     /// `create`: makes its memory.
     fn start_with(machine: &Machine, place: usize, create: &str) -> Self {
-        let mut program = machine.python_with("job", |command| _ = command.env("RANK", place.to_string()));
+        Self::start_changed(machine, place, create, |_| ())
+    }
+
+    fn start_changed(machine: &Machine, place: usize, create: &str, change: impl FnOnce(&mut Command)) -> Self {
+        let mut program = machine.python_with("job", |command| change(command.env("RANK", place.to_string())));
         let folder = machine.folder.path().join("more.py");
         std::fs::write(&folder, MORE).unwrap();
         program.ask(&format!("exec(open({:?}).read(), globals())", folder.display().to_string()));
@@ -324,6 +330,9 @@ fn memory_whose_importer_is_unknown_is_not_paused() {
     let handle = importer.program.number(&format!("import_(receive({}, {file}))", owner.program.pid()));
     let address = importer.program.number(&format!("map({handle}, {BYTES})"));
     assert_eq!(importer.read(address), "[1]");
+    // As long as the owner has the descriptor, others may import it.
+    machine.vramctl("pause --name job").expect(1, "", "cuMemExportToShareableHandle");
+    assert_eq!(owner.program.ask(&format!("os.close({file})")), "None");
     machine.done("pause --name job");
     machine.done("resume --name job");
     assert_eq!(importer.read(address), "[1]");
@@ -400,6 +409,82 @@ fn a_descriptor_that_never_arrives_keeps_its_memory_where_it_is() {
     let [owner, importer] = job.ranks.get_disjoint_mut([0, 1]).unwrap();
     importer.import(owner);
     job.check(|place| place as u64 + 1);
+}
+
+/// What it stands for is not its owner's memory any more, and nobody but the log can tell.
+#[test]
+fn a_descriptor_from_before_a_pause_is_noticed() {
+    let machine = Machine::pair();
+    let log = machine.folder.path().join("log");
+    let mut owner = Rank::start(&machine, 0);
+    let mut importer = Rank::start(&machine, 1);
+    let to_log = |command: &mut Command| _ = command.stderr(fs::File::create(&log).unwrap());
+    let mut late = Rank::start_changed(&machine, 2, &format!("create({BYTES})"), to_log);
+    let (pid, file) = (owner.program.pid(), owner.program.number(&format!("export({})", owner.handle)));
+    importer.program.number(&format!("import_(receive({pid}, {file}))"));
+    let kept = late.program.number(&format!("receive({pid}, {file})"));
+    assert_eq!(owner.program.ask(&format!("os.close({file})")), "None");
+    machine.done("pause --name job");
+    machine.done("resume --name job");
+    late.program.number(&format!("import_({kept})"));
+    let said = fs::read_to_string(&log).unwrap();
+    assert!(said.contains("no process says that it has exported the memory that this one has just imported"), "{said}");
+    // Not of what is exported now.
+    let before = said.len();
+    late.import(&mut owner);
+    assert_eq!(fs::read_to_string(&log).unwrap().len(), before);
+}
+
+/// The memory of a rank that has died is lost to the others. They come back, and the resume says what they lack.
+#[test]
+fn a_rank_that_dies_while_its_job_is_away_is_named() {
+    for (away, back) in [("suspend job", "resume job"), ("pause --name job", "resume --name job")] {
+        let mut job = Job::start(3);
+        job.machine.done(away);
+        let dead = job.ranks[0].program.pid();
+        job.ranks[0].program.kill();
+        let ran = job.machine.vramctl(back);
+        let lost = format!("has lost 4.00 MiB that it had opened from process {dead}, which has ended");
+        assert!(ran.code == Some(1) && ran.text().matches(&lost).count() == 2, "{}", ran.text());
+        for place in [1, 2] {
+            let (own, other) = (job.ranks[place].pointer, job.imports[place][1]);
+            assert_eq!(job.ranks[place].read(own), format!("[{}]", place + 1));
+            assert_eq!(job.ranks[place].read(other.1), format!("[{}]", other.0 + 1));
+        }
+        // It is said once, and the others leave and come back as before.
+        job.machine.done("pause --name job");
+        job.machine.done("resume --name job");
+    }
+}
+
+/// A rank that has too few descriptors for what the others pass it stays held, and gets the memory once it has more.
+#[test]
+fn descriptors_may_be_lost_on_the_way_back() {
+    let mut job = Job::start(3);
+    let pid = job.ranks[1].program.pid();
+    let mut free = (0..libc::rlim_t::from(u32::MAX)).filter(|number| !fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap());
+    let (mut few, mut stayed) = (free.next().unwrap(), 0);
+    let limit = descriptors(pid, None);
+    for _ in 0..common::cases(12).min(24) {
+        job.machine.done("suspend job");
+        descriptors(pid, Some(libc::rlimit { rlim_cur: few, ..limit }));
+        let ran = job.machine.vramctl("resume job");
+        stayed += u32::from(ran.code != Some(0));
+        descriptors(pid, Some(limit));
+        job.comes_back(&format!("{few} descriptors: {}", ran.text()));
+        job.check(|place| place as u64 + 1);
+        few += 1;
+    }
+    assert!(stayed > 0);
+}
+
+/// Sets how many descriptors a process may have, and returns how many it might before.
+fn descriptors(pid: u32, limit: Option<libc::rlimit>) -> libc::rlimit {
+    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let new = limit.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let answer = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_NOFILE, new, &raw mut before) };
+    assert_eq!(answer, 0, "{}", io::Error::last_os_error());
+    before
 }
 
 /// What goes wrong.
@@ -491,9 +576,17 @@ fn some<C: Debug>(mut cases: Vec<C>, count: u32) -> impl Iterator<Item = C> {
 /// Whatever the driver refuses a rank, its job is back in the end, or one command brings it back.
 #[test]
 fn each_call_of_a_rank_may_fail() {
-    let mut job = Job::start(2);
+    any_call_may_fail(Job::start(2), 24);
+}
+
+#[test]
+fn each_call_of_one_of_four_ranks_may_fail() {
+    any_call_may_fail(Job::start(4), 6);
+}
+
+fn any_call_may_fail(mut job: Job, count: u32) {
     let faults = job.faults(&[(2, 1), (999, 1), (999, u64::MAX)]);
-    for fault in some(faults, 24) {
+    for fault in some(faults, count) {
         let case = format!("{fault:?}");
         let said = job.leave_and_come_back(fault);
         assert!(!said.contains("lost"), "{case}: {said}");

@@ -66,6 +66,8 @@ class Report:
     #: After a resume: memory of other processes that this one has open and that is not back. After a pause with `shared`, of a process
     #: that was only held: the memory that it set aside. The process stays held until it is back.
     missing: tuple[Borrowed, ...] = ()
+    #: After a resume: such memory that is lost, because its owner has ended, or has freed it while it was paused. The process runs on without it.
+    lost: tuple[Borrowed, ...] = ()
     #: After a pause with a guard: the bytes that have one.
     guarded_bytes: int = 0
     #: After a pause with a guard: the bytes for which the guard failed.
@@ -85,6 +87,7 @@ class Report:
             cls,
             reply,
             missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())),
+            lost=tuple(_read(Borrowed, lost) for lost in reply.get("lost", ())),
         )
 
 

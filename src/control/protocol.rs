@@ -359,7 +359,7 @@ impl Reply {
             Self::Status(ProcessStatus { process, memory }) => {
                 process.pids().chain(memory.borrowed.iter_mut().map(|open| &mut open.owner)).collect()
             }
-            Self::Done(report) => report.missing.iter_mut().map(|open| &mut open.owner).collect(),
+            Self::Done(report) => report.missing.iter_mut().chain(&mut report.lost).map(|open| &mut open.owner).collect(),
             Self::Error(refusal) => refusal.lent.iter_mut().flatten().map(|lent| &mut lent.by.pid).collect(),
             _ => Vec::new(),
         }

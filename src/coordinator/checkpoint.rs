@@ -364,6 +364,7 @@ impl Checkpoint {
             match result {
                 Ok(report) => {
                     (member.done.tag_bytes, member.done.missing) = (report.bytes, report.missing);
+                    member.done.lost.extend(report.lost);
                 }
                 Err(error) => failures.push(member.failed(error)),
             }

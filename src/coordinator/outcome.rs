@@ -49,6 +49,12 @@ impl ProcessOutcome {
         stays_held(&self.process, self.device.as_ref().map_or_else(of_report, |done| &done.missing[..]))
     }
 
+    /// What the program has lost.
+    pub fn has_lost(&self) -> Vec<String> {
+        let lost = self.report().into_iter().flat_map(|report| &report.lost);
+        lost.chain(self.device.iter().flat_map(|done| &done.lost)).map(|lost| self.process.has_lost(lost)).collect()
+    }
+
     /// A borrower's.
     pub fn borrower(process: Process, result: Result<Report, CommandError>) -> Self {
         Self { process, tags: Vec::new(), due: Vec::new(), device: None, result }
@@ -64,6 +70,8 @@ pub struct Done {
     pub rest_bytes: u64,
     /// Memory of other processes: after a resume, what is not back yet, so the program stays held; of a borrower, what it has set aside.
     pub missing: Vec<Borrowed>,
+    /// Memory of other processes that it has lost.
+    pub lost: Vec<Borrowed>,
     /// After a move: the GPUs that it is on, by their indices.
     pub now_on: Vec<u32>,
     /// Milliseconds in each step, in order.
@@ -77,6 +85,9 @@ impl Serialize for Done {
             json!({ "bytes": self.bytes(), "tag_bytes": self.tag_bytes, "rest_bytes": self.rest_bytes, "stages": stages, "ms": self.ms() });
         if !self.missing.is_empty() {
             report["missing"] = json!(self.missing);
+        }
+        if !self.lost.is_empty() {
+            report["lost"] = json!(self.lost);
         }
         report.serialize(serializer)
     }

@@ -244,7 +244,8 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
 unsafe fn export_descriptor(shared: *mut c_int, handle: Handle, real: impl FnOnce(u64) -> StatusCode) -> StatusCode {
     let copied = || {
         // SAFETY: the real function has written a descriptor.
-        Held::new(unsafe { BorrowedFd::borrow_raw(shared.read()) }.try_clone_to_owned().ok()?).ok()
+        let (number, file) = unsafe { (shared.read(), BorrowedFd::borrow_raw(shared.read())) };
+        Some((Held::new(file.try_clone_to_owned().ok()?).ok()?, number))
     };
     existing(|memory| memory.export_handle(handle, real, copied)).unwrap_or(code::INVALID_VALUE)
 }

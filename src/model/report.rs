@@ -108,6 +108,10 @@ pub struct Report {
     /// of others: the memory of theirs that was set aside. The program stays held until it is back, and then continues by itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing: Vec<Borrowed>,
+    /// After a resume: memory of other processes that this one has open, and that is lost, since the last report: its owner has ended, or has
+    /// freed the memory while it was paused. The program runs on without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<Borrowed>,
     /// After a pause with a guard: the guarded bytes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guarded_bytes: u64,

@@ -125,7 +125,8 @@ impl Mapping {
 impl Contents {
     /// The registrant of the physical memory, if any; then the memory cannot be replaced.
     pub fn registrant(&self) -> Option<&'static str> {
-        self.marks.iter().find_map(Weak::upgrade).map(|registrant| registrant.call).or(self.known_to)
+        let marked = self.marks.iter().find_map(Weak::upgrade).map(|registrant| registrant.call);
+        marked.or(self.known_to).or_else(|| self.lending.kept_open())
     }
 
     /// Which other processes have the memory open, except those that give it up for the request.

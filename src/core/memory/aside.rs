@@ -25,13 +25,12 @@ static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 
 /// Gives up the memory that the request's partners pause, and keeps the addresses. The work that uses it must have finished.
 pub(crate) fn set_aside(request: &TransitionRequest) {
-    let Some(existing) = BORROWED.existing() else { return };
     let meant = Meant::by(request);
     let memories: Vec<_> = {
-        let mut borrowed = existing.lock().unpoisoned();
+        let mut borrowed = borrowed();
         borrowed.pauses += 1;
         let due = Behind::Paused { is_due: request.is_borrower };
-        let there = borrowed.open.values_mut().filter(|opened| opened.behind != Behind::Gone && opened.is_paused_by(&meant));
+        let there = borrowed.open.values_mut().filter(|opened| !opened.is_gone() && opened.is_paused_by(&meant));
         there.filter_map(|opened| opened.give_up(due)).collect()
     };
     // Unmaps and releases them.
@@ -47,6 +46,15 @@ pub(crate) fn any() -> bool {
 pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
     let meant = Meant::by(request);
     listed(|opened| opened.is_paused() && opened.is_meant(&meant))
+}
+
+/// What is gone, and was not told before.
+pub(crate) fn lost() -> Vec<model::Borrowed> {
+    let Some(existing) = BORROWED.existing() else { return Vec::new() };
+    let mut borrowed = existing.lock().unpoisoned();
+    let lost = borrowed.listed(|opened| opened.behind == Behind::Gone { is_told: false });
+    borrowed.open.values_mut().filter(|opened| opened.is_gone()).for_each(|opened| opened.behind = Behind::Gone { is_told: true });
+    lost
 }
 
 /// Opens memory again that was set aside, if its owners have resumed it. Waits a limited time for their answers, and only while `wanted`
@@ -146,7 +154,7 @@ fn reopen_one(token: &Token, owner: u32) {
         Err(code::INVALID_HANDLE) => {
             log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
             if let Some(opened) = borrowed().open.get_mut(token) {
-                opened.behind = Behind::Gone;
+                opened.behind = Behind::Gone { is_told: false };
             }
         }
         Err(code) => log::debug!("memory of process {owner} that this process has open is not back (code {code})"),

@@ -90,8 +90,8 @@ pub(super) enum Behind {
     Memory,
     /// Nothing: its owner has paused it, or is about to. Until this process is resumed, only memory newer than that pause is accepted.
     Paused { is_due: bool },
-    /// Nothing: its owner has ended or freed it while it was paused.
-    Gone,
+    /// Nothing: its owner has ended or freed it while it was paused. `is_told`: a resume has said so.
+    Gone { is_told: bool },
 }
 
 impl Opened {
@@ -136,6 +136,10 @@ impl Opened {
     /// Whether it is open at these addresses.
     pub(super) fn is_at(&self, span: Span) -> bool {
         self.open_site().is_some_and(|site| site.place.span() == span)
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        matches!(self.behind, Behind::Gone { .. })
     }
 
     pub(super) fn is_paused(&self) -> bool {
@@ -365,24 +369,30 @@ pub(super) fn forget_gone(doomed: Option<Context>) {
 
 /// Memory of other processes that is open here, by owner and GPU.
 pub(crate) fn status() -> Vec<model::Borrowed> {
-    listed(|_| true)
+    listed(|opened| !opened.is_gone())
 }
 
 /// Memory that is open and `meant`, by owner and GPU.
 pub(super) fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
-    let Some(existing) = BORROWED.existing() else { return Vec::new() };
-    let mut sums = BTreeMap::<_, (u64, u64)>::new();
-    for opened in existing.lock().unpoisoned().open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
-        let bytes = opened.bytes();
-        let (all, paused) = sums.entry((opened.lease.lender.pid, opened.device.filter(|_| !opened.is_on_host()))).or_default();
-        *all += bytes;
-        *paused += if opened.is_paused() { bytes } else { 0 };
+    BORROWED.existing().map_or_else(Vec::new, |existing| existing.lock().unpoisoned().listed(meant))
+}
+
+impl BorrowedMemory {
+    /// The same.
+    pub(super) fn listed(&self, meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
+        let mut sums = BTreeMap::<_, (u64, u64)>::new();
+        for opened in self.open.values().filter(|opened| meant(opened)) {
+            let bytes = opened.bytes();
+            let (all, paused) = sums.entry((opened.lease.lender.pid, opened.device.filter(|_| !opened.is_on_host()))).or_default();
+            *all += bytes;
+            *paused += if opened.is_paused() { bytes } else { 0 };
+        }
+        let one = |((owner, device), (bytes, paused_bytes)): (_, (u64, u64))| {
+            let gpu = Option::and_then(device, driver::uuid);
+            model::Borrowed { owner, gpu, bytes, paused_bytes }
+        };
+        sums.into_iter().map(one).collect()
     }
-    let one = |((owner, device), (bytes, paused_bytes)): (_, (u64, u64))| {
-        let gpu = Option::and_then(device, driver::uuid);
-        model::Borrowed { owner, gpu, bytes, paused_bytes }
-    };
-    sums.into_iter().map(one).collect()
 }
 
 /// The contexts in which memory is open.

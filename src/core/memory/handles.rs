@@ -12,6 +12,7 @@ use super::keyed::Keyed;
 use super::registered::RegisteredUntil;
 use super::{Allocation, Memory, Placement, borrow};
 use crate::contexts;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_driver::{
@@ -269,17 +270,18 @@ impl Memory {
         self.with_driver_handle(handle, real, |allocation, contents| self.is_registered(allocation, contents, call, until))
     }
 
-    /// `cuMemExportToShareableHandle`, to a descriptor. `copied`: another descriptor of it. The memory counts as registered until a process under the
-    /// library has claimed it, and for good if there is no copy, or if it is another process's.
+    /// `cuMemExportToShareableHandle`, to a descriptor. `copied`: another descriptor of it, and the program's number for it. The memory counts as
+    /// registered until a process under the library has claimed it and the program has closed it, and for good if there is no copy, or if it is
+    /// another process's.
     pub fn export_handle(
         &self,
         handle: u64,
         real: impl FnOnce(u64) -> StatusCode,
-        copied: impl FnOnce() -> Option<Held>,
+        copied: impl FnOnce() -> Option<(Held, RawFd)>,
     ) -> Option<StatusCode> {
         self.with_driver_handle(handle, real, |allocation, contents| match copied().filter(|_| allocation.import.is_none()) {
-            Some(file) => {
-                let mark = contents.lending.exported(file);
+            Some((file, number)) => {
+                let mark = contents.lending.exported(file, number);
                 contents.mark(&mark);
             }
             None => self.is_registered(allocation, contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),

@@ -21,7 +21,21 @@ use vramctl_host::{PerProcess, Unpoison};
 
 /// The handle that the program gets for memory that it has imported: in place of the driver's, which the library takes over. `None` if no
 /// process under the library has exported the descriptor, or if it does not say; then the program keeps the driver's.
+///
+/// After a pause, a descriptor from before it is nobody's either, and what it stands for is no longer its owner's memory. The driver does not tell
+/// one from the other, so the log does.
 pub fn adopt(file: BorrowedFd<'_>, handle: u64, current: &Current) -> Option<u64> {
+    let adopted = try_adopt(file, handle, current);
+    if adopted.is_none() && borrowed().pauses > 0 {
+        log::warn!(
+            "no process says that it has exported the memory that this one has just imported (cuMemImportFromShareableHandle). If it was exported \
+             before the last pause, it is not what its owner has now: export it again"
+        );
+    }
+    adopted
+}
+
+fn try_adopt(file: BorrowedFd<'_>, handle: u64, current: &Current) -> Option<u64> {
     let memory = Memory::get();
     let _relaxed = RelaxedCapture::enter();
     if let Some(own) = memory.own_export(file) {

@@ -4,7 +4,7 @@ use super::registrant::{Registrant, RegistrantMark};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
 use vramctl_host::{Held, is_one_file, system};
 use vramctl_model::TransitionRequest;
@@ -56,6 +56,8 @@ pub struct Borrower {
 pub struct Export {
     /// The same open file, and with it a reference to the physical memory.
     file: Held,
+    /// The program's number for it.
+    number: RawFd,
     /// Until it is claimed: nobody knows who has it, so the memory counts as registered.
     mark: Option<RegistrantMark>,
 }
@@ -64,9 +66,18 @@ impl Export {
     fn is(&self, file: BorrowedFd<'_>) -> bool {
         self.file.get().is_ok_and(|own| is_one_file(own, file).unwrap_or(false))
     }
+
+    /// Whether the program has it open. The physical memory exists as long, and whoever gets the descriptor from now on gets that.
+    fn is_open(&self) -> bool {
+        // SAFETY: the kernel checks the number.
+        self.is(unsafe { BorrowedFd::borrow_raw(self.number) })
+    }
 }
 
-/// The most exports that are remembered of one allocation: each takes a descriptor of the program's.
+/// The call that makes descriptors.
+const EXPORT: &str = "cuMemExportToShareableHandle";
+
+/// The most exports that are remembered of one allocation after the program has closed them: each takes a descriptor of the program's.
 const MOST_EXPORTS: usize = 16;
 
 /// The loans of an allocation to other processes.
@@ -100,16 +111,21 @@ impl Lending {
         self.token.is_some()
     }
 
-    /// Remembers a descriptor that the program has exported. Returns a mark: until it is claimed, the memory is registered.
-    pub fn exported(&mut self, file: Held) -> RegistrantMark {
-        let mark = Arc::new(Registrant { call: "cuMemExportToShareableHandle", knows_addresses: false });
+    /// Remembers a descriptor that the program has exported, under this number. Returns a mark: until it is claimed, the memory is registered.
+    pub fn exported(&mut self, file: Held, number: RawFd) -> RegistrantMark {
+        let mark = Arc::new(Registrant { call: EXPORT, knows_addresses: false });
         if self.exports.len() >= MOST_EXPORTS
-            && let Some(place) = self.exports.iter().position(|export| export.mark.is_none())
+            && let Some(place) = self.exports.iter().position(|export| export.mark.is_none() && !export.is_open())
         {
             self.exports.remove(place);
         }
-        self.exports.push(Export { file, mark: Some(Arc::clone(&mark)) });
+        self.exports.push(Export { file, number, mark: Some(Arc::clone(&mark)) });
         mark
+    }
+
+    /// The call that has made a descriptor, if the program still has it open, whoever has claimed it: another process may import it at any time.
+    pub fn kept_open(&self) -> Option<&'static str> {
+        self.exports.iter().any(Export::is_open).then_some(EXPORT)
     }
 
     /// Whether the program has exported this descriptor.

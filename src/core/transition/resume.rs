@@ -32,7 +32,7 @@ impl Memory {
                 if !self.has_paused() {
                     // Without the lock: the owner may be waiting for memory of this process.
                     aside::reopen(&mut || !exit::is_ending() && observer.is_wanted());
-                    report.missing = aside::missing(request);
+                    (report.missing, report.lost) = (aside::missing(request), aside::lost());
                 }
                 Ok(report)
             })

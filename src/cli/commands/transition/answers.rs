@@ -28,7 +28,11 @@ pub fn print(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<Exit, CommandErr
     let all = || outcome.processes.iter().chain(&outcome.borrowers);
     let cause = CommandError::original(all().filter_map(|one| one.result.as_ref().err()));
     let stays_held = |report: &Report| verb == Verb::Resume && !report.missing.is_empty();
-    let otherwise = if all().filter_map(ProcessOutcome::report).any(stays_held) { Exit::Busy } else { Exit::Done };
+    let otherwise = match () {
+        () if all().any(|one| !one.has_lost().is_empty()) => Exit::Failed,
+        () if all().filter_map(ProcessOutcome::report).any(stays_held) => Exit::Busy,
+        () => Exit::Done,
+    };
     Ok(cause.map_or(otherwise, CommandError::exit))
 }
 
@@ -96,8 +100,8 @@ impl Printing<'_> {
                 for text in guard_warnings(report) {
                     output::complain("warning", &format!("{process}: {text}"));
                 }
-                for missing in &report.missing {
-                    output::complain("error", &process.stays_held(missing));
+                for why in report.missing.iter().map(|missing| process.stays_held(missing)).chain(one.has_lost()) {
+                    output::complain("error", &why);
                 }
             }
             Err(failure) => {
@@ -255,6 +259,7 @@ mod tests {
             unchanged: 0,
             late_bytes: 0,
             missing: Vec::new(),
+            lost: Vec::new(),
             guarded_bytes: 0,
             unguarded_bytes: 0,
             guard_bytes: 0,
