@@ -256,6 +256,17 @@ fn expect(client: &mut Client, request: Request, file: Option<BorrowedFd<'_>>, w
     }
 }
 
+/// What a library means that does not know how to advance.
+fn unless_too_old(error: ClientError) -> ClientError {
+    match error {
+        ClientError::Refused(refusal) if refusal.code == Kind::Invalid => {
+            let why = "its library is older than this command, and cannot wait for ranks on other nodes. Start the program again, with this version";
+            ClientError::Refused(Box::new(Refusal { message: format!("{why} (it answers: {})", refusal.message), ..*refusal }))
+        }
+        error => error,
+    }
+}
+
 /// One attempt.
 struct Attempt<'a> {
     job: &'a Job<'a>,
@@ -461,7 +472,7 @@ impl Attempt<'_> {
             }
             // More than one collective is too many: then the others are behind.
             calls = if waited >= ADVANCE_AFTER { 1 } else { (calls * 2).clamp(1, ADVANCE_BY) };
-            expect(client, Request::Advance { calls }, None, &Reply::Held).map_err(|error| self.cause(error))?;
+            expect(client, Request::Advance { calls }, None, &Reply::Held).map_err(|error| self.cause(unless_too_old(error)))?;
             let mut gathering = self.gathering();
             gathering.advancing -= 1;
             gathering.changed = Some(Instant::now());
@@ -587,5 +598,19 @@ impl Attempt<'_> {
 
     fn gathering(&self) -> MutexGuard<'_, Gathering> {
         self.gathering.lock().unpoisoned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_cannot_advance_is_said_to_be_too_old() {
+        let refused = |error: &Error| ClientError::Refused(Box::new(Refusal::from(error)));
+        let old = unless_too_old(refused(&Error::Invalid("unknown variant `advance`".into()))).to_string();
+        assert!(old.starts_with("its library is older than this command") && old.contains("unknown variant `advance`"), "{old}");
+        let ended = unless_too_old(refused(&Error::Ending)).to_string();
+        assert_eq!(ended, refused(&Error::Ending).to_string());
     }
 }
