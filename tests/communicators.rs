@@ -470,7 +470,8 @@ fn the_others_come_back_if_one_dies_meanwhile() {
     let mut dead = ranks.remove(1);
     dead.signal(libc::SIGKILL);
     dead.child.wait().unwrap();
-    machine.vramctl("resume train").expect(0, "resumed job train: 2 processes", "");
+    let lost = format!("that it had opened from process {}, which has ended", dead.pid());
+    machine.vramctl("resume train").expect(1, "resumed job train: 2 processes", &lost);
     assert!(ranks.iter().all(|rank| machine.state(rank) == "active" && status(&machine, rank)["held"] != true));
     // Its memory is gone.
     assert!(all_say(&mut ranks, "sum").iter().all(|said| said.trim().ends_with("answer 1")));
