@@ -109,15 +109,11 @@ impl ThreadMark {
                         return make();
                     }
                 }
-                // A signal handler has interrupted a thread that is not admitted yet. The handler's call goes first; then the thread finds
-                // its mark unchanged and checks the latch again.
+                // A signal handler has interrupted a thread that may already have found the latch open, but does not say so yet. The handler's
+                // call goes first. Then the mark is the thread's own again, set while the latch is open: what the thread has found still holds.
                 interrupted => {
-                    let _return = OnDrop(|| {
-                        self.wait_and_enter(latch, interrupted);
-                        self.want(interrupted);
-                    });
+                    let _return = OnDrop(|| self.wait_and_enter(latch, interrupted));
                     self.wait_and_enter(latch, call);
-                    let _leave = OnDrop(|| self.leave());
                     return make();
                 }
             }
@@ -148,7 +144,7 @@ impl ThreadMark {
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
             if seen >= PERMIT {
-                if latch.0.compare_exchange(seen, seen - PERMIT, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+                if latch.0.compare_exchange(seen, (seen & !WATCHED) - PERMIT, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
                     return self.inside.store(call | ADMITTED, Ordering::Release);
                 }
                 continue;

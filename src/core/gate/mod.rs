@@ -367,7 +367,22 @@ mod tests {
         assert!(!LATCH.is_closed() && !LATCH.admits());
     }
 
-    /// Calls wait in a moment of the library's own as in a hold, but nobody is told of a hold.
+    /// A moment's work right after it could be in the way of the program's next call.
+    #[test]
+    fn a_call_that_passes_a_closed_gate_ends_the_programs_rest() {
+        let _turn = turn();
+        call(|| ());
+        let closed = close_soon();
+        idle_for();
+        assert!(!LATCH.watch(), "nobody has come since");
+        let thread = thread::spawn(|| call(|| ()));
+        closed.admit(1, Duration::from_secs(100));
+        thread.join().unwrap();
+        drop(closed);
+        assert_eq!(idle_for(), Duration::ZERO);
+    }
+
+    /// Calls wait in a moment of the library's own as in a hold, but the status shows no hold.
     #[test]
     fn a_moment_is_no_hold() {
         let _turn = turn();
@@ -415,7 +430,7 @@ mod tests {
         drop(close_soon());
     }
 
-    /// A child is forked while the program is held: its calls must reach the driver, which tells it that it cannot use CUDA.
+    /// A child is forked while the program is held: its calls must reach the driver, which answers that it cannot use CUDA.
     #[test]
     fn a_forked_child_is_not_held() {
         let _turn = turn();

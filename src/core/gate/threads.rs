@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use vramctl_host::stack;
 
-/// A berth: a mark in its own cache line. Never freed; reused by later threads.
+/// A thread's slot: a mark in its own cache line. Never freed; reused by later threads.
 #[repr(align(128))]
 struct Slot {
     mark: ThreadMark,
@@ -23,70 +23,70 @@ struct Slot {
     next: *const Slot,
 }
 
-// SAFETY: `next` does not change once others see the berth.
+// SAFETY: `next` does not change once others see the slot.
 unsafe impl Sync for Slot {}
 
-/// All berths, as a list without a lock: signal handlers use it, too.
-static BERTHS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+/// All slots, as a list without a lock: signal handlers use it, too.
+static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 global_asm!(
-    ".pushsection .tbss.vramctl_berth,\"awT\",@nobits",
+    ".pushsection .tbss.vramctl_thread_slot,\"awT\",@nobits",
     ".balign 8",
-    ".hidden vramctl_berth",
-    ".globl vramctl_berth",
-    ".type vramctl_berth, @object",
-    ".size vramctl_berth, 8",
-    "vramctl_berth:",
+    ".hidden vramctl_thread_slot",
+    ".globl vramctl_thread_slot",
+    ".type vramctl_thread_slot, @object",
+    ".size vramctl_thread_slot, 8",
+    "vramctl_thread_slot:",
     ".zero 8",
     ".popsection",
 );
 
-/// This thread's berth, or null.
+/// This thread's slot, or null.
 #[inline]
 fn own() -> *const Slot {
-    let berth;
+    let slot;
     // SAFETY: reads the variable above.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         asm!(
-            "mov {at}, qword ptr [rip + vramctl_berth@GOTTPOFF]",
+            "mov {at}, qword ptr [rip + vramctl_thread_slot@GOTTPOFF]",
             "mov {at}, qword ptr fs:[{at}]",
-            at = out(reg) berth,
+            at = out(reg) slot,
             options(pure, readonly, nostack, preserves_flags)
         );
         #[cfg(target_arch = "aarch64")]
         asm!(
-            "adrp {at}, :gottprel:vramctl_berth",
-            "ldr {at}, [{at}, :gottprel_lo12:vramctl_berth]",
+            "adrp {at}, :gottprel:vramctl_thread_slot",
+            "ldr {at}, [{at}, :gottprel_lo12:vramctl_thread_slot]",
             "mrs {base}, tpidr_el0",
             "ldr {at}, [{base}, {at}]",
-            at = out(reg) berth,
+            at = out(reg) slot,
             base = out(reg) _,
             options(pure, readonly, nostack, preserves_flags)
         );
     }
-    berth
+    slot
 }
 
 /// Sets the value that [`own`] returns.
-fn set_own(berth: *const Slot) {
+fn set_own(slot: *const Slot) {
     // SAFETY: writes the variable above.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         asm!(
-            "mov {at}, qword ptr [rip + vramctl_berth@GOTTPOFF]",
-            "mov qword ptr fs:[{at}], {berth}",
-            berth = in(reg) berth,
+            "mov {at}, qword ptr [rip + vramctl_thread_slot@GOTTPOFF]",
+            "mov qword ptr fs:[{at}], {slot}",
+            slot = in(reg) slot,
             at = out(reg) _,
             options(nostack, preserves_flags)
         );
         #[cfg(target_arch = "aarch64")]
         asm!(
-            "adrp {at}, :gottprel:vramctl_berth",
-            "ldr {at}, [{at}, :gottprel_lo12:vramctl_berth]",
+            "adrp {at}, :gottprel:vramctl_thread_slot",
+            "ldr {at}, [{at}, :gottprel_lo12:vramctl_thread_slot]",
             "mrs {base}, tpidr_el0",
-            "str {berth}, [{base}, {at}]",
-            berth = in(reg) berth,
+            "str {slot}, [{base}, {at}]",
+            slot = in(reg) slot,
             at = out(reg) _,
             base = out(reg) _,
             options(nostack, preserves_flags)
@@ -97,8 +97,8 @@ fn set_own(berth: *const Slot) {
 /// This thread's mark, if it has one.
 #[inline]
 pub fn known_mark() -> Option<&'static ThreadMark> {
-    // SAFETY: null, or one of `BERTHS`, which are never freed.
-    unsafe { own().as_ref().map(|berth| &berth.mark) }
+    // SAFETY: null, or one of `SLOTS`, which are never freed.
+    unsafe { own().as_ref().map(|slot| &slot.mark) }
 }
 
 /// This thread's mark. `None` if the thread is ending.
@@ -109,22 +109,22 @@ pub fn mark() -> Option<&'static ThreadMark> {
 #[cold]
 fn take() -> Option<&'static ThreadMark> {
     thread_local! {
-        /// Gives the berth back when the thread ends.
+        /// Gives the slot back when the thread ends.
         static OWNED: Cell<Option<Owned>> = const { Cell::new(None) };
     }
     start_clean_in_children();
-    let free = |berth: &&'static Slot| berth.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    let berth = berths().find(free).unwrap_or_else(add);
-    if OWNED.try_with(|owned| owned.set(Some(Owned(berth)))).is_err() {
-        berth.taken.store(false, Ordering::Release);
+    let free = |slot: &&'static Slot| slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    let slot = slots().find(free).unwrap_or_else(add);
+    if OWNED.try_with(|owned| owned.set(Some(Owned(slot)))).is_err() {
+        slot.taken.store(false, Ordering::Release);
         return None;
     }
-    berth.thread.store(stack::thread_id(), Ordering::Relaxed);
-    set_own(berth);
+    slot.thread.store(stack::thread_id(), Ordering::Relaxed);
+    set_own(slot);
     if ENDING.load(Ordering::Relaxed) == stack::thread_id() {
-        berth.mark.stay_inside(number(&THE_END));
+        slot.mark.stay_inside(number(&THE_END));
     }
-    Some(&berth.mark)
+    Some(&slot.mark)
 }
 
 /// The thread that ends the process, if it had no mark then.
@@ -156,9 +156,9 @@ impl Slot {
     }
 }
 
-/// A new berth, taken.
+/// A new slot, taken.
 fn add() -> &'static Slot {
-    let berth = Box::into_raw(Box::new(Slot {
+    let slot = Box::into_raw(Box::new(Slot {
         mark: ThreadMark::new(),
         thread: AtomicU32::new(0),
         taken: AtomicBool::new(true),
@@ -166,34 +166,34 @@ fn add() -> &'static Slot {
     }));
     let publish = |before: *mut Slot| {
         // SAFETY: nobody else knows it yet.
-        unsafe { (*berth).next = before };
-        Some(berth)
+        unsafe { (*slot).next = before };
+        Some(slot)
     };
-    let _ = BERTHS.fetch_update(Ordering::AcqRel, Ordering::Acquire, publish);
+    let _ = SLOTS.fetch_update(Ordering::AcqRel, Ordering::Acquire, publish);
     // SAFETY: never freed.
-    unsafe { &*berth }
+    unsafe { &*slot }
 }
 
-fn berths() -> impl Iterator<Item = &'static Slot> {
-    // SAFETY: null, or a berth, which is never freed.
-    let berth = |berth: *const Slot| unsafe { berth.as_ref() };
-    iter::successors(berth(BERTHS.load(Ordering::Acquire)), move |before| berth(before.next))
+fn slots() -> impl Iterator<Item = &'static Slot> {
+    // SAFETY: null, or a slot, which is never freed.
+    let slot = |slot: *const Slot| unsafe { slot.as_ref() };
+    iter::successors(slot(SLOTS.load(Ordering::Acquire)), move |before| slot(before.next))
 }
 
 /// The marks of all threads, with the threads' ids.
 pub fn marks() -> impl Iterator<Item = (&'static ThreadMark, u32)> {
-    berths().map(|berth| (&berth.mark, berth.thread.load(Ordering::Relaxed)))
+    slots().map(|slot| (&slot.mark, slot.thread.load(Ordering::Relaxed)))
 }
 
 /// A forked child has one thread, and nobody in it has closed the gate.
 pub fn start_clean_in_children() {
     extern "C" fn start_clean() {
         let own = own();
-        for berth in berths() {
-            if ptr::eq(berth, own) {
-                berth.thread.store(stack::thread_id(), Ordering::Relaxed);
+        for slot in slots() {
+            if ptr::eq(slot, own) {
+                slot.thread.store(stack::thread_id(), Ordering::Relaxed);
             } else {
-                berth.give_back();
+                slot.give_back();
             }
         }
         LATCH.open();
