@@ -196,7 +196,7 @@ impl StreamHandle {
     }
 }
 
-/// `CUgraphNodeParams`, the part that tells what a copy or a memset touches.
+/// `CUgraphNodeParams`, the part that says what a copy or a memset touches.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct NodeParameters {

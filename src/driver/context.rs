@@ -77,7 +77,7 @@ impl Context {
     /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
     pub fn is_gone(self) -> bool {
         match self.handle.context() {
-            // Before CUDA 12.0 there are no ids; only using the context tells.
+            // Before CUDA 12.0 there are no ids; only using the context shows it.
             Ok(now) if now == self => self.id == 0 && Current::push(self).is_err_and(Failure::is_of_gone_context),
             Ok(_) => true,
             Err(failure) => failure.is_of_gone_context(),
@@ -119,7 +119,7 @@ impl StreamHandle {
         if self.0.is_null() { Self(PER_THREAD as CUstream) } else { self }
     }
 
-    /// The stream that the handle means to this thread now. `None` if the driver does not tell, as before CUDA 12.0.
+    /// The stream that the handle means to this thread now. `None` if the driver does not say, as before CUDA 12.0.
     pub fn id(self) -> Option<StreamId> {
         let mut id = 0;
         // SAFETY: a handle that the program passed to CUDA as a stream; `id` is writable.

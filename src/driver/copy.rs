@@ -280,7 +280,7 @@ impl Event {
 
     /// Waits until it is over, best effort.
     pub fn wait(&self) {
-        // After an error it may not be over; `is_over` tells later.
+        // After an error it may not be over; `is_over` shows that later.
         let _ = Current::push(self.context).and_then(|_current| self.synchronize());
     }
 

@@ -12,6 +12,7 @@ mod kernel;
 pub mod nccl;
 mod no_cards;
 mod nvml;
+mod properties;
 pub mod streams;
 mod survey;
 mod table;
@@ -30,11 +31,12 @@ pub use extras::{Extras, make_on};
 pub use kernel::{Image, Parts, Resident};
 pub use no_cards::NoCards;
 pub use nvml::{Card, cards, holders, holders_of, index_of, keep_nvml, uses, uuid, uuid_of_index};
+pub use properties::{Access, Location, Properties};
 pub use survey::{Gpu, Survey, cuda_version, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{
-    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, free_spare_addresses, granularity, has_leftover_imports,
-    is_shareable, leftover_bytes, open, supports_vmm, sweep, unmap,
+    Addresses, PHYSICAL_PIECE, Physical, Place, free_spare_addresses, granularity, has_leftover_imports, is_shareable, leftover_bytes,
+    open, supports_vmm, sweep, unmap,
 };
 
 pub use work::{Activity, activity, wait_for_work};

@@ -212,7 +212,7 @@ impl Nvml {
 
     fn uuid_of_index(&self, index: u32) -> Option<String> {
         let (mut handle, mut text) = (ptr::null_mut(), [0 as c_char; 96]);
-        // SAFETY: NVML is initialised; `handle` and `text` are writable, and NVML is told the size of `text`.
+        // SAFETY: NVML is initialised; `handle` and `text` are writable, and NVML gets the size of `text`.
         let answered = unsafe {
             (self.by_index)(index, &raw mut handle) == SUCCESS && (self.uuid)(handle, text.as_mut_ptr(), text.len() as c_uint) == SUCCESS
         };
@@ -222,7 +222,7 @@ impl Nvml {
 
     fn card(&self, index: u32) -> Option<Card> {
         let (mut handle, mut text) = (ptr::null_mut(), [0 as c_char; 96]);
-        // SAFETY: NVML is initialised, and the structures are plain data; all places are writable and of the sizes told, and NVML
+        // SAFETY: NVML is initialised, and the structures are plain data; all places are writable and of the sizes passed, and NVML
         // NUL-terminates within them.
         unsafe {
             let (mut memory, mut bus): (MemoryInfo, PciInfo) = (mem::zeroed(), mem::zeroed());

@@ -1,7 +1,7 @@
 //! The program's streams, and the captures on them.
 //!
 //! Waiting for a context must not touch a stream that is being captured: that would invalidate the capture, whatever the thread's mode
-//! (driver 580). The driver tells nobody which streams and captures there are, so the library hears of them when they begin and end. None of
+//! (driver 580). The driver does not list which streams and captures there are, so the library hears of them when they begin and end. None of
 //! these calls is frequent. Streams and captures of a library that hides its calls from ours remain unknown.
 
 use super::{Context, Current, Driver, Event, RelaxedCapture, StreamHandle};

@@ -54,7 +54,7 @@ pub fn cuda_version() -> Result<CudaVersion, Failure> {
 
 fn look_at(driver: &Driver, ordinal: c_int) -> Result<Gpu, Failure> {
     let (mut device, mut total, mut name): (CUdevice, usize, _) = (0, 0, [0 as c_char; 128]);
-    // SAFETY: all three are writable, and the driver is told the size of `name`.
+    // SAFETY: all three are writable, and the driver gets the size of `name`.
     unsafe {
         driver.cuDeviceGet(&raw mut device, ordinal)?;
         driver.cuDeviceTotalMem_v2(&raw mut total, device)?;

@@ -5,29 +5,21 @@
 
 use super::account::Account;
 use super::extras::{self, Extras, WithExtras};
+use super::properties::{Access, BY_DESCRIPTOR, Properties};
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
-use cudarc::driver::sys::{
-    CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType, CUmemGenericAllocationHandle,
-    CUmemLocationType, CUpointer_attribute,
-};
+use cudarc::driver::sys::{CUdevice_attribute, CUmemAllocationGranularity_flags, CUmemGenericAllocationHandle, CUpointer_attribute};
 use std::ffi::{c_int, c_void};
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use vramctl_host::{Held, PerProcess, Unpoison};
-use vramctl_model::{Failure, Span, StatusCode, code};
+use vramctl_model::{Failure, Span, code};
 
 /// Whether the device supports virtual memory management.
 pub fn supports_vmm(device: CUdevice) -> bool {
     attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as u32) != 0
 }
-
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`: memory that can be passed to other processes by file descriptor.
-const BY_DESCRIPTOR: u32 = 1;
-
-/// `CU_MEM_CREATE_USAGE_HW_DECOMPRESS` (CUDA 12.8): virtual memory needs it for the device's decompression engine, unlike plain memory.
-const FOR_DECOMPRESSION: u16 = 2;
 
 /// Whether memory for `cudaMalloc` on this device can be passed to other processes. The one place that decides it: asking the
 /// driver for such memory costs no time, but libraries may treat it differently.
@@ -59,144 +51,6 @@ pub(super) fn try_on(device: CUdevice) -> Result<WithExtras<()>, Failure> {
         open([(place.span(), [Access::of_device(device)].into())])
     };
     extras::make(Extras::of(device), with)
-}
-
-/// What physical memory is to be: `CUmemAllocationProp` with numbers in place of enumerations, because a program may use values
-/// that are newer than this library.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Properties {
-    kind: u32,
-    handle_types: u32,
-    location: Location,
-    /// Only used on Windows.
-    metadata: usize,
-    compression: u8,
-    rdma: u8,
-    usage: u16,
-    reserved: [u8; 4],
-}
-
-/// `CUmemLocation`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Location {
-    kind: u32,
-    id: i32,
-}
-
-impl Location {
-    fn of_device(device: CUdevice) -> Self {
-        Self { kind: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32, id: device }
-    }
-
-    /// The device; `None` for host memory and the like.
-    pub fn device(self) -> Option<CUdevice> {
-        (self == Self::of_device(self.id)).then_some(self.id)
-    }
-
-    /// Whether it is the host, at whichever node.
-    pub fn is_host(self) -> bool {
-        // `CU_MEM_LOCATION_TYPE_HOST` and `…_HOST_NUMA` (CUDA 12.2).
-        matches!(self.kind, 2 | 3)
-    }
-}
-
-impl Properties {
-    /// Device memory.
-    fn of_device(device: CUdevice, extras: Extras) -> Self {
-        Self {
-            kind: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32,
-            handle_types: if extras.shareable { BY_DESCRIPTOR } else { 0 },
-            location: Location::of_device(device),
-            metadata: 0,
-            compression: 0,
-            rdma: extras.rdma.into(),
-            usage: if extras.decompression { FOR_DECOMPRESSION } else { 0 },
-            reserved: [0; 4],
-        }
-    }
-
-    /// The device whose plain memory this describes; `None` for host memory, tile pools and whatever else exists.
-    pub fn device(&self) -> Option<CUdevice> {
-        self.location.device().filter(|_| self.is_plain())
-    }
-
-    /// Whether this describes plain memory of the host.
-    pub fn is_on_host(&self) -> bool {
-        self.location.is_host() && self.is_plain()
-    }
-
-    fn is_plain(&self) -> bool {
-        self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage & !FOR_DECOMPRESSION == 0
-    }
-
-    /// Whether other processes can import the memory by descriptor.
-    pub fn is_by_descriptor(&self) -> bool {
-        self.handle_types & BY_DESCRIPTOR != 0
-    }
-
-    /// The kinds of handles by which it can be shared, as bits.
-    pub fn handle_types(&self) -> u32 {
-        self.handle_types
-    }
-}
-
-/// Who may access a mapping: `CUmemAccessDesc`, with numbers in place of enumerations as in [`Properties`].
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Access {
-    /// Whose access.
-    pub location: Location,
-    flags: u32,
-}
-
-impl Access {
-    /// Full access for a device.
-    pub fn of_device(device: CUdevice) -> Self {
-        Self { location: Location::of_device(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u32 }
-    }
-
-    /// No access for a device.
-    pub fn none(device: CUdevice) -> Self {
-        Self { flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE as u32, ..Self::of_device(device) }
-    }
-
-    /// Whether the device may read and write.
-    pub fn is_full_for(self, device: CUdevice) -> bool {
-        self == Self::of_device(device)
-    }
-
-    /// Whether the location may do anything.
-    pub fn is_any(self) -> bool {
-        self.flags != CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE as u32
-    }
-
-    /// The driver's answer to this access to memory of a device: it cannot be asked while the memory is not mapped.
-    pub fn check(self, owner: CUdevice) -> Result<(), StatusCode> {
-        const KNOWN: [CUmemAccess_flags; 3] = [
-            CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
-            CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
-            CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        ];
-        if KNOWN.iter().all(|flags| *flags as u32 != self.flags) {
-            return Err(code::INVALID_VALUE);
-        }
-        let Some(device) = self.location.device() else { return Err(code::NOT_SUPPORTED) };
-        let mut can = i32::from(device == owner);
-        if can == 0 {
-            // SAFETY: `can` is writable; an unknown device is an error.
-            let asked = Driver::get().and_then(|driver| unsafe { driver.cuDeviceCanAccessPeer(&raw mut can, device, owner) });
-            asked.map_err(|_| code::INVALID_VALUE)?;
-        }
-        // Programs report this answer where the devices have no path to each other.
-        if can == 0 { Err(code::INVALID_DEVICE) } else { Ok(()) }
-    }
-
-    /// The bits, as `cuMemGetAccess` reports them.
-    pub fn flags(self) -> u64 {
-        u64::from(self.flags)
-    }
 }
 
 /// A reserved range of virtual addresses, freed when dropped.

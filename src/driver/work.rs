@@ -5,7 +5,7 @@
 //! be cancelled either. If the work needs such a launch to end, as between the stages of a pipeline, it never ends. So none of them is called
 //! while work may be in flight.
 //!
-//! An event of the whole context (`cuCtxRecordEvent`, CUDA 12.5) tells when all work that the context had at a moment is over, and holds
+//! An event of the whole context (`cuCtxRecordEvent`, CUDA 12.5) shows when all work that the context had at a moment is over, and holds
 //! nobody up. Recording it would invalidate the captures of the context, so that happens only while there are none
 //! ([`streams`](super::streams)); asking about it disturbs none. In a context with captures, each stream that is not being captured is
 //! asked, and so it is where the driver has no such events or refuses one. Once all look idle, a call that waits confirms it. During captures,
@@ -39,7 +39,7 @@ fn until_over<G>(context: Context, alive: &impl Fn() -> G, is_wanted: impl Fn() 
             match now.is_over(&current) {
                 Ok(true) => return Ok(true),
                 Ok(false) => (),
-                // The driver marks the work, but does not tell of the mark.
+                // The driver marks the work, but does not report the mark.
                 Err(failure) if failure.is_refusal() && matches!(now, Awaited::Until(_)) => now = Awaited::Unmarked,
                 Err(failure) => return Err(failure),
             }
@@ -58,7 +58,7 @@ fn until_over<G>(context: Context, alive: &impl Fn() -> G, is_wanted: impl Fn() 
     }
 }
 
-/// Whether work is in flight, for all that can be told without waiting.
+/// Whether work is in flight, as far as can be seen without waiting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
     /// None.
