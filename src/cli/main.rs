@@ -136,10 +136,23 @@ impl Command {
 
     /// Whether it asks the driver about checkpoints of other processes.
     fn drives_checkpoints(&self) -> bool {
-        matches!(
-            self,
-            Self::Ps(_) | Self::Status(_) | Self::Gpus(_) | Self::Operate(_) | Self::Resume(_) | Self::Suspend(_) | Self::Move(_)
-        )
+        match self {
+            Self::Ps(_) | Self::Status(_) | Self::Gpus(_) | Self::Operate(_) | Self::Resume(_) | Self::Suspend(_) | Self::Move(_) => true,
+            // A swap, too, leaves suspended processes alone.
+            Self::Run(_)
+            | Self::Top(_)
+            | Self::Pause(_)
+            | Self::Swap(_)
+            | Self::Metrics(_)
+            | Self::Trim(_)
+            | Self::Watch(_)
+            | Self::Trace(_)
+            | Self::SetTag(_)
+            | Self::Doctor(_)
+            | Self::PythonPath(_)
+            | Self::Ray(_)
+            | Self::Completions(_) => false,
+        }
     }
 
     fn wants_json(&self) -> bool {

@@ -80,7 +80,7 @@ fn communicators(process: &Process) -> impl Iterator<Item = &Communicator> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::processes::made_up::process;
+    use crate::process::made_up::process;
 
     fn with(pid: u32, communicators: &[(&str, u32, u32)]) -> Process {
         let mut process = process(pid, "job", &[]);

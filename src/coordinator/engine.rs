@@ -138,8 +138,8 @@ impl Engine {
 
     /// The number of its requests, from an engine that has reported it before.
     fn count(&self, within: Duration) -> Result<u64, CommandError> {
-        let untold = || self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force");
-        self.running(within)?.ok_or_else(untold)
+        let unreported = || self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force");
+        self.running(within)?.ok_or_else(unreported)
     }
 
     fn confirm(&self, loses: bool, left: impl Fn() -> Duration) -> Result<(), CommandError> {

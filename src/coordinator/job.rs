@@ -19,11 +19,12 @@
 use crate::Reporter;
 use crate::deadline::Deadline;
 use crate::engine::Engines;
-use crate::nodes::{Aborted, Participant, Step};
+use crate::nodes::{Aborted, Participant};
 use crate::processes::Found;
 use crate::queue::{Place, Ticket};
-use crate::retry::{FIRST_DRAIN, Retry, RetryPolicy, TURN_WITHIN, kind};
+use crate::retry::{FIRST_DRAIN, Failed, Retry, RetryPolicy, TURN_WITHIN, kind};
 use crate::shared::{self, Borrower};
+use crate::step::Step;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, ErrorKind};
@@ -110,13 +111,14 @@ const RENEW_EVERY: Duration = Duration::from_secs(1);
 const ADVANCE_AFTER: Duration = Duration::from_millis(20);
 /// How many calls such a rank makes at most in that moment.
 const ADVANCE_BY: u32 = 1024;
+
 impl Job<'_> {
     /// Pauses or resumes all of them, or none.
     pub fn run(mut self, reporter: &dyn Reporter) -> JobReport {
         let begun = Instant::now();
         let hold = self.wanted.hold.filter(|_| self.verb == Verb::Pause);
         let deadline = Deadline { begun, timeout: hold.or(self.wanted.timeout) };
-        let mut policy = RetryPolicy { verb: self.verb, holds: hold.is_some(), deadline };
+        let mut policy = RetryPolicy { verb: self.verb, holds: hold.is_some(), deadline, engines: self.engines };
         let mut place = match self.queue(begun, reporter) {
             Ok(place) => place,
             Err(refusal) => return self.refused(&refusal, begun),
@@ -134,8 +136,8 @@ impl Job<'_> {
             };
             let done = self.attempt(policy.deadline, drain_within, &early, reporter);
             let rest = a_little();
-            let retry = if done.committed || terms.is_some() { None } else { self.retry(&done, &policy, rest) };
-            let Some(retry) = retry else { return self.report(done, attempts, begun) };
+            let again = if done.committed || terms.is_some() { None } else { policy.retry(&self.failed_attempt(&done), rest) };
+            let Some(retry) = again else { return self.report(done, attempts, begun) };
             match retry {
                 Retry::Memory => {
                     // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
@@ -171,20 +173,18 @@ impl Job<'_> {
         self.found.queue(ticket, Deadline { begun, timeout: self.wanted.timeout }, TURN_WITHIN, reporter)
     }
 
-    /// Whether another attempt may succeed, and why this one failed.
-    fn retry(&self, done: &Attempted, policy: &RetryPolicy, rest: Duration) -> Option<Retry> {
-        if done.objected {
-            let (engines, until) = self.engines?;
-            let until = until.filter(|until| Instant::now() < *until)?;
-            return engines.prepare(Some(until)).is_ok().then_some(Retry::Engine(until));
-        }
-        policy.retry(done.results.iter().filter_map(|result| result.as_ref().err()), rest).or_else(|| {
-            let known = self.borrowers.as_ref().filter(|_| policy.holds && !policy.deadline.is_over())?;
+    /// What the policy decides by.
+    fn failed_attempt<'b>(&'b self, done: &'b Attempted) -> Failed<'b> {
+        let find_borrowers = || {
             let own: Vec<_> = self.main_ranks().map(|rank| rank.pid).collect();
-            let now = shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()?;
-            let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();
-            (pids(&now) != pids(known)).then_some(Retry::Borrowers(now))
-        })
+            shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()
+        };
+        Failed {
+            errors: done.results.iter().filter_map(|result| result.as_ref().err()).collect(),
+            engine_objected: done.objected,
+            borrowers: self.borrowers.as_deref(),
+            find_borrowers: Box::new(find_borrowers),
+        }
     }
 
     fn attempt(&self, deadline: Deadline, drain_within: Duration, early: &BTreeSet<usize>, reporter: &dyn Reporter) -> Attempted {
@@ -315,12 +315,34 @@ struct Gathering {
     changed: Option<Instant>,
     /// How many ranks are going on for a moment.
     advancing: usize,
-    /// How often all ranks here were told to advance.
+    /// How often all ranks here have begun to go on for other nodes.
     advances: u32,
     /// An engine has objected.
     objected: bool,
     /// The first rank that failed.
     failed: Option<usize>,
+}
+
+impl Gathering {
+    /// Has all ranks here go on, if ranks on other nodes wait for them once more: then none counts as drained.
+    fn follow(&mut self, advances: u32) {
+        if advances > self.advances {
+            (self.advances, self.drained, self.changed) = (advances, 0, Some(Instant::now()));
+            self.arrived.remove(&Step::Drained);
+        }
+    }
+
+    /// Has a drained rank leave the step, if the others of these `ranks` have made no progress for a while. Returns whether it has left.
+    fn leave_if_late(&mut self, ranks: usize) -> bool {
+        let is_late = self.changed.is_some_and(|changed| changed.elapsed() >= ADVANCE_AFTER);
+        let arrived = self.arrived.get(&Step::Drained).copied().unwrap_or(0);
+        let leaves = is_late && self.advancing == 0 && arrived < ranks;
+        if leaves {
+            self.arrived.insert(Step::Drained, arrived - 1);
+            self.drained -= 1;
+        }
+        leaves
+    }
 }
 
 /// Why a rank stops.
@@ -467,7 +489,7 @@ impl Attempt<'_> {
             expect(client, Request::Drain { limit_ms }, None, &Reply::Drained).map_err(|error| self.cause(error))?;
             let waited = begun.elapsed();
             self.confirm_when_all_are_drained()?;
-            if self.meet_unless(Step::Drained, Some(client), || self.is_behind(&mut advances))? {
+            if self.meet_unless(Step::Drained, Some(client), || self.goes_on(&mut advances))? {
                 return Ok(());
             }
             // More than one collective is too many: then the others are behind.
@@ -480,30 +502,18 @@ impl Attempt<'_> {
         }
     }
 
-    /// Whether a rank that has drained is to advance: others here have not, or those elsewhere have not and all here are told to.
-    fn is_behind(&self, advances: &mut u32) -> bool {
+    /// Whether a rank that has drained goes on for a moment, because others may wait for it: those on other nodes for all here, or others here
+    /// for this one. `advances`: how often it has gone on for other nodes.
+    fn goes_on(&self, advances: &mut u32) -> bool {
         let Some(nodes) = &self.job.nodes else { return false };
-        let told = nodes.advances();
+        let wanted = nodes.advances();
         let mut gathering = self.gathering();
-        if told > gathering.advances {
-            // The first one to hear of it speaks for all.
-            (gathering.advances, gathering.drained, gathering.changed) = (told, 0, Some(Instant::now()));
-            gathering.arrived.remove(&Step::Drained);
-        }
-        if gathering.advances > *advances {
-            *advances = gathering.advances;
-            gathering.advancing += 1;
-            return true;
-        }
-        let is_late = gathering.changed.is_some_and(|changed| changed.elapsed() >= ADVANCE_AFTER);
-        let arrived = gathering.arrived.get(&Step::Drained).copied().unwrap_or(0);
-        let leaves = is_late && gathering.advancing == 0 && arrived < self.ranks.len();
-        if leaves {
-            gathering.arrived.insert(Step::Drained, arrived - 1);
-            gathering.drained -= 1;
-            gathering.advancing += 1;
-        }
-        leaves
+        gathering.follow(wanted);
+        let for_nodes = gathering.advances > *advances;
+        let goes_on = for_nodes || gathering.leave_if_late(self.ranks.len());
+        *advances = gathering.advances;
+        gathering.advancing += usize::from(goes_on);
+        goes_on
     }
 
     /// Whether it comes while others leave.

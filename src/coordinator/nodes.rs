@@ -9,27 +9,13 @@
 //! has voted hears nothing any more, it reads the record by a command, which sets it to aborted unless it is set. So nobody waits for a
 //! coordinator that has died, and all nodes do the same.
 
+use crate::step::Step;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_host::Unpoison;
-
-/// The points at which the ranks wait for each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Step {
-    /// The ranks are known; nothing has begun. Of the participant alone.
-    Found,
-    /// The ranks that had to wait for memory have it.
-    Early,
-    /// All gates are closed; only then does it make sense to wait for work.
-    Held,
-    /// No device has work any more; only then does it make sense to copy contents.
-    Drained,
-    /// Every step that can fail is done.
-    Prepared,
-}
 
 /// What the coordinator says to a participant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -360,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_on_when_it_is_told() {
+    fn it_goes_on_when_its_coordinator_says_so() {
         let one = participant("exit 1", LONG);
         one.reach(Step::Held).unwrap();
         assert!(!one.may_go_on(Step::Held, Duration::ZERO).unwrap());

@@ -601,7 +601,7 @@ impl Operation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::processes::made_up::process;
+    use crate::process::made_up::process;
     use vramctl_model::TagState;
 
     fn names(tags: &[&str]) -> Vec<String> {

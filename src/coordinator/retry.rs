@@ -1,11 +1,12 @@
-//! When a failed attempt is made again: one policy for all failures of ranks. `Job::retry` (`job.rs`) adds two causes that need more than the
-//! failures: an engine that has got a request, and new borrowers.
+//! When a failed attempt is made again: one policy for all causes.
 //!
 //! Two waits come before the first attempt and have loops of their own: for memory that others have open, before a pause (`plan.rs`), and for
-//! room on a GPU, before a restore (`checkpoint.rs`).
+//! room on a GPU, before a restore (`checkpoint/mod.rs`).
 
 use crate::deadline::Deadline;
+use crate::engine::Engines;
 use crate::shared::Borrower;
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_model::{Kind, Verb};
@@ -30,18 +31,31 @@ pub enum Retry {
     Engine(Instant),
 }
 
+/// A failed attempt.
+pub struct Failed<'a> {
+    /// Why ranks failed.
+    pub errors: Vec<&'a ClientError>,
+    /// An engine had got a request.
+    pub engine_objected: bool,
+    /// The borrowers that took part; `None` if they are not to.
+    pub borrowers: Option<&'a [Borrower]>,
+    /// Finds those that have the memory open now. `None` if they cannot be found.
+    pub find_borrowers: Box<dyn Fn() -> Option<Vec<Borrower>> + 'a>,
+}
+
 /// Which failed attempts of a job are made again, and until when.
-#[derive(Debug, Clone, Copy)]
-pub struct RetryPolicy {
+pub struct RetryPolicy<'a> {
     /// A pause or a resume.
     pub verb: Verb,
     /// Whether the programs are held.
     pub holds: bool,
     /// The limit for the work in flight if the programs are held, else for memory.
     pub deadline: Deadline,
+    /// The engines that must have no requests, and until when to try again if one has got a request.
+    pub engines: Option<(&'a Engines, Option<Instant>)>,
 }
 
-impl RetryPolicy {
+impl RetryPolicy<'_> {
     /// How long an attempt may wait for the work to drain. Ranks that are held at the same point need as long as their work takes; others wait
     /// in vain. So with several processes, an attempt gets at most half of the time left.
     pub fn drain_within(&self, next: Duration, processes: usize) -> Duration {
@@ -50,9 +64,33 @@ impl RetryPolicy {
         limit.max(FIRST_DRAIN.min(self.deadline.timeout.unwrap_or_default()))
     }
 
-    /// Whether an attempt with these failures may succeed after a `rest`, and there is time left for it.
-    pub fn retry<'a>(&self, failures: impl Iterator<Item = &'a ClientError>, rest: Duration) -> Option<Retry> {
-        let causes: Vec<_> = failures.map(|error| self.cause(kind(error))).collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
+    /// Whether another attempt may succeed after a `rest`, and there is time left for it; and what this one failed for.
+    pub fn retry(&self, failed: &Failed<'_>, rest: Duration) -> Option<Retry> {
+        if failed.engine_objected {
+            return self.without_requests();
+        }
+        self.after_errors(&failed.errors, rest).or_else(|| self.with_borrowers(failed))
+    }
+
+    /// Waits until the engines have no requests.
+    fn without_requests(&self) -> Option<Retry> {
+        let (engines, until) = self.engines?;
+        let until = until.filter(|until| Instant::now() < *until)?;
+        engines.prepare(Some(until)).is_ok().then_some(Retry::Engine(until))
+    }
+
+    /// If other processes than before have the memory open, whatever the ranks have failed for.
+    fn with_borrowers(&self, failed: &Failed<'_>) -> Option<Retry> {
+        let known = failed.borrowers.filter(|_| self.holds && !self.deadline.is_over())?;
+        let now = (failed.find_borrowers)()?;
+        let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();
+        (pids(&now) != pids(known)).then_some(Retry::Borrowers(now))
+    }
+
+    /// If all errors pass, or follow from others.
+    fn after_errors(&self, errors: &[&ClientError], rest: Duration) -> Option<Retry> {
+        let causes: Vec<_> =
+            errors.iter().map(|error| self.cause(kind(error))).collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
         let least = causes.iter().map(|(_, limit)| *limit).min()?;
         if self.deadline.begun.elapsed() + rest >= least {
             return None;

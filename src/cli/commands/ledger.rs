@@ -389,7 +389,7 @@ fn rows(share: &Share) -> Vec<Vec<String>> {
 mod tests {
     use super::*;
     use vramctl_coordinator::failure::{CommandError, Exit};
-    use vramctl_coordinator::processes::made_up::process;
+    use vramctl_coordinator::process::made_up::process;
     use vramctl_model::{Cycle, DeviceStatus, GpuUse, TagStatus, Unmanaged};
 
     const UUID: &str = "GPU-0";
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guard_is_told_apart_from_the_drivers_memory() {
+    fn a_guard_is_distinguished_from_the_drivers_memory() {
         let mut engine = engine(1);
         engine.status.as_mut().unwrap().memory.devices[0].guard_bytes = 62 * MIB;
         let shares = rows(&account(&card(1500 * MIB), &[holder(1, 1500 * MIB, Some("python"))], &[engine]));

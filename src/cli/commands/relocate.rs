@@ -64,7 +64,7 @@ pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.quiet);
     let plan = Move::plan(&args.operation(), &ui)?;
     if args.dry_run {
-        return foretell(&plan, args.json);
+        return print_forecast(&plan, args.json);
     }
     interrupt::hold();
     let back = plan.way_on();
@@ -80,7 +80,7 @@ pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
 }
 
 /// Prints what the move would do.
-fn foretell(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
+fn print_forecast(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
     let all = plan.forecast();
     if as_json {
         let answer = |Moving { process, from, to, bytes }: &Moving| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes });

@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
 }
 
 /// A warning if a policy is for a tag that looks like a mistyped one. Programs have tags of their own, so only those that are usual are
-/// known now; `status` tells of policies without a tag once the program has allocated.
+/// known now; `status` shows policies without a tag once the program has allocated.
 fn mistyped(backup: &str, own: Option<&str>) -> Option<String> {
     /// The tags of the package, of engines, and of the library.
     const USUAL: [&str; 6] = ["weights", "kv_cache", "cuda_graph", "optimizer", DEFAULT_TAG, "nccl"];

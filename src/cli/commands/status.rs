@@ -258,13 +258,13 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
 /// NVML, only that is known.
 fn device_row(device: &DeviceStatus, indices: &BTreeMap<String, u32>) -> Vec<String> {
     let index = device.uuid.as_ref().and_then(|uuid| indices.get(uuid));
-    let told = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
+    let or_unknown = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
     vec![
         index.map_or_else(|| format!("device {}", device.device), ToString::to_string),
         Bytes(device.active_bytes).to_string(),
         Bytes(device.paused_bytes).to_string(),
-        told(device.free_bytes),
-        told(device.total_bytes),
+        or_unknown(device.free_bytes),
+        or_unknown(device.total_bytes),
         device.uuid.as_deref().map_or_else(String::new, |uuid| short_uuid(uuid).to_owned()),
     ]
 }
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_without_a_tag_is_told() {
+    fn a_policy_without_a_tag_is_shown() {
         let tags = [TagStatus { tag: "weights".into(), ..TagStatus::default() }];
         let text = policies_without_tag("weigths=disk,weights=host", &tags);
         assert_eq!(text, "\nNo allocation has the tag weigths, for which it was started with --backup weigths=disk; did you mean weights?");

@@ -79,7 +79,7 @@ pub fn swap(args: &Args) -> Result<Exit, CommandError> {
     let [leaving, coming] = args.operations();
     let plan = Swap::plan(leaving, coming, &ui)?;
     if args.dry_run {
-        return foretell(&plan, args.json);
+        return print_forecast(&plan, args.json);
     }
     let consent = plan.consent(&ui)?;
     let (plan, ui) = (Arc::new(plan), Arc::new(ui));
@@ -129,7 +129,7 @@ pub fn json_of(swapped: &Swapped) -> Value {
 }
 
 /// Prints what the swap would do.
-fn foretell(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
+fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
     let (leaving, coming, gpus) = plan.forecast();
     if as_json {
         let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });

@@ -83,7 +83,7 @@ fn describe(process: &Process, Trimmed { returned_bytes, cache, ms }: &Trimmed) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vramctl_coordinator::processes::made_up::process;
+    use vramctl_coordinator::process::made_up::process;
 
     #[test]
     fn returned_and_stuck_bytes_are_reported_by_tag() {

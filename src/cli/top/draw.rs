@@ -397,7 +397,7 @@ mod tests {
     use ratatui::backend::TestBackend;
     use std::time::Duration;
     use vramctl_coordinator::failure::{CommandError, Exit};
-    use vramctl_coordinator::processes::{Process, made_up::process};
+    use vramctl_coordinator::process::{Process, made_up::process};
     use vramctl_driver::{Card, NoCards};
     use vramctl_host::limits::Room;
     use vramctl_model::{DeviceStatus, Holder, Stage, TagState, Totals, Unmanaged};

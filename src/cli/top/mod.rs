@@ -104,10 +104,10 @@ impl Screen {
     fn take() -> io::Result<Self> {
         // This makes a panic restore the terminal, too.
         let screen = Self(ratatui::try_init()?);
-        let restore_and_tell = panic::take_hook();
+        let restore_and_report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             let _ = execute!(stdout(), Show);
-            restore_and_tell(info);
+            restore_and_report(info);
             // No other thread may continue drawing.
             process::exit(101);
         }));

@@ -264,7 +264,7 @@ impl Model {
 
     /// How long ago NVML last answered, if that is too long.
     pub fn gpus_silent(&self, now: Instant) -> Option<Duration> {
-        self.gpus.as_ref().map(|(told, _)| now - *told).filter(|age| *age > PATIENCE.max(3 * self.interval))
+        self.gpus.as_ref().map(|(answered, _)| now - *answered).filter(|age| *age > PATIENCE.max(3 * self.interval))
     }
 
     /// The bars of the GPUs.

@@ -25,7 +25,7 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
                 // A second ^C ends the process at once.
                 release();
                 last();
-                // SAFETY: touches no memory. The signal tells the shell that the command was interrupted.
+                // SAFETY: touches no memory. The signal shows the shell that the command was interrupted.
                 unsafe { libc::raise(libc::SIGINT) };
                 process::exit(130);
             }

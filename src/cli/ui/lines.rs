@@ -9,9 +9,9 @@ use std::sync::Mutex;
 use std::thread;
 use vramctl_coordinator::Reporter;
 use vramctl_coordinator::gpus;
-use vramctl_coordinator::nodes::Step;
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
+use vramctl_coordinator::step::Step;
 use vramctl_host::Unpoison;
 use vramctl_model::Progress;
 
@@ -69,7 +69,7 @@ impl Lines {
         }
     }
 
-    /// Tells the outcome. After a cancellation, parks: its thread ends the process.
+    /// Prints the outcome. After a cancellation, parks: its thread ends the process.
     pub fn end(&self, outcome: &Value) {
         self.connections.stay_if_closed();
         if self.left_behind.lock().unpoisoned().take().is_some() {

@@ -267,7 +267,7 @@ mod tests {
     use std::fs;
     use std::path::Path;
     use vramctl_coordinator::failure::{CommandError, Exit};
-    use vramctl_coordinator::processes::made_up::process;
+    use vramctl_coordinator::process::made_up::process;
     use vramctl_model::{Cycle, Growth, TagState, TagStatus, Unmanaged};
 
     fn of(process: &Process) -> String {

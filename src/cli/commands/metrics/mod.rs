@@ -55,8 +55,8 @@ fn page() -> Result<String, CommandError> {
     let begun = Instant::now();
     let processes = Found::look(&Target::All)?.processes;
     let ledgers = ledger::take(&processes, &[]).unwrap_or_else(|none| {
-        static TOLD: Once = Once::new();
-        TOLD.call_once(|| output::complain("warning", &format!("the metrics of the GPUs are missing: {none}")));
+        static WARNED: Once = Once::new();
+        WARNED.call_once(|| output::complain("warning", &format!("the metrics of the GPUs are missing: {none}")));
         Vec::new()
     });
     Ok(families::page(&ledgers, &processes, begun))

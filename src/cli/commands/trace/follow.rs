@@ -150,9 +150,9 @@ mod tests {
             Ok::<_, Infallible>(Events { on: true, events, next: from + 10, more: true, now_ns: 15 + 10 * asked, ..Events::default() })
         };
         let Ok(()) = followed.catch_up(&mut since, &mut ask);
-        // It was 25 when the first ten were told, so the third page has the last of them.
+        // It was 25 when the first ten were sent, so the third page has the last of them.
         assert_eq!((followed.events.len(), since), (30, 30));
-        // What came meanwhile is told the next time.
+        // What came meanwhile is sent the next time.
         let Ok(()) = followed.catch_up(&mut since, &mut ask);
         assert!(since > 30 && followed.events.iter().map(|event| event.number).eq(0..since));
     }

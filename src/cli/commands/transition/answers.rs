@@ -230,7 +230,7 @@ mod tests {
     use super::*;
     use vramctl_control::protocol::Refusal;
     use vramctl_coordinator::failure::Exit;
-    use vramctl_coordinator::processes::made_up::process;
+    use vramctl_coordinator::process::made_up::process;
     use vramctl_model::{Error, Holder, Shortage, Stage, TagState};
 
     fn names(tags: &[&str]) -> Vec<String> {
