@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_misspelled_variable_is_told_from_a_foreign_one() {
+    fn a_misspelled_variable_is_distinguished_from_a_foreign_one() {
         let unknown = |rest: &str| is_unknown(&format!("VRAMCTL_{rest}"));
         for (rest, meant) in [("RETIAN", "VRAMCTL_RETAIN"), ("HOSTCAP", "VRAMCTL_HOST_CAP"), ("DIRS", "VRAMCTL_DIR")] {
             assert_eq!(unknown(rest), Some(Some(meant)));

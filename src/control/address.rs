@@ -210,7 +210,7 @@ pub fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
 }
 
 /// What this process's socket is bound to, before it gets the name that clients look for. The kernel keeps it as the socket's address and
-/// tells it to clients, also while the process is stopped. So it has the process's name in it.
+/// shows it to clients, also while the process is stopped. So it has the process's name in it.
 pub fn unfinished(folder: &Path, name: &ListenerName) -> PathBuf {
     let [_, address] = Address::own();
     let start = format!("{}/{address}.", folder.display());
@@ -314,7 +314,7 @@ mod tests {
 
     /// A container in which 7 and 8 are what is 107 and 108 here, and another one that cannot be seen.
     #[test]
-    fn each_process_is_told_the_pids_of_its_own_namespace() {
+    fn each_process_gets_the_pids_of_its_own_namespace() {
         let listener = |pid, namespace, ours| Listed { address: Address::plain(pid), namespace, is_of_our_namespace: ours };
         let found = BTreeMap::from([
             (7, listener(7, None, true)),

@@ -169,7 +169,7 @@ impl Client {
         answer!(self, Request::Suspend, Reply::Suspended { gpus } => gpus)
     }
 
-    /// Tells it that it may use its driver again.
+    /// Lets it use its driver again.
     pub fn awake(&mut self) -> Result<(), ClientError> {
         answer!(self, Request::Awake, Reply::Awake => ())
     }
@@ -195,7 +195,7 @@ impl Client {
         answer!(self, Request::Watch { below_bytes: below, trim }, Reply::Watch { below_bytes, trim } => (below_bytes, trim))
     }
 
-    /// Tells it what NVML counts for it, by the UUID of the GPU.
+    /// Sends it what NVML counts for it, by the UUID of the GPU.
     pub fn counted(&mut self, gpus: BTreeMap<String, u64>) -> Result<(), ClientError> {
         answer!(self, Request::Counted { gpus }, Reply::Counted => ())
     }

@@ -236,7 +236,7 @@ pub struct Hello {
     /// The `vramctl run` that started it. Two runs of one name are one job. Absent if it was started otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub run: Option<String>,
-    /// For how many seconds it has been running. Absent if the kernel does not tell.
+    /// For how many seconds it has been running. Absent if the kernel does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub age_s: Option<u64>,
     /// The processes that its job had when it was last paused or resumed as a whole.

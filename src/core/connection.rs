@@ -205,7 +205,7 @@ impl<'a> Lines<'a> {
                 return Err(Error::Invalid(format!("a request is limited to {LONGEST_REQUEST} bytes")));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            // If the program has closed the descriptor, the client cannot be told.
+            // If the program has closed the descriptor, the client gets no answer.
             let Ok(stream) = self.connection.stream() else { return Ok(Line::End) };
             if left.is_zero() || stream.set_read_timeout(Some(left)).is_err() {
                 return Ok(Line::Late);

@@ -133,7 +133,7 @@ fn subscriber() -> Option<&'static Subscriber> {
     unsafe { SUBSCRIBER.load(Ordering::Acquire).as_ref() }
 }
 
-/// Tells the subscriber, if there is one.
+/// Passes an event to the subscriber, if there is one.
 #[inline]
 pub fn publish(event: Event<'_>) {
     if let Some(subscriber) = subscriber() {

@@ -2,7 +2,7 @@
 //!
 //! In steps, the connection is a lease: if the client disconnects or stays silent too long, everything that it has begun is undone, unless
 //! it is committed by then. So a client that dies at any step leaves nothing behind. A client that coordinates several processes passes the
-//! same [`Decision`] to all of them. The decision holds even if the client dies before it has told every process.
+//! same [`Decision`] to all of them. The decision holds even if the client dies before every process knows it.
 
 use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;
@@ -25,7 +25,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How many calls of a held program one `advance` lets pass, at most.
 const MOST_CALLS: u32 = 1 << 20;
 /// Minimum time between progress messages.
-const TELL_EVERY: Duration = Duration::from_millis(50);
+const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 
 /// Pauses or resumes at once.
 pub fn at_once(of: Verb, wanted: TransitionRequest, connection: &Connection) -> Result<Report, Error> {
@@ -42,17 +42,17 @@ pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_
 fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
     let connection = grant.connection;
     let holding = Memory::get().hold()?;
-    grant.tell(&Reply::Held)?;
+    grant.answer(&Reply::Held)?;
     loop {
         match grant.next()? {
             Request::Drain { limit_ms } => {
                 let drained = holding.drain(Duration::from_millis(limit_ms), &mut Asker::of(connection, false, Some(&mut grant)));
                 drained.map_err(|error| grant.cause(error))?;
-                grant.tell(&Reply::Drained)?;
+                grant.answer(&Reply::Drained)?;
             }
             Request::Advance { calls } => {
                 holding.advance(calls.min(MOST_CALLS));
-                grant.tell(&Reply::Held)?;
+                grant.answer(&Reply::Held)?;
             }
             Request::Prepare(wanted @ Prepare { of: Verb::Pause, .. }) => return grant.prepare(wanted, Some(holding)),
             Request::SetAside(wanted) => return grant.set_aside(wanted, holding),
@@ -155,10 +155,10 @@ impl<'a, 'b> Grant<'a, 'b> {
         if error.kind() == Kind::Busy && self.is_aborted() { aborted_by_others() } else { error }
     }
 
-    /// Tells the client that everything is prepared, and waits for its commit. If the job has committed meanwhile, this process does as well,
+    /// Answers that everything is prepared, and waits for the client's commit. If the job has committed meanwhile, this process does as well,
     /// whatever its client says.
     fn vote(&mut self) -> Result<(), Error> {
-        let why_not = match self.tell(&Reply::Prepared).and_then(|()| self.next()) {
+        let why_not = match self.answer(&Reply::Prepared).and_then(|()| self.next()) {
             Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
             Ok(Request::Commit) => aborted_by_others(),
             Ok(Request::Abort) => aborted_by_client(),
@@ -168,14 +168,14 @@ impl<'a, 'b> Grant<'a, 'b> {
         if self.abort() { Err(why_not) } else { Ok(()) }
     }
 
-    /// Why the client cannot commit any more, if so. Aborts then.
-    fn refusal(&self) -> Option<Error> {
+    /// Aborts if the client cannot commit any more. The error says why.
+    fn abort_if_it_cannot_commit(&self) -> Result<(), Error> {
         let why = match self.is_aborted() {
             true => aborted_by_others(),
             false if self.connection.is_gone() => hung_up(),
-            false => return None,
+            false => return Ok(()),
         };
-        self.abort().then_some(why)
+        if self.abort() { Err(why) } else { Ok(()) }
     }
 
     /// Aborts, unless it is decided already. Returns whether it is aborted.
@@ -187,7 +187,7 @@ impl<'a, 'b> Grant<'a, 'b> {
         self.decision.as_ref().is_some_and(Decision::is_aborted)
     }
 
-    fn tell(&self, reply: &Reply) -> Result<(), Error> {
+    fn answer(&self, reply: &Reply) -> Result<(), Error> {
         self.connection.send(reply, 0).map_err(|_| hung_up())
     }
 
@@ -226,25 +226,26 @@ fn aborted_by_others() -> Error {
 struct Asker<'g, 'a, 'b> {
     connection: &'a Connection,
     wants_progress: bool,
-    told: Option<(Instant, Stage)>,
+    /// When progress was last sent, and of which stage.
+    sent: Option<(Instant, Stage)>,
     /// In steps; `None` at once.
     grant: Option<&'g mut Grant<'a, 'b>>,
 }
 
 impl<'g, 'a, 'b> Asker<'g, 'a, 'b> {
     fn of(connection: &'a Connection, wants_progress: bool, grant: Option<&'g mut Grant<'a, 'b>>) -> Self {
-        Self { connection, wants_progress, told: None, grant }
+        Self { connection, wants_progress, sent: None, grant }
     }
 }
 
 impl Observer for Asker<'_, '_, '_> {
     fn progress(&mut self, now: Progress) -> Result<(), Error> {
-        let due = self.told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
+        let due = self.sent.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= PROGRESS_EVERY) || now.done == now.total;
         if self.wants_progress && due {
-            self.told = Some((Instant::now(), now.stage));
+            self.sent = Some((Instant::now(), now.stage));
             let _ = self.connection.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
         }
-        self.grant.as_ref().and_then(|grant| grant.refusal()).map_or(Ok(()), Err)
+        self.grant.as_ref().map_or(Ok(()), |grant| grant.abort_if_it_cannot_commit())
     }
 
     fn is_gone(&mut self) -> Option<bool> {

@@ -1,6 +1,6 @@
 //! The status of this process, by tag and by device.
 
-use crate::memory::{Memory, borrow, communicators, unmanaged};
+use crate::memory::{Memory, UnderWay, borrow, communicators, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
 use crate::{contexts, events, gate};
@@ -85,11 +85,37 @@ impl StatusRounds {
 }
 
 impl Memory {
-    /// The current status, as the driver tells it.
+    /// The current status, queried from the driver.
     pub(crate) fn status_now(&self) -> Status {
+        let under_way = self.under_way().clone();
+        let (tags, devices) = self.tags_and_devices(under_way.as_ref());
+        events::complete(Status {
+            held: gate::is_held(),
+            waiting_threads: gate::waiting(),
+            suspended: None,
+            obstacles: self.obstacles(),
+            refusals: self.refusals.now(),
+            passing_by: passing_by(),
+            process_tag: self.process_tag().map(|tag| tag.to_string()),
+            tags: tags.into_iter().map(|(name, tag)| complete(name, tag, under_way.as_ref())).collect(),
+            devices: devices.into_values().map(with_room).collect(),
+            borrowed: borrow::status(),
+            communicators: communicators::list(),
+            host: backup::status(),
+            late_bytes: driver::leftover_bytes(),
+            unmanaged: unmanaged::status(),
+            cache: Vec::new(),
+            // The subscriber counts these.
+            growing: Vec::new(),
+            cycles: Vec::new(),
+            totals: BTreeMap::new(),
+        })
+    }
+
+    /// What is allocated, by tag and by device.
+    fn tags_and_devices(&self, under_way: Option<&UnderWay>) -> (BTreeMap<String, TagStatus>, BTreeMap<CUdevice, DeviceStatus>) {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
-        let under_way = self.under_way().clone();
         for allocation in &self.snapshot() {
             let bytes = allocation.bytes() as u64;
             let (paused_bytes, host_bytes, disk_bytes) = {
@@ -100,7 +126,7 @@ impl Memory {
                     None => (0, 0),
                 };
                 // Until a pause is complete, it can be undone.
-                let is_being_paused = || under_way.as_ref().is_some_and(|it| it.is_pausing(&allocation.tag));
+                let is_being_paused = || under_way.is_some_and(|it| it.is_pausing(&allocation.tag));
                 let is_there = contents.memory.as_ref().is_some_and(|memory| memory.is_mapped() || is_being_paused());
                 (if is_there { 0 } else { bytes }, host, disk)
             };
@@ -126,41 +152,24 @@ impl Memory {
                 None => device.guard_bytes = bytes,
             }
         }
-        let finish = |(name, tag): (String, TagStatus)| {
-            let at_rest = match tag.paused_bytes {
-                0 => TagState::Active,
-                paused if paused == tag.bytes => TagState::Paused,
-                _ => TagState::Mixed,
-            };
-            let (state, progress) = under_way.as_ref().and_then(|it| it.of(&name)).unwrap_or((at_rest, None));
-            TagStatus { retained: backup::retains(&name), tag: name, state, progress, ..tag }
-        };
-        let tags = tags.into_iter().map(finish).collect();
-        let ask = |device: DeviceStatus| {
-            let info = contexts::memory_info(device.device);
-            let uuid = driver::uuid(device.device);
-            DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
-        };
-        events::complete(Status {
-            held: gate::is_held(),
-            waiting_threads: gate::waiting(),
-            suspended: None,
-            obstacles: self.obstacles(),
-            refusals: self.refusals.now(),
-            passing_by: passing_by(),
-            process_tag: self.process_tag().map(|tag| tag.to_string()),
-            tags,
-            devices: devices.into_values().map(ask).collect(),
-            borrowed: borrow::status(),
-            communicators: communicators::list(),
-            host: backup::status(),
-            late_bytes: driver::leftover_bytes(),
-            unmanaged: unmanaged::status(),
-            cache: Vec::new(),
-            // The subscriber counts these.
-            growing: Vec::new(),
-            cycles: Vec::new(),
-            totals: BTreeMap::new(),
-        })
+        (tags, devices)
     }
+}
+
+/// Adds a tag's name and state.
+fn complete(name: String, tag: TagStatus, under_way: Option<&UnderWay>) -> TagStatus {
+    let at_rest = match tag.paused_bytes {
+        0 => TagState::Active,
+        paused if paused == tag.bytes => TagState::Paused,
+        _ => TagState::Mixed,
+    };
+    let (state, progress) = under_way.and_then(|it| it.of(&name)).unwrap_or((at_rest, None));
+    TagStatus { retained: backup::retains(&name), tag: name, state, progress, ..tag }
+}
+
+/// Adds what the driver says of the device.
+fn with_room(device: DeviceStatus) -> DeviceStatus {
+    let info = contexts::memory_info(device.device);
+    let uuid = driver::uuid(device.device);
+    DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
 }

@@ -19,9 +19,9 @@ use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 /// The saved status, while the process is suspended, or about to be.
 static SUSPENDED: PerProcess<RwLock<Option<SavedStatus>>> = PerProcess::new(RwLock::default);
 
-/// A status holds this for reading while it asks the driver: if a suspend began meanwhile, the status would block until the process is
-/// back. A suspend does not block on this lock but tries it repeatedly, with [`SUSPENDED`] unlocked, because every request reads that.
-static ASKING: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
+/// Locked for reading while a status queries the driver: if a suspend began meanwhile, the query would block until the process is back. A
+/// suspend does not block on this lock but tries it repeatedly, with [`SUSPENDED`] unlocked, because every request reads that.
+static QUERIES: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 /// Locked during a request to suspend.
 static SUSPENDING: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
@@ -67,7 +67,7 @@ impl Memory {
             let status = Status { suspended: Some(gpus.clone()), devices, host: backup::status(), ..status };
             // Before the library leaves the driver, so that from here on a status needs no driver.
             save_status(Some(SavedStatus { status, without_obstacles }));
-            if !nobody_asks(CALLS) || !exit::quiesce(CALLS) {
+            if !queries_end(CALLS) || !exit::quiesce(CALLS) {
                 save_status(None);
                 return Err(Error::Busy(CALLS));
             }
@@ -93,7 +93,7 @@ impl Memory {
         if let Some(saved) = &*suspended {
             return saved.status_now();
         }
-        let _asking = ASKING.get().read().unpoisoned();
+        let _query = QUERIES.get().read().unpoisoned();
         drop(suspended);
         self.status_now()
     }
@@ -115,11 +115,11 @@ fn save_status(saved: Option<SavedStatus>) {
     *SUSPENDED.get().write().unpoisoned() = saved;
 }
 
-/// Waits until no status is being asked of the driver. Another begins only if the process is not suspended.
-fn nobody_asks(limit: Duration) -> bool {
+/// Waits until no status queries the driver, and returns whether that is so. Another query begins only if the process is not suspended.
+fn queries_end(limit: Duration) -> bool {
     const LOOK_AGAIN: Duration = Duration::from_millis(1);
     let deadline = Instant::now() + limit;
-    while matches!(ASKING.get().try_write(), Err(TryLockError::WouldBlock)) {
+    while matches!(QUERIES.get().try_write(), Err(TryLockError::WouldBlock)) {
         if Instant::now() >= deadline {
             return false;
         }

@@ -72,7 +72,7 @@ impl Drop for Held {
 }
 
 /// Whether two descriptors of this process are of one open file: the same `open`, not only the same path (`KCMP_FILE`, `kcmp(2)`). An error
-/// where the kernel does not tell, as under some seccomp filters.
+/// where the kernel does not say, as under some seccomp filters.
 pub fn is_one_file(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> io::Result<bool> {
     const KCMP_FILE: libc::c_int = 0;
     // SAFETY: touches no memory.

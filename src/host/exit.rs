@@ -2,7 +2,7 @@
 //!
 //! The driver tears itself down in an exit handler. A call that the library makes later, or that is still in the driver then,
 //! is undefined behaviour in somebody else's program. So the library's exit handler, which runs before the driver's, refuses
-//! new calls ([`enter_driver`]) and waits for those in flight. Work in progress fails, and [`Answering`] gives it time to tell
+//! new calls ([`enter_driver`]) and waits for those in flight. Work in progress fails, and [`Answering`] gives it time to answer
 //! its client.
 //!
 //! The library's work is that of its workers, and what a thread of the program does in [`as_worker`]. All other calls of the

@@ -269,7 +269,7 @@ impl Loaded {
             let high = hash & 0xf000_0000;
             (hash ^ (high >> 24)) & !high
         });
-        // SAFETY: the header tells the number of buckets; chains end with index 0.
+        // SAFETY: the header has the number of buckets; chains end with index 0.
         unsafe {
             let buckets = *self.hash as usize;
             if buckets == 0 {

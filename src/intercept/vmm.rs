@@ -267,9 +267,7 @@ pub unsafe fn bind_multicast(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
     };
-    let until = RegisteredUntil::Unbound(Binding { object: multicast, offset: multicast_offset, bytes, device: None });
-    let call = "cuMulticastBindMem";
-    noting_multicast(multicast, call, || existing(|memory| memory.share_handle(handle, call, until, real)).unwrap_or_else(|| real(handle)))
+    bind(Binding { object: multicast, offset: multicast_offset, bytes, device: None }, handle, real)
 }
 
 pub unsafe fn bind_multicast_v2(
@@ -285,9 +283,16 @@ pub unsafe fn bind_multicast_v2(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
     };
-    let until = RegisteredUntil::Unbound(Binding { object: multicast, offset: multicast_offset, bytes, device: Some(device) });
-    let call = "cuMulticastBindMem";
-    noting_multicast(multicast, call, || existing(|memory| memory.share_handle(handle, call, until, real)).unwrap_or_else(|| real(handle)))
+    bind(Binding { object: multicast, offset: multicast_offset, bytes, device: Some(device) }, handle, real)
+}
+
+/// Binds memory to a multicast object. `real` gets the driver's handle.
+fn bind(binding: Binding, handle: Handle, real: impl Fn(Handle) -> StatusCode) -> StatusCode {
+    const CALL: &str = "cuMulticastBindMem";
+    noting_multicast(binding.object, CALL, || {
+        let until = RegisteredUntil::Unbound(binding);
+        existing(|memory| memory.share_handle(handle, CALL, until, &real)).unwrap_or_else(|| real(handle))
+    })
 }
 
 pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usize, bytes: usize) -> StatusCode {

@@ -30,7 +30,7 @@ impl Registered {
         }
     }
 
-    /// Whether this is what a pause does unless told otherwise.
+    /// Whether this is what a pause does unless the request says otherwise.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }

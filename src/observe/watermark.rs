@@ -1,5 +1,5 @@
 //! Estimates how much of each device is free: the last sample of the watch (`watch`), corrected by this process's own allocations since.
-//! Tells the watch when that may be too little.
+//! Wakes the watch when that may be too little.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};

@@ -2,10 +2,10 @@
 //!
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
-use super::borrow::{BORROWED, Behind, BorrowedMemory, LeaseState, Meant, Opened, Passed, Rounds, Site, borrowed, listed};
+use super::borrow::{BORROWED, Behind, BorrowedMemory, Lease, LeaseState, Meant, Opened, Passed, Rounds, Site, borrowed, listed};
 use super::lender::{Refused, patiently};
 use super::lending::Token;
-use super::{Memory, imports, sightings};
+use super::{Allocation, Memory, imports, sightings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
@@ -173,19 +173,7 @@ fn try_reopen(token: &Token, owner: u32) -> Result<(), Refused> {
     sightings::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(&pieces)?;
         if let Some(allocation) = imports::paused(token) {
-            let mut borrowed = borrowed();
-            if borrowed.pauses != pauses {
-                return Err(Refused::ForNow);
-            }
-            let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else { return Ok(()) };
-            if opened.is_newer(of_piece) {
-                allocation.take_up(memory)?;
-                (opened.behind, opened.pauses) = (Behind::Memory, of_piece);
-            }
-            let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
-            drop(borrowed);
-            drop(before);
-            return Ok(());
+            return import_again(token, &allocation, memory, (pauses, of_piece), &lease);
         }
         // Without the lock, which the program's calls need: during a suspend, this thread may block for long. The addresses stay reserved
         // even if the program closes the memory meanwhile.
@@ -207,7 +195,7 @@ fn try_reopen(token: &Token, owner: u32) -> Result<(), Refused> {
             // Closed meanwhile.
             drop(borrowed);
             drop(memory);
-            lease.tell_closed(&mut state, token);
+            lease.inform_owner(&mut state, token);
             return Ok(());
         };
         let Site::Opened(site) = &mut opened.site else { return Ok(()) };
@@ -225,4 +213,27 @@ fn try_reopen(token: &Token, owner: u32) -> Result<(), Refused> {
         drop(before);
         Ok(())
     })
+}
+
+/// Puts memory that its owner has resumed behind the program's import of it. `pauses`: how often this process, and the owner, had paused it.
+fn import_again(
+    token: &Token,
+    allocation: &Allocation,
+    memory: Physical,
+    (pauses, of_piece): (u64, u64),
+    lease: &Arc<Lease>,
+) -> Result<(), Refused> {
+    let mut borrowed = borrowed();
+    if borrowed.pauses != pauses {
+        return Err(Refused::ForNow);
+    }
+    let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else { return Ok(()) };
+    if opened.is_newer(of_piece) {
+        allocation.take_up(memory)?;
+        (opened.behind, opened.pauses) = (Behind::Memory, of_piece);
+    }
+    let before = std::mem::replace(&mut opened.lease, Arc::clone(lease));
+    drop(borrowed);
+    drop(before);
+    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Memory of other processes that this one has open (CUDA IPC) or has imported by descriptor ([`super::imports`]). The other side is
 //! [`super::share`].
 //!
-//! There is one connection to each owner, kept while any of its memory is open here. If this process dies, the end of the connection tells
+//! There is one connection to each owner, kept while any of its memory is open here. If this process dies, the end of the connection shows
 //! the owner that all of it is closed. Opened memory is not managed here. Its owner pauses it only while nobody has it open, or together
 //! with the processes that have ([`super::aside`]).
 //!
@@ -584,33 +584,33 @@ impl Lease {
         // Before the owner may pause it.
         drop(opened);
         if let Ok(mut state) = self.state.try_lock() {
-            self.tell_closed(&mut state, token);
+            self.inform_owner(&mut state, token);
             return true;
         }
         // The thread that uses the connection may be waiting for the owner, which may be paused or stopped for long.
         let (lease, its) = (Arc::clone(self), *token);
-        if let Err(error) = worker::spawn("vramctl-borrow", move || lease.tell_closed(&mut lease.state.lock().unpoisoned(), &its)) {
-            log::debug!("no thread to tell process {} that its memory is closed: {error}", self.lender.pid);
-            self.tell_closed(&mut self.state.lock().unpoisoned(), token);
+        if let Err(error) = worker::spawn("vramctl-borrow", move || lease.inform_owner(&mut lease.state.lock().unpoisoned(), &its)) {
+            log::debug!("no thread to inform process {} that its memory is closed: {error}", self.lender.pid);
+            self.inform_owner(&mut self.state.lock().unpoisoned(), token);
         }
         true
     }
 
-    /// Tells the owner that memory is closed, unless it has been opened again since.
-    pub(super) fn tell_closed(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
+    /// Informs the owner that memory is closed, unless it has been opened again since.
+    pub(super) fn inform_owner(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
         let is_open = borrowed().open.get(token).is_some_and(|opened| Arc::ptr_eq(&opened.lease, self));
         if !is_open {
             self.give_back(state, token);
         }
     }
 
-    /// Tells the owner that memory is closed.
+    /// Informs the owner that memory is closed.
     pub(super) fn give_back(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
         // Waits for the answer, even before disconnecting: when this process continues, the owner knows, unless it is stopped.
         if *state == LeaseState::Retired {
             self.lender.close_unconfirmed(token);
         } else if let Err(error) = self.lender.close(token) {
-            log::debug!("process {} could not be told that its memory is closed: {error}", self.lender.pid);
+            log::debug!("process {} could not be informed that its memory is closed: {error}", self.lender.pid);
             self.retire(state);
         }
         self.retire_if_unused(state);

@@ -21,7 +21,7 @@ use vramctl_model::Failure;
 /// A place in a stream.
 #[derive(Debug)]
 pub(super) struct FreedAt {
-    /// `None`: the driver does not tell streams from each other.
+    /// `None`: the driver does not distinguish streams.
     stream: Option<StreamId>,
     /// Marks the work queued on the stream before that place.
     before: Event,

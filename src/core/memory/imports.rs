@@ -1,6 +1,6 @@
 //! Memory that the program has imported by descriptor (`cuMemImportFromShareableHandle`), as NCCL and torch's symmetric memory do.
 //!
-//! The driver tells nobody whose memory a descriptor stands for. So each process keeps the descriptors that it exports, and is asked about those
+//! The driver does not say whose memory a descriptor stands for. So each process keeps the descriptors that it exports, and is asked about those
 //! that others import: both are the same open file then (`KCMP_FILE`). From then on, imported memory is like memory that was opened by CUDA
 //! IPC ([`super::borrow`]): it is set aside when its owner pauses it, and imported again at the program's addresses afterwards. The program
 //! gets a handle of the library's for that, as for its own memory (`handles`).

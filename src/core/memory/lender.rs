@@ -43,12 +43,12 @@ impl Lender {
         self.exchange(Request::Open { token: token.text() }, PATIENCE)
     }
 
-    /// Tells it that memory is closed, and waits until it knows.
+    /// Informs it that memory is closed, and waits until it knows.
     pub(super) fn close(&self, token: &Token) -> io::Result<()> {
         self.exchange(Request::Close { token: token.text() }, NOTED_WITHIN).map(drop)
     }
 
-    /// Tells it that memory is closed, over a connection on which another answer may be outstanding.
+    /// Informs it that memory is closed, over a connection on which another answer may be outstanding.
     pub(super) fn close_unconfirmed(&self, token: &Token) {
         let said = self.connection.as_type::<UnixStream>().and_then(|stream| {
             stream.set_write_timeout(Some(NOTED_WITHIN))?;

@@ -33,6 +33,7 @@ pub use peers::note_crossing;
 pub use region::Placement;
 pub use registered::{Binding, RegisteredUntil};
 pub use requester::Requester;
+pub(crate) use under_way::UnderWay;
 
 use crate::{contexts, drain, quiet};
 use address_index::AddressIndex;

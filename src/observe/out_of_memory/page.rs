@@ -310,9 +310,9 @@ fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
         let (file, _) = frame.rsplit_once(':').unwrap_or((frame, ""));
         !["/torch/", "/vramctl/", "/contextlib.py"].iter().any(|part| file.contains(part))
     };
-    let is_telling =
+    let is_informative =
         |frame: &&String| !["libc10", "libcuda", "libvramctl", "libtorch_memory_saver"].iter().any(|part| frame.starts_with(part));
-    let (python, native) = (python.iter().find(is_own).or(python.first()), native.iter().find(is_telling).or(native.first()));
+    let (python, native) = (python.iter().find(is_own).or(python.first()), native.iter().find(is_informative).or(native.first()));
     python.or(native).map(String::as_str)
 }
 
@@ -403,6 +403,39 @@ fn quoted(word: &str) -> String {
 }
 
 impl ReportPage {
+    fn write_request(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        /// The file has all of them.
+        const FRAMES: usize = 12;
+        let Failed { refused_by, call, attempts, freed_since_bytes, margin_bytes, .. } = &self.request;
+        writeln!(out, "{}", self.headline)?;
+        let ThreadName { id, name } = &self.thread;
+        write!(out, "  In thread {id} ({name}); refused by ")?;
+        match (*refused_by, call) {
+            ("margin", _) => write!(out, "the memory margin of {}", Bytes(*margin_bytes))?,
+            ("resume", _) => write!(out, "the check before the resume, or the driver during it")?,
+            (_, Some(call)) => write!(out, "the driver's {call}")?,
+            _ => write!(out, "the driver")?,
+        }
+        match (attempts, freed_since_bytes) {
+            (1, _) => writeln!(out)?,
+            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} was freed in between", Bytes(*freed))?,
+            (_, None) => writeln!(out, ", in {attempts} attempts")?,
+        }
+        if self.unreported > 0 {
+            writeln!(out, "  Other requests that have failed since the last report: {}", self.unreported)?;
+        }
+        for (what, stack) in [("Python", &self.python_stack), ("Native", &self.native_stack)] {
+            if !stack.is_empty() {
+                writeln!(out, "  {what} calls, most recent first:")?;
+                stack.iter().take(FRAMES).try_for_each(|frame| writeln!(out, "    {frame}"))?;
+            }
+            if stack.len() > FRAMES {
+                writeln!(out, "    … and {} more", stack.len() - FRAMES)?;
+            }
+        }
+        Ok(())
+    }
+
     fn write_in_use(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         // An empty rest only makes the rows add up in the file.
         let mut rows = self.in_use.iter().filter(|row| row.what != "rest" || row.bytes > 0).peekable();
@@ -453,39 +486,27 @@ impl ReportPage {
         }
         Ok(())
     }
+
+    fn write_ways(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.could_be_freed.is_empty() {
+            // The other programs were asked only if the device is known.
+            let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
+            let nothing = "Nothing can be paused to make room: no other program with the library has memory here. \
+                           `vramctl gpus` shows who uses the rest";
+            return if is_known { writeln!(out, "  {nothing}") } else { Ok(()) };
+        }
+        writeln!(out, "  Could be freed:")?;
+        for Way { bytes, command, is_enough, note } in &self.could_be_freed {
+            let enough = if *is_enough { "enough; " } else { "" };
+            writeln!(out, "    {:>11}  {command}  ({enough}{note})", Bytes(*bytes).to_string())?;
+        }
+        Ok(())
+    }
 }
 
 impl fmt::Display for ReportPage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        /// The file has all of them.
-        const FRAMES: usize = 12;
-        let Failed { refused_by, call, attempts, freed_since_bytes, margin_bytes, .. } = &self.request;
-        writeln!(out, "{}", self.headline)?;
-        let ThreadName { id, name } = &self.thread;
-        write!(out, "  In thread {id} ({name}); refused by ")?;
-        match (*refused_by, call) {
-            ("margin", _) => write!(out, "the memory margin of {}", Bytes(*margin_bytes))?,
-            ("resume", _) => write!(out, "the check before the resume, or the driver during it")?,
-            (_, Some(call)) => write!(out, "the driver's {call}")?,
-            _ => write!(out, "the driver")?,
-        }
-        match (attempts, freed_since_bytes) {
-            (1, _) => writeln!(out)?,
-            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} was freed in between", Bytes(*freed))?,
-            (_, None) => writeln!(out, ", in {attempts} attempts")?,
-        }
-        if self.unreported > 0 {
-            writeln!(out, "  Other requests that have failed since the last report: {}", self.unreported)?;
-        }
-        for (what, stack) in [("Python", &self.python_stack), ("Native", &self.native_stack)] {
-            if !stack.is_empty() {
-                writeln!(out, "  {what} calls, most recent first:")?;
-                stack.iter().take(FRAMES).try_for_each(|frame| writeln!(out, "    {frame}"))?;
-            }
-            if stack.len() > FRAMES {
-                writeln!(out, "    … and {} more", stack.len() - FRAMES)?;
-            }
-        }
+        self.write_request(out)?;
         self.write_in_use(out)?;
         if !self.paused.is_empty() {
             let paused: Vec<_> = self.paused.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
@@ -504,19 +525,7 @@ impl fmt::Display for ReportPage {
         if self.host.used_bytes > 0 {
             writeln!(out, "  Backups take {} of host memory", Bytes(self.host.used_bytes))?;
         }
-        if self.could_be_freed.is_empty() {
-            // The other programs were asked only if the device is known.
-            let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
-            let nothing = "Nothing can be paused to make room: no other program with the library has memory here. \
-                           `vramctl gpus` shows who uses the rest";
-            return if is_known { writeln!(out, "  {nothing}") } else { Ok(()) };
-        }
-        writeln!(out, "  Could be freed:")?;
-        for Way { bytes, command, is_enough, note } in &self.could_be_freed {
-            let enough = if *is_enough { "enough; " } else { "" };
-            writeln!(out, "    {:>11}  {command}  ({enough}{note})", Bytes(*bytes).to_string())?;
-        }
-        Ok(())
+        self.write_ways(out)
     }
 }
 

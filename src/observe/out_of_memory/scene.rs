@@ -1,4 +1,4 @@
-//! The state when a request has failed, as far as its thread can tell at once, without waiting.
+//! The state when a request has failed, as far as its thread can find out at once, without waiting.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -358,7 +358,7 @@ mod tests {
         recorder.change(Change::Allocated, Owner::Library("libx.so"), Some(0), 5);
         recorder.change(Change::Allocated, Owner::Library("libx.so"), Some(1), 7);
         recorder.change(Change::Allocated, Owner::Library("libx.so"), None, 9);
-        // There is no driver here that tells another.
+        // There is no driver here that reports another.
         let as_at_first = |_| Some(String::new());
         recorder.ask_for_gpus(as_at_first);
         recorder.ask_for_gpus(|_| None);
