@@ -7,7 +7,7 @@ use super::arena::{Arena, Range};
 use super::digest::{self, DIGEST_PIECE, Digest, Hasher};
 use super::loading::Kernels;
 use super::transfer::{self, Part};
-use super::{Backup, Item, Kept, Tell, Wanted};
+use super::{Backup, Item, Kept, OnProgress, Wanted};
 use super::{copier, quiet};
 use std::collections::BTreeMap;
 use std::ops;
@@ -97,7 +97,7 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 
 /// Saves contents in host memory, overwriting retained backups. On error, no more host memory is in use than before. `done`
 /// receives completed allocations while others are still being copied.
-pub fn save(wanted: &[Wanted], progress: &mut Tell<'_>, done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
+pub fn save(wanted: &[Wanted], progress: &mut OnProgress<'_>, done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }
@@ -203,7 +203,7 @@ static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 /// time, while hashing continues. Allocations without a working hasher get no digests and are copied whole.
 ///
 /// Waits for a hasher that is still being loaded: in a held program that takes only as long as the compiler (90 ms; at most 5 s), and without digests the next pause would have to copy everything, too.
-fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
+fn hash(wanted: &[Wanted], ready: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     if !wanted.iter().any(|new| new.retain) {
         return Ok(());
     }
@@ -235,10 +235,10 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
                     Ok(digests) => {
                         let mut digests = digests.into_iter();
                         let of = |extent: &Extent| (extent.address, digests.by_ref().take(extent.bytes / DIGEST_PIECE).collect());
-                        tell(group.iter().map(of).collect());
+                        ready(group.iter().map(of).collect());
                     }
                     Err(failure) if failure.is_of_earlier_work() => return Err(Error::from(failure)),
-                    Err(failure) => log::warn!("{failure}: cannot tell what has changed, so everything is copied"),
+                    Err(failure) => log::warn!("{failure}: what has changed is not known, so everything is copied"),
                 }
             }
             Ok(())

@@ -103,14 +103,14 @@ pub struct Kept {
 }
 
 /// Receives the progress of copies. With an error, no more is copied.
-pub type Tell<'a> = dyn FnMut(Progress) -> Result<(), Error> + 'a;
+pub type OnProgress<'a> = dyn FnMut(Progress) -> Result<(), Error> + 'a;
 
 /// Saves the contents of active allocations as their policies say. All or nothing: on error, no more memory or disk is in
 /// use than before. All work on the allocations must have finished, and none may start meanwhile.
 ///
 /// While others are still being copied, `saved` receives the allocations that need no further access, with their backups. The rest
 /// are saved when this returns.
-pub fn save(wanted: Vec<Wanted>, progress: &mut Tell<'_>, saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
+pub fn save(wanted: Vec<Wanted>, progress: &mut OnProgress<'_>, saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     // Before anything is copied.
     match admit(&wanted).1 {
         Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),
@@ -153,7 +153,7 @@ fn needs(wanted: &[Wanted]) -> (Vec<&Wanted>, Vec<usize>) {
 pub fn restore(
     items: &[Item],
     idle: &BTreeSet<Context>,
-    progress: &mut Tell<'_>,
+    progress: &mut OnProgress<'_>,
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let in_memory: Vec<_> = items.iter().flat_map(parts_in_memory).collect();
@@ -204,17 +204,17 @@ pub fn settle() {
 /// Accumulates and reports copy progress.
 struct Meter<'a> {
     now: Progress,
-    tell: &'a mut Tell<'a>,
+    on_progress: &'a mut OnProgress<'a>,
 }
 
 impl<'a> Meter<'a> {
-    fn new(stage: Stage, total: usize, tell: &'a mut Tell<'a>) -> Self {
-        Self { now: Progress { stage, done: 0, total: total as u64 }, tell }
+    fn new(stage: Stage, total: usize, on_progress: &'a mut OnProgress<'a>) -> Self {
+        Self { now: Progress { stage, done: 0, total: total as u64 }, on_progress }
     }
 
     fn add(&mut self, bytes: usize) -> Result<(), Error> {
         self.now.done += bytes as u64;
-        (self.tell)(self.now)
+        (self.on_progress)(self.now)
     }
 }
 
@@ -223,15 +223,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_meter_tells_what_has_been_copied_so_far() {
-        let mut told = Vec::new();
-        let mut tell = |progress: Progress| {
-            told.push((progress.done, progress.total));
+    fn a_meter_reports_what_has_been_copied_so_far() {
+        let mut reported = Vec::new();
+        let mut on_progress = |progress: Progress| {
+            reported.push((progress.done, progress.total));
             Ok(())
         };
-        let mut meter = Meter::new(Stage::Save, 10, &mut tell);
+        let mut meter = Meter::new(Stage::Save, 10, &mut on_progress);
         meter.add(3).unwrap();
         meter.add(7).unwrap();
-        assert_eq!(told, [(3, 10), (10, 10)]);
+        assert_eq!(reported, [(3, 10), (10, 10)]);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::arena::{Arena, Range};
 use super::disk::{self, Spill, SpillError, StagingPiece};
-use super::{Backup, Item, Meter, Tell, Wanted, settings};
+use super::{Backup, Item, Meter, OnProgress, Wanted, settings};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Drop for File {
 
 /// Writes active allocations' contents to files in the [`disk_directory`](settings::disk_directory): one for all, or one
 /// each if files have names. Leaves no file on error.
-pub fn save(wanted: &[Wanted], progress: &mut Tell<'_>) -> Result<Vec<Item>, Error> {
+pub fn save(wanted: &[Wanted], progress: &mut OnProgress<'_>) -> Result<Vec<Item>, Error> {
     if wanted.is_empty() {
         return Ok(Vec::new());
     }
@@ -124,7 +124,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
 }
 
 /// Reads contents back from their files into mapped memory.
-pub fn restore(items: &[Item], progress: &mut Tell<'_>) -> Result<(), Error> {
+pub fn restore(items: &[Item], progress: &mut OnProgress<'_>) -> Result<(), Error> {
     let on_disk = |(extent, saved): &Item| match &**saved {
         Backup::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
         Backup::Host(_) => None,

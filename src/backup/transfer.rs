@@ -6,7 +6,7 @@
 use super::arena::Arena;
 use super::copier::{self, By, Choice};
 use super::stock::HOST_PIECE;
-use super::{Tell, quiet};
+use super::{OnProgress, quiet};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::ptr;
@@ -70,7 +70,7 @@ fn bytes_of(parts: &[Part]) -> usize {
 
 /// Copies parts, sorted by offset, from the device and hands them back as they complete. No copy is in flight when this
 /// returns, even on error.
-pub fn save(parts: &[Part], progress: &mut Tell<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
+pub fn save(parts: &[Part], progress: &mut OnProgress<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let threads = if is_prepared(parts) { FEW_THREADS } else { threads_to_prepare() };
     let saved = transfer(Direction::FromDevice, threads, bytes_of(parts), &BTreeSet::new(), progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| give(parts.to_vec()));
@@ -85,7 +85,7 @@ pub fn save(parts: &[Part], progress: &mut Tell<'_>, copied: &mut dyn FnMut(&[Pa
 pub fn restore(
     parts: &[Part],
     idle: &BTreeSet<Context>,
-    progress: &mut Tell<'_>,
+    progress: &mut OnProgress<'_>,
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let threads = if is_prepared(parts) {
@@ -109,7 +109,7 @@ fn transfer(
     threads: usize,
     total: usize,
     idle: &BTreeSet<Context>,
-    progress: &mut Tell<'_>,
+    progress: &mut OnProgress<'_>,
     copied: &mut dyn FnMut(&[Part]),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
@@ -118,12 +118,12 @@ fn transfer(
     }
     let stage = if direction == Direction::FromDevice { Stage::Save } else { Stage::Restore };
     let stop = AtomicBool::new(false);
-    let (mut done, mut told) = (0, Ok(()));
-    let mut tell = |parts: Vec<Part>| {
+    let (mut done, mut refused) = (0, Ok(()));
+    let mut report = |parts: Vec<Part>| {
         done += bytes_of(&parts) as u64;
-        if let Err(refused) = progress(Progress { stage, done, total: total as u64 }) {
+        if let Err(error) = progress(Progress { stage, done, total: total as u64 }) {
             stop.store(true, Ordering::Relaxed);
-            told = Err(refused);
+            refused = Err(error);
         }
         // After a failed copy, or a refusal, completed parts are not reported: they would only have to be undone.
         if !stop.load(Ordering::Relaxed) {
@@ -132,11 +132,11 @@ fn transfer(
     };
     let (jobs, next) = mpsc::channel::<Vec<Part>>();
     let next = Mutex::new(next);
-    let (report, landed) = mpsc::channel();
+    let (landing, landed) = mpsc::channel();
     let transferred = thread::scope(|scope| {
         let mut workers = Vec::new();
         for _ in 0..threads {
-            let worker = Copier { direction, idle, jobs: &next, stop: &stop, report: report.clone(), staging: None };
+            let worker = Copier { direction, idle, jobs: &next, stop: &stop, landing: landing.clone(), staging: None };
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
                 Err(error) if workers.is_empty() => return Err(Error::NoThread(error.to_string())),
@@ -144,21 +144,21 @@ fn transfer(
                 Err(_) => break,
             }
         }
-        drop(report);
+        drop(landing);
         let produced = produce(&mut |parts| {
             let _ = jobs.send(parts);
-            landed.try_iter().for_each(&mut tell);
+            landed.try_iter().for_each(&mut report);
         });
         if produced.is_err() {
             stop.store(true, Ordering::Relaxed);
         }
         drop(jobs);
         // Ends with the last worker.
-        landed.iter().for_each(&mut tell);
+        landed.iter().for_each(&mut report);
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a copy panicked".into()))));
         produced.and(worked.fold(Ok(()), Result::and))
     });
-    transferred.and(told)
+    transferred.and(refused)
 }
 
 /// Copies in flight.
@@ -198,7 +198,7 @@ struct Copier<'a> {
     /// Set when one copy has failed, or no more is wanted, so that the others stop.
     stop: &'a AtomicBool,
     /// Sends completed parts.
-    report: mpsc::Sender<Vec<Part>>,
+    landing: mpsc::Sender<Vec<Part>>,
     staging: Option<PinnedBuffer>,
 }
 
@@ -230,7 +230,7 @@ impl Copier<'_> {
             }
             if !direct {
                 parts.iter().try_for_each(|part| self.copy_through_staging(part, arena.at(part.offset)))?;
-                self.tell(parts);
+                self.report(parts);
                 continue;
             }
             let measured = if let (Direction::ToDevice, [part]) = (self.direction, &parts[..]) {
@@ -258,7 +258,7 @@ impl Copier<'_> {
         {
             choice.took(by, part.bytes, milliseconds);
         }
-        self.tell(flight.parts);
+        self.report(flight.parts);
         Ok(())
     }
 
@@ -269,8 +269,8 @@ impl Copier<'_> {
         self.jobs.lock().unpoisoned().recv().ok()
     }
 
-    fn tell(&self, copied: Vec<Part>) {
-        let _ = self.report.send(copied);
+    fn report(&self, copied: Vec<Part>) {
+        let _ = self.landing.send(copied);
     }
 
     /// For host memory that cannot be registered: the copy engines use a buffer allocated by the driver, and the processor

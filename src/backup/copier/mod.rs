@@ -140,7 +140,7 @@ pub struct Choice {
 }
 
 /// Smaller copies, in bytes, say little about speed.
-const TELLING: usize = 16 << 20;
+const MEASURABLE: usize = 16 << 20;
 /// Copies between the first trials; at 64 MiB each, about 10 ms.
 const INTERVAL: u32 = 8;
 /// Maximum interval while the kernel is faster. A trial of slow engines costs 0.5 ms; noticing 32 copies late that they are
@@ -168,7 +168,7 @@ impl Choice {
             CopyBy::Kernel => return (By::Kernel, false),
             CopyBy::Engines => return (By::Engines, false),
             // A small copy by slow engines delays those queued behind it.
-            CopyBy::Auto if bytes < TELLING => return (if self.is_known() { self.faster } else { By::Engines }, false),
+            CopyBy::Auto if bytes < MEASURABLE => return (if self.is_known() { self.faster } else { By::Engines }, false),
             CopyBy::Auto => (),
         }
         if self.until_trial > 0 {
@@ -250,28 +250,28 @@ mod tests {
     #[test]
     fn small_copies_use_what_large_ones_have_shown() {
         let mut choice = Choice::new(CopyBy::Auto);
-        assert_eq!(choice.next(TELLING - 1), (By::Engines, false), "nothing is known");
+        assert_eq!(choice.next(MEASURABLE - 1), (By::Engines, false), "nothing is known");
         copy(&mut choice, 20, [1.8, 1.3]);
-        assert_eq!(choice.next(TELLING - 1), (By::Kernel, false));
+        assert_eq!(choice.next(MEASURABLE - 1), (By::Kernel, false));
         copy(&mut choice, 60, [1.2, 1.3]);
-        assert_eq!(choice.next(TELLING - 1), (By::Engines, false));
+        assert_eq!(choice.next(MEASURABLE - 1), (By::Engines, false));
     }
 
     #[test]
     fn large_and_small_copies_are_compared_by_the_byte() {
         let mut choice = Choice::new(CopyBy::Auto);
-        choice.took(By::Kernel, 2 * TELLING, 2.0);
-        choice.took(By::Engines, TELLING, 1.5);
-        assert_eq!(choice.next(TELLING), (By::Kernel, true), "1.5 ms for half as much is slower");
-        choice.took(By::Engines, 4 * TELLING, 2.0);
-        assert_eq!(choice.next(TELLING), (By::Engines, true));
+        choice.took(By::Kernel, 2 * MEASURABLE, 2.0);
+        choice.took(By::Engines, MEASURABLE, 1.5);
+        assert_eq!(choice.next(MEASURABLE), (By::Kernel, true), "1.5 ms for half as much is slower");
+        choice.took(By::Engines, 4 * MEASURABLE, 2.0);
+        assert_eq!(choice.next(MEASURABLE), (By::Engines, true));
     }
 
     #[test]
     fn a_kernel_that_could_not_copy_is_tried_again_after_one_copy_by_the_engines() {
         let mut choice = Choice::new(CopyBy::Auto);
         choice.refused();
-        assert_eq!([choice.next(TELLING), choice.next(TELLING)], [(By::Engines, true), (By::Kernel, true)]);
+        assert_eq!([choice.next(MEASURABLE), choice.next(MEASURABLE)], [(By::Engines, true), (By::Kernel, true)]);
     }
 
     #[test]
@@ -279,6 +279,6 @@ mod tests {
         for (copy_by, by) in [(CopyBy::Engines, By::Engines), (CopyBy::Kernel, By::Kernel)] {
             assert_eq!(Choice::new(copy_by).next(PIECE), (by, false));
         }
-        assert_eq!(Choice::new(CopyBy::Auto).next(TELLING - 1), (By::Engines, false));
+        assert_eq!(Choice::new(CopyBy::Auto).next(MEASURABLE - 1), (By::Engines, false));
     }
 }

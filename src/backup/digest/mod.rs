@@ -1,4 +1,4 @@
-//! Digests of device memory, to tell which pieces the host already has.
+//! Digests of device memory, to find out which pieces the host already has.
 //!
 //! The device computes them (`kernel.cu`) in one pass at the speed of its memory; [`Key::digest`] computes the same on the CPU. For any
 //! change of a piece, its digest stays the same with a probability below 2⁻⁹¹, because each process draws a secret key.
@@ -39,7 +39,7 @@
 //! equal modulo p with probability at most 17 · 2⁻³², and both sums of a group, whose keys are independent, with probability at most (17 ·
 //! 2⁻³²)² < 2⁻⁵⁵.
 //!
-//! **The polynomial tells them apart.** If a coefficient differs modulo p, the difference of the two polynomials is nonzero and of degree
+//! **The polynomial distinguishes them.** If a coefficient differs modulo p, the difference of the two polynomials is nonzero and of degree
 //! at most 16 383, so it has at most that many roots. *r* is one of 2⁶⁰ equally likely numbers below p, so it is a root with probability at
 //! most 16 383 / 2⁶⁰ < 2⁻⁴⁶.
 //!

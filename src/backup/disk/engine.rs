@@ -130,7 +130,7 @@ impl<'a> Queue<'a> {
         self.changed.wait_while(self.lock(), idle).unpoisoned().jobs.pop_front()
     }
 
-    /// Drops waiting jobs and tells every thread to stop.
+    /// Drops waiting jobs and has every thread stop.
     fn close(&self) {
         *self.lock() = Waiting { jobs: VecDeque::new(), closed: true };
         self.changed.notify_all();

@@ -122,19 +122,19 @@ pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<(
     Ok(())
 }
 
-const NOT_TOLD: u64 = u64::MAX;
-static TOLD: AtomicU64 = AtomicU64::new(NOT_TOLD);
+const NOT_SET: u64 = u64::MAX;
+static AVAILABLE: AtomicU64 = AtomicU64::new(NOT_SET);
 
 /// Overrides the available bytes, for tests. `None` restores the real value.
 pub fn set_available(bytes: Option<u64>) {
-    TOLD.store(bytes.unwrap_or(NOT_TOLD), Ordering::Relaxed);
+    AVAILABLE.store(bytes.unwrap_or(NOT_SET), Ordering::Relaxed);
 }
 
 /// Bytes this user can still allocate, if the file system reports that.
 fn available_bytes(file: &File) -> Option<u64> {
-    let told = TOLD.load(Ordering::Relaxed);
-    if told != NOT_TOLD {
-        return Some(told);
+    let available = AVAILABLE.load(Ordering::Relaxed);
+    if available != NOT_SET {
+        return Some(available);
     }
     // SAFETY: plain data, valid as all zeros, and writable.
     let statistics = unsafe {

@@ -247,7 +247,7 @@ fn requests_that_never_get_anywhere_are_an_error() {
 
 /// What the kernel itself refuses, not a fault that the tests put in its place.
 #[test]
-fn the_kernels_own_errors_are_told() {
+fn the_kernels_own_errors_are_reported() {
     let _alone = alone();
     for way in WAYS {
         let spill = spill(4 * PAGE, way);

@@ -169,7 +169,7 @@ impl Memory {
         &self,
         request: &TransitionRequest,
         victims: &[Arc<Allocation>],
-        progress: &mut backup::Tell<'_>,
+        progress: &mut backup::OnProgress<'_>,
         is_wanted: &mut dyn FnMut() -> bool,
         clock: &mut Clock,
     ) -> Result<Kept, Error> {

@@ -142,7 +142,7 @@ impl Memory {
         idle: &BTreeSet<Context>,
         arrival: &mut Arrival<'_>,
         clock: &mut Clock,
-        progress: &mut backup::Tell<'_>,
+        progress: &mut backup::OnProgress<'_>,
     ) -> Result<Vec<Physical>, Error> {
         let started = Instant::now();
         let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().saved.is_some()).map(Arc::clone).collect();
