@@ -91,6 +91,8 @@ fn pid_within(pid: u32) -> Option<u32> {
 
 /// More than a pid can be.
 const HIDDEN: u32 = 10_000_000;
+/// Added to the pid here of a process that another one, of another namespace, has no pid for: above all numbers of hidden ones.
+const HERE: u32 = 1 << 30;
 /// How many processes that cannot be seen may have the same pid.
 const MOST_NAMESAKES: u32 = 50;
 
@@ -168,6 +170,9 @@ impl Listeners {
 
     /// The pid here of the process that another one, of this pid here, calls so.
     pub fn pid_here(&self, pid: u32, of: u32) -> u32 {
+        if let Some(here) = pid.checked_sub(HERE) {
+            return here;
+        }
         let Some(speaker) = self.found.get(&of).filter(|speaker| !speaker.is_of_our_namespace && pid != 0) else { return pid };
         let is_meant = |listener: &Listed| listener.address.pid == pid && speaker.is_beside(listener);
         if is_meant(speaker) {
@@ -181,6 +186,8 @@ impl Listeners {
     pub fn pid_there(&self, pid: u32, of: u32) -> u32 {
         match (self.found.get(&of), self.found.get(&pid)) {
             (Some(speaker), Some(meant)) if speaker.is_beside(meant) => meant.address.pid,
+            // It only remembers the number.
+            (Some(speaker), Some(_)) if !speaker.is_of_our_namespace => HERE + pid,
             _ => pid,
         }
     }
@@ -328,6 +335,11 @@ mod tests {
         assert_eq!([107, 108].map(|pid| known.pid_there(pid, 107)), [7, 8]);
         assert_eq!([0, 7, 8].map(|pid| known.pid_here(pid, 107)), [0, 107, 108]);
         assert_eq!(known.pid_here(9, 107), HIDDEN + 9, "that is not the 9 here");
+        // What is remembered of another namespace's processes comes back as it was told.
+        for (pid, of) in [(9, 107), (9, HIDDEN + 7), (108, HIDDEN + 7), (HIDDEN + 7, 107), (107, 9)] {
+            assert_eq!(known.pid_here(known.pid_there(pid, of), of), pid);
+        }
+        assert_eq!(known.pid_there(107, 9), 107, "it sees that one so");
         assert_eq!(known.pid_here(9, 7), 9);
         assert_eq!(known.pid_here(7, HIDDEN + 7), HIDDEN + 7);
         assert_eq!((hidden(HIDDEN + 7), hidden(7)), (Some(7), None));
