@@ -1,4 +1,4 @@
-//! That a process listens in a directory, told by a lock on the directory: others may delete its socket, but not the lock, which ends when the
+//! That a process listens in a directory, shown by a lock on the directory: others may delete its socket, but not the lock, which ends when the
 //! process does. So whoever looks for all processes of a job knows that one lives and cannot be reached.
 //!
 //! Each process locks one byte, whose number is its id and PID namespace. `systemd-tmpfiles` deletes nothing of a directory on which anybody has

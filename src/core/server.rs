@@ -6,7 +6,7 @@
 //!
 //! The only way to a program is the name of its socket, which others may delete. So the control thread looks each second whether the name
 //! still leads to the socket, and otherwise creates the socket, and the directory, again. That needs neither the driver nor the gate: it
-//! works for a program that is paused, held or suspended. Until then, a lock tells that the process lives (`control/presence.rs`).
+//! works for a program that is paused, held or suspended. Until then, a lock shows that the process lives (`control/presence.rs`).
 
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;

@@ -48,12 +48,12 @@ pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
     listed(|opened| opened.is_paused() && opened.is_meant(&meant))
 }
 
-/// What is gone, and was not told before.
+/// What is gone, and was not reported before.
 pub(crate) fn lost() -> Vec<model::Borrowed> {
     let Some(existing) = BORROWED.existing() else { return Vec::new() };
     let mut borrowed = existing.lock().unpoisoned();
-    let lost = borrowed.listed(|opened| opened.behind == Behind::Gone { is_told: false });
-    borrowed.open.values_mut().filter(|opened| opened.is_gone()).for_each(|opened| opened.behind = Behind::Gone { is_told: true });
+    let lost = borrowed.listed(|opened| opened.behind == Behind::Gone { is_reported: false });
+    borrowed.open.values_mut().filter(|opened| opened.is_gone()).for_each(|opened| opened.behind = Behind::Gone { is_reported: true });
     lost
 }
 
@@ -154,7 +154,7 @@ fn reopen_one(token: &Token, owner: u32) {
         Err(code::INVALID_HANDLE) => {
             log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
             if let Some(opened) = borrowed().open.get_mut(token) {
-                opened.behind = Behind::Gone { is_told: false };
+                opened.behind = Behind::Gone { is_reported: false };
             }
         }
         Err(code) => log::debug!("memory of process {owner} that this process has open is not back (code {code})"),

@@ -90,8 +90,8 @@ pub(super) enum Behind {
     Memory,
     /// Nothing: its owner has paused it, or is about to. Until this process is resumed, only memory newer than that pause is accepted.
     Paused { is_due: bool },
-    /// Nothing: its owner has ended or freed it while it was paused. `is_told`: a resume has said so.
-    Gone { is_told: bool },
+    /// Nothing: its owner has ended or freed it while it was paused. `is_reported`: a resume has said so.
+    Gone { is_reported: bool },
 }
 
 impl Opened {
