@@ -133,6 +133,6 @@ pub extern "C" fn simgpu_set_op_delay_ms(milliseconds: u64) {
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_occupy(ordinal: c_int, bytes: u64) {
     if let (Ok(machine), Some(device)) = (machine(), device(ordinal)) {
-        machine.occupy(device, bytes);
+        machine.occupy(machine.place(device), bytes);
     }
 }

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 /// `cuDeviceGetCount`.
 pub fn count(count: Out<i32>) -> Outcome {
-    count.put(machine()?.devices() as i32)
+    count.put(machine()?.visible() as i32)
 }
 
 /// `cuDeviceGet`.
@@ -61,10 +61,10 @@ pub fn bus(device: usize) -> u32 {
 /// `cuDeviceGetPCIBusId`: still that of the first device after a restore onto another.
 pub fn pci_bus_id(text: Out<c_char>, room: c_int, device: i32) -> Outcome {
     let device = driver::device(device)?;
-    text.put_text(&format!("0000:{:02X}:00.0", bus(device)), room)
+    text.put_text(&format!("0000:{:02X}:00.0", bus(machine()?.first_place(device))), room)
 }
 
-/// Parses a PCI bus id, with or without the domain, into a device ordinal.
+/// The device with this PCI bus id, with or without the domain.
 pub fn by_pci_bus_id(text: &str) -> Option<usize> {
     let bus_text = text.rsplit(':').nth(1)?;
     let number = u32::from_str_radix(bus_text, 16).ok()?;
@@ -74,7 +74,9 @@ pub fn by_pci_bus_id(text: &str) -> Option<usize> {
 
 /// `cuDeviceGetByPCIBusId`.
 pub fn get_by_pci_bus_id(device: Out<i32>, text: In<c_char>) -> Outcome {
-    device.put(by_pci_bus_id(text.text()?).ok_or(INVALID_VALUE)? as i32)
+    let (wanted, machine) = (by_pci_bus_id(text.text()?).ok_or(INVALID_VALUE)?, machine()?);
+    let found = (0..machine.visible()).find(|&ordinal| machine.first_place(ordinal) == wanted);
+    device.put(found.ok_or(INVALID_VALUE)? as i32)
 }
 
 /// `cuDeviceTotalMem`.

@@ -95,7 +95,7 @@ pub fn new_handle() -> u64 {
 
 /// Checks a device ordinal.
 pub fn device(ordinal: i32) -> Outcome<usize> {
-    let known = machine()?.devices();
+    let known = machine()?.visible();
     usize::try_from(ordinal).ok().filter(|&device| device < known).ok_or(INVALID_DEVICE)
 }
 
@@ -106,7 +106,7 @@ pub fn init(flags: u32) -> Outcome {
         return Err(crate::codes::INVALID_VALUE);
     }
     let machine = machine()?;
-    if machine.devices() == 0 {
+    if machine.visible() == 0 {
         return Err(NO_DEVICE);
     }
     if !machine.join() {

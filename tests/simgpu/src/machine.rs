@@ -12,7 +12,7 @@
 //! never closes it, and its threads also exclude each other with a mutex.
 
 use crate::codes::{ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome};
-use crate::settings::Settings;
+use crate::settings::{self, Settings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -236,6 +236,8 @@ pub struct Machine {
     owner: AtomicU32,
     /// How often this process refers to shared memories, by place.
     common: Mutex<BTreeMap<usize, usize>>,
+    /// The devices that this process sees, by the ordinals that it has for them at its start.
+    visible: Vec<usize>,
 }
 
 impl std::fmt::Debug for Shared {
@@ -287,7 +289,9 @@ impl Machine {
             machine.shared.magic.store(MAGIC, Ordering::Release);
         }
         drop(door);
-        machine.checked()
+        let machine = machine.checked()?;
+        let visible = settings::visible(settings.visible.as_deref(), machine.devices());
+        Ok(Self { visible, ..machine })
     }
 
     /// Opens an existing machine read-only for inspection, without joining it.
@@ -317,7 +321,8 @@ impl Machine {
             }
             &*address.cast::<Shared>()
         };
-        Ok(Self { file, shared, door: Mutex::new(()), slot: AtomicI64::new(-1), owner: AtomicU32::new(0), common: Mutex::default() })
+        let (door, slot, owner, common) = (Mutex::new(()), AtomicI64::new(-1), AtomicU32::new(0), Mutex::default());
+        Ok(Self { file, shared, door, slot, owner, common, visible: Vec::new() })
     }
 
     fn checked(self) -> io::Result<Self> {
@@ -331,6 +336,17 @@ impl Machine {
     /// Number of devices.
     pub fn devices(&self) -> usize {
         (self.shared.devices.load(Ordering::Relaxed) as usize).min(MAX_DEVICES)
+    }
+
+    /// Number of devices that this process sees.
+    pub fn visible(&self) -> usize {
+        self.visible.len()
+    }
+
+    /// The device that this process has under an ordinal at its start. Those that it does not see come last.
+    pub fn first_place(&self, ordinal: usize) -> usize {
+        let hidden = (0..MAX_DEVICES).filter(|device| !self.visible.contains(device));
+        self.visible.iter().copied().chain(hidden).nth(ordinal).unwrap_or(ordinal)
     }
 
     /// Bytes of each device.
@@ -470,7 +486,7 @@ impl Machine {
 
     /// The device that this process has under an ordinal.
     pub fn place(&self, ordinal: usize) -> usize {
-        self.own().map_or(ordinal, |slot| slot.place[ordinal].load(Ordering::Relaxed) as usize)
+        self.own().map_or_else(|| self.first_place(ordinal), |slot| slot.place[ordinal].load(Ordering::Relaxed) as usize)
     }
 
     /// The ordinal under which this process has a device.
@@ -688,14 +704,14 @@ impl Machine {
             slot.used[device].store(0, Ordering::Relaxed);
             slot.occupied[device].store(0, Ordering::Relaxed);
             slot.saved[device].store(0, Ordering::Relaxed);
-            slot.place[device].store(device as u32, Ordering::Relaxed);
+            slot.place[device].store(self.first_place(device) as u32, Ordering::Relaxed);
             slot.kernels[device].running.store(0, Ordering::SeqCst);
             slot.kernels[device].busy.store(0, Ordering::SeqCst);
         }
         for word in [&slot.state, &slot.inside, &slot.imported, &slot.opened] {
             word.store(0, Ordering::SeqCst);
         }
-        slot.spoilt.store(if crate::settings::get().unrestorable { UNRESTORABLE } else { 0 }, Ordering::SeqCst);
+        slot.spoilt.store(if settings::get().unrestorable { UNRESTORABLE } else { 0 }, Ordering::SeqCst);
         let command = std::fs::read("/proc/self/comm").unwrap_or_default();
         for (index, byte) in slot.command.iter().enumerate() {
             let value = command.get(index).copied().filter(|&byte| byte != b'\n').unwrap_or(0);

@@ -1,5 +1,6 @@
 //! The environment variables, read once. This crate's README documents them.
 
+use crate::device::uuid_text;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -22,6 +23,8 @@ pub struct Settings {
     pub directory: Option<PathBuf>,
     /// `SIMGPU_DEVICES`.
     pub devices: usize,
+    /// `CUDA_VISIBLE_DEVICES`: the devices that the driver shows this process, and in which order. NVML shows all.
+    pub visible: Option<String>,
     /// `SIMGPU_MEMORY`: bytes of each device.
     pub memory: u64,
     /// `SIMGPU_OP_DELAY_MS`: the minimum duration of every stream operation.
@@ -74,6 +77,7 @@ pub fn get() -> &'static Settings {
         Settings {
             directory: std::env::var_os("SIMGPU_DIR").filter(|directory| !directory.is_empty()).map(PathBuf::from),
             devices: (number("SIMGPU_DEVICES", 1) as usize).min(crate::machine::MAX_DEVICES),
+            visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             memory: number("SIMGPU_MEMORY", 16 << 30),
             delay_ms: number("SIMGPU_OP_DELAY_MS", 0),
             link: Some(number("SIMGPU_LINK", 0)).filter(|rate| *rate > 0),
@@ -96,6 +100,14 @@ pub fn get() -> &'static Settings {
             end_ms: Some(number("SIMGPU_END_MS", 0)).filter(|milliseconds| *milliseconds > 0),
         }
     })
+}
+
+/// The devices that `CUDA_VISIBLE_DEVICES` lists, by index or by the beginning of their UUID: "only the devices whose index comes before the
+/// invalid index are visible".
+pub fn visible(text: Option<&str>, devices: usize) -> Vec<usize> {
+    let Some(text) = text else { return (0..devices).collect() };
+    let find = |word: &str| (0..devices).find(|&device| word.starts_with("GPU-") && uuid_text(device).starts_with(word));
+    text.split(',').map_while(|word| word.trim().parse().ok().filter(|&index| index < devices).or_else(|| find(word.trim()))).collect()
 }
 
 /// Parses a version of CUDA, such as 12.4.
@@ -125,7 +137,7 @@ pub fn bytes(text: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{bytes, version};
+    use super::{bytes, version, visible};
 
     #[test]
     fn sizes_with_and_without_suffix() {
@@ -135,6 +147,15 @@ mod tests {
         assert_eq!(bytes("3MB"), Some(3_000_000));
         assert_eq!(bytes("much"), None);
         assert_eq!(bytes("1X"), None);
+    }
+
+    #[test]
+    fn visible_devices_end_at_the_first_that_does_not_exist() {
+        assert_eq!(visible(None, 3), [0, 1, 2]);
+        assert_eq!(visible(Some("2, 0"), 3), [2, 0]);
+        assert_eq!(visible(Some("1,7,0"), 3), [1]);
+        assert_eq!(visible(Some(&super::uuid_text(2)[..12]), 3), [2]);
+        assert_eq!((visible(Some(""), 3), visible(Some("-1"), 3)), (vec![], vec![]));
     }
 
     #[test]

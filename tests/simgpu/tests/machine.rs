@@ -30,6 +30,35 @@ fn smi(directory: &str, argument: &str) -> String {
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
+/// As with `CUDA_VISIBLE_DEVICES`, where the driver and NVML count differently.
+#[test]
+fn a_process_sees_the_devices_that_it_is_given_in_that_order() {
+    let given = [("SIMGPU_DEVICES", "3"), ("CUDA_VISIBLE_DEVICES", "2,0")];
+    isolated("a_process_sees_the_devices_that_it_is_given_in_that_order", &given, || {
+        let gpu = Gpu::start();
+        let (mut count, mut device, mut uuid, mut text, mut bus) = (0, 0, [0_u8; 16], [0; 96], [0; 32]);
+        ok!(gpu.nvmlInit_v2());
+        for ordinals in ["before memory is in use", "after"] {
+            ok!(gpu.cuDeviceGetCount(&raw mut count));
+            assert_eq!(count, 2, "{ordinals}");
+            for (ordinal, index) in [(0, 2), (1, 0)] {
+                ok!(gpu.cuDeviceGetUuid_v2(&raw mut uuid, ordinal));
+                ok!(gpu.nvmlDeviceGetHandleByIndex_v2(index, &raw mut device));
+                ok!(gpu.nvmlDeviceGetUUID(device, text.as_mut_ptr(), 96));
+                // SAFETY: the call above has ended it.
+                let text = unsafe { std::ffi::CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().replace('-', "");
+                assert_eq!(text, format!("GPU{:032x}", u128::from_be_bytes(uuid)), "{ordinals}: {ordinal}");
+                ok!(gpu.cuDeviceGetPCIBusId(bus.as_mut_ptr(), 32, ordinal));
+                let mut again = -1;
+                ok!(gpu.cuDeviceGetByPCIBusId(&raw mut again, bus.as_ptr()));
+                assert_eq!(again, ordinal, "{ordinals}");
+            }
+            fails!(101, gpu.cuDeviceGetUuid_v2(&raw mut uuid, 2));
+            gpu.create(MIB2);
+        }
+    });
+}
+
 fn takes_turns(directory: &str) {
     let shared = [("SIMGPU_DIR", directory), ("SIMGPU_MEMORY", "8M")];
     let mut first = start_until(command("holds_six_mebibytes", &shared).stdin(Stdio::piped()), "holding");

@@ -167,6 +167,8 @@ library! {
     cuInit(u32) -> u32;
     cuDriverGetVersion(*mut i32) -> u32;
     cuDeviceGetCount(*mut i32) -> u32;
+    cuDeviceGetPCIBusId(*mut c_char, c_int, i32) -> u32;
+    cuDeviceGetByPCIBusId(*mut i32, *const c_char) -> u32;
     cuDeviceGetDefaultMemPool(*mut u64, i32) -> u32;
     cuDevicePrimaryCtxGetState(i32, *mut u32, *mut i32) -> u32;
     cuDeviceGetAttribute(*mut i32, i32, i32) -> u32;
