@@ -104,7 +104,10 @@ fn the_log_says_how_much_was_free_when_nccl_failed() {
     let answers = (0..40).map(|_| rank.ask("config")).collect::<Vec<_>>();
     assert!(answers.iter().any(|answer| answer.trim() == "config 1"), "{answers:?}");
     let line = &failures(&log, 1)[0];
-    assert!(line.contains("ncclCommInitRankConfig failed (code 1); free now: ") && line.contains(" of 64.00 MiB on device 0. "), "{line}");
+    assert!(
+        line.contains("ncclCommInitRankConfig failed (code 1); free now: ") && line.contains(" of 64.00 MiB on GPU 0 (GPU-73696d75). "),
+        "{line}"
+    );
 }
 
 /// A rank that is alone, and the file with its log.
@@ -140,7 +143,7 @@ fn the_log_says_how_much_was_free_when_a_collective_failed() {
         assert!(sum.ends_with(", answer 1") && explained == "unhandled cuda error", "{sum}; {explained}");
         let said = failures(&log, 1);
         assert!(
-            said[0].contains("a call of NCCL failed (code 1); free now: ") && said[0].contains(" of 64.00 MiB on device 0. "),
+            said[0].contains("a call of NCCL failed (code 1); free now: ") && said[0].contains(" of 64.00 MiB on GPU 0 (GPU-73696d75). "),
             "{said:?}"
         );
         // Not for want of memory.

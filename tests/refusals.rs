@@ -66,8 +66,8 @@ fn a_driver_that_refuses_virtual_memory_leaves_the_program_with_plain_memory_and
         let seen = run(&[("SIMGPU_FAIL", fault)]);
         seen.expect_what_plain_cuda_gives(fault);
         let call = fault.split(':').next().unwrap();
-        seen.expect_log(&[&format!("warn: device 0: the driver refuses virtual memory ({call} returned ")], fault);
-        assert!(seen.status.contains("The driver refuses virtual memory on device 0"), "{fault}: {}", seen.status);
+        seen.expect_log(&[&format!("warn: GPU-73696d75: the driver refuses virtual memory ({call} returned ")], fault);
+        assert!(seen.status.contains("The driver refuses virtual memory on GPU 0 (GPU-73696d75)"), "{fault}: {}", seen.status);
         assert!(seen.status.contains("allocates (left to CUDA): 8.00 MiB"), "{fault}: {}", seen.status);
         assert!(seen.ps.contains("empty, refused by the driver"), "{fault}: {}", seen.ps);
     }

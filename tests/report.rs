@@ -350,7 +350,7 @@ fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
     assert_eq!(report["paused"]["kv_cache"], 150 * MIB);
     let ways = report["could_be_freed"].as_array().unwrap();
     assert_eq!((&ways[0]["bytes"], &ways[0]["is_enough"]), (&(40 * MIB).into(), &true.into()), "{report:#}");
-    assert!(warned_about("a resume (tag kv_cache) needs 150.00 MiB on device 0").len() == 1, "{:?}", warned_about("a resume"));
+    assert!(warned_about("a resume (tag kv_cache) needs 150.00 MiB on GPU-73696d75;").len() == 1, "{:?}", warned_about("a resume"));
     resume(&["kv_cache"]).unwrap();
     assert_eq!((free(address), free(other)), (0, 0));
 }
@@ -696,6 +696,8 @@ fn a_forked_child_does_not_keep_the_connections_to_the_others() {
 fn alone(test: &str, directory: &Path) -> String {
     let mut program = Command::new(env::current_exe().unwrap());
     program.args(["--ignored", "--exact", "--nocapture", test]).env(common::BUILT, "1").env("VRAMCTL_REPORT_DIR", directory);
+    // The program's first device is the machine's second.
+    program.env("CUDA_VISIBLE_DEVICES", "1,0").env("LD_LIBRARY_PATH", common::simulated_libraries());
     let done = program.env(common::LOG_LEVEL, "warn").output().unwrap();
     let said = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(done.status.success(), "{said}");
@@ -705,6 +707,8 @@ fn alone(test: &str, directory: &Path) -> String {
 fn fail_and_go_on() {
     let _gpu = Gpu::take();
     vramctl_config::set_up_logger();
+    // However slowly NVML starts, the page waits for the GPU's index.
+    out_of_memory::set_same(Duration::from_secs(600));
     for tag in ["first", "second"] {
         assert_eq!(malloc_tagged(tag, None, TOO_MUCH), Err(OUT_OF_MEMORY));
         out_of_memory::settle();
@@ -725,7 +729,7 @@ fn an_unwritable_directory_is_named_and_the_page_is_still_logged() {
     fs::write(folder.path().join("file"), "").unwrap();
     let text = alone("fails_and_goes_on", &folder.path().join("file/reports"));
     assert_eq!(text.matches("Could not write it to VRAMCTL_REPORT_DIR: ").count(), 2, "{text}");
-    assert!(text.contains("(tag second) on device 0") && text.contains("In use on the device:"), "{text}");
+    assert!(text.contains("(tag second) on GPU 1 (GPU-73696d76); ") && text.contains("In use on the device:"), "{text}");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 

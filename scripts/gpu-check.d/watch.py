@@ -205,7 +205,7 @@ def main():
 
         def falls():
             with open(log.name) as lines:
-                return [line.strip() for line in lines if "is free on device" in line]
+                return [line.strip() for line in lines if " is free on GPU" in line]
 
         try:
             check(f"{world} ranks have started", all(hear(child).get("ready") for child in ranks))

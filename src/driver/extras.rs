@@ -4,7 +4,7 @@
 //! request is tried once more, then without what not every driver grants. What a device has refused twice in a row and done without is left
 //! out from then on.
 
-use super::{CUdevice, attribute};
+use super::{CUdevice, attribute, gpu_in_words};
 use cudarc::driver::sys::CUdevice_attribute;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -107,7 +107,10 @@ pub fn make_on<T>(device: CUdevice, with: impl Fn(Extras) -> Result<T, Failure>)
         && accepted().insert(device, extras) != Some(extras)
     {
         let missing = extras.missing_from(wanted).join("; ");
-        log::warn!("device {device}: the driver refuses some kinds of memory ({failure}), so managed memory goes without: {missing}");
+        log::warn!(
+            "{}: the driver refuses some kinds of memory ({failure}), so managed memory goes without: {missing}",
+            gpu_in_words(device)
+        );
     }
     Ok(memory)
 }

@@ -1,5 +1,5 @@
 //! Other processes that hold a device's memory, as reported by NVML, and device UUIDs. A program's process asks NVML only for a
-//! suspend, and when a resume lacks memory: NVML takes locks that a fork by another thread would leave locked in the child.
+//! suspend, and when memory is short: NVML takes locks that a fork by another thread would leave locked in the child.
 
 use super::{CUdevice, Driver, NoCards, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
@@ -341,6 +341,18 @@ pub fn uuid(device: CUdevice) -> Option<String> {
     unsafe { Driver::get().ok()?.cuDeviceGetUuid(&raw mut uuid, device).ok()? };
     let hex = format!("{:032x}", u128::from_be_bytes(uuid.bytes.map(|byte| byte as u8)));
     Some(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
+}
+
+/// A device in a message of the program's process: by its UUID, to which the command line adds the index in `nvidia-smi`.
+pub fn gpu_in_words(device: CUdevice) -> String {
+    vramctl_model::gpu_in_words(device, uuid(device).as_deref(), None)
+}
+
+/// A device in a line that nothing but the program's process writes, such as one of its log: by its index in `nvidia-smi` and its UUID.
+/// Asks NVML, so it takes a while.
+pub fn gpu_with_index(device: CUdevice) -> String {
+    let uuid = uuid(device);
+    vramctl_model::gpu_in_words(device, uuid.as_deref(), uuid.as_deref().and_then(index_of))
 }
 
 /// The UUID of the GPU with this index in `nvidia-smi`; `None` if there is no such GPU.

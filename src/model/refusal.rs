@@ -1,5 +1,6 @@
 //! A driver that refuses virtual memory.
 
+use crate::gpu_in_words;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -19,8 +20,9 @@ impl fmt::Display for RefusingDevice {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             out,
-            "The driver refuses virtual memory on device {} ({}), so the program's memory there is left to CUDA and cannot be paused.",
-            self.device, self.what
+            "The driver refuses virtual memory on {} ({}), so the program's memory there is left to CUDA and cannot be paused.",
+            gpu_in_words(self.device, self.gpu.as_deref(), None),
+            self.what
         )
     }
 }

@@ -6,6 +6,7 @@ use std::ffi::CStr;
 use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 use vramctl_core::contexts;
+use vramctl_driver as driver;
 use vramctl_driver::nccl::NcclResult;
 use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS};
 use vramctl_host::{PerProcess, Unpoison, exit, worker};
@@ -63,7 +64,7 @@ fn warn(what: &'static str, error: NcclResult) {
 fn free_by_device() -> String {
     let free = |device| {
         let (free, total) = contexts::memory_info(device)?;
-        Some(format!("{} of {} on device {device}", Bytes(free), Bytes(total)))
+        Some(format!("{} of {} on {}", Bytes(free), Bytes(total), driver::gpu_with_index(device)))
     };
     let free: Vec<_> = contexts::devices().into_iter().filter_map(free).collect();
     if free.is_empty() { "unknown".into() } else { free.join(", ") }

@@ -16,7 +16,7 @@ use vramctl_core::memory::{Memory, unmanaged};
 use vramctl_core::{cache, contexts};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, exit, worker};
-use vramctl_model::{Bytes, Error, gpu_in_words, unmanaged_of};
+use vramctl_model::{Bytes, Error, unmanaged_of};
 
 /// How often the driver is asked for a device.
 const EVERY: Duration = Duration::from_millis(50);
@@ -160,13 +160,8 @@ fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
     let left = unmanaged::status().into_iter();
     whose.extend(left.filter_map(|left| Some((unmanaged_of(&left.owner), *left.gpus.get(uuid.as_ref()?)?))));
     whose.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-    let mut text = format!(
-        "{} of {} is free on {}, less than {}.",
-        Bytes(free),
-        Bytes(total),
-        gpu_in_words(device, uuid.as_deref(), uuid.as_deref().and_then(driver::index_of)),
-        Bytes(level.below())
-    );
+    let mut text =
+        format!("{} of {} is free on {}, less than {}.", Bytes(free), Bytes(total), driver::gpu_with_index(device), Bytes(level.below()));
     for (what, bytes) in &whose {
         own += bytes;
         let _ = write!(text, " {what}: {};", Bytes(*bytes));

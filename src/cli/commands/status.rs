@@ -184,7 +184,7 @@ fn notes(memory: &Status) -> String {
         let _ = write!(text, "\nCannot be held: {why}.");
     }
     for refusal in &memory.refusals {
-        let _ = write!(text, "\n{refusal}");
+        let _ = write!(text, "\n{}", gpus::with_indices(&refusal.to_string()));
     }
     for left in &memory.unmanaged {
         let _ = write!(text, "\n{}: {}.", unmanaged_of(&left.owner), Bytes(left.bytes));

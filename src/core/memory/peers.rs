@@ -173,7 +173,8 @@ impl Memory {
             if !failure.is_refusal() {
                 return Err(failure.into());
             }
-            log::warn!("device {} keeps access to managed memory of device {} until that is paused: {failure}", pair.0, pair.1);
+            let [one, other] = [pair.0, pair.1].map(driver::gpu_in_words);
+            log::warn!("{one} keeps access to managed memory of {other} until that is paused: {failure}");
         }
         self.peers.forget(|one| *one == contexts);
         Ok(())

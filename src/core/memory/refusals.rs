@@ -58,8 +58,9 @@ impl Refusals {
                 drop(all);
                 if is_first {
                     log::warn!(
-                        "device {device}: the driver refuses virtual memory ({failure}). What the program allocates there is left to CUDA \
-                         and cannot be paused, unless the driver grants later requests; `vramctl doctor` tests it"
+                        "{}: the driver refuses virtual memory ({failure}). What the program allocates there is left to CUDA and cannot be \
+                         paused, unless the driver grants later requests; `vramctl doctor` tests it",
+                        driver::gpu_in_words(device)
                     );
                 }
             }

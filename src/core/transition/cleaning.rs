@@ -124,7 +124,10 @@ fn look(when: When) -> bool {
             .and_then(|bytes| driver::Physical::create_for_a_moment(device, bytes, driver::Extras::of(device)))
             .map(drop)
         {
-            Ok(()) => log::debug!("device {device} checked for clean memory in {:.1} ms", started.elapsed().as_secs_f64() * 1e3),
+            Ok(()) => {
+                let gpu = driver::gpu_in_words(device);
+                log::debug!("{gpu} checked for clean memory in {:.1} ms", started.elapsed().as_secs_f64() * 1e3);
+            }
             Err(failure) => log::debug!("{failure}: could not make the driver check for clean memory"),
         }
     }

@@ -50,7 +50,7 @@ impl StillWorking {
 impl fmt::Display for StillWorking {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.device {
-            Some(device) => write!(out, "the work on device {device} ({})", driver::uuid(device).as_deref().unwrap_or("UUID unknown"))?,
+            Some(device) => write!(out, "the work on {}", driver::gpu_in_words(device))?,
             None => write!(out, "the device's work")?,
         }
         write!(out, " has not ended: a kernel is still running, or waits for another process, as in a collective")?;

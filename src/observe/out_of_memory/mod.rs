@@ -341,7 +341,8 @@ impl Episode {
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
         drop(course);
         match scene {
-            Some(scene) if got_it && self.may_report(Form::Line) => {
+            Some(mut scene) if got_it && self.may_report(Form::Line) => {
+                scene.ask_for_index()(&mut scene, same() / 10);
                 log::warn!("{}; a later attempt succeeded, after other memory was freed", scene.headline());
             }
             Some(scene) if !got_it && (!self.is_tried_again || self.may_report(Form::Page)) => report(scene, attempts),

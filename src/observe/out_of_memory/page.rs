@@ -1,6 +1,7 @@
 //! The page: what is known about an episode, for people and as JSON. `docs/out-of-memory.md` describes both.
 
 use super::others::{self, Neighbour};
+use super::same;
 use super::scene::{self, DeviceRoom, Placed, Scene};
 use crate::trace;
 use serde::Serialize;
@@ -107,6 +108,9 @@ struct RoomOn {
     device: i32,
     #[serde(skip_serializing_if = "Option::is_none")]
     uuid: Option<String>,
+    /// In `nvidia-smi`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<u32>,
     free_bytes: u64,
     total_bytes: u64,
 }
@@ -167,10 +171,13 @@ struct Way {
 
 impl ReportPage {
     /// Asks the others on the GPU, and looks names up.
-    pub fn of(scene: Scene, attempts: u32, unreported: u64) -> Self {
+    pub fn of(mut scene: Scene, attempts: u32, unreported: u64) -> Self {
+        let note_index = scene.ask_for_index();
         let gpu = scene.room.as_ref().and_then(|room| room.uuid.as_deref());
         let own_cached = gpu.map_or(0, |gpu| cached_on(gpu, attempts > 1 && scene::is_tried_again(&scene.asked)));
         let neighbours = gpu.map(others::on_gpu).unwrap_or_default();
+        // A tenth of a second: the failed call waits for the page.
+        note_index(&mut scene, same() / 10);
         let own = Own::now();
         let request = Failed::of(&scene, attempts);
         let (events, covered) = trace::last(LAST, MOST_EVENTS).unzip();
@@ -193,9 +200,10 @@ impl ReportPage {
             events,
             events_seconds: covered.map(|covered: Duration| covered.as_secs_f64()),
             could_be_freed: ways(&scene, &neighbours, &own, own_cached),
-            device: scene.room.map(|DeviceRoom { device, uuid, free, total }| RoomOn {
+            device: scene.room.map(|DeviceRoom { device, uuid, index, free, total }| RoomOn {
                 device,
                 uuid,
+                index,
                 free_bytes: free,
                 total_bytes: total,
             }),
@@ -636,7 +644,7 @@ mod tests {
     /// A heading alone would look as if the list had been lost.
     #[test]
     fn no_heading_stands_alone() {
-        let room = |free| Some(DeviceRoom { device: 0, uuid: None, free, total: 100 << 20 });
+        let room = |free| Some(DeviceRoom { device: 0, uuid: None, index: None, free, total: 100 << 20 });
         for (room, shown) in [
             (None, "What is in use on the device is unknown"),
             (room(100 << 20), "Nothing is in use on the device"),

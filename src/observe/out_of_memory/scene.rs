@@ -1,13 +1,14 @@
 //! The state when a request has failed, as far as its thread can find out at once, without waiting.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::time::SystemTime;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, SystemTime};
 use vramctl_core::events::{Cause, FailedRequest};
 use vramctl_core::memory::{Memory, Requester, unmanaged};
 use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
 use vramctl_host::stack::{self, Stack};
-use vramctl_model::Bytes;
+use vramctl_host::{exit, worker};
+use vramctl_model::{Bytes, gpu_in_words};
 
 /// Whether the same thread is certain to retry: torch's allocator does, after emptying its cache.
 pub fn is_tried_again(request: &FailedRequest) -> bool {
@@ -19,6 +20,8 @@ pub fn is_tried_again(request: &FailedRequest) -> bool {
 pub struct DeviceRoom {
     pub device: CUdevice,
     pub uuid: Option<String>,
+    /// In `nvidia-smi`; `None` if NVML was not asked or has not answered in time.
+    pub index: Option<u32>,
     pub free: u64,
     pub total: u64,
 }
@@ -95,21 +98,38 @@ impl Scene {
         Self { freed_since: Some(has(first).saturating_sub(has(&self))), ..self }
     }
 
+    /// Has NVML asked for the GPU's index. Returns a function that waits for the answer for so long, and notes it. In a thread of its own:
+    /// to start NVML may take longer than the failed call waits.
+    pub fn ask_for_index(&self) -> impl FnOnce(&mut Self, Duration) + use<> {
+        let (tell, told) = mpsc::channel();
+        if let Some(uuid) = self.room.as_ref().and_then(|room| room.uuid.clone())
+            && let Err(error) = worker::spawn("vramctl-gpu", move || _ = tell.send(exit::while_waiting(|| driver::index_of(&uuid))))
+        {
+            log::debug!("could not start a thread: {error}");
+        }
+        move |scene, within| {
+            if let Some(room) = &mut scene.room {
+                room.index = told.recv_timeout(within).ok().flatten();
+            }
+        }
+    }
+
     /// The failure in one sentence.
     pub fn headline(&self) -> String {
         let FailedRequest { bytes, tag, library, cause, device, .. } = &self.asked;
         let tag = tag.as_ref().map_or_else(String::new, |tag| format!(" (tag {tag})"));
         let who = if cause.is_resume() { format!("a resume{tag} needs") } else { format!("{library} asked for") };
         let tag = if cause.is_resume() { String::new() } else { tag };
-        let Some(DeviceRoom { device, free, total, .. }) = &self.room else {
-            let device = device.map_or_else(String::new, |device| format!(" on device {device}"));
-            return format!("out of memory: {who} {}{tag}{device}", Bytes(*bytes));
+        let Some(DeviceRoom { device, uuid, index, free, total }) = &self.room else {
+            let gpu = device.map_or_else(String::new, |device| format!(" on {}", driver::gpu_in_words(device)));
+            return format!("out of memory: {who} {}{tag}{gpu}", Bytes(*bytes));
         };
+        let gpu = gpu_in_words(*device, uuid.as_deref(), *index);
         let short = match (bytes + if matches!(cause, Cause::Margin) { self.margin } else { 0 }).saturating_sub(*free) {
             0 => String::new(),
             short => format!(", {} short", Bytes(short)),
         };
-        format!("out of memory: {who} {}{tag} on device {device}; {} of {} is free{short}", Bytes(*bytes), Bytes(*free), Bytes(*total))
+        format!("out of memory: {who} {}{tag} on {gpu}; {} of {} is free{short}", Bytes(*bytes), Bytes(*free), Bytes(*total))
     }
 }
 
@@ -125,5 +145,5 @@ fn room_on(device: Option<CUdevice>) -> Option<DeviceRoom> {
     };
     let (free, total) = driver::memory_info().ok()?;
     let device = current.device();
-    Some(DeviceRoom { device, uuid: driver::uuid(device), free, total })
+    Some(DeviceRoom { device, uuid: driver::uuid(device), index: None, free, total })
 }
