@@ -130,6 +130,80 @@ fn doctor_dry_run_status_and_the_page_agree() {
     }
 }
 
+/// What a process itself has is of a kind that the page and the help name. A dry run, status and the operation tell it in the same words, until
+/// the program ends it as docs/limits.md says.
+#[test]
+fn an_obstacle_is_told_alike_by_dry_run_status_help_and_the_pages() {
+    let machine = Machine::pair();
+    let mut engine = machine.python("engine");
+    engine.number("malloc(4 << 20)");
+    engine.ask("globals().update(driver=ctypes.CDLL('libcuda.so.1'), at=ctypes.c_uint64(), pool=ctypes.c_void_p(), file=ctypes.c_int())");
+    let help = told(&machine, ("COLUMNS", "1000"), "suspend --help").1;
+    for (kind, word) in ObstacleKind::ALL.map(|kind| (kind, word_of(kind))) {
+        assert!(support::obstacle(kind).0.contains(word), "{kind:?}: docs/support.md does not say {word}");
+        assert!(help.contains(word), "{kind:?}: the help does not say {word}: {help}");
+    }
+    let limits = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/limits.md")).unwrap();
+    for words in ["exit code 7", "(support.md#refused)", "frees, closes or unmaps the memory, destroys the pool or withdraws the access"] {
+        assert!(limits.split_whitespace().collect::<Vec<_>>().join(" ").contains(words), "{words}");
+    }
+
+    let pool = "driver.cuMemPoolCreate(ctypes.byref(pool), (ctypes.c_uint32 * 22)(1, 1, 1, 0))";
+    let access = |flags| format!("driver.cuMemPoolSetAccess(pool, (ctypes.c_uint32 * 3)(1, 1, {flags}), ctypes.c_size_t(1))");
+    let export = "driver.cuMemPoolExportToShareableHandle(ctypes.byref(file), pool, 1, ctypes.c_uint64(0))";
+    let (managed, small) = (
+        "driver.cuMemAllocManaged(ctypes.byref(at), ctypes.c_size_t(4096), 1)",
+        "driver.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(4096))",
+    );
+    let register = "driver.cuPointerSetAttribute(ctypes.byref(ctypes.c_uint32(1)), 6, at)";
+    let (free, destroy) = ("driver.cuMemFree_v2(at)", "driver.cuMemPoolDestroy(pool)");
+    for (kind, begins, ends) in [
+        (ObstacleKind::Unified, vec![managed.to_owned()], free.to_owned()),
+        (ObstacleKind::Registered, vec![small.to_owned(), register.to_owned()], free.to_owned()),
+        (ObstacleKind::Peers, vec![pool.to_owned(), access(3)], access(0)),
+        (ObstacleKind::Shared, vec![export.to_owned()], destroy.to_owned()),
+    ] {
+        for call in &begins {
+            assert_eq!(engine.ask(call), "0", "{call}");
+        }
+        let none = ("LANG", "C");
+        let (code, text) = told(&machine, none, "suspend engine --dry-run --json");
+        let plan: Value = serde_json::from_str(&text).unwrap();
+        let status: Value = serde_json::from_str(&told(&machine, none, "status engine --json").1).unwrap();
+        let obstacles = &status["processes"][0]["obstacles"];
+        assert_eq!((code, obstacles), (Some(7), &plan["processes"][0]["plan"]["obstacles"]), "{kind:?} {status}");
+        let (what, named) = (obstacles[0]["what"].as_str().unwrap(), &obstacles[0]["kind"]);
+        assert_eq!((obstacles.as_array().unwrap().len(), named), (1, &serde_json::to_value(kind).unwrap()), "{status}");
+        assert!(what.contains(word_of(kind)), "{kind:?} {what}");
+        for (command, before, code) in [
+            ("suspend engine --dry-run", "", Some(7)),
+            ("suspend engine", "", Some(7)),
+            ("move engine --to 1", "", Some(7)),
+            ("status engine", "Cannot be suspended: ", Some(0)),
+        ] {
+            let (found, text) = told(&machine, none, command);
+            assert!(found == code && text.contains(&format!("{before}{what}")), "{kind:?}: {command}: {found:?} {text}");
+        }
+        assert_eq!(engine.ask(&ends), "0", "{ends}");
+        assert_eq!(told(&machine, none, "suspend engine --dry-run").0, Some(0), "{kind:?} has ended");
+        assert!(!told(&machine, none, "status engine").1.contains("Cannot be suspended"), "{kind:?} has ended");
+    }
+}
+
+/// What everyone calls it, when it is in the way of a suspend.
+fn word_of(kind: ObstacleKind) -> &'static str {
+    match kind {
+        ObstacleKind::Communicator => "NVSHMEM",
+        ObstacleKind::Shared => "share",
+        ObstacleKind::Registered => "regist",
+        ObstacleKind::Peers => "another GPU",
+        ObstacleKind::Multicast => "multicast objects",
+        ObstacleKind::Unified => "unified memory",
+        ObstacleKind::Mps => "MPS",
+        ObstacleKind::Mig => "MIG mode",
+    }
+}
+
 /// Where a container's filter forbids `kcmp`, the doctor says so, and what to do.
 #[test]
 fn the_doctor_knows_whether_owners_of_shared_memory_can_be_found() {

@@ -57,7 +57,7 @@ impl<const ALL: bool> ProcessArgs<ALL> {
 /// The option that chooses GPUs.
 #[derive(clap::Args)]
 pub struct GpuArgs {
-    /// Only memory on this GPU: its index in `nvidia-smi`, its UUID or a prefix of it; may be repeated
+    /// Only what is on this GPU: its index in `nvidia-smi`, its UUID or a prefix of it; may be repeated
     #[arg(long, value_name = "GPU", value_parser = checked_gpu, add = ArgValueCandidates::new(completions::gpus))]
     pub gpu: Vec<String>,
 }

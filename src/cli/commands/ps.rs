@@ -36,7 +36,7 @@ pub struct Args {
     /// The order, largest first for bytes
     #[arg(long, value_name = "COLUMN", default_value = "pid")]
     sort: Column,
-    /// Print JSON, as `--output json`: {\"processes\": […]}, each as in `vramctl status --json`
+    /// Print JSON, as `--output json`: {"processes": […]}, each as in `vramctl status --json`
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }

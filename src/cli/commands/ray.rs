@@ -7,10 +7,16 @@ use std::process::Command;
 use vramctl_coordinator::failure::{CommandError, Exit};
 
 #[derive(clap::Args)]
-#[command(disable_help_flag = true)]
+#[command(after_long_help = "\
+Hands over to the python3 on PATH, which must have Ray: docs/many-nodes.md. `vramctl ray pause --help` lists the options of a verb.
+
+Examples:
+  vramctl ray pause engine
+  vramctl ray status engine
+  vramctl ray resume engine")]
 pub struct Args {
-    /// What `python3 -m vramctl.ray` understands
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    /// A verb (pause, resume, suspend, move or status), the job's name, and options
+    #[arg(value_name = "WORDS", trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<OsString>,
 }
 

@@ -27,7 +27,7 @@ that is unset.
 
 Examples:
   vramctl run -- python serve.py
-  vramctl run --name engine --tag weights --backup kv_cache=discard -- ./engine --port 8000
+  vramctl run --tag weights --backup kv_cache=discard -- ./engine --port 8000
   vramctl run --no-tag -- ./engine # manage only its own regions")]
 pub struct Args {
     /// The name by which other commands find it [default: the program's name]

@@ -22,8 +22,9 @@ code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vra
 continues.
 
 Processes that the driver could not restore are refused, with exit code 7, and nothing changes: those with unmanaged memory of NCCL \
-or NVSHMEM, multicast objects, unified memory, unmanaged memory that processes share, or memory that is registered with a network \
-card; and any process under MPS, in MIG mode, or with a driver older than 570. --dry-run lists what is in the way.
+or NVSHMEM, multicast objects, unified memory, unmanaged memory that processes share or that is registered with a network card or a \
+disk, or single mappings or pools that another GPU may reach; and any process under MPS, in MIG mode, or with a driver older than 570. \
+--dry-run lists what is in the way.
 
 If another process has some of the memory open (CUDA IPC), it must be suspended by the same command (--all, or a common name). With \
 --shared, it is held instead, as with `vramctl pause --shared`, and stays on its GPU. Otherwise the suspend fails.

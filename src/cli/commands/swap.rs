@@ -65,8 +65,8 @@ pub struct Args {
     engine: EngineArgs,
     /// Print JSON: {"committed", "processes": […], "jobs": […]}
     ///
-    /// As of a pause and a resume; each process and job also has its "verb", pause or resume. If nothing has changed, "whereabouts" says
-    /// how both are. With --dry-run: {"out": […], "in": […], "gpus": […]}.
+    /// A process and a job are as those of `vramctl pause`, and have a "verb": pause or resume. If the swap has failed, "whereabouts" says
+    /// which of the two runs. With --dry-run: {"out": […], "in": […], "gpus": […]}.
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only

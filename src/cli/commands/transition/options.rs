@@ -162,7 +162,7 @@ impl HoldArgs {
 #[derive(clap::Args)]
 pub struct EngineArgs {
     /// Ask the inference engine at this address first (docs/engines.md); may be repeated
-    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
+    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", hide_env_values = true, value_delimiter = ',', value_parser = checked_address)]
     engine: Vec<String>,
     /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
     #[arg(long)]
