@@ -31,6 +31,7 @@ from unittest import mock
 import test_engines
 import test_verl
 import vramctl
+from contract_features import FEATURES, feature_arguments
 from vramctl import engines
 from vramctl.engines import Hook, Place, sglang, vllm
 from vramctl.frameworks import verl
@@ -284,9 +285,9 @@ def claimed(place: Place, version: str) -> bool:
 class Contract(test_engines.Engine):
     """One version of an engine."""
 
-    def __init__(self, found: Sources) -> None:
+    def __init__(self, found: Sources, is_newest: bool) -> None:
         super().__init__("check")
-        self.found = found
+        self.found, self.is_newest = found, is_newest
 
     def __str__(self) -> str:
         return f"{TITLES[self.found.package]} {self.found.version}"
@@ -299,6 +300,25 @@ class Contract(test_engines.Engine):
                     is_so = "has" if self.found.defines(place) else "has not"
                     self.assertEqual(is_so, says, "the table is wrong")
         getattr(self, self.found.package)()
+
+    def takes_what_features_set(self, patterns: list[str]) -> None:
+        """The newest version has the arguments of scripts/gpu-engines --part features: fields of the classes in these files."""
+        if not self.is_newest:
+            return
+        inside = self.found.folder / self.found.package
+        files = [file for pattern in patterns for file in inside.glob(pattern)]
+        trees = [self.found.tree(file.relative_to(self.found.folder)) for file in files]
+        known = {
+            field.target.id
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        }
+        for name in FEATURES:
+            with self.subTest("features", feature=name):
+                self.assertLessEqual(set(feature_arguments(self.found.package, name)), known)
 
     def start(self, files: dict[str, str]) -> Any:
         """Imports the engine and installs our hooks as under `vramctl run`, without a warning."""
@@ -332,6 +352,7 @@ class Contract(test_engines.Engine):
     # SGLang
 
     def sglang(self) -> None:
+        self.takes_what_features_set(["srt/server_args.py", "srt/arg_groups/fields/*.py"])
         found = self.found
         outside = found.caches_outside_regions()
         self.assertTrue(outside, "is this check still looking?")
@@ -474,6 +495,7 @@ class Contract(test_engines.Engine):
         self.assertIn("prefix_cache", sleep, "a sleep that drops the KV cache forgets its prefix cache")
 
     def vllm(self) -> None:
+        self.takes_what_features_set(["engine/arg_utils.py"])
         self.vllm_sources()
         found = self.found
         self.assertIn('DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"', found.text("vllm.plugins"))
@@ -752,7 +774,9 @@ def main() -> int:
         only = [version for name, _, version in chosen if name == package]
         versions[package] = only if chosen else [*listed, *([] if newest in listed else [newest])]
     found = {package: {version: Sources(package, version) for version in all} for package, all in versions.items()}
-    suite = unittest.TestSuite(Contract(one) for engine in found.values() for one in engine.values())
+    suite = unittest.TestSuite(
+        Contract(one, one is list(engine.values())[-1]) for engine in found.values() for one in engine.values()
+    )
     if not unittest.TextTestRunner(verbosity=2).run(suite).wasSuccessful():
         return 1
     text = "\n\n".join(table(package, versions[package], found[package]) for package in versions if versions[package])

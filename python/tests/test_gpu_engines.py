@@ -20,7 +20,9 @@ SCRIPTS = ROOT / "scripts"
 sys.path[:0] = [str(SCRIPTS / "gpu-engines.d"), str(pathlib.Path(__file__).resolve().parent)]
 
 import engines  # noqa: E402
+import features  # noqa: E402
 import report  # noqa: E402
+import survey  # noqa: E402
 
 import support  # noqa: E402
 
@@ -327,6 +329,109 @@ class InTheMiddle(unittest.TestCase):
         self.assertIn("another process uses 130 GiB of each GPU", self.failed("suspend", "disturbed")[0])
 
 
+class Surveyed(Interrupted):
+    """The part `features`, with an engine and a `vramctl` that do as they are told."""
+
+    NAME = "gpu-engines"
+    bin = pathlib.Path("/bin")
+    version = "9"
+    env = {}
+
+    def __init__(self, folder, *faults, feature="lora"):
+        super().__init__(*faults)
+        vars(self.options).update(feature=feature, models=str(folder), cycles=2, fraction=0.6, model="")
+        self.out, self.log_file, self.commands, self.variables = pathlib.Path(folder), None, [], []
+
+    def launch(self, managed, part, name, *arguments, **variables):
+        self.variables.append((arguments, variables))
+        return self
+
+    def hear_start(self, program):
+        if "dies" in self.faults:
+            raise engines.Failed("program.py has ended, with 1")
+
+    def end_children(self):
+        pass
+
+    def ask_json(self, command, seconds):
+        return {
+            "s": 0.02,
+            "complete": True,
+            "differ": [1] if "unsteady" in self.faults or ("differ" in self.faults and self.done) else [],
+        }
+
+    def command(self, *words, **_):
+        self.commands.append([str(word) for word in words])
+        return ("disturbed" in self.faults and "other.py" in str(words), "no memory", 0.0)
+
+    def smi(self, *asked):
+        return "0" if "alone" in self.faults else "0\n1"
+
+
+class Features(unittest.TestCase):
+    def rows(self, *faults, **options):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Surveyed(folder, *faults, **options)
+            rows = survey.survey(run)["rows"]
+            lines = (run.out / "features.jsonl").read_text().splitlines()
+        self.assertEqual([json.loads(line) for line in lines], rows)
+        return run, rows
+
+    def results(self, *faults, **options):
+        _, (row,) = self.rows(*faults, **options)
+        return [row[step]["result"] for step in survey.STEPS]
+
+    def test_every_feature_is_a_row_with_its_models_and_arguments(self):
+        run, rows = self.rows(feature="all")
+        self.assertEqual([row["feature"] for row in rows], list(features.FEATURES))
+        self.assertEqual({row[step]["result"] for row in rows for step in survey.STEPS}, {"equal"})
+        self.assertEqual({row["cycles"]["times"] for row in rows}, {2})
+        self.assertEqual({row["suspend"]["times"] for row in rows}, {3})
+        made = [command[-2] for command in run.commands if "models.py" in command[1]]
+        self.assertEqual(set(made), set(models_needed()))
+        self.assertEqual(run.variables[0], (("--feature", "lora", "--models", run.options.models), {}))
+        self.assertIn({"CUDA_VISIBLE_DEVICES": "0,1"}, [variables for _, variables in run.variables])
+        self.assertEqual([check["check"] for check in run.checks if not check["ok"]], [])
+
+    def test_what_went_wrong_is_told_apart(self):
+        for faults, results in (
+            (("differ",), ["unequal"] * 3),
+            (("refused",), ["refused"] * 3),
+            (("lost",), ["failed"] * 3),
+            (("late",), ["equal", "failed", "failed"]),
+            (("disturbed",), ["failed", "equal", "equal"]),
+            (("dies",), ["failed"] * 3),
+            (("unsteady",), ["failed"] * 3),
+        ):
+            with self.subTest(faults):
+                self.assertEqual(self.results(*faults), results)
+        self.assertEqual(self.results("alone", feature="data-parallel"), ["failed"] * 3)
+
+    def test_an_engine_that_is_disturbed_by_a_refusal_is_unequal(self):
+        run, (row,) = self.rows("refused", "differ")
+        self.assertEqual(row["hold"]["result"], "refused")
+        run.done = 2
+        self.assertEqual(survey.outcome(lambda: survey.hold(run, run, "burst 8 300", 0.02))["result"], "unequal")
+
+    def test_only_a_refusal_is_no_failed_check(self):
+        for fault, failed in (("refused", 0), ("differ", 3), ("lost", 3)):
+            run, _ = self.rows(fault)
+            self.assertEqual(len([check for check in run.checks if not check["ok"]]), failed, fault)
+
+    def test_the_table_has_each_row_with_its_reason(self):
+        _, rows = self.rows("refused")
+        about = {"engine": "vLLM", "version": "9", "machine": {}, "started": "x", "checks": []}
+        text = report.markdown({"vllm/features": {**about, "rows": rows}})
+        self.assertIn(
+            "| vLLM 9 | lora | refused | refused | refused | vramctl pause: exit code 1: vramctl: pause failed; vramctl suspend:",
+            text,
+        )
+
+
+def models_needed():
+    return [model for name in features.FEATURES for model in survey.models_for(name)]
+
+
 class Script(unittest.TestCase):
     """The full script, in a folder with what it needs."""
 
@@ -586,9 +691,23 @@ class Running(Script):
         for line in ("pause --hold --force --backup host --name gpu-engines", "suspend gpu-engines --backup host --json"):
             self.assertIn(line, planned["sglang"])
 
+    def test_a_dry_run_of_a_feature_says_how_its_models_are_made(self):
+        done = self.gpu_engines("--dry-run", "--part", "features", "--feature", "speculative,data-parallel", "--models", "/m")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for line in (
+            "models.py draft /m\n",
+            "--feature speculative --models /m\n",
+            "env CUDA_VISIBLE_DEVICES=0,1 ",
+            "pause gpu-engines --force --registered keep\n",
+            "suspend gpu-engines\n",
+        ):
+            self.assertIn(line, done.stdout)
+        self.assertNotIn("make_model", done.stdout)
+
     def test_what_is_missing_is_said(self):
         for arguments, text in [
             (["--part", "all"], "unknown part all"),
+            (["--part", "features", "--feature", "lora,magic", "--dry-run"], "magic is none of lora, speculative"),
             (["--fraction", "2"], "not a share of the GPU"),
             (["--scripts", "/nowhere"], "vllm_cycle.py and make_model.py in '/nowhere' is missing"),
             (["--cycles"], "--cycles needs a value"),
@@ -614,7 +733,7 @@ STAND_IN = """
     def region(tag):
         return vramctl.region(tag) if vramctl.is_preloaded() else contextlib.nullcontext()
     class LLM:
-        def __init__(self, model, kv_cache_memory_bytes, enable_sleep_mode=False, **settings):
+        def __init__(self, model, kv_cache_memory_bytes=64 * MIB, enable_sleep_mode=False, **settings):
             self.cuda, self.bytes = Cuda(), {{"weights": WEIGHTS, "kv_cache": kv_cache_memory_bytes >> 6}}
             self.at = {{}}
             self.wake_up(self.bytes)
@@ -742,6 +861,20 @@ class TakingTurns(Script):
         self.assertTrue(long["runs"][1]["wrong"], done.stdout)
         self.assertLess(long["runs"][1]["cycles"], 9, "it ends with the first wrong token")
         self.assertRegex(done.stdout, r"in 2 runs\. \d+ tokens and their log-probabilities were compared: \*\*WRONG\*\*: cycle")
+
+    def test_a_feature_is_paused_and_suspended(self):
+        (self.folder / "models/llama").mkdir(parents=True)
+        places = ["--feature", "fp8", "--models", self.folder / "models", "--cycles", "1", "--pauses", "2", "--other-gib", "1"]
+        for settings, results in (
+            ((), {"equal"}),
+            # A pause then drops the weights, so the answers differ.
+            (("--env", "VRAMCTL_BACKUP=weights=discard,kv_cache=discard"), {"unequal"}),
+        ):
+            done, measured = self.measure("features", *places, *settings)
+            (row,) = measured["rows"]
+            self.assertEqual({row[step]["result"] for step in survey.STEPS}, results, done.stdout + done.stderr)
+            self.assertIn(json.dumps(row), done.stdout)
+        self.assertEqual(len((self.folder / "out/features.jsonl").read_text().splitlines()), 2)
 
     def test_contents_that_are_lost_are_noticed(self):
         """If a pause drops the weights, the engines' answers differ."""

@@ -19,9 +19,11 @@ import ledger  # noqa: E402
 import long  # noqa: E402
 import many  # noqa: E402
 import report  # noqa: E402
+import survey  # noqa: E402
 from check import MOST_OTHER_GIB, Check, dig  # noqa: E402
 from child import Child, Deadline, Failed, end_once, no_end  # noqa: E402
 from common import most_gib_of  # noqa: E402
+from features import FEATURES  # noqa: E402
 
 NAME = "gpu-engines"
 
@@ -38,6 +40,8 @@ class Program(Child):
 
 
 class Engines(Check):
+    NAME = NAME
+
     def __init__(self, options):
         super().__init__(options, NAME)
         # At this level the library logs each pause and resume, for when a limit is missed.
@@ -73,7 +77,7 @@ class Engines(Check):
         if part == "many":
             # Weights do not change; a KV cache is dropped when its engine leaves.
             settings.update(VRAMCTL_RETAIN="weights", VRAMCTL_BACKUP="kv_cache=discard")
-        if part in ("hold", "suspend", "driver", "move", "many", "alternatives", "long") and self.options.engine == "vllm":
+        if part in ("hold", "suspend", "driver", "move", "many", "alternatives", "long", "features") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
@@ -171,6 +175,7 @@ class Engines(Check):
                 [vramctl, "suspend", "--name", "model-1", "--json"],
             ],
             "alternatives": [program, [*program, "--sleep"]],
+            "features": survey.plan(self),
         }
         names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON", "VRAMCTL_LOG", *given(self.options))
         lines = [f"{name}={shlex.quote(self.env[name])}" for name in dict.fromkeys(names) if name in self.env]
@@ -206,6 +211,8 @@ class Engines(Check):
 
     def needs_model(self):
         """Makes the model in advance. The scripts would do it themselves, but under the library and while being timed."""
+        if self.options.part == "features":
+            return False  # each row makes its own
         return not self.options.model or set(self.options.part.split(",")) & {"cycles", "baseline", "retained"}
 
     def model_maker(self):
@@ -221,11 +228,11 @@ class Engines(Check):
         self.say(f"the model is in {made}, after {taken:.0f} s")
         self.options.model = self.options.model or made
 
-    def launch(self, managed, part="", name=None, *more):
+    def launch(self, managed, part="", name=None, *more, **variables):
         """Starts program.py, without waiting for it."""
         command = self.under_library([*self.program(part), *map(str, more)], managed, name)
         with no_end():
-            program = Program(self, name or "program.py", command, self.env_of(part))
+            program = Program(self, name or "program.py", command, {**self.env_of(part), **variables})
             self.children.append(program)
         return program
 
@@ -557,6 +564,8 @@ class Engines(Check):
         return ok
 
     def measure(self, part):
+        if part == "features":
+            return survey.survey(self)
         if part in ("many", "alternatives"):
             found = getattr(many, part)(self)
             name = f"{self.options.engine}/{part}"
@@ -604,12 +613,13 @@ EMPTY = {
     "many": {"turns": [], "paused": [], "left_mib": [], "kv_gib": 0},
     "alternatives": {"ways": [], "kv_gib": 0},
     "long": {"runs": []},
+    "features": {"rows": []},
 }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("engine", "engine-dir", "scripts", "part", "model", "bin", "python", "out", "work"):
+    for name in ("engine", "engine-dir", "scripts", "part", "model", "models", "feature", "bin", "python", "out", "work"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "to", "rounds", "engines", "switches", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -620,8 +630,11 @@ def main():
     for name in ("discard", "dry-run"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
+    unknown = [name for name in survey.chosen(options.feature) if name not in FEATURES]
+    if unknown:
+        parser.error(f"--feature: {', '.join(unknown)} is none of {', '.join(FEATURES)}")
     # Make paths absolute: engines and other programs start in other folders.
-    for name in ("engine_dir", "scripts", "bin", "python"):
+    for name in ("engine_dir", "scripts", "bin", "python", "models"):
         if getattr(options, name):
             setattr(options, name, os.path.abspath(getattr(options, name)))
     if os.path.isdir(options.model):

@@ -288,6 +288,7 @@ def markdown(parts):
         long_tables,
         move_table,
         tpot_table,
+        feature_table,
         limit_table,
         failures,
     )
@@ -441,6 +442,17 @@ def tpot_table(parts):
             more = statistics.median(library) / statistics.median(without) - 1
             rows.append([version(measured), median_of(without), median_of(library), f"{more:+.2%}"])
     return table(["time per output token", "without the library", "with it", ""], "lrrr", rows)
+
+
+def feature_table(parts):
+    rows = []
+    for measured in of_kind(parts, "features"):
+        for one in measured["rows"]:
+            found = [one[step] for step in ("cycles", "hold", "suspend")]
+            why = dict.fromkeys(step["why"] for step in found if step["why"])
+            rows.append([version(measured), one["feature"], *(step["result"] for step in found), "; ".join(why)])
+    header = ["tokens and log-probabilities", "feature", "paused between requests", "in the middle", "suspended in the middle", ""]
+    return table(header, "llllll", rows)
 
 
 def limit_table(parts):
