@@ -1,12 +1,14 @@
-"""The README's blocks for two terminals, pasted: a block is typed into a shell, the answers are those that the README promises."""
+"""The README's blocks, pasted: a block is typed into a shell, the answers are those that the README promises."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
+from pathlib import Path
 
 from support import ROOT, VRAMCTL
 
@@ -37,6 +39,10 @@ class Terminal:
         self.shell.stdin.write(text)
         self.shell.stdin.flush()
 
+    def close_input(self) -> None:
+        assert self.shell.stdin is not None
+        self.shell.stdin.close()
+
     def read_until(self, beginning: str) -> str:
         """The lines up to one with this beginning."""
         text = ""
@@ -53,7 +59,56 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         if self.shell.poll() is None:
             self.shell.kill()
-        self.shell.communicate()
+        self.shell.wait()
+        for pipe in (self.shell.stdin, self.shell.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def environment(folder: str, *kept: str) -> dict[str, str]:
+    """That of a user who has set nothing, but for what the simulated machine needs."""
+    ours = tuple(name for name in ("VRAMCTL_", "SIMGPU_", "LD_PRELOAD", "PYTHONPATH", "LD_LIBRARY_PATH") if name not in kept)
+    found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**found, "VRAMCTL_DIR": f"{folder}/sockets"}
+
+
+#: An engine: it loads its weights, and says at the end of its input whether they are still the same.
+SERVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from support import Cuda, MIB, pattern
+cuda = Cuda()
+weights = cuda.malloc(64 * MIB)
+cuda.write(weights, pattern(1, 64 * MIB))
+print("serving", flush=True)
+sys.stdin.read()
+print("same" if cuda.read(weights, 64 * MIB) == pattern(1, 64 * MIB) else "lost", flush=True)
+""".format(tests=str(Path(__file__).resolve().parent))
+
+
+class First(unittest.TestCase):
+    def test_a_program_is_paused_and_resumed(self) -> None:
+        (block,) = re.findall(r"^```\n(\$ vramctl run.*?)^```", README, re.DOTALL | re.MULTILINE)
+        start, *rest = [line.removeprefix("$ ") for line in block.splitlines()]
+        # In the place of the other program.
+        rest = ["simgpu-smi used" if line.startswith("…") else line for line in rest]
+        self.assertIn("simgpu-smi used", rest)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "serve.py").write_text(SERVE)
+            os.symlink(sys.executable, Path(folder) / "python")
+            given = environment(folder, "LD_LIBRARY_PATH", "SIMGPU_")
+            given["PATH"] = os.pathsep.join([*([BUILT] if BUILT else []), folder, given["PATH"]])
+            with Terminal(given) as engine, Terminal(given) as other:
+                engine.type(f"cd {folder}\n{start}\n")
+                engine.read_until("serving")
+                other.type("\n".join(["set -e", "simgpu-smi used", *rest, "simgpu-smi used", "echo the end"]) + "\n")
+                told = other.read_until("the end")
+                used = re.findall(r"^\d+$", told, re.MULTILINE)
+                self.assertEqual([int(mib) >= 64 for mib in used], [True, False, True], told)
+                for step in ("default .*active", "paused default of engine", "resumed default of engine"):
+                    self.assertRegex(told, step)
+                engine.close_input()
+                engine.read_until("same")
 
 
 class ByHand(unittest.TestCase):
@@ -65,10 +120,8 @@ class ByHand(unittest.TestCase):
                 text.replace("/tmp/", f"{folder}/").replace("cargo build --workspace\n", "").replace("$PWD/target/debug", BUILT)
                 for text in (first, second)
             ]
-            ours = ("VRAMCTL_", "SIMGPU_", "LD_PRELOAD", "PYTHONPATH", "LD_LIBRARY_PATH")
-            environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-            environment["VRAMCTL_DIR"] = f"{folder}/sockets"
-            with Terminal(environment) as engine, Terminal(environment) as other:
+            given = environment(folder)
+            with Terminal(given) as engine, Terminal(given) as other:
                 engine.type(at_home[0])
                 engine.read_until("ready")
                 engine.type("generate 7\n")
