@@ -220,9 +220,10 @@ impl<'a> Arrival<'a> {
 
     /// Takes memory for an allocation, as soon as there is room. `needed`: as for [`create`].
     fn take(&mut self, allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
-        /// The other job saves 64 MiB in about as long.
-        const LOOK_EVERY: Duration = Duration::from_millis(1);
+        /// The time between two looks: at first, about as long as the other job takes to save 64 MiB, and at most. It doubles each time.
+        const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(16));
         let Self::Pieces { within, since, is_wanted } = self else { return create(allocation, needed) };
+        let mut pause = LOOK_AGAIN.0;
         loop {
             // Large memory is created in several steps, so a try would take what another one needs.
             let taken = check_room_for(allocation, needed).and_then(|()| create(allocation, needed));
@@ -234,7 +235,8 @@ impl<'a> Arrival<'a> {
             if !is_wanted() {
                 return Err(Error::Busy(since.elapsed()));
             }
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(pause);
+            pause = (2 * pause).min(LOOK_AGAIN.1);
         }
     }
 }
