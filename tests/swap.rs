@@ -6,9 +6,13 @@ mod common;
 use common::machine::{Machine, Program, Ran, proxy};
 use common::{eventually, in_parallel};
 use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, OnceLock};
+use std::thread;
 use std::time::Duration;
 
 /// A machine on which one of two jobs fits, `a`, which runs, and `b`, which is paused.
@@ -287,6 +291,313 @@ fn jobs_of_several_ranks_change_places() {
     ran.expect(1, "", "job a runs on, job b stays paused, with its contents");
     a.iter_mut().for_each(Program::verify);
     machine.vramctl("pause a").expect(0, "", "");
+    machine.vramctl("resume b").expect(0, "", "");
+    b[0].verify();
+}
+
+const MIB: u64 = 1 << 20;
+/// Plenty of host memory.
+const PLENTY: u64 = 1 << 34;
+
+/// A host with as little memory as a test says, for the programs that have joined it (`tests/apps/small_host.c`).
+struct SmallHost {
+    folder: PathBuf,
+}
+
+impl SmallHost {
+    fn on(machine: &Machine) -> Self {
+        let folder = machine.folder.path().join("host");
+        fs::create_dir(&folder).unwrap();
+        Self { folder }
+    }
+
+    /// The program of this command joins it.
+    fn join(&self, command: &mut Command) {
+        static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+        let library = LIBRARY.get_or_init(|| {
+            let library = common::own_folder().join("small_host.so");
+            common::compile(&library, &["small_host.c"], &common::SHARED);
+            library
+        });
+        command.env("LD_PRELOAD", library).env("SMALL_HOST", &self.folder);
+    }
+
+    /// Anonymous memory of its programs, as the kernel counts it.
+    fn used(&self) -> u64 {
+        let anonymous = |entry: fs::DirEntry| {
+            let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+            let text = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+            let pages: Vec<u64> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();
+            Some((pages[1] - pages[2]) * 4096)
+        };
+        fs::read_dir(&self.folder).unwrap().filter_map(|entry| anonymous(entry.unwrap())).sum()
+    }
+
+    /// From now on, this much is available.
+    fn leave(&self, bytes: u64) {
+        self.write("total", &(self.used() + bytes).to_string());
+    }
+
+    /// From the `nth` use of a function of the driver on, the program gets a code, `count` times; 0 times: no fault is left.
+    fn fail(&self, program: &Program, function: &str, nth: u64, code: u32, count: u64) {
+        let name = format!("fail-{}", program.pid());
+        self.write(&name, &format!("{function} {nth} {code} {count}\n"));
+        eventually("the fault is injected", || !self.folder.join(&name).exists());
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        let new = self.folder.join("new");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, self.folder.join(name)).unwrap();
+    }
+
+    /// The most that is used while something is done, and what came of that.
+    fn most_during<R>(&self, work: impl FnOnce() -> R) -> (u64, R) {
+        let is_done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let watch = scope.spawn(|| {
+                let mut most = 0;
+                while !is_done.load(Ordering::Relaxed) {
+                    most = most.max(self.used());
+                    thread::sleep(Duration::from_millis(1));
+                }
+                most
+            });
+            let result = work();
+            is_done.store(true, Ordering::Relaxed);
+            (watch.join().unwrap(), result)
+        })
+    }
+}
+
+/// A small host with a GPU for one of two jobs, `a`, which runs, and `b`, which is paused.
+fn one_of_two_on_a_small_host(memory: &'static str, weights_mib: u32) -> (Machine, SmallHost, Program, Program) {
+    let mut machine = Machine::new();
+    machine.memory = memory;
+    let host = SmallHost::on(&machine);
+    let program = format!("engine_regions --weights-mib {weights_mib} --kv-mib 8 --layers 8");
+    let b = machine.start_with("b", &program, |command| host.join(command));
+    machine.vramctl("pause b").expect(0, "", "");
+    let a = machine.start_with("a", &program, |command| host.join(command));
+    (machine, host, a, b)
+}
+
+/// The states of a process's tags.
+fn states(machine: &Machine, program: &Program) -> Vec<String> {
+    let told = machine.connect(program).ask(&json!({"request": "status"}));
+    let held = if told["held"] == true { ", held" } else { "" };
+    let tags = told["tags"].as_array().unwrap_or_else(|| panic!("{told}"));
+    tags.iter().map(|tag| format!("{}{held}", tag["state"].as_str().unwrap())).collect()
+}
+
+fn is_all(states: &[String], wanted: &str) -> bool {
+    states.iter().all(|state| state == wanted)
+}
+
+fn eventually_one_of_them_runs(what: &str, machine: &Machine, a: &Program, b: &Program) {
+    eventually(what, || {
+        let [a, b] = [a, b].map(|program| states(machine, program));
+        is_all(&a, "active") && is_all(&b, "paused, held") || is_all(&b, "active") && is_all(&a, "paused, held")
+    });
+}
+
+/// With host memory for one copy of the contents and a half.
+#[test]
+fn two_jobs_change_places_on_a_host_without_room_for_both() {
+    const WEIGHTS: u32 = 320;
+    let (machine, host, mut a, mut b) = one_of_two_on_a_small_host("384M", WEIGHTS);
+    let copy = machine.status("b")["processes"][0]["host"]["ready_bytes"].as_u64().unwrap();
+    assert!(copy >= u64::from(WEIGHTS) * MIB, "{copy}");
+    // The programs need a little themselves.
+    let leave_half = || {
+        host.leave(copy / 2 - 24 * MIB);
+        host.used() - copy
+    };
+    leave_half();
+    machine.vramctl("pause a").expect(4, "", "too little host memory");
+    let plan = machine.vramctl("swap a b --dry-run").expect(0, "Host memory passes from one to the other", "");
+    assert!(plan.out.contains("are needed at the start"), "{plan:?}");
+    let plan = machine.vramctl("swap a b --dry-run --json").expect(0, "", "").json();
+    assert!(plan["host"]["peak_bytes"].as_u64().unwrap() <= copy / 2 * 3, "{plan}");
+    assert_eq!(running(&machine, &a, &b), "a");
+    for words in [["a", "b"], ["b", "a"]] {
+        let apart = leave_half();
+        let swap = || machine.vramctl(&["swap", words[0], words[1], "--json"]).expect(0, "", "").json();
+        let (most, swapped) = host.most_during(swap);
+        assert!(most - apart <= copy / 2 * 3, "{} of {copy}", most - apart);
+        let told = swapped["host_peak_bytes"].as_u64().unwrap();
+        assert!(told >= copy && told <= copy / 2 * 3, "{swapped}");
+        assert_eq!(running(&machine, &a, &b), words[1]);
+        if words[1] == "a" { a.verify() } else { b.verify() }
+    }
+    // With room for both, memory that is prepared stays.
+    host.leave(PLENTY);
+    let swapped = machine.vramctl("swap a b --json").expect(0, "", "").json();
+    assert!(swapped.get("host_peak_bytes").is_none(), "{swapped}");
+    b.verify();
+}
+
+/// With a little less, both could wait for each other.
+#[test]
+fn a_host_without_room_for_the_next_step_is_refused_before_anything_changes() {
+    let (machine, host, mut a, mut b) = one_of_two_on_a_small_host("240M", 160);
+    host.leave(130 * MIB);
+    let plan = machine.vramctl("swap a b --dry-run --json").expect(0, "", "").json();
+    let least = plan["host"]["least_bytes"].as_u64().unwrap();
+    assert!(least < 128 * MIB, "{plan}");
+    host.leave(least - 4 * MIB);
+    let ran = machine.vramctl("swap a b").expect(4, "", "the host has too little memory for the contents of both jobs");
+    assert!(ran.err.contains("are missing") && ran.err.contains("Nothing has changed"), "{ran:?}");
+    assert_eq!(running(&machine, &a, &b), "a");
+    a.verify();
+    host.leave(least + 4 * MIB);
+    machine.vramctl("swap a b").expect(0, "host memory passed from one to the other", "");
+    assert_eq!(running(&machine, &a, &b), "b");
+    b.verify();
+}
+
+/// What happens to one of the two at a call of the driver.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fate {
+    Fails,
+    FailsForAWhile,
+    Dies,
+    Stops,
+}
+
+/// The calls of a job that leaves, and of one that comes, while host memory passes.
+const OF_LEAVING: [&str; 5] = ["cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemUnmap", "cuMemRelease", "cuEventSynchronize"];
+const OF_COMING: [&str; 5] = ["cuMemcpyHtoDAsync_v2", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemHostUnregister"];
+
+/// Whatever fails or dies at whichever step: one of the two runs, and the other one is paused and whole.
+#[test]
+fn whatever_happens_while_host_memory_passes_one_runs_and_the_other_is_whole() {
+    let of = |victim, calls: &[&'static str]| {
+        let fates = [Fate::Fails, Fate::FailsForAWhile, Fate::Dies, Fate::Stops];
+        let cases = calls.iter().flat_map(move |call| fates.map(|fate| (victim, *call, fate)));
+        cases.flat_map(|(victim, call, fate)| [1, 4].map(|nth| (victim, call, fate, nth))).collect::<Vec<_>>()
+    };
+    let mut cases = of(Victim::Leaving, &OF_LEAVING);
+    cases.extend(of(Victim::Coming, &OF_COMING));
+    in_parallel(cases, 4, |(victim, call, fate, nth)| happens(victim, call, fate, nth));
+}
+
+fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {
+    let (machine, host, mut a, mut b) = one_of_two_on_a_small_host("240M", 160);
+    host.leave(128 * MIB);
+    let (code, count) = match fate {
+        Fate::Fails => (999, 1),
+        Fate::FailsForAWhile => (999, 8),
+        Fate::Dies => (u32::MAX - 1, 1),
+        Fate::Stops => (u32::MAX - 3, 1),
+    };
+    let what = format!("{victim:?}: {call} {nth} {fate:?}");
+    let unlucky = if victim == Victim::Leaving { &mut a } else { &mut b };
+    host.fail(unlucky, call, nth, code, count);
+    let command = machine.begin("swap a b");
+    if fate == Fate::Stops {
+        // The command gives up, and what was stopped goes on.
+        let ran = Ran::end_of(command);
+        unlucky.signal(libc::SIGCONT);
+        eventually_one_of_them_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
+    } else {
+        let ran = Ran::end_of(command);
+        let has_died = fate == Fate::Dies && unlucky.child.try_wait().unwrap().is_some();
+        if has_died {
+            let (other, name) = if victim == Victim::Leaving { (&mut b, "b") } else { (&mut a, "a") };
+            eventually(&format!("{what}: {ran:?}"), || is_all(&states(&machine, other), "active"));
+            other.verify();
+            assert!(ran.text().contains(&format!("{name} runs")) || ran.code == Some(0), "{what}: {ran:?}");
+            return;
+        }
+        eventually_one_of_them_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
+        let runs = running(&machine, &a, &b);
+        let told = if ran.code == Some(0) { "b" } else { "a" };
+        assert_eq!(runs, told, "{what}: {ran:?}");
+        assert!(
+            ran.code == Some(0) || ran.err.contains("job a runs on, job b stays paused") || ran.err.contains("once"),
+            "{what}: {ran:?}"
+        );
+    }
+    host.leave(PLENTY);
+    host.fail(if victim == Victim::Leaving { &a } else { &b }, call, 1, 0, 0);
+    check_both(&machine, &mut a, &mut b);
+}
+
+/// The command dies while a part of each job is where it should not stay. Both go back, each taking what the other one gives up.
+#[test]
+fn two_jobs_go_back_by_themselves_on_a_small_host() {
+    let cases = vec![("cuMemcpyHtoDAsync_v2", 3), ("cuMemcpyHtoDAsync_v2", 8), ("cuMemCreate", 6), ("cuMemHostUnregister", 2)];
+    in_parallel(cases, 2, |(call, nth)| {
+        let (machine, host, mut a, mut b) = one_of_two_on_a_small_host("240M", 160);
+        host.leave(128 * MIB);
+        host.fail(&b, call, nth, u32::MAX - 3, 1);
+        let mut command = machine.begin("swap a b");
+        eventually("b has stopped", || is_stopped(b.pid()));
+        command.kill().unwrap();
+        command.wait().unwrap();
+        b.signal(libc::SIGCONT);
+        eventually(&format!("{call} {nth}"), || is_all(&states(&machine, &a), "active") && is_all(&states(&machine, &b), "paused, held"));
+        a.verify();
+        host.leave(PLENTY);
+        check_both(&machine, &mut a, &mut b);
+    });
+}
+
+/// A third program takes what is free on the host. Both jobs stay held, with their contents, and go back as soon as there is room.
+#[test]
+fn a_swap_whose_host_memory_is_taken_by_others_is_undone_once_there_is_room() {
+    let (machine, host, mut a, mut b) = one_of_two_on_a_small_host("240M", 160);
+    host.leave(128 * MIB);
+    host.fail(&b, "cuMemcpyHtoDAsync_v2", 8, u32::MAX - 3, 1);
+    let mut command = machine.begin("swap a b");
+    eventually("b has stopped", || is_stopped(b.pid()));
+    host.write("total", "1");
+    command.kill().unwrap();
+    command.wait().unwrap();
+    b.signal(libc::SIGCONT);
+    let is_held = |program| states(&machine, program).iter().all(|state| state.ends_with(", held"));
+    eventually("a is held, and has taken all that it can get", || is_held(&a) && is_held(&b));
+    host.leave(64 * MIB);
+    eventually("a is back", || is_all(&states(&machine, &a), "active") && is_all(&states(&machine, &b), "paused, held"));
+    a.verify();
+    host.leave(PLENTY);
+    check_both(&machine, &mut a, &mut b);
+}
+
+fn is_stopped(pid: u32) -> bool {
+    fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"))
+        .is_ok_and(|text| text.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
+}
+
+/// Ranks of one job take host memory, and GPU memory, from each other.
+#[test]
+fn jobs_of_several_ranks_change_places_on_a_small_host() {
+    let mut machine = Machine::new();
+    machine.memory = "300M";
+    let host = SmallHost::on(&machine);
+    let job = |name: &str| {
+        [(); 2].map(|()| {
+            machine.start_with(name, "engine_regions --weights-mib 96 --kv-mib 8 --layers 8", |command| {
+                host.join(command.env("VRAMCTL_JOB", format!("run-of-{name}")));
+            })
+        })
+    };
+    let mut b = job("b");
+    machine.vramctl("pause b").expect(0, "", "");
+    let mut a = job("a");
+    host.leave(190 * MIB);
+    for (out, into) in [("a", "b"), ("b", "a")] {
+        let swapped = machine.vramctl(&["swap", out, into, "--json"]).expect(0, "", "").json();
+        assert!(swapped["host_peak_bytes"].as_u64().is_some() && swapped["processes"].as_array().unwrap().len() == 4, "{swapped}");
+        if into == "b" { &mut b } else { &mut a }.iter_mut().for_each(Program::verify);
+    }
+    host.leave(190 * MIB);
+    host.fail(&b[1], "cuMemcpyHtoDAsync_v2", 3, u32::MAX - 1, 1);
+    machine.vramctl("swap a b").expect(1, "", "job a runs on");
+    a.iter_mut().for_each(Program::verify);
+    assert_eq!(machine.settled(&[&b[0]]), "paused, held");
+    machine.vramctl("pause a --discard").expect(0, "", "");
     machine.vramctl("resume b").expect(0, "", "");
     b[0].verify();
 }

@@ -44,6 +44,10 @@ pub struct Arena {
     made: Made,
     /// Bytes being populated that the system does not count as used yet.
     coming: AtomicU64,
+    /// How many are sparing ([`Arena::spare`]).
+    sparing: AtomicUsize,
+    /// The fewest bytes that were available while somebody was.
+    fewest: AtomicU64,
     /// Whether the driver refused the last registration.
     is_refused: AtomicBool,
 }
@@ -68,11 +72,10 @@ pub struct Need {
 }
 
 impl Need {
-    /// For `after` pieces where there are `before`, once `spare` others are released.
-    fn of(before: usize, after: usize, spare: usize) -> Self {
+    /// For `after` pieces where there are `before`. `host`: bytes that the host has available.
+    fn of(before: usize, after: usize, host: u64) -> Self {
         let bytes = |pieces: usize| (pieces * HOST_PIECE) as u64;
         let cap = Config::get().host_cap.saturating_sub(bytes(before));
-        let host = limits::available_bytes().saturating_add(bytes(spare));
         Self { bytes: bytes(after.saturating_sub(before)), available: host.min(cap), capped: cap < host }
     }
 
@@ -131,7 +134,8 @@ impl Arena {
         let state = Stock { free: FreeRanges::new(bytes), ..Stock::default() };
         let (changed, due) = (Condvar::new(), Condvar::new());
         let (made, coming, is_refused) = (Made::default(), AtomicU64::new(0), AtomicBool::new(false));
-        Some(Self { base, bytes, state: Mutex::new(state), changed, due, made, coming, is_refused })
+        let (sparing, fewest) = (AtomicUsize::new(0), AtomicU64::new(u64::MAX));
+        Some(Self { base, bytes, state: Mutex::new(state), changed, due, made, coming, sparing, fewest, is_refused })
     }
 
     fn lock(&self) -> MutexGuard<'_, Stock> {
@@ -143,9 +147,9 @@ impl Arena {
     pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
         // The last spare memory may be released while availability is checked.
         let spare = self.lock().has_spare();
-        let taken = self.try_take(sizes);
+        let taken = self.try_take(sizes, limits::available_bytes);
         let is_short = matches!(taken, Err(Error::HostMemory { .. }));
-        let taken = if is_short && (self.give_up_spare() || spare) { self.try_take(sizes) } else { taken };
+        let taken = if is_short && (self.give_up_spare() || spare) { self.try_take(sizes, limits::available_bytes) } else { taken };
         let is_short_on_host = matches!(taken, Err(Error::HostMemory { capped: false, .. }));
         if is_short_on_host && others::any(Says::Keeps) { self.take_from_others(sizes) } else { taken }
     }
@@ -166,7 +170,7 @@ impl Arena {
         let started = Instant::now();
         loop {
             let waits = others::any(Says::Keeps) && started.elapsed() < PATIENCE;
-            let taken = self.try_take(sizes);
+            let taken = self.try_take(sizes, limits::available_bytes);
             if !waits || !matches!(taken, Err(Error::HostMemory { capped: false, .. })) {
                 return taken;
             }
@@ -186,7 +190,14 @@ impl Arena {
         found
     }
 
-    fn try_take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
+    /// Takes ranges of these sizes, whose memory comes piece by piece ([`await_room`](Self::await_room)). Fails if `VRAMCTL_HOST_CAP` would be
+    /// exceeded at the end.
+    pub fn take_by_piece(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
+        self.try_take(sizes, || u64::MAX)
+    }
+
+    /// `host`: bytes that the host has available.
+    fn try_take(&'static self, sizes: &[usize], host: fn() -> u64) -> Result<Vec<Range>, Error> {
         let mut state = self.lock();
         let before = state.populated();
         let mut ranges = Vec::with_capacity(sizes.len());
@@ -198,7 +209,7 @@ impl Arena {
             };
             ranges.push(Range { offset, bytes, at_once: false });
         }
-        let need = Need::of(before, state.populated(), 0);
+        let need = Need::of(before, state.populated(), host());
         let end = ranges.iter().map(|range| Self::pieces_of(range).end).max().unwrap_or(0);
         let opened = need.is_met() && self.open(&mut state, end);
         drop(state);
@@ -208,13 +219,23 @@ impl Arena {
         }
     }
 
-    /// What ranges of these sizes would need, if nobody else gives up memory for them.
-    pub fn need(&self, sizes: &[usize]) -> Result<Need, Error> {
+    /// Bytes that the system would get back if these ranges were dropped and nothing was kept for later.
+    pub fn given_back(&self, ranges: &[&Range]) -> u64 {
+        let state = self.lock();
+        let before = state.pieces_with(std::iter::empty(), &[]).unwrap_or_default();
+        let after = state.pieces_with(ranges.iter().map(|range| (range.offset, range.bytes)), &[]).unwrap_or_default();
+        (before.saturating_sub(after) * HOST_PIECE) as u64
+    }
+
+    /// What ranges of these sizes would need, if nobody else gives up memory for them. `by_piece`: as for [`take_by_piece`](Self::take_by_piece).
+    pub fn need(&self, sizes: &[usize], by_piece: bool) -> Result<Need, Error> {
         let mut state = self.lock();
         let pieces = |sizes| state.pieces_with(std::iter::empty(), sizes);
         let (before, after) = (pieces(&[]).unwrap_or_default(), pieces(sizes).ok_or_else(|| no_addresses(sizes))?);
         // Spare memory that is not reused is released first.
-        let need = Need::of(before, after, state.populated().saturating_sub(before));
+        let spare = (state.populated().saturating_sub(before) * HOST_PIECE) as u64;
+        let host = if by_piece { u64::MAX } else { limits::available_bytes().saturating_add(spare) };
+        let need = Need::of(before, after, host);
         let mut free = state.free.clone();
         let end = sizes.iter().filter_map(|bytes| Some(stock::pieces_of(free.take(*bytes)?, *bytes).end)).max().unwrap_or(0);
         // Only an attempt shows whether the program's limits allow it.
@@ -291,22 +312,58 @@ impl Arena {
         Self::existing().is_none_or(|arena| !arena.is_refused.load(Ordering::Relaxed))
     }
 
+    /// From now on, until the value is dropped, host memory goes back to the system as soon as no range touches it, and the drop of the range
+    /// waits for that: another process waits for it.
+    pub fn spare(&'static self) -> Sparing {
+        self.sparing.fetch_add(1, Ordering::Relaxed);
+        self.give_up_spare();
+        let available = limits::available_bytes();
+        self.fewest.store(available, Ordering::Relaxed);
+        Sparing { arena: self, available }
+    }
+
+    /// The host memory of a piece that has none: as soon as it is there, if that is `within` this time and while it `is_wanted`. `None` if
+    /// the piece has memory.
+    pub fn await_room(&self, piece: usize, within: Duration, is_wanted: &dyn Fn() -> bool) -> Result<Option<Claim<'_>>, Error> {
+        /// The time between two looks: at first, and at most. It doubles each time.
+        const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(32));
+        let (started, mut pause) = (Instant::now(), LOOK_AGAIN.0);
+        let mut sign = None;
+        while !self.lock().piece(piece).readiness.is_ready() {
+            match self.claim() {
+                Ok(claim) => return Ok(Some(claim)),
+                Err(short) if started.elapsed() >= within || !is_wanted() => return Err(short),
+                Err(_) => (),
+            }
+            // Other processes may keep memory that they do not need.
+            sign.get_or_insert_with(|| Sign::put_up(Says::Needs));
+            thread::sleep(pause);
+            pause = (2 * pause).min(LOOK_AGAIN.1);
+        }
+        Ok(None)
+    }
+
+    /// The host memory of a piece that has none, if it is there now. `None` if the piece has memory.
+    pub fn room_now(&self, piece: usize) -> Result<Option<Claim<'_>>, Error> {
+        self.await_room(piece, Duration::ZERO, &|| false)
+    }
+
     /// Prepares a piece and returns whether the copy engines reach it directly. If another thread is changing it, waits for
-    /// that.
-    pub fn prepare(&self, piece: usize, context: Context) -> Result<bool, Error> {
+    /// that. `claim`: the memory for it; without one, it must be there now.
+    pub fn prepare(&self, piece: usize, context: Context, claim: Option<Claim<'_>>) -> Result<bool, Error> {
         let is_changing = |state: &mut Stock| matches!(state.piece(piece).readiness, Readiness::Changing);
         let mut state = self.changed.wait_while(self.lock(), is_changing).unpoisoned();
         match state.piece(piece).readiness {
             Readiness::Ready(Some(_)) => Ok(true),
-            _ => self.change(state, piece, |readiness| self.make_ready(piece, readiness, context)).1,
+            _ => self.change(state, piece, |readiness| self.make_ready(piece, readiness, context, claim)).1,
         }
     }
 
     /// Populates a piece that has no memory, and registers it. Returns whether the driver has registered it.
-    fn make_ready(&self, piece: usize, readiness: &mut Readiness, context: Context) -> Result<bool, Error> {
+    fn make_ready(&self, piece: usize, readiness: &mut Readiness, context: Context, claim: Option<Claim<'_>>) -> Result<bool, Error> {
         let current = Current::push(context).ok();
         if matches!(readiness, Readiness::Absent) {
-            timed(&self.made.populating_us, || self.populate(piece))?;
+            timed(&self.made.populating_us, || self.populate(piece, claim))?;
         }
         let pinned = current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current)));
         self.made.pieces.fetch_add(1, Ordering::Relaxed);
@@ -341,21 +398,25 @@ impl Arena {
         unsafe { self.base.add(piece * HOST_PIECE) }
     }
 
-    fn populate(&self, piece: usize) -> Result<(), Error> {
-        // Check for each piece: other processes may be populating too, each having seen the same memory free. What this
-        // process's other threads are about to take is not available either.
-        let coming = self.coming.fetch_add(HOST_PIECE as u64, Ordering::Relaxed);
-        let available = limits::available_bytes().saturating_sub(coming);
-        if available < HOST_PIECE as u64 {
-            self.coming.fetch_sub(HOST_PIECE as u64, Ordering::Relaxed);
-            return Err(Error::HostMemory { needed: HOST_PIECE as u64, available, capped: false });
-        }
-        let taken = |bytes| {
-            self.coming.fetch_sub(bytes as u64, Ordering::Relaxed);
-        };
+    fn populate(&self, piece: usize, claim: Option<Claim<'_>>) -> Result<(), Error> {
+        let mut claim = claim.map_or_else(|| self.claim(), Ok)?;
         // SAFETY: the addresses are open, and `Changing` gives this thread exclusive access.
-        unsafe { addresses::populate(self.address(piece), HOST_PIECE, taken) };
+        unsafe { addresses::populate(self.address(piece), HOST_PIECE, |bytes| claim.used(bytes as u64)) };
         Ok(())
+    }
+
+    /// Memory for one piece, if it is there. Looked at for each piece: other processes may be populating too, each having seen the same memory
+    /// free. What this process's other threads are about to take is not available either.
+    fn claim(&self) -> Result<Claim<'_>, Error> {
+        const BYTES: u64 = HOST_PIECE as u64;
+        let claim = Claim { arena: self, left: BYTES };
+        let before = self.coming.fetch_add(BYTES, Ordering::Relaxed);
+        let available = limits::available_bytes().saturating_sub(before);
+        if available < BYTES {
+            return Err(Error::HostMemory { needed: BYTES, available, capped: false });
+        }
+        self.fewest.fetch_min(available - BYTES, Ordering::Relaxed);
+        Ok(claim)
     }
 
     fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {
@@ -474,7 +535,7 @@ impl Arena {
         if !there && room < HOST_PIECE as u64 {
             return Err(Error::HostMemory { needed: HOST_PIECE as u64, available: room, capped: true });
         }
-        self.prepare(piece, context).map(drop)
+        self.prepare(piece, context, None).map(drop)
     }
 
     /// Current host memory use.
@@ -505,10 +566,11 @@ impl Arena {
     }
 
     fn give_back(&'static self, range: &Range) {
-        let keep = if range.at_once { Duration::ZERO } else { settings::host_keep() };
+        let at_once = range.at_once || self.sparing.load(Ordering::Relaxed) > 0;
+        let keep = if at_once { Duration::ZERO } else { settings::host_keep() };
         let mut state = self.lock();
         state.give_back(range.offset, range.bytes, Instant::now().checked_add(keep).filter(|_| !keep.is_zero()));
-        if range.at_once {
+        if at_once {
             drop(state);
             self.release_soon();
             self.wait_until_released(range);
@@ -606,6 +668,46 @@ impl Arena {
             pieces.any(|piece| piece.users == 0 && matches!(piece.readiness, Readiness::Changing))
         };
         drop(self.changed.wait_while(self.lock(), changing).unpoisoned());
+    }
+}
+
+/// While it lives, no host memory is kept for later ([`Arena::spare`]).
+pub struct Sparing {
+    arena: &'static Arena,
+    /// Bytes available at the start.
+    available: u64,
+}
+
+impl Sparing {
+    /// The most bytes that this process's preparing of host memory has found taken since the start, by whomever.
+    pub fn taken_bytes(&self) -> u64 {
+        self.available.saturating_sub(self.arena.fewest.load(Ordering::Relaxed))
+    }
+}
+
+impl Drop for Sparing {
+    fn drop(&mut self) {
+        self.arena.sparing.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Memory for one piece, which the system does not count as used yet.
+pub struct Claim<'a> {
+    arena: &'a Arena,
+    left: u64,
+}
+
+impl Claim<'_> {
+    /// The system counts this much more of it.
+    fn used(&mut self, bytes: u64) {
+        self.left -= bytes;
+        self.arena.coming.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.arena.coming.fetch_sub(self.left, Ordering::Relaxed);
     }
 }
 
@@ -709,7 +811,7 @@ mod tests {
         // Another process may take the memory after the ranges were taken.
         let populate = |available| {
             settings::set_host_keep(Some(Duration::ZERO), Some(available));
-            arena.populate(0)
+            arena.populate(0, None)
         };
         for _ in 0..2 {
             assert!(matches!(populate(HOST_PIECE as u64 - 1), Err(Error::HostMemory { capped: false, .. })));
@@ -736,7 +838,8 @@ mod tests {
         };
         let (changed, due) = (Condvar::new(), Condvar::new());
         let (made, coming, is_refused) = (Made::default(), AtomicU64::new(0), AtomicBool::new(false));
-        let arena = Arena { base, bytes: BYTES, state: Mutex::default(), changed, due, made, coming, is_refused };
+        let (sparing, fewest) = (AtomicUsize::new(0), AtomicU64::new(u64::MAX));
+        let arena = Arena { base, bytes: BYTES, state: Mutex::default(), changed, due, made, coming, sparing, fewest, is_refused };
         let mut state = Stock { kept: 5, ..Stock::default() };
         for pieces in [4, 6] {
             assert!(arena.open(&mut state, pieces), "a hole cannot be opened");

@@ -6,7 +6,7 @@
 use super::arena::{Arena, Range};
 use super::digest::{self, DIGEST_PIECE, Digest, Hasher};
 use super::loading::Kernels;
-use super::transfer::{self, Part};
+use super::transfer::{self, Flow, Part};
 use super::{Backup, Item, Kept, OnProgress, Wanted};
 use super::{copier, quiet};
 use std::collections::BTreeMap;
@@ -62,6 +62,16 @@ impl InMemory {
         self.live.iter().map(|bytes| bytes.len() as u64).sum()
     }
 
+    /// Where it begins in the arena, in bytes.
+    pub fn offset(&self) -> usize {
+        self.range.offset()
+    }
+
+    /// The parts of the allocation that it keeps.
+    pub fn live(&self) -> &[ops::Range<usize>] {
+        &self.live
+    }
+
     fn parts_in(&self, extent: Extent, bytes: ops::Range<usize>) -> impl Iterator<Item = Part> {
         let at = self.range.offset() + self.place_of(bytes.start).map_or(0, |(_, at)| at);
         transfer::parts(extent.context, extent.address + bytes.start as u64, at, bytes.len())
@@ -97,11 +107,11 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 
 /// Saves contents in host memory, overwriting retained backups. On error, no more host memory is in use than before. `done`
 /// receives completed allocations while others are still being copied.
-pub fn save(wanted: &[Wanted], progress: &mut OnProgress<'_>, done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
+pub fn save(wanted: &[Wanted], flow: Flow, progress: &mut OnProgress<'_>, done: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }
-    let items = places(wanted)?;
+    let items = places(wanted, flow)?;
     expect_restore(wanted);
     let contents =
         || items.iter().filter_map(|(extent, saved)| if let Backup::Host(saved) = &**saved { Some((*extent, saved)) } else { None });
@@ -131,7 +141,7 @@ pub fn save(wanted: &[Wanted], progress: &mut OnProgress<'_>, done: &mut dyn FnM
         missing.insert(extent.address, ranges.iter().map(ops::Range::len).sum::<usize>());
     }
     parts.sort_unstable_by_key(|part| part.offset);
-    transfer::save(&parts, progress, &mut |copied| {
+    transfer::save(&parts, flow, progress, &mut |copied| {
         let complete = copied.iter().filter_map(|part| {
             let (address, missing) = missing.range_mut(..=part.device).next_back()?;
             *missing -= part.bytes;
@@ -159,9 +169,14 @@ fn expect_restore(wanted: &[Wanted]) {
 }
 
 /// Where each backup goes: over the old one, or to a new range.
-fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
+fn places(wanted: &[Wanted], flow: Flow) -> Result<Vec<Item>, Error> {
     let missing = sizes_of_new(&wanted.iter().collect::<Vec<_>>());
-    let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
+    let fresh = match flow {
+        _ if missing.is_empty() => Vec::new(),
+        Flow::Whole => Arena::get()?.take(&missing)?,
+        Flow::Pieces { .. } => Arena::get()?.take_by_piece(&missing)?,
+    };
+    let mut fresh = fresh.into_iter();
     let place = |wanted: &Wanted| {
         let make = |mut range: Range| {
             range.give_back_at_once(wanted.at_once);
@@ -195,6 +210,13 @@ pub fn in_the_way(retained: &[Arc<Backup>], sizes: &[usize]) -> Option<Vec<usize
     let ranges: Vec<_> = places.iter().filter_map(range).collect();
     let found = Arena::get().ok()?.in_the_way(&ranges, sizes)?;
     Some(found.into_iter().map(|place| places[place]).collect())
+}
+
+/// Host memory that the system would get back if these backups were dropped.
+pub fn given_back(all: &[Arc<Backup>]) -> u64 {
+    let ranges: Vec<_> =
+        all.iter().filter_map(|saved| if let Backup::Host(saved) = &**saved { Some(&saved.range) } else { None }).collect();
+    Arena::get().map_or(0, |arena| arena.given_back(&ranges))
 }
 
 static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);

@@ -20,15 +20,18 @@ mod spill;
 mod stock;
 mod transfer;
 
+pub use arena::Sparing;
+pub use host::given_back;
 pub use settings::{CopyBy, disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use stock::HOST_PIECE;
-pub use transfer::Part;
+pub use transfer::{Flow, Part};
 
 use arena::Arena;
-use std::collections::BTreeSet;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
-use vramctl_driver::{Context, Current, Extent};
+use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
 use vramctl_model::{Error, HostRoom, HostStatus, Policy, Progress, Stage};
 
 /// One allocation's contents, saved off the device.
@@ -60,6 +63,18 @@ impl Backup {
     /// Of these, bytes in a file.
     pub fn disk_bytes(&self) -> u64 {
         if let Self::Disk(saved) = self { saved.kept_bytes() } else { 0 }
+    }
+}
+
+impl Backup {
+    /// Where it is in host memory, in bytes from the first. Backups beside each other share memory. `None` for a file.
+    pub fn place(&self) -> Option<usize> {
+        if let Self::Host(saved) = self { Some(saved.offset()) } else { None }
+    }
+
+    /// The parts of the allocation that are kept in host memory, as offsets into it.
+    pub fn live(&self) -> &[Range<usize>] {
+        if let Self::Host(saved) = self { saved.live() } else { &[] }
     }
 }
 
@@ -109,24 +124,24 @@ pub type OnProgress<'a> = dyn FnMut(Progress) -> Result<(), Error> + 'a;
 /// use than before. All work on the allocations must have finished, and none may start meanwhile.
 ///
 /// While others are still being copied, `saved` receives the allocations that need no further access, with their backups. The rest
-/// are saved when this returns.
-pub fn save(wanted: Vec<Wanted>, progress: &mut OnProgress<'_>, saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
+/// are saved when this returns. `flow`: whether the host memory must be there at the start. What goes to files needs little, at the end.
+pub fn save(wanted: Vec<Wanted>, flow: Flow, progress: &mut OnProgress<'_>, saved: &mut dyn FnMut(&[&Item])) -> Result<Kept, Error> {
     // Before anything is copied.
-    match admit(&wanted).1 {
+    match admit(&wanted, flow).1 {
         Err(Error::HostMemory { capped: false, .. }) if Arena::others_may_help() => (),
         refused => refused?,
     }
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(Wanted::goes_to_disk);
-    let mut kept = host::save(&in_memory, progress, saved)?;
+    let mut kept = host::save(&in_memory, flow, progress, saved)?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
 }
 
 /// The host memory that saving these contents would take, and why it would be refused for lack of host memory or disk space. Both a pause
-/// and a dry run decide by this.
-pub fn admit(wanted: &[Wanted]) -> (HostRoom, Result<(), Error>) {
+/// and a dry run decide by this. If the memory comes piece by piece, any amount will be there.
+pub fn admit(wanted: &[Wanted], flow: Flow) -> (HostRoom, Result<(), Error>) {
     let (on_disk, sizes) = needs(wanted);
-    let need = match Arena::get().and_then(|arena| arena.need(&sizes)) {
+    let need = match Arena::get().and_then(|arena| arena.need(&sizes, matches!(flow, Flow::Pieces { .. }))) {
         Ok(need) => need,
         Err(_) if sizes.is_empty() => return (HostRoom::default(), Ok(())),
         Err(error) => return (HostRoom::default(), Err(error)),
@@ -148,17 +163,67 @@ fn needs(wanted: &[Wanted]) -> (Vec<&Wanted>, Vec<usize>) {
     (on_disk, sizes)
 }
 
-/// Copies saved contents back. Meanwhile `produce` maps memory and hands over each item once its memory is mapped. `idle`:
-/// contexts in which nothing runs that could delay a kernel.
+/// Contents to copy back.
+#[derive(Debug, Default)]
+pub struct Due {
+    /// What is in host memory.
+    in_memory: Vec<Part>,
+    /// What is in files.
+    on_disk: Vec<Item>,
+}
+
+impl Due {
+    /// Adds one.
+    pub fn add(&mut self, item: Item) {
+        self.in_memory.extend(parts_in_memory(&item));
+        if let Backup::Disk(_) = &*item.1 {
+            self.on_disk.push(item);
+        }
+    }
+}
+
+/// Copies saved contents back. Meanwhile `produce` maps memory and hands over each item once its memory is mapped; nothing in place of an item
+/// asks for what has landed so far. `landed` receives the addresses of the allocations whose contents in host memory have. `idle`: contexts
+/// in which nothing runs that could delay a kernel.
 pub fn restore(
-    items: &[Item],
+    due: &Due,
+    flow: Flow,
     idle: &BTreeSet<Context>,
     progress: &mut OnProgress<'_>,
-    produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
+    landed: &mut dyn FnMut(CUdeviceptr),
+    produce: impl FnOnce(&mut dyn FnMut(Option<&Item>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let in_memory: Vec<_> = items.iter().flat_map(parts_in_memory).collect();
-    transfer::restore(&in_memory, idle, progress, |give| produce(&mut |item| parts_in_memory(item).for_each(|part| give(vec![part]))))?;
-    spill::restore(items, progress)
+    let missing = RefCell::new(BTreeMap::new());
+    let mut copied = |parts: &[Part]| {
+        for part in parts {
+            let mut missing = missing.borrow_mut();
+            let Some((&address, left)) = missing.range_mut(..=part.device).next_back() else { continue };
+            *left -= part.bytes;
+            if *left == 0 {
+                missing.remove(&address);
+                drop(missing);
+                landed(address);
+            }
+        }
+    };
+    transfer::restore(&due.in_memory, flow, idle, progress, &mut copied, |give| {
+        produce(&mut |item| {
+            let Some(item) = item else { return give(Vec::new()) };
+            let parts: Vec<_> = parts_in_memory(item).collect();
+            if !parts.is_empty() {
+                missing.borrow_mut().insert(item.0.address, parts.iter().map(|part| part.bytes).sum::<usize>());
+            }
+            for part in parts {
+                give(vec![part]);
+            }
+        })
+    })?;
+    spill::restore(&due.on_disk, progress)
+}
+
+/// Has this process keep no host memory for later, until the value is dropped: another process waits for it.
+pub fn spare() -> Result<Sparing, Error> {
+    Arena::get().map(Arena::spare)
 }
 
 /// An item's contents in host memory, split at the arena's pieces.

@@ -203,7 +203,7 @@ fn through_staging(
     work: impl FnOnce(&mut [StagingPiece]) -> Result<(), SpillError<Error>>,
 ) -> Result<(), Error> {
     let arena = Arena::get()?;
-    Arena::pieces_of(memory).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
+    Arena::pieces_of(memory).try_for_each(|piece| arena.prepare(piece, context, None).map(drop))?;
     let piece = |number: usize| {
         let address = NonNull::new(memory.address().wrapping_add(number * STAGING_PIECE))?;
         // SAFETY: part of a prepared range that nobody else uses and forked children do not get.

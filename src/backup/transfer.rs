@@ -3,7 +3,7 @@
 //! One thread keeps the link busy if the host memory is ready; preparing it takes many. So each thread takes a piece at a
 //! time, prepares it while its last piece is still being copied, and queues the copies into it.
 
-use super::arena::Arena;
+use super::arena::{Arena, Claim};
 use super::copier::{self, By, Choice};
 use super::stock::HOST_PIECE;
 use super::{OnProgress, quiet};
@@ -11,8 +11,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, mpsc};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Mutex, TryLockError, mpsc};
 use std::thread;
+use std::time::Duration;
 use vramctl_driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, PinnedBuffer, RelaxedCapture};
 use vramctl_host::{Unpoison, worker};
 use vramctl_model::{Error, Progress, Stage};
@@ -30,6 +32,28 @@ const REGISTERING_THREADS: usize = 4;
 const UNDER_WAY: usize = 4;
 /// Size in bytes of each thread's buffer for host memory that cannot be registered.
 const STAGING: usize = 16 << 20;
+
+/// How often a transfer that waits for host memory looks whether it is still wanted.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// How the host memory for contents comes and goes.
+#[derive(Debug, Clone, Copy)]
+pub enum Flow {
+    /// All of it is there.
+    Whole,
+    /// Piece by piece, from or to another process, which waits for it. So what has landed is told before anything is waited for.
+    Pieces {
+        /// How long to wait for the next one.
+        within: Duration,
+    },
+}
+
+impl Flow {
+    /// Whether what has been copied is worth something after this failure: there was no room for more.
+    fn allows(self, failure: &Error) -> bool {
+        matches!((self, failure), (Self::Pieces { .. }, Error::HostMemory { .. } | Error::DeviceMemory(_)))
+    }
+}
 
 /// A part of some contents that lies in one piece of the arena.
 #[derive(Debug, Clone, Copy)]
@@ -70,9 +94,9 @@ fn bytes_of(parts: &[Part]) -> usize {
 
 /// Copies parts, sorted by offset, from the device and hands them back as they complete. No copy is in flight when this
 /// returns, even on error.
-pub fn save(parts: &[Part], progress: &mut OnProgress<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
+pub fn save(parts: &[Part], flow: Flow, progress: &mut OnProgress<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let threads = if is_prepared(parts) { FEW_THREADS } else { threads_to_prepare() };
-    let saved = transfer(Direction::FromDevice, threads, bytes_of(parts), &BTreeSet::new(), progress, copied, |give| {
+    let saved = transfer(Direction::FromDevice, flow, threads, bytes_of(parts), &BTreeSet::new(), progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
     });
@@ -81,11 +105,13 @@ pub fn save(parts: &[Part], progress: &mut OnProgress<'_>, copied: &mut dyn FnMu
 }
 
 /// Copies these parts to the device while `produce` still runs: it hands them over in groups, each group in one piece of the
-/// arena, once their memory is mapped.
+/// arena, once their memory is mapped. An empty group asks for what has `landed` so far.
 pub fn restore(
     parts: &[Part],
+    flow: Flow,
     idle: &BTreeSet<Context>,
     progress: &mut OnProgress<'_>,
+    landed: &mut dyn FnMut(&[Part]),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let threads = if is_prepared(parts) {
@@ -97,15 +123,17 @@ pub fn restore(
         // All goes through the threads' buffers.
         threads_to_prepare()
     };
-    transfer(Direction::ToDevice, threads, bytes_of(parts), idle, progress, &mut |_| (), produce)
+    transfer(Direction::ToDevice, flow, threads, bytes_of(parts), idle, progress, landed, produce)
 }
 
 fn threads_to_prepare() -> usize {
     thread::available_parallelism().map_or(FEW_THREADS, usize::from).clamp(FEW_THREADS, MOST_THREADS)
 }
 
+#[allow(clippy::too_many_arguments)] // two directions
 fn transfer(
     direction: Direction,
+    flow: Flow,
     threads: usize,
     total: usize,
     idle: &BTreeSet<Context>,
@@ -117,7 +145,7 @@ fn transfer(
         return produce(&mut |_| ());
     }
     let stage = if direction == Direction::FromDevice { Stage::Save } else { Stage::Restore };
-    let stop = AtomicBool::new(false);
+    let (stop, is_short) = (AtomicBool::new(false), AtomicBool::new(false));
     let (mut done, mut refused) = (0, Ok(()));
     let mut report = |parts: Vec<Part>| {
         done += bytes_of(&parts) as u64;
@@ -126,7 +154,7 @@ fn transfer(
             refused = Err(error);
         }
         // After a failed copy, or a refusal, completed parts are not reported: they would only have to be undone.
-        if !stop.load(Ordering::Relaxed) {
+        if !parts.is_empty() && !stop.load(Ordering::Relaxed) {
             copied(&parts);
         }
     };
@@ -136,7 +164,18 @@ fn transfer(
     let transferred = thread::scope(|scope| {
         let mut workers = Vec::new();
         for _ in 0..threads {
-            let worker = Copier { direction, idle, jobs: &next, stop: &stop, landing: landing.clone(), staging: None };
+            let worker = Copier {
+                direction,
+                flow,
+                idle,
+                jobs: &next,
+                stop: &stop,
+                is_short: &is_short,
+                landing: landing.clone(),
+                staging: None,
+                in_flight: VecDeque::new(),
+                choices: BTreeMap::new(),
+            };
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
                 Err(error) if workers.is_empty() => return Err(Error::NoThread(error.to_string())),
@@ -146,15 +185,25 @@ fn transfer(
         }
         drop(landing);
         let produced = produce(&mut |parts| {
-            let _ = jobs.send(parts);
+            if !parts.is_empty() {
+                let _ = jobs.send(parts);
+            }
             landed.try_iter().for_each(&mut report);
         });
-        if produced.is_err() {
+        // What there was room for is done.
+        if produced.as_ref().is_err_and(|error| !flow.allows(error)) {
             stop.store(true, Ordering::Relaxed);
         }
         drop(jobs);
-        // Ends with the last worker.
-        landed.iter().for_each(&mut report);
+        // Ends with the last worker. While that waits for host memory, nothing lands.
+        loop {
+            match landed.recv_timeout(LOOK_EVERY) {
+                Ok(parts) => report(parts),
+                Err(RecvTimeoutError::Timeout) if matches!(flow, Flow::Pieces { .. }) => report(Vec::new()),
+                Err(RecvTimeoutError::Timeout) => (),
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a copy panicked".into()))));
         produced.and(worked.fold(Ok(()), Result::and))
     });
@@ -192,22 +241,27 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
 
 struct Copier<'a> {
     direction: Direction,
+    flow: Flow,
     /// Contexts in which a kernel may copy.
     idle: &'a BTreeSet<Context>,
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
     /// Set when one copy has failed, or no more is wanted, so that the others stop.
     stop: &'a AtomicBool,
+    /// Set when one has found no room: then no more begins, and what has been copied stays.
+    is_short: &'a AtomicBool,
     /// Sends completed parts.
     landing: mpsc::Sender<Vec<Part>>,
     staging: Option<PinnedBuffer>,
+    in_flight: VecDeque<InFlight>,
+    choices: BTreeMap<Context, Choice>,
 }
 
-impl Copier<'_> {
+impl<'a> Copier<'a> {
     fn run(mut self) -> Result<(), Error> {
         let _relaxed = RelaxedCapture::enter();
         let worked = self.work();
-        if worked.is_err() {
-            self.stop.store(true, Ordering::Relaxed);
+        if let Err(error) = &worked {
+            if self.flow.allows(error) { self.is_short } else { self.stop }.store(true, Ordering::Relaxed);
         }
         // No copy uses it any more, but freeing it would wait for the program's work.
         if let Some(staging) = self.staging.take() {
@@ -218,15 +272,14 @@ impl Copier<'_> {
 
     fn work(&mut self) -> Result<(), Error> {
         let arena = Arena::get()?;
-        let (mut lane, mut under_way) = (Lane::default(), VecDeque::<InFlight>::new());
-        let mut choices = BTreeMap::new();
-        while let Some(parts) = self.next() {
+        let mut lane = Lane::default();
+        while let Some((parts, claim)) = self.next()? {
             let Some(first) = parts.first() else { continue };
-            let direct = arena.prepare(first.offset / HOST_PIECE, first.context)?;
-            while let Some(flight) = under_way.front()
-                && (under_way.len() >= UNDER_WAY || flight.end.is_past()?)
+            let direct = arena.prepare(first.offset / HOST_PIECE, first.context, claim)?;
+            while let Some(flight) = self.in_flight.front()
+                && (self.in_flight.len() >= UNDER_WAY || flight.end.is_past()?)
             {
-                under_way.pop_front().map_or(Ok(()), |flight| self.land(flight, &mut choices))?;
+                self.land_first()?;
             }
             if !direct {
                 parts.iter().try_for_each(|part| self.copy_through_staging(part, arena.at(part.offset)))?;
@@ -234,7 +287,7 @@ impl Copier<'_> {
                 continue;
             }
             let measured = if let (Direction::ToDevice, [part]) = (self.direction, &parts[..]) {
-                let choice = choices.entry(part.context).or_insert_with(|| Choice::now(self.idle.contains(&part.context)));
+                let choice = self.choices.entry(part.context).or_insert_with(|| Choice::now(self.idle.contains(&part.context)));
                 // SAFETY: as below.
                 unsafe { queue_by_choice(&mut lane, part, arena.at(part.offset), choice)? }
             } else {
@@ -245,16 +298,25 @@ impl Copier<'_> {
                 }
                 None
             };
-            under_way.push_back(InFlight { parts, end: lane.mark()?, measured });
+            self.in_flight.push_back(InFlight { parts, end: lane.mark()?, measured });
         }
-        under_way.into_iter().try_for_each(|flight| self.land(flight, &mut choices))
+        self.land_all()
     }
 
-    /// Waits for copies in flight.
-    fn land(&self, flight: InFlight, choices: &mut BTreeMap<Context, Choice>) -> Result<(), Error> {
+    /// Waits for all copies in flight.
+    fn land_all(&mut self) -> Result<(), Error> {
+        while !self.in_flight.is_empty() {
+            self.land_first()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the copies that have been in flight for longest.
+    fn land_first(&mut self) -> Result<(), Error> {
+        let Some(flight) = self.in_flight.pop_front() else { return Ok(()) };
         flight.end.wait()?;
         if let (Some((by, begin)), [part]) = (flight.measured, &flight.parts[..])
-            && let (Some(choice), Some(milliseconds)) = (choices.get_mut(&part.context), flight.end.since(&begin, part.context))
+            && let (Some(choice), Some(milliseconds)) = (self.choices.get_mut(&part.context), flight.end.since(&begin, part.context))
         {
             choice.took(by, part.bytes, milliseconds);
         }
@@ -262,11 +324,43 @@ impl Copier<'_> {
         Ok(())
     }
 
-    fn next(&self) -> Option<Vec<Part>> {
-        if self.stop.load(Ordering::Relaxed) {
-            return None;
+    fn is_over(&self) -> bool {
+        self.stop.load(Ordering::Relaxed) || self.is_short.load(Ordering::Relaxed)
+    }
+
+    /// The next parts to copy, and the host memory for them if that has just come.
+    #[allow(clippy::type_complexity)] // said once
+    fn next(&mut self) -> Result<Option<(Vec<Part>, Option<Claim<'a>>)>, Error> {
+        if self.is_over() {
+            return Ok(None);
         }
-        self.jobs.lock().unpoisoned().recv().ok()
+        let Flow::Pieces { within } = self.flow else { return Ok(self.jobs.lock().unpoisoned().recv().ok().map(|parts| (parts, None))) };
+        let jobs = match self.jobs.try_lock() {
+            Ok(jobs) => jobs,
+            Err(TryLockError::Poisoned(jobs)) => jobs.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                self.land_all()?;
+                self.jobs.lock().unpoisoned()
+            }
+        };
+        if self.is_over() {
+            return Ok(None);
+        }
+        let Some(parts) = jobs.try_recv().ok().map_or_else(|| self.land_all().map(|()| jobs.recv().ok()), |parts| Ok(Some(parts)))? else {
+            return Ok(None);
+        };
+        // Under the lock: so the pieces get their memory in order, and at most one allocation is saved in part.
+        let (Direction::FromDevice, Some(first)) = (self.direction, parts.first()) else { return Ok(Some((parts, None))) };
+        let (arena, piece) = (Arena::get()?, first.offset / HOST_PIECE);
+        if let Ok(claim) = arena.room_now(piece) {
+            return Ok(Some((parts, claim)));
+        }
+        self.land_all()?;
+        let is_wanted = || !self.is_over();
+        match arena.await_room(piece, within, &is_wanted) {
+            Err(_) if !is_wanted() => Ok(None),
+            claim => Ok(Some((parts, claim?))),
+        }
     }
 
     fn report(&self, copied: Vec<Part>) {

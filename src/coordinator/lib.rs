@@ -16,6 +16,7 @@ pub mod machine;
 pub mod nodes;
 pub mod operation;
 pub mod outcome;
+mod passing;
 pub mod plan;
 pub mod proc;
 pub mod process;
@@ -35,6 +36,7 @@ pub mod text;
 
 pub use operation::{Operation, Scope};
 pub use outcome::Outcome;
+pub use passing::Passing;
 pub use plan::Plan;
 pub use relocate::{Move, Moving};
 pub use reporter::Reporter;

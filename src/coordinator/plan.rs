@@ -20,7 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver as driver;
-use vramctl_model::{Error, Kind, NCCL, Report, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, NCCL, Registered, Report, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -247,13 +247,28 @@ impl Plan {
 
     /// What a pause of the process would do.
     fn ask_plan(&self, member: &Member) -> Result<protocol::DryRun, CommandError> {
+        self.ask_plan_of(member, &self.request)
+    }
+
+    fn ask_plan_of(&self, member: &Member, request: &TransitionRequest) -> Result<protocol::DryRun, CommandError> {
         let has_it = |group: &&Group<_>| group.members.iter().any(|place| self.members[*place].process.pid == member.process.pid);
         // Processes that are not held keep their open memory.
-        let group = self.groups.iter().find(has_it).filter(|_| self.request.hold.is_some());
+        let group = self.groups.iter().find(has_it).filter(|_| request.hold.is_some());
         let partners = group.map_or_else(Vec::new, |group| self.pids(&group.members));
         let borrowers = group.map_or_else(Vec::new, |group| group.borrowers.iter().map(|borrower| borrower.process.pid).collect());
-        let request = TransitionRequest { partners, borrowers, ..self.request.clone() };
+        let request = TransitionRequest { partners, borrowers, ..request.clone() };
         Ok(self.found.connect(member.process.pid)?.plan(request)?)
+    }
+
+    /// What its processes in which something is to be done say to a swap in which host memory passes. A resume means nothing that is active.
+    pub(crate) fn hand_overs(&self) -> Result<Vec<(&Process, protocol::DryRun)>, CommandError> {
+        let own = &self.request;
+        let request = match self.operation.verb {
+            Verb::Pause => own.clone(),
+            Verb::Resume => TransitionRequest { registered: Registered::Keep, force: true, lenient: true, ..own.clone() },
+        };
+        let request = TransitionRequest { hand_over: true, hand_over_host: Some(Duration::ZERO), ..request };
+        self.due().map(|member| Ok((&member.process, self.ask_plan_of(member, &request)?))).collect()
     }
 
     /// Pauses or resumes all groups at once, each as a whole or not at all.

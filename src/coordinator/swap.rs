@@ -12,6 +12,9 @@
 //! undone: IN gives the new memory back (its contents are still on the host), and OUT takes as much new memory, fills it, and runs on. If that
 //! memory is late, OUT stays held until it has come (`core/transition/owed.rs`). The only copy of contents is never in memory that goes over.
 //!
+//! If the host has no room for the contents of both, host memory passes the other way meanwhile, and the contents of IN that have arrived are
+//! saved again if the swap is undone (`passing.rs`).
+//!
 //! A job that has ended cannot run. So if all of OUT has ended, IN is resumed, and if all of IN has, OUT is.
 
 use crate::Reporter;
@@ -20,6 +23,7 @@ use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::operation::{Hold, Operation};
 use crate::outcome::Outcome;
+use crate::passing::Passing;
 use crate::plan::{Consent, Plan};
 use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,6 +37,7 @@ pub struct Swap {
     leaving: Plan,
     coming: Plan,
     room: Vec<Room>,
+    passing: Option<Passing>,
 }
 
 /// The memory of a GPU that changes hands.
@@ -61,6 +66,8 @@ pub struct Swapped {
     pub committed: bool,
     /// Where the jobs are, if they have not changed places, or if IN has ended since.
     pub whereabouts: Option<String>,
+    /// If host memory has passed from IN to OUT: the most bytes of it for the contents of both at a time.
+    pub host_peak: Option<u64>,
 }
 
 impl Swap {
@@ -85,7 +92,9 @@ impl Swap {
         if let Some(short) = room.iter().find(|room| room.coming > room.free + room.leaving) {
             return Err(CommandError::new(Exit::NoMemory, format!("{short}. Nothing has changed")));
         }
-        Ok(Self { leaving, coming, room })
+        let free = room.iter().map(|room| (&*room.uuid, room.free)).collect();
+        let passing = Passing::of(&leaving, &coming, &free)?;
+        Ok(Self { leaving, coming, room, passing })
     }
 
     /// The plans of OUT and IN.
@@ -99,6 +108,11 @@ impl Swap {
         (self.leaving.forecast(), coming, &self.room)
     }
 
+    /// How host memory passes from IN to OUT, if the host has no room for the contents of both.
+    pub fn passing(&self) -> Option<&Passing> {
+        self.passing.as_ref()
+    }
+
     /// Asks the engines of OUT, as before a pause.
     pub fn consent(&self, reporter: &dyn Reporter) -> Result<Consent, CommandError> {
         self.leaving.consent(reporter)
@@ -106,11 +120,13 @@ impl Swap {
 
     /// Has the jobs change places, or leaves both as they are.
     pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Swapped {
-        let Self { leaving, coming, .. } = self;
+        let Self { leaving, coming, passing, .. } = self;
         let (nobody_asked, mut job) = (Consent::default(), leaving.as_one_job(consent));
         let others = coming.as_one_job(&nobody_asked);
-        job.wanted.hand_over = true;
-        job.coming = Some(TransitionRequest { hand_over: true, timeout: Some(self.next_piece_within()), ..others.wanted.clone() });
+        let hand_over_host = passing.as_ref().map(|_| self.next_piece_within());
+        (job.wanted.hand_over, job.wanted.hand_over_host) = (true, hand_over_host);
+        let timeout = Some(self.next_piece_within());
+        job.coming = Some(TransitionRequest { hand_over: true, hand_over_host, timeout, ..others.wanted.clone() });
         job.is_whole &= others.is_whole;
         job.ticket.clone_from(&others.ticket);
         let count = job.ranks.len();
@@ -123,7 +139,10 @@ impl Swap {
         drop(nvml);
         let committed = report.committed;
         let came = report.share(count);
-        let mut swapped = Swapped { left: leaving.outcome_as_one(report), came: coming.outcome_as_one(came), committed, whereabouts: None };
+        let (left, came) = (leaving.outcome_as_one(report), coming.outcome_as_one(came));
+        let taken = left.processes.iter().filter_map(|one| one.report()).map(|report| report.host_taken_bytes).max();
+        let host_peak = passing.as_ref().zip(taken).map(|(passing, taken)| passing.given + taken);
+        let mut swapped = Swapped { left, came, committed, whereabouts: None, host_peak };
         leaving.send_nvml_figures(&swapped.left);
         self.after_deaths(&mut swapped, reporter);
         swapped
@@ -271,5 +290,18 @@ fn stays(plan: &Plan) -> String {
     if has_ended(plan) {
         return format!("{} has ended", who(plan));
     }
-    if plan.due_tags().is_empty() { format!("{} runs, too", who(plan)) } else { format!("{} stays paused, with its contents", who(plan)) }
+    let due = plan.due_tags();
+    if due.is_empty() {
+        return format!("{} runs, too", who(plan));
+    }
+    let is_half_here = |process: &Process| process.tags().iter().any(|tag| due.contains(&*tag.tag) && tag.state != TagState::Paused);
+    let half_here: Vec<_> = now(plan).into_iter().filter(is_half_here).map(|process| process.to_string()).collect();
+    if half_here.is_empty() {
+        return format!("{} stays paused, with its contents", who(plan));
+    }
+    format!(
+        "{} stays held, with its contents, and is not paused as a whole, because its host memory was taken meanwhile; nothing is lost: the rest is \
+         paused once the host has room",
+        half_here.join(", ")
+    )
 }

@@ -17,6 +17,33 @@ pub struct Plan {
     /// What would prevent a suspend after this pause.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,
+    /// If the request is to hand host memory over: what that takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hand_over: Option<HandOver>,
+}
+
+/// What a process would do in a swap in which host memory goes over.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HandOver {
+    /// In a pause.
+    pub leaving: Moving,
+    /// Bytes of device memory that a pause gives back only at the commit, because others know its physical pages.
+    pub late_bytes: u64,
+    /// In a resume.
+    pub coming: Moving,
+    /// The unit, in bytes, in which host memory is taken and given back.
+    pub piece_bytes: u64,
+}
+
+/// Contents that move between device and host memory before the commit.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Moving {
+    /// Bytes of the largest allocation, by the UUID of the GPU (empty if the driver does not report it).
+    pub largest: BTreeMap<String, u64>,
+    /// Bytes of device memory.
+    pub device_bytes: u64,
+    /// Bytes of host memory that a pause takes, or a resume gives back.
+    pub host_bytes: u64,
 }
 
 /// What a pause would do to one tag.

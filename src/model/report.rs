@@ -125,6 +125,9 @@ pub struct Report {
     /// this may be less than was written.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_written_bytes: u64,
+    /// With `hand_over_host`: the most by which the available host memory had shrunk, whoever took it, when a pause took a piece.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub host_taken_bytes: u64,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in total.

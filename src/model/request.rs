@@ -64,6 +64,11 @@ pub struct TransitionRequest {
     /// the contents back. A resume takes memory piece by piece as the other job gives it back; `timeout` limits the wait for each piece.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hand_over: bool,
+    /// With `hand_over`, on a host without room for the contents of both: host memory goes over, too, through the system. A resume gives each
+    /// piece back once its contents are on the device, and if it is not committed, saves these again. A pause takes each piece as it comes, and
+    /// waits for the next one at most this long.
+    #[serde(default, rename = "hand_over_host_ms", with = "in_milliseconds", skip_serializing_if = "Option::is_none")]
+    pub hand_over_host: Option<Duration>,
     /// Pause only, from inside the process: device memory whose contents need not be kept, whatever the policy.
     #[serde(skip)]
     pub unused: Vec<Span>,

@@ -13,7 +13,7 @@ use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::{Operation, Outcome, Room, Scope, Swap, Swapped};
+use vramctl_coordinator::{Operation, Outcome, Passing, Room, Scope, Swap, Swapped};
 use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
@@ -23,8 +23,10 @@ directions of the link are busy at once. All or nothing, for both: if anything f
 back and runs on, and IN stays paused; the message says which runs. What was to be discarded of OUT is then gone, as after a \
 pause. If one of the two has ended as a whole, the other one is resumed.
 
-The host needs room for the contents of both at once. --dry-run shows how much, and whether IN fits on the GPUs. Memory of OUT that \
-another process has open (CUDA IPC) goes over at the very end, so IN must fit without it.
+If the host has no room for the contents of both at once, host memory that IN has read passes to OUT, piece by piece. That takes longer, \
+and IN has to be saved again if the swap is undone. Some host memory must be free for it: about the largest allocation of each. --dry-run \
+shows how much, and whether IN fits on the GPUs. Memory of OUT that another process has open (CUDA IPC) goes over at the very end, so IN \
+must fit without it.
 
 Examples:
   vramctl swap trainer engine                      # all tags of both
@@ -66,7 +68,8 @@ pub struct Args {
     /// Print JSON: {"committed", "processes": […], "jobs": […]}
     ///
     /// A process and a job are as those of `vramctl pause`, and have a "verb": pause or resume. If the swap has failed, "whereabouts" says
-    /// which of the two runs. With --dry-run: {"out": […], "in": […], "gpus": […]}.
+    /// which of the two runs. If host memory has passed from IN to OUT, it says how much was in use for both at most. With --dry-run:
+    /// {"out": […], "in": […], "gpus": […]}, and "host" if it would pass.
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
@@ -104,7 +107,10 @@ fn print(plan: &Swap, swapped: &Swapped, ui: &Ui) -> Result<Exit, CommandError> 
         } else if !ui.quiet
             && let Some(job) = swapped.left.jobs.first()
         {
-            output::say(&format!("swapped in {:.0} ms", job.ms))?;
+            let passed = swapped.host_peak.map_or_else(String::new, |peak| {
+                format!("; host memory passed from one to the other, and at most {} were in use for both", Bytes(peak))
+            });
+            output::say(&format!("swapped in {:.0} ms{passed}", job.ms))?;
         }
     }
     Ok(swapped.failure().map_or(Exit::Done, |failure| failure.exit()))
@@ -125,18 +131,34 @@ pub fn json_of(swapped: &Swapped) -> Value {
     if let Some(whereabouts) = &swapped.whereabouts {
         answer["whereabouts"] = json!(whereabouts);
     }
+    if let Some(peak) = swapped.host_peak {
+        answer["host_peak_bytes"] = json!(peak);
+    }
     answer
 }
 
 /// Prints what the swap would do.
 fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
-    let (leaving, coming, gpus) = plan.forecast();
+    let (mut leaving, coming, gpus) = plan.forecast();
+    if plan.passing().is_some() {
+        // There need not be room for all of it.
+        for one in &mut leaving {
+            one.failure = None;
+        }
+    }
     if as_json {
         let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });
         let gpu = |Room { index, uuid, free, leaving, coming }: &Room| json!({ "index": index, "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "in_bytes": coming });
         let coming: Vec<_> = coming.iter().map(comes).collect();
         let gpus: Vec<_> = gpus.iter().map(gpu).collect();
-        output::print(&format!("{}\n", json!({ "out": dry_run::json_of(&leaving), "in": coming, "gpus": gpus })))?;
+        let mut answer = json!({ "out": dry_run::json_of(&leaving), "in": coming, "gpus": gpus });
+        if let Some(passing) = plan.passing() {
+            let Passing { needed, available, least, given } = passing;
+            answer["host"] = json!({
+                "needed_bytes": needed, "available_bytes": available, "least_bytes": least, "in_bytes": given, "peak_bytes": passing.most()
+            });
+        }
+        output::print(&format!("{answer}\n"))?;
         return Ok(dry_run::exit_of(&leaving));
     }
     let exit = dry_run::print(&leaving, false)?;
@@ -144,6 +166,7 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
         output::say(&format!("{process}: a resume would bring {}", Bytes(bytes)))?;
     }
     gpus.iter().try_for_each(|room| output::say(&room.to_string()))?;
+    plan.passing().map_or(Ok(()), |passing| output::say(&passing.to_string()))?;
     Ok(exit)
 }
 

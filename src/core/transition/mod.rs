@@ -12,7 +12,15 @@
 //! As part of a swap (`hand_over`), a pause releases memory before the point of no return, because the other job cannot come without it: what is
 //! saved, and what nobody knows by its physical pages. To undo that, it creates, maps and fills new memory, as a resume does, once the other
 //! job has given its own back, however long that takes (`owed.rs`).
+//!
+//! On a host without room for the contents of both (`hand_over_host`), the resume releases host memory before the point of no return, too: that
+//! of contents that have arrived. To undo that, it saves them again (`send_back.rs`). So the pause and the resume are each other's mirror image:
+//! the one that leaves a place saves contents piece by piece as host memory comes, and releases device memory; the one that comes takes that,
+//! fills it, and releases host memory. Undone, they change roles. Neither needs to hear of the other: each waits for the memory that the other
+//! releases. One of them can always go on if the host and the device together have room for the largest allocation of each, which the
+//! coordinator sees to.
 
+mod came;
 mod choose;
 pub mod cleaning;
 mod contents;
@@ -20,7 +28,9 @@ mod hold;
 mod owed;
 mod pause;
 mod plan;
+mod repay;
 mod resume;
+mod send_back;
 
 pub use hold::Holding;
 
@@ -31,6 +41,7 @@ use crate::memory::{Allocation, Memory, aside};
 use crate::{gate, holder};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use vramctl_backup::Flow;
 use vramctl_driver::CUdevice;
 use vramctl_host::exit;
 use vramctl_model::{Error, Stage, TransitionRequest};
@@ -38,6 +49,11 @@ use vramctl_model::{Error, Stage, TransitionRequest};
 /// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
 /// work.
 const WAIT_LOCKED: Duration = Duration::from_millis(100);
+
+/// How the host memory for contents comes.
+fn flow_of(request: &TransitionRequest) -> Flow {
+    request.hand_over_host.map_or(Flow::Whole, |within| Flow::Pieces { within })
+}
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
@@ -50,9 +66,9 @@ impl Memory {
         self.snapshot().iter().any(|allocation| allocation.is_paused() && self.has(allocation))
     }
 
-    /// Whether anything is paused, including open memory of other processes.
+    /// Whether anything is paused or has to be, including open memory of other processes.
     fn any_paused(&self) -> bool {
-        aside::any() || self.has_paused()
+        aside::any() || self.has_paused() || owed::is_any_to_go()
     }
 
     /// Lets a held program continue once nothing is paused. Called wherever the last paused memory may have been resumed or freed. If only

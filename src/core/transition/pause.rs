@@ -2,7 +2,7 @@
 
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
-use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, owed, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
@@ -17,7 +17,7 @@ use vramctl_host::exit;
 use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Report, Stage, TagState, TransitionRequest, Verb};
 
 /// How long the undoing of a swap waits under the lock for the memory that the other job gives back. After that, `owed` waits without it.
-const TAKEN_BACK_WITHIN: Duration = Duration::from_secs(10);
+pub(super) const TAKEN_BACK_WITHIN: Duration = Duration::from_secs(10);
 
 impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
@@ -43,7 +43,7 @@ impl Memory {
             match self.try_pause(request, started, &mut clock, observer) {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_wanted() => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
-                Err(Error::HostMemory { .. }) if self.make_room(request) => (),
+                Err(Error::HostMemory { .. }) if request.hand_over_host.is_none() && self.make_room(request) => (),
                 answer => {
                     return answer.inspect(|report| {
                         if request.is_borrower {
@@ -112,12 +112,23 @@ impl Memory {
         self.release_freed();
         // In a held program, nothing begins before this pause has ended, and most contexts have been waited for.
         let _quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
+        let by_piece = request.hand_over_host.is_some();
+        let sparing = if by_piece { Some(backup::spare()?) } else { None };
+        if by_piece {
+            drop_retained(request, &all);
+        }
         let shown = self.show(TagState::Pausing, &victims);
         let follower = RefCell::new(&mut *observer);
         let saved = self.save(
             request,
             &victims,
-            &mut |now| shown.progress(now, *follower.borrow_mut()),
+            &mut |now| {
+                if request.hand_over {
+                    // The other job waits for what the driver has refused to take back.
+                    driver::sweep();
+                }
+                shown.progress(now, *follower.borrow_mut())
+            },
             &mut || follower.borrow_mut().is_wanted(),
             clock,
         );
@@ -125,12 +136,12 @@ impl Memory {
         let kept = unmapped.map_err(|error| {
             // What was handed over comes back only when the other job does not take it any more.
             observer.give_up();
-            self.map_back(&victims, error)
+            self.map_back(&victims, by_piece, error)
         })?;
         if request.hand_over && observer.is_wanted() {
             release(&victims, &kept.items, is_free_to_go);
         }
-        observer.vote().map_err(|refused| self.map_back(&victims, refused))?;
+        observer.vote().map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
         owed::forget(&already);
 
@@ -158,6 +169,7 @@ impl Memory {
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),
             guard_written_bytes: 0,
+            host_taken_bytes: sparing.map_or(0, |sparing| sparing.taken_bytes()),
             stages: std::mem::take(&mut clock.0),
             ms: milliseconds(started.elapsed()),
         })
@@ -186,11 +198,12 @@ impl Memory {
                 release(&saved, items.iter().copied(), is_free_to_go);
             }
         };
-        clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already))
+        clock.time(Stage::Save, || backup::save(wanted, flow_of(request), progress, &mut saved_already))
     }
 
     /// Undoes what a pause has done so far: maps the memory again, which still holds its contents. What was handed over is taken back.
-    fn map_back(&self, victims: &[Arc<Allocation>], error: Error) -> Error {
+    /// `by_piece`: host memory was handed over, too.
+    fn map_back(&self, victims: &[Arc<Allocation>], by_piece: bool, error: Error) -> Error {
         self.show_undoing();
         let (gone, unmapped): (Vec<_>, Vec<_>) = victims
             .iter()
@@ -199,27 +212,24 @@ impl Memory {
             .partition(|allocation| allocation.contents().memory.is_none());
         let mut stranded = 0;
         for allocation in &unmapped {
-            // At the second failure it stays paused, alone of its job, and its memory still has the contents.
-            if let Err(second) = self.map_again(allocation).or_else(|_| self.map_again(allocation)) {
-                if !exit::is_ending() {
-                    log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
-                }
-                stranded += 1;
-            }
+            stranded += usize::from(!self.is_mapped_again(allocation));
         }
         let mut is_owed = false;
-        match self.undo_hand_over(&gone, TAKEN_BACK_WITHIN) {
+        let undone = self.undo_hand_over(&gone, TAKEN_BACK_WITHIN, by_piece);
+        let left = gone.iter().filter(|allocation| allocation.is_paused()).count();
+        match undone {
             Ok(()) if gone.is_empty() => (),
             Ok(()) => log::info!("took back {} allocations that were handed over", gone.len()),
-            Err(second) if matches!(second, Error::DeviceMemory(_)) && owed::bring_back_later(&gone) => {
+            // By pieces, the other job waits for the host memory, so this one tries again whatever the failure.
+            Err(second) if (by_piece || matches!(second, Error::DeviceMemory(_))) && owed::bring_back_later(&gone, by_piece) => {
                 log::warn!("{} allocations that were handed over come back as soon as there is room: {second}", gone.len());
                 is_owed = true;
             }
             Err(second) => {
                 if !exit::is_ending() {
-                    log::error!("{} allocations that were handed over stay paused, with their contents: {second}", gone.len());
+                    log::error!("{left} allocations that were handed over stay paused, with their contents: {second}");
                 }
-                stranded += gone.len();
+                stranded += left;
             }
         }
         if stranded > 0 {
@@ -228,9 +238,20 @@ impl Memory {
             ));
         }
         if is_owed {
-            return Error::Internal(format!("{error}; what was handed over ({}) comes back as soon as there is room", gone.len()));
+            return Error::Internal(format!("{error}; what was handed over ({left}) comes back as soon as there is room"));
         }
         error
+    }
+
+    /// Maps memory again that was unmapped. At the second failure it stays paused, alone of its job, and its memory still has the contents.
+    pub(super) fn is_mapped_again(&self, allocation: &Arc<Allocation>) -> bool {
+        let mapped = self.map_again(allocation).or_else(|_| self.map_again(allocation));
+        if let Err(second) = &mapped
+            && !exit::is_ending()
+        {
+            log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
+        }
+        mapped.is_ok()
     }
 
     /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause
@@ -265,14 +286,18 @@ impl Memory {
 }
 
 /// Unmaps memory, adjacent ranges in one call; it keeps its contents. On error, some may be unmapped.
-fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
+pub(super) fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     let mut contents: Vec<_> = allocations.iter().map(|allocation| allocation.contents()).collect();
     let mut memories: Vec<_> = contents.iter_mut().filter_map(|contents| contents.memory.as_mut()).collect();
     driver::unmap(&mut memories)
 }
 
 /// Releases the memory of these, unless that has been done. From here on, the contents are only where they were saved.
-fn release<'a>(victims: &[Arc<Allocation>], items: impl IntoIterator<Item = &'a backup::Item>, which: impl Fn(&Allocation) -> bool) {
+pub(super) fn release<'a>(
+    victims: &[Arc<Allocation>],
+    items: impl IntoIterator<Item = &'a backup::Item>,
+    which: impl Fn(&Allocation) -> bool,
+) {
     let saved: BTreeMap<_, &Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {
         let is_there = allocation.contents().memory.is_some();
@@ -282,9 +307,18 @@ fn release<'a>(victims: &[Arc<Allocation>], items: impl IntoIterator<Item = &'a 
     }
 }
 
+/// Drops the retained backups of active memory, which only save time, but for those that the pause writes to.
+fn drop_retained(request: &TransitionRequest, all: &[Arc<Allocation>]) {
+    for allocation in all.iter().filter(|allocation| !allocation.is_paused()) {
+        let is_written = is_meant(request, allocation) && wanted_of(request, allocation).saved_over().is_some();
+        let dropped = if is_written { None } else { allocation.contents().saved.take() };
+        drop(dropped);
+    }
+}
+
 /// Whether new memory can take the place of this memory without anybody's noticing, should the pause be undone. Whoever has it open or
 /// registered knows its physical pages: it goes at the commit.
-fn is_free_to_go(allocation: &Allocation) -> bool {
+pub(super) fn is_free_to_go(allocation: &Allocation) -> bool {
     let contents = allocation.contents();
     contents.registrant().is_none() && contents.lent_to_others(&TransitionRequest::default()).is_empty()
 }

@@ -1,12 +1,16 @@
 //! Dry runs.
 
-use super::choose::refuse_if_still_lent;
+use super::came::goes_over;
+use super::choose::{Chosen, refuse_if_still_lent};
 use super::contents::wanted_of;
-use crate::memory::Memory;
+use super::flow_of;
+use super::pause::is_free_to_go;
+use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramctl_backup as backup;
-use vramctl_model::{Error, Plan, TagPlan, TransitionRequest};
+use vramctl_driver as driver;
+use vramctl_model::{Error, HandOver, Moving, Plan, Policy, TagPlan, TransitionRequest};
 
 impl Memory {
     /// What a pause would do now, and why it would then be refused for lack of room for the contents. Changes nothing, and does not wait for
@@ -29,7 +33,7 @@ impl Memory {
             all_wanted.push(wanted);
         }
         all_wanted.retain(|wanted| !wanted.live.is_empty());
-        let (host, admitted) = backup::admit(&all_wanted);
+        let (host, admitted) = backup::admit(&all_wanted, flow_of(request));
         let admitted = match admitted {
             // As the pause itself does.
             Err(Error::HostMemory { .. }) if self.retained_in_the_way(request).is_some_and(|given_up| !given_up.is_empty()) => Ok(()),
@@ -40,7 +44,35 @@ impl Memory {
             host,
             prefix_cache,
             obstacles: self.obstacles_after(&chosen.active, request),
+            hand_over: request.hand_over_host.is_some().then(|| hand_over(&chosen, request, host.needed_bytes)),
         };
         Ok((plan, admitted))
     }
+}
+
+/// What it takes to hand host memory over. `needed`: host memory that a pause needs.
+fn hand_over(chosen: &Chosen, request: &TransitionRequest, needed: u64) -> HandOver {
+    let is_saved = |allocation: &&Arc<Allocation>| {
+        let wanted = wanted_of(request, allocation);
+        wanted.policy == Policy::Host && !wanted.live.is_empty()
+    };
+    let leaving: Vec<_> = chosen.active.iter().filter(is_saved).collect();
+    let coming: Vec<_> = chosen.paused.iter().filter(|allocation| goes_over(allocation)).collect();
+    let backups: Vec<_> = coming.iter().filter_map(|allocation| allocation.contents().saved.clone()).collect();
+    HandOver {
+        late_bytes: leaving.iter().filter(|allocation| !is_free_to_go(allocation)).map(|allocation| allocation.bytes() as u64).sum(),
+        leaving: moving(&leaving, needed),
+        coming: moving(&coming, backup::given_back(&backups)),
+        piece_bytes: backup::HOST_PIECE as u64,
+    }
+}
+
+fn moving(allocations: &[&Arc<Allocation>], host_bytes: u64) -> Moving {
+    let mut moving = Moving { host_bytes, ..Moving::default() };
+    for allocation in allocations {
+        let largest = moving.largest.entry(driver::uuid(allocation.device).unwrap_or_default()).or_default();
+        *largest = (*largest).max(allocation.bytes() as u64);
+        moving.device_bytes += allocation.bytes() as u64;
+    }
+    moving
 }

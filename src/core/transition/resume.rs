@@ -1,7 +1,8 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
+use super::came::{Came, goes_over};
 use super::choose::Chosen;
-use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, owed, tags_text, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
@@ -10,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_backup::{self as backup, Backup};
+use vramctl_backup::{self as backup, Backup, Flow};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Error, Failure, Observer, Report, Shortage, Stage, TagState, TransitionRequest, Verb, code};
@@ -82,9 +83,11 @@ impl Memory {
         let _exclusive = self.exclude_unless_quiesced()?;
         let _relaxed = RelaxedCapture::enter();
         let Chosen { all, mut paused, active: already } = self.choose_settled(request)?;
+        let by_piece = request.hand_over_host.is_some();
+        let _sparing = if by_piece { Some(self.spare_host(&all)?) } else { None };
         if request.hand_over {
             // The memory that comes first is filled while the rest comes.
-            paused.sort_by_key(|allocation| allocation.contents().saved.is_none());
+            paused.sort_by_cached_key(|allocation| turn_of(allocation, by_piece));
         }
         self.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
@@ -105,25 +108,35 @@ impl Memory {
         if !unguarded.is_empty() {
             clock.add(Stage::Guard, unguarding.elapsed());
         }
-        // Without the vote, the new memory is released; the backups are untouched.
+        // Without the vote, the new memory is released; the backups are untouched, but for those whose memory has gone over.
+        let mut came = Vec::new();
         let brought = self
-            .bring_back(&paused, &needed, &nearly_idle(&all), &mut arrival, &mut clock, &mut progress)
+            .bring_back(&paused, &needed, &nearly_idle(&all), &mut arrival, by_piece.then_some(&mut came), &mut clock, &mut progress)
             .and_then(|memories| observer.borrow_mut().vote().inspect_err(|_| self.show_undoing()).map(|()| memories));
-        let memories = brought?;
+        let memories = brought.map_err(|error| {
+            if !came.is_empty() {
+                // They can be saved again only when the other job takes no more host memory.
+                observer.borrow_mut().give_up();
+            }
+            self.send_back(std::mem::take(&mut came), error)
+        })?;
         unguarded.for_good();
+        owed::stays(&already);
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         report.guard_bytes = guard::all_bytes(&all);
         report.guard_written_bytes = self.take_written();
-        for (allocation, memory) in paused.iter().zip(memories) {
+        report.kept_bytes = came.iter().map(Came::kept_bytes).sum();
+        report.bytes = paused.iter().map(|allocation| allocation.bytes() as u64).sum();
+        // The rest is active already.
+        for (allocation, memory) in paused.iter().zip(memories).filter_map(|(allocation, memory)| Some((allocation, memory?))) {
             let bytes = |saved: &Arc<Backup>| (saved.kept_bytes(), saved.disk_bytes());
             let (kept_bytes, disk_bytes) = allocation.contents().saved.as_ref().map_or((0, 0), bytes);
             report.kept_bytes += kept_bytes;
             report.disk_bytes += disk_bytes;
-            report.discarded_bytes += allocation.bytes() as u64 - kept_bytes;
-            report.bytes += allocation.bytes() as u64;
             done_with.extend(activate(allocation, memory));
         }
+        report.discarded_bytes = report.bytes - report.kept_bytes;
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
         report.ms = milliseconds(started.elapsed());
@@ -134,33 +147,49 @@ impl Memory {
 
     /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
     /// mapped. `needed`: bytes on each device, for the error. `idle`: contexts in which the program has nothing to run on. `arrival`: how the
-    /// memory comes.
+    /// memory comes. `came`: if their host memory goes over, what has arrived; that is active, without a backup, also after an error.
+    /// Returns the memory of the others.
+    #[allow(clippy::too_many_arguments)] // one for each way
     fn bring_back(
         &self,
         paused: &[Arc<Allocation>],
         needed: &BTreeMap<CUdevice, u64>,
         idle: &BTreeSet<Context>,
         arrival: &mut Arrival<'_>,
+        mut came: Option<&mut Vec<Came>>,
         clock: &mut Clock,
         progress: &mut backup::OnProgress<'_>,
-    ) -> Result<Vec<Physical>, Error> {
+    ) -> Result<Vec<Option<Physical>>, Error> {
         let started = Instant::now();
         let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().saved.is_some()).map(Arc::clone).collect();
         self.make_reachable(&kept)?;
         let item = |allocation: &Arc<Allocation>| Some((allocation.extent(), allocation.contents().saved.clone()?));
-        let saved: Vec<_> = paused.iter().filter_map(item).collect();
-        let mut saved_next = saved.iter().peekable();
-        let mut memories = Vec::with_capacity(paused.len());
-        let brought = backup::restore(&saved, idle, progress, |give| {
+        let mut due = backup::Due::default();
+        paused.iter().filter_map(item).for_each(|item| due.add(item));
+        let place_of: BTreeMap<_, _> = paused.iter().enumerate().map(|(place, allocation)| (allocation.address(), place)).collect();
+        let memories = RefCell::new(Vec::with_capacity(paused.len()));
+        // What is taken is filled at once if another process waits for the host memory.
+        let (flow, batch) = if came.is_some() { (Flow::Pieces { within: Duration::MAX }, 0) } else { (Flow::Whole, arrival.batch()) };
+        let mut landed = |address| {
+            if let (Some(came), Some(&place)) = (&mut came, place_of.get(&address))
+                && let allocation = &paused[place]
+                && goes_over(allocation)
+                && let Some(memory) = memories.borrow_mut().get_mut(place).and_then(Option::take)
+            {
+                came.push(Came::of(allocation));
+                allocation.replace(Some(memory), None);
+            }
+        };
+        let brought = backup::restore(&due, flow, idle, progress, &mut landed, |give| {
             let mut from = 0;
-            for upto in batches(paused, arrival.batch()) {
+            for upto in batches(paused, batch) {
                 for allocation in &paused[from..upto] {
-                    memories.push(arrival.take(allocation, needed.get(&allocation.device).copied().unwrap_or_default())?);
+                    let needed = needed.get(&allocation.device).copied().unwrap_or_default();
+                    let memory = arrival.take(allocation, needed, &mut || give(None))?;
+                    memories.borrow_mut().push(Some(memory));
                 }
                 self.open(paused[from..upto].iter().map(|allocation| &**allocation))?;
-                for allocation in &paused[from..upto] {
-                    saved_next.next_if(|(next, _)| next.address == allocation.address()).into_iter().for_each(&mut *give);
-                }
+                paused[from..upto].iter().filter_map(item).for_each(|item| give(Some(&item)));
                 from = upto;
             }
             clock.add(Stage::Map, started.elapsed());
@@ -168,21 +197,28 @@ impl Memory {
         });
         clock.add(Stage::Restore, started.elapsed());
         // On error the new memory is released; no copy to it is in flight any more.
-        brought.inspect_err(|_| self.show_undoing()).map(|()| memories)
+        brought.inspect_err(|_| self.show_undoing()).map(|()| memories.into_inner())
     }
 
     /// Takes new memory for what an undone pause had handed over, as the other job gives it back, and copies the contents there. `within`: how
-    /// long to wait for the next piece.
-    pub(super) fn undo_hand_over(&self, gone: &[Arc<Allocation>], within: Duration) -> Result<(), Error> {
+    /// long to wait for the next piece. `by_piece`: the other job needs the host memory, so each piece goes back for good; after an error,
+    /// the rest is still paused.
+    pub(super) fn undo_hand_over(&self, gone: &[Arc<Allocation>], within: Duration, by_piece: bool) -> Result<(), Error> {
         if gone.is_empty() {
             return Ok(());
         }
+        let mut gone = gone.to_vec();
+        gone.sort_by_cached_key(|allocation| turn_of(allocation, by_piece));
         let mut is_wanted = || !exit::is_ending();
         let mut arrival = Arrival::within(within, &mut is_wanted);
-        let (mut clock, mut progress) = (Clock::default(), |_| Ok(()));
-        let memories = self.bring_back(gone, &needed_by(gone), &BTreeSet::new(), &mut arrival, &mut clock, &mut progress)?;
+        let (mut clock, mut progress, mut came) = (Clock::default(), |_| Ok(()), Vec::new());
+        let came = by_piece.then_some(&mut came);
+        let memories = self.bring_back(&gone, &needed_by(&gone), &BTreeSet::new(), &mut arrival, came, &mut clock, &mut progress)?;
         for (allocation, memory) in gone.iter().zip(memories) {
-            drop(activate(allocation, memory));
+            // The rest is active already.
+            if let Some(memory) = memory {
+                drop(activate(allocation, memory));
+            }
         }
         Ok(())
     }
@@ -218,19 +254,22 @@ impl<'a> Arrival<'a> {
         }
     }
 
-    /// Takes memory for an allocation, as soon as there is room. `needed`: as for [`create`].
-    fn take(&mut self, allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
+    /// Takes memory for an allocation, as soon as there is room. `needed`: as for [`create`]. `meanwhile`: called before each look.
+    fn take(&mut self, allocation: &Allocation, needed: u64, meanwhile: &mut dyn FnMut()) -> Result<Physical, Error> {
         /// The time between two looks: at first, about as long as the other job takes to save 64 MiB, and at most. It doubles each time.
         const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(16));
         let Self::Pieces { within, since, is_wanted } = self else { return create(allocation, needed) };
         let mut pause = LOOK_AGAIN.0;
         loop {
+            meanwhile();
             // Large memory is created in several steps, so a try would take what another one needs.
             let taken = check_room_for(allocation, needed).and_then(|()| create(allocation, needed));
             if !matches!(taken, Err(Error::DeviceMemory(_))) || since.elapsed() >= *within {
                 *since = Instant::now();
                 return taken;
             }
+            // Releases that the driver has refused are in the way, too.
+            driver::sweep();
             // Nothing is to come any more, so it is not for lack of memory that this fails.
             if !is_wanted() {
                 return Err(Error::Busy(since.elapsed()));
@@ -238,6 +277,16 @@ impl<'a> Arrival<'a> {
             thread::sleep(pause);
             pause = (2 * pause).min(LOOK_AGAIN.1);
         }
+    }
+}
+
+/// The order in which memory is taken while it comes piece by piece: first what has contents. If host memory goes over, first that which does, in
+/// the order of the host memory, because backups share it with their neighbours.
+fn turn_of(allocation: &Allocation, by_piece: bool) -> (u8, usize) {
+    let goes_over = by_piece && goes_over(allocation);
+    match &allocation.contents().saved {
+        None => (2, 0),
+        Some(saved) => saved.place().filter(|_| goes_over).map_or((1, 0), |place| (0, place)),
     }
 }
 

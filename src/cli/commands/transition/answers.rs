@@ -264,6 +264,7 @@ mod tests {
             unguarded_bytes: 0,
             guard_bytes: 0,
             guard_written_bytes: 0,
+            host_taken_bytes: 0,
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
             ms: 912.3,
         };
