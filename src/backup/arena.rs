@@ -671,7 +671,7 @@ impl Arena {
     }
 }
 
-/// While it lives, no host memory is kept for later ([`Arena::spare`]).
+/// While it lives, no host memory is kept for later.
 pub struct Sparing {
     arena: &'static Arena,
     /// Bytes available at the start.
