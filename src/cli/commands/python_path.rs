@@ -11,9 +11,10 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 it, together with LD_PRELOAD. They contain the `vramctl` package, the engine integration and a drop-in for torch_memory_saver. \
 Installed packages are not changed.
 
-Example:
+Examples:
   export PYTHONPATH=\"$(vramctl python-path):$PYTHONPATH\"
-  LD_PRELOAD=/path/to/libvramctl.so python serve.py")]
+  LD_PRELOAD=/path/to/libvramctl.so python serve.py
+  vramctl python-path | xargs -d : -n 1   # one per line")]
 pub struct Args {}
 
 pub fn python_path(_: &Args) -> Result<Exit, CommandError> {
