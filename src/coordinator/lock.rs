@@ -1,4 +1,5 @@
-//! Locks among the commands that suspend and restore: files beside the control sockets, which the kernel unlocks if a command dies.
+//! Locks among commands: files beside the control sockets, which the kernel unlocks if a command dies. Not the directory itself: every process
+//! that listens there shares a lock on it (`control/presence.rs`).
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, Write};
@@ -28,11 +29,16 @@ pub struct Others {
 impl FileLock {
     /// Waits for the lock of this name. `None` where there can be no such file.
     pub fn take(name: &str, within: Duration) -> Result<Option<Self>, Others> {
+        let Ok(Some(directory)) = Directory::open() else { return Ok(None) };
+        Self::take_in(directory, name, within)
+    }
+
+    /// The same in this directory.
+    pub fn take_in(directory: Directory, name: &str, within: Duration) -> Result<Option<Self>, Others> {
         /// How often to try.
         const LOOK_AGAIN: Duration = Duration::from_millis(10);
         /// Somebody else may have written anything.
         const LONGEST_PID: u64 = 20;
-        let Ok(Some(directory)) = Directory::open() else { return Ok(None) };
         let deadline = Instant::now() + within;
         loop {
             let opened = directory.file(name, File::options().read(true).write(true).create(true).truncate(false));

@@ -5,6 +5,7 @@
 //! waits for a dead process.
 
 use crate::deadline::Deadline;
+use crate::lock::FileLock;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -85,10 +86,9 @@ impl Place {
     /// Takes the last place.
     pub fn take(directory: &Directory, ticket: Ticket) -> io::Result<Self> {
         let directory = directory.clone();
-        let folder = directory.within_process();
         // Only one process at a time reads or changes the queue.
-        let _lock = lock(&folder)?;
-        let number = numbers(&folder)?.last().map_or(1, |last| last.saturating_add(1));
+        let _lock = lock(&directory);
+        let number = numbers(&directory.within_process())?.last().map_or(1, |last| last.saturating_add(1));
         let file = directory.file(&name(number), File::options().write(true).create_new(true))?;
         // Whoever reads the queue tries each ticket, for a moment.
         lock_within(&file, Sharing::Exclusive, Instant::now() + LOCK_WITHIN, LOOK_EVERY / 20)?;
@@ -99,9 +99,8 @@ impl Place {
 
     /// The tickets ahead of this one that want memory of the same GPUs.
     fn before(&self) -> io::Result<Vec<Ticket>> {
-        let folder = self.directory.within_process();
-        let _lock = lock(&folder)?;
-        let others = numbers(&folder)?.into_iter().take_while(|number| *number < self.number);
+        let _lock = lock(&self.directory);
+        let others = numbers(&self.directory.within_process())?.into_iter().take_while(|number| *number < self.number);
         let others = others.filter_map(|number| read(&self.directory, &name(number))).filter(|other| other.within == self.ticket.within);
         Ok(others.filter(|other| other.gpus.iter().any(|gpu| self.ticket.gpus.contains(gpu))).collect())
     }
@@ -138,9 +137,8 @@ impl Place {
 
     /// Marks the ticket as waiting for memory, which may take long.
     pub fn waits_for_memory(&mut self) {
-        if !self.ticket.waits
-            && let Ok(_lock) = lock(&self.directory.within_process())
-        {
+        if !self.ticket.waits {
+            let _lock = lock(&self.directory);
             self.ticket.waits = true;
             let _ = self.write();
         }
@@ -183,12 +181,10 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     serde_json::from_slice(&text).ok()
 }
 
-/// A lock on the directory itself, held while reading or changing the queue. Others hold it for a moment only, unless they are stopped:
-/// then to go on without it risks a place in the queue, and to wait would stop everybody.
-fn lock(folder: &Path) -> io::Result<File> {
-    let directory = File::open(folder)?;
-    lock_within(&directory, Sharing::Exclusive, Instant::now() + LOCK_WITHIN, LOOK_EVERY / 20)?;
-    Ok(directory)
+/// The queue's lock, held while reading or changing it. Others hold it for a moment only, unless they are stopped: then to go on without it
+/// risks a place in the queue, and to wait would stop everybody.
+fn lock(directory: &Directory) -> Option<FileLock> {
+    FileLock::take_in(directory.clone(), "queue.lock", LOCK_WITHIN).ok().flatten()
 }
 
 #[cfg(test)]
@@ -266,13 +262,26 @@ mod tests {
         drop(place);
     }
 
+    /// Each process that listens shares a lock on the directory (`control/presence.rs`), all its life.
+    #[test]
+    fn who_listens_in_the_directory_does_not_keep_others_from_the_queues_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let listens = File::open(folder.path()).unwrap();
+        assert!(try_lock(&listens, Sharing::Shared).unwrap());
+        let mine = lock(&directory);
+        assert!(mine.is_some() && lock(&directory).is_none(), "one at a time has it");
+        drop(mine);
+        assert!(lock(&directory).is_some());
+    }
+
     /// As a command in the background is that was stopped at the wrong moment.
     #[test]
     fn a_stopped_owner_of_the_queues_lock_stops_nobody() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
-        let stopped = lock(folder.path()).unwrap();
+        let stopped = lock(&directory).unwrap();
         let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
         assert!(second.wait(Instant::now(), true, &mut |_| ()).is_err(), "the first is ahead all the same");
         drop(first);
