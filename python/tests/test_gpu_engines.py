@@ -21,6 +21,7 @@ sys.path[:0] = [str(SCRIPTS / "gpu-engines.d"), str(pathlib.Path(__file__).resol
 
 import engines  # noqa: E402
 import features  # noqa: E402
+import program  # noqa: E402
 import report  # noqa: E402
 import survey  # noqa: E402
 
@@ -392,6 +393,12 @@ class Features(unittest.TestCase):
         self.assertEqual(run.variables[0], (("--feature", "lora", "--models", run.options.models), {}))
         self.assertIn({"CUDA_VISIBLE_DEVICES": "0,1"}, [variables for _, variables in run.variables])
         self.assertEqual([check["check"] for check in run.checks if not check["ok"]], [])
+
+    def test_every_model_has_the_tokens_of_the_prompts(self):
+        # The GPU faults at a token that a model does not have.
+        tokens = {token for number in range(32) for token in program.prompt(number, 200)}
+        self.assertLess(max(tokens), features.VOCABULARY)
+        self.assertFalse(tokens & set(features.SPECIAL.values()))
 
     def test_what_went_wrong_is_told_apart(self):
         for faults, results in (

@@ -17,6 +17,10 @@ class Feature(NamedTuple):
     requests: int = 8
 
 
+#: The tokens of the models that models.py makes, and those with a meaning of their own.
+VOCABULARY = 32768
+SPECIAL = {"<s>": 1, "</s>": 2, "<unk>": 3, "<pad>": 4, "<image>": 5}
+
 ADAPTERS = ("one", "two")
 
 

@@ -11,15 +11,12 @@ import pathlib
 
 import torch
 import transformers
-from features import ADAPTERS
+from features import ADAPTERS, SPECIAL, VOCABULARY
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-VOCABULARY = 32768
-#: The tokens with a meaning of their own.
-SPECIAL = {"<s>": 1, "</s>": 2, "<unk>": 3, "<pad>": 4, "<image>": 5}
 #: The models, and those that each needs besides.
 NEEDS = {"llama": [], "draft": [], "lora": ["llama"], "moe": [], "llava": []}
 

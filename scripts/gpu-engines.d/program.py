@@ -18,11 +18,13 @@ import statistics
 import sys
 import time
 
-from features import ADAPTERS, FEATURES, adapters
+from features import ADAPTERS, FEATURES, SPECIAL, VOCABULARY, adapters
 
 
 def prompt(number, tokens):
-    return [(number * 7919 + j * 104729) % 120000 + 10 for j in range(tokens)]
+    """Tokens that every model has; none of them has a meaning of its own."""
+    first = max(SPECIAL.values()) + 1
+    return [(number * 7919 + j * 104729) % (VOCABULARY - first) + first for j in range(tokens)]
 
 
 PROMPTS = [prompt(number, 64) for number in range(4)]
@@ -39,7 +41,7 @@ def picture(number):
 
 def in_words(prompt):
     """A prompt for the tokenizer of models.py, with an image."""
-    return " ".join(["<image>", *(f"t{token % 32000 + 10}" for token in prompt)])
+    return " ".join(["<image>", *(f"t{token}" for token in prompt)])
 
 
 class Vllm:
