@@ -29,8 +29,8 @@ use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::Duration;
-use vramctl_driver::{self as driver, Card};
-use vramctl_model::{Bytes, TagState, TagStatus, TransitionRequest};
+use vramctl_driver as driver;
+use vramctl_model::{Bytes, DeviceStatus, TagState, TagStatus, TransitionRequest};
 
 /// What a swap will do.
 pub struct Swap {
@@ -43,9 +43,7 @@ pub struct Swap {
 /// The memory of a GPU that changes hands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Room {
-    /// The GPU's index.
-    pub index: u32,
-    /// Its UUID.
+    /// The GPU's UUID.
     pub uuid: String,
     /// Bytes free before.
     pub free: u64,
@@ -76,8 +74,12 @@ impl Swap {
         if leaving.pause.hold == Hold::No {
             return Err(usage("a swap holds the job that leaves"));
         }
-        let leaving = Plan::again(leaving, reporter)?;
-        let coming = Plan::again(coming, reporter)?;
+        let (leaving, coming) = thread::scope(|scope| {
+            let leaving = scope.spawn(|| Plan::again(leaving, reporter));
+            let coming = Plan::again(coming, reporter);
+            (leaving.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), coming)
+        });
+        let (leaving, coming) = (leaving?, coming?);
         let out: BTreeSet<_> = leaving.processes().map(|process| process.pid).collect();
         if let Some(both) = coming.processes().find(|process| out.contains(&process.pid)) {
             return Err(usage(format!("{both} is meant as the one that leaves and as the one that comes")));
@@ -87,8 +89,7 @@ impl Swap {
                 format!("{suspended} is suspended. A swap is of tags; pause the one job, then resume the other. Nothing has changed");
             return Err(CommandError::new(Exit::Failed, text));
         }
-        // Without NVML, only the attempt shows whether there is room.
-        let room = leaving.found().machine().cards().map_or_else(|_| Vec::new(), |cards| room(&leaving, &coming, &cards));
+        let room = room(&leaving, &coming);
         if let Some(short) = room.iter().find(|room| room.coming > room.free + room.leaving) {
             return Err(CommandError::new(Exit::NoMemory, format!("{short}. Nothing has changed")));
         }
@@ -161,15 +162,17 @@ impl Swap {
     /// Says where the jobs are, unless both are where they should be. If one of them has ended as a whole, brings the other one back.
     fn after_deaths(&self, swapped: &mut Swapped, reporter: &dyn Reporter) {
         let Self { leaving, coming, .. } = self;
-        swapped.whereabouts = match (swapped.committed, has_ended(leaving), has_ended(coming)) {
-            (true, _, false) => None,
-            (true, _, true) => Some(format!("{} has ended; {}", who(coming), self.bring(leaving, reporter).0)),
-            (false, true, false) => {
+        if swapped.committed {
+            swapped.whereabouts = has_ended(coming).then(|| format!("{} has ended; {}", who(coming), self.bring(leaving, reporter).0));
+            return;
+        }
+        swapped.whereabouts = match (has_ended(leaving), has_ended(coming)) {
+            (true, false) => {
                 let (text, came) = self.bring(coming, reporter);
                 swapped.came = came.unwrap_or_else(|| std::mem::take(&mut swapped.came));
                 Some(format!("{} has ended; {text}", who(leaving)))
             }
-            (false, ..) => Some(format!("{}, {}", after_undoing(leaving), stays(coming))),
+            _ => Some(format!("{}, {}", after_undoing(leaving), stays(coming))),
         };
     }
 
@@ -198,11 +201,19 @@ impl Swapped {
     }
 }
 
+impl Room {
+    /// The GPU's index in `nvidia-smi`, if NVML says it. To load NVML takes a while.
+    pub fn index(&self) -> Option<u32> {
+        driver::index_of(&self.uuid)
+    }
+}
+
 impl std::fmt::Display for Room {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { index, uuid, free, leaving, coming } = self;
+        let Self { uuid, free, leaving, coming } = self;
         let [free, leaving, coming] = [*free, *leaving, *coming].map(Bytes);
-        write!(out, "GPU {index} ({uuid}): {coming} would come, {leaving} would leave, and {free} are free")
+        let gpu = self.index().map_or_else(|| uuid.clone(), |index| format!("GPU {index} ({uuid})"));
+        write!(out, "{gpu}: {coming} would come, {leaving} would leave, and {free} are free")
     }
 }
 
@@ -216,16 +227,21 @@ fn paused_bytes(process: &Process, request: &TransitionRequest) -> u64 {
     process.tags().iter().filter(is_meant).map(|tag| tag.paused_bytes).sum()
 }
 
-/// What changes hands on each GPU.
-fn room(leaving: &Plan, coming: &Plan, cards: &[Card]) -> Vec<Room> {
-    let (mut goes, mut comes) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
+/// What changes hands on each GPU, as the processes see it. Where they do not know what is free, only the attempt shows whether there is room.
+fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
+    let mut rooms = BTreeMap::<String, Room>::new();
+    let mut room_of = |device: &DeviceStatus, plan: &Plan, leaves: u64, comes: u64| {
+        let (Some(uuid), Some(free)) = (device.uuid.clone().filter(|uuid| plan.wants(uuid)), device.free_bytes) else { return };
+        let room = rooms.entry(uuid.clone()).or_insert(Room { uuid, free, leaving: 0, coming: 0 });
+        room.leaving += leaves;
+        room.coming += comes;
+    };
     for process in leaving.processes() {
         let Ok(status) = &process.status else { continue };
         let request = leaving.request();
         for device in &status.memory.devices {
-            let Some(uuid) = device.uuid.as_deref().filter(|uuid| leaving.wants(uuid)) else { continue };
             let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
-            *goes.entry(uuid).or_default() += device.active_bytes.saturating_sub(not_meant);
+            room_of(device, leaving, device.active_bytes.saturating_sub(not_meant), 0);
         }
     }
     for process in coming.processes() {
@@ -233,19 +249,11 @@ fn room(leaving: &Plan, coming: &Plan, cards: &[Card]) -> Vec<Room> {
         let all: u64 = status.memory.devices.iter().map(|device| device.paused_bytes).sum();
         let meant = paused_bytes(process, coming.request());
         for device in &status.memory.devices {
-            let Some(uuid) = device.uuid.as_deref().filter(|uuid| coming.wants(uuid)) else { continue };
             // A process does not report on which GPU the paused memory of a tag was: at least this much was on this one.
-            *comes.entry(uuid).or_default() += meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes);
+            room_of(device, coming, 0, meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes));
         }
     }
-    let on_card = |card: &Card| Room {
-        index: card.index,
-        uuid: card.uuid.clone(),
-        free: card.free,
-        leaving: goes.get(&*card.uuid).copied().unwrap_or(0),
-        coming: comes.get(&*card.uuid).copied().unwrap_or(0),
-    };
-    cards.iter().map(on_card).filter(|room| room.leaving + room.coming > 0).collect()
+    rooms.into_values().filter(|room| room.leaving + room.coming > 0).collect()
 }
 
 /// The jobs of a plan, in words.

@@ -148,7 +148,10 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
     }
     if as_json {
         let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });
-        let gpu = |Room { index, uuid, free, leaving, coming }: &Room| json!({ "index": index, "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "in_bytes": coming });
+        let gpu = |room: &Room| {
+            let Room { uuid, free, leaving, coming } = room;
+            json!({ "index": room.index(), "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "in_bytes": coming })
+        };
         let coming: Vec<_> = coming.iter().map(comes).collect();
         let gpus: Vec<_> = gpus.iter().map(gpu).collect();
         let mut answer = json!({ "out": dry_run::json_of(&leaving), "in": coming, "gpus": gpus });
