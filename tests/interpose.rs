@@ -1778,6 +1778,7 @@ fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
     let error = pause(&["t"]).unwrap_err().to_string();
     gpu.clear_faults();
     assert!(error.contains(", and allocations could not be mapped again and stay paused (2)"), "{error}");
+    assert!(error.ends_with("resume them"), "no bug to report: {error}");
     resume(&[]).unwrap();
     for address in all {
         assert_eq!(free(address), 0);

@@ -322,15 +322,18 @@ impl SmallHost {
         command.env("LD_PRELOAD", library).env("SMALL_HOST", &self.folder);
     }
 
-    /// Anonymous memory of its programs, as the kernel counts it.
+    /// Anonymous memory of its programs, as the kernel counts it. What passes from one to the other between two looks is not counted twice.
     fn used(&self) -> u64 {
-        let anonymous = |entry: fs::DirEntry| {
-            let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+        let anonymous = |pid: &u32| {
             let text = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
             let pages: Vec<u64> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();
             Some((pages[1] - pages[2]) * 4096)
         };
-        fs::read_dir(&self.folder).unwrap().filter_map(|entry| anonymous(entry.unwrap())).sum()
+        let pids: Vec<u32> =
+            fs::read_dir(&self.folder).unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok()).collect();
+        let there = pids.iter().filter_map(anonymous).sum();
+        let back = pids.iter().rev().filter_map(anonymous).sum();
+        u64::min(there, back)
     }
 
     /// From now on, this much is available.

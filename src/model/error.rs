@@ -71,6 +71,8 @@ pub enum Error {
     Ending,
     /// The transition was undone before its commit; the text says why.
     Aborted(String),
+    /// What was begun has failed, and undoing it, too, for this reason; the text says what is where, and what to do.
+    NotUndone(Box<Error>, String),
     /// Another client is in the middle of a transition of this process.
     Leased,
     /// A bug in the library.
@@ -122,6 +124,11 @@ impl Error {
             Self::Suspended => Kind::Suspended,
             Self::NotRestorable(_) => Kind::NotRestorable,
             Self::Aborted(_) => Kind::Aborted,
+            Self::NotUndone(why, _) => match why.kind() {
+                room @ (Kind::DeviceMemory | Kind::HostMemory) => room,
+                // Another attempt is no answer to it.
+                _ => Kind::Driver,
+            },
             Self::Leased => Kind::Leased,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
@@ -137,6 +144,7 @@ impl Error {
         match self {
             Self::Driver(failure) | Self::Work(failure) => failure.code,
             Self::DeviceMemory(_) | Self::HostMemory { .. } => code::OUT_OF_MEMORY,
+            Self::NotUndone(why, _) => why.cuda_code(),
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported | Self::PassesBy(_) => code::NOT_SUPPORTED,
@@ -242,6 +250,7 @@ impl fmt::Display for Error {
             }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) | Self::Late(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
+            Self::NotUndone(_, what) => write!(out, "{what}"),
             Self::Aborted(why) => write!(out, "undone: {why}; nothing has changed"),
             Self::Leased => write!(out, "another client is pausing, resuming or suspending this process, or has just done so; try again"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),

@@ -211,10 +211,13 @@ impl Memory {
             .cloned()
             .partition(|allocation| allocation.contents().memory.is_none());
         let mut stranded = 0;
+        let mut why = None;
         for allocation in &unmapped {
-            stranded += usize::from(!self.is_mapped_again(allocation));
+            if let Err(second) = self.map_at_last(allocation) {
+                stranded += 1;
+                why = Some(Error::from(second));
+            }
         }
-        let mut is_owed = false;
         let undone = self.undo_hand_over(&gone, TAKEN_BACK_WITHIN, by_piece);
         let left = gone.iter().filter(|allocation| allocation.is_paused()).count();
         match undone {
@@ -223,35 +226,42 @@ impl Memory {
             // By pieces, the other job waits for the host memory, so this one tries again whatever the failure.
             Err(second) if (by_piece || matches!(second, Error::DeviceMemory(_))) && owed::bring_back_later(&gone, by_piece) => {
                 log::warn!("{} allocations that were handed over come back as soon as there is room: {second}", gone.len());
-                is_owed = true;
+                if stranded == 0 {
+                    let what = format!(
+                        "{error}; what was handed over to the other job ({left} allocations) is not back yet ({second}). Its contents are \
+                         kept, and it comes back by itself as soon as there is room"
+                    );
+                    return Error::NotUndone(Box::new(second), what);
+                }
             }
             Err(second) => {
                 if !exit::is_ending() {
                     log::error!("{left} allocations that were handed over stay paused, with their contents: {second}");
                 }
                 stranded += left;
+                why = Some(second);
             }
         }
-        if stranded > 0 {
-            return Error::Internal(format!(
-                "{error}, and allocations could not be mapped again and stay paused ({stranded}); resume them"
-            ));
+        match why {
+            Some(second) => {
+                let what = format!(
+                    "{error}, and allocations could not be mapped again and stay paused ({stranded}), with their contents ({second}); resume them"
+                );
+                Error::NotUndone(Box::new(second), what)
+            }
+            None => error,
         }
-        if is_owed {
-            return Error::Internal(format!("{error}; what was handed over ({left}) comes back as soon as there is room"));
-        }
-        error
     }
 
     /// Maps memory again that was unmapped. At the second failure it stays paused, alone of its job, and its memory still has the contents.
-    pub(super) fn is_mapped_again(&self, allocation: &Arc<Allocation>) -> bool {
+    pub(super) fn map_at_last(&self, allocation: &Allocation) -> Result<(), Failure> {
         let mapped = self.map_again(allocation).or_else(|_| self.map_again(allocation));
         if let Err(second) = &mapped
             && !exit::is_ending()
         {
             log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
         }
-        mapped.is_ok()
+        mapped
     }
 
     /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause

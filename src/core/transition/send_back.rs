@@ -48,12 +48,16 @@ impl Memory {
             return error;
         };
         let left: Vec<_> = came.into_iter().filter(Came::is_due).collect();
-        let text = format!("{error}; what had come ({}) is paused as soon as the host has room for its contents ({second})", left.len());
+        let what = format!(
+            "{error}; what had come ({} allocations) is still on the GPU ({second}). It is paused by itself as soon as the host has room for \
+             its contents, and the program stays held until then; or resume it",
+            left.len()
+        );
         if !exit::is_ending() {
-            log::warn!("{text}");
+            log::warn!("{what}");
         }
         owed::send_back_later(left);
-        Error::Internal(text)
+        Error::NotUndone(Box::new(second), what)
     }
 
     /// Saves these again and releases their memory, each once it is saved. `within`: how long to wait for the next piece of host memory. After
@@ -83,7 +87,7 @@ impl Memory {
             Err(error) => {
                 let is_unmapped = |one: &&Arc<Allocation>| one.is_paused() && one.contents().memory.is_some();
                 for allocation in allocations.iter().filter(is_unmapped) {
-                    self.is_mapped_again(allocation);
+                    let _ = self.map_at_last(allocation);
                 }
                 return Err(error);
             }
