@@ -159,8 +159,8 @@ _thread = _Thread()
 def _allocating_from(torch: Any, pool: Any, device: int | None = None, key: Key | None = None) -> Iterator[None]:
     """Makes torch allocate from this pool in the calling thread, on `device` (None: the current one).
 
-    With nested pools, torch uses the one entered first, not the innermost. So leave the outer pool for the duration, and
-    enter all of this package's pools here.
+    With nested pools, torch uses the one entered first, and the innermost since pytorch#168382. So leave the outer pool
+    for the duration, and enter all of this package's pools here.
     """
     scopes = _thread.scopes
     outer = scopes[-1] if scopes else None

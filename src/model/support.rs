@@ -107,10 +107,11 @@ pub const DRIVER: (u32, CudaVersion) = (580, CudaVersion(13_000));
 pub const ARCHITECTURE: &str = "x86_64";
 
 /// The runs.
-pub const RUNS: [Run; 12] = [
+pub const RUNS: [Run; 14] = [
     run("H200", "1", "2.11", "vLLM", "0.26.0", "sleep mode, pauses in the middle of requests, suspend, move", "2026-11-24"),
     run("H200", "2", "2.11", "vLLM", "0.26.0", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
     run("H100", "2", "2.11", "vLLM", "0.26.0", "the same; sleep mode; suspend", "2026-11-26"),
+    run("H100", "1", "2.14", "vLLM", "0.33.0", "sleep mode, pauses in the middle of requests, suspend; fp8, chunked prefill", "2026-11-26"),
     run("H200", "1", "2.11", "SGLang", "0.5.16", "its own API, pauses in the middle of requests, suspend", "2026-11-24"),
     run("H200", "2", "2.11", "SGLang", "0.5.16", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
     run("H100", "2", "2.11", "SGLang", "0.5.16", "the same; suspend", "2026-11-26"),
@@ -133,6 +134,7 @@ pub const RUNS: [Run; 12] = [
         "DistributedDataParallel and FSDP over NVLink, CUDA IPC, host memory and sockets; suspend, move",
         "2026-11-26",
     ),
+    run("H100", "2", "2.11", "Ray", "2.60", "DistributedDataParallel over two nodes on one host; pause, suspend", "2026-11-26"),
     run("H200", "1", "2.11", "Triton", "3.6", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CuPy 14.2, JAX 0.11, Numba 0.68", "", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CUDA runtime", "11.8, 12.4, 13.0", "programs built with nvcc, shared and static; pause, resume", "2026-11-20"),
