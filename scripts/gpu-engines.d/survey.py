@@ -15,6 +15,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 STEPS = ("cycles", "hold", "suspend")
 #: Tokens of each request.
 TOKENS = 300
+#: Pauses that may come after the answer, at least: a busy processor starts a command late.
+LATE = 10
 
 
 class Refused(Exception):
@@ -152,11 +154,11 @@ def suspend(run, program, burst, alone_s):
 
 
 def interrupted(run, program, burst, alone_s, command):
-    """Takes the engine's memory in the middle of requests. What comes after the answer does not count."""
+    """Takes the engine's memory in the middle of requests. What comes after the answer does not count, and the next comes earlier."""
     chance, differ, times, late = random.Random(run.options.pauses), [], 0, 0
-    while times < run.options.pauses and late < run.options.pauses and not differ:
+    while times < run.options.pauses and late < max(LATE, run.options.pauses) and not differ:
         program.tell(burst)
-        time.sleep(chance.uniform(0, 0.8 * alone_s))
+        time.sleep(chance.uniform(0, 0.8 * alone_s / (1 + late)))
         try:
             ask(run, *command)
         except Refused:
