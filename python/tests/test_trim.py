@@ -253,7 +253,8 @@ print(vramctl.trim().returned_bytes)
         program.child.stdin.write("end\n")
         program.child.stdin.flush()
         ran = self.command("trim", "trainer", "--timeout", "20")
-        self.assertIn(ran.returncode, (0, 1, 3), ran.stderr)
+        # 5: on a busy machine, it may take seconds to end, and answers nobody then.
+        self.assertIn(ran.returncode, (0, 1, 3, 5), ran.stderr)
         self.assertEqual(program.child.wait(100), 0)
 
     def test_a_program_without_torch_says_so(self) -> None:
