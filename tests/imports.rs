@@ -7,6 +7,7 @@ use common::machine::{Machine, Program, Ran};
 use common::sharing::MIB;
 use std::fmt::Debug;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::{fs, io, ptr};
 use vramctl_driver::Driver;
@@ -630,9 +631,14 @@ fn a_rank_may_be_killed_at_each_call() {
         let case = format!("{fault:?}");
         let mut job = Job::start(2);
         job.leave_and_come_back(fault);
-        let is_dead = |rank: &mut Rank| rank.program.child.try_wait().unwrap().is_some();
-        job.ranks.retain_mut(|rank| !is_dead(rank));
-        job.disarm();
+        job.ranks.retain_mut(|rank| {
+            let Some(answer) = rank.program.ask_if_alive("disarm()") else {
+                assert_eq!(rank.program.child.wait().unwrap().signal(), Some(libc::SIGKILL), "{case}");
+                return false;
+            };
+            assert_eq!(answer, "0", "{case}");
+            true
+        });
         job.comes_back(&case);
         for rank in &mut job.ranks {
             let (own, value) = (rank.pointer, rank.value);

@@ -506,7 +506,7 @@ fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {
         eventually_one_of_them_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
     } else {
         let ran = Ran::end_of(command);
-        let has_died = fate == Fate::Dies && unlucky.child.try_wait().unwrap().is_some();
+        let has_died = fate == Fate::Dies && unlucky.is_silent();
         if has_died {
             let (other, name) = if victim == Victim::Leaving { (&mut b, "b") } else { (&mut a, "a") };
             eventually(&format!("{what}: {ran:?}"), || is_all(&states(&machine, other), "active"));

@@ -21,7 +21,9 @@ import fit  # noqa: E402
 import report  # noqa: E402
 
 import support  # noqa: E402
+import test_ray  # noqa: E402
 import test_verl  # noqa: E402
+from vramctl import errors  # noqa: E402
 
 GIB = 1 << 30
 
@@ -119,6 +121,46 @@ class Deriving(unittest.TestCase):
             ],
         )
 
+    def test_the_phase_at_a_moment(self):
+        found = self.found()
+        moments = {4: "rollout", 10.5: "vLLM: sleep level 2", 14: "log-probabilities", 20: "update", 17: "between phases"}
+        moments |= {2.2: "vLLM: wake kv_cache", 30.5: "send weights"}
+        self.assertEqual({moment: report.phase_at(found, moment) for moment in moments}, moments)
+        begun = [one for one in found if one["began"] < 20]
+        self.assertEqual(report.phase_at(begun, 20), "update", "it has not ended yet")
+
+    def test_pauses_from_outside_and_whether_they_changed_a_result(self):
+        def mode(loss, outside=()):
+            steps = {1: {"actor/pg_loss": loss}, 2: {"actor/pg_loss": 0.5, "actor/lr": 1}}
+            found = {"events": self.found(), "samples": [], "outside": list(outside)}
+            return {"ended": "complete", "steps": steps, "tokens": {1: "abc"}, **found}
+
+        done = {
+            "what": "suspend",
+            "began": 4,
+            "ranks": 2,
+            "before": GIB,
+            "seconds": 1.5,
+            "left": 0,
+            "later": 1 << 20,
+            "back": 2,
+            "after": GIB,
+        }
+        refused = {"what": "pause", "began": 20, "before": GIB, "error": "busy: a kernel"}
+        managed, paused = mode(0.5), mode(0.5, [refused, done])
+        modes = {"a": mode(0.25), "c": managed, "e": paused}
+        text = report.markdown({"about": "a GPU", "warm": 0, "modes": modes})
+        self.assertIn("| suspend | rollout | 2 | 1.50 | 1024 | 0 | 1 | 2.00 | 1024 |  |", text)
+        self.assertIn("| pause | update |  |  | 1024 |  |  |  |  | busy: a kernel |", text)
+        self.assertIn("**4 of 4 results equal those of c:", text)
+        self.assertIn("**3 of 4 results equal those of a:", report.verdict("e", {"a": mode(0.25), "e": paused}))
+        self.assertIn("add c to --modes", report.verdict("e", {"e": paused}))
+        text = report.outside_text(done, self.found())
+        self.assertEqual(
+            text.strip(), "suspend from outside, rollout: free after 1.50 s, 0 of 1024 MiB left, back in 2.00 s with 1024 MiB"
+        )
+        self.assertIn("update: busy: a kernel", report.outside_text(refused, self.found()))
+
     def test_peaks_residue_and_transitions(self):
         found = self.found()
         samples = [(5, 50 * GIB), (20, 70 * GIB), (26.5, 79 * GIB), (55, None), (60, 40 * GIB)]
@@ -202,6 +244,74 @@ class Deriving(unittest.TestCase):
         self.assertIn("| step 1: actor/pg_loss | 0.5 | 0.25 | 0.5 | 0.5 | no |", text)
         self.assertIn("| step 1: answers | abc | abc | abc | abc | yes |", text)
         self.assertIn("0.500 s; 8.59 GB need 0.156, 3.20 times", text)
+
+
+class Outside(unittest.TestCase):
+    """What outside.py makes of refusals, without Ray."""
+
+    def setUp(self):
+        place = tempfile.TemporaryDirectory()
+        self.addCleanup(place.cleanup)
+        self.file = pathlib.Path(place.name) / "outside.jsonl"
+        self.calls, self.fails, self.used = [], {}, 9
+
+    def run_it(self, pauses, suspends):
+        """`fails`: by the number of the call, what is raised."""
+
+        def call(what):
+            def called(*_, **__):
+                self.calls.append(what)
+                if error := self.fails.get(len(self.calls)):
+                    raise error
+                self.used = 9 if what == "resume" else 5
+                return types.SimpleNamespace(processes={1: "", 2: ""}) if what == "pause" else {1: "", 2: ""}
+
+            return called
+
+        job = types.SimpleNamespace(**{what: call(what) for what in ("pause", "suspend", "resume")}, status=dict)
+        machine = types.SimpleNamespace(gpu_used=lambda: self.used)
+        with (
+            mock.patch.dict(sys.modules, {"vramctl.ray": types.SimpleNamespace(Job=lambda name: job)}),
+            mock.patch.object(sys, "argv", ["", str(self.file), "7", str(pauses), str(suspends), "10", "1", "3"]),
+            mock.patch("time.sleep"),
+            mock.patch("watch.Watch", lambda gpus: machine),
+        ):
+            self.addCleanup(sys.modules.pop, "outside", None)
+            importlib.import_module("outside").main()
+
+    def failure(self, committed):
+        error = errors.Busy("a kernel")
+        error.committed = committed
+        return error
+
+    def rows(self):
+        return report.lines(self.file)
+
+    def test_what_is_refused_is_told_and_tried_again(self):
+        self.fails = {1: self.failure(False)}
+        self.run_it(1, 1)
+        self.assertEqual(len(self.calls), 5)
+        first, *others = self.rows()
+        self.assertEqual((first["error"], "back" in first), ("busy: a kernel", False))
+        figures = [(row["ranks"], row["before"], row["left"], row["after"], "error" in row) for row in others]
+        self.assertEqual(figures, [(2, 6, 2, 6, False)] * 2)
+
+    def test_it_gives_up_in_the_end(self):
+        self.fails = {number: self.failure(False) for number in range(1, 100)}
+        self.run_it(1, 0)
+        self.assertEqual(["error" in row for row in self.rows()], [True] * 5)
+
+    def test_a_job_that_may_be_paused_is_resumed(self):
+        self.fails = {1: self.failure(None)}
+        self.run_it(1, 0)
+        self.assertEqual(self.calls, ["pause", "resume"] * 2)
+        self.assertEqual(["error" in row for row in self.rows()], [True, False])
+
+    def test_a_resume_that_fails_is_told_and_ends_it(self):
+        self.fails = {2: self.failure(False)}
+        with self.assertRaises(errors.Busy):
+            self.run_it(2, 0)
+        self.assertIn("the resume: busy", self.rows()[0]["error"])
 
 
 class Timers(test_verl.Verl):
@@ -482,6 +592,12 @@ class Whole(Script):
         ended = {label: mode["ended"] for label, mode in self.result()["modes"].items()}
         self.assertEqual(ended, {"a": "ended early (exit code 3)", "c": "complete"})
 
+    def test_a_job_that_could_not_be_paused_from_outside(self):
+        done = self.bench("--steps", "2", "--warm", "1", "--modes", "e")
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn("paused 0 of 5 times", done.stdout)
+        self.assertIn("No module named 'ray'", done.stdout)
+
     def test_what_fits_is_found_over_several_calls(self):
         values = ("--values", "micro_batch=2,4,8,16", "--values", "response_length=500,2000")
         done = self.bench("--fit", "micro_batch", *values, "--modes", "a,c", "--join", "before.json")
@@ -519,6 +635,7 @@ class Whole(Script):
         self.assertEqual(done.returncode, 1)
         self.assertIn("libvramctl.so is missing", done.stderr)
         self.assertEqual(self.bench("--modes", "x").returncode, 2)
+        self.assertEqual(self.bench("--modes", "e", "--warm", "0").returncode, 2, "how long a step takes is not known")
 
 
 #: A job with memory on the simulated GPU: a trainer and a rollout, each in its process, take turns. In mode c, the trainer's is paused.
@@ -625,6 +742,122 @@ class WholeOnTheLibrary(Script):
                 mib[label, "rollout"]["host, the job's processes"], 64, "the trainer's parameters are there"
             )
             self.assertGreaterEqual(mib[label, "rollout"]["GPU, peak"], 128)
+
+
+#: The same as actors of Ray: two that take turns on a GPU. What they compute comes from the memory that is paused. The last step goes on until the
+#: job has been paused often enough.
+RAY_JOB = """
+    import json, os, pathlib, sys, time
+    MIB = 1 << 20
+    os.environ["OF_THE_JOB"] = "set"
+    def prepare():
+        pathlib.Path(os.environ["JOB"]).mkdir(exist_ok=True)
+    class Role:
+        def __init__(self, tag, mib):
+            assert os.environ["OF_THE_JOB"] == "set"
+            sys.path[:0] = [{tests!r}, {package!r}]
+            from support import Cuda, pattern
+            import vramctl, verl_timers
+            self.vramctl, self.timers, self.tag, self.cuda = vramctl, verl_timers, tag, Cuda()
+            with vramctl.region(tag):
+                self.at = self.cuda.malloc(mib * MIB)
+            self.cuda.write(self.at, pattern(mib, mib * MIB))
+            self.go("")
+        def timed(self, name, what):
+            began = time.time()
+            what()
+            if name:
+                self.timers.note(name, began=began, seconds=time.time() - began, used_before=0, used_after=0, pinned=None)
+        def come(self, name):
+            self.timed(name, lambda: self.vramctl.resume(self.tag))
+        def go(self, name):
+            self.timed(name, lambda: self.vramctl.pause(self.tag))
+        def send(self):
+            self.timed("send weights", lambda: None)
+        def work(self, step):
+            digest = 0
+            for turn in range(10):
+                here = self.at + (step * 10 + turn) * 4096
+                digest += sum(self.cuda.read(here, 4096))
+                time.sleep(0.03)
+            # For the next step.
+            self.cuda.write(here + 4096, b"x" * step)
+            return digest
+    if __name__ == "__main__":
+        import ray
+        settings = dict(one.split("=", 1) for one in sys.argv[1:])
+        place = pathlib.Path(settings["trainer.rollout_data_dir"]).parent
+        outside = lambda: sum("error" not in json.loads(line) for line in (place / "outside.jsonl").open()) if (place / "outside.jsonl").exists() else 0
+        ray.init(num_cpus=None if settings.get("ray_kwargs.ray_init.num_cpus") == "null" else 4, num_gpus=None if "RAY_ADDRESS" in os.environ else 1)
+        actor = ray.remote(num_cpus=1, num_gpus=0.5)(Role)
+        rollout, trainer = actor.remote("kv_cache", 128), actor.remote("actor_params", 64)
+        does = lambda role, what, *given: ray.get(getattr(role, what).remote(*given))
+        steps = int(settings["trainer.total_training_steps"])
+        with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
+            for step in range(1, steps + 1):
+                began = time.time()
+                while True:
+                    does(rollout, "come", "wake kv_cache")
+                    answer = does(rollout, "work", step)
+                    does(rollout, "go", "sleep level 2")
+                    does(trainer, "come", "to cuda: model+optimizer")
+                    loss = does(trainer, "work", step)
+                    does(trainer, "go", "to cpu: model+optimizer")
+                    if step < steps or outside() >= int(settings.get("outside", 0)) or "RAY_ADDRESS" not in os.environ:
+                        break
+                does(trainer, "send")
+                (place / "answers" / f"{{step}}.jsonl").write_text(json.dumps(dict(input="q", output=str(answer))))
+                file.write(json.dumps(dict(step=step, data={{"timing_s/step": time.time() - began, "actor/pg_loss": loss}})) + "\\n")
+                file.flush()
+        time.sleep(600)
+    """
+
+
+def ray_folder():
+    """With Ray's packages, in target/, if they can be installed."""
+    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    folder = target / f"bench-verl-ray-{sys.version_info.major}.{sys.version_info.minor}"
+    done = folder / "installed"
+    if not done.exists() or done.read_text() != test_ray.RAY:
+        plain = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder), test_ray.RAY]
+        if subprocess.run(command, env=plain, capture_output=True).returncode != 0:
+            return None
+        done.write_text(test_ray.RAY)
+    return str(folder)
+
+
+class PausedFromOutside(Script):
+    """Modes d and e, with Ray, the library and the command line themselves, on the simulated GPU."""
+
+    def setUp(self):
+        super().setUp()
+        self.ray = ray_folder()
+        if self.ray is None:
+            self.skipTest(f"not run: {test_ray.RAY} cannot be installed")
+        here = pathlib.Path(__file__).resolve().parent
+        (self.folder / "fake_job.py").write_text(textwrap.dedent(RAY_JOB.format(tests=str(here), package=str(here.parent))))
+
+    def test_the_whole_job_is_paused_and_its_results_are_those_of_an_undisturbed_run(self):
+        built = str(pathlib.Path(support.VRAMCTL).resolve().parent)
+        counts = ("--pauses", "2", "--suspends", "1", "--seed", "7", "--set", "outside=3")
+        more = ("--modes", "e,c", "--steps", "4", "--warm", "1", "--bin", built, "--verl-dir", self.ray, *counts)
+        done = self.bench(*more, env={"SIMGPU_CONTEXT_BYTES": str(100 << 20), "HOME": str(self.folder)})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertFalse((self.folder / ".ray").exists(), "it leaves no token that later clusters would ask for")
+        modes = self.result()["modes"]
+        self.assertEqual({label: mode["ended"] for label, mode in modes.items()}, dict.fromkeys("ce", "complete"))
+        rows = [row for row in modes["e"]["outside"] if "error" not in row]
+        self.assertEqual(sorted(row["what"] for row in rows), ["pause", "pause", "suspend"], modes["e"]["outside"])
+        for row in rows:
+            self.assertEqual(row["ranks"], 2, row)
+            # Two contexts, or nothing.
+            left = 0 if row["what"] == "suspend" else 200
+            self.assertAlmostEqual(row["left"] >> 20, left, delta=10, msg=row)
+            self.assertGreater(row["after"], row["left"])
+        self.assertIn("seed 7", done.stdout)
+        self.assertEqual(done.stdout.count("suspend from outside, "), 1)
+        self.assertIn("**8 of 8 results equal those of c:", done.stdout)
 
 
 def is_running(pid):

@@ -2,15 +2,19 @@
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 
@@ -28,9 +32,13 @@ Runs verl's GRPO training of a small model on one GPU, the same job in each mode
   a  plain verl
   b  the same under `vramctl run`: vLLM's sleep mode runs on the library; verl's trainer offloads by itself
   c  the same, and the trainer's offload is a pause (actor_rollout_ref.model.external_lib=vramctl.frameworks.verl)
+  d  as b, on a Ray cluster that was started under `vramctl run`; after the warm-up, the job is paused as a whole and from outside, through
+     vramctl.ray, at random moments
+  e  the same for c
 
 and writes what verl's own metrics say by phase; of each phase and transition, as timed inside verl's processes, its seconds, the peak of
 the GPU's memory, the ledger and the job's host memory at its end; and whether rewards, losses and answers are equal.
+Of d and e also each pause: the job's phase, the seconds, what was left on the GPU.
 
 With --fit, it looks for the highest gpu_memory_utilization, micro batch and response length that fit in each mode: by bisection over runs
 of two steps, of which each fits, runs out of memory (where is told), or fails otherwise."""
@@ -38,13 +46,20 @@ of two steps, of which each fits, runs out of memory (where is told), or fails o
 #: vLLM's compilation settings.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 64, 128]}
 
+#: The modes under `vramctl run`, those whose trainer is managed, too, and those that are paused from outside.
+MANAGED, TRAINER, OUTSIDE = "bcde", "ce", "de"
+
+#: The part of the remaining steps in which pauses from outside come.
+MOMENTS = 0.8
+
 #: Seconds that a job gets to end, with --fit, after one of its processes has failed.
 AFTER_A_FAILURE = 30
 
 LONG = """\
 The first import of verl, vLLM and Ray takes minutes; a shared bytecode cache (in /tmp) and the model are made before the first mode, in
 parallel. After that, a mode starts in one to three minutes. A mode that would not end within the limit is not started; --join puts it
-into the same table later, and continues --fit. Exits with 0 if all modes have run all steps, or if all that --fit looks for is found."""
+into the same table later, and continues --fit. Exits with 0 if all modes have run all steps, and d and e have been paused as often
+as they should, or if all that --fit looks for is found. To show that a pause changes nothing: --deterministic --modes c,e."""
 
 
 def options():
@@ -56,6 +71,9 @@ def options():
     add("--vllm-dir", default="", metavar="DIR", help="vLLM's, put behind verl's")
     add("--job", required=True, metavar="FILE", help="the script that makes model and data and starts verl with the overrides it is given")
     add("--modes", default="a,b,c", metavar="LIST", help="in this order; one may be repeated, as in a,b,c,a (a,b,c)")
+    add("--pauses", type=int, default=5, metavar="N", help="in modes d and e: how often to pause the job from outside (5)")
+    add("--suspends", type=int, default=0, metavar="N", help="and how often to suspend it (0)")
+    add("--seed", type=int, default=random.randrange(1 << 16), metavar="N", help="of the moments at which that comes (random, and printed)")
     add("--steps", type=int, metavar="N", help="training steps of each mode (5; with --fit 2)")
     add("--warm", type=int, default=2, metavar="N", help="first steps that the medians leave out: in mode c, they fill the regions (2)")
     add("--layers", type=int, default=16, metavar="N", help="of the model (16; with --hidden 2048 it has 0.8 billion parameters)")
@@ -78,8 +96,8 @@ def options():
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     chosen = parser.parse_args()
     chosen.modes = chosen.modes.split(",")
-    if not set(chosen.modes) <= set("abc"):
-        parser.error("--modes: a, b and c")
+    if not set(chosen.modes) <= set(report.TITLES):
+        parser.error(f"--modes: {', '.join(report.TITLES)}")
     chosen.fit = list(filter(None, chosen.fit.split(",")))
     if unknown := set(chosen.fit) - set(fit.VALUES):
         parser.error(f"--fit: {what}, not {', '.join(unknown)}")
@@ -88,6 +106,8 @@ def options():
         chosen.warm = 0
     if chosen.steps <= chosen.warm or chosen.warm < 0:
         parser.error("--steps must be more than --warm")
+    if set(chosen.modes) & set(OUTSIDE) and (chosen.fit or not chosen.warm):
+        parser.error("modes d and e need a --warm of 1 or more, and are not for --fit")
     try:
         given = {name: list(map(json.loads, values.split(","))) for name, _, values in (one.partition("=") for one in chosen.values)}
         chosen.values = {**fit.VALUES, **given}
@@ -132,6 +152,8 @@ class Bench:
         self.out, self.work = pathlib.Path(chosen.out), pathlib.Path(chosen.work)
         self.job = self.work / f"job-{chosen.layers}-{chosen.hidden}"
         self.took = []
+        #: Of the Ray cluster, in modes d and e: each run takes a free port. And Ray's folder: elsewhere it would find who ran before, and join it.
+        self.address, self.ray = "127.0.0.1:6379", ""
 
     def left(self):
         return self.options.limit - (time.monotonic() - self.began)
@@ -154,14 +176,26 @@ class Bench:
             PYTHONPYCACHEPREFIX=str(self.work / "pycache"),
             PYTHONUNBUFFERED="1",
             RAY_DEDUP_LOGS="0",
+            # Else Ray would leave a token in the home folder, which later clusters ask for.
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN=self.mark,
             VERL_FILE_LOGGER_PATH=str(place / "metrics.jsonl"),
             VERL_USE_EXTERNAL_MODULES="verl_timers",
             BENCH_VERL_EVENTS=str(place / "events"),
             BENCH_VERL_PACKAGE=chosen.python,
             BENCH_VERL_RUN=self.mark,
         )
-        if label[0] in "bc":
+        if self.ray:
+            env["RAY_TMPDIR"] = self.ray
+        if label[0] in MANAGED:
             env.update(VRAMCTL_LOG="info", VRAMCTL_LIB=str(pathlib.Path(chosen.bin) / "libvramctl.so"), VRAMCTL_PYTHON=chosen.python)
+        if label[0] in OUTSIDE:
+            # Of the cluster and its clients, which find the package here.
+            env["RAY_ADDRESS"] = self.address
+            env["PYTHONPATH"] += os.pathsep + str(pathlib.Path(chosen.python).parent)
+            if chosen.deterministic:
+                # What verl gives to a cluster that it starts itself.
+                env.update(VERL_FULL_DETERMINISM="1", VLLM_BATCH_INVARIANT="1", PYTHONHASHSEED="42")
         env.update(one.split("=", 1) for one in chosen.env)
         return env
 
@@ -178,13 +212,30 @@ class Bench:
             found.append(f"+{actor}.rollout.engine_kwargs.vllm.compilation_config='{json.dumps(QUICK)}'")
         if chosen.deterministic:
             found += [f"{actor}.rollout.full_determinism=True", f"{actor}.actor.fsdp_config.full_determinism=True"]
-        if label[0] == "c":
+        if label[0] in TRAINER:
             found.append(f"{actor}.model.external_lib=vramctl.frameworks.verl")
+        if label[0] in OUTSIDE:
+            # A client of a cluster must not say how many there are.
+            found.append("ray_kwargs.ray_init.num_cpus=null")
         return [*found, *chosen.set, *more]
 
     def command(self, label, place, more=()):
-        under = [str(pathlib.Path(self.options.bin) / "vramctl"), "run", "--no-tag", "--name", "verl", "--"] if label[0] in "bc" else []
+        under = self.under() if label[0] in MANAGED and label[0] not in OUTSIDE else []
         return [*under, sys.executable, self.options.job, *self.overrides(label, place, more)]
+
+    def under(self):
+        return [str(pathlib.Path(self.options.bin) / "vramctl"), "run", "--no-tag", "--name", "verl", "--"]
+
+    def cluster(self):
+        """Starts Ray as docs/many-nodes.md says, with the variables that the job sets: all that Ray starts has the library and the name."""
+        gpus, port = self.options.gpus, self.address.rpartition(":")[2]
+        ray = ["-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--disable-usage-stats"]
+        more = ["--include-dashboard=false", f"--num-gpus={gpus}", f"--num-cpus={12 + 4 * gpus}"]
+        return [*self.under(), *self.with_job("import os; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"), *ray, *more]
+
+    def with_job(self, text):
+        job = pathlib.Path(self.options.job)
+        return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(job.parent)!r}); import {job.stem} as job; {text}"]
 
     def plan(self):
         lines = ["# first: " + ", ".join(" ".join(map(shlex.quote, command)) for command in self.preparations())]
@@ -194,6 +245,7 @@ class Bench:
             names = [name for name in env if env[name] != os.environ.get(name)]
             lines.append(f"# {report.title(label)}")
             lines += [f"{name}={shlex.quote(env[name])} \\" for name in sorted(names)]
+            lines += [shlex.join(self.cluster()), "# then, with the same variables:"] if label[0] in OUTSIDE else []
             lines.append(shlex.join(self.command(label, place)))
             for setting in self.options.fit:
                 values = self.options.values[setting]
@@ -218,9 +270,7 @@ class Bench:
     def preparations(self):
         """Done side by side before the first mode: imports, for the bytecode cache, and the model."""
         modules = "torch, transformers, ray, verl.trainer.main_ppo, verl.workers.engine_workers, vllm.entrypoints.cli.serve, vllm.v1.worker.gpu_worker"
-        job = pathlib.Path(self.options.job)
-        make = f"import sys; sys.path.insert(0, {str(job.parent)!r}); import {job.stem} as job; job.prepare()"
-        return [[sys.executable, "-c", f"import {modules}"], [sys.executable, "-c", make]]
+        return [[sys.executable, "-c", f"import {modules}"], self.with_job("job.prepare()")]
 
     def prepare(self):
         place = self.out / "first"
@@ -246,6 +296,8 @@ class Bench:
         shutil.rmtree(place, ignore_errors=True)
         for name in ("events", "answers", "modules"):
             (place / name).mkdir(parents=True)
+        # Ray's sockets need a short path.
+        self.ray = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         shutil.copy(HERE / "verl_timers.py", place / "modules")
 
     def run(self):
@@ -338,7 +390,10 @@ class Bench:
         self.say(f"{report.title(label)}: starts")
         mode, code, took = self.execute(label, place)
         steps = len(mode["steps"])
+        done, wanted = sum("error" not in row for row in mode["outside"]), self.options.pauses + self.options.suspends
         ended = "complete" if steps >= self.options.steps else f"ended early (exit code {code})"
+        if label[0] in OUTSIDE and done < wanted:
+            ended += f", paused {done} of {wanted} times"
         self.say(f"{report.title(label)}: {ended}, {steps} steps, {took:.0f} s")
         if ended == "complete":
             self.took.append(took)
@@ -354,11 +409,13 @@ class Bench:
         looks = watch.Looks(str(pathlib.Path(self.options.bin) / "vramctl"), self.env("b", place), self.mine, place / "looks.jsonl")
         machine.start()
         looks.start()
-        with open(place / "log", "wb") as log:
+        with open(place / "log", "ab") as log:
+            if label[0] in OUTSIDE:
+                self.start_cluster(label, place, log)
             child = subprocess.Popen(
                 self.command(label, place, more), env=self.env(label, place), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-            code = self.follow(child, label, place, began + limit)
+            code = self.follow(child, label, place, began + limit, before or 0)
         for thread in (machine, looks):
             thread.done.set()
             thread.join()
@@ -371,20 +428,49 @@ class Bench:
             "tokens": report.tokens(place / "answers"),
             "samples": machine.samples,
             "looks": report.lines(place / "looks.jsonl"),
+            "outside": report.lines(place / "outside.jsonl"),
         }, code, took
 
-    def follow(self, child, label, place, end):
-        """Waits for a run and tells its steps. Ends it when the time is up, or does not end after a failure: what it has written counts."""
-        told, failed = 0, None
+    def start_cluster(self, label, place, log):
+        """If it does not start, the job says so."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(self.cluster(), env=self.env(label, place), stdout=log, stderr=log, timeout=min(120, max(self.left() - 10, 1)))
+
+    def start_outside(self, label, place, step, idle):
+        """What pauses the job from now on. `step`: the seconds of one."""
+        chosen = self.options
+        seconds = MOMENTS * step * (chosen.steps - chosen.warm)
+        self.say(f"  {chosen.pauses} pauses and {chosen.suspends} suspends from outside, within {seconds:.0f} s of work, seed {chosen.seed}")
+        given = (place / "outside.jsonl", chosen.seed, chosen.pauses, chosen.suspends, seconds, chosen.gpus, idle)
+        with open(place / "log", "ab") as log:
+            command = [sys.executable, str(HERE / "outside.py"), *map(str, given)]
+            return subprocess.Popen(command, env=self.env(label, place), stdout=log, stderr=log, start_new_session=True)
+
+    def follow(self, child, label, place, end, idle):
+        """Waits for a run and tells its steps. Ends it when the time is up, or does not end after a failure: what it has written counts. In
+        modes d and e, has it paused from outside."""
+        told, failed, outside, paused = 0, None, None, 0
         while child.poll() is None and self.left() > 10 and time.monotonic() < min(end, failed or end):
             time.sleep(0.2)
             steps = report.from_file(place / "metrics.jsonl")
             for step in sorted(steps)[told:]:
                 shown = ("gen", "old_log_prob", "update_actor", "update_weights", "step")
                 self.say(f"  step {step}: " + ", ".join(f"{name} {steps[step].get(f'timing_s/{name}', 0):.2f} s" for name in shown))
-            if label[0] in "bc" and not self.options.fit and told <= self.options.warm < len(steps):
+            if label[0] in MANAGED and not self.options.fit and told <= self.options.warm < len(steps):
                 self.status(place)
             told = len(steps)
+            if label[0] in OUTSIDE and outside is None and told >= self.options.warm:
+                outside = self.start_outside(label, place, steps[max(steps)].get("timing_s/step", 0), idle)
+            rows = report.lines(place / "outside.jsonl")
+            for row in rows[paused:]:
+                self.say("  " + report.outside_text(row, report.events(place / "events")))
+            paused = len(rows)
+            if outside is not None and outside.poll():
+                self.say(f"  the program that pauses has failed:\n{tail(place / 'log', 5)}")
+                break
             if failed is None and self.options.fit and any(one.get("failed") for one in report.events(place / "events")):
                 failed = time.monotonic() + AFTER_A_FAILURE
             if told >= self.options.steps:
@@ -426,8 +512,10 @@ class Bench:
                 except OSError:
                     pass
             if not mine:
-                return
+                break
             time.sleep(0.25)
+        if self.ray:
+            shutil.rmtree(self.ray, ignore_errors=True)
 
     def mine(self):
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.is_mine(pid)]

@@ -20,7 +20,15 @@ RESULTS = (
     "actor/lr",
 )
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
-TITLES = {"a": "plain verl", "b": "`vramctl run`", "c": "`vramctl run`, trainer managed"}
+TITLES = {
+    "a": "plain verl",
+    "b": "`vramctl run`",
+    "c": "`vramctl run`, trainer managed",
+    "d": "b, paused from outside",
+    "e": "c, paused from outside",
+}
+#: With whose results those of a mode are compared that was paused from outside: the first that was run.
+UNDISTURBED = {"d": "bca", "e": "cba"}
 MOVES = {
     "offload_fsdp_model_to_cpu": "trainer: parameters out",
     "load_fsdp_model_to_gpu": "trainer: parameters in",
@@ -138,6 +146,17 @@ def windows(found):
         elif what == SYNC:
             result.append(("weight sync", one["began"], end))
     return result
+
+
+def phase_at(found, moment):
+    """What the job was doing then, as far as the events tell by now: a transition, a phase, or what is between them."""
+    for one in found:
+        if name_of(one) is not None and one["began"] <= moment < one["began"] + one["seconds"]:
+            return name_of(one)
+    before = [one for one in found if one["began"] + one["seconds"] <= moment]
+    # As if all phases ended now.
+    ends = [{"what": what, "pid": pid, "began": moment, "seconds": 0} for pid in {one["pid"] for one in before} for what in ("sleep", "to cpu")]
+    return next((name for name, _, end in windows([*before, *ends]) if end == moment), "between phases")
 
 
 def spans(found, warm):
@@ -308,6 +327,7 @@ def markdown(result):
         "## Phases and transitions\n\nThe GPU's memory and the host's in GiB. At the end: of a phase, before it is left; of a transition, before the "
         "next one. The host's memory is that of the job's processes, the library's backups with it.",
         "\n\n".join(span_tables(labels, digests)),
+        *(outside_part(label, result["modes"]) for label in labels if label[0] in UNDISTURBED),
         "## Results",
         results_table(labels, result["modes"]),
     ]
@@ -388,14 +408,52 @@ def fit_tables(runs):
     return [table(["setting", *map(title, labels)], found), table(["run", "ended", "steps", "seconds", "GPU's peak, GiB"], tried)]
 
 
+def outside_part(label, modes):
+    """The pauses from outside, and whether they have changed a result."""
+    header = ["", "in", "ranks", "s until free", "MiB before", "left", "a second later", "s back", "MiB then", "error"]
+    rows = []
+    for row in modes[label].get("outside", []):
+        what = [row["what"], phase_at(modes[label]["events"], row["began"]), row.get("ranks", "")]
+        figures = [seconds(row.get("seconds")), *(mib(row.get(name)) for name in ("before", "left", "later")), seconds(row.get("back"))]
+        rows.append([*what, *figures, mib(row.get("after")), row.get("error", "")])
+    about = "MiB: of the fullest GPU, above what is in use without the job. The steps' seconds contain the pauses."
+    return "\n\n".join([f"## {title(label)}", f"{about} {verdict(label, modes)}", table(header, rows)])
+
+
+def verdict(label, modes):
+    """How many results of a mode that was paused from outside are those of one that was not."""
+    other = next((one for letter in UNDISTURBED[label[0]] for one in modes if one[0] == letter), None)
+    if other is None:
+        return f"No undisturbed run to compare with: add {UNDISTURBED[label[0]][0]} to --modes, or --join one."
+    pairs = [[result_of(modes[one], step, name) for one in (label, other)] for step in modes[label]["steps"] for name in (*RESULTS, "answers")]
+    both = [one == two for one, two in pairs if one is not None and two is not None]
+    equal = f"{sum(both)} of {len(both)} results equal those of {title(other)}"
+    return f"**{equal}.** Without --deterministic, those of two undisturbed runs differ, too."
+
+
+def outside_text(row, found):
+    """One pause, in a line."""
+    words = [f"{row['what']} from outside, {phase_at(found, row['began'])}:"]
+    if "seconds" in row:
+        words.append(f"free after {seconds(row['seconds'])} s, {mib(row['left'])} of {mib(row['before'])} MiB left,")
+    if "back" in row:
+        words.append(f"back in {seconds(row['back'])} s with {mib(row['after'])} MiB")
+    return " ".join([*words, row.get("error", "")])
+
+
+def mib(value):
+    return "" if value is None else str(round(value / 2**20))
+
+
+def result_of(mode, step, name):
+    return mode["tokens"].get(step) if name == "answers" else mode["steps"].get(step, {}).get(name)
+
+
 def results_table(labels, modes):
     rows = []
     for step in sorted({step for mode in modes.values() for step in mode["steps"]}):
         for name in (*RESULTS, "answers"):
-            values = [
-                modes[label]["tokens"].get(step) if name == "answers" else modes[label]["steps"].get(step, {}).get(name)
-                for label in labels
-            ]
+            values = [result_of(modes[label], step, name) for label in labels]
             if any(value is not None for value in values):
                 there = [value for value in values if value is not None]
                 same = "" if len(there) < 2 else "yes" if len(set(there)) == 1 else "no"

@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -397,6 +397,20 @@ impl Program {
             let said = String::from_utf8_lossy(&said);
             panic!("{error}: it has ended with {ended:?}, and said: {said}");
         }
+    }
+
+    /// Its answer, unless it has ended. A program that a signal kills may live on for a moment, in which its parent cannot wait for it yet.
+    pub fn ask_if_alive(&mut self, line: &str) -> Option<String> {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{line}").ok()?;
+        Some(self.line()).filter(|answer| !answer.is_empty())
+    }
+
+    /// Whether it has closed its output, as it does when it ends: before its parent can wait for it.
+    pub fn is_silent(&self) -> bool {
+        let mut output = libc::pollfd { fd: self.output.get_ref().as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: it is one valid structure, and `poll` does not keep it.
+        unsafe { libc::poll(&raw mut output, 1, 0) };
+        output.revents & libc::POLLHUP != 0
     }
 
     #[track_caller]
