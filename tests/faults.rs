@@ -23,8 +23,11 @@ use vramctl_model::{Error, Policy, Report, TransitionRequest};
 /// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = Driver::NAMES;
 
-/// Codes, and how often they are returned: out of memory, a code unknown to today's drivers, and unknown permanently.
-const ANSWERS: [(u32, u64); 3] = [(2, 1), (4242, 1), (999, u64::MAX)];
+/// What a use of a call is answered with, and how often: out of memory or a code unknown to today's drivers, once; and unknown permanently. Each
+/// call has many uses, on several paths, so it gets both.
+fn answers(case: &str) -> [(u32, u64); 2] {
+    [([2, 4242][part_of(case, 2) as usize], 1), (999, u64::MAX)]
+}
 
 /// Allocations kept in host memory, retained and hashed in host memory, and kept in a file; and some that are discarded.
 struct Program {
@@ -318,7 +321,8 @@ fn each_call_of_a_part_fails() {
     let mut cases = 0;
     for path in PATHS {
         let uses = uses(&gpu, path).into_iter().flat_map(|(call, count)| (1..=count).map(move |nth| (call, nth)));
-        let faults = uses.flat_map(|(call, nth)| ANSWERS.map(|(code, times)| Fault { call, nth, code, times }));
+        let each = |(call, nth)| answers(&format!("{path:?} {call} {nth}")).map(|(code, times)| Fault { call, nth, code, times });
+        let faults = uses.flat_map(each);
         for fault in faults {
             let case = format!("{path:?} with {fault:?}");
             if part_of(&case, parts) == part {
