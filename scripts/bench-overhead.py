@@ -320,12 +320,13 @@ def main():
         ),
     }
     rows = []
+    print(f"GPU: {options.gpu or 'unknown'}; {os.cpu_count()} cores; {options.rounds} rounds\n")
     for number, (what, measure) in enumerate(parts.items(), 1):
         print(f"bench-overhead: {number} of {len(parts)}: {what}", file=sys.stderr, flush=True)
-        rows += measure()
-
-    print(f"GPU: {options.gpu or 'unknown'}; {os.cpu_count()} cores; {options.rounds} rounds\n")
-    print("\n".join(table(rows)))
+        measured = measure()
+        rows += measured
+        # At once: the last part takes minutes, and may be cut off.
+        print("\n".join(table(measured)) + "\n", flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(

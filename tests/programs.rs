@@ -138,6 +138,64 @@ fn regions_by_tag_one_kept_and_one_discarded() {
     machine.vramctl("pause nonsense").expect(6, "", "kv_cache").has(6, "", "weights");
 }
 
+/// An engine sleeps while its trainer works, and both are paused by an operator: after the resume, the engine still sleeps, so that there is room for the
+/// trainer.
+#[test]
+fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it() {
+    let machine = Machine::pair();
+    let mut engine = machine.start("engine", "engine_regions --weights-mib 32 --kv-mib 40");
+    let states = || {
+        let status = machine.status("engine");
+        let process = &status["processes"][0];
+        let tags = process["tags"].as_array().unwrap().iter().map(|tag| format!("{} {}", tag["tag"], tag["state"]).replace('"', ""));
+        (tags.filter(|tag| !tag.starts_with("default")).collect::<Vec<_>>().join(", "), process["held"] == true)
+    };
+    let (asleep, awake) = ("kv_cache paused, weights active", "kv_cache active, weights active");
+    assert_eq!(engine.ask("pause kv_cache"), "paused kv_cache");
+    assert_eq!(states(), (asleep.into(), false));
+    let used = machine.used();
+    let room = machine.gpus()[0].1 - used;
+    let hog = machine.hog(0, (room / MIB - 20) as u32);
+    let full = machine.used();
+    for (away, back) in [("pause engine", "resume engine"), ("pause weights", "resume weights"), ("suspend engine", "resume engine")] {
+        machine.done(away);
+        assert_eq!(states().1, true, "{away}");
+        let resumed = machine.done(back);
+        assert_eq!((states(), machine.used()), ((asleep.into(), false), full), "{away}: {resumed}");
+        let says = resumed.contains("40.00 MiB stay paused, because engine");
+        assert_eq!(says, away == "pause engine", "{resumed}");
+    }
+    drop(hog);
+    // Asked again, a resume does no more.
+    assert!(machine.done("resume engine").contains("nothing to do: 40.00 MiB stay paused"));
+    machine.done("move engine --to 1");
+    assert_eq!(states(), (asleep.into(), false));
+    machine.done("move engine --to 0");
+    // Whoever names the tag means all of it.
+    machine.done("pause engine");
+    machine.done("resume engine kv_cache");
+    assert_eq!(states(), ("kv_cache active, weights paused".into(), true));
+    machine.done("resume engine");
+    assert_eq!(states(), (awake.into(), false));
+
+    // All of it sleeps: it is held nevertheless, until it is resumed.
+    assert_eq!(engine.ask("pause all"), "paused all");
+    machine.done("pause engine");
+    assert_eq!(states(), ("kv_cache paused, weights paused".into(), true));
+    machine.done("resume engine");
+    assert_eq!(states(), ("kv_cache paused, weights paused".into(), false));
+    assert_eq!(engine.ask("resume all"), "resumed all");
+
+    // It goes to sleep, or wakes, while others have paused it.
+    machine.done("pause engine");
+    assert_eq!(engine.ask("pause kv_cache"), "paused kv_cache");
+    machine.done("resume engine");
+    assert_eq!(states(), (asleep.into(), false));
+    assert_eq!(engine.ask("resume kv_cache"), "resumed kv_cache");
+    assert_eq!(states(), (awake.into(), false));
+    engine.verify();
+}
+
 #[test]
 fn the_python_program_marks_regions_and_pauses_itself() {
     let machine = Machine::with(1, "512M");

@@ -350,16 +350,16 @@ class Client:
         timeout: float | None = 0.0,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
-        """Restores the memory of the tags (None: all) and its contents. All or nothing; resuming an active tag is a no-op.
+        """Restores the memory of the tags and its contents. All or nothing; resuming an active tag is a no-op.
 
-        `timeout`: seconds to wait for memory that other processes hold; None waits indefinitely. Disconnecting ends the wait.
+        `tags`: None means all, but for what the process has paused itself. `timeout`: seconds to wait for memory that other processes hold; None waits indefinitely. Disconnecting ends the wait.
         `progress`: as in `pause`. Raises `errors.UnknownTag`, `errors.DeviceMemory` (how much is needed, how much is free,
         who holds the rest), `errors.Disk`, `errors.Driver`, and `errors.Disconnected` if the process goes away.
         """
         request: dict[str, Any] = {"request": "resume"}
         chosen = _request.names(tags)
         if None not in chosen:
-            request["tags"] = chosen
+            request |= {"tags": chosen, "self_paused": True}
         timeout_ms = _request.milliseconds(timeout)
         # Without a timeout in the request, a resume does not wait.
         return self._transition(request, _FOR_EVER if timeout_ms is None else timeout_ms, progress)

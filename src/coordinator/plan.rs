@@ -98,6 +98,8 @@ impl Plan {
             lenient: !tags.is_empty(),
             tags: tags.clone(),
             gpus: gpus.clone(),
+            // Whoever names a tag means all of it.
+            self_paused: verb == Verb::Resume && !tags.is_empty(),
             progress: reporter.follows_progress(),
             ..own
         };
@@ -455,7 +457,7 @@ impl Plan {
         loop {
             let now = self.found.look_again(&pids);
             let found = |member: &Member| now.iter().find(|process| process.pid == member.process.pid);
-            let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, found(member))).collect();
+            let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, &self.request, found(member))).collect();
             // It may be just about to start.
             if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
                 return asked.into_iter().map(|member| &member.process).zip(left).collect();
@@ -565,13 +567,13 @@ impl Member {
         let is_meant = |tag: &&TagStatus| verb == Verb::Resume && request.tags.is_empty() || request.selects(&tag.tag);
         let meant: Vec<_> = process.tags().iter().filter(is_meant).collect();
         let names = |tags: &[&TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
-        let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != verb.end()).collect();
+        let due: Vec<_> = meant.iter().copied().filter(|tag| is_due(verb, tag, request)).collect();
         let (meant, due) = (names(&meant), names(&due));
         Self { process, meant, due }
     }
 
     /// The state in which an interrupted operation leaves the process.
-    fn left(&self, verb: Verb, now: Option<&Process>) -> Left {
+    fn left(&self, verb: Verb, request: &TransitionRequest, now: Option<&Process>) -> Left {
         let status = match now.map(|process| &process.status) {
             Some(Ok(status)) => status,
             Some(Err(failure)) => return Left::Unknown(failure.to_string()),
@@ -580,10 +582,16 @@ impl Member {
         let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
         match meant.iter().find(|tag| tag.state.is_under_way()) {
             Some(tag) => Left::Undoing(Box::new((*tag).clone())),
-            None if meant.iter().all(|tag| tag.state == verb.end()) => Left::Done,
+            None if !meant.iter().any(|tag| is_due(verb, tag, request)) => Left::Done,
             None => Left::AsItWas,
         }
     }
+}
+
+/// Whether there is something to do for a tag. What the program has paused itself, a resume leaves, unless it wants that, too.
+fn is_due(verb: Verb, tag: &TagStatus, request: &TransitionRequest) -> bool {
+    let comes_back = || tag.state.is_under_way() || request.self_paused || tag.paused_bytes > tag.self_paused_bytes;
+    tag.state != verb.end() && (verb == Verb::Pause || comes_back())
 }
 
 /// How an interrupted operation leaves a process.

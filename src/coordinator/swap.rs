@@ -224,7 +224,8 @@ fn usage(why: impl Into<String>) -> CommandError {
 /// Bytes of a process's tags that a resume brings back.
 fn paused_bytes(process: &Process, request: &TransitionRequest) -> u64 {
     let is_meant = |tag: &&TagStatus| request.tags.is_empty() || request.tags.contains(&tag.tag);
-    process.tags().iter().filter(is_meant).map(|tag| tag.paused_bytes).sum()
+    let comes = |tag: &TagStatus| tag.paused_bytes.saturating_sub(if request.self_paused { 0 } else { tag.self_paused_bytes });
+    process.tags().iter().filter(is_meant).map(comes).sum()
 }
 
 /// What changes hands on each GPU, as the processes see it. Where they do not know what is free, only the attempt shows whether there is room.
@@ -280,7 +281,8 @@ fn resume_command(plan: &Plan) -> String {
 fn after_undoing(plan: &Plan) -> String {
     let due = plan.due_tags();
     let is_away = |process: &Process| {
-        process.status.is_err() || process.tags().iter().any(|tag| due.contains(&*tag.tag) && tag.state != TagState::Active)
+        let is_away = |tag: &TagStatus| due.contains(&*tag.tag) && (tag.state.is_under_way() || tag.paused_bytes > tag.self_paused_bytes);
+        process.status.is_err() || process.tags().iter().any(is_away)
     };
     let away: Vec<_> = now(plan).into_iter().filter(is_away).map(|process| process.to_string()).collect();
     if away.is_empty() {

@@ -89,6 +89,11 @@ impl Connection {
         new
     }
 
+    /// Whether the client is another process.
+    pub fn is_from_outside(&self) -> bool {
+        self.borrower.pid != std::process::id()
+    }
+
     /// Gives away the seats of clients that are gone, whose requests may still be waiting.
     fn dismiss_those_gone() {
         let seated: Vec<_> = SEATED.get().lock().unpoisoned().iter().filter_map(Weak::upgrade).collect();

@@ -30,7 +30,7 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 /// Pauses or resumes at once.
 pub fn at_once(of: Verb, wanted: TransitionRequest, connection: &Connection) -> Result<Report, Error> {
     let mut asker = Asker::of(connection, wanted.progress, None);
-    pause_or_resume(of, wanted, None, &mut asker)
+    pause_or_resume(of, wanted, None, connection, &mut asker)
 }
 
 /// Holds the program, and does what the client asks for next.
@@ -70,8 +70,15 @@ pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) 
     Grant::take(wanted.lease_ms, connection, lines)?.prepare(wanted, None)
 }
 
-fn pause_or_resume(of: Verb, wanted: TransitionRequest, held: Option<Holding<'_>>, observer: &mut dyn Observer) -> Result<Report, Error> {
+fn pause_or_resume(
+    of: Verb,
+    wanted: TransitionRequest,
+    held: Option<Holding<'_>>,
+    connection: &Connection,
+    observer: &mut dyn Observer,
+) -> Result<Report, Error> {
     let engine = if wanted.force { None } else { engine::name() };
+    let wanted = TransitionRequest { is_from_outside: connection.is_from_outside(), ..wanted };
     match (of, held) {
         (Verb::Pause, None) => Memory::get().pause(&TransitionRequest { engine, ..wanted }, observer),
         (Verb::Pause, Some(held)) => held.pause(&TransitionRequest { engine, ..wanted }, observer),
@@ -128,7 +135,8 @@ impl<'a, 'b> Grant<'a, 'b> {
 
     fn prepare(self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
         let Prepare { of, ranks: job, transition, .. } = wanted;
-        let done = self.complete(transition.progress, |asker| pause_or_resume(of, transition, held, asker));
+        let connection = self.connection;
+        let done = self.complete(transition.progress, |asker| pause_or_resume(of, transition, held, connection, asker));
         if done.is_ok() && !job.is_empty() {
             *ranks() = job;
         }

@@ -248,7 +248,7 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
     {
         return Err(Error::Suspended);
     }
-    if holds(&request) && connection.borrower.pid == std::process::id() {
+    if holds(&request) && !connection.is_from_outside() {
         return Err(Error::holds_itself());
     }
     let _seat = if may_wait(&request) { Some(Seat::for_waiting()?) } else { None };
@@ -258,7 +258,7 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Events { .. } | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => {
-            let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), ..wanted })?;
+            let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), is_from_outside: connection.is_from_outside(), ..wanted })?;
             Ok(Reply::Plan(DryRun { plan, refused: admitted.err().map(|error| Box::new(Refusal::from(&error))) }))
         }
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),

@@ -118,7 +118,7 @@ impl Memory {
         let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
         for allocation in &self.snapshot() {
             let bytes = allocation.bytes() as u64;
-            let (paused_bytes, host_bytes, disk_bytes) = {
+            let (paused_bytes, self_paused_bytes, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
                 let (host, disk) = match contents.saved.as_deref() {
                     Some(saved @ Backup::Host(_)) => (saved.kept_bytes(), 0),
@@ -128,7 +128,8 @@ impl Memory {
                 // Until a pause is complete, it can be undone.
                 let is_being_paused = || under_way.is_some_and(|it| it.is_pausing(&allocation.tag));
                 let is_there = contents.memory.as_ref().is_some_and(|memory| memory.is_mapped() || is_being_paused());
-                (if is_there { 0 } else { bytes }, host, disk)
+                let paused = if is_there { 0 } else { bytes };
+                (paused, if contents.paused_by.is_self_paused() { paused } else { 0 }, host, disk)
             };
             if paused_bytes > 0 && !self.has(allocation) {
                 continue;
@@ -137,6 +138,7 @@ impl Memory {
             tag.allocations += 1;
             tag.bytes += bytes;
             tag.paused_bytes += paused_bytes;
+            tag.self_paused_bytes += self_paused_bytes;
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
@@ -144,6 +146,7 @@ impl Memory {
             let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
+            device.self_paused_bytes += self_paused_bytes;
         }
         for (Account { device: ordinal, label }, bytes) in driver::device_memory() {
             let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });

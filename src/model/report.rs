@@ -102,6 +102,9 @@ pub struct Report {
     pub discarded_bytes: u64,
     /// Allocations that were in the requested state already.
     pub unchanged: u64,
+    /// After a resume from outside without `self_paused`: bytes that stay paused, because the program has paused them itself.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub self_paused_bytes: u64,
     /// Bytes that the driver has refused to take back so far. Every pause, resume and shortage retries them.
     pub late_bytes: u64,
     /// After a resume: memory of other processes that this one has open, that the request selects and that is not back yet. After a pause

@@ -60,6 +60,10 @@ pub struct TransitionRequest {
     /// Resume only: whoever asks tries again if memory is short. Then the process does not report it as out of memory yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tries_again: bool,
+    /// Resume only, from another process: also what the program has paused itself. Otherwise that stays paused, so that a program that is paused and
+    /// resumed from outside is as it was.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub self_paused: bool,
     /// As part of a swap. A pause gives memory back as soon as its contents are saved, and if it is not committed, takes new memory and copies
     /// the contents back. A resume takes memory piece by piece as the other job gives it back; `timeout` limits the wait for each piece.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -75,6 +79,9 @@ pub struct TransitionRequest {
     /// Set by the process, pause only: the inference engine whose KV cache must not be discarded because its prefix cache describes it.
     #[serde(skip)]
     pub engine: Option<String>,
+    /// Set by the process: another process asks.
+    #[serde(skip)]
+    pub is_from_outside: bool,
     /// Set by the process: it is a borrower, which sets aside memory that its partners pause, and pauses nothing of its own.
     #[serde(skip)]
     pub is_borrower: bool,

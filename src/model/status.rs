@@ -117,6 +117,9 @@ pub struct TagStatus {
     pub bytes: u64,
     /// Of those, paused bytes.
     pub paused_bytes: u64,
+    /// Of those, bytes that the program has paused itself: a resume from outside leaves them, unless it names the tag.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub self_paused_bytes: u64,
     /// Bytes of contents in host memory: backups of paused allocations and retained copies of active ones.
     pub host_bytes: u64,
     /// Bytes of contents in files.
@@ -186,6 +189,9 @@ pub struct DeviceStatus {
     pub tags: BTreeMap<String, u64>,
     /// Paused managed bytes.
     pub paused_bytes: u64,
+    /// Of those, bytes that the program has paused itself: a resume from outside leaves them, unless it names the tag.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub self_paused_bytes: u64,
     /// Bytes of the block that is mapped under guarded paused memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_bytes: u64,

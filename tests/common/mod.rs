@@ -781,7 +781,7 @@ impl Drop for Graph {
 }
 
 pub fn request(tags: &[&str]) -> TransitionRequest {
-    TransitionRequest { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), ..TransitionRequest::default() }
+    TransitionRequest { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), is_from_outside: true, ..TransitionRequest::default() }
 }
 
 pub fn pause(tags: &[&str]) -> Result<Report, vramctl_model::Error> {

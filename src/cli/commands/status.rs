@@ -241,6 +241,7 @@ pub fn come_so_far(tag: &TagStatus) -> String {
 fn tag_row(tag: &TagStatus) -> Vec<String> {
     let state = match tag.state {
         TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
+        TagState::Paused if tag.self_paused_bytes == tag.bytes => "paused by itself".into(),
         state if state.is_under_way() => state.name().to_owned() + &come_so_far(tag),
         state => state.name().to_owned(),
     };

@@ -83,6 +83,8 @@ pub struct Contents {
     pub memory: Option<Physical>,
     /// While paused with a guard: the block that is mapped in place of the memory (`guard`).
     pub guard: Option<Physical>,
+    /// While paused: who wants that.
+    pub paused_by: PausedBy,
     /// While paused: the contents, or `None` if they were discarded. While active: the last saved contents, if retained.
     pub saved: Option<Arc<Backup>>,
     /// Where it is mapped when active.
@@ -99,6 +101,30 @@ pub struct Contents {
     pub lending: Lending,
     /// A context of the device, for copies.
     context: Context,
+}
+
+/// Who wants paused memory to be away.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum PausedBy {
+    /// Another process; or nobody, if a failed pause could not map it again. The program is held until it is back.
+    #[default]
+    Others,
+    /// Only the program itself.
+    Program,
+    /// Both: when the other one resumes it, it stays paused.
+    Both,
+}
+
+impl PausedBy {
+    /// With another pause of the same memory.
+    pub fn and(self, other: Self) -> Self {
+        if self == other { self } else { Self::Both }
+    }
+
+    /// Whether the program itself wants it to be away.
+    pub fn is_self_paused(self) -> bool {
+        self != Self::Others
+    }
 }
 
 /// One place where the program has the memory.
@@ -202,6 +228,7 @@ impl Allocation {
         let contents = Contents {
             memory: Some(memory),
             guard: None,
+            paused_by: PausedBy::default(),
             saved: None,
             mappings: Vec::new(),
             references: 1,
@@ -361,7 +388,9 @@ impl Allocation {
         let before = {
             let mut contents = self.contents();
             let mut exports = Vec::new();
-            if memory.is_none() {
+            if memory.is_some() {
+                contents.paused_by = PausedBy::default();
+            } else {
                 exports = contents.lending.forget_exports();
                 contents.pauses += 1;
                 // The registration was of these pages.

@@ -86,7 +86,7 @@ pub(crate) fn keep_asking() {
 
 /// Whether the program can continue once nothing is set aside any more.
 fn is_worth_asking() -> bool {
-    !exit::is_ending() && !Memory::get().has_paused()
+    !exit::is_ending() && !Memory::get().is_paused_by_others()
 }
 
 impl BorrowedMemory {

@@ -27,7 +27,7 @@ pub mod sightings;
 mod under_way;
 pub mod unmanaged;
 
-pub use allocation::{Allocation, Origin};
+pub use allocation::{Allocation, Origin, PausedBy};
 pub use handles::is_ours;
 pub use peers::note_crossing;
 pub use region::Placement;

@@ -70,6 +70,13 @@ impl Memory {
 }
 
 impl Chosen {
+    /// For a resume: leaves out what stays paused. Returns it.
+    pub(super) fn leave_self_paused(&mut self, request: &TransitionRequest) -> Vec<Arc<Allocation>> {
+        let (paused, left) = std::mem::take(&mut self.paused).into_iter().partition(|allocation| comes_back(request, allocation));
+        self.paused = paused;
+        left
+    }
+
     /// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
     pub(super) fn spare_prefix_cache(&self, request: &TransitionRequest) -> Result<(), Error> {
         const KV_CACHE: &str = "kv_cache";
@@ -105,6 +112,11 @@ impl Chosen {
             }
         }
     }
+}
+
+/// Whether a resume brings back this paused allocation that it selects: what the program has paused itself, the program resumes.
+pub(super) fn comes_back(request: &TransitionRequest, allocation: &Allocation) -> bool {
+    !request.is_from_outside || request.self_paused || !allocation.contents().paused_by.is_self_paused()
 }
 
 /// Whether the request selects this allocation.

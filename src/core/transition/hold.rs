@@ -16,7 +16,7 @@ use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{exit, opens};
 use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
 
-/// A held program. It continues when this is dropped, unless anything is paused by then.
+/// A held program. It continues when this is dropped, unless others have paused anything by then.
 pub struct Holding<'a> {
     memory: &'a Memory,
     /// Until the end.
@@ -156,7 +156,7 @@ impl Holding<'_> {
     /// Pauses. After a success, the program stays held until everything is resumed; after a failure, only if memory could not be mapped
     /// again.
     pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        if request.is_borrower && !self.was_held && self.memory.has_paused() {
+        if request.is_borrower && !self.was_held && self.memory.is_paused_by_others() {
             // It would stay held until its own memory is resumed as well, so resuming the owners would not be enough for it to continue.
             let why = "some of its own memory was paused with --no-hold; resume that first";
             return Err(Error::Invalid(why.into()));
@@ -180,7 +180,7 @@ struct HeldPause<'h, 'm> {
 impl Drop for HeldPause<'_, '_> {
     fn drop(&mut self) {
         let memory = self.holding.memory;
-        let must_stay = if self.is_done { memory.any_paused() } else { self.before.are_more_now(memory) };
+        let must_stay = if self.is_done { memory.must_stay_held() } else { self.before.are_more_now(memory) };
         if must_stay && let Some(closed) = self.holding.closed.take() {
             closed.keep();
             holder::held();

@@ -37,7 +37,7 @@ pub use hold::Holding;
 pub(crate) use hold::passing_by;
 
 use crate::events::{self, Event};
-use crate::memory::{Allocation, Memory, aside};
+use crate::memory::{Allocation, Memory, PausedBy, aside};
 use crate::{gate, holder};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -61,20 +61,22 @@ fn tags_text(request: &TransitionRequest) -> String {
 }
 
 impl Memory {
-    /// Whether any memory of this process is paused.
-    pub(crate) fn has_paused(&self) -> bool {
-        self.snapshot().iter().any(|allocation| allocation.is_paused() && self.has(allocation))
+    /// Whether any memory of this process is paused, but for what only the program itself has paused.
+    pub(crate) fn is_paused_by_others(&self) -> bool {
+        let is_by_others = |one: &Allocation| one.is_paused() && one.contents().paused_by != PausedBy::Program;
+        self.snapshot().iter().any(|allocation| is_by_others(allocation) && self.has(allocation))
     }
 
-    /// Whether anything is paused or has to be, including open memory of other processes.
-    fn any_paused(&self) -> bool {
-        aside::any() || self.has_paused() || owed::is_any_to_go()
+    /// Whether a held program must stay held: anything is paused or has to be, including open memory of other processes, but for what the
+    /// program has paused itself.
+    fn must_stay_held(&self) -> bool {
+        aside::any() || self.is_paused_by_others() || owed::is_any_to_go()
     }
 
-    /// Lets a held program continue once nothing is paused. Called wherever the last paused memory may have been resumed or freed. If only
+    /// Lets a held program continue once nothing is paused by others. Called wherever the last paused memory may have been resumed or freed. If only
     /// memory of other processes is still paused, the program continues by itself when that is back.
     pub fn let_go(&self) {
-        gate::let_go(|| self.any_paused());
+        gate::let_go(|| self.must_stay_held());
         if gate::is_held() {
             aside::keep_asking();
         } else {

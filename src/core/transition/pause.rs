@@ -4,7 +4,7 @@ use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
+use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -144,6 +144,12 @@ impl Memory {
         observer.vote().map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
         owed::forget(&already);
+        let by = if request.is_from_outside { PausedBy::Others } else { PausedBy::Program };
+        for allocation in &already {
+            let mut contents = allocation.contents();
+            contents.paused_by = contents.paused_by.and(by);
+        }
+        victims.iter().for_each(|allocation| allocation.contents().paused_by = by);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
@@ -162,6 +168,7 @@ impl Memory {
             unchanged_bytes: kept.unchanged_bytes,
             discarded_bytes: bytes - kept_bytes,
             unchanged: already.len() as u64,
+            self_paused_bytes: 0,
             late_bytes: driver::leftover_bytes(),
             missing: if request.is_borrower { aside::missing(request) } else { Vec::new() },
             lost: Vec::new(),

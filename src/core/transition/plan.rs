@@ -1,7 +1,7 @@
 //! Dry runs.
 
 use super::came::goes_over;
-use super::choose::{Chosen, refuse_if_still_lent};
+use super::choose::{Chosen, comes_back, refuse_if_still_lent};
 use super::contents::wanted_of;
 use super::flow_of;
 use super::pause::is_free_to_go;
@@ -57,7 +57,7 @@ fn hand_over(chosen: &Chosen, request: &TransitionRequest, needed: u64) -> HandO
         wanted.policy == Policy::Host && !wanted.live.is_empty()
     };
     let leaving: Vec<_> = chosen.active.iter().filter(is_saved).collect();
-    let coming: Vec<_> = chosen.paused.iter().filter(|allocation| goes_over(allocation)).collect();
+    let coming: Vec<_> = chosen.paused.iter().filter(|one| goes_over(one) && comes_back(request, one)).collect();
     let backups: Vec<_> = coming.iter().filter_map(|allocation| allocation.contents().saved.clone()).collect();
     HandOver {
         late_bytes: leaving.iter().filter(|allocation| !is_free_to_go(allocation)).map(|allocation| allocation.bytes() as u64).sum(),

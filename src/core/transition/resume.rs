@@ -5,7 +5,7 @@ use super::choose::Chosen;
 use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, owed, tags_text, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
-use crate::memory::{Allocation, Memory, aside, check_not_quiesced, guard};
+use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -29,8 +29,8 @@ impl Memory {
         let resumed = events::transition(Verb::Resume, || {
             unless_ending(|| {
                 let mut report = self.resume_when_there_is_room(request, observer)?;
-                // With memory of its own paused, the program stays held anyway.
-                if !self.has_paused() {
+                // With memory that others have paused, the program stays held anyway.
+                if !self.is_paused_by_others() {
                     // Without the lock: the owner may be waiting for memory of this process.
                     aside::reopen(&mut || !exit::is_ending() && observer.is_wanted());
                     (report.missing, report.lost) = (aside::missing(request), aside::lost());
@@ -50,7 +50,9 @@ impl Memory {
         loop {
             check_not_quiesced()?;
             let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
-            self.wait_for_guarded(&self.choose(request)?.paused, left, observer).map_err(busy_since(started))?;
+            let mut chosen = self.choose(request)?;
+            chosen.leave_self_paused(request);
+            self.wait_for_guarded(&chosen.paused, left, observer).map_err(busy_since(started))?;
             let attempt = self.try_resume(request, started, observer);
             let limit = match &attempt {
                 // It has waited for each piece.
@@ -82,7 +84,9 @@ impl Memory {
         let mut done_with = Vec::new();
         let _exclusive = self.exclude_unless_quiesced()?;
         let _relaxed = RelaxedCapture::enter();
-        let Chosen { all, mut paused, active: already } = self.choose_settled(request)?;
+        let mut chosen = self.choose_settled(request)?;
+        let left = chosen.leave_self_paused(request);
+        let Chosen { all, mut paused, active: already } = chosen;
         let by_piece = request.hand_over_host.is_some();
         let _sparing = if by_piece { Some(self.spare_host(&all)?) } else { None };
         if request.hand_over {
@@ -122,6 +126,7 @@ impl Memory {
         })?;
         unguarded.for_good();
         owed::stays(&already);
+        left.iter().for_each(|allocation| allocation.contents().paused_by = PausedBy::Program);
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         report.guard_bytes = guard::all_bytes(&all);
@@ -137,6 +142,7 @@ impl Memory {
             done_with.extend(activate(allocation, memory));
         }
         report.discarded_bytes = report.bytes - report.kept_bytes;
+        report.self_paused_bytes = left.iter().map(|allocation| allocation.bytes() as u64).sum();
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
         report.ms = milliseconds(started.elapsed());

@@ -141,6 +141,9 @@ impl Printing<'_> {
 
 fn success(direction: Verb, one: &ProcessOutcome, report: &Report, on_some_gpus: bool) -> String {
     let process = &one.process;
+    if report.allocations == 0 && report.self_paused_bytes > 0 {
+        return format!("nothing to do: {}", self_paused(process, report));
+    }
     if report.allocations == 0 {
         let state = direction.end().name();
         return match &one.tags[..] {
@@ -166,7 +169,19 @@ fn success(direction: Verb, one: &ProcessOutcome, report: &Report, on_some_gpus:
     if !stages.is_empty() {
         text += " ms";
     }
+    if report.self_paused_bytes > 0 {
+        let _ = write!(text, "\n  {}", self_paused(process, report));
+    }
     text
+}
+
+/// What a resume has left, and how to bring it back.
+fn self_paused(process: &Process, report: &Report) -> String {
+    format!(
+        "{} stay paused, because {process} has paused them itself; name their tags to bring them back: vramctl resume --pid {} TAG",
+        Bytes(report.self_paused_bytes),
+        process.pid
+    )
 }
 
 /// Where the contents are, or have come from.
@@ -265,6 +280,7 @@ mod tests {
             guard_bytes: 0,
             guard_written_bytes: 0,
             host_taken_bytes: 0,
+            self_paused_bytes: 0,
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
             ms: 912.3,
         };
