@@ -142,7 +142,8 @@ fn regions_by_tag_one_kept_and_one_discarded() {
 /// trainer.
 #[test]
 fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it() {
-    let machine = Machine::pair();
+    const GPU: u64 = 512;
+    let machine = Machine::with(2, "512M");
     let mut engine = machine.start("engine", "engine_regions --weights-mib 32 --kv-mib 40");
     let states = || {
         let status = machine.status("engine");
@@ -153,9 +154,7 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
     let (asleep, awake) = ("kv_cache paused, weights active", "kv_cache active, weights active");
     assert_eq!(engine.ask("pause kv_cache"), "paused kv_cache");
     assert_eq!(states(), (asleep.into(), false));
-    let used = machine.used();
-    let room = machine.gpus()[0].1 - used;
-    let hog = machine.hog(0, (room / MIB - 20) as u32);
+    let hog = machine.hog(0, (GPU - machine.used() / MIB - 20) as u32);
     let full = machine.used();
     for (away, back) in [("pause engine", "resume engine"), ("pause weights", "resume weights"), ("suspend engine", "resume engine")] {
         machine.done(away);
@@ -163,7 +162,7 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
         let resumed = machine.done(back);
         assert_eq!((states(), machine.used()), ((asleep.into(), false), full), "{away}: {resumed}");
         let says = resumed.contains("40.00 MiB stay paused, because engine");
-        assert_eq!(says, away == "pause engine", "{resumed}");
+        assert_eq!(says, back == "resume engine", "{resumed}");
     }
     drop(hog);
     // Asked again, a resume does no more.

@@ -12,7 +12,7 @@ use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
-use vramctl_model::{Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, TagState, TransitionRequest, Verb, code, support};
+use vramctl_model::{Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, TagState, TagStatus, TransitionRequest, Verb, code, support};
 
 /// A process that leaves its GPUs and comes back.
 pub struct Member {
@@ -65,8 +65,10 @@ impl Member {
         let directory = found.directory(process.pid)?;
         let pid = Client::connect(&directory, process.pid)?.seen_as();
         let gpus = process.suspended().unwrap_or_default().to_vec();
-        let is_active = |state| state != TagState::Paused || !gpus.is_empty();
-        let active: Vec<_> = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
+        // What the program has paused itself, its resume leaves.
+        let is_free = |tag: &TagStatus| !process.is_held() && tag.self_paused_bytes == tag.paused_bytes;
+        let is_active = |tag: &&TagStatus| tag.state != TagState::Paused || !gpus.is_empty() || is_free(tag);
+        let active: Vec<_> = process.tags().iter().filter(is_active).map(|tag| tag.tag.clone()).collect();
         let active = Some(active).filter(|active| active.len() < process.tags().len());
         Ok(Self {
             machine: found.machine(),
