@@ -15,6 +15,8 @@ class Feature(NamedTuple):
     gpus: int = 1
     #: Requests at once. One per data-parallel worker: which requests share a batch would be random, and batches change rounding.
     requests: int = 8
+    #: vLLM's settings.
+    vllm_env: dict[str, str] = {}
 
 
 #: The tokens of the models that models.py makes, and those with a meaning of their own.
@@ -35,6 +37,9 @@ FEATURES = {
         lambda models: {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16},
         lambda models: {"enable_lora": True, "lora_paths": [f"{name}={path}" for name, path in adapters(models).items()]},
         needs=("lora",),
+        # Otherwise, the adapters' kernel adds up the parts of a sum in the order in which they end (`split_k` of lora_shrink): two undisturbed runs
+        # differ.
+        vllm_env={"VLLM_BATCH_INVARIANT": "1"},
     ),
     "speculative": Feature(
         "speculative decoding with a draft model",

@@ -58,6 +58,7 @@ class Vllm:
             VLLM_ENABLE_V1_MULTIPROCESSING=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),
             VLLM_LOGGING_LEVEL="WARNING",
         )
+        os.environ.update(FEATURES[options.feature].vllm_env if options.feature else {})
         import vllm
 
         self.version, self.parameters, self.feature = vllm.__version__, vllm.SamplingParams, options.feature

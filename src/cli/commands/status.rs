@@ -282,6 +282,7 @@ mod tests {
             allocations: 2,
             bytes: 3 << 30,
             paused_bytes: 1 << 30,
+            self_paused_bytes: 0,
             host_bytes: 0,
             disk_bytes: 0,
             backup: [(Policy::Discard, 1 << 30), (Policy::Host, 2 << 30)].into(),
