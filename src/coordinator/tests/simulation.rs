@@ -551,6 +551,7 @@ impl Rank {
             uuid: Some(UUID.into()),
             active_bytes,
             paused_bytes,
+            self_paused_bytes: 0,
             tags: BTreeMap::new(),
             guard_bytes: 0,
             free_bytes: None,
