@@ -288,6 +288,7 @@ impl State {
             bytes: GIB,
             paused_bytes: if *state == TagState::Paused { GIB } else { 0 },
             self_paused_bytes: 0,
+            both_paused_bytes: 0,
             host_bytes: if *state == TagState::Paused { GIB } else { 0 },
             disk_bytes: 0,
             backup: [(Policy::Host, GIB)].into(),

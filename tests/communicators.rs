@@ -317,7 +317,7 @@ fn a_collective_of_a_held_program_waits() {
     let said = thread::scope(|scope| {
         let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask("sum"))).collect();
         eventually("they wait", || {
-            machine.vramctl("status").out.matches("Held until everything is resumed: 1 thread waits to start GPU work.").count() == 2
+            machine.vramctl("status").out.matches("Held until it is resumed: 1 thread waits to start GPU work.").count() == 2
         });
         machine.vramctl("resume").expect(0, "resumed", "");
         asked.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()

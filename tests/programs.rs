@@ -169,7 +169,10 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
     assert!(machine.done("resume engine").contains("nothing to do: 40.00 MiB stay paused"));
     machine.done("move engine --to 1");
     assert_eq!(states(), (asleep.into(), false));
+    machine.done("pause weights");
     machine.done("move engine --to 0");
+    machine.done("resume weights");
+    assert_eq!(states(), (asleep.into(), false));
     // Whoever names the tag means all of it.
     machine.done("pause engine");
     machine.done("resume engine kv_cache");
@@ -181,7 +184,8 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
     assert_eq!(engine.ask("pause all"), "paused all");
     machine.done("pause engine");
     assert_eq!(states(), ("kv_cache paused, weights paused".into(), true));
-    machine.done("resume engine");
+    assert!(machine.done("resume engine").contains("is not held any more"));
+    assert!(machine.done("status engine").contains("paused by itself") && machine.done("ps").contains("paused by itself"));
     assert_eq!(states(), ("kv_cache paused, weights paused".into(), false));
     assert_eq!(engine.ask("resume all"), "resumed all");
 

@@ -120,6 +120,9 @@ class _Operation(_job._Work["dict[str, Any]"]):
         outcome = self._coordinate(nodes, request)
         if outcome.get("behind"):
             back = {"operation": "resume", "target": request["target"], "tags": request.get("tags", []), "timeout_ms": 10_000}
+            if request["operation"] == "pause":
+                # What the job had paused itself was paused before, too.
+                back["self_paused"] = False
             again = self._coordinate(nodes, back)
             if not again["committed"]:
                 outcome["committed"] = None

@@ -61,6 +61,8 @@ class Report:
     discarded_bytes: int = 0
     #: Allocations already in the requested state.
     unchanged: int = 0
+    #: After a resume: bytes that stay paused, because the program has paused them itself.
+    self_paused_bytes: int = 0
     #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
     #: After a resume: memory of other processes that this one has open and that is not back. After a pause with `shared`, of a process
@@ -101,6 +103,10 @@ class Tag:
     allocations: int = 0
     bytes: int = 0
     paused_bytes: int = 0
+    #: Part of `paused_bytes`: what the program has paused itself.
+    self_paused_bytes: int = 0
+    #: Part of `self_paused_bytes`: what others have paused as well, so that the program is held.
+    both_paused_bytes: int = 0
     #: Contents in host memory: backups of paused allocations, and retained copies of active ones.
     host_bytes: int = 0
     #: Contents in files.
@@ -126,6 +132,8 @@ class Device:
     device: int
     active_bytes: int = 0
     paused_bytes: int = 0
+    #: Part of `paused_bytes`: what the program has paused itself.
+    self_paused_bytes: int = 0
     #: The block that is mapped under guarded paused memory.
     guard_bytes: int = 0
     #: Free memory on the whole device; None if the driver does not answer.

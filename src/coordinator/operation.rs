@@ -31,6 +31,8 @@ pub struct Operation {
     pub deadline: Deadline,
     /// Pause only: how.
     pub pause: PauseOptions,
+    /// Resume only: whether it brings back what the programs have paused themselves. `None`: if tags are named.
+    pub self_paused: Option<bool>,
     /// If the job has ranks on other nodes: how those here take part.
     pub nodes: Option<Arc<Participant>>,
 }
@@ -110,7 +112,7 @@ impl Hold {
 impl Operation {
     /// On this machine, and with as many processes as when the job was last paused or resumed.
     pub fn new(verb: Verb, target: Target, scope: Scope, deadline: Deadline, pause: PauseOptions) -> Self {
-        Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, nodes: None }
+        Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, self_paused: None, nodes: None }
     }
 
     /// Which processes, and which of their tags.

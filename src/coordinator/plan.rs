@@ -99,7 +99,7 @@ impl Plan {
             tags: tags.clone(),
             gpus: gpus.clone(),
             // Whoever names a tag means all of it.
-            self_paused: verb == Verb::Resume && !tags.is_empty(),
+            self_paused: verb == Verb::Resume && operation.self_paused.unwrap_or(!tags.is_empty()),
             progress: reporter.follows_progress(),
             ..own
         };
@@ -359,7 +359,8 @@ impl Plan {
     /// The plan of a resume of what this one was to change, for those of its processes that still answer. `None` if that is nothing.
     pub(crate) fn resume_of_due(&self, deadline: Deadline) -> Option<Self> {
         let tags: Vec<_> = self.due_tags().into_iter().map(str::to_owned).collect();
-        let request = TransitionRequest { lenient: true, tags, gpus: self.request.gpus.clone(), ..TransitionRequest::default() };
+        let (gpus, self_paused) = (self.request.gpus.clone(), self.request.self_paused);
+        let request = TransitionRequest { lenient: true, tags, gpus, self_paused, ..TransitionRequest::default() };
         let pids: Vec<_> = self.processes().map(|process| process.pid).collect();
         let answering = self.found.look_again(&pids).into_iter().filter(|process| process.status.is_ok()).collect();
         let operation = Operation { verb: Verb::Resume, deadline, pause: PauseOptions::default(), ..self.operation.clone() };
@@ -412,7 +413,7 @@ impl Plan {
         let of_process = |(place, member): (usize, &Member)| ProcessOutcome {
             process: member.process.clone(),
             tags: member.meant.clone(),
-            due: member.due.clone(),
+            due: member.changing(verb, &self.request),
             device: self.restored.get(&member.process.pid).cloned(),
             result: results.remove(&place).unwrap_or_else(|| unasked(member)),
         };
@@ -572,6 +573,12 @@ impl Member {
         Self { process, meant, due }
     }
 
+    /// The tags whose memory leaves or comes.
+    fn changing(&self, verb: Verb, request: &TransitionRequest) -> Vec<String> {
+        let changes = |tag: &&TagStatus| self.due.contains(&tag.tag) && (verb == Verb::Pause || comes_back(tag, request));
+        self.process.tags().iter().filter(changes).map(|tag| tag.tag.clone()).collect()
+    }
+
     /// The state in which an interrupted operation leaves the process.
     fn left(&self, verb: Verb, request: &TransitionRequest, now: Option<&Process>) -> Left {
         let status = match now.map(|process| &process.status) {
@@ -588,10 +595,14 @@ impl Member {
     }
 }
 
-/// Whether there is something to do for a tag. What the program has paused itself, a resume leaves, unless it wants that, too.
+/// Whether there is something to do for a tag: also if a resume only ends the others' pause of what the program has paused itself.
 fn is_due(verb: Verb, tag: &TagStatus, request: &TransitionRequest) -> bool {
-    let comes_back = || tag.state.is_under_way() || request.self_paused || tag.paused_bytes > tag.self_paused_bytes;
-    tag.state != verb.end() && (verb == Verb::Pause || comes_back())
+    tag.state != verb.end() && (verb == Verb::Pause || tag.both_paused_bytes > 0 || comes_back(tag, request))
+}
+
+/// Whether a resume brings memory of a tag back.
+fn comes_back(tag: &TagStatus, request: &TransitionRequest) -> bool {
+    tag.state.is_under_way() || request.self_paused || tag.paused_bytes > tag.self_paused_bytes
 }
 
 /// How an interrupted operation leaves a process.

@@ -136,22 +136,24 @@ impl Process {
         }
         let tags = self.tags();
         let owners = self.waits_for();
-        if !owners.is_empty() && tags.iter().all(|tag| tag.paused_bytes == 0) {
+        if !owners.is_empty() && tags.iter().all(|tag| tag.paused_bytes == tag.self_paused_bytes) {
             let owners: Vec<_> = owners.iter().map(ToString::to_string).collect();
             return format!("waits for {}", owners.join(", "));
         }
         match tags {
             [] => "empty".into(),
-            [first, rest @ ..] if first.state != TagState::Mixed && rest.iter().all(|tag| tag.state == first.state) => {
-                first.state.name().into()
+            [first, rest @ ..]
+                if first.state != TagState::Mixed && rest.iter().all(|tag| tag.state_in_words() == first.state_in_words()) =>
+            {
+                first.state_in_words().into()
             }
             _ => {
-                let parts = [TagState::Pausing, TagState::Resuming, TagState::Undoing, TagState::Paused, TagState::Mixed].map(|state| {
-                    let names: Vec<_> = tags.iter().filter(|tag| tag.state == state).map(|tag| tag.tag.as_str()).collect();
-                    let state = if state == TagState::Mixed { "partly paused" } else { state.name() };
-                    if names.is_empty() { String::new() } else { format!("{} {state}", names.join(", ")) }
-                });
-                parts.iter().filter(|text| !text.is_empty()).cloned().collect::<Vec<_>>().join("; ")
+                let states = ["pausing", "resuming", "undoing", "paused", "paused by itself", "partly paused"];
+                let part = |state| {
+                    let names: Vec<_> = tags.iter().filter(|tag| tag.state_in_words() == state).map(|tag| tag.tag.as_str()).collect();
+                    (!names.is_empty()).then(|| format!("{} {state}", names.join(", ")))
+                };
+                states.into_iter().filter_map(part).collect::<Vec<_>>().join("; ")
             }
         }
     }

@@ -258,7 +258,8 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Events { .. } | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => {
-            let (plan, admitted) = memory.plan(&TransitionRequest { engine: engine::name(), is_from_outside: connection.is_from_outside(), ..wanted })?;
+            let (plan, admitted) =
+                memory.plan(&TransitionRequest { engine: engine::name(), is_from_outside: connection.is_from_outside(), ..wanted })?;
             Ok(Reply::Plan(DryRun { plan, refused: admitted.err().map(|error| Box::new(Refusal::from(&error))) }))
         }
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),

@@ -1,6 +1,6 @@
 //! The status of this process, by tag and by device.
 
-use crate::memory::{Memory, UnderWay, borrow, communicators, unmanaged};
+use crate::memory::{Memory, PausedBy, UnderWay, borrow, communicators, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
 use crate::{contexts, events, gate};
@@ -118,7 +118,7 @@ impl Memory {
         let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
         for allocation in &self.snapshot() {
             let bytes = allocation.bytes() as u64;
-            let (paused_bytes, self_paused_bytes, host_bytes, disk_bytes) = {
+            let (paused_bytes, paused_by, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
                 let (host, disk) = match contents.saved.as_deref() {
                     Some(saved @ Backup::Host(_)) => (saved.kept_bytes(), 0),
@@ -128,17 +128,18 @@ impl Memory {
                 // Until a pause is complete, it can be undone.
                 let is_being_paused = || under_way.is_some_and(|it| it.is_pausing(&allocation.tag));
                 let is_there = contents.memory.as_ref().is_some_and(|memory| memory.is_mapped() || is_being_paused());
-                let paused = if is_there { 0 } else { bytes };
-                (paused, if contents.paused_by.is_self_paused() { paused } else { 0 }, host, disk)
+                (if is_there { 0 } else { bytes }, contents.paused_by, host, disk)
             };
             if paused_bytes > 0 && !self.has(allocation) {
                 continue;
             }
+            let self_paused_bytes = if paused_by.is_self_paused() { paused_bytes } else { 0 };
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
             tag.bytes += bytes;
             tag.paused_bytes += paused_bytes;
             tag.self_paused_bytes += self_paused_bytes;
+            tag.both_paused_bytes += if paused_by == PausedBy::Both { paused_bytes } else { 0 };
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;

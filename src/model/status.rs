@@ -120,6 +120,9 @@ pub struct TagStatus {
     /// Of those, bytes that the program has paused itself: a resume from outside leaves them, unless it names the tag.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub self_paused_bytes: u64,
+    /// Of those, bytes that others have paused as well: the program is held until they resume the tag, or all.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub both_paused_bytes: u64,
     /// Bytes of contents in host memory: backups of paused allocations and retained copies of active ones.
     pub host_bytes: u64,
     /// Bytes of contents in files.
@@ -152,6 +155,17 @@ pub enum TagState {
     Resuming,
     /// A pause or resume has failed, or was cancelled, and is taken back.
     Undoing,
+}
+
+impl TagStatus {
+    /// Its state in words. Only the program itself has paused what is "paused by itself".
+    pub fn state_in_words(&self) -> &'static str {
+        match self.state {
+            TagState::Mixed => "partly paused",
+            TagState::Paused if self.self_paused_bytes == self.bytes && self.both_paused_bytes == 0 => "paused by itself",
+            state => state.name(),
+        }
+    }
 }
 
 impl TagState {

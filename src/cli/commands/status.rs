@@ -124,7 +124,7 @@ fn standing(memory: &Status, state: Option<&ProcessState>) -> String {
             0 => "no thread waits".to_owned(),
             several => text::count(several, "thread waits", "threads wait"),
         };
-        let _ = writeln!(text, "Held until everything is resumed: {waiting} to start GPU work.");
+        let _ = writeln!(text, "Held until it is resumed: {waiting} to start GPU work.");
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {
             let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it continues by itself.");
         }
@@ -241,9 +241,8 @@ pub fn come_so_far(tag: &TagStatus) -> String {
 fn tag_row(tag: &TagStatus) -> Vec<String> {
     let state = match tag.state {
         TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
-        TagState::Paused if tag.self_paused_bytes == tag.bytes => "paused by itself".into(),
         state if state.is_under_way() => state.name().to_owned() + &come_so_far(tag),
-        state => state.name().to_owned(),
+        _ => tag.state_in_words().to_owned(),
     };
     let backup = match tag.backup.iter().collect::<Vec<_>>()[..] {
         [(policy, _)] => policy.to_string(),
@@ -283,6 +282,7 @@ mod tests {
             bytes: 3 << 30,
             paused_bytes: 1 << 30,
             self_paused_bytes: 0,
+            both_paused_bytes: 0,
             host_bytes: 0,
             disk_bytes: 0,
             backup: [(Policy::Discard, 1 << 30), (Policy::Host, 2 << 30)].into(),

@@ -590,6 +590,7 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
         deadline: Deadline::new((timeout > 0).then(|| Duration::from_millis(timeout))),
         pause: PauseOptions { hold: Hold::Within(Duration::from_millis(500)), ..PauseOptions::default() },
         nodes: None,
+        self_paused: None,
     };
     let run = || match *verb {
         "suspend" => Suspend::plan(&operation(verb, target), &())?.check(&())?.run(&()),

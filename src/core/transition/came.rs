@@ -44,5 +44,7 @@ impl Came {
 pub(super) fn goes_over(allocation: &Allocation) -> bool {
     let contents = allocation.contents();
     let is_in_host_memory = contents.saved.as_ref().is_some_and(|saved| saved.place().is_some());
-    is_in_host_memory && contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun()
+    // Undone, it would be paused by others only.
+    let is_self_paused = contents.paused_by.is_self_paused();
+    is_in_host_memory && !is_self_paused && contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun()
 }

@@ -147,7 +147,10 @@ impl Memory {
         let by = if request.is_from_outside { PausedBy::Others } else { PausedBy::Program };
         for allocation in &already {
             let mut contents = allocation.contents();
-            contents.paused_by = contents.paused_by.and(by);
+            // What others may have open comes back with them: the program alone could not have paused it.
+            if request.is_from_outside || !contents.lending.has_begun() {
+                contents.paused_by = contents.paused_by.and(by);
+            }
         }
         victims.iter().for_each(|allocation| allocation.contents().paused_by = by);
 

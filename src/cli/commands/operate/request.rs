@@ -88,6 +88,7 @@ pub struct Resume {
     target: Who,
     ranks: Option<usize>,
     tags: Vec<String>,
+    self_paused: Option<bool>,
     gpus: Vec<String>,
     timeout_ms: Option<u64>,
     detached: bool,
@@ -255,7 +256,8 @@ impl Resume {
     /// What it asks for.
     pub fn operation(self) -> Operation {
         let scope = Scope::Tags { words: self.tags, may_name: false, gpus: self.gpus };
-        operation(Verb::Resume, self.target, scope, self.ranks, self.timeout_ms, PauseOptions::default())
+        let resume = operation(Verb::Resume, self.target, scope, self.ranks, self.timeout_ms, PauseOptions::default());
+        Operation { self_paused: self.self_paused, ..resume }
     }
 }
 

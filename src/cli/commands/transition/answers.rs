@@ -142,7 +142,9 @@ impl Printing<'_> {
 fn success(direction: Verb, one: &ProcessOutcome, report: &Report, on_some_gpus: bool) -> String {
     let process = &one.process;
     if report.allocations == 0 && report.self_paused_bytes > 0 {
-        return format!("nothing to do: {}", self_paused(process, report));
+        let goes_on = process.is_held() && report.missing.is_empty() && !on_some_gpus;
+        let done = if goes_on { format!("{process} is not held any more") } else { "nothing to do".into() };
+        return format!("{done}: {}", self_paused(process, report));
     }
     if report.allocations == 0 {
         let state = direction.end().name();
