@@ -173,6 +173,9 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
     machine.done("move engine --to 0");
     machine.done("resume weights");
     assert_eq!(states(), (asleep.into(), false));
+    machine.done("pause engine");
+    machine.done("resume weights default");
+    assert_eq!(states(), (asleep.into(), false));
     // Whoever names the tag means all of it.
     machine.done("pause engine");
     machine.done("resume engine kv_cache");

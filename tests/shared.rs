@@ -188,6 +188,34 @@ fn a_borrower_may_be_paused_itself() {
     }
 }
 
+/// The owner alone could not pause memory that others have open. If it tries to while all are paused, the memory comes back nevertheless.
+#[test]
+fn an_owner_cannot_keep_lent_memory_away_from_its_borrowers() {
+    let mut scene = Scene::new();
+    const PAUSE: &str = "ctypes.CDLL(None).vramctl_pause(None, ctypes.c_longlong(-1), 0)";
+    assert_ne!(scene.trainer.ask(PAUSE), "0");
+    scene.machine.done("pause --name trainer --shared");
+    assert_eq!(scene.trainer.ask(PAUSE), "0");
+    scene.machine.done("resume --name trainer");
+    scene.works(7);
+}
+
+/// A borrower whose own memory sleeps is held for the owner's, and continues asleep.
+#[test]
+fn a_borrower_may_sleep() {
+    let mut scene = Scene::new();
+    assert_eq!(scene.engine.ask("ctypes.CDLL(None).vramctl_pause(None, ctypes.c_longlong(-1), 0)"), "0");
+    assert_eq!((scene.machine.used(), scene.held()), (BYTES, [false; 2]));
+    scene.machine.done("pause --name trainer --shared");
+    assert_eq!((scene.machine.used(), scene.held()), (0, [true; 2]));
+    assert!(scene.machine.done("ps").contains(&format!("waits for {}", scene.trainer.pid())));
+    scene.machine.done("resume --name trainer");
+    scene.machine.goes_on(&scene.engine);
+    assert_eq!(scene.machine.used(), BYTES);
+    assert_eq!(scene.engine.ask("ctypes.CDLL(None).vramctl_resume(None, ctypes.c_longlong(-1))"), "0");
+    scene.works(7);
+}
+
 /// Memory that is set aside is not open, so its owner need not include the borrower.
 #[test]
 fn the_owner_may_be_paused_again_before_the_borrower_is_back() {

@@ -564,7 +564,7 @@ fn any_members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest)
 
 impl Member {
     pub(crate) fn new(verb: Verb, process: Process, request: &TransitionRequest) -> Self {
-        // A resume without tags brings everything back.
+        // A resume without tags means all tags.
         let is_meant = |tag: &&TagStatus| verb == Verb::Resume && request.tags.is_empty() || request.selects(&tag.tag);
         let meant: Vec<_> = process.tags().iter().filter(is_meant).collect();
         let names = |tags: &[&TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();

@@ -80,7 +80,8 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
 }
 
 /// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or
-/// nothing. Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
+/// nothing. Pausing paused memory changes only one thing: if another process has paused it, it stays paused when that process
+/// resumes the program. The program must not use the addresses until `vramctl_resume`.
 ///
 /// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative
 /// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `VRAMCTL_BACKUP_DEFAULT` does not.

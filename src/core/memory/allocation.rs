@@ -106,7 +106,7 @@ pub struct Contents {
 /// Who wants paused memory to be away.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum PausedBy {
-    /// Another process; or nobody, if a failed pause could not map it again. The program is held until it is back.
+    /// Another process; or nobody, if a failed pause could not map it again. A held program stays held until it is back.
     #[default]
     Others,
     /// Only the program itself.

@@ -117,6 +117,9 @@ impl Memory {
         if by_piece {
             drop_retained(request, &all);
         }
+        // From now on, other threads may find them unmapped.
+        let by = if request.is_from_outside { PausedBy::Others } else { PausedBy::Program };
+        victims.iter().for_each(|allocation| allocation.contents().paused_by = by);
         let shown = self.show(TagState::Pausing, &victims);
         let follower = RefCell::new(&mut *observer);
         let saved = self.save(
@@ -144,15 +147,16 @@ impl Memory {
         observer.vote().map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
         owed::forget(&already);
-        let by = if request.is_from_outside { PausedBy::Others } else { PausedBy::Program };
-        for allocation in &already {
-            let mut contents = allocation.contents();
-            // What others may have open comes back with them: the program alone could not have paused it.
-            if request.is_from_outside || !contents.lending.has_begun() {
-                contents.paused_by = contents.paused_by.and(by);
+        // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
+        if !request.is_from_outside || !request.tags.is_empty() || !self.is_paused_by_others() {
+            for allocation in &already {
+                let mut contents = allocation.contents();
+                // What others may have open comes back with them: the program alone could not have paused it.
+                if request.is_from_outside || !contents.lending.has_begun() {
+                    contents.paused_by = contents.paused_by.and(by);
+                }
             }
         }
-        victims.iter().for_each(|allocation| allocation.contents().paused_by = by);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();

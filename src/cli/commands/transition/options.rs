@@ -90,15 +90,16 @@ pub struct PauseArgs {
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
-Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
+Without tags, resumes all that others than the program itself have paused; what the program has paused itself, it resumes itself, \
+or you by naming the tag. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
 much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
 If several jobs wait for memory, they queue, and the first to ask gets it first.
 
 A suspended process is brought back to its GPUs first. With tags or --gpu, the rest of its memory stays paused.
 
 Examples:
-  vramctl resume               # all tags of the only managed process
-  vramctl resume engine        # all tags of processes with this name
+  vramctl resume               # what was paused of the only managed process
+  vramctl resume engine        # what was paused of processes with this name
   vramctl resume weights --name engine
   vramctl resume --gpu 0       # all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
