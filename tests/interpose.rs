@@ -1123,7 +1123,7 @@ fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("parts", None, BYTES).unwrap();
     let unused = vec![Span { address, bytes: 96 * MIB }];
-    Memory::get().pause(&TransitionRequest { unused, ..TransitionRequest::default() }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { unused, ..common::request(&[]) }, &mut ()).unwrap();
     Memory::get().set_retain(Some("parts"), Some(true)).unwrap();
     resume(&[]).unwrap();
     assert_eq!(Memory::get().status().host.used_bytes, 64 << 20, "a part is retained");
