@@ -185,7 +185,7 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
 
     // All of it sleeps: it is held nevertheless, until it is resumed.
     assert_eq!(engine.ask("pause all"), "paused all");
-    machine.done("pause engine");
+    assert!(machine.done("pause engine").contains("is held from now on"));
     assert_eq!(states(), ("kv_cache paused, weights paused".into(), true));
     assert!(machine.done("resume engine").contains("is not held any more"));
     assert!(machine.done("status engine").contains("paused by itself") && machine.done("ps").contains("paused by itself"));

@@ -34,7 +34,7 @@ mod swap;
 pub mod target;
 pub mod text;
 
-pub use operation::{Operation, Scope};
+pub use operation::{Hold, Operation, Scope};
 pub use outcome::Outcome;
 pub use passing::Passing;
 pub use plan::Plan;

@@ -107,7 +107,7 @@ fn ask(model: &mut Model, verb: &str, now: Instant) {
     let key = Subject { tag: row.key.tag.clone().filter(|_| verb != "suspend"), ..row.key.clone() };
     let row = rows.iter().find(|row| row.key == key).unwrap_or(row);
     let what = match (verb, &key.tag) {
-        ("resume", _) => format!("{}: {} of GPU memory", of(row), Bytes(row.paused)),
+        ("resume", _) => format!("{}: {} of GPU memory", of(row), Bytes(row.coming)),
         _ => format!("{}: {} of GPU memory", of(row), Bytes(row.active)),
     };
     let lost = if verb == "resume" { String::new() } else { loss(&row.discarded) };

@@ -141,6 +141,8 @@ pub struct TableRow {
     pub active: u64,
     /// Taken from GPUs.
     pub paused: u64,
+    /// Of that, what a resume brings back.
+    pub coming: u64,
     /// Contents in host memory.
     pub host: u64,
     /// Contents in files.
@@ -403,6 +405,7 @@ impl Model {
             discarded: discarded(tags()),
             active: members.iter().filter(is_there).map(|seen| seen.sample.process.active_bytes()).sum(),
             paused: tags().map(|tag| tag.paused_bytes).sum(),
+            coming: tags().map(|tag| tag.paused_bytes.saturating_sub(tag.self_paused_bytes)).sum(),
             host: tags().map(|tag| tag.host_bytes).sum(),
             disk: tags().map(|tag| tag.disk_bytes).sum(),
         }
@@ -422,6 +425,8 @@ impl Model {
             discarded: discarded(tags.iter().copied()),
             active: sum(|tag| tag.bytes.saturating_sub(tag.paused_bytes)),
             paused: sum(|tag| tag.paused_bytes),
+            // Whoever names a tag means all of it.
+            coming: sum(|tag| tag.paused_bytes),
             host: sum(|tag| tag.host_bytes),
             disk: sum(|tag| tag.disk_bytes),
         }

@@ -117,6 +117,7 @@ pub enum PausedBy {
 
 impl PausedBy {
     /// With another pause of the same memory.
+    #[must_use]
     pub fn and(self, other: Self) -> Self {
         if self == other { self } else { Self::Both }
     }

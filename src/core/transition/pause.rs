@@ -119,7 +119,9 @@ impl Memory {
         }
         // From now on, other threads may find them unmapped.
         let by = if request.is_from_outside { PausedBy::Others } else { PausedBy::Program };
-        victims.iter().for_each(|allocation| allocation.contents().paused_by = by);
+        for allocation in &victims {
+            allocation.contents().paused_by = by;
+        }
         let shown = self.show(TagState::Pausing, &victims);
         let follower = RefCell::new(&mut *observer);
         let saved = self.save(

@@ -126,7 +126,9 @@ impl Memory {
         })?;
         unguarded.for_good();
         owed::stays(&already);
-        left.iter().for_each(|allocation| allocation.contents().paused_by = PausedBy::Program);
+        for allocation in &left {
+            allocation.contents().paused_by = PausedBy::Program;
+        }
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         report.guard_bytes = guard::all_bytes(&all);

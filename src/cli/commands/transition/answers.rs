@@ -7,7 +7,7 @@ use std::fmt::Write;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
-use vramctl_coordinator::{Outcome, Plan, Scope, shared};
+use vramctl_coordinator::{Hold, Operation, Outcome, Plan, Scope, shared};
 use vramctl_model::{Bytes, Report, Verb};
 
 /// Prints what came of the plan. Returns the exit code.
@@ -90,7 +90,11 @@ impl Printing<'_> {
         match &one.result {
             Ok(report) => {
                 if !self.quiet {
-                    output::say(&success(self.verb(), one, report, self.on_some_gpus))?;
+                    let mut text = success(self.verb(), one, report, self.on_some_gpus);
+                    if self.is_held_from_now_on(process, report) {
+                        text += "; the program is held from now on";
+                    }
+                    output::say(&text)?;
                 }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
@@ -112,6 +116,13 @@ impl Printing<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether a pause that has taken nothing holds a program that has paused all of it itself.
+    fn is_held_from_now_on(&self, process: &Process, report: &Report) -> bool {
+        let Operation { verb, pause, .. } = self.plan.operation();
+        let has_taken_nothing = *verb == Verb::Pause && report.allocations == 0 && report.unchanged > 0;
+        has_taken_nothing && pause.hold != Hold::No && !process.is_held()
     }
 
     fn borrower(&self, one: &ProcessOutcome) -> Result<(), CommandError> {
