@@ -18,6 +18,9 @@ const BYTES: u64 = 4 * MIB;
 /// The engine's own memory.
 const OWN: u64 = 2 * MIB;
 
+/// What a process evaluates to pause itself.
+const PAUSE: &str = "ctypes.CDLL(None).vramctl_pause(None, ctypes.c_longlong(-1), 0)";
+
 /// A trainer, and an engine of another job that has the trainer's memory open and some of its own.
 struct Scene {
     machine: Machine,
@@ -192,7 +195,6 @@ fn a_borrower_may_be_paused_itself() {
 #[test]
 fn an_owner_cannot_keep_lent_memory_away_from_its_borrowers() {
     let mut scene = Scene::new();
-    const PAUSE: &str = "ctypes.CDLL(None).vramctl_pause(None, ctypes.c_longlong(-1), 0)";
     assert_ne!(scene.trainer.ask(PAUSE), "0");
     scene.machine.done("pause --name trainer --shared");
     assert_eq!(scene.trainer.ask(PAUSE), "0");
@@ -204,7 +206,7 @@ fn an_owner_cannot_keep_lent_memory_away_from_its_borrowers() {
 #[test]
 fn a_borrower_may_sleep() {
     let mut scene = Scene::new();
-    assert_eq!(scene.engine.ask("ctypes.CDLL(None).vramctl_pause(None, ctypes.c_longlong(-1), 0)"), "0");
+    assert_eq!(scene.engine.ask(PAUSE), "0");
     assert_eq!((scene.machine.used(), scene.held()), (BYTES, [false; 2]));
     scene.machine.done("pause --name trainer --shared");
     assert_eq!((scene.machine.used(), scene.held()), (0, [true; 2]));
