@@ -158,7 +158,7 @@ fn what_a_program_has_paused_itself_stays_paused_when_others_pause_and_resume_it
     let full = machine.used();
     for (away, back) in [("pause engine", "resume engine"), ("pause weights", "resume weights"), ("suspend engine", "resume engine")] {
         machine.done(away);
-        assert_eq!(states().1, true, "{away}");
+        assert!(states().1, "{away}");
         let resumed = machine.done(back);
         assert_eq!((states(), machine.used()), ((asleep.into(), false), full), "{away}: {resumed}");
         let says = resumed.contains("40.00 MiB stay paused, because engine");

@@ -333,7 +333,9 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         left = copy.copy(self._job)
         left._ranks = None
         # Whatever becomes of this program.
-        _Work(lambda: left._transition("resume", self._tags, self_paused=False, timeout_ms=_limit(self._timeout), detached=True)).ended()
+        _Work(
+            lambda: left._transition("resume", self._tags, self_paused=False, timeout_ms=_limit(self._timeout), detached=True)
+        ).ended()
 
 
 class _Work(concurrent.futures.Future[_T]):
