@@ -5,8 +5,7 @@ mod common;
 
 use common::machine::{Machine, Program, Ran};
 use common::sharing::MIB;
-use std::fmt::Debug;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use common::some;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::{fs, io, ptr};
@@ -561,17 +560,6 @@ impl Job {
             ran.code == Some(0) && self.ranks.iter().all(|rank| self.machine.state(&rank.program) == "active")
         });
     }
-}
-
-/// Some of the cases, chosen by `FAULTS_SEED`; `PROPTEST_CASES` sets how many, so that a high one sweeps all.
-fn some<C: Debug>(mut cases: Vec<C>, count: u32) -> impl Iterator<Item = C> {
-    let seed = std::env::var("FAULTS_SEED").unwrap_or_default();
-    cases.sort_by_cached_key(|case| {
-        let mut hasher = DefaultHasher::new();
-        (&seed, format!("{case:?}")).hash(&mut hasher);
-        hasher.finish()
-    });
-    cases.into_iter().take(common::cases(count) as usize)
 }
 
 /// Whatever the driver refuses a rank, its job is back in the end, or one command brings it back.

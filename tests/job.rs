@@ -460,7 +460,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
     let reached = common::patiently(|| {
         let reached = between.reached.try_recv().ok();
         // A rank that hears of the abort from another rank answers before the coordinator asks it to abort.
-        let will_not_come = || moment.request == "abort" && coordinator.try_wait().unwrap().is_some();
+        let mut will_not_come = || moment.request == "abort" && coordinator.try_wait().unwrap().is_some();
         if reached.is_some() || will_not_come() { Ok(reached) } else { Err(()) }
     });
     let Some(reached) = reached.unwrap_or_else(|()| panic!("{case}: it does not come to that")) else { return false };

@@ -4,7 +4,7 @@
 mod common;
 
 use common::machine::{Machine, Program, Ran, proxy};
-use common::{eventually, in_parallel};
+use common::{eventually, in_parallel, some};
 use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -483,7 +483,8 @@ fn whatever_happens_while_host_memory_passes_one_runs_and_the_other_is_whole() {
     };
     let mut cases = of(Victim::Leaving, &OF_LEAVING);
     cases.extend(of(Victim::Coming, &OF_COMING));
-    in_parallel(cases, 4, |(victim, call, fate, nth)| happens(victim, call, fate, nth));
+    // All of them take a minute and a half.
+    in_parallel(some(cases, 32), 4, |(victim, call, fate, nth)| happens(victim, call, fate, nth));
 }
 
 fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {

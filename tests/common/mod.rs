@@ -18,6 +18,8 @@ pub mod warnings;
 
 use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::fmt::Debug;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem::transmute;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -51,6 +53,18 @@ pub const LONG_MS: u64 = 600_000;
 /// How many cases a random test has: `PROPTEST_CASES`, or else this many.
 pub fn cases(otherwise: u32) -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(otherwise)
+}
+
+/// Some of the cases, chosen by `FAULTS_SEED`; `PROPTEST_CASES` sets how many, so that a high one sweeps all.
+pub fn some<C: Debug>(mut cases: Vec<C>, count: u32) -> Vec<C> {
+    let seed = std::env::var("FAULTS_SEED").unwrap_or_default();
+    cases.sort_by_cached_key(|case| {
+        let mut hasher = DefaultHasher::new();
+        (&seed, format!("{case:?}")).hash(&mut hasher);
+        hasher.finish()
+    });
+    cases.truncate(self::cases(count) as usize);
+    cases
 }
 
 /// Tries until it succeeds; the last failure if it never does. Only a hang takes longer than the limit, however busy the machine is.
