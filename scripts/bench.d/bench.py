@@ -818,7 +818,8 @@ class Bench:
                 b.ask(f"change {change}")
             out, into = str(b.process.pid), str(a.process.pid)
             at_once = turn % 2 == 1
-            one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "--timeout", "10"])
+            # At first, it has paused itself: a resume from outside then needs the tags.
+            one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "weights", "cache", "--timeout", "10"])
             begin = time.monotonic()
             answers = [self.vramctl([*arguments, "--json"]) for arguments in ([["swap", out, into]] if at_once else one_by_one)]
             if turn > 1:  # the first of each prepares host memory
