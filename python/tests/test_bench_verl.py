@@ -827,6 +827,7 @@ def ray_folder():
     return str(folder)
 
 
+@unittest.skipUnless(test_ray.ROUNDS, "RAY_ROUNDS: it takes a while, and fails on a busy machine")
 class PausedFromOutside(Script):
     """Modes d and e, with Ray, the library and the command line themselves, on the simulated GPU."""
 
