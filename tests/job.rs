@@ -457,11 +457,13 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
     let mut command = machine.cli(&[verb, "--name", "engine"]);
     command.env("VRAMCTL_DIR", between.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut coordinator = command.spawn().unwrap();
-    let reached = common::patiently(|| {
-        let reached = between.reached.try_recv().ok();
-        // A rank that hears of the abort from another rank answers before the coordinator asks it to abort.
-        let mut will_not_come = || moment.request == "abort" && coordinator.try_wait().unwrap().is_some();
-        if reached.is_some() || will_not_come() { Ok(reached) } else { Err(()) }
+    let reached = common::patiently(|| match between.reached.try_recv() {
+        Ok(reached) => Ok(Some(reached)),
+        // A rank that hears of the abort from another rank answers before the coordinator asks it to abort. The request may still be on its way.
+        Err(_) if moment.request == "abort" && coordinator.try_wait().unwrap().is_some() => {
+            Ok(between.reached.recv_timeout(Duration::from_secs(2)).ok())
+        }
+        Err(_) => Err(()),
     });
     let Some(reached) = reached.unwrap_or_else(|()| panic!("{case}: it does not come to that")) else { return false };
     match event {
