@@ -483,7 +483,7 @@ fn whatever_happens_while_host_memory_passes_one_runs_and_the_other_is_whole() {
     };
     let mut cases = of(Victim::Leaving, &OF_LEAVING);
     cases.extend(of(Victim::Coming, &OF_COMING));
-    // All of them take a minute and a half.
+    // All 80 with PROPTEST_CASES=80: they copy gigabytes.
     in_parallel(some(cases, 32), 4, |(victim, call, fate, nth)| happens(victim, call, fate, nth));
 }
 
