@@ -285,8 +285,7 @@ fn check_room(machine: &dyn Machine, members: &[Member], cards: &[Card], map: &G
         for member in members {
             let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
             let device = devices.iter().find(|device| device.uuid.as_ref() == Some(old));
-            let (active, paused) =
-                device.map_or((0, 0), |device| (device.active_bytes, device.paused_bytes.saturating_sub(device.self_paused_bytes)));
+            let (active, paused) = device.map_or((0, 0), |device| (device.active_bytes, device.coming_bytes()));
             let all = holders.iter().find(|holder| holder.pid == member.pid as u32).and_then(|holder| holder.bytes);
             let now = all.unwrap_or(active);
             let suspended = member.gpus.iter().find(|gpu| gpu.uuid == *old).map(|gpu| gpu.bytes);

@@ -224,7 +224,7 @@ fn usage(why: impl Into<String>) -> CommandError {
 /// Bytes of a process's tags that a resume brings back.
 fn paused_bytes(process: &Process, request: &TransitionRequest) -> u64 {
     let is_meant = |tag: &&TagStatus| request.tags.is_empty() || request.tags.contains(&tag.tag);
-    let comes = |tag: &TagStatus| tag.paused_bytes.saturating_sub(if request.self_paused { 0 } else { tag.self_paused_bytes });
+    let comes = |tag: &TagStatus| if request.self_paused { tag.paused_bytes } else { tag.coming_bytes() };
     process.tags().iter().filter(is_meant).map(comes).sum()
 }
 

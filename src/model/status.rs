@@ -157,12 +157,29 @@ pub enum TagState {
     Undoing,
 }
 
+impl DeviceStatus {
+    /// Bytes that a resume brings back which leaves what the program has paused itself.
+    pub fn coming_bytes(&self) -> u64 {
+        self.paused_bytes.saturating_sub(self.self_paused_bytes)
+    }
+}
+
 impl TagStatus {
+    /// Bytes that a resume brings back which leaves what the program has paused itself.
+    pub fn coming_bytes(&self) -> u64 {
+        self.paused_bytes.saturating_sub(self.self_paused_bytes)
+    }
+
+    /// Whether nobody but the program has paused what is paused of it.
+    pub fn is_only_self_paused(&self) -> bool {
+        self.self_paused_bytes == self.paused_bytes && self.both_paused_bytes == 0
+    }
+
     /// Its state in words. Only the program itself has paused what is "paused by itself".
     pub fn state_in_words(&self) -> &'static str {
         match self.state {
             TagState::Mixed => "partly paused",
-            TagState::Paused if self.self_paused_bytes == self.bytes && self.both_paused_bytes == 0 => "paused by itself",
+            TagState::Paused if self.is_only_self_paused() => "paused by itself",
             state => state.name(),
         }
     }

@@ -405,7 +405,7 @@ impl Model {
             discarded: discarded(tags()),
             active: members.iter().filter(is_there).map(|seen| seen.sample.process.active_bytes()).sum(),
             paused: tags().map(|tag| tag.paused_bytes).sum(),
-            coming: tags().map(|tag| tag.paused_bytes.saturating_sub(tag.self_paused_bytes)).sum(),
+            coming: tags().map(TagStatus::coming_bytes).sum(),
             host: tags().map(|tag| tag.host_bytes).sum(),
             disk: tags().map(|tag| tag.disk_bytes).sum(),
         }

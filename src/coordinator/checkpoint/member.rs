@@ -66,8 +66,7 @@ impl Member {
         let pid = Client::connect(&directory, process.pid)?.seen_as();
         let gpus = process.suspended().unwrap_or_default().to_vec();
         // What only the program has paused, the resume leaves.
-        let is_its_own = |tag: &TagStatus| tag.self_paused_bytes == tag.paused_bytes && tag.both_paused_bytes == 0;
-        let is_active = |tag: &&TagStatus| tag.state != TagState::Paused || !gpus.is_empty() || is_its_own(tag);
+        let is_active = |tag: &&TagStatus| tag.state != TagState::Paused || !gpus.is_empty() || tag.is_only_self_paused();
         let active: Vec<_> = process.tags().iter().filter(is_active).map(|tag| tag.tag.clone()).collect();
         let active = Some(active).filter(|active| active.len() < process.tags().len());
         Ok(Self {

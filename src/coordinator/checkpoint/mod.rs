@@ -457,7 +457,7 @@ impl Checkpoint {
                 if let Some(uuid) = &device.uuid
                     && tags_on.is_some_and(|gpus| gpus.is_empty() || gpus.contains(uuid))
                 {
-                    *needs.entry(onto(uuid)).or_default() += device.paused_bytes.saturating_sub(device.self_paused_bytes);
+                    *needs.entry(onto(uuid)).or_default() += device.coming_bytes();
                 }
             }
         }
