@@ -81,10 +81,12 @@ class Reading(unittest.TestCase):
             one, two = '{"input": "q", "output": "x\u2028\x85", "score": 1}', '{"input": "r", "output": "y", "score": 2}'
             for step, lines in ((1, [one, two]), (2, [two, one]), (3, [one])):
                 (pathlib.Path(folder) / f"{step}.jsonl").write_text("\n".join(lines))
-            digests = report.tokens(folder)
-            self.assertEqual(digests[1], digests[2])
-            self.assertNotEqual(digests[1], digests[3])
-            self.assertTrue(digests[3], "not split within an answer")
+            answers = report.tokens(folder)
+            self.assertEqual(answers[1], answers[2])
+            self.assertEqual([len(answers[step]) for step in (1, 3)], [2, 1], "not split within an answer")
+            self.assertEqual(report.common([answers[1], answers[3], None]), "1 of 2 answers, 1 of 2 prompts")
+            changed = [[prompt, "other"] for prompt, _ in answers[1]]
+            self.assertEqual(report.common([answers[1], changed]), "0 of 2 answers, 2 of 2 prompts")
 
 
 class Deriving(unittest.TestCase):
@@ -133,7 +135,7 @@ class Deriving(unittest.TestCase):
         def mode(loss, outside=()):
             steps = {1: {"actor/pg_loss": loss}, 2: {"actor/pg_loss": 0.5, "actor/lr": 1}}
             found = {"events": self.found(), "samples": [], "outside": list(outside)}
-            return {"ended": "complete", "steps": steps, "tokens": {1: "abc"}, **found}
+            return {"ended": "complete", "steps": steps, "tokens": {1: [["q", "a"]]}, **found}
 
         done = {
             "what": "suspend",
@@ -233,7 +235,7 @@ class Deriving(unittest.TestCase):
     def test_tables_and_joined_runs(self):
         def mode(gen, loss):
             steps = {number: {"timing_s/gen": gen, "actor/pg_loss": loss} for number in (1, 2)}
-            return {"ended": "complete", "events": self.found(), "samples": [], "steps": steps, "tokens": {1: "abc"}}
+            return {"ended": "complete", "events": self.found(), "samples": [], "steps": steps, "tokens": {1: [["q", "a"]]}}
 
         result = {"about": "a GPU", "warm": 1, "modes": {"a": mode(6.0, 0.5), "c": mode(4.0, 0.5)}}
         earlier = json.loads(json.dumps({"modes": {"b": mode(5.0, 0.5), "a": mode(7.0, 0.25)}}))
@@ -242,7 +244,7 @@ class Deriving(unittest.TestCase):
         text = report.markdown(joined)
         self.assertIn("| gen | 6.00 | 7.00 | 5.00 | 4.00 | 1.50 |", text)
         self.assertIn("| step 1: actor/pg_loss | 0.5 | 0.25 | 0.5 | 0.5 | no |", text)
-        self.assertIn("| step 1: answers | abc | abc | abc | abc | yes |", text)
+        self.assertRegex(text, r"\| step 1: answers( \| \w{12}){4} \| yes \|")
         self.assertIn("0.500 s; 8.59 GB need 0.156, 3.20 times", text)
 
 

@@ -12,6 +12,10 @@ def command() -> str:
     # `pip install --target`, the prefix above lib/python3.X/site-packages, a checkout.
     prefixes = [folder / "bin" for folder in (above[0], *above[3:4])]
     prefixes += [above[1] / "target" / profile for profile in ("release", "debug")]
+    # What this process runs under: a library beside the command line, or in the `lib` next to its folder.
+    if library := os.environ.get("VRAMCTL_LIB"):
+        folder = Path(library).resolve().parent
+        prefixes += [folder, folder.parent / "bin"]
     found = next((str(prefix / "vramctl") for prefix in prefixes if os.access(prefix / "vramctl", os.X_OK)), None)
     if found is None:
         looked = ", ".join(map(str, prefixes))

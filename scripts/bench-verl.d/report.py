@@ -1,7 +1,10 @@
 """Reads what verl and verl_timers.py have written, and makes scripts/bench-verl's tables. Needs no GPU."""
 
+import collections
+import functools
 import hashlib
 import json
+import operator
 import pathlib
 import re
 import statistics
@@ -97,12 +100,15 @@ def events(folder):
 
 
 def tokens(folder):
-    """A digest of each step's answers, whatever their order: {step: digest}."""
-    found = {}
-    for path in pathlib.Path(folder).glob("*.jsonl"):
-        answers = sorted(json.dumps([line.get("input"), line.get("output")]) for line in lines(path))
-        found[int(path.stem)] = hashlib.sha256("\n".join(answers).encode()).hexdigest()[:12] if answers else ""
-    return found
+    """A digest of each prompt and its answer, whatever their order: {step: [[prompt, answer], …]}."""
+
+    def digest(text):
+        return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:12]
+
+    return {
+        int(path.stem): sorted([digest(line.get("input")), digest(line.get("output"))] for line in lines(path))
+        for path in pathlib.Path(folder).glob("*.jsonl")
+    }
 
 
 def lines(path):
@@ -446,7 +452,10 @@ def mib(value):
 
 
 def result_of(mode, step, name):
-    return mode["tokens"].get(step) if name == "answers" else mode["steps"].get(step, {}).get(name)
+    if name != "answers":
+        return mode["steps"].get(step, {}).get(name)
+    answers = mode["tokens"].get(step)
+    return hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:12] if answers else None
 
 
 def results_table(labels, modes):
@@ -457,8 +466,22 @@ def results_table(labels, modes):
             if any(value is not None for value in values):
                 there = [value for value in values if value is not None]
                 same = "" if len(there) < 2 else "yes" if len(set(there)) == 1 else "no"
+                if same == "no" and name == "answers":
+                    same += ": " + common([modes[label]["tokens"].get(step) for label in labels])
                 rows.append([f"step {step}: {name}", *("" if value is None else value for value in values), same])
     return table(["", *map(title, labels), "equal"], rows)
+
+
+def common(modes):
+    """How many of a step's prompts and answers all modes have that have any."""
+
+    def shared(parts):
+        counts = [collections.Counter(map(tuple, part)) for part in parts]
+        return sum(functools.reduce(operator.and_, counts).values())
+
+    there = [answers for answers in modes if answers]
+    of = max(map(len, there))
+    return f"{shared(there)} of {of} answers, {shared([[one[:1] for one in answers] for answers in there])} of {of} prompts"
 
 
 def join(result, earlier):
