@@ -42,9 +42,23 @@ class Package(unittest.TestCase):
             package = Path(folder) / "lib/python3.9/site-packages/vramctl"
             package.mkdir(parents=True)
             shutil.copy(PACKAGE / "__main__.py", package)
-            ran = bare([sys.executable, str(package), "ps"])
+            ran = bare([sys.executable, str(package), "ps"], VRAMCTL_LIB="")
             self.assertEqual(ran.returncode, 1)
             self.assertIn(f"{folder}/bin", ran.stderr)
+
+    def test_a_package_apart_finds_the_command_line_of_the_library_that_it_runs_under(self) -> None:
+        """As an agent on a node of Ray does, which `vramctl run` has started."""
+        with tempfile.TemporaryDirectory() as folder:
+            package = Path(folder) / "packages/vramctl"
+            package.mkdir(parents=True)
+            shutil.copy(PACKAGE / "__main__.py", package)
+            for library, command in (("together/libvramctl.so", "together/vramctl"), ("apart/lib/libvramctl.so", "apart/bin/vramctl")):
+                path = Path(folder) / command
+                path.parent.mkdir(parents=True)
+                path.write_text(f'#!/bin/sh\necho {command} "$@"\n')
+                path.chmod(0o755)
+                ran = bare([sys.executable, str(package), "ps"], VRAMCTL_LIB=f"{folder}/{library}")
+                self.assertEqual(ran.stdout, f"{command} ps\n", ran.stderr)
 
 
 class Process(unittest.TestCase):
