@@ -124,7 +124,7 @@ fn without_memory_for_it_a_pause_succeeds_and_says_so() {
 fn a_resume_uses_the_guards_memory_and_a_failed_one_restores_the_guard() {
     struct Unwilling;
     impl Observer for Unwilling {
-        fn vote(&mut self) -> Result<(), Error> {
+        fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
             Err(Error::Aborted("no".into()))
         }
     }

@@ -362,7 +362,7 @@ fn a_failed_pause_lets_the_program_go() {
 struct Refuses<'a>(&'a Gpu, Option<u64>);
 
 impl Observer for Refuses<'_> {
-    fn vote(&mut self) -> Result<(), Error> {
+    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
         self.1 = Some(self.0.footprint().used()[0]);
         Err(Error::Aborted("a test".into()))
     }
@@ -405,7 +405,7 @@ impl Observer for RefusesEarly {
         Err(Error::Aborted("a test".into()))
     }
 
-    fn vote(&mut self) -> Result<(), Error> {
+    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
         panic!("the answer is known");
     }
 }
@@ -522,7 +522,7 @@ impl Observer for Frees {
         Some(false)
     }
 
-    fn vote(&mut self) -> Result<(), Error> {
+    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
         Err(Error::Aborted("a test".into()))
     }
 }
@@ -663,7 +663,7 @@ fn a_program_that_makes_calls_all_the_time_is_left_alone() {
 struct WhenAllIsDone<'a>(&'a Gpu);
 
 impl Observer for WhenAllIsDone<'_> {
-    fn vote(&mut self) -> Result<(), Error> {
+    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
         common::eventually("unpinned", || Memory::get().status().host.ready_bytes == 0);
         common::eventually("loaded", || self.0.calls("cuModuleLoadData") > 0);
         Ok(())

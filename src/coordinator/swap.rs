@@ -30,7 +30,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::Duration;
 use vramctl_driver as driver;
-use vramctl_model::{Bytes, DeviceStatus, TagState, TagStatus, TransitionRequest};
+use vramctl_model::{Bytes, DeviceStatus, Lacking, TagState, TagStatus, TransitionRequest};
 
 /// What a swap will do.
 pub struct Swap {
@@ -51,6 +51,8 @@ pub struct Room {
     pub leaving: u64,
     /// Bytes that IN needs there.
     pub coming: u64,
+    /// Of those, bytes that get contents, at most.
+    pub kept: u64,
 }
 
 /// What came of a swap.
@@ -126,6 +128,10 @@ impl Swap {
         let others = coming.as_one_job(&nobody_asked);
         let hand_over_host = passing.as_ref().map(|_| self.next_piece_within());
         (job.wanted.hand_over, job.wanted.hand_over_host) = (true, hand_over_host);
+        if passing.is_none() {
+            // Otherwise each waits for the other's memory piece by piece, and nothing may be held back.
+            job.wanted.lacking = self.room.iter().map(|room| (room.uuid.clone(), room.lacking())).collect();
+        }
         let timeout = Some(self.next_piece_within());
         job.coming = Some(TransitionRequest { hand_over: true, hand_over_host, timeout, ..others.wanted.clone() });
         job.is_whole &= others.is_whole;
@@ -202,6 +208,13 @@ impl Swapped {
 }
 
 impl Room {
+    /// What IN lacks there.
+    fn lacking(&self) -> Lacking {
+        // IN's contexts, page tables and rounding take some more.
+        let beyond_free = |bytes: u64| if bytes > self.free { bytes - self.free + self.coming / 32 } else { 0 };
+        Lacking { for_contents: beyond_free(self.kept), for_all: beyond_free(self.coming) }
+    }
+
     /// The GPU's index in `nvidia-smi`, if NVML says it. To load NVML takes a while.
     pub fn index(&self) -> Option<u32> {
         driver::index_of(&self.uuid)
@@ -210,7 +223,7 @@ impl Room {
 
 impl std::fmt::Display for Room {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { uuid, free, leaving, coming } = self;
+        let Self { uuid, free, leaving, coming, .. } = self;
         let [free, leaving, coming] = [*free, *leaving, *coming].map(Bytes);
         let gpu = self.index().map_or_else(|| uuid.clone(), |index| format!("GPU {index} ({uuid})"));
         write!(out, "{gpu}: {coming} would come, {leaving} would leave, and {free} are free")
@@ -231,27 +244,29 @@ fn paused_bytes(process: &Process, request: &TransitionRequest) -> u64 {
 /// What changes hands on each GPU, as the processes see it. Where they do not know what is free, only the attempt shows whether there is room.
 fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
     let mut rooms = BTreeMap::<String, Room>::new();
-    let mut room_of = |device: &DeviceStatus, plan: &Plan, leaves: u64, comes: u64| {
+    let mut room_of = |device: &DeviceStatus, plan: &Plan, leaves: u64, comes: u64, kept: u64| {
         let (Some(uuid), Some(free)) = (device.uuid.clone().filter(|uuid| plan.wants(uuid)), device.free_bytes) else { return };
-        let room = rooms.entry(uuid.clone()).or_insert(Room { uuid, free, leaving: 0, coming: 0 });
+        let room = rooms.entry(uuid.clone()).or_insert(Room { uuid, free, leaving: 0, coming: 0, kept: 0 });
         room.leaving += leaves;
         room.coming += comes;
+        room.kept += kept.min(comes);
     };
     for process in leaving.processes() {
         let Ok(status) = &process.status else { continue };
         let request = leaving.request();
         for device in &status.memory.devices {
             let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
-            room_of(device, leaving, device.active_bytes.saturating_sub(not_meant), 0);
+            room_of(device, leaving, device.active_bytes.saturating_sub(not_meant), 0, 0);
         }
     }
     for process in coming.processes() {
         let Ok(status) = &process.status else { continue };
         let all: u64 = status.memory.devices.iter().map(|device| device.paused_bytes).sum();
         let meant = paused_bytes(process, coming.request());
+        let kept = process.tags().iter().map(|tag| tag.host_bytes + tag.disk_bytes).sum();
         for device in &status.memory.devices {
             // A process does not report on which GPU the paused memory of a tag was: at least this much was on this one.
-            room_of(device, coming, 0, meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes));
+            room_of(device, coming, 0, meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes), kept);
         }
     }
     rooms.into_values().filter(|room| room.leaving + room.coming > 0).collect()
@@ -314,4 +329,19 @@ fn stays(plan: &Plan) -> String {
          paused once the host has room",
         half_here.join(", ")
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_lacks_what_does_not_fit_into_free_memory_and_some_more() {
+        const GIB: u64 = 1 << 30;
+        let room = |free: u64| Room { uuid: String::new(), free: free * GIB, leaving: 47 * GIB, coming: 32 * GIB, kept: 20 * GIB };
+        let gib = |gib: u64, more: u64| (gib + more) * GIB;
+        assert_eq!(room(40).lacking(), Lacking { for_contents: 0, for_all: 0 });
+        assert_eq!(room(30).lacking(), Lacking { for_contents: 0, for_all: gib(2, 1) });
+        assert_eq!(room(15).lacking(), Lacking { for_contents: gib(5, 1), for_all: gib(17, 1) });
+    }
 }

@@ -165,8 +165,8 @@ impl<'a, 'b> Grant<'a, 'b> {
 
     /// Answers that everything is prepared, and waits for the client's commit. If the job has committed meanwhile, this process does as well,
     /// whatever its client says.
-    fn vote(&mut self) -> Result<(), Error> {
-        let why_not = match self.answer(&Reply::Prepared).and_then(|()| self.next()) {
+    fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
+        let why_not = match self.answer(&Reply::Prepared).and_then(|()| self.next_while(waiting)) {
             Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
             Ok(Request::Commit) => aborted_by_others(),
             Ok(Request::Abort) => aborted_by_client(),
@@ -201,7 +201,13 @@ impl<'a, 'b> Grant<'a, 'b> {
 
     /// The client's next request. An error if the lease has ended.
     fn next(&mut self) -> Result<Request, Error> {
-        let mut deadline = Instant::now() + self.patience;
+        self.next_while(&mut |_| ())
+    }
+
+    /// The same. Calls `waiting` now and then, with how long this has waited.
+    fn next_while(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<Request, Error> {
+        let began = Instant::now();
+        let mut deadline = began + self.patience;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.lines.next(left.min(LOOK_EVERY))? {
@@ -216,7 +222,7 @@ impl<'a, 'b> Grant<'a, 'b> {
                 Line::Late if left.is_zero() => {
                     return Err(Error::Aborted(format!("the client has been silent for {} ms", self.patience.as_millis())));
                 }
-                Line::Late => (),
+                Line::Late => waiting(began.elapsed()),
             }
         }
     }
@@ -263,8 +269,8 @@ impl Observer for Asker<'_, '_, '_> {
         Some(self.connection.is_gone())
     }
 
-    fn vote(&mut self) -> Result<(), Error> {
-        self.grant.as_mut().map_or(Ok(()), |grant| grant.vote())
+    fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
+        self.grant.as_mut().map_or(Ok(()), |grant| grant.vote(waiting))
     }
 
     fn give_up(&mut self) {

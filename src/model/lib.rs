@@ -37,7 +37,7 @@ pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, checked_name, checked_tag};
 pub use refusal::RefusingDevice;
 pub use registration::{Registered, Registration};
 pub use report::{Observer, Progress, Report, Stage, Verb};
-pub use request::{NCCL, TransitionRequest};
+pub use request::{Lacking, NCCL, TransitionRequest};
 pub use residue::{Cycle, Growth};
 pub use span::Span;
 pub use status::{

@@ -5,6 +5,7 @@ use crate::{Borrowed, Bytes, Error, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::Duration;
 
 /// The two transitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -166,9 +167,9 @@ pub trait Observer {
         self.is_gone() != Some(true)
     }
 
-    /// Called when every step that can fail is done and can still be undone. May wait. If the vote is no, everything is undone; the error
-    /// says why.
-    fn vote(&mut self) -> Result<(), Error> {
+    /// Called when every step that can fail is done and can still be undone. May wait, and calls `waiting` now and then meanwhile, with how long
+    /// it has waited. If the vote is no, everything is undone; the error says why.
+    fn vote(&mut self, _waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
         Ok(())
     }
 

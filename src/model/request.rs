@@ -8,6 +8,15 @@ use std::time::Duration;
 /// The tag of NCCL's own memory. All ranks give it up together, so a pause of all tags includes it only if the request says so.
 pub const NCCL: &str = "nccl";
 
+/// What a job lacks on a GPU in order to come, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lacking {
+    /// For what has contents, which are copied while the other job still leaves.
+    pub for_contents: u64,
+    /// For all of it.
+    pub for_all: u64,
+}
+
 /// What to pause or resume, and how.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent fields of a request
@@ -68,6 +77,10 @@ pub struct TransitionRequest {
     /// the contents back. A resume takes memory piece by piece as the other job gives it back; `timeout` limits the wait for each piece.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hand_over: bool,
+    /// Pause only, with `hand_over`: what the other job lacks on each GPU, by UUID. The rest of the memory there goes at the commit, because the
+    /// driver zeroes what it gets with the engines that copy (`backup/copier`). Without an entry, all of it is lacking.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub lacking: BTreeMap<String, Lacking>,
     /// With `hand_over`, on a host without room for the contents of both: host memory goes over, too, through the system. A resume gives each
     /// piece back once its contents are on the device, and if it is not committed, saves these again. A pause takes each piece as it comes, and
     /// waits for the next one at most this long.

@@ -149,7 +149,7 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
     if as_json {
         let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });
         let gpu = |room: &Room| {
-            let Room { uuid, free, leaving, coming } = room;
+            let Room { uuid, free, leaving, coming, .. } = room;
             json!({ "index": room.index(), "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "in_bytes": coming })
         };
         let coming: Vec<_> = coming.iter().map(comes).collect();

@@ -2,6 +2,7 @@
 
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
+use super::hand_over::{HandOver, LATE};
 use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
@@ -123,10 +124,12 @@ impl Memory {
             allocation.contents().paused_by = by;
         }
         let shown = self.show(TagState::Pausing, &victims);
+        let mut hand_over = HandOver::of(request);
         let follower = RefCell::new(&mut *observer);
         let saved = self.save(
             request,
             &victims,
+            hand_over.as_mut(),
             &mut |now| {
                 if request.hand_over {
                     // The other job waits for what the driver has refused to take back.
@@ -143,10 +146,16 @@ impl Memory {
             observer.give_up();
             self.map_back(&victims, by_piece, error)
         })?;
-        if request.hand_over && observer.is_wanted() {
-            release(&victims, &kept.items, is_free_to_go);
+        if let Some(hand_over) = hand_over.as_mut().filter(|_| observer.is_wanted()) {
+            hand_over.all_is_saved(&victims, &kept);
         }
-        observer.vote().map_err(|refused| self.map_back(&victims, by_piece, refused))?;
+        let mut hand_over_the_rest = |waited: Duration| {
+            if waited >= LATE && hand_over.take().is_some() {
+                log::debug!("the other job still lacks memory, so all of it goes over");
+                release(&victims, &kept.items, is_free_to_go);
+            }
+        };
+        observer.vote(&mut hand_over_the_rest).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
         owed::forget(&already);
         // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
@@ -192,11 +201,12 @@ impl Memory {
     }
 
     /// Saves contents. Unmaps what is saved while the rest is still being copied: with many allocations unmapping takes
-    /// long, and it can be undone. What is handed over is released as well, while that `is_wanted`.
+    /// long, and it can be undone. What is to `hand_over` is released as well, while that `is_wanted`.
     fn save(
         &self,
         request: &TransitionRequest,
         victims: &[Arc<Allocation>],
+        mut hand_over: Option<&mut HandOver<'_>>,
         progress: &mut backup::OnProgress<'_>,
         is_wanted: &mut dyn FnMut() -> bool,
         clock: &mut Clock,
@@ -210,8 +220,8 @@ impl Memory {
             let saved: Vec<_> = items.iter().filter_map(|(extent, _)| of_address.get(&extent.address).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
             let unmapped = unmap(&saved);
-            if request.hand_over && unmapped.is_ok() && is_wanted() {
-                release(&saved, items.iter().copied(), is_free_to_go);
+            if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && is_wanted()) {
+                release(&saved, items.iter().copied(), |allocation| hand_over.takes(allocation));
             }
         };
         clock.time(Stage::Save, || backup::save(wanted, flow_of(request), progress, &mut saved_already))
@@ -322,7 +332,7 @@ pub(super) fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
 pub(super) fn release<'a>(
     victims: &[Arc<Allocation>],
     items: impl IntoIterator<Item = &'a backup::Item>,
-    which: impl Fn(&Allocation) -> bool,
+    mut which: impl FnMut(&Allocation) -> bool,
 ) {
     let saved: BTreeMap<_, &Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {

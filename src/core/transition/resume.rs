@@ -116,7 +116,7 @@ impl Memory {
         let mut came = Vec::new();
         let brought = self
             .bring_back(&paused, &needed, &nearly_idle(&all), &mut arrival, by_piece.then_some(&mut came), &mut clock, &mut progress)
-            .and_then(|memories| observer.borrow_mut().vote().inspect_err(|_| self.show_undoing()).map(|()| memories));
+            .and_then(|memories| observer.borrow_mut().vote(&mut |_| ()).inspect_err(|_| self.show_undoing()).map(|()| memories));
         let memories = brought.map_err(|error| {
             if !came.is_empty() {
                 // They can be saved again only when the other job takes no more host memory.

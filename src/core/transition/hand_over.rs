@@ -1,0 +1,60 @@
+//! What a pause gives back before its commit, because the job that comes lacks it.
+
+use super::pause::{is_free_to_go, release};
+use crate::memory::Allocation;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+use vramctl_backup::Kept;
+use vramctl_driver::{self as driver, CUdevice};
+use vramctl_model::{Lacking, TransitionRequest};
+
+/// How long a prepared pause waits for its commit until it gives back the rest as well: somebody else has taken what the other job was to
+/// get. Longer than the driver needs to zero what that job lacks (96 GiB in 0.25 s).
+pub(super) const LATE: Duration = Duration::from_millis(500);
+
+/// What has been given back of what the other job lacks.
+pub(super) struct HandOver<'a> {
+    lacking: &'a BTreeMap<String, Lacking>,
+    /// Whether all contents are saved.
+    is_saved: bool,
+    /// What the other job lacks on a device, and bytes that it got.
+    given: BTreeMap<CUdevice, (Lacking, u64)>,
+}
+
+impl<'a> HandOver<'a> {
+    /// `None` unless the pause is part of a swap.
+    pub fn of(request: &'a TransitionRequest) -> Option<Self> {
+        request.hand_over.then(|| Self { lacking: &request.lacking, is_saved: false, given: BTreeMap::new() })
+    }
+
+    /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
+    pub fn all_is_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
+        self.is_saved = true;
+        let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| extent.address).collect();
+        // What is discarded goes last: if the pause is undone, it is zero.
+        let (kept_ones, discarded): (Vec<_>, Vec<_>) =
+            victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
+        for victims in [kept_ones, discarded] {
+            release(&victims, &kept.items, |allocation| self.takes(allocation));
+        }
+    }
+
+    /// Whether to give the memory of this allocation back now. It then counts as given.
+    pub fn takes(&mut self, allocation: &Allocation) -> bool {
+        if !is_free_to_go(allocation) {
+            return false;
+        }
+        let Some(device) = allocation.on_device() else { return true };
+        let lacking = self.lacking;
+        let (lacks, given) = self.given.entry(device).or_insert_with(|| {
+            let all = Lacking { for_contents: u64::MAX, for_all: u64::MAX };
+            (driver::uuid(device).and_then(|uuid| lacking.get(&uuid)).copied().unwrap_or(all), 0)
+        });
+        let is_lacking = *given < if self.is_saved { lacks.for_all } else { lacks.for_contents };
+        if is_lacking {
+            *given += allocation.bytes() as u64;
+        }
+        is_lacking
+    }
+}

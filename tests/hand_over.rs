@@ -1,0 +1,87 @@
+//! What a pause gives back before its commit, as part of a swap: as much as the other job lacks.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gpu, MIB, free, malloc_tagged, pattern, read, request, resume, write};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use vramctl_core::memory::Memory;
+use vramctl_model::{Error, Lacking, Observer, Policy, Report, TransitionRequest};
+
+const UNIT: u64 = 8 * MIB as u64;
+
+/// Records what has been given back when everything is prepared, and after each of these waits.
+struct Watches<'a> {
+    gpu: &'a Gpu,
+    active: u64,
+    waits: &'a [u64],
+    given: Vec<u64>,
+    commits: bool,
+}
+
+impl Observer for Watches<'_> {
+    fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
+        self.given.push((self.active - self.gpu.used(0)) / UNIT);
+        for &wait in self.waits {
+            waiting(Duration::from_millis(wait));
+            self.given.push((self.active - self.gpu.used(0)) / UNIT);
+        }
+        if self.commits { Ok(()) } else { Err(Error::Aborted("a test".into())) }
+    }
+}
+
+/// A program with three allocations that are kept and two that are discarded. Returns what was given back when, in units.
+fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
+    let gpu = Gpu::take();
+    let filled = |seed: u64| {
+        let (address, contents) = (malloc_tagged("weights", None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
+        assert_eq!(write(address, &contents), 0);
+        (address, contents)
+    };
+    let kept = [1, 2, 3].map(filled);
+    let cache = [0, 0].map(|_| malloc_tagged("cache", Some(Policy::Discard), UNIT as usize).unwrap());
+    let active = gpu.used(0);
+    let uuid = Memory::get().status().devices[0].uuid.clone().unwrap();
+    let lacking: BTreeMap<_, _> = lacking.map(|lacking| (uuid, lacking)).into_iter().collect();
+    let mut watches = Watches { gpu: &gpu, active, waits, given: Vec::new(), commits };
+    let paused: Result<Report, Error> = Memory::get().pause(&TransitionRequest { hand_over: true, lacking, ..request(&[]) }, &mut watches);
+    let given = watches.given;
+    if commits {
+        assert_eq!(paused.unwrap().bytes, 5 * UNIT);
+        assert_eq!(active - gpu.used(0), 5 * UNIT, "the rest goes at the commit");
+        resume(&[]).unwrap();
+    } else {
+        paused.unwrap_err();
+    }
+    assert_eq!(gpu.used(0), active);
+    for (address, contents) in kept {
+        assert!(read(address, contents.len()).unwrap() == contents);
+        assert_eq!(free(address), 0);
+    }
+    for address in cache {
+        assert_eq!(free(address), 0);
+    }
+    given
+}
+
+/// The driver zeroes what it gets back with the engines that copy, so what nobody needs yet would only slow the other job's copies.
+#[test]
+fn no_more_goes_before_the_commit_than_the_other_job_lacks() {
+    for commits in [true, false] {
+        let lacks = |for_contents, for_all| Some(Lacking { for_contents: for_contents * UNIT, for_all: for_all * UNIT });
+        assert_eq!(leave(lacks(0, 0), &[], commits), [0]);
+        assert_eq!(leave(lacks(0, 2), &[], commits), [2]);
+        assert_eq!(leave(lacks(1, 1), &[], commits), [1]);
+        assert_eq!(leave(lacks(1, 4), &[], commits), [4], "kept memory first, then discarded memory");
+        assert_eq!(leave(None, &[], commits), [5], "whoever does not say what is lacking gets all of it");
+    }
+}
+
+/// A third program may have taken what the other job was to get.
+#[test]
+fn the_rest_goes_as_well_if_the_commit_is_late() {
+    for commits in [true, false] {
+        assert_eq!(leave(Some(Lacking { for_contents: 0, for_all: UNIT }), &[100, 499, 500, 600], commits), [1, 1, 1, 5, 5]);
+    }
+}
