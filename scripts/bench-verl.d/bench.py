@@ -57,9 +57,10 @@ AFTER_A_FAILURE = 30
 
 LONG = """\
 The first import of verl, vLLM and Ray takes minutes; a shared bytecode cache (in /tmp) and the model are made before the first mode, in
-parallel. After that, a mode starts in one to three minutes. A mode that would not end within the limit is not started; --join puts it
-into the same table later, and continues --fit. Exits with 0 if all modes have run all steps, and d and e have been paused as often
-as they should, or if all that --fit looks for is found. To show that a pause changes nothing: --deterministic --modes c,e."""
+parallel. After that, a mode starts in three to four minutes, because nine processes import one after another. A mode that would not end
+within the limit is not started; --join puts it into the same table later, and continues --fit. Exits with 0 if all modes have run all
+steps, and d and e have been paused as often as they should, or if all that --fit looks for is found. To see whether a pause changes
+something: --deterministic --modes c,c,e."""
 
 
 def options():
@@ -75,7 +76,8 @@ def options():
     add("--suspends", type=int, default=0, metavar="N", help="and how often to suspend it (0)")
     add("--seed", type=int, default=random.randrange(1 << 16), metavar="N", help="of the moments at which that comes (random, and printed)")
     add("--steps", type=int, metavar="N", help="training steps of each mode (5; with --fit 2)")
-    add("--warm", type=int, default=2, metavar="N", help="first steps that the medians leave out: in mode c, they fill the regions (2)")
+    warm = "first steps that the medians leave out: in mode c, they fill the regions; in d and e, they tell how long a step takes (2)"
+    add("--warm", type=int, default=2, metavar="N", help=warm)
     add("--layers", type=int, default=16, metavar="N", help="of the model (16; with --hidden 2048 it has 0.8 billion parameters)")
     add("--hidden", type=int, default=2048, metavar="N", help="its width (2048; 24 layers of 2560 have 1.9 billion parameters)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override of verl's configuration; may be repeated")
@@ -463,7 +465,7 @@ class Bench:
                 self.status(place)
             told = len(steps)
             if label[0] in OUTSIDE and outside is None and told >= self.options.warm:
-                outside = self.start_outside(label, place, steps[max(steps)].get("timing_s/step", 0), idle)
+                outside = self.start_outside(label, place, min(step.get("timing_s/step", 0) for step in steps.values()), idle)
             rows = report.lines(place / "outside.jsonl")
             for row in rows[paused:]:
                 self.say("  " + report.outside_text(row, report.events(place / "events")))
