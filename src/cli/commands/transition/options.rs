@@ -101,7 +101,7 @@ Examples:
   vramctl resume               # what was paused of the only managed process
   vramctl resume engine        # what was paused of processes with this name
   vramctl resume weights --name engine
-  vramctl resume --gpu 0       # all memory on this GPU, and on no other
+  vramctl resume --gpu 0       # on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
