@@ -52,7 +52,10 @@ class Package(unittest.TestCase):
             package = Path(folder) / "packages/vramctl"
             package.mkdir(parents=True)
             shutil.copy(PACKAGE / "__main__.py", package)
-            for library, command in (("together/libvramctl.so", "together/vramctl"), ("apart/lib/libvramctl.so", "apart/bin/vramctl")):
+            for library, command in (
+                ("together/libvramctl.so", "together/vramctl"),
+                ("apart/lib/libvramctl.so", "apart/bin/vramctl"),
+            ):
                 path = Path(folder) / command
                 path.parent.mkdir(parents=True)
                 path.write_text(f'#!/bin/sh\necho {command} "$@"\n')
