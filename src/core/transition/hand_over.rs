@@ -1,11 +1,10 @@
-//! What a pause gives back before its commit, because the job that comes lacks it.
+//! Gives memory back: before the commit of a pause what the job that comes lacks, at the commit the rest.
 
-use super::pause::{is_free_to_go, release};
 use crate::memory::Allocation;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
-use vramctl_backup::Kept;
+use vramctl_backup::{self as backup, Backup, Kept};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_model::{Lacking, TransitionRequest};
 
@@ -57,4 +56,26 @@ impl<'a> HandOver<'a> {
         }
         is_lacking
     }
+}
+
+/// Releases the memory of these, unless that has been done. From here on, the contents are only where they were saved.
+pub(super) fn release<'a>(
+    victims: &[Arc<Allocation>],
+    items: impl IntoIterator<Item = &'a backup::Item>,
+    mut which: impl FnMut(&Allocation) -> bool,
+) {
+    let saved: BTreeMap<_, &Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
+    for allocation in victims {
+        let is_there = allocation.contents().memory.is_some();
+        if is_there && which(allocation) {
+            allocation.replace(None, saved.get(&allocation.address()).map(|saved| Arc::clone(saved)));
+        }
+    }
+}
+
+/// Whether new memory can take the place of this memory without anybody's noticing, should the pause be undone. Whoever has it open or
+/// registered knows its physical pages: it goes at the commit.
+pub(super) fn is_free_to_go(allocation: &Allocation) -> bool {
+    let contents = allocation.contents();
+    contents.registrant().is_none() && contents.lent_to_others(&TransitionRequest::default()).is_empty()
 }

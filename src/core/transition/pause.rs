@@ -2,7 +2,7 @@
 
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
-use super::hand_over::{HandOver, LATE};
+use super::hand_over::{HandOver, LATE, is_free_to_go, release};
 use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vramctl_backup::{self as backup, Backup, Kept};
+use vramctl_backup::{self as backup, Kept};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, Activity, RelaxedCapture};
 use vramctl_host::exit;
@@ -328,21 +328,6 @@ pub(super) fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     driver::unmap(&mut memories)
 }
 
-/// Releases the memory of these, unless that has been done. From here on, the contents are only where they were saved.
-pub(super) fn release<'a>(
-    victims: &[Arc<Allocation>],
-    items: impl IntoIterator<Item = &'a backup::Item>,
-    mut which: impl FnMut(&Allocation) -> bool,
-) {
-    let saved: BTreeMap<_, &Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
-    for allocation in victims {
-        let is_there = allocation.contents().memory.is_some();
-        if is_there && which(allocation) {
-            allocation.replace(None, saved.get(&allocation.address()).map(|saved| Arc::clone(saved)));
-        }
-    }
-}
-
 /// Drops the retained backups of active memory, which only save time, but for those that the pause writes to.
 fn drop_retained(request: &TransitionRequest, all: &[Arc<Allocation>]) {
     for allocation in all.iter().filter(|allocation| !allocation.is_paused()) {
@@ -350,11 +335,4 @@ fn drop_retained(request: &TransitionRequest, all: &[Arc<Allocation>]) {
         let dropped = if is_written { None } else { allocation.contents().saved.take() };
         drop(dropped);
     }
-}
-
-/// Whether new memory can take the place of this memory without anybody's noticing, should the pause be undone. Whoever has it open or
-/// registered knows its physical pages: it goes at the commit.
-pub(super) fn is_free_to_go(allocation: &Allocation) -> bool {
-    let contents = allocation.contents();
-    contents.registrant().is_none() && contents.lent_to_others(&TransitionRequest::default()).is_empty()
 }

@@ -4,7 +4,7 @@ use super::came::goes_over;
 use super::choose::{Chosen, comes_back, refuse_if_still_lent};
 use super::contents::wanted_of;
 use super::flow_of;
-use super::pause::is_free_to_go;
+use super::hand_over::is_free_to_go;
 use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::sync::Arc;

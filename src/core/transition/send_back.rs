@@ -1,7 +1,8 @@
 //! A swap's resume whose host memory has gone over to the other job, undone: its contents are saved again, as host memory comes back.
 
 use super::came::Came;
-use super::pause::{TAKEN_BACK_WITHIN, release, unmap};
+use super::hand_over::release;
+use super::pause::{TAKEN_BACK_WITHIN, unmap};
 use super::{WAIT_LOCKED, owed};
 use crate::memory::{Allocation, Memory};
 use crate::{drain, gate, quiet};
