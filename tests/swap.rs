@@ -5,13 +5,13 @@ mod common;
 
 use common::machine::{Machine, Program, Ran, proxy};
 use common::{eventually, in_parallel, some};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -116,6 +116,50 @@ fn one_comes_while_the_other_leaves() {
     Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
     assert_eq!(running(&machine, &a, &b), "b");
     check_both(&machine, &mut a, &mut b);
+}
+
+/// Of 90 MiB that leave, as many come, and some are free: what OUT is not told to be lacking stays until the commit.
+#[test]
+fn the_one_that_leaves_is_told_what_the_other_one_lacks() {
+    const MIB: u64 = 1 << 20;
+    let (machine, a, b) = one_of_two();
+    let free = (128 * MIB).checked_sub(machine.used()).unwrap();
+    assert!(free > 10 * MIB, "{free}");
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let hears = Arc::clone(&told);
+    let folder = proxy(&machine, [&a, &b], move |place, request, line, is_answer| {
+        if (place, request, is_answer) == (0, "prepare", false) {
+            hears.lock().unwrap().push(serde_json::from_slice::<Value>(line).unwrap()["lacking"].clone());
+        }
+        true
+    });
+    let mut command = machine.cli("swap a b");
+    Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
+    let told = told.lock().unwrap();
+    let lacking: Vec<_> = told.iter().flat_map(|lacking| lacking.as_object().unwrap().values()).collect();
+    let [lacking] = &lacking[..] else { panic!("{told:?}") };
+    let [for_contents, for_all] = ["for_contents", "for_all"].map(|name| lacking[name].as_u64().unwrap());
+    let least = 90 * MIB - free;
+    assert!((least..least + 4 * MIB).contains(&for_all) && for_contents <= for_all && for_contents > 0, "{told:?}, {free} free");
+}
+
+/// Somebody else may have taken what the other job was to get.
+#[test]
+fn a_swap_whose_commit_is_late_hands_over_the_rest() {
+    let machine = Machine::new();
+    let mut engine = machine.engine("engine");
+    let uuid = machine.status("engine")["processes"][0]["devices"][0]["uuid"].clone();
+    let lacking = json!({uuid.as_str().unwrap(): {"for_contents": 0, "for_all": 0}});
+    let active = machine.used();
+    let mut wire = machine.connect(&engine);
+    wire.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
+    wire.step(&json!({"request": "drain", "limit_ms": 10_000}), None, "drained");
+    wire.step(&json!({"request": "prepare", "of": "pause", "hand_over": true, "lacking": lacking}), None, "prepared");
+    eventually("all is handed over", || machine.used() + (16 << 20) <= active);
+    wire.send(&json!({"request": "abort"}), None);
+    assert_eq!(wire.answer()["code"], "aborted");
+    assert_eq!((machine.settled(&[&engine]).as_str(), machine.used()), ("active", active));
+    engine.verify();
 }
 
 /// To whom something happens, when a request to one of the two jobs, or its answer, is on its way.

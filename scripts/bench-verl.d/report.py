@@ -100,15 +100,15 @@ def events(folder):
 
 
 def tokens(folder):
-    """A digest of each prompt and its answer, whatever their order: {step: [[prompt, answer], …]}."""
-
-    def digest(text):
-        return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:12]
-
+    """Fingerprints of each prompt and its answer, whatever their order: {step: [[prompt, answer], …]}."""
     return {
-        int(path.stem): sorted([digest(line.get("input")), digest(line.get("output"))] for line in lines(path))
+        int(path.stem): sorted([fingerprint(line.get("input")), fingerprint(line.get("output"))] for line in lines(path))
         for path in pathlib.Path(folder).glob("*.jsonl")
     }
+
+
+def fingerprint(value):
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def lines(path):
@@ -455,7 +455,7 @@ def result_of(mode, step, name):
     if name != "answers":
         return mode["steps"].get(step, {}).get(name)
     answers = mode["tokens"].get(step)
-    return hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:12] if answers else None
+    return fingerprint(answers) if answers else None
 
 
 def results_table(labels, modes):

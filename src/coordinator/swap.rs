@@ -52,7 +52,7 @@ pub struct Room {
     /// Bytes that IN needs there.
     pub coming: u64,
     /// Of those, bytes that get contents, at most.
-    pub kept: u64,
+    kept: u64,
 }
 
 /// What came of a swap.

@@ -10,13 +10,11 @@ use vramctl_model::{Lacking, TransitionRequest};
 
 /// How long a prepared pause waits for its commit until it gives back the rest as well: somebody else has taken what the other job was to
 /// get. Longer than the driver needs to zero what that job lacks (96 GiB in 0.25 s).
-pub(super) const LATE: Duration = Duration::from_millis(500);
+const LATE: Duration = Duration::from_millis(500);
 
 /// What has been given back of what the other job lacks.
 pub(super) struct HandOver<'a> {
     lacking: &'a BTreeMap<String, Lacking>,
-    /// Whether all contents are saved.
-    is_saved: bool,
     /// What the other job lacks on a device, and bytes that it got.
     given: BTreeMap<CUdevice, (Lacking, u64)>,
 }
@@ -24,23 +22,33 @@ pub(super) struct HandOver<'a> {
 impl<'a> HandOver<'a> {
     /// `None` unless the pause is part of a swap.
     pub fn of(request: &'a TransitionRequest) -> Option<Self> {
-        request.hand_over.then(|| Self { lacking: &request.lacking, is_saved: false, given: BTreeMap::new() })
+        request.hand_over.then(|| Self { lacking: &request.lacking, given: BTreeMap::new() })
+    }
+
+    /// These are saved while others are not yet: gives back what the other job lacks for its contents.
+    pub fn are_saved<'i>(&mut self, saved: &[Arc<Allocation>], items: impl IntoIterator<Item = &'i backup::Item>) {
+        release(saved, items, |allocation| self.takes(allocation, |lacks| lacks.for_contents));
     }
 
     /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
-    pub fn all_is_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
-        self.is_saved = true;
+    pub fn all_are_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
         let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| extent.address).collect();
         // What is discarded goes last: if the pause is undone, it is zero.
-        let (kept_ones, discarded): (Vec<_>, Vec<_>) =
-            victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
-        for victims in [kept_ones, discarded] {
-            release(&victims, &kept.items, |allocation| self.takes(allocation));
+        let (saved, discarded): (Vec<_>, Vec<_>) = victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
+        for victims in [saved, discarded] {
+            release(&victims, &kept.items, |allocation| self.takes(allocation, |lacks| lacks.for_all));
         }
     }
 
-    /// Whether to give the memory of this allocation back now. It then counts as given.
-    pub fn takes(&mut self, allocation: &Allocation) -> bool {
+    /// The commit has not come yet.
+    pub fn has_waited(waited: Duration, victims: &[Arc<Allocation>], kept: &Kept) {
+        if waited >= LATE {
+            release(victims, &kept.items, is_free_to_go);
+        }
+    }
+
+    /// Whether to give the memory of this allocation back now, up to a `limit` on each device. It then counts as given.
+    fn takes(&mut self, allocation: &Allocation, limit: impl Fn(&Lacking) -> u64) -> bool {
         if !is_free_to_go(allocation) {
             return false;
         }
@@ -50,7 +58,7 @@ impl<'a> HandOver<'a> {
             let all = Lacking { for_contents: u64::MAX, for_all: u64::MAX };
             (driver::uuid(device).and_then(|uuid| lacking.get(&uuid)).copied().unwrap_or(all), 0)
         });
-        let is_lacking = *given < if self.is_saved { lacks.for_all } else { lacks.for_contents };
+        let is_lacking = *given < limit(lacks);
         if is_lacking {
             *given += allocation.bytes() as u64;
         }

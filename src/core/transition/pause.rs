@@ -2,7 +2,7 @@
 
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
-use super::hand_over::{HandOver, LATE, is_free_to_go, release};
+use super::hand_over::{HandOver, release};
 use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
@@ -147,15 +147,14 @@ impl Memory {
             self.map_back(&victims, by_piece, error)
         })?;
         if let Some(hand_over) = hand_over.as_mut().filter(|_| observer.is_wanted()) {
-            hand_over.all_is_saved(&victims, &kept);
+            hand_over.all_are_saved(&victims, &kept);
         }
-        let mut hand_over_the_rest = |waited: Duration| {
-            if waited >= LATE && hand_over.take().is_some() {
-                log::debug!("the other job still lacks memory, so all of it goes over");
-                release(&victims, &kept.items, is_free_to_go);
+        let mut waiting = |waited| {
+            if request.hand_over {
+                HandOver::has_waited(waited, &victims, &kept);
             }
         };
-        observer.vote(&mut hand_over_the_rest).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
+        observer.vote(&mut waiting).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
         owed::forget(&already);
         // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
@@ -221,7 +220,7 @@ impl Memory {
             // If this fails, the final unmap retries it.
             let unmapped = unmap(&saved);
             if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && is_wanted()) {
-                release(&saved, items.iter().copied(), |allocation| hand_over.takes(allocation));
+                hand_over.are_saved(&saved, items.iter().copied());
             }
         };
         clock.time(Stage::Save, || backup::save(wanted, flow_of(request), progress, &mut saved_already))
