@@ -118,13 +118,12 @@ struct Listed {
 }
 
 impl Listeners {
-    /// By their addresses and connections to them, where there are any.
+    /// By their pids here, `None` for those that cannot be seen, and their addresses.
     /// `alive`: those known to live.
-    pub fn of(mut listening: Vec<(Address, Option<UnixStream>)>, alive: Vec<Address>) -> Self {
-        listening.sort_by(|(one, _), (other, _)| one.cmp(other));
+    pub fn of(mut listening: Vec<(Option<u32>, Address)>, alive: Vec<Address>) -> Self {
+        listening.sort_by(|(_, one), (_, other)| one.cmp(other));
         let (mut known, mut unseen) = (Self::default(), Vec::new());
-        for (address, stream) in listening {
-            let here = stream.map_or(Some(address.pid), |stream| address.pid_here(&stream));
+        for (here, address) in listening {
             let Some(here) = here else {
                 unseen.push(address);
                 continue;

@@ -5,7 +5,7 @@ use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::{ptr, slice};
-use vramctl_host::above_standard;
+use vramctl_host::{ForkLock, Held};
 
 /// The most descriptors that one message can have (`SCM_MAX_FD` in Linux).
 pub const MOST: usize = 253;
@@ -73,14 +73,20 @@ pub fn send_line(stream: &UnixStream, line: &[u8], files: &[BorrowedFd<'_>], fla
 /// The descriptors that have come with bytes.
 #[derive(Debug, Default)]
 pub struct Passed {
-    /// In the order in which they were sent.
-    pub files: Vec<OwnedFd>,
+    /// In the order in which they were sent. A forked child does not keep them, nor the memory behind them.
+    pub files: Vec<Held>,
     /// Whether some that were sent did not arrive: this process has reached its limit of open files, or may not receive them.
     pub lacks_some: bool,
 }
 
 /// Receives bytes, and the descriptors that came with them. 0 at the end.
 pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io::Result<usize> {
+    // Wait for bytes first, without the lock.
+    // SAFETY: the bytes are writable.
+    if unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_PEEK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let lock = ForkLock::take();
     let mut room: Ancillary = [0; 130];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: plain data, for which all zeroes is a value; the room is aligned, and the bytes are writable.
@@ -90,7 +96,7 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io
         message.msg_iovlen = 1;
         message.msg_control = room.as_mut_ptr().cast();
         message.msg_controllen = size_of::<Ancillary>() as _;
-        (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC), message)
+        (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT), message)
     };
     let received = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
     passed.lacks_some |= message.msg_flags & libc::MSG_CTRUNC != 0;
@@ -108,7 +114,7 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io
         }
     }
     for file in files {
-        match above_standard(file) {
+        match Held::new(file, &lock) {
             Ok(file) => passed.files.push(file),
             Err(_) => passed.lacks_some = true,
         }
@@ -139,9 +145,10 @@ mod tests {
         let files = &mut passed.files;
         assert!(files.len() == MOST && !passed.lacks_some);
         // SAFETY: touches no memory.
-        assert_eq!(unsafe { libc::fcntl(files[MOST - 1].as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+        assert_eq!(unsafe { libc::fcntl(files[MOST - 1].get().unwrap().as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
         let mut text = String::new();
-        let mut copy = File::from(files.pop().unwrap());
+        let held = files.pop().unwrap();
+        let mut copy = held.as_type::<File>().unwrap();
         copy.rewind().unwrap();
         copy.read_to_string(&mut text).unwrap();
         assert_eq!(text, "contents");

@@ -19,7 +19,7 @@ use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::directory::{Unsafe, open_private};
 use vramctl_host::system::user;
-use vramctl_host::{Identity, Unpoison};
+use vramctl_host::{ForkLock, Held, Identity, Unpoison};
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug, Clone)]
@@ -113,9 +113,9 @@ impl Directory {
     }
 
     /// Binds this process's socket. Replaces the socket of an earlier process with the same pid.
-    pub fn bind(&self) -> io::Result<(UnixListener, Bound)> {
+    pub fn bind(&self) -> io::Result<(Held, Bound)> {
         // In two containers that share a directory, a process may have this pid each.
-        let in_use = |address: &Address| match self.dial(address) {
+        let in_use = |address: &Address| match self.look(address) {
             Ok(_) => true,
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
@@ -132,7 +132,9 @@ impl Directory {
         let _ = fs::remove_file(&unfinished);
         let lock = Lock::of_this_process(&self.within_process());
         let bind = || {
-            let listener = UnixListener::bind(&unfinished)?;
+            let opening = ForkLock::take();
+            let listener = Held::new(UnixListener::bind(&unfinished)?, &opening)?;
+            drop(opening);
             let file = fs::symlink_metadata(&unfinished)?;
             let path = CString::new(self.path.join(address.file()).into_os_string().into_vec())?;
             fs::rename(&unfinished, self.within(&address.file()))?;
@@ -167,13 +169,20 @@ impl Directory {
         if let Some(known) = &*self.known() {
             return Ok(known.address(pid).cloned().unwrap_or(plain));
         }
-        match self.dial(&plain) {
-            Ok(stream) if plain.pid_here(&stream) == Some(pid) => return Ok(plain),
+        match self.look(&plain) {
+            Ok(Some(here)) if here == pid => return Ok(plain),
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Ok(plain),
             // Of another PID namespace.
             _ => _ = self.processes()?,
         }
         Ok(self.known().as_ref().and_then(|known| known.address(pid).cloned()).unwrap_or(plain))
+    }
+
+    /// Connects, and hangs up. Returns the pid here of the process that listens, or `None` if it cannot be seen.
+    fn look(&self, address: &Address) -> io::Result<Option<u32>> {
+        // A child with the connection would keep one of the process's places for clients.
+        let _opening = ForkLock::take();
+        self.dial(address).map(|stream| address.pid_here(&stream))
     }
 
     fn dial(&self, address: &Address) -> io::Result<UnixStream> {
@@ -202,23 +211,24 @@ impl Directory {
         let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
         for entry in entries {
             let Some(address) = entry?.file_name().to_str().and_then(Address::of_file) else { continue };
-            match self.dial(&address) {
+            match self.look(&address) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(address),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => (),
-                // Other errors are reported when somebody talks to the process.
-                answer => listening.push((address, answer.ok())),
+                answer => listening.push((address, answer)),
             }
         }
         if !refused.is_empty() {
             thread::sleep(NEW_SOCKET);
         }
         for address in refused {
-            match self.dial(&address) {
+            match self.look(&address) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => _ = fs::remove_file(self.within(&address.file())),
-                answer => listening.push((address, answer.ok())),
+                answer => listening.push((address, answer)),
             }
         }
-        let known = Listeners::of(listening, alive);
+        // Errors are reported when somebody talks to the process.
+        let seen = listening.into_iter().map(|(address, here)| (here.unwrap_or(Some(address.pid)), address)).collect();
+        let known = Listeners::of(seen, alive);
         let pids = known.pids();
         *self.known() = Some(known);
         Ok(pids)

@@ -4,7 +4,7 @@ use crate::memory::Memory;
 use crate::memory::share::{Borrower, Loan, Token};
 use std::io;
 use std::mem::{self, ManuallyDrop};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -188,7 +188,7 @@ impl<'a> Lines<'a> {
     }
 
     /// The descriptor that came with the last line.
-    pub fn take_file(&mut self) -> Option<OwnedFd> {
+    pub fn take_file(&mut self) -> Option<Held> {
         self.passed.files.pop()
     }
 

@@ -8,7 +8,6 @@ use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;
 use crate::transition::Holding;
 use crate::{engine, events};
-use std::os::fd::AsFd;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -128,7 +127,8 @@ impl<'a, 'b> Grant<'a, 'b> {
     /// The decision that came with the last line, if any.
     fn take_decision(&mut self) -> Result<(), Error> {
         if let Some(file) = self.lines.take_file() {
-            self.decision = Some(Decision::open(file.as_fd())?);
+            let file = file.get().map_err(|error| Error::Invalid(error.to_string()))?;
+            self.decision = Some(Decision::open(file)?);
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ use std::{io, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
-use vramctl_host::{Held, PerProcess, Unpoison, exit, system, worker};
+use vramctl_host::{ForkLock, Held, PerProcess, Unpoison, exit, system, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
 /// How long the driver may take to answer for a status. Less than a client waits for it.
@@ -56,11 +56,9 @@ fn listen() -> io::Result<Held> {
 }
 
 fn listen_in(directory: &Directory) -> io::Result<Held> {
-    // Wrap it in `Held` at once: a child forked before then inherits the socket.
     let (socket, bound) = directory.bind()?;
     // A client may disconnect between `poll` and `accept`.
-    socket.set_nonblocking(true)?;
-    let socket = Held::new(socket)?;
+    socket.as_type::<UnixListener>()?.set_nonblocking(true)?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
     *BOUND.get().lock().unpoisoned() = Some(bound);
     Ok(socket)
@@ -123,8 +121,11 @@ fn accept(socket: &Held) -> Ended {
         // The result does not matter: `accept` below checks again.
         let _ = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
-        match listener.accept() {
-            Ok((stream, _)) => welcome(stream),
+        let lock = ForkLock::take();
+        let accepted = listener.accept().and_then(|(stream, _)| Held::new(stream, &lock));
+        drop(lock);
+        match accepted {
+            Ok(stream) => welcome(stream),
             // Shut down: no connection will ever arrive.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
             // The client has disconnected, or there was none.
@@ -158,7 +159,8 @@ fn is_lost() -> bool {
     BOUND.get().lock().unpoisoned().as_ref().is_some_and(Bound::is_lost)
 }
 
-fn welcome(stream: UnixStream) {
+fn welcome(held: Held) {
+    let Ok(stream) = held.as_type::<UnixStream>() else { return };
     let refuse = |stream: &UnixStream, code: Kind, why: &str| {
         let refusal = Refusal { code, ..Refusal::from(&Error::Invalid(why.to_owned())) };
         let _ = send(stream, &Reply::Error(refusal), &[], libc::MSG_DONTWAIT);
@@ -171,10 +173,7 @@ fn welcome(stream: UnixStream) {
     let Some(seat) = Seat::for_connection() else {
         return refuse(&stream, Kind::Busy, "too many connections; try again");
     };
-    let connection = match Held::new(stream) {
-        Ok(held) => Connection::new(held, seat, pid),
-        Err(error) => return log::debug!("could not accept a connection: {error}"),
-    };
+    let connection = Connection::new(held, seat, pid);
     if let Err(error) = worker::spawn("vramctl-client", move || converse(&connection)) {
         log::debug!("could not start a thread for a connection: {error}");
     }
@@ -285,7 +284,6 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         }
         Request::Claim => {
             let file = lines.take_file().ok_or_else(|| Error::Invalid("a claim needs a descriptor".into()))?;
-            let file = Held::new(file).map_err(|error| Error::Invalid(error.to_string()))?;
             let (token, loan) = connection.lend_claimed(&file)?;
             Ok(opened(loan, Some(token.text()), files))
         }

@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use vramctl_control::descriptors::{self, Passed};
+use vramctl_host::Held;
 
 /// A simulated machine with a socket directory of its own, which the first program on it makes.
 pub struct Machine {
@@ -528,7 +529,7 @@ pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, boo
                 if from == 0 && request != "renew" {
                     asked.lock().unwrap().clone_from(&request);
                 }
-                let files: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
+                let files: Vec<_> = files.iter().map(|file| file.get().unwrap()).collect();
                 let passes = may_pass(&request, &mut line, from == 1);
                 if !passes || descriptors::send_line(&sides[1 - from], &line, &files, 0).is_err() {
                     break;
@@ -539,7 +540,7 @@ pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, boo
     }
 }
 
-fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<Held>)> {
     let (mut line, mut passed) = (Vec::new(), Passed::default());
     while line.last() != Some(&b'\n') {
         // Byte by byte: data after the line may carry its own files.

@@ -9,11 +9,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{io, mem, process};
-use vramctl_host::{log_once, system};
+use vramctl_host::{ForkLock, Held, log_once, system};
 use vramctl_model::Bytes;
 
 /// Creates a file of `bytes` bytes in `directory`, and returns whether it uses direct I/O. Leaves no file on error.
-pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, bool)> {
+pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(Held, bool)> {
     let made = make(directory, name, bytes);
     if let (Err(error), Some(name)) = (&made, name)
         && error.kind() != io::ErrorKind::AlreadyExists
@@ -23,13 +23,16 @@ pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(F
     made
 }
 
-fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, bool)> {
+fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(Held, bool)> {
+    let lock = ForkLock::take();
     let opened = name.map_or_else(|| open(directory), |name| names::open(&directory.join(name)));
-    let file = opened.map_err(|error| in_directory(directory, "create", &error))?;
+    let held = opened.and_then(|file| Held::new(file, &lock)).map_err(|error| in_directory(directory, "create", &error))?;
+    drop(lock);
+    let file = held.as_type::<File>()?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| not_reserved(directory, bytes, error))?;
     let direct = make_direct(&file, bytes).map_err(|error| in_directory(directory, "use", &error))?;
-    Ok((file, direct))
+    Ok((held, direct))
 }
 
 fn in_directory(directory: &Path, what: &str, error: &io::Error) -> io::Error {

@@ -111,9 +111,9 @@ impl Spill {
     }
 
     fn make(directory: &Path, name: Option<String>, bytes: u64) -> io::Result<Self> {
-        let (file, direct) = file::create(directory, name.as_deref(), bytes)?;
+        let (held, direct) = file::create(directory, name.as_deref(), bytes)?;
         Ok(Self {
-            held: Held::new(file)?,
+            held,
             direct,
             directory: directory.to_owned(),
             name,

@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio, exit};
@@ -40,6 +40,7 @@ use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Outcome, Plan, Scope, Suspend, Swap, Swapped};
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_driver::{Card, NoCards};
+use vramctl_host::Held;
 use vramctl_host::system::poll;
 use vramctl_model::support::{self, CudaVersion};
 use vramctl_model::{DeviceStatus, Error, Failure, GpuUse, Holder, Report, Shortage, TagState, Verb, code};
@@ -268,7 +269,7 @@ struct Rank {
 struct Client {
     stream: UnixStream,
     unread: Vec<u8>,
-    file: Option<OwnedFd>,
+    file: Option<Held>,
 }
 
 /// The client has hung up, or its time is up.
@@ -399,7 +400,7 @@ impl Rank {
         };
         let was_held = self.slot.held.load(SeqCst);
         let (took, prepared) = (AtomicU64::new(0), Cell::new(None));
-        let decision = client.file.take().map(|file| Decision::open(file.as_fd()).unwrap());
+        let decision = client.file.take().map(|file| Decision::open(file.get().unwrap()).unwrap());
         let done = self.steps(first, client, decision.as_ref(), &took, &prepared);
         let is_committed = match &done {
             Ok(is_committed) => *is_committed,
@@ -564,7 +565,8 @@ impl Rank {
 }
 
 fn be_a_rank(shared: Shared, rank: usize, seed: u64) -> ! {
-    let (listener, _bound) = Directory::open_or_create().unwrap().bind().unwrap();
+    let (held, _bound) = Directory::open_or_create().unwrap().bind().unwrap();
+    let listener = held.as_type().unwrap();
     let slot = &shared.0.ranks[rank];
     let new =
         Rank { shared, slot, job: JOBS[rank], remembered: Mutex::default(), turn: Mutex::default(), random: Mutex::new(Random(seed)) };

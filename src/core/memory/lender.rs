@@ -8,7 +8,7 @@ use std::{io, thread};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Reply, Request};
-use vramctl_host::Held;
+use vramctl_host::{ForkLock, Held};
 use vramctl_model::{Failure, StatusCode, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
@@ -29,8 +29,8 @@ pub(super) struct Lender {
 impl Lender {
     pub(super) fn connect(pid: u32) -> io::Result<Self> {
         let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
-        let stream = directory.connect_beside(pid)?;
-        Ok(Self { pid, connection: Held::new(stream)? })
+        let lock = ForkLock::take();
+        Ok(Self { pid, connection: Held::new(directory.connect_beside(pid)?, &lock)? })
     }
 
     /// Asks for the memory behind a descriptor that it may have exported.
@@ -84,7 +84,7 @@ fn send(stream: &UnixStream, request: Request, files: &[BorrowedFd<'_>]) -> io::
 }
 
 fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<Held>)> {
-    let (mut answer, mut passed, mut held) = (Vec::new(), Passed::default(), Vec::new());
+    let (mut answer, mut passed) = (Vec::new(), Passed::default());
     while answer.last() != Some(&b'\n') {
         let mut part = [0; 4096];
         match descriptors::receive(stream, &mut part, &mut passed) {
@@ -93,13 +93,9 @@ fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<Held>)> {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => answer.extend_from_slice(&part[..count]),
         }
-        // At once: a child that is forked before would keep the memory.
-        for file in passed.files.drain(..) {
-            held.push(Held::new(file)?);
-        }
     }
     // Their number is in the answer: the caller notices if some are missing.
-    Ok((serde_json::from_slice(&answer)?, held))
+    Ok((serde_json::from_slice(&answer)?, passed.files))
 }
 
 /// Why memory could not be opened.
