@@ -6,10 +6,12 @@ mod common;
 use common::{Gpu, MIB, free, malloc_tagged, pattern, read, request, resume, write};
 use std::collections::BTreeMap;
 use std::time::Duration;
+use std::{mem, thread};
 use vramctl_core::memory::Memory;
-use vramctl_model::{Error, Lacking, Observer, Policy, Report, TransitionRequest};
+use vramctl_model::{Error, Lacking, Observer, Policy, Progress, Report, TransitionRequest};
 
-const UNIT: u64 = 8 * MIB as u64;
+/// As large as a piece of host memory: each is saved by itself.
+const UNIT: u64 = 32 * MIB as u64;
 
 /// Records what has been given back when everything is prepared, and after each of these waits.
 struct Watches<'a> {
@@ -18,9 +20,16 @@ struct Watches<'a> {
     waits: &'a [u64],
     given: Vec<u64>,
     commits: bool,
+    /// How long the first contents take.
+    first_takes: Duration,
 }
 
 impl Observer for Watches<'_> {
+    fn progress(&mut self, _: Progress) -> Result<(), Error> {
+        thread::sleep(mem::take(&mut self.first_takes));
+        Ok(())
+    }
+
     fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
         self.given.push((self.active - self.gpu.used(0)) / UNIT);
         for &wait in self.waits {
@@ -32,7 +41,7 @@ impl Observer for Watches<'_> {
 }
 
 /// A program with three allocations that are kept and two that are discarded. Returns what was given back when, in units.
-fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
+fn leave(lacking: Option<Lacking>, first_takes: Duration, waits: &[u64], commits: bool) -> Vec<u64> {
     let gpu = Gpu::take();
     let filled = |seed: u64| {
         let (address, contents) = (malloc_tagged("weights", None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
@@ -44,7 +53,7 @@ fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
     let active = gpu.used(0);
     let uuid = Memory::get().status().devices[0].uuid.clone().unwrap();
     let lacking: BTreeMap<_, _> = lacking.map(|lacking| (uuid, lacking)).into_iter().collect();
-    let mut watches = Watches { gpu: &gpu, active, waits, given: Vec::new(), commits };
+    let mut watches = Watches { gpu: &gpu, active, waits, given: Vec::new(), commits, first_takes };
     let paused: Result<Report, Error> = Memory::get().pause(&TransitionRequest { hand_over: true, lacking, ..request(&[]) }, &mut watches);
     let given = watches.given;
     if commits {
@@ -70,18 +79,28 @@ fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
 fn no_more_goes_before_the_commit_than_the_other_job_lacks() {
     for commits in [true, false] {
         let lacks = |for_contents, for_all| Some(Lacking { for_contents: for_contents * UNIT, for_all: for_all * UNIT });
-        assert_eq!(leave(lacks(0, 0), &[], commits), [0]);
-        assert_eq!(leave(lacks(0, 2), &[], commits), [2]);
-        assert_eq!(leave(lacks(1, 1), &[], commits), [1]);
-        assert_eq!(leave(lacks(1, 4), &[], commits), [4], "kept memory first, then discarded memory");
-        assert_eq!(leave(None, &[], commits), [5], "whoever does not say what is lacking gets all of it");
+        assert_eq!(leave(lacks(0, 0), Duration::ZERO, &[], commits), [0]);
+        assert_eq!(leave(lacks(0, 2), Duration::ZERO, &[], commits), [2]);
+        assert_eq!(leave(lacks(1, 1), Duration::ZERO, &[], commits), [1]);
+        assert_eq!(leave(lacks(1, 4), Duration::ZERO, &[], commits), [4], "kept memory first, then discarded memory");
+        assert_eq!(leave(None, Duration::ZERO, &[], commits), [5], "whoever does not say what is lacking gets all of it");
     }
+}
+
+/// The other job does not wait for ever for the next piece of memory.
+#[test]
+fn what_is_saved_goes_if_saving_takes_long() {
+    let given = leave(Some(Lacking { for_contents: 0, for_all: 0 }), Duration::from_millis(4100), &[], true);
+    assert!((1..=3).contains(&given[0]), "{given:?}");
 }
 
 /// A third program may have taken what the other job was to get.
 #[test]
 fn the_rest_goes_as_well_if_the_commit_is_late() {
     for commits in [true, false] {
-        assert_eq!(leave(Some(Lacking { for_contents: 0, for_all: UNIT }), &[100, 499, 500, 600], commits), [1, 1, 1, 5, 5]);
+        assert_eq!(
+            leave(Some(Lacking { for_contents: 0, for_all: UNIT }), Duration::ZERO, &[100, 499, 500, 600], commits),
+            [1, 1, 1, 5, 5]
+        );
     }
 }

@@ -10,9 +10,10 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_void};
 use std::fs::{self, DirBuilder};
 use std::io::Read;
-use std::os::fd::AsRawFd;
+use std::mem::ManuallyDrop;
+use std::os::fd::FromRawFd;
 use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, Once, OnceLock};
@@ -672,15 +673,16 @@ fn a_forked_child_does_not_keep_the_connections_to_the_others() {
             break stream;
         }
     };
-    let own = [listener.as_raw_fd(), asked.as_raw_fd()];
-    // SAFETY: the child calls nothing but `fstat`, and leaves by `_exit`.
+    let address = listener.local_addr().unwrap();
+    // SAFETY: the child calls nothing but `getpeername`, and leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let is_socket = |number: i32| unsafe {
-            let mut data = mem::zeroed::<libc::stat>();
-            libc::fstat(number, &raw mut data) == 0 && data.st_mode & libc::S_IFMT == libc::S_IFSOCK
+        let is_connection = |number: &i32| {
+            // SAFETY: not closed through this value.
+            let stream = ManuallyDrop::new(unsafe { UnixStream::from_raw_fd(*number) });
+            stream.peer_addr().is_ok_and(|peer| peer.as_pathname() == address.as_pathname())
         };
-        let kept = (3..1024).filter(|number| !own.contains(number) && is_socket(*number)).count();
+        let kept = (3..1024).filter(is_connection).count();
         // SAFETY: ends the child without running the test harness's exit handlers.
         unsafe { libc::_exit(kept as i32) };
     }
@@ -688,6 +690,7 @@ fn a_forked_child_does_not_keep_the_connections_to_the_others() {
     // SAFETY: `child` is ours and `ended` is writable.
     unsafe { libc::waitpid(child, &raw mut ended, 0) };
     fs::remove_file(sockets.join("1.sock")).unwrap();
+    drop(asked);
     asking.join().unwrap();
     assert_eq!(ended, 0);
 }

@@ -118,6 +118,59 @@ fn one_comes_while_the_other_leaves() {
     check_both(&machine, &mut a, &mut b);
 }
 
+/// Whoever comes may allocate more in its first moment, and finds the memory of the one that left. One that is stopped now is not waited for.
+#[test]
+fn the_one_that_comes_runs_once_the_other_one_has_left() {
+    for (delay, first) in [(100, ["done", "commit"]), (2500, ["commit", "done"])] {
+        let (machine, a, b) = one_of_two();
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let heard = Arc::clone(&order);
+        let folder = proxy(&machine, [&a, &b], move |place, request, _, is_answer| {
+            match (place, request, is_answer) {
+                (0, "commit", false) => thread::sleep(Duration::from_millis(delay)),
+                (0, "commit", true) => heard.lock().unwrap().push("done"),
+                (1, "commit", false) => heard.lock().unwrap().push("commit"),
+                _ => (),
+            }
+            true
+        });
+        let mut command = machine.cli("swap a b");
+        Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
+        assert_eq!(order.lock().unwrap()[..], first, "{delay} ms");
+        assert_eq!(running(&machine, &a, &b), "b");
+    }
+}
+
+/// The paused memory of two tags is on two GPUs, and nobody reports which is where: OUT must count on all that may be on its GPU.
+#[test]
+fn a_tag_that_may_be_on_either_gpu_is_lacking_on_both() {
+    const MIB: u64 = 1 << 20;
+    let machine = Machine::with(2, "128M");
+    let mut b = machine.python("b");
+    for (gpu, tag) in [(0, "x"), (1, "y")] {
+        let begin = format!("cuda.cudaSetDevice({gpu}), cuda.vramctl_region_begin(b'{tag}', 2)");
+        assert_eq!(b.ask(&begin), "(0, 0)");
+        let pointer = b.number(&format!("malloc({})", 60 * MIB));
+        assert_eq!(b.ask(&format!("fill({pointer}, 7, {}), cuda.vramctl_region_end()", 60 * MIB)), "(0, 0)");
+    }
+    machine.done("pause b");
+    let mut a = machine.python("a");
+    a.number(&format!("malloc({})", 90 * MIB));
+    let told = Arc::new(Mutex::new(Value::Null));
+    let hears = Arc::clone(&told);
+    let folder = proxy(&machine, [&a, &b], move |place, request, line, is_answer| {
+        if (place, request, is_answer) == (0, "prepare", false) {
+            *hears.lock().unwrap() = serde_json::from_slice::<Value>(line).unwrap()["lacking"].clone();
+        }
+        true
+    });
+    let mut command = machine.cli("swap a b --in-tags x");
+    Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
+    let told = told.lock().unwrap();
+    let most = told.as_object().unwrap().values().map(|lacking| lacking["for_all"].as_u64().unwrap()).max();
+    assert!(most.is_some_and(|most| most >= 22 * MIB), "{told}");
+}
+
 /// Of 90 MiB that leave, as many come, and some are free: what OUT is not told to be lacking stays until the commit.
 #[test]
 fn the_one_that_leaves_is_told_what_the_other_one_lacks() {

@@ -5,9 +5,9 @@
 
 use std::fs::File;
 use vramctl_config as config;
+use vramctl_host::Held;
 use vramctl_host::directory::open_private;
 use vramctl_host::file_lock::{Sharing, is_byte_locked, try_lock_byte};
-use vramctl_host::{ForkLock, Held};
 
 /// What a process signals, and the byte it locks.
 #[derive(Debug, Clone, Copy)]
@@ -28,9 +28,7 @@ pub struct Sign {
 impl Sign {
     /// Gives a signal. `None`, and no signal, if the directory does not exist or does not support locks.
     pub fn put_up(says: Says) -> Option<Self> {
-        let lock = ForkLock::take();
-        let directory = Held::new(own_directory()?, &lock).ok()?;
-        drop(lock);
+        let directory = Held::new(own_directory()?).ok()?;
         let is_locked = try_lock_byte(&*directory.as_type::<File>().ok()?, says as u64, Sharing::Shared).ok()?;
         is_locked.then_some(Self { _directory: directory })
     }

@@ -5,7 +5,7 @@ use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::{ptr, slice};
-use vramctl_host::{ForkLock, Held};
+use vramctl_host::Held;
 
 /// The most descriptors that one message can have (`SCM_MAX_FD` in Linux).
 pub const MOST: usize = 253;
@@ -81,12 +81,6 @@ pub struct Passed {
 
 /// Receives bytes, and the descriptors that came with them. 0 at the end.
 pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io::Result<usize> {
-    // Wait for bytes first, without the lock.
-    // SAFETY: the bytes are writable.
-    if unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_PEEK) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let lock = ForkLock::take();
     let mut room: Ancillary = [0; 130];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: plain data, for which all zeroes is a value; the room is aligned, and the bytes are writable.
@@ -96,7 +90,7 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io
         message.msg_iovlen = 1;
         message.msg_control = room.as_mut_ptr().cast();
         message.msg_controllen = size_of::<Ancillary>() as _;
-        (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT), message)
+        (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC), message)
     };
     let received = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
     passed.lacks_some |= message.msg_flags & libc::MSG_CTRUNC != 0;
@@ -114,7 +108,7 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io
         }
     }
     for file in files {
-        match Held::new(file, &lock) {
+        match Held::new(file) {
             Ok(file) => passed.files.push(file),
             Err(_) => passed.lacks_some = true,
         }

@@ -19,7 +19,7 @@ use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::directory::{Unsafe, open_private};
 use vramctl_host::system::user;
-use vramctl_host::{ForkLock, Held, Identity, Unpoison};
+use vramctl_host::{Held, Identity, Unpoison};
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug, Clone)]
@@ -132,9 +132,7 @@ impl Directory {
         let _ = fs::remove_file(&unfinished);
         let lock = Lock::of_this_process(&self.within_process());
         let bind = || {
-            let opening = ForkLock::take();
-            let listener = Held::new(UnixListener::bind(&unfinished)?, &opening)?;
-            drop(opening);
+            let listener = Held::new(UnixListener::bind(&unfinished)?)?;
             let file = fs::symlink_metadata(&unfinished)?;
             let path = CString::new(self.path.join(address.file()).into_os_string().into_vec())?;
             fs::rename(&unfinished, self.within(&address.file()))?;
@@ -180,8 +178,6 @@ impl Directory {
 
     /// Connects, and hangs up. Returns the pid here of the process that listens, or `None` if it cannot be seen.
     fn look(&self, address: &Address) -> io::Result<Option<u32>> {
-        // A child with the connection would keep one of the process's places for clients.
-        let _opening = ForkLock::take();
         self.dial(address).map(|stream| address.pid_here(&stream))
     }
 

@@ -8,9 +8,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
+use vramctl_host::Held;
 use vramctl_host::file_lock::{Sharing, try_lock_byte};
 use vramctl_host::system::now;
-use vramctl_host::{ForkLock, Held};
 
 /// The file of one GPU.
 #[derive(Debug)]
@@ -28,9 +28,8 @@ impl Gauge {
 
     fn within(directory: &Directory, uuid: &str) -> io::Result<Self> {
         let name: String = uuid.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
-        let lock = ForkLock::take();
         let file = directory.file(&format!("free-{name}"), File::options().read(true).write(true).create(true).truncate(false))?;
-        Held::new(file, &lock).map(Self)
+        Held::new(file).map(Self)
     }
 
     /// Whether this process asks the driver. Takes over if nobody else does.

@@ -9,8 +9,8 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+use vramctl_host::Held;
 use vramctl_host::file_lock::{Sharing, is_byte_locked, locked_bytes, try_lock, try_lock_byte, unlock_bytes};
-use vramctl_host::{ForkLock, Held};
 
 /// Locked after sockets were deleted, until all who have lost theirs have noticed. Numbers 0 and 1 are for host memory.
 const DELETED: u64 = 2;
@@ -43,8 +43,7 @@ impl Lock {
     }
 
     fn on(directory: &Path, byte: u64) -> Option<Self> {
-        let lock = ForkLock::take();
-        let held = Held::new(File::open(directory).ok()?, &lock).ok()?;
+        let held = Held::new(File::open(directory).ok()?).ok()?;
         let is_locked = try_lock_byte(&*held.as_type::<File>().ok()?, byte, Sharing::Shared).ok()?;
         is_locked.then_some(Self(held))
     }

@@ -321,6 +321,8 @@ struct Gathering {
     objected: bool,
     /// The first rank that failed.
     failed: Option<usize>,
+    /// How many of the ranks that leave are done, or have failed.
+    left: usize,
 }
 
 impl Gathering {
@@ -388,6 +390,10 @@ impl Attempt<'_> {
     /// Drives one rank through all steps.
     fn drive(&self, rank: usize) -> Result<Report, Stop> {
         let done = self.prepare_and_commit(rank);
+        if !self.comes(rank) {
+            self.gathering().left += 1;
+            self.changed.notify_all();
+        }
         self.reporter.disconnected(self.ranks[rank].pid);
         // If it is committed, this process does not answer, but the others are done.
         if let Err(Stop::Failed(_)) = done
@@ -431,6 +437,9 @@ impl Attempt<'_> {
         prepared?;
         // Every rank's thread commits; the first one decides.
         self.decision.commit();
+        if self.comes(rank) {
+            self.wait_for_those_that_leave();
+        }
         match client.ask(Request::Commit, None, &mut |_| ()) {
             Ok(Reply::Done(report)) => Ok(report),
             Ok(other) => Err(client.unexpected(&other).into()),
@@ -519,6 +528,14 @@ impl Attempt<'_> {
     /// Whether it comes while others leave.
     fn comes(&self, rank: usize) -> bool {
         self.ranks[rank].verb != self.job.verb
+    }
+
+    /// Waits until the ranks that leave have given back all memory: whoever comes may allocate more at once. It does not wait long, because all
+    /// is decided, and a rank that leaves may be stopped.
+    fn wait_for_those_that_leave(&self) {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        let leave = (0..self.ranks.len()).filter(|rank| !self.comes(*rank)).count();
+        let _ = self.changed.wait_timeout_while(self.gathering(), PATIENCE, |gathering| gathering.left < leave).unpoisoned();
     }
 
     /// Has the last rank that is drained ask the engines whether they still have no requests. The others wait for it at the next step.

@@ -8,9 +8,10 @@
 //! IN              └────▶ take memory as it comes, and fill it ─▶ prepared ──────────────┘
 //! ```
 //!
-//! The commit is the point of no return, for both at once: then OUT is paused and IN runs. If anything fails or dies before that, both are
-//! undone: IN gives the new memory back (its contents are still on the host), and OUT takes as much new memory, fills it, and runs on. If that
-//! memory is late, OUT stays held until it has come (`core/transition/owed.rs`). The only copy of contents is never in memory that goes over.
+//! The commit is the point of no return, for both at once: then OUT is paused, and IN runs once OUT has given back the rest of its memory, or
+//! a second later. If anything fails or dies before that, both are undone: IN gives the new memory back (its contents are still on the host),
+//! and OUT takes as much new memory, fills it, and runs on. If that memory is late, OUT stays held until it has come
+//! (`core/transition/owed.rs`). The only copy of contents is never in memory that goes over.
 //!
 //! If the host has no room for the contents of both, host memory passes the other way meanwhile, and the contents of IN that have arrived are
 //! saved again if the swap is undone (`passing.rs`).
@@ -49,10 +50,12 @@ pub struct Room {
     pub free: u64,
     /// Bytes that OUT gives back there.
     pub leaving: u64,
-    /// Bytes that IN needs there.
+    /// Bytes that IN needs there, at least.
     pub coming: u64,
-    /// Of those, bytes that get contents, at most.
-    kept: u64,
+    /// Bytes that IN may need there.
+    coming_at_most: u64,
+    /// Of those, bytes that may get contents.
+    kept_at_most: u64,
 }
 
 /// What came of a swap.
@@ -107,7 +110,7 @@ impl Swap {
 
     /// A dry run: what would leave, what would come, and the GPUs on which that is.
     pub fn forecast(&self) -> (Vec<Forecast>, Vec<(&Process, u64)>, &[Room]) {
-        let coming = self.coming.processes().map(|process| (process, paused_bytes(process, self.coming.request()))).collect();
+        let coming = self.coming.processes().map(|process| (process, coming_bytes(process, self.coming.request()))).collect();
         (self.leaving.forecast(), coming, &self.room)
     }
 
@@ -211,8 +214,8 @@ impl Room {
     /// What IN lacks there.
     fn lacking(&self) -> Lacking {
         // IN's contexts, page tables and rounding take some more.
-        let beyond_free = |bytes: u64| if bytes > self.free { bytes - self.free + self.coming / 32 } else { 0 };
-        Lacking { for_contents: beyond_free(self.kept), for_all: beyond_free(self.coming) }
+        let beyond_free = |bytes: u64| if bytes > self.free { bytes - self.free + self.coming_at_most / 32 } else { 0 };
+        Lacking { for_contents: beyond_free(self.kept_at_most), for_all: beyond_free(self.coming_at_most) }
     }
 
     /// The GPU's index in `nvidia-smi`, if NVML says it. To load NVML takes a while.
@@ -234,39 +237,46 @@ fn usage(why: impl Into<String>) -> CommandError {
     CommandError::new(Exit::Usage, why)
 }
 
-/// Bytes of a process's tags that a resume brings back.
-fn paused_bytes(process: &Process, request: &TransitionRequest) -> u64 {
+/// A process's tags of which a resume brings something back, and how many bytes.
+fn coming_tags<'a>(process: &'a Process, request: &TransitionRequest) -> impl Iterator<Item = (&'a TagStatus, u64)> {
     let is_meant = |tag: &&TagStatus| request.tags.is_empty() || request.tags.contains(&tag.tag);
     let comes = |tag: &TagStatus| if request.self_paused { tag.paused_bytes } else { tag.coming_bytes() };
-    process.tags().iter().filter(is_meant).map(comes).sum()
+    process.tags().iter().filter(is_meant).map(move |tag| (tag, comes(tag)))
+}
+
+fn coming_bytes(process: &Process, request: &TransitionRequest) -> u64 {
+    coming_tags(process, request).map(|(_, bytes)| bytes).sum()
 }
 
 /// What changes hands on each GPU, as the processes see it. Where they do not know what is free, only the attempt shows whether there is room.
 fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
     let mut rooms = BTreeMap::<String, Room>::new();
-    let mut room_of = |device: &DeviceStatus, plan: &Plan, leaves: u64, comes: u64, kept: u64| {
+    let mut change = |device: &DeviceStatus, plan: &Plan, by: &dyn Fn(&mut Room)| {
         let (Some(uuid), Some(free)) = (device.uuid.clone().filter(|uuid| plan.wants(uuid)), device.free_bytes) else { return };
-        let room = rooms.entry(uuid.clone()).or_insert(Room { uuid, free, leaving: 0, coming: 0, kept: 0 });
-        room.leaving += leaves;
-        room.coming += comes;
-        room.kept += kept.min(comes);
+        by(rooms.entry(uuid.clone()).or_insert(Room { uuid, free, leaving: 0, coming: 0, coming_at_most: 0, kept_at_most: 0 }));
     };
     for process in leaving.processes() {
         let Ok(status) = &process.status else { continue };
         let request = leaving.request();
         for device in &status.memory.devices {
             let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
-            room_of(device, leaving, device.active_bytes.saturating_sub(not_meant), 0, 0);
+            change(device, leaving, &|room| room.leaving += device.active_bytes.saturating_sub(not_meant));
         }
     }
     for process in coming.processes() {
         let Ok(status) = &process.status else { continue };
         let all: u64 = status.memory.devices.iter().map(|device| device.paused_bytes).sum();
-        let meant = paused_bytes(process, coming.request());
-        let kept = process.tags().iter().map(|tag| tag.host_bytes + tag.disk_bytes).sum();
+        let comes = coming_bytes(process, coming.request());
+        let has_contents = |(tag, _): &(&TagStatus, u64)| tag.host_bytes + tag.disk_bytes > 0;
+        let kept: u64 = coming_tags(process, coming.request()).filter(has_contents).map(|(_, bytes)| bytes).sum();
         for device in &status.memory.devices {
-            // A process does not report on which GPU the paused memory of a tag was: at least this much was on this one.
-            room_of(device, coming, 0, meant.saturating_sub(all - device.paused_bytes).min(device.paused_bytes), kept);
+            // A process does not report on which GPU the paused memory of a tag was.
+            let elsewhere = all - device.paused_bytes;
+            change(device, coming, &|room| {
+                room.coming += comes.saturating_sub(elsewhere).min(device.paused_bytes);
+                room.coming_at_most += comes.min(device.paused_bytes);
+                room.kept_at_most += kept.min(device.paused_bytes);
+            });
         }
     }
     rooms.into_values().filter(|room| room.leaving + room.coming > 0).collect()
@@ -338,7 +348,14 @@ mod tests {
     #[test]
     fn a_job_lacks_what_does_not_fit_into_free_memory_and_some_more() {
         const GIB: u64 = 1 << 30;
-        let room = |free: u64| Room { uuid: String::new(), free: free * GIB, leaving: 47 * GIB, coming: 32 * GIB, kept: 20 * GIB };
+        let room = |free: u64| Room {
+            uuid: String::new(),
+            free: free * GIB,
+            leaving: 47 * GIB,
+            coming: 16 * GIB,
+            coming_at_most: 32 * GIB,
+            kept_at_most: 20 * GIB,
+        };
         let gib = |gib: u64, more: u64| (gib + more) * GIB;
         assert_eq!(room(40).lacking(), Lacking { for_contents: 0, for_all: 0 });
         assert_eq!(room(30).lacking(), Lacking { for_contents: 0, for_all: gib(2, 1) });

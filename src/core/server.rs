@@ -21,7 +21,7 @@ use std::{io, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
-use vramctl_host::{ForkLock, Held, PerProcess, Unpoison, exit, system, worker};
+use vramctl_host::{Held, PerProcess, Unpoison, exit, system, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
 /// How long the driver may take to answer for a status. Less than a client waits for it.
@@ -121,10 +121,7 @@ fn accept(socket: &Held) -> Ended {
         // The result does not matter: `accept` below checks again.
         let _ = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
-        let lock = ForkLock::take();
-        let accepted = listener.accept().and_then(|(stream, _)| Held::new(stream, &lock));
-        drop(lock);
-        match accepted {
+        match listener.accept().and_then(|(stream, _)| Held::new(stream)) {
             Ok(stream) => welcome(stream),
             // Shut down: no connection will ever arrive.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,

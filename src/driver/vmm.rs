@@ -13,7 +13,7 @@ use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use vramctl_host::{ForkLock, Held, PerProcess, Unpoison};
+use vramctl_host::{Held, PerProcess, Unpoison};
 use vramctl_model::{Failure, Span, code};
 
 /// Whether the device supports virtual memory management.
@@ -282,15 +282,13 @@ impl Physical {
     pub fn export(&self) -> Result<Vec<(Held, usize)>, Failure> {
         let driver = Driver::get()?;
         let export = |(handle, bytes): &(CUmemGenericAllocationHandle, usize)| {
-            let lock = ForkLock::take();
             let mut file: c_int = -1;
             // SAFETY: `file` is writable and what this type of handle needs. The descriptor is new, and closed on `exec`.
             let file = unsafe {
                 driver.cuMemExportToShareableHandle((&raw mut file).cast(), *handle, BY_DESCRIPTOR, 0)?;
                 OwnedFd::from_raw_fd(file)
             };
-            let file =
-                Held::new(file, &lock).map_err(|_| Failure { call: "cuMemExportToShareableHandle", code: code::OPERATING_SYSTEM })?;
+            let file = Held::new(file).map_err(|_| Failure { call: "cuMemExportToShareableHandle", code: code::OPERATING_SYSTEM })?;
             Ok((file, *bytes))
         };
         self.pieces.iter().map(export).collect()

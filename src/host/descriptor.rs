@@ -4,7 +4,7 @@
 //! It may have closed its standard streams, whose numbers the next file gets. And its forked children inherit what is open.
 //! Every descriptor of the library that outlives a call is a [`Held`].
 
-use crate::fork::{self, ForkLock};
+use crate::fork;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
@@ -26,8 +26,9 @@ pub struct Held {
 pub type Identity = (u64, u64);
 
 impl Held {
-    /// Takes a descriptor that was just opened with `O_CLOEXEC`, while the thread had this lock.
-    pub fn new(descriptor: impl Into<OwnedFd>, _opening: &ForkLock) -> io::Result<Self> {
+    /// Takes a descriptor with `O_CLOEXEC`, as the next step after it was opened: a child that is forked between inherits it. That window is
+    /// microseconds. To close it, a fork of the program would have to wait for the library.
+    pub fn new(descriptor: impl Into<OwnedFd>) -> io::Result<Self> {
         let descriptor = above_standard(descriptor.into())?;
         let identity = identity(descriptor.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
         let number = descriptor.into_raw_fd();
@@ -62,8 +63,7 @@ impl Drop for Held {
         if self.generation != fork::generation() {
             return;
         }
-        // Out of the list first: once closed, the number may be reused at any moment. No fork comes between.
-        let _closing = ForkLock::take();
+        // Out of the list first: once closed, the number may be reused at any moment.
         self.slot.number.store(FREE, Ordering::Release);
         if self.is_ours() {
             // SAFETY: ours, and not used again.
@@ -182,10 +182,9 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     fn held() -> Held {
-        let lock = ForkLock::take();
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(b"ours", 0).unwrap();
-        Held::new(file, &lock).unwrap()
+        Held::new(file).unwrap()
     }
 
     /// A daemon closes descriptors that it does not know, and its next file gets the number.
@@ -241,7 +240,7 @@ mod tests {
                     libc::close(stream);
                 }
                 let file = libc::memfd_create(c"ours".as_ptr(), libc::MFD_CLOEXEC);
-                file == 0 && Held::new(OwnedFd::from_raw_fd(file), &ForkLock::take()).is_ok_and(|held| held.number > 2)
+                file == 0 && Held::new(OwnedFd::from_raw_fd(file)).is_ok_and(|held| held.number > 2)
             };
             // SAFETY: as above.
             unsafe { libc::_exit(i32::from(!above)) };

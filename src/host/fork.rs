@@ -7,9 +7,8 @@
 //! For the same reason nothing in this library waits for a [`std::sync::Once`] in a plain `static`: after a fork in the middle
 //! of one, the child would wait for a thread that it does not have.
 
+use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
-use std::{ptr, thread};
 
 /// Number of forks between this process and the one that first used the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
@@ -78,82 +77,14 @@ pub(crate) fn count_forks() {
     // child forked meanwhile would wait forever.
     if !COUNTING.load(Ordering::Acquire) {
         note_process();
-        register(Some(before_fork), Some(after_fork), Some(in_child));
+        on_fork_in_child(next_generation);
         COUNTING.store(true, Ordering::Release);
     }
 }
 
-extern "C" fn before_fork() {
-    FORKING.fetch_add(1, Ordering::SeqCst);
-    wait_until(Instant::now() + PATIENCE, || OPENING.load(Ordering::SeqCst) == 0);
-}
-
-extern "C" fn after_fork() {
-    // Never below zero, even if it was registered in the middle of a fork.
-    let _ = FORKING.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |forking| forking.checked_sub(1));
-}
-
-extern "C" fn in_child() {
+extern "C" fn next_generation() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     note_process();
-    // The other threads do not exist here.
-    OPENING.store(0, Ordering::SeqCst);
-    FORKING.store(0, Ordering::SeqCst);
-}
-
-/// Threads that have a [`ForkLock`].
-static OPENING: AtomicU32 = AtomicU32::new(0);
-/// Forks that have begun in this process and have not returned in it.
-static FORKING: AtomicU32 = AtomicU32::new(0);
-
-/// The longest that a fork waits for a [`ForkLock`], or its taker for a fork.
-const PATIENCE: Duration = Duration::from_millis(100);
-
-/// Kept from the call that opens a descriptor until the descriptor is [`Held`](crate::Held), and while one is closed. A fork of the program
-/// waits for this, so that no child inherits a descriptor that its fork handler does not know. (Go's `syscall.ForkLock` keeps children from the same.)
-///
-/// Any number of threads may have it at once, and none of them may do anything long meanwhile. Neither side waits for more than 100 ms:
-/// the program may fork in a signal handler that has interrupted the thread with the lock. Then the child inherits the descriptor.
-#[derive(Debug)]
-#[must_use]
-pub struct ForkLock {
-    generation: u32,
-}
-
-impl ForkLock {
-    /// Takes it. If a fork is going on, waits for its end.
-    pub fn take() -> Self {
-        let lock = Self { generation: generation() };
-        let mut deadline = None;
-        loop {
-            OPENING.fetch_add(1, Ordering::SeqCst);
-            if FORKING.load(Ordering::SeqCst) == 0 {
-                return lock;
-            }
-            let deadline = *deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
-            if Instant::now() >= deadline {
-                return lock;
-            }
-            OPENING.fetch_sub(1, Ordering::SeqCst);
-            wait_until(deadline, || FORKING.load(Ordering::SeqCst) == 0);
-        }
-    }
-}
-
-impl Drop for ForkLock {
-    fn drop(&mut self) {
-        // A child's count starts at zero.
-        if self.generation == GENERATION.load(Ordering::Relaxed) {
-            OPENING.fetch_sub(1, Ordering::SeqCst);
-        }
-    }
-}
-
-/// Async-signal-safe.
-fn wait_until(deadline: Instant, is_so: impl Fn() -> bool) {
-    while !is_so() && Instant::now() < deadline {
-        thread::sleep(Duration::from_micros(20));
-    }
 }
 
 /// The process that has this generation.
@@ -178,23 +109,15 @@ pub fn generation() -> u32 {
 
 /// Runs `handler` in every forked child. It must be async-signal-safe.
 pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
-    register(None, None, Some(handler));
-}
-
-type Handler = unsafe extern "C" fn();
-
-fn register(before: Option<Handler>, after: Option<Handler>, in_child: Option<Handler>) {
-    // SAFETY: the handlers live in this library, which is never unloaded. If the call runs out of memory, they are not
+    // SAFETY: `handler` lives in this library, which is never unloaded. If the call runs out of memory, the handler is not
     // registered; a child that uses its parent's CUDA state then gets errors from the driver, as without the library.
-    unsafe { libc::pthread_atfork(before, after, in_child) };
+    unsafe { libc::pthread_atfork(None, None, Some(handler)) };
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Held;
-    use std::fs::File;
-    use std::os::unix::fs::MetadataExt;
     use std::process::Command;
     use std::sync::atomic::AtomicUsize;
     use std::{hint, thread};
@@ -225,8 +148,7 @@ mod tests {
     fn use_for_the_first_time() {
         static GLOBAL: PerProcess<usize> = PerProcess::new(|| 1);
         GLOBAL.get();
-        let lock = ForkLock::take();
-        drop(tempfile::tempfile().and_then(|file| Held::new(file, &lock)));
+        drop(tempfile::tempfile().and_then(Held::new));
     }
 
     /// Forks a child that runs `work` and exits. It is killed if it hangs.
@@ -247,61 +169,6 @@ mod tests {
         let mut status = -1;
         // SAFETY: a child of this process; `status` is writable.
         unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
-    }
-
-    /// Runs in a process in which nobody else opens files.
-    #[test]
-    #[ignore = "run by the test below"]
-    fn forks_while_descriptors_are_opened() {
-        static ENDS: AtomicBool = AtomicBool::new(false);
-        // A fork that has begun before the first use knows no handlers.
-        use_for_the_first_time();
-        let open = || {
-            while !ENDS.load(Ordering::Relaxed) {
-                let lock = ForkLock::take();
-                let file = tempfile::tempfile().unwrap();
-                let ours = file.metadata().unwrap();
-                let held = Held::new(file, &lock).unwrap();
-                drop(lock);
-                assert_eq!(held.as_type::<File>().unwrap().metadata().unwrap().ino(), ours.ino());
-            }
-        };
-        let threads = [thread::spawn(open), thread::spawn(open), thread::spawn(open)];
-        let known: Vec<_> = (0..256).map(is_open).collect();
-        for round in 0..300 {
-            let child = fork(10, || {
-                let is_new = |number: &i32| is_open(*number) && !known[*number as usize];
-                // SAFETY: ends this child of the test.
-                unsafe { libc::_exit((0..256).filter(is_new).count() as i32) };
-            });
-            assert!(ends_well(child), "round {round}: a child has inherited a descriptor");
-        }
-        ENDS.store(true, Ordering::Relaxed);
-        for thread in threads {
-            thread.join().unwrap();
-        }
-    }
-
-    /// A child would keep a connection that its parent has just accepted, or the GPU memory behind a descriptor.
-    #[test]
-    fn a_child_inherits_nothing_that_is_being_opened() {
-        alone("forks_while_descriptors_are_opened");
-    }
-
-    fn is_open(number: i32) -> bool {
-        // SAFETY: touches no memory.
-        unsafe { libc::fcntl(number, libc::F_GETFD) >= 0 }
-    }
-
-    /// A signal handler that has interrupted the thread with the lock may fork: neither the fork nor the thread waits for ever.
-    #[test]
-    fn a_fork_by_the_thread_with_the_lock_goes_on() {
-        let lock = ForkLock::take();
-        let begun = Instant::now();
-        let child = fork(10, || drop(ForkLock::take()));
-        assert!(ends_well(child) && begun.elapsed() >= PATIENCE);
-        drop(lock);
-        assert!(ends_well(fork(10, || drop(ForkLock::take()))));
     }
 
     /// Runs in a process that has used nothing yet.
@@ -327,12 +194,8 @@ mod tests {
     /// Such a child would wait for a thread that it does not have.
     #[test]
     fn a_child_that_is_forked_during_a_first_use_does_not_hang() {
-        alone("forks_during_first_uses");
-    }
-
-    fn alone(test: &str) {
         let this = std::env::current_exe().unwrap();
-        let ended = Command::new(this).args(["--ignored", "--exact", &format!("fork::tests::{test}")]).output().unwrap();
+        let ended = Command::new(this).args(["--ignored", "--exact", "fork::tests::forks_during_first_uses"]).output().unwrap();
         assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
     }
 }

@@ -3,7 +3,7 @@
 //! For messages, so best effort, and safe wherever a program may call us. Nothing waits. Of Python's data, only the calling thread's frames
 //! are read, by the interpreter itself, in the same way as its `faulthandler` does; that needs no interpreter lock.
 
-use crate::{ForkLock, Held, symbols};
+use crate::{Held, symbols};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -163,14 +163,12 @@ fn python_frames(most: usize) -> Vec<String> {
         if own.is_null() {
             return Vec::new();
         }
-        let lock = ForkLock::take();
         // A file in memory: a pipe may be too small and block.
         let file = libc::syscall(libc::SYS_memfd_create, c"vramctl-stack".as_ptr(), libc::MFD_CLOEXEC) as c_int;
         if file < 0 {
             return Vec::new();
         }
-        let Ok(held) = Held::new(OwnedFd::from_raw_fd(file), &lock) else { return Vec::new() };
-        drop(lock);
+        let Ok(held) = Held::new(OwnedFd::from_raw_fd(file)) else { return Vec::new() };
         let Ok(file) = held.as_type::<std::fs::File>() else { return Vec::new() };
         dump(file.as_raw_fd(), own);
         let mut text = vec![0; file.metadata().map_or(0, |data| data.len()).min(1 << 20) as usize];

@@ -16,7 +16,7 @@ use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
 };
-use vramctl_host::{ForkLock, Held};
+use vramctl_host::Held;
 use vramctl_model::{Error, Failure, ObstacleKind, Span, StatusCode, code};
 
 type Handle = CUmemGenericAllocationHandle;
@@ -243,10 +243,9 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
 /// `shared` must be writable.
 unsafe fn export_descriptor(shared: *mut c_int, handle: Handle, real: impl FnOnce(u64) -> StatusCode) -> StatusCode {
     let copied = || {
-        let lock = ForkLock::take();
         // SAFETY: the real function has written a descriptor.
         let (number, file) = unsafe { (shared.read(), BorrowedFd::borrow_raw(shared.read())) };
-        Some((Held::new(file.try_clone_to_owned().ok()?, &lock).ok()?, number))
+        Some((Held::new(file.try_clone_to_owned().ok()?).ok()?, number))
     };
     existing(|memory| memory.export_handle(handle, real, copied)).unwrap_or(code::INVALID_VALUE)
 }

@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{io, mem, process};
-use vramctl_host::{ForkLock, Held, log_once, system};
+use vramctl_host::{Held, log_once, system};
 use vramctl_model::Bytes;
 
 /// Creates a file of `bytes` bytes in `directory`, and returns whether it uses direct I/O. Leaves no file on error.
@@ -24,10 +24,8 @@ pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(H
 }
 
 fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(Held, bool)> {
-    let lock = ForkLock::take();
     let opened = name.map_or_else(|| open(directory), |name| names::open(&directory.join(name)));
-    let held = opened.and_then(|file| Held::new(file, &lock)).map_err(|error| in_directory(directory, "create", &error))?;
-    drop(lock);
+    let held = opened.and_then(Held::new).map_err(|error| in_directory(directory, "create", &error))?;
     let file = held.as_type::<File>()?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| not_reserved(directory, bytes, error))?;

@@ -8,7 +8,7 @@ use std::{io, thread};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Reply, Request};
-use vramctl_host::{ForkLock, Held};
+use vramctl_host::Held;
 use vramctl_model::{Failure, StatusCode, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
@@ -29,8 +29,7 @@ pub(super) struct Lender {
 impl Lender {
     pub(super) fn connect(pid: u32) -> io::Result<Self> {
         let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
-        let lock = ForkLock::take();
-        Ok(Self { pid, connection: Held::new(directory.connect_beside(pid)?, &lock)? })
+        Ok(Self { pid, connection: Held::new(directory.connect_beside(pid)?)? })
     }
 
     /// Asks for the memory behind a descriptor that it may have exported.

@@ -2,8 +2,9 @@
 
 use crate::memory::Allocation;
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Backup, Kept};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_model::{Lacking, TransitionRequest};
@@ -12,26 +13,51 @@ use vramctl_model::{Lacking, TransitionRequest};
 /// get. Longer than the driver needs to zero what that job lacks (96 GiB in 0.25 s).
 const LATE: Duration = Duration::from_millis(500);
 
+/// How long saving takes at most until what is saved goes over whether or not it is lacking for contents: the other job does not wait for ever
+/// for the next piece of memory (10 s or more, `coordinator/swap.rs`). At the speed of a link, all memory of a GPU is saved in 3 s.
+const SLOW: Duration = Duration::from_secs(4);
+
 /// What has been given back of what the other job lacks.
 pub(super) struct HandOver<'a> {
     lacking: &'a BTreeMap<String, Lacking>,
     /// What the other job lacks on a device, and bytes that it got.
     given: BTreeMap<CUdevice, (Lacking, u64)>,
+    began: Instant,
+    /// What is saved, and was not lacking for contents.
+    withheld: (Vec<Arc<Allocation>>, Vec<backup::Item>),
 }
 
 impl<'a> HandOver<'a> {
     /// `None` unless the pause is part of a swap.
     pub fn of(request: &'a TransitionRequest) -> Option<Self> {
-        request.hand_over.then(|| Self { lacking: &request.lacking, given: BTreeMap::new() })
+        let new = || Self { lacking: &request.lacking, given: BTreeMap::new(), began: Instant::now(), withheld: (Vec::new(), Vec::new()) };
+        request.hand_over.then(new)
     }
 
     /// These are saved while others are not yet: gives back what the other job lacks for its contents.
-    pub fn are_saved<'i>(&mut self, saved: &[Arc<Allocation>], items: impl IntoIterator<Item = &'i backup::Item>) {
-        release(saved, items, |allocation| self.takes(allocation, |lacks| lacks.for_contents));
+    pub fn are_saved(&mut self, saved: &[Arc<Allocation>], items: &[&backup::Item]) {
+        release(saved, items.iter().copied(), |allocation| self.takes(allocation, |lacks| lacks.for_contents));
+        let (allocations, of_them) = &mut self.withheld;
+        for allocation in saved.iter().filter(|allocation| allocation.contents().memory.is_some()) {
+            allocations.push(Arc::clone(allocation));
+            of_them.extend(items.iter().filter(|(extent, _)| extent.address == allocation.address()).map(|item| (*item).clone()));
+        }
+    }
+
+    /// Others are still being saved. Returns whether that takes so long that [`all_saved_goes`](Self::all_saved_goes).
+    pub fn is_slow(&self) -> bool {
+        self.began.elapsed() >= SLOW && !self.withheld.0.is_empty()
+    }
+
+    /// Gives back what is saved and was not lacking for contents.
+    pub fn all_saved_goes(&mut self) {
+        let (saved, items) = mem::take(&mut self.withheld);
+        release(&saved, &items, is_free_to_go);
     }
 
     /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
     pub fn all_are_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
+        self.withheld = (Vec::new(), Vec::new());
         let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| extent.address).collect();
         // What is discarded goes last: if the pause is undone, it is zero.
         let (saved, discarded): (Vec<_>, Vec<_>) = victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));

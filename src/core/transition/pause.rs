@@ -130,13 +130,7 @@ impl Memory {
             request,
             &victims,
             hand_over.as_mut(),
-            &mut |now| {
-                if request.hand_over {
-                    // The other job waits for what the driver has refused to take back.
-                    driver::sweep();
-                }
-                shown.progress(now, *follower.borrow_mut())
-            },
+            &mut |now| shown.progress(now, *follower.borrow_mut()),
             &mut || follower.borrow_mut().is_wanted(),
             clock,
         );
@@ -205,7 +199,7 @@ impl Memory {
         &self,
         request: &TransitionRequest,
         victims: &[Arc<Allocation>],
-        mut hand_over: Option<&mut HandOver<'_>>,
+        hand_over: Option<&mut HandOver<'_>>,
         progress: &mut backup::OnProgress<'_>,
         is_wanted: &mut dyn FnMut() -> bool,
         clock: &mut Clock,
@@ -215,15 +209,27 @@ impl Memory {
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();
         wanted.retain(|wanted| !wanted.live.is_empty());
+        let handing = RefCell::new((hand_over, is_wanted));
         let mut saved_already = |items: &[&backup::Item]| {
             let saved: Vec<_> = items.iter().filter_map(|(extent, _)| of_address.get(&extent.address).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
             let unmapped = unmap(&saved);
+            let (hand_over, is_wanted) = &mut *handing.borrow_mut();
             if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && is_wanted()) {
-                hand_over.are_saved(&saved, items.iter().copied());
+                hand_over.are_saved(&saved, items);
             }
         };
-        clock.time(Stage::Save, || backup::save(wanted, flow_of(request), progress, &mut saved_already))
+        let mut goes_on = |now| {
+            if let (Some(hand_over), is_wanted) = &mut *handing.borrow_mut() {
+                // The other job waits for what the driver has refused to take back.
+                driver::sweep();
+                if hand_over.is_slow() && is_wanted() {
+                    hand_over.all_saved_goes();
+                }
+            }
+            progress(now)
+        };
+        clock.time(Stage::Save, || backup::save(wanted, flow_of(request), &mut goes_on, &mut saved_already))
     }
 
     /// Undoes what a pause has done so far: maps the memory again, which still holds its contents. What was handed over is taken back.

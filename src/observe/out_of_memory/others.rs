@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, ProcessStatus, Reply, Request};
-use vramctl_host::{ForkLock, Held};
+use vramctl_host::Held;
 
 /// The time limit for all of them together.
 const WITHIN: Duration = Duration::from_millis(150);
@@ -57,10 +57,9 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     answers.filter(|one| one.active() + one.unmanaged > 0).collect()
 }
 
+/// Returns a [`Held`] because another thread may fork meanwhile: a child that kept the connection would keep the other process waiting.
 fn ask(directory: &Directory, pid: u32) -> Option<Held> {
-    let lock = ForkLock::take();
-    let held = Held::new(directory.connect(pid).ok()?, &lock).ok()?;
-    drop(lock);
+    let held = Held::new(directory.connect(pid).ok()?).ok()?;
     let mut stream = held.as_type::<UnixStream>().ok()?;
     stream.set_write_timeout(Some(Duration::from_millis(10))).ok()?;
     for request in [Request::Status, Request::Cache] {
