@@ -141,6 +141,24 @@ fn the_one_that_comes_runs_once_the_other_one_has_left() {
     }
 }
 
+/// Swaps, and returns the bytes that OUT is told to be lacking: for contents, and for all.
+fn told_in_a_swap(machine: &Machine, programs: [&Program; 2], words: &str) -> Vec<[u64; 2]> {
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let hears = Arc::clone(&told);
+    let folder = proxy(machine, programs, move |place, request, line, is_answer| {
+        if (place, request, is_answer) == (0, "prepare", false) {
+            let lacking = serde_json::from_slice::<Value>(line).unwrap()["lacking"].clone();
+            let bytes = |lacking: &Value| ["for_contents", "for_all"].map(|name| lacking[name].as_u64().unwrap());
+            hears.lock().unwrap().extend(lacking.as_object().unwrap().values().map(bytes));
+        }
+        true
+    });
+    let mut command = machine.cli(words);
+    Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
+    let told = told.lock().unwrap();
+    told.clone()
+}
+
 /// The paused memory of two tags is on two GPUs, and nobody reports which is where: OUT must count on all that may be on its GPU.
 #[test]
 fn a_tag_that_may_be_on_either_gpu_is_lacking_on_both() {
@@ -156,19 +174,9 @@ fn a_tag_that_may_be_on_either_gpu_is_lacking_on_both() {
     machine.done("pause b");
     let mut a = machine.python("a");
     a.number(&format!("malloc({})", 90 * MIB));
-    let told = Arc::new(Mutex::new(Value::Null));
-    let hears = Arc::clone(&told);
-    let folder = proxy(&machine, [&a, &b], move |place, request, line, is_answer| {
-        if (place, request, is_answer) == (0, "prepare", false) {
-            *hears.lock().unwrap() = serde_json::from_slice::<Value>(line).unwrap()["lacking"].clone();
-        }
-        true
-    });
-    let mut command = machine.cli("swap a b --in-tags x");
-    Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
-    let told = told.lock().unwrap();
-    let most = told.as_object().unwrap().values().map(|lacking| lacking["for_all"].as_u64().unwrap()).max();
-    assert!(most.is_some_and(|most| most >= 22 * MIB), "{told}");
+    let told = told_in_a_swap(&machine, [&a, &b], "swap a b --in-tags x");
+    let most = told.iter().map(|[_, for_all]| *for_all).max();
+    assert!(most.is_some_and(|most| most >= 22 * MIB), "{told:?}");
 }
 
 /// Of 90 MiB that leave, as many come, and some are free: what OUT is not told to be lacking stays until the commit.
@@ -178,20 +186,8 @@ fn the_one_that_leaves_is_told_what_the_other_one_lacks() {
     let (machine, a, b) = one_of_two();
     let free = (128 * MIB).checked_sub(machine.used()).unwrap();
     assert!(free > 10 * MIB, "{free}");
-    let told = Arc::new(Mutex::new(Vec::new()));
-    let hears = Arc::clone(&told);
-    let folder = proxy(&machine, [&a, &b], move |place, request, line, is_answer| {
-        if (place, request, is_answer) == (0, "prepare", false) {
-            hears.lock().unwrap().push(serde_json::from_slice::<Value>(line).unwrap()["lacking"].clone());
-        }
-        true
-    });
-    let mut command = machine.cli("swap a b");
-    Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
-    let told = told.lock().unwrap();
-    let lacking: Vec<_> = told.iter().flat_map(|lacking| lacking.as_object().unwrap().values()).collect();
-    let [lacking] = &lacking[..] else { panic!("{told:?}") };
-    let [for_contents, for_all] = ["for_contents", "for_all"].map(|name| lacking[name].as_u64().unwrap());
+    let told = told_in_a_swap(&machine, [&a, &b], "swap a b");
+    let [[for_contents, for_all]] = told[..] else { panic!("{told:?}") };
     let least = 90 * MIB - free;
     assert!((least..least + 4 * MIB).contains(&for_all) && for_contents <= for_all && for_contents > 0, "{told:?}, {free} free");
 }

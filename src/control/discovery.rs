@@ -210,7 +210,8 @@ impl Directory {
             match self.look(&address) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(address),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => (),
-                answer => listening.push((address, answer)),
+                // Other errors are reported when somebody talks to the process.
+                answer => listening.push((answer.unwrap_or(Some(address.pid)), address)),
             }
         }
         if !refused.is_empty() {
@@ -219,12 +220,10 @@ impl Directory {
         for address in refused {
             match self.look(&address) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => _ = fs::remove_file(self.within(&address.file())),
-                answer => listening.push((address, answer)),
+                answer => listening.push((answer.unwrap_or(Some(address.pid)), address)),
             }
         }
-        // Errors are reported when somebody talks to the process.
-        let seen = listening.into_iter().map(|(address, here)| (here.unwrap_or(Some(address.pid)), address)).collect();
-        let known = Listeners::of(seen, alive);
+        let known = Listeners::of(listening, alive);
         let pids = known.pids();
         *self.known() = Some(known);
         Ok(pids)

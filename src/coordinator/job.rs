@@ -530,19 +530,23 @@ impl Attempt<'_> {
         self.ranks[rank].verb != self.job.verb
     }
 
+    fn count_not_coming(&self) -> usize {
+        (0..self.ranks.len()).filter(|rank| !self.comes(*rank)).count()
+    }
+
     /// Waits until the ranks that leave have given back all memory: whoever comes may allocate more at once. It does not wait long, because all
     /// is decided, and a rank that leaves may be stopped.
     fn wait_for_those_that_leave(&self) {
         const PATIENCE: Duration = Duration::from_secs(1);
-        let leave = (0..self.ranks.len()).filter(|rank| !self.comes(*rank)).count();
-        let _ = self.changed.wait_timeout_while(self.gathering(), PATIENCE, |gathering| gathering.left < leave).unpoisoned();
+        let all = self.count_not_coming();
+        let _ = self.changed.wait_timeout_while(self.gathering(), PATIENCE, |gathering| gathering.left < all).unpoisoned();
     }
 
     /// Has the last rank that is drained ask the engines whether they still have no requests. The others wait for it at the next step.
     fn confirm_when_all_are_drained(&self) -> Result<(), Stop> {
         let mut gathering = self.gathering();
         gathering.drained += 1;
-        if gathering.drained < self.ranks.iter().filter(|rank| rank.verb == self.job.verb).count() {
+        if gathering.drained < self.count_not_coming() {
             return Ok(());
         }
         gathering.all_drained = Some(Instant::now());

@@ -237,7 +237,7 @@ fn usage(why: impl Into<String>) -> CommandError {
     CommandError::new(Exit::Usage, why)
 }
 
-/// A process's tags of which a resume brings something back, and how many bytes.
+/// The tags of a process that a resume means, and the bytes that it brings back of each.
 fn coming_tags<'a>(process: &'a Process, request: &TransitionRequest) -> impl Iterator<Item = (&'a TagStatus, u64)> {
     let is_meant = |tag: &&TagStatus| request.tags.is_empty() || request.tags.contains(&tag.tag);
     let comes = |tag: &TagStatus| if request.self_paused { tag.paused_bytes } else { tag.coming_bytes() };
@@ -251,16 +251,14 @@ fn coming_bytes(process: &Process, request: &TransitionRequest) -> u64 {
 /// What changes hands on each GPU, as the processes see it. Where they do not know what is free, only the attempt shows whether there is room.
 fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
     let mut rooms = BTreeMap::<String, Room>::new();
-    let mut change = |device: &DeviceStatus, plan: &Plan, by: &dyn Fn(&mut Room)| {
-        let (Some(uuid), Some(free)) = (device.uuid.clone().filter(|uuid| plan.wants(uuid)), device.free_bytes) else { return };
-        by(rooms.entry(uuid.clone()).or_insert(Room { uuid, free, leaving: 0, coming: 0, coming_at_most: 0, kept_at_most: 0 }));
-    };
     for process in leaving.processes() {
         let Ok(status) = &process.status else { continue };
         let request = leaving.request();
         for device in &status.memory.devices {
             let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
-            change(device, leaving, &|room| room.leaving += device.active_bytes.saturating_sub(not_meant));
+            if let Some(room) = room_on(&mut rooms, device, leaving) {
+                room.leaving += device.active_bytes.saturating_sub(not_meant);
+            }
         }
     }
     for process in coming.processes() {
@@ -270,16 +268,23 @@ fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
         let has_contents = |(tag, _): &(&TagStatus, u64)| tag.host_bytes + tag.disk_bytes > 0;
         let kept: u64 = coming_tags(process, coming.request()).filter(has_contents).map(|(_, bytes)| bytes).sum();
         for device in &status.memory.devices {
-            // A process does not report on which GPU the paused memory of a tag was.
-            let elsewhere = all - device.paused_bytes;
-            change(device, coming, &|room| {
+            if let Some(room) = room_on(&mut rooms, device, coming) {
+                // A process does not report on which GPU the paused memory of a tag was.
+                let elsewhere = all - device.paused_bytes;
                 room.coming += comes.saturating_sub(elsewhere).min(device.paused_bytes);
                 room.coming_at_most += comes.min(device.paused_bytes);
                 room.kept_at_most += kept.min(device.paused_bytes);
-            });
+            }
         }
     }
     rooms.into_values().filter(|room| room.leaving + room.coming > 0).collect()
+}
+
+/// The room on a GPU. `None` if it is not of the plan, or its process does not know it.
+fn room_on<'a>(rooms: &'a mut BTreeMap<String, Room>, device: &DeviceStatus, plan: &Plan) -> Option<&'a mut Room> {
+    let uuid = device.uuid.clone().filter(|uuid| plan.wants(uuid))?;
+    let empty = Room { uuid: uuid.clone(), free: device.free_bytes?, leaving: 0, coming: 0, coming_at_most: 0, kept_at_most: 0 };
+    Some(rooms.entry(uuid).or_insert(empty))
 }
 
 /// The jobs of a plan, in words.

@@ -23,14 +23,14 @@ pub(super) struct HandOver<'a> {
     /// What the other job lacks on a device, and bytes that it got.
     given: BTreeMap<CUdevice, (Lacking, u64)>,
     began: Instant,
-    /// What is saved, and was not lacking for contents.
+    /// What is saved and free to go, and was not lacking for contents.
     withheld: (Vec<Arc<Allocation>>, Vec<backup::Item>),
 }
 
 impl<'a> HandOver<'a> {
     /// `None` unless the pause is part of a swap.
     pub fn of(request: &'a TransitionRequest) -> Option<Self> {
-        let new = || Self { lacking: &request.lacking, given: BTreeMap::new(), began: Instant::now(), withheld: (Vec::new(), Vec::new()) };
+        let new = || Self { lacking: &request.lacking, given: BTreeMap::new(), began: Instant::now(), withheld: Default::default() };
         request.hand_over.then(new)
     }
 
@@ -38,7 +38,7 @@ impl<'a> HandOver<'a> {
     pub fn are_saved(&mut self, saved: &[Arc<Allocation>], items: &[&backup::Item]) {
         release(saved, items.iter().copied(), |allocation| self.takes(allocation, |lacks| lacks.for_contents));
         let (allocations, of_them) = &mut self.withheld;
-        for allocation in saved.iter().filter(|allocation| allocation.contents().memory.is_some()) {
+        for allocation in saved.iter().filter(|allocation| is_free_to_go(allocation) && allocation.contents().memory.is_some()) {
             allocations.push(Arc::clone(allocation));
             of_them.extend(items.iter().filter(|(extent, _)| extent.address == allocation.address()).map(|item| (*item).clone()));
         }
@@ -57,7 +57,7 @@ impl<'a> HandOver<'a> {
 
     /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
     pub fn all_are_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
-        self.withheld = (Vec::new(), Vec::new());
+        self.withheld = Default::default();
         let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| extent.address).collect();
         // What is discarded goes last: if the pause is undone, it is zero.
         let (saved, discarded): (Vec<_>, Vec<_>) = victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
