@@ -356,6 +356,8 @@ class Driver:
         self.messages += 1
         if node.is_gone:
             self._world.at(self._world.now + 1.0, lambda: lost("the node has died"))
+            # The cluster notices it later.
+            self._world.at(self._world.now + self._world.takes(1.2), lambda: self._tell(self.coordinator.gone, said.node))
         elif not self._world.is_lost():
             self._world.send(node, lambda: node.later(0.0, arrives))
 

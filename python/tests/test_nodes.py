@@ -184,6 +184,28 @@ class Members(unittest.TestCase):
         self.assertGreaterEqual(world.now, _nodes.STARTED_WITHIN)
         self.assertIs(driver.outcome["committed"], False)
 
+    def test_a_node_that_has_left_the_cluster_is_left_out_and_its_ranks_are_missing(self) -> None:
+        for operation in ("pause", "resume"):
+            for is_found in (False, True):
+                for ranks in (None, 2):
+                    with self.subTest(f"{operation}, lost {'after' if is_found else 'before'} it was found, {ranks} ranks"):
+                        world = World(3, 0)
+                        driver = Driver(
+                            world, operation, members=[] if is_found else [Rank(name, 1) for name in world.nodes], ranks=ranks
+                        )
+                        if is_found:
+                            world.run(lambda driver=driver: "0001" in driver.coordinator.found)
+                        world.nodes["0001"].is_gone = True
+                        world.run(driver.has_ended)
+                        assert driver.outcome is not None
+                        goes_on = operation == "resume" or ranks is not None
+                        self.assertIs(driver.outcome["committed"], goes_on, driver.outcome)
+                        self.assertLess(world.now, 10)
+                        if not goes_on:
+                            self.assertIn("missing: process 1 of node 0001", driver.outcome["error"]["message"])
+                        left = [node.is_paused for node in world.nodes.values() if not node.is_gone]
+                        self.assertEqual(left, [operation == "pause" and goes_on] * 2)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -404,7 +404,7 @@ class ManyNodes(unittest.TestCase):
 @unittest.skipIf(ray is None, "Ray is not there")
 @unittest.skipUnless(ROUNDS, "RAY_ROUNDS: it takes a while")
 class Lost(unittest.TestCase):
-    """A node or the head dies. The ranks of these tests are not Ray's, and live on."""
+    """A raylet, a node or the head dies. The ranks of these tests are not Ray's, and outlive their raylet."""
 
     def setUp(self) -> None:
         self.cluster = RayCluster()
@@ -414,29 +414,57 @@ class Lost(unittest.TestCase):
     def tearDown(self) -> None:
         self.cluster.close()
 
-    def test_a_node_is_lost(self) -> None:
+    def lose(self, step: tuple[str, int, int], lost: Callable[[], None]) -> tuple[str, bool | None]:
+        """A node dies at a step of a pause. Returns what the pause says, and whether the job is paused by that."""
+        disarm = arm(step, lost)
+        try:
+            said = f"attempts: {vramctl.ray.Job('ring').pause(hold_timeout=30).attempts}"
+            # The node's agent has answered in its last moments.
+            return said, True
+        except errors.Error as error:
+            return f"{error.code}, {error.committed}: {error}", error.committed
+        finally:
+            disarm()
+
+    def test_a_raylet_is_lost(self) -> None:
         for step, is_decided in ((("go", 2, 2), False), (("after the record", 0, 0), True)):
             with self.subTest(step):
                 node = self.cluster.nodes[1]
-                disarm = arm(step, lambda node=node: self.cluster.cluster.remove_node(node, allow_graceful=False))
-                paused = False
-                try:
-                    said = f"attempts: {vramctl.ray.Job('ring').pause(hold_timeout=30).attempts}"
-                    # The node's agent has answered in its last moments.
-                    paused = True
-                except errors.Error as error:
-                    said = f"{error.code}, {error.committed}: {error}"
-                finally:
-                    disarm()
-                print(step, "a node was lost:", said, self.cluster.states())
-                state = self.cluster.settled()
-                self.assertEqual(state, "paused, held" if is_decided or paused else "active", said)
+                said, paused = self.lose(step, lambda node=node: self.cluster.cluster.remove_node(node, allow_graceful=False))
+                print(step, "a raylet was lost:", said, self.cluster.states())
+                # The node's participant outlives the agent, and reads the record.
+                self.assertEqual(self.cluster.settled(), "paused, held" if paused else "active", said)
+                self.assertTrue(paused or not is_decided, said)
                 self.cluster.nodes[1] = self.cluster.start(1)
                 self.cluster.cluster.wait_for_nodes()
                 job = vramctl.ray.Job("ring", ranks=RANKS)
                 job.resume(timeout=30)
                 self.assertEqual(self.cluster.settled(), "active")
                 self.cluster.go_on()
+
+    def test_a_node_is_lost_with_its_ranks(self) -> None:
+        left = RANKS - RANKS // NODES
+
+        def lose(node: Any) -> None:
+            for rank in self.cluster.ranks[RANKS // NODES : 2 * RANKS // NODES]:
+                rank.kill()
+            self.cluster.signal(signal.SIGKILL, 1, "operate")
+            self.cluster.cluster.remove_node(node, allow_graceful=False)
+
+        for step, is_decided in ((("go", 2, 2), False), (("after the record", 0, 0), True)):
+            with self.subTest(step):
+                lost = self.cluster.nodes[1]
+                said, paused = self.lose(step, lambda lost=lost: lose(lost))
+                print(step, "a node was lost:", said, self.cluster.states())
+                self.assertIs(paused, is_decided, said)
+                self.assertIn(lost.node_id, said)
+                self.assertEqual(self.cluster.settled(left), "paused, held" if paused else "active", said)
+                job = vramctl.ray.Job("ring", ranks=left)
+                job.resume(timeout=30)
+                self.assertEqual(self.cluster.settled(left), "active")
+                self.cluster.nodes[1] = self.cluster.start(1)
+                self.cluster.cluster.wait_for_nodes()
+                self.cluster.start_ranks(random.randrange(1, 1 << 30))
 
     def test_the_head_is_lost(self) -> None:
         # Ray ends a program whose head has been lost for a minute.

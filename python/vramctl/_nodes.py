@@ -111,7 +111,7 @@ class Coordinator:
         self._hold: float | None = (10.0 if hold is None else hold / 1000) if holds else None
         self._timeout: float | None = None if timeout is None else timeout / 1000
         self._next_drain, self._early, self._next = FIRST_DRAIN, set[str](), self.begun
-        self._part, self._collisions, self._tried_since = set(self.nodes), 0, 0.0
+        self._part, self._gone, self._collisions, self._tried_since = set(self.nodes), set[str](), 0, 0.0
         # Those that have not ended, and those that have not reached the next step.
         self._open, self._under_way = set[str](), set[str]()
         # When a node last reached a step, when and whether one has said that it has not, and until when those that are behind may go on.
@@ -128,6 +128,11 @@ class Coordinator:
         self._known, self._given_up = set[str](), set[str]()
         self._checked = self._cancelled = False
         self._fatal: tuple[str, str] | None = None
+
+    @property
+    def there(self) -> list[Rank]:
+        """The ranks that were found."""
+        return [Rank(node, process["pid"]) for node, found in self.found.items() for process in found]
 
     # What happens.
 
@@ -202,6 +207,14 @@ class Coordinator:
             return [] if node in self._looking else self._look(now, node)
         return self._ends(now, node, _failed("disconnected", f"node {node} is lost: {why}"))
 
+    def gone(self, now: float, node: str) -> list[Action]:
+        """A node does not belong to the cluster any more. Further attempts are without it, and its ranks are missing."""
+        if node not in self._gone and node in self.found:
+            # They were there when this began.
+            self.members, self._checked = {*self.members, *self.there}, False
+        self._gone.add(node)
+        return self.lost(now, node, "it does not belong to the cluster any more")
+
     def recorded(self, now: float, attempt: int, committed: bool | None) -> list[Action]:
         """What the record says. None: its store did not answer."""
         if attempt != self.attempt or self.phase != "deciding":
@@ -250,7 +263,12 @@ class Coordinator:
 
     def _begin(self, now: float) -> list[Action]:
         self.attempt += 1
-        self.phase, self._part = "steps", self._part or set(self.nodes)
+        self._part = (self._part - self._gone) or set(self.nodes) - self._gone
+        self.found = {node: found for node, found in self.found.items() if node not in self._gone}
+        if not self._part:
+            self._fail(now, "disconnected", f"none of {len(self.nodes)} nodes belongs to the cluster any more", False)
+            return []
+        self.phase = "steps"
         self._steps, self._outcomes, self._looking, self._given_up = {}, {}, {}, set()
         self._heard, self._spoken = dict.fromkeys(self._part, now), dict.fromkeys(self._part, now)
         self._open, self._under_way = set(self._part), set(self._part)
@@ -333,7 +351,7 @@ class Coordinator:
 
     def _problem(self) -> tuple[str, str] | None:
         """Why nothing is to be done: a rank is missing or new, or nobody has a tag."""
-        there = {Rank(node, process["pid"]) for node in self._part for process in self.found.get(node, ())}
+        there = set(self.there)
         if not there:
             return "no_process", f"no process of the job is managed on any of {len(self.nodes)} nodes"
         tags = {tag for node in self._part for process in self.found[node] for tag in process["tags"]}

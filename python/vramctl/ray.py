@@ -162,6 +162,10 @@ class _Operation(_job._Work["dict[str, Any]"]):
         def answered(now: float, said: Say, answer: Any) -> list[Any]:
             if isinstance(answer, Exception):
                 nodes.forget(said.node)
+                nodes.later(
+                    lambda: nodes.is_there(said.node),
+                    lambda is_there: happened.put(lambda now: coordinator.gone(now, said.node) if is_there is False else []),
+                )
                 return coordinator.lost(now, said.node, _line(answer))
             return coordinator.heard(now, said.node, said.attempt, answer)
 
@@ -178,8 +182,7 @@ class _Operation(_job._Work["dict[str, Any]"]):
         # Whether the store answers or not, it is done.
         with contextlib.suppress(Exception):
             if outcome["committed"]:
-                ranks = [Rank(node, process["pid"]) for node, found in coordinator.found.items() for process in found]
-                store.put(f"{key}/ranks", json.dumps(ranks).encode())
+                store.put(f"{key}/ranks", json.dumps(coordinator.there).encode())
             if "error" not in outcome:
                 # All have done it: nobody will ask.
                 for attempt in range(1, coordinator.attempt + 1):
@@ -334,9 +337,13 @@ class _Nodes:
             self.forget(node)
             return _unknown("disconnected", f"node {node} does not answer: {_line(error)}")
 
+    def is_there(self, node: str) -> bool:
+        """Whether a node belongs to the cluster, as far as Ray knows yet."""
+        return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+
     def look(self, node: str, request: Mapping[str, Any]) -> str:
         """How the ranks of a node are."""
-        if not any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()):
+        if not self.is_there(node):
             return "gone"
         self.forget(node)
         asked = {"version": 1, "operation": "status", "target": request["target"]}
@@ -408,10 +415,11 @@ class _Participant:
     async def start(cls, request: Mapping[str, Any]) -> _Participant:
         from .__main__ import command
 
-        # Of its own session: it goes on if the agent dies. Its command for the record finds the modules that are found here.
+        # A shell's child, and of a session of its own: it goes on if the agent dies. If the raylet dies, the agent ends, and Ray then kills the
+        # agent's own children (RAY_kill_child_processes_on_worker_exit), which is the shell. Its command for the record finds the modules that
+        # are found here.
         child = await asyncio.create_subprocess_exec(
-            command(),
-            "operate",
+            *("sh", "-c", '{ "$0" operate <&3 3<&- & } 3<&0; wait "$!"', command()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
