@@ -5,11 +5,13 @@
 mod common;
 
 use common::machine::{Machine, Ran};
-use common::{Gpu, MIB, Stream, compile, free, library, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, write};
+use common::{Gpu, MIB, Stream, compile, free, library, malloc, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, write};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use vramctl_intercept::{hooks, launch};
+use vramctl_backup::HOST_PIECE;
+use vramctl_core::memory::Memory;
+use vramctl_intercept::{hooks, launch, tms};
 
 fn program() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -135,6 +137,50 @@ fn copies_are_made_after_peer_access_was_disabled() {
     set_device(1);
     assert_eq!(free(there), 0);
     set_device(0);
+}
+
+/// The driver knows a backup in pieces and refuses a copy across them. A program that reads a backup knows nothing of pieces.
+#[test]
+fn a_backup_is_copied_from_whatever_its_size() {
+    const BYTES: usize = HOST_PIECE + 3 * MIB;
+    let _gpu = Gpu::take();
+    let kept = malloc_tagged("kept", None, BYTES).unwrap();
+    let contents = pattern(1, BYTES);
+    assert_eq!(write(kept, &contents), 0);
+    pause(&["kept"]).unwrap();
+    let backup = tms::tms_get_cpu_backup_pointer(kept as *const u8, BYTES as u64) as usize;
+    let (managed, plain) = (malloc_tagged("other", None, BYTES).unwrap(), malloc(BYTES).unwrap());
+    assert!(Memory::get().find(plain).is_none());
+    let stream = Stream::create();
+    let handle = stream.0 as usize;
+    // In words: where it reads, 6 before the pitch and 7 where it writes; 2 and 1 say whose memory it is. Its rows begin in the middle.
+    let plane = |to: u64| [0, 0, 1, backup, 0, 0, MIB, 0, 0, 2, 0, to as usize, 0, MIB, MIB, BYTES / MIB];
+    for (to, count) in [(managed, 7), (plain, 2)] {
+        let (there, from, bytes, attributes) = ([to], [backup], [BYTES], [1_u64, 0, 0]);
+        let [there, from, bytes] = [there.as_ptr() as usize, from.as_ptr() as usize, bytes.as_ptr() as usize];
+        let (attributes, first) = (attributes.as_ptr() as usize, [0_usize]);
+        type Copy<'a> = (&'a str, &'a dyn Fn() -> u32);
+        let copies: [Copy; 7] = [
+            ("cuMemcpyHtoD", &|| unsafe { launch::cuMemcpyHtoD_v2(to as usize, backup, BYTES) }),
+            ("cuMemcpyHtoDAsync", &|| unsafe { launch::cuMemcpyHtoDAsync_v2(to as usize, backup, BYTES, handle) }),
+            ("cuMemcpy", &|| unsafe { launch::cuMemcpy(to as usize, backup, BYTES) }),
+            ("cuMemcpyAsync", &|| unsafe { launch::cuMemcpyAsync(to as usize, backup, BYTES, handle) }),
+            ("cuMemcpy2D", &|| unsafe { launch::cuMemcpy2D_v2(plane(to).as_ptr() as usize) }),
+            ("cuMemcpy2DAsync", &|| unsafe { launch::cuMemcpy2DAsync_v2(plane(to).as_ptr() as usize, handle) }),
+            ("cuMemcpyBatchAsync", &|| unsafe {
+                launch::cuMemcpyBatchAsync_v2(there, from, bytes, 1, attributes, first.as_ptr() as usize, 1, handle)
+            }),
+        ];
+        for (name, copy) in &copies[..count] {
+            assert_eq!(unsafe { launch::cuMemsetD8_v2(to as usize, 0, BYTES) }, 0);
+            assert_eq!((copy(), stream.synchronize()), (0, 0), "{name}");
+            assert!(read(to, BYTES).unwrap() == contents, "{name}");
+        }
+    }
+    resume(&["kept"]).unwrap();
+    for address in [kept, managed, plain] {
+        assert_eq!(free(address), 0);
+    }
 }
 
 /// The driver refuses these before it reads anything, so nothing may be there to be read.

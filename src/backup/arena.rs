@@ -671,6 +671,14 @@ impl Arena {
     }
 }
 
+/// Where the arena's piece ends that has this address. `None` for other memory.
+pub fn piece_end(address: u64) -> Option<u64> {
+    let arena = Arena::existing()?;
+    let base = arena.base.as_ptr().addr() as u64;
+    let offset = address.checked_sub(base).filter(|offset| *offset < arena.bytes as u64)?;
+    Some(base + (offset / HOST_PIECE as u64 + 1) * HOST_PIECE as u64)
+}
+
 /// While it lives, no host memory is kept for later.
 pub struct Sparing {
     arena: &'static Arena,

@@ -20,7 +20,7 @@ mod spill;
 mod stock;
 mod transfer;
 
-pub use arena::Sparing;
+pub use arena::{Sparing, piece_end};
 pub use host::given_back;
 pub use settings::{CopyBy, disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use stock::HOST_PIECE;

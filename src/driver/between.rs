@@ -113,6 +113,16 @@ impl CopySide {
         matches!(self.kind, DEVICE | UNIFIED).then_some(self.device)
     }
 
+    /// The address of its first byte.
+    fn first(&self) -> u64 {
+        let base = if self.is_host() { self.host } else { self.device };
+        base + (self.x + self.y * self.pitch + self.z * self.slice()) as u64
+    }
+
+    fn slice(&self) -> usize {
+        self.pitch * self.height
+    }
+
     /// Begins as many bytes later.
     fn advance(&mut self, bytes: u64) {
         if self.is_host() {
@@ -147,6 +157,37 @@ impl CopyBetween {
     /// A copy of consecutive bytes.
     pub fn linear(to: CopySide, from: CopySide, bytes: usize) -> Self {
         Self { from, to, width: bytes, height: 1, depth: 1 }
+    }
+
+    /// The same in parts, of which none leaves what `end_of` says where it ends. `end_of`: for an address.
+    pub fn within(self, end_of: &impl Fn(u64) -> Option<u64>) -> Vec<Self> {
+        if self.from.is_array() || self.to.is_array() || [self.width, self.height, self.depth].contains(&0) {
+            return vec![self];
+        }
+        // Bytes up to the end, if the copy goes on behind it.
+        let left = [self.from, self.to].into_iter().filter_map(|side| {
+            let bytes = self.width + (self.height - 1) * side.pitch + (self.depth - 1) * side.slice();
+            end_of(side.first()).map(|end| (end - side.first()) as usize).filter(|room| *room < bytes)
+        });
+        let Some(room) = left.min() else { return vec![self] };
+        let (mut now, mut rest) = (self, self);
+        if self.depth > 1 {
+            now.depth /= 2;
+            rest.depth -= now.depth;
+            rest.from.z += now.depth;
+            rest.to.z += now.depth;
+        } else if self.height > 1 {
+            now.height /= 2;
+            rest.height -= now.height;
+            rest.from.y += now.height;
+            rest.to.y += now.height;
+        } else {
+            now.width = room;
+            rest.width -= room;
+            rest.from.advance(room as u64);
+            rest.to.advance(room as u64);
+        }
+        [now.within(end_of), rest.within(end_of)].concat()
     }
 
     /// Its addresses, except those that it says are of the host.

@@ -1,5 +1,6 @@
-//! Copies that the driver refuses because managed memory is virtual memory.
+//! Copies that the driver refuses because of how the library keeps memory.
 //!
+//! **Managed memory is virtual memory.**
 //! In CUDA, a copy finds its way to memory of `cuMemAlloc` whichever context is current. Virtual memory must be open to the current context's
 //! device, and for batches to the stream's; otherwise the call answers "invalid value", queues nothing and leaves a capture valid (observed
 //! with driver 580 on two H100). Managed memory is open to its own device and to peers. So a refused call is made again:
@@ -11,6 +12,9 @@
 //!   device, as enabled peer access does, and repeating the call. This needs a path between the devices. Opening all memory at its allocation
 //!   instead would cost every program with several devices 40 µs an allocation, and would not help where there is no path.
 //!
+//! **Backups are registered with the driver piece by piece**, and a program may read them (`tms_get_cpu_backup_pointer`). The driver refuses a copy
+//! that leaves a registration in which it begins (observed with driver 580). Such a copy is made again in parts, one for each piece.
+//!
 //! Nothing is looked up before a call, so a call that is accepted costs one comparison. Memsets and stream memory operations are not here:
 //! CUDA refuses them for plain memory, too, and so it does copies of memory from pools and of the program's own virtual memory.
 
@@ -18,6 +22,7 @@ use crate::{copies, driver_originals};
 use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::ptr;
+use vramctl_backup as backup;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, borrow, note_crossing};
 use vramctl_driver::{
@@ -42,12 +47,13 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
     // SAFETY: the caller's promise.
     let call = unsafe { CopyCall::of(symbol, arguments)? };
     let touched: Vec<_> = call.addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
-    if touched.is_empty() || touched.iter().any(|home| home.is_paused) {
+    let mut named: Vec<_> = call.copies.iter().flat_map(|copy| copy.within(&backup::piece_end)).collect();
+    let leaves_a_piece = named.len() > call.copies.len();
+    if (touched.is_empty() && !leaves_a_piece) || touched.iter().any(|home| home.is_paused) {
         return None;
     }
     let current = Current::of_thread().ok()??.context();
     if !call.copies.is_empty() && !call.stream.is_capturing() {
-        let mut named = call.copies.clone();
         for side in named.iter_mut().flat_map(|copy| [&mut copy.from, &mut copy.to]) {
             match side.address().and_then(|address| Home::of(memory, address)) {
                 Some(home) => side.is_in(home.context),

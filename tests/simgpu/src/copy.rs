@@ -523,6 +523,7 @@ pub fn check_sides(state: &State, sides: Sides, to: Address, from: Address, byte
     let reaches =
         |address, device, access| !state.space.is_device(address) || state.space.touch_in_copy(address, bytes, device, access).is_ok();
     let reachable = reaches(to, by.0, READ_WRITE) && reaches(from, by.1, READ);
+    let wrong = wrong || [to, from].into_iter().any(|address| state.host.is_left_by(address, bytes));
     if wrong || !reachable { Err(INVALID_VALUE) } else { Ok(()) }
 }
 

@@ -36,6 +36,12 @@ impl HostMemory {
         self.containing(address).map(|(base, range)| (base, range.bytes))
     }
 
+    /// Whether bytes begin in a pinned range and end behind it, be it in another one. Copies of such are refused, whatever they do there;
+    /// those that begin in front of a pinned range are not (observed with driver 580).
+    pub fn is_left_by(&self, address: Address, bytes: usize) -> bool {
+        self.find(address).is_some_and(|(base, pinned)| address + bytes as u64 > base + pinned as u64)
+    }
+
     fn overlaps(&self, address: Address, bytes: usize) -> bool {
         self.ranges.range(..address + bytes as u64).next_back().is_some_and(|(&base, range)| base + range.bytes as u64 > address)
     }

@@ -134,6 +134,15 @@ fn rows(state: &State, copy: &Copy3D, reach: Reach, device: usize) -> Outcome<Ve
         (DEVICE, DEVICE) => Sides::Device,
         _ => Sides::Any,
     };
+    if copy.height > 0 && copy.depth > 0 {
+        // All of it, as far as that is known: only copies of one row were observed.
+        for side in [&copy.to, &copy.from] {
+            let (first, last) = (side.row(0, 0)?, side.row(copy.height - 1, copy.depth - 1)?);
+            if state.host.is_left_by(first, (last - first) as usize + copy.width) {
+                return Err(INVALID_VALUE);
+            }
+        }
+    }
     let mut rows = Vec::new();
     for z in 0..copy.depth {
         for y in 0..copy.height {

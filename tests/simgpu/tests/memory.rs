@@ -271,6 +271,32 @@ fn host_registration() {
     });
 }
 
+/// Observed with driver 580: `across` fails whichever the function and the direction.
+#[test]
+fn a_copy_does_not_leave_a_registration() {
+    isolated("a_copy_does_not_leave_a_registration", &[], || {
+        const HALF: usize = 1 << 20;
+        let gpu = Gpu::start();
+        let device = gpu.alloc(2 * HALF);
+        let memory = vec![1u8; 4 * HALF];
+        let at = memory.as_ptr() as u64;
+        ok!(gpu.cuMemHostRegister_v2(at + HALF as u64, HALF, 0));
+        ok!(gpu.cuMemHostRegister_v2(at + 2 * HALF as u64, HALF, 0));
+        let (within, across, out, into) = (at + HALF as u64, at + 3 * HALF as u64 / 2, at + 5 * HALF as u64 / 2, at + HALF as u64 / 2);
+        for from in [within, into] {
+            ok!(gpu.cuMemcpyHtoD_v2(device, from, HALF));
+            ok!(gpu.cuMemcpyDtoH_v2(from, device, HALF));
+            ok!(gpu.cuMemcpyHtoDAsync_v2(device, from, HALF, 0));
+        }
+        for from in [across, out] {
+            fails!(1, gpu.cuMemcpyHtoD_v2(device, from, HALF));
+            fails!(1, gpu.cuMemcpyDtoH_v2(from, device, HALF));
+            fails!(1, gpu.cuMemcpyHtoDAsync_v2(device, from, HALF, 0));
+            fails!(1, gpu.cuMemcpy(device, from, HALF));
+        }
+    });
+}
+
 #[test]
 fn plain_memory_and_virtual_memory_do_not_mix() {
     isolated("plain_memory_and_virtual_memory_do_not_mix", &[], || {
