@@ -223,13 +223,13 @@ class Interrupted(engines.Engines):
     """The parts that interrupt an engine in the middle of requests, with an engine and a `vramctl` that do as they are told.
 
     `faults` name what goes wrong: "differ" (an answer), "refused" (a pause, suspend or move), "lost" (a resume), "late" (every
-    answer comes before the pause), "stays" (memory on the GPU that should be left), "disturbed" (the other process).
+    answer comes before the pause), "stays" (memory on the GPU that should be left), "disturbed" (the other process), "short" (the time).
     """
 
     def __init__(self, *faults):
         self.options = types.SimpleNamespace(pauses=3, gpus=1, gpu=0, to=1, other_gib=100, env=[], engine="vllm")
         self.faults, self.checks, self.section, self.tags = faults, [], "", []
-        self.place, self.plain_env, self.done = 0, {}, 0
+        self.place, self.plain_env, self.done, self.deadline = 0, {}, 0, self
 
     # ---- the engine ----
 
@@ -251,6 +251,9 @@ class Interrupted(engines.Engines):
         return {"s": 0.02, "complete": True, "differ": [2] if "differ" in self.faults and self.done > 1 else []}
 
     # ---- the machine ----
+
+    def rest(self):
+        return 0 if "short" in self.faults and self.done > 2 else 100
 
     def vramctl(self, verb, *arguments):
         failed = "lost" if verb == "resume" else "refused"
@@ -324,6 +327,10 @@ class InTheMiddle(unittest.TestCase):
     def test_memory_that_stays_fails(self):
         self.assertEqual(self.failed("suspend", "stays")[0], ["nothing of it stays on the GPU"])
         self.assertEqual(len(self.failed("move", "stays")[0]), 1)
+
+    def test_what_was_done_counts_if_the_time_is_too_short(self):
+        failed, measured = self.failed("suspend", "short")
+        self.assertEqual((len(measured["rounds"]), len(failed)), (2, 2), failed)
 
     def test_the_other_process_must_get_its_memory(self):
         self.assertEqual(len(self.failed("hold", "disturbed")[0]), 1)

@@ -138,12 +138,14 @@ class Check:
             text, _ = process.communicate(timeout=self.deadline.left(seconds))
         except BaseException as error:
             # However the wait ended (even by Ctrl-C or SIGTERM), leave nothing on the GPU.
-            if process is not None:
-                self.log(kill(process))
+            output = "" if process is None else kill(process)
+            self.log(output)
             if not isinstance(error, (subprocess.TimeoutExpired, Failed)):
                 raise
             name = f"{pathlib.Path(command[0]).name} {command[1]}"
-            raise self.deadline.late(f"{name}: no end", seconds) from None
+            late = self.deadline.late(f"{name}: no end", seconds)
+            late.output = output
+            raise late from None
         taken = time.perf_counter() - start
         self.log(f"{text.rstrip()}\n-> {process.returncode} after {taken:.3f} s")
         return process.returncode, text, taken
@@ -366,10 +368,7 @@ class Check:
             seconds=90,
         )
         lines = text.splitlines()
-        for line in lines:
-            if line.startswith(("ok: ", "FAILED: ")):
-                state, _, what = line.partition(": ")
-                self.expect(what[:80], state == "ok", what)
+        self.heard(text)
         # Check a clean exit, too: torch's pools outlive the interpreter.
         self.expect("the program exits cleanly", code == 0, f"exit code {code}: {lines[-1:]}")
         self.say(f"  {sum(line.startswith('ok: ') for line in lines)} checks held ({taken:.1f} s)")
@@ -431,31 +430,29 @@ class Check:
         """Runs a program under `vramctl run` that prints a line for each check."""
         folder = pathlib.Path(self.options.libcudart)
         libraries = sorted(folder.glob("libcudart.so*")) if folder.is_dir() else [folder]
-        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
-        code, text, taken = self.command(
-            self.bin / "vramctl",
-            "run",
-            "--",
-            sys.executable,
-            program,
-            libraries[-1],
-            env={**self.app_env, **env},
-            seconds=seconds,
-        )
-        for line in text.splitlines():
-            if line.startswith(("ok: ", "FAILED: ")):
-                state, _, what = line.partition(": ")
-                self.expect(what, state == "ok", what)
-            elif line.startswith("note: "):
-                self.say(f"  {line}")
-                self.notes.append(line.removeprefix("note: "))
-        self.expect("the program ends well", code == 0, f"exit code {code}: {text[-500:]}")
-        self.say(f"  {name} ({taken:.1f} s)")
+        command = (self.bin / "vramctl", "run", "--", sys.executable, self.program(name), libraries[-1])
+        self.checked(name, *command, env={**self.app_env, **env}, seconds=seconds)
 
     def script(self, name, seconds, *arguments):
         """Runs a program that pauses what it starts, and prints a line for each check, and for each row of a table."""
-        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
-        code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", *arguments, seconds=seconds)
+        self.checked(name, sys.executable, self.program(name), self.bin / "vramctl", *arguments, seconds=seconds)
+
+    def program(self, name):
+        return pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
+
+    def checked(self, name, *command, **how):
+        try:
+            code, text, taken = self.command(*command, **how)
+        except Failed as late:
+            # What it had found until then was found.
+            self.heard(late.output)
+            raise
+        self.heard(text)
+        self.expect(f"{name} ends well", code == 0, f"exit code {code}: {text[-500:]}")
+        self.say(f"  {name} ({taken:.1f} s)")
+
+    def heard(self, text):
+        """The checks, notes and rows that a program has printed."""
         for line in text.splitlines():
             if line.startswith(("ok: ", "FAILED: ")):
                 state, _, what = line.partition(": ")
@@ -467,8 +464,6 @@ class Check:
             elif line.startswith("| "):
                 self.say(f"  {line}")
                 self.table.append(line)
-        self.expect(f"{name} ends well", code == 0, f"exit code {code}: {text[-500:]}")
-        self.say(f"  {name} ({taken:.1f} s)")
 
     def oom(self):
         options = self.options

@@ -13,6 +13,9 @@ import time
 class Failed(Exception):
     """A failed check or a timeout."""
 
+    #: What a command had printed until then.
+    output = ""
+
 
 class Deadline:
     """The time at which all waiting in a section ends."""
