@@ -127,15 +127,16 @@ loop.serve(Memory, version="stand-in 1")
 class Sections(unittest.TestCase):
     def told(self, seconds, limit):
         """What a section prints whose command hangs and may take that long, in a check with that limit."""
-        hangs = "echo stuck in line 7 >&2; echo $((6 * 7)) times; exec sleep 60"
+        hangs = "echo stuck in line 7 >&2; echo $((6 * 7)) times; echo 'ok: half of it'; exec sleep 60"
         printed = io.StringIO()
         with tempfile.TemporaryDirectory() as folder:
             options = argparse.Namespace(work=folder, out=folder, bin=folder, libcudart="", only="nccl", kinds="", limit=limit)
             run = check.Check(options)
-            script = mock.patch.object(run, "script", lambda *_: run.command("sh", "-c", hangs, seconds=seconds))
+            script = mock.patch.object(run, "script", lambda *_: run.checked("a script", "sh", "-c", hangs, seconds=seconds))
             with script, mock.patch.object(run, "report"), contextlib.redirect_stdout(printed):
                 run.run()
             run.log_file.close()
+        self.checks = [(one["check"], one["ok"]) for one in run.checks]
         return printed.getvalue()
 
     def test_a_limit_that_was_too_small_is_not_blamed_on_the_command(self):
@@ -148,6 +149,7 @@ class Sections(unittest.TestCase):
         self.assertIn("FAILED nccl: runs to its end: Failed: sh -c: no end within 1 s", told)
         for line in ("stuck in line 7", "42 times"):
             self.assertRegex(told, rf"(?m)^    (\[nccl\] )?{line}$")
+        self.assertEqual(self.checks, [("half of it", True), ("runs to its end", False)], "and what it had checked counts")
 
 
 class Programs(unittest.TestCase):

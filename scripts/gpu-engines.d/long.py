@@ -12,7 +12,7 @@ LOADS = ("burst 1 200", "burst 32 100")
 #: Each of so many cycles has a suspend.
 SUSPEND_EVERY = 20
 #: Small, because every pause copies it.
-KV_GIB = 8
+KV_GIB = 2
 
 
 def long(run):
