@@ -5,7 +5,9 @@
 mod common;
 
 use common::machine::{Machine, Ran};
-use common::{Gpu, MIB, Stream, compile, free, library, malloc, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, write};
+use common::{
+    Gpu, MIB, Stream, compile, free, library, malloc, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, write,
+};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
