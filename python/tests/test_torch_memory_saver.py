@@ -697,6 +697,19 @@ class Torch(unittest.TestCase):
         with self.assertRaises(ValueError):
             torch_memory_saver.get_cpu_backup(tensors[0].transpose(0, 2))
 
+    def test_a_large_backup_goes_to_the_gpu_without_the_memory(self) -> None:
+        """As trainers do that send their weights while these are paused. The driver knows the backup in pieces."""
+        with torch_memory_saver.region("weights", enable_cpu_backup=True):
+            weights = torch.randint(0, 256, (3, 100 * MIB + 4), dtype=torch.uint8, device="cuda")
+        wanted = weights.cpu()
+        torch_memory_saver.pause()
+        kept = torch_memory_saver.get_cpu_backup(weights, zero_copy=True)
+        for sent in (kept.cuda(), kept.to("cuda", non_blocking=True), kept[:, 1000 : 90 * MIB].cuda()):
+            expected = wanted if sent.shape == wanted.shape else wanted[:, 1000 : 90 * MIB]
+            self.assertTrue(torch.equal(sent.cpu(), expected))
+        torch_memory_saver.resume()
+        self.assertTrue(torch.equal(weights.cpu(), wanted))
+
     def test_a_graph_s_memory_is_paused_and_the_graph_replays(self) -> None:
         with torch_memory_saver.region("weights", enable_cpu_backup=True):
             source = torch.ones(64 * MIB, device="cuda")
