@@ -144,7 +144,10 @@ fn copies_are_made_after_peer_access_was_disabled() {
 /// The driver knows a backup in pieces and refuses a copy across them. A program that reads a backup knows nothing of pieces.
 #[test]
 fn a_backup_is_copied_from_whatever_its_size() {
-    const BYTES: usize = HOST_PIECE + 3 * MIB;
+    const BYTES: usize = HOST_PIECE + 2 * MIB;
+    /// Of several rows. The piece ends inside the last one.
+    const ROW: usize = BYTES / 4;
+    type Copy<'a> = (&'a str, &'a dyn Fn() -> u32);
     let _gpu = Gpu::take();
     let kept = malloc_tagged("kept", None, BYTES).unwrap();
     let contents = pattern(1, BYTES);
@@ -155,13 +158,12 @@ fn a_backup_is_copied_from_whatever_its_size() {
     assert!(Memory::get().find(plain).is_none());
     let stream = Stream::create();
     let handle = stream.0 as usize;
-    // In words: where it reads, 6 before the pitch and 7 where it writes; 2 and 1 say whose memory it is. Its rows begin in the middle.
-    let plane = |to: u64| [0, 0, 1, backup, 0, 0, MIB, 0, 0, 2, 0, to as usize, 0, MIB, MIB, BYTES / MIB];
+    // `CUDA_MEMCPY2D` in words. Of each side: x, y, 1 for the host's memory or 2 for a device's, and address of either, an array, the pitch.
+    let plane = |to: u64| [0, 0, 1, backup, 0, 0, ROW, 0, 0, 2, 0, to as usize, 0, ROW, ROW, BYTES / ROW];
     for (to, count) in [(managed, 7), (plain, 2)] {
         let (there, from, bytes, attributes) = ([to], [backup], [BYTES], [1_u64, 0, 0]);
         let [there, from, bytes] = [there.as_ptr() as usize, from.as_ptr() as usize, bytes.as_ptr() as usize];
         let (attributes, first) = (attributes.as_ptr() as usize, [0_usize]);
-        type Copy<'a> = (&'a str, &'a dyn Fn() -> u32);
         let copies: [Copy; 7] = [
             ("cuMemcpyHtoD", &|| unsafe { launch::cuMemcpyHtoD_v2(to as usize, backup, BYTES) }),
             ("cuMemcpyHtoDAsync", &|| unsafe { launch::cuMemcpyHtoDAsync_v2(to as usize, backup, BYTES, handle) }),
