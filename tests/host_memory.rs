@@ -226,6 +226,28 @@ fn the_command_line_foretells_what_the_pause_says() {
     assert_eq!(foretold.err, refused.err);
 }
 
+/// Contents that go to files pass through host memory behind those that stay there, wherever that is. The driver refuses a copy across two
+/// of its pieces.
+#[test]
+fn contents_in_files_pass_wherever_the_others_end() {
+    let _gpu = Gpu::take();
+    let _kept = Kept::for_long();
+    for kept in [2, 18, 30] {
+        let sizes = [("kept", None, kept * MIB), ("file", Some(Policy::Disk), 40 * MIB), ("file", Some(Policy::Disk), 6 * MIB)];
+        let all = sizes.map(|(tag, policy, bytes)| {
+            let (address, contents) = (malloc_tagged(tag, policy, bytes).unwrap(), common::pattern(bytes as u64, bytes));
+            assert_eq!(common::write(address, &contents), 0);
+            (address, contents)
+        });
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        for (address, contents) in all {
+            assert!(common::read(address, contents.len()).unwrap() == contents, "{kept}");
+            assert_eq!(free(address), 0);
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: common::cases(12), failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -185,26 +185,62 @@ class Members(unittest.TestCase):
         self.assertIs(driver.outcome["committed"], False)
 
     def test_a_node_that_has_left_the_cluster_is_left_out_and_its_ranks_are_missing(self) -> None:
+        all_three = [Rank(f"000{node}", 1) for node in range(3)]
+        # All ranks of an earlier job have ended.
+        earlier = [Rank(f"000{node}", 9) for node in range(8)]
         for operation in ("pause", "resume"):
             for is_found in (False, True):
-                for ranks in (None, 2):
-                    with self.subTest(f"{operation}, lost {'after' if is_found else 'before'} it was found, {ranks} ranks"):
-                        world = World(3, 0)
-                        driver = Driver(
-                            world, operation, members=[] if is_found else [Rank(name, 1) for name in world.nodes], ranks=ranks
-                        )
-                        if is_found:
-                            world.run(lambda driver=driver: "0001" in driver.coordinator.found)
-                        world.nodes["0001"].is_gone = True
-                        world.run(driver.has_ended)
-                        assert driver.outcome is not None
-                        goes_on = operation == "resume" or ranks is not None
-                        self.assertIs(driver.outcome["committed"], goes_on, driver.outcome)
-                        self.assertLess(world.now, 10)
-                        if not goes_on:
-                            self.assertIn("missing: process 1 of node 0001", driver.outcome["error"]["message"])
-                        left = [node.is_paused for node in world.nodes.values() if not node.is_gone]
-                        self.assertEqual(left, [operation == "pause" and goes_on] * 2)
+                for members in ([], all_three, earlier):
+                    for ranks in (None, 2):
+                        with self.subTest(f"{operation}, {'found' if is_found else 'not found'}, {members}, {ranks} ranks"):
+                            world = World(3, 0)
+                            driver = Driver(world, operation, members=members, ranks=ranks)
+                            if is_found:
+                                world.run(lambda driver=driver: "0001" in driver.coordinator.found)
+                            world.nodes["0001"].is_gone = True
+                            world.run(driver.has_ended)
+                            assert driver.outcome is not None
+                            goes_on = operation == "resume" or ranks is not None
+                            self.assertIs(driver.outcome["committed"], goes_on, driver.outcome)
+                            self.assertLess(world.now, 10)
+                            if not goes_on and (is_found or members == all_three):
+                                said = "2 processes are there, and the job had 3; missing: process 1 of node 0001."
+                                self.assertIn(said, driver.outcome["error"]["message"])
+                            elif not goes_on:
+                                self.assertIn("node 0001 has left the cluster", driver.outcome["error"]["message"])
+                            left = [node.is_paused for node in world.nodes.values() if not node.is_gone]
+                            self.assertEqual(left, [operation == "pause" and goes_on] * 2)
+                            self.assertEqual(set(driver.coordinator.there), {all_three[0], all_three[2]})
+                            is_known = is_found or members == all_three
+                            self.assertEqual(all_three[1] in driver.coordinator.away, is_known)
+
+    def test_a_rank_that_ends_between_two_attempts_is_missing(self) -> None:
+        """Of one whose node has no other, the node says that it has none."""
+        none = {"reply": "outcome", "committed": False, "processes": [], "error": {"code": "no_process", "message": ""}}
+        busy = {"reply": "outcome", "committed": False, "processes": [], "error": {"code": "busy", "message": ""}}
+
+        def found(*pids: int) -> dict[str, Any]:
+            processes = [{"pid": pid, "tags": ["default"]} for pid in pids]
+            return {"reply": "reached", "number": 0, "step": "found", "processes": processes}
+
+        for members in ([], [Rank("a", 1), Rank("b", 2), Rank("b", 3)]):
+            for then in (none, found(2)):
+                request = {"operation": "pause", "target": {"name": "job"}, "hold_ms": 60_000}
+                coordinator = _nodes.Coordinator(request, ["a", "b"], 0.0, members=members)
+                coordinator.tick(0.0)
+                for node, pids in (("a", (1,)), ("b", (2, 3))):
+                    coordinator.heard(0.1, node, 1, found(*pids))
+                for node in ("a", "b"):
+                    coordinator.heard(0.2, node, 1, busy)
+                coordinator.tick(1.0)
+                coordinator.heard(1.1, "a", 2, found(1))
+                coordinator.heard(1.1, "b", 2, then)
+                self.assertEqual(coordinator.phase, "aborting")
+                for node in ("a", "b"):
+                    coordinator.heard(1.2, node, 2, busy)
+                assert coordinator.outcome is not None
+                self.assertIn("missing: process", coordinator.outcome["error"]["message"])
+                self.assertIs(coordinator.outcome["committed"], False)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ class Coordinator:
         self._hold: float | None = (10.0 if hold is None else hold / 1000) if holds else None
         self._timeout: float | None = None if timeout is None else timeout / 1000
         self._next_drain, self._early, self._next = FIRST_DRAIN, set[str](), self.begun
-        self._part, self._gone, self._collisions, self._tried_since = set(self.nodes), set[str](), 0, 0.0
+        self._part, self._collisions, self._tried_since = set(self.nodes), 0, 0.0
+        # Nodes that have left, with the ranks that they had; None if they had not said so yet.
+        self._gone: dict[str, list[Rank] | None] = {}
         # Those that have not ended, and those that have not reached the next step.
         self._open, self._under_way = set[str](), set[str]()
         # When a node last reached a step, when and whether one has said that it has not, and until when those that are behind may go on.
@@ -132,7 +134,21 @@ class Coordinator:
     @property
     def there(self) -> list[Rank]:
         """The ranks that were found."""
-        return [Rank(node, process["pid"]) for node, found in self.found.items() for process in found]
+        return [rank for node in self.found for rank in self._ranks(node)]
+
+    @property
+    def away(self) -> list[Rank]:
+        """Members on nodes that do not belong to the cluster."""
+        members = {rank for rank in self.members if rank.node not in self.nodes or rank.node in self._gone}
+        return sorted(members | self._left)
+
+    @property
+    def _left(self) -> set[Rank]:
+        """The ranks that were found on nodes that have left since."""
+        return {rank for ranks in self._gone.values() for rank in ranks or ()}
+
+    def _ranks(self, node: str) -> list[Rank]:
+        return [Rank(node, process["pid"]) for process in self.found.get(node, ())]
 
     # What happens.
 
@@ -209,10 +225,9 @@ class Coordinator:
 
     def gone(self, now: float, node: str) -> list[Action]:
         """A node does not belong to the cluster any more. Further attempts are without it, and its ranks are missing."""
-        if node not in self._gone and node in self.found:
-            # They were there when this began.
-            self.members, self._checked = {*self.members, *self.there}, False
-        self._gone.add(node)
+        if node not in self._gone:
+            has_said = node in self.found or node not in self._part
+            self._gone[node] = self._ranks(node) if has_said else None
         return self.lost(now, node, "it does not belong to the cluster any more")
 
     def recorded(self, now: float, attempt: int, committed: bool | None) -> list[Action]:
@@ -263,7 +278,11 @@ class Coordinator:
 
     def _begin(self, now: float) -> list[Action]:
         self.attempt += 1
-        self._part = (self._part - self._gone) or set(self.nodes) - self._gone
+        if self._checked and self._pauses:
+            # This attempt is to find the same.
+            self.members = self.there
+        self._checked = False
+        self._part = (self._part - set(self._gone)) or set(self.nodes) - set(self._gone)
         self.found = {node: found for node, found in self.found.items() if node not in self._gone}
         if not self._part:
             self._fail(now, "disconnected", f"none of {len(self.nodes)} nodes belongs to the cluster any more", False)
@@ -359,12 +378,26 @@ class Coordinator:
         if unknown:
             return "unknown_tag", f"no allocation has the tag {', '.join(unknown)}; the tags are {', '.join(sorted(tags))}"
         known = set(self.members)
+        if not known & there:
+            # Of an earlier job, of which nothing is left.
+            known = there if self._left else set()
+        known |= self._left
         missing, new = known - there, there - known
         if self.ranks is not None:
             if len(there) >= self.ranks:
                 return None
             text = f"{len(there)} of {self.ranks} processes are there"
-        elif not self._pauses or not known & there or not (missing or new):
+        elif not self._pauses:
+            return None
+        elif not known:
+            silent = [node for node, ranks in self._gone.items() if ranks is None]
+            if not silent:
+                return None
+            return "disconnected", (
+                f"nothing was done: node {', '.join(silent)} has left the cluster and has not said whether it has ranks of the job. "
+                f"To do with those of the others, say that there are {len(there)} ranks"
+            )
+        elif not (missing or new):
             return None
         else:
             text = f"{len(there)} processes are there, and the job had {len(known)}"

@@ -14,6 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -33,6 +34,8 @@ from ._nodes import RENEW_EVERY, SILENT, STARTED_WITHIN, Coordinator, Look, Rank
 from .types import Status
 
 __all__ = ["Job", "Rank"]
+
+_log = logging.getLogger("vramctl")
 
 #: Where agents and records are.
 _NAMESPACE = "vramctl"
@@ -163,8 +166,8 @@ class _Operation(_job._Work["dict[str, Any]"]):
             if isinstance(answer, Exception):
                 nodes.forget(said.node)
                 nodes.later(
-                    lambda: nodes.is_there(said.node),
-                    lambda is_there: happened.put(lambda now: coordinator.gone(now, said.node) if is_there is False else []),
+                    lambda: nodes.has_left(said.node),
+                    lambda has_left: happened.put(lambda now: coordinator.gone(now, said.node) if has_left else []),
                 )
                 return coordinator.lost(now, said.node, _line(answer))
             return coordinator.heard(now, said.node, said.attempt, answer)
@@ -182,7 +185,13 @@ class _Operation(_job._Work["dict[str, Any]"]):
         # Whether the store answers or not, it is done.
         with contextlib.suppress(Exception):
             if outcome["committed"]:
-                store.put(f"{key}/ranks", json.dumps(coordinator.there).encode())
+                away = [] if request["operation"] == "pause" else coordinator.away
+                if away:
+                    _log.warning(
+                        "of the job %s, the nodes of %d processes do not belong to the cluster any more, and were not asked: %s",
+                        *(self._name, len(away), ", ".join(f"{rank.pid} of node {rank.node}" for rank in away)),
+                    )
+                store.put(f"{key}/ranks", json.dumps(sorted({*coordinator.there, *away})).encode())
             if "error" not in outcome:
                 # All have done it: nobody will ask.
                 for attempt in range(1, coordinator.attempt + 1):
@@ -337,13 +346,13 @@ class _Nodes:
             self.forget(node)
             return _unknown("disconnected", f"node {node} does not answer: {_line(error)}")
 
-    def is_there(self, node: str) -> bool:
-        """Whether a node belongs to the cluster, as far as Ray knows yet."""
-        return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+    def has_left(self, node: str) -> bool:
+        """Whether Ray knows that a node does not belong to the cluster any more."""
+        return any(one["NodeID"] == node and not one["Alive"] for one in ray.nodes())
 
     def look(self, node: str, request: Mapping[str, Any]) -> str:
         """How the ranks of a node are."""
-        if not self.is_there(node):
+        if self.has_left(node):
             return "gone"
         self.forget(node)
         asked = {"version": 1, "operation": "status", "target": request["target"]}
@@ -471,6 +480,8 @@ class _Participant:
         code = await self._child.wait()
         if outcome is None:
             outcome = _unknown("internal", f"vramctl operate ended with {code} and said nothing")
+            if code in (126, 127):
+                outcome["committed"] = False
         # For whoever waits for a step.
         await self._reach(outcome, last=True)
         return outcome

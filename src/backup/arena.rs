@@ -25,7 +25,7 @@ use std::{mem, slice, thread};
 use vramctl_config::Config;
 use vramctl_driver::{Activity, Context, Current, Pinned};
 use vramctl_host::{PerProcess, Unpoison, exit, limits, log_once, worker};
-use vramctl_model::{Bytes, Error, Failure, HostStatus};
+use vramctl_model::{Bytes, Error, Failure, HostStatus, Span};
 
 /// Threads that end registrations.
 const UNREGISTERING: usize = 4;
@@ -671,12 +671,13 @@ impl Arena {
     }
 }
 
-/// Where the arena's piece ends that has this address. `None` for other memory.
-pub fn piece_end(address: u64) -> Option<u64> {
+/// Where the arena's piece ends in which these bytes begin. `None` unless all of them belong to backups.
+pub fn piece_end(bytes: Span) -> Option<u64> {
     let arena = Arena::existing()?;
     let base = arena.base.as_ptr().addr() as u64;
-    let offset = address.checked_sub(base).filter(|offset| *offset < arena.bytes as u64)?;
-    Some(base + (offset / HOST_PIECE as u64 + 1) * HOST_PIECE as u64)
+    let offset = usize::try_from(bytes.address.checked_sub(base)?).ok()?;
+    let are_ours = bytes.bytes <= arena.bytes.checked_sub(offset)? && !arena.lock().free.overlaps(offset, bytes.bytes);
+    are_ours.then(|| base + ((offset / HOST_PIECE + 1) * HOST_PIECE) as u64)
 }
 
 /// While it lives, no host memory is kept for later.

@@ -36,6 +36,11 @@ impl FreeRanges {
         self.0.insert(offset, bytes);
     }
 
+    /// Whether some of these bytes are free.
+    pub fn overlaps(&self, offset: usize, bytes: usize) -> bool {
+        self.0.range(..offset + bytes).next_back().is_some_and(|(free, length)| free + length > offset)
+    }
+
     /// Free bytes.
     pub fn bytes(&self) -> usize {
         self.0.values().sum()
@@ -52,6 +57,10 @@ mod tests {
         assert_eq!([10, 20, 30].map(|bytes| free.take(bytes)), [Some(0), Some(10), Some(30)]);
         assert_eq!((free.bytes(), free.take(41)), (40, None));
         free.give_back(10, 20);
+        assert_eq!(
+            [(0, 10), (5, 10), (15, 1), (25, 10), (30, 30), (59, 2)].map(|(offset, bytes)| free.overlaps(offset, bytes)),
+            [false, true, true, true, false, true]
+        );
         assert_eq!([25, 20, 15].map(|bytes| free.take(bytes)), [Some(60), Some(10), Some(85)]);
         assert_eq!((free.bytes(), free.take(1)), (0, None));
         assert_eq!(free, FreeRanges::default(), "and no empty part is left");

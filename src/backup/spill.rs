@@ -1,6 +1,6 @@
 //! Contents in a file, copied through a small pinned buffer and using no other host memory.
 
-use super::arena::{Arena, Range};
+use super::arena::{self, Arena, Range};
 use super::disk::{self, Spill, SpillError, StagingPiece};
 use super::{Backup, Item, Meter, OnProgress, Wanted, settings};
 use std::ops;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_config::DiskDirectory;
 use vramctl_driver::{Context, Direction, Extent, Lane};
 use vramctl_host::{system, worker};
-use vramctl_model::{Error, Stage};
+use vramctl_model::{Error, Span, Stage};
 
 /// An allocation's contents in a file, which others paused with it may share.
 #[derive(Debug)]
@@ -170,11 +170,16 @@ fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64,
     let (mut lane, end) = (Lane::default(), offset + bytes as u64);
     let first = layout.partition_point(|(place, _)| place.end <= offset);
     for (place, extent) in layout[first..].iter().take_while(|(place, _)| place.start < end) {
-        let (from, to) = (place.start.max(offset), place.end.min(end));
-        let device = extent.address + (from - place.start);
-        let at = host.wrapping_add((from - offset) as usize);
-        // SAFETY: inside the staging memory, which only this call uses until the lane has finished.
-        unsafe { lane.queue(direction, extent.context, device, at, (to - from) as usize)? };
+        let (mut from, to) = (place.start.max(offset), place.end.min(end));
+        while from < to {
+            let (at, rest) = (host.wrapping_add((from - offset) as usize), to - from);
+            // The driver knows the arena's pieces, and copies from one at a time.
+            let here = Span { address: at.expose_provenance() as u64, bytes: rest as usize };
+            let bytes = arena::piece_end(here).map_or(rest, |end| rest.min(end - here.address));
+            // SAFETY: inside the staging memory, which only this call uses until the lane has finished.
+            unsafe { lane.queue(direction, extent.context, extent.address + (from - place.start), at, bytes as usize)? };
+            from += bytes;
+        }
     }
     Ok(lane.finish()?)
 }

@@ -2,7 +2,7 @@
 
 use super::{CUdeviceptr, Context, Driver, StreamHandle, memory_at, pointer_attribute};
 use cudarc::driver::sys::CUpointer_attribute;
-use vramctl_model::{Failure, StatusCode, code};
+use vramctl_model::{Failure, Span, StatusCode, code};
 
 /// `CU_MEMORYTYPE_HOST`.
 const HOST: u32 = 1;
@@ -113,16 +113,6 @@ impl CopySide {
         matches!(self.kind, DEVICE | UNIFIED).then_some(self.device)
     }
 
-    /// The address of its first byte.
-    fn first(&self) -> u64 {
-        let base = if self.is_host() { self.host } else { self.device };
-        base + (self.x + self.y * self.pitch + self.z * self.slice()) as u64
-    }
-
-    fn slice(&self) -> usize {
-        self.pitch * self.height
-    }
-
     /// Begins as many bytes later.
     fn advance(&mut self, bytes: u64) {
         if self.is_host() {
@@ -159,17 +149,34 @@ impl CopyBetween {
         Self { from, to, width: bytes, height: 1, depth: 1 }
     }
 
-    /// The same in parts, of which none leaves what `end_of` says where it ends. `end_of`: for an address.
-    pub fn within(self, end_of: &impl Fn(u64) -> Option<u64>) -> Vec<Self> {
-        if self.from.is_array() || self.to.is_array() || [self.width, self.height, self.depth].contains(&0) {
+    /// What a side reads or writes, from its first byte to its last. `None` if nothing, or if the driver refuses it because rows or slices
+    /// would overlap.
+    fn span(&self, side: &CopySide) -> Option<Span> {
+        let (rows, slices) = (self.height.checked_sub(1)?, self.depth.checked_sub(1)?);
+        let are_apart = (rows, slices) == (0, 0) || side.pitch >= side.x.checked_add(self.width)?;
+        if self.width == 0 || !are_apart || (slices > 0 && side.height < side.y.checked_add(self.height)?) {
+            return None;
+        }
+        let slice = side.pitch.checked_mul(side.height)?;
+        let at = |x: usize, y: usize, z: usize| x.checked_add(y.checked_mul(side.pitch)?)?.checked_add(z.checked_mul(slice)?);
+        let base = if side.is_host() { side.host } else { side.device };
+        let (address, bytes) = (base.checked_add(at(side.x, side.y, side.z)? as u64)?, at(self.width, rows, slices)?);
+        address.checked_add(bytes as u64)?;
+        Some(Span { address, bytes })
+    }
+
+    /// The same in parts that leave no piece of memory. `end_of`: where the piece ends in which bytes begin, if they are of such memory.
+    pub fn within(self, end_of: &impl Fn(Span) -> Option<u64>) -> Vec<Self> {
+        if self.from.is_array() || self.to.is_array() {
             return vec![self];
         }
-        // Bytes up to the end, if the copy goes on behind it.
-        let left = [self.from, self.to].into_iter().filter_map(|side| {
-            let bytes = self.width + (self.height - 1) * side.pitch + (self.depth - 1) * side.slice();
-            end_of(side.first()).map(|end| (end - side.first()) as usize).filter(|room| *room < bytes)
+        // Bytes up to the end of the piece, if the copy goes on behind it.
+        let left = [&self.from, &self.to].into_iter().filter_map(|side| {
+            let span = self.span(side)?;
+            let room = end_of(span)?.checked_sub(span.address)? as usize;
+            (room < span.bytes).then_some(room)
         });
-        let Some(room) = left.min() else { return vec![self] };
+        let Some(room) = left.min().filter(|room| *room > 0) else { return vec![self] };
         let (mut now, mut rest) = (self, self);
         if self.depth > 1 {
             now.depth /= 2;
@@ -262,5 +269,89 @@ impl NodeParameters {
             SET => vec![self.address],
             _ => Vec::new(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PIECE: u64 = 1000;
+    /// The memory in pieces.
+    const MEMORY: std::ops::Range<u64> = 10_000..60_000;
+
+    fn end_of(span: Span) -> Option<u64> {
+        let is_inside = MEMORY.contains(&span.address) && span.address + span.bytes as u64 <= MEMORY.end;
+        is_inside.then(|| (span.address / PIECE + 1) * PIECE)
+    }
+
+    /// Each row: where it reads, where it writes, its bytes.
+    fn rows(copy: &CopyBetween) -> Vec<(u64, u64, usize)> {
+        let at = |side: &CopySide, y, z| {
+            let base = if side.is_host() { side.host } else { side.device };
+            base + (side.x + (side.y + y) * side.pitch + (side.z + z) * side.pitch * side.height) as u64
+        };
+        let places = (0..copy.depth).flat_map(|z| (0..copy.height).map(move |y| (y, z)));
+        places.map(|(y, z)| (at(&copy.from, y, z), at(&copy.to, y, z), copy.width)).collect()
+    }
+
+    /// All bytes, as pairs of addresses.
+    fn bytes(copies: &[CopyBetween]) -> Vec<(u64, u64)> {
+        let rows = copies.iter().flat_map(rows);
+        let mut all: Vec<_> = rows.flat_map(|(from, to, width)| (0..width as u64).map(move |byte| (from + byte, to + byte))).collect();
+        all.sort_unstable();
+        all
+    }
+
+    #[test]
+    fn parts_copy_the_same_bytes_and_leave_no_piece() {
+        let mut state = 1_u64;
+        let mut below = |most: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as usize % most
+        };
+        let mut were_parted = 0;
+        for _ in 0..2000 {
+            let (width, height, depth) = (1 + below(400), 1 + below(9), 1 + below(3));
+            let mut side = |base: u64| {
+                let (x, y, z) = (below(20), below(3), below(3));
+                let (pitch, rows) = (x + width + below(300), y + height + below(3));
+                let side = if below(2) == 0 { CopySide::of_host(base) } else { CopySide::of_any(base) };
+                CopySide { x, y, z, pitch, height: rows, ..side }
+            };
+            let copy = CopyBetween { from: side(20_000), to: side(1_000_000), width, height, depth };
+            let parts = copy.within(&end_of);
+            were_parted += usize::from(parts.len() > 1);
+            assert_eq!(bytes(&parts), bytes(&[copy]), "{copy:?}");
+            for part in &parts {
+                let span = part.span(&part.from).unwrap();
+                assert!(parts.len() == 1 || span.address + span.bytes as u64 <= end_of(span).unwrap(), "{part:?} of {copy:?}");
+            }
+        }
+        assert!(were_parted > 1000, "{were_parted}");
+    }
+
+    #[test]
+    fn what_the_driver_refuses_stays_as_it_is() {
+        let from = CopySide::of_host(MEMORY.start);
+        let with = |pitch, height| CopySide { pitch, height, ..from };
+        let to = CopySide { pitch: 4096, height: usize::MAX, ..CopySide::of_device(1 << 40) };
+        for (from, width, height, depth) in [
+            (with(0, 0), 800, 3_000_000, 1),
+            (with(799, 0), 800, 3_000_000, 1),
+            (with(1 << 60, 0), 800, 1 << 20, 1),
+            (with(1000, 0), 800, usize::MAX, 1),
+            (with(usize::MAX, usize::MAX), 800, usize::MAX, usize::MAX),
+            (with(1000, 1), 800, 2, 2),
+            (with(1000, 0), 800, 1000, 1),
+            (from, 2000, 0, 1),
+            (from, 0, 1, 1),
+            (CopySide::of_host(MEMORY.end - 500), 600, 1, 1),
+            (CopySide::of_host(u64::MAX), 600, 1, 1),
+        ] {
+            assert_eq!(CopyBetween { from, to, width, height, depth }.within(&end_of).len(), 1, "{from:?} {width} {height} {depth}");
+        }
+        let many = CopyBetween { from: with(25, 0), to, width: 25, height: 2000, depth: 1 };
+        assert!(many.within(&end_of).len() < 200, "a few for each piece, not one for each row");
     }
 }

@@ -61,8 +61,9 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
             }
         }
         note_crossing();
+        let waits = call.waits && (leaves_a_piece || named.iter().any(CopyBetween::touches_the_host));
         // SAFETY: the program's copies, with their contexts named.
-        return Some(gate::pass(gated, || unsafe { call.start(&named) }));
+        return Some(gate::pass(gated, || unsafe { call.start(&named, waits) }));
     }
     // In a capture, which keeps the memory's context with the copy. Default streams are others in another context.
     if let [home, others @ ..] = &touched[..]
@@ -287,20 +288,19 @@ impl CopyCall {
         Some(Self { addresses, copies: Vec::new(), stream: StreamHandle::of_argument(0), waits: false })
     }
 
+    /// The last one first: if the memory is too small for it, the call is refused, and nothing has changed.
+    ///
     /// # Safety
     /// As for the driver's copies.
-    unsafe fn start(&self, copies: &[CopyBetween]) -> StatusCode {
-        for copy in copies {
+    unsafe fn start(&self, copies: &[CopyBetween], waits: bool) -> StatusCode {
+        for copy in copies.iter().rev() {
             // SAFETY: the caller's promise.
             let answer = unsafe { copy.start(self.stream) };
             if answer != code::SUCCESS {
                 return answer;
             }
         }
-        if self.waits && copies.iter().any(CopyBetween::touches_the_host) {
-            return self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS);
-        }
-        code::SUCCESS
+        if waits { self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS) } else { code::SUCCESS }
     }
 }
 

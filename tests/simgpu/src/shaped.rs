@@ -134,6 +134,14 @@ fn rows(state: &State, copy: &Copy3D, reach: Reach, device: usize) -> Outcome<Ve
         (DEVICE, DEVICE) => Sides::Device,
         _ => Sides::Any,
     };
+    // cuda.h: "srcPitch must be greater than or equal to WidthInBytes + srcXInBytes", and heights likewise.
+    let overlaps = |side: &Volume| {
+        (copy.height.max(copy.depth) > 1 && side.pitch < side.x.saturating_add(copy.width))
+            || (copy.depth > 1 && side.height < side.y.saturating_add(copy.height))
+    };
+    if overlaps(&copy.to) || overlaps(&copy.from) {
+        return Err(INVALID_VALUE);
+    }
     if copy.height > 0 && copy.depth > 0 {
         // All of it, as far as that is known: only copies of one row were observed.
         for side in [&copy.to, &copy.from] {
