@@ -81,6 +81,8 @@ class Node:
     def __init__(self, world: World, name: str, place: int) -> None:
         self.world, self.name, self.place = world, name, place
         self.is_paused, self.is_gone, self.stopped_until = False, False, 0.0
+        #: When the cluster notices that the node does not belong to it any more, if that is so.
+        self.leaves_at: float | None = None
         #: By how much its clock is late.
         self.skew = 0.0
         #: Who is taking the ranks through an attempt.
@@ -112,6 +114,11 @@ class Node:
 
     def stop(self, seconds: float) -> None:
         self.stopped_until = self.world.now + seconds
+
+    def lose_raylet(self, noticed_after: float) -> None:
+        """The ranks and their participants live on."""
+        self.leaves_at = self.world.now + noticed_after
+        self.kill_agent()
 
     def kill_agent(self) -> None:
         orphans, self.participants = self.participants, {}
@@ -354,10 +361,10 @@ class Driver:
                 node.later(max(at + node.skew - self._world.now, 0.0), lambda: participant.say(said.number, said.word, answer))
 
         self.messages += 1
-        if node.is_gone:
-            self._world.at(self._world.now + 1.0, lambda: lost("the node has died"))
-            # The cluster notices it later.
-            self._world.at(self._world.now + self._world.takes(1.2), lambda: self._tell(self.coordinator.gone, said.node))
+        if node.is_gone or node.leaves_at is not None:
+            self._world.at(self._world.now + self._world.takes(0.3), lambda: lost("the node has died"))
+            noticed = max(node.leaves_at or 0.0, self._world.now + self._world.takes(0.5))
+            self._world.at(noticed, lambda: self._tell(self.coordinator.gone, said.node))
         elif not self._world.is_lost():
             self._world.send(node, lambda: node.later(0.0, arrives))
 
@@ -372,8 +379,10 @@ class Driver:
 
     def _look(self, node: Node) -> None:
         def looked() -> None:
-            if node.is_gone:
+            if node.is_gone or (node.leaves_at is not None and self._world.now >= node.leaves_at):
                 state = "gone"
+            elif node.leaves_at is not None:
+                state = "unknown"
             elif self._world.now < node.stopped_until or node.owner is not None:
                 state = "unknown"
             else:

@@ -121,6 +121,26 @@ class Faults(unittest.TestCase):
         return f"{'' if drivers[0].is_alive else 'driver died: '}{'paused' if is_paused else 'active'}"
 
 
+class Raylets(unittest.TestCase):
+    def test_no_pause_says_that_all_are_paused_while_ranks_run_on_a_node_that_has_left(self) -> None:
+        for seed in [int(SEED)] if SEED else range(ROUNDS):
+            with self.subTest(f"NODES_SEED={seed}"):
+                chance = random.Random(f"raylets {seed}")
+                world = Unreliable(chance.randint(2, 5), seed)
+                members = chance.choice([[], [Rank(name, 1) for name in world.nodes], [Rank(name, 9) for name in world.nodes]])
+                driver = Driver(world, members=members)
+                for node in chance.sample(list(world.nodes.values()), chance.choice([1, 1, 2])):
+                    moment = chance.choice([chance.uniform(0, 0.4), chance.uniform(0, 3)])
+                    noticed_after = chance.choice([0.0, 0.2, 2.0, 15.0])
+                    world.at(moment, lambda node=node, after=noticed_after: node.lose_raylet(after))
+                world.run(limit=1000)
+                assert driver.outcome is not None
+                self.assertEqual([node.name for node in world.nodes.values() if node.owner is not None], [])
+                states = {node.is_paused for node in world.nodes.values()}
+                if driver.outcome["committed"] and "error" not in driver.outcome:
+                    self.assertEqual(states, {True}, driver.outcome)
+
+
 class Apart(World):
     """The ranks of each node are held at another collective."""
 

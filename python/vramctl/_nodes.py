@@ -381,7 +381,7 @@ class Coordinator:
         if not known & there:
             # Of an earlier job, of which nothing is left.
             known = there if self._left else set()
-        known |= self._left
+        known = known | self._left
         missing, new = known - there, there - known
         if self.ranks is not None:
             if len(there) >= self.ranks:
