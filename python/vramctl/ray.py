@@ -185,13 +185,12 @@ class _Operation(_job._Work["dict[str, Any]"]):
         # Whether the store answers or not, it is done.
         with contextlib.suppress(Exception):
             if outcome["committed"]:
-                away = [] if request["operation"] == "pause" else coordinator.away
-                if away:
+                store.put(f"{key}/ranks", json.dumps(coordinator.there).encode())
+                if request["operation"] == "resume" and self._ranks is None and coordinator.away:
                     _log.warning(
-                        "of the job %s, the nodes of %d processes do not belong to the cluster any more, and were not asked: %s",
-                        *(self._name, len(away), ", ".join(f"{rank.pid} of node {rank.node}" for rank in away)),
+                        "of the job %s, the nodes of these processes do not belong to the cluster any more, and were not asked: %s",
+                        *(self._name, ", ".join(f"{rank.pid} of node {rank.node}" for rank in coordinator.away)),
                     )
-                store.put(f"{key}/ranks", json.dumps(sorted({*coordinator.there, *away})).encode())
             if "error" not in outcome:
                 # All have done it: nobody will ask.
                 for attempt in range(1, coordinator.attempt + 1):
