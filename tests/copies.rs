@@ -177,6 +177,7 @@ fn a_backup_is_copied_from_whatever_its_size() {
         ];
         for (name, copy) in &copies[..count] {
             assert_eq!(unsafe { launch::cuMemsetD8_v2(to as usize, 0, BYTES) }, 0);
+            assert_eq!(read(to, 1).unwrap(), [0], "the memset is over, for the stream that does not wait for it, too");
             assert_eq!((copy(), stream.synchronize()), (0, 0), "{name}");
             assert!(read(to, BYTES).unwrap() == contents, "{name}");
         }
