@@ -393,6 +393,12 @@ impl Arena {
         self.base.as_ptr().wrapping_add(offset)
     }
 
+    /// The offset of an address. `None` for other memory.
+    pub fn offset_of(&self, address: u64) -> Option<usize> {
+        let offset = usize::try_from(address.checked_sub(self.base.as_ptr().addr() as u64)?).ok()?;
+        (offset < self.bytes).then_some(offset)
+    }
+
     fn address(&self, piece: usize) -> NonNull<u8> {
         // SAFETY: pieces lie inside the reserved range, because the ranges that touch them do.
         unsafe { self.base.add(piece * HOST_PIECE) }
@@ -674,10 +680,9 @@ impl Arena {
 /// Where the arena's piece ends in which these bytes begin. `None` unless all of them belong to backups.
 pub fn piece_end(bytes: Span) -> Option<u64> {
     let arena = Arena::existing()?;
-    let base = arena.base.as_ptr().addr() as u64;
-    let offset = usize::try_from(bytes.address.checked_sub(base)?).ok()?;
-    let are_ours = bytes.bytes <= arena.bytes.checked_sub(offset)? && !arena.lock().free.overlaps(offset, bytes.bytes);
-    are_ours.then(|| base + ((offset / HOST_PIECE + 1) * HOST_PIECE) as u64)
+    let offset = arena.offset_of(bytes.address)?;
+    let are_ours = bytes.bytes <= arena.bytes - offset && !arena.lock().free.overlaps(offset, bytes.bytes);
+    are_ours.then(|| bytes.address + (HOST_PIECE - offset % HOST_PIECE) as u64)
 }
 
 /// While it lives, no host memory is kept for later.

@@ -1,8 +1,8 @@
 //! Contents in a file, copied through a small pinned buffer and using no other host memory.
 
-use super::arena::{self, Arena, Range};
+use super::arena::{Arena, Range};
 use super::disk::{self, Spill, SpillError, StagingPiece};
-use super::{Backup, Item, Meter, OnProgress, Wanted, settings};
+use super::{Backup, Item, Meter, OnProgress, Wanted, settings, transfer};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_config::DiskDirectory;
 use vramctl_driver::{Context, Direction, Extent, Lane};
 use vramctl_host::{system, worker};
-use vramctl_model::{Error, Span, Stage};
+use vramctl_model::{Error, Stage};
 
 /// An allocation's contents in a file, which others paused with it may share.
 #[derive(Debug)]
@@ -167,18 +167,17 @@ fn layout(start: u64, extents: impl Iterator<Item = Extent>) -> Layout {
 
 /// Copies between staging memory at a file offset and the device memory that belongs there, and waits for it.
 fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64, host: *mut u8, bytes: usize) -> Result<(), Error> {
+    let arena = Arena::get()?;
+    let staging =
+        arena.offset_of(host.expose_provenance() as u64).ok_or_else(|| Error::Internal("staging memory outside of the arena".into()))?;
     let (mut lane, end) = (Lane::default(), offset + bytes as u64);
     let first = layout.partition_point(|(place, _)| place.end <= offset);
     for (place, extent) in layout[first..].iter().take_while(|(place, _)| place.start < end) {
-        let (mut from, to) = (place.start.max(offset), place.end.min(end));
-        while from < to {
-            let (at, rest) = (host.wrapping_add((from - offset) as usize), to - from);
-            // The driver knows the arena's pieces, and copies from one at a time.
-            let here = Span { address: at.expose_provenance() as u64, bytes: rest as usize };
-            let bytes = arena::piece_end(here).map_or(rest, |end| rest.min(end - here.address));
+        let (from, to) = (place.start.max(offset), place.end.min(end));
+        let at = staging + (from - offset) as usize;
+        for part in transfer::parts(extent.context, extent.address + (from - place.start), at, (to - from) as usize) {
             // SAFETY: inside the staging memory, which only this call uses until the lane has finished.
-            unsafe { lane.queue(direction, extent.context, extent.address + (from - place.start), at, bytes as usize)? };
-            from += bytes;
+            unsafe { lane.queue(direction, part.context, part.device, arena.at(part.offset), part.bytes)? };
         }
     }
     Ok(lane.finish()?)
