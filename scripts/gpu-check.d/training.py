@@ -2,7 +2,8 @@
 and again: DistributedDataParallel and FSDP, with each of NCCL's settings that change what the ranks share. Its losses are those of an
 undisturbed run, bit for bit.
 
-usage: training.py VRAMCTL [TIMES]   TIMES suspends in all for each kind (20), and a move for each setting
+usage: training.py VRAMCTL [TIMES [WHICH]]   TIMES suspends in all for each kind (20), and a move for each setting; only what has WHICH in
+                                             its line ("FSDP, NCCL_P2P_DISABLE=1")
 """
 
 import contextlib
@@ -76,19 +77,21 @@ def leave_and_come_back(job, times, chance, idle, rows):
 
 def main():
     vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20
-    idle = used_mib()
+    which, idle = sys.argv[3] if len(sys.argv) > 3 else "", used_mib()
     if not check("there are two GPUs", len(idle) > 1, f"{len(idle)}"):
         return
     chance, each = random.Random(5), -(-times // len(SETTINGS))
     for kind, option in KINDS.items():
         for settings in SETTINGS:
+            what = f"{kind}, {' '.join(f'{name}={value}' for name, value in settings.items()) or 'defaults'}"
+            if which not in what:
+                continue
             environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
             job, rows = Training(vramctl, environment, option), []
             with contextlib.ExitStack() as stack:
                 stack.callback(end, job.ranks)
                 wrong = leave_and_come_back(job, each, chance, idle, rows)
-            shown = " ".join(f"{name}={value}" for name, value in settings.items()) or "defaults"
-            check(f"{kind}, {shown}: suspended {each} times and moved, every loss equal", not wrong, wrong[:1500])
+            check(f"{what}: suspended {each} times and moved, every loss equal", not wrong, wrong[:1500])
             if rows:
                 names = dict.fromkeys(stage for row in rows for stage in row)
                 medians = {name: statistics.median(row[name] for row in rows if name in row) for name in names}
