@@ -80,22 +80,26 @@ def main():
     which, idle = sys.argv[3] if len(sys.argv) > 3 else "", used_mib()
     if not check("there are two GPUs", len(idle) > 1, f"{len(idle)}"):
         return
+    jobs = {
+        f"{kind}, {' '.join(f'{name}={value}' for name, value in settings.items()) or 'defaults'}": (option, settings)
+        for kind, option in KINDS.items()
+        for settings in SETTINGS
+    }
+    chosen = {what: job for what, job in jobs.items() if which in what}
+    if not check("there is a setting to check", bool(chosen), "" if chosen else f"{which!r} is in none of: {'; '.join(jobs)}"):
+        return
     chance, each = random.Random(5), -(-times // len(SETTINGS))
-    for kind, option in KINDS.items():
-        for settings in SETTINGS:
-            what = f"{kind}, {' '.join(f'{name}={value}' for name, value in settings.items()) or 'defaults'}"
-            if which not in what:
-                continue
-            environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
-            job, rows = Training(vramctl, environment, option), []
-            with contextlib.ExitStack() as stack:
-                stack.callback(end, job.ranks)
-                wrong = leave_and_come_back(job, each, chance, idle, rows)
-            check(f"{what}: suspended {each} times and moved, every loss equal", not wrong, wrong[:1500])
-            if rows:
-                names = dict.fromkeys(stage for row in rows for stage in row)
-                medians = {name: statistics.median(row[name] for row in rows if name in row) for name in names}
-                print(f"  medians, ms, and the rest in MiB: {json.dumps(medians)}", flush=True)
+    for what, (option, settings) in chosen.items():
+        environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
+        job, rows = Training(vramctl, environment, option), []
+        with contextlib.ExitStack() as stack:
+            stack.callback(end, job.ranks)
+            wrong = leave_and_come_back(job, each, chance, idle, rows)
+        check(f"{what}: suspended {each} times and moved, every loss equal", not wrong, wrong[:1500])
+        if rows:
+            names = dict.fromkeys(stage for row in rows for stage in row)
+            medians = {name: statistics.median(row[name] for row in rows if name in row) for name in names}
+            print(f"  medians, ms, and the rest in MiB: {json.dumps(medians)}", flush=True)
 
 
 if __name__ == "__main__":
