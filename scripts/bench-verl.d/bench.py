@@ -408,7 +408,8 @@ class Bench:
         self.make(place)
         machine, began = watch.Watch(self.options.gpus), time.monotonic()
         before = machine.gpu_used()
-        looks = watch.Looks(str(pathlib.Path(self.options.bin) / "vramctl"), self.env("b", place), self.mine, place / "looks.jsonl")
+        vramctl = str(pathlib.Path(self.options.bin) / "vramctl")
+        looks = watch.Looks(self.options.gpus, vramctl, self.env("b", place), self.mine, place / "looks.jsonl")
         machine.start()
         looks.start()
         with open(place / "log", "ab") as log:

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -11,6 +12,12 @@ import time
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "bench.d"))  # behind: its bench.py and report.py are others
 
 import growth  # noqa: E402
+
+
+def of_job(gpus):
+    """The indexes of the GPUs that the job uses: the first that CUDA_VISIBLE_DEVICES lists, or that there are."""
+    listed = [int(index) for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index.isdigit()]
+    return (listed or list(range(gpus)))[:gpus]
 
 
 class Watch(threading.Thread):
@@ -23,8 +30,9 @@ class Watch(threading.Thread):
         try:
             self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
             assert self.nvml.nvmlInit_v2() == 0
-            self.handles = [ctypes.c_void_p() for _ in range(gpus)]
-            for index, handle in enumerate(self.handles):
+            indexes = of_job(gpus)
+            self.handles = [ctypes.c_void_p() for _ in indexes]
+            for index, handle in zip(indexes, self.handles):
                 assert self.nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
         except (OSError, AssertionError):
             self.handles = None
@@ -46,11 +54,11 @@ class Watch(threading.Thread):
 
 
 class Looks(threading.Thread):
-    """Writes down the fullest GPU's ledger and the host memory of the job's processes, a few times a second, a line of JSON each."""
+    """Writes down the ledger of the job's fullest GPU and the host memory of the job's processes, a few times a second, a line of JSON each."""
 
-    def __init__(self, vramctl, env, pids, path):
+    def __init__(self, gpus, vramctl, env, pids, path):
         super().__init__(daemon=True)
-        self.vramctl, self.env, self.pids, self.path, self.done = vramctl, env, pids, path, threading.Event()
+        self.gpus, self.vramctl, self.env, self.pids, self.path, self.done = gpus, vramctl, env, pids, path, threading.Event()
 
     def run(self):
         while not self.done.wait(0.2):
@@ -61,7 +69,8 @@ class Looks(threading.Thread):
     def shares(self):
         try:
             done = subprocess.run([self.vramctl, "gpus", "--json"], env=self.env, capture_output=True, text=True, timeout=10)
-            fullest = max(json.loads(done.stdout)["gpus"], key=lambda gpu: gpu["used_bytes"])
+            gpus = [gpu for gpu in json.loads(done.stdout)["gpus"] if gpu["index"] in of_job(self.gpus)]
+            fullest = max(gpus, key=lambda gpu: gpu["used_bytes"])
         except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
             return []
         return [[share.get("pid"), share["what"], share.get("of", ""), share["bytes"]] for share in fullest["shares"]]
