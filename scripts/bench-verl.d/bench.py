@@ -210,6 +210,7 @@ class Bench:
         ]
         if chosen.gpus > 1:
             found += [f"trainer.n_gpus_per_node={chosen.gpus}", f"{actor}.rollout.tensor_model_parallel_size={chosen.gpus}"]
+            found.append(f"ray_kwargs.ray_init.num_cpus={self.cpus()}")
         if chosen.quick:
             found.append(f"+{actor}.rollout.engine_kwargs.vllm.compilation_config='{json.dumps(QUICK)}'")
         if chosen.deterministic:
@@ -232,8 +233,12 @@ class Bench:
         """Starts Ray as docs/many-nodes.md says, with the variables that the job sets: all that Ray starts has the library and the name."""
         gpus, port = self.options.gpus, self.address.rpartition(":")[2]
         ray = ["-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--disable-usage-stats"]
-        more = ["--include-dashboard=false", f"--num-gpus={gpus}", f"--num-cpus={12 + 4 * gpus}"]
+        more = ["--include-dashboard=false", f"--num-gpus={gpus}", f"--num-cpus={self.cpus()}"]
         return [*self.under(), *self.with_job("import os; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"), *ray, *more]
+
+    def cpus(self):
+        """What Ray is told to have. With too few, verl's workers wait for them without end."""
+        return 12 + 6 * self.options.gpus
 
     def with_job(self, text):
         job = pathlib.Path(self.options.job)
