@@ -19,6 +19,17 @@ EARLY = 10
 MEMORY = ("Rss", "Anonymous", "Locked")
 
 
+#: Where glibc begins a thread's arena: at a multiple of this (HEAP_MAX_SIZE). And the largest guard in front of a thread's stack.
+ARENA, LARGEST_GUARD = 64 * MIB, 64 << 10
+
+
+def anonymous(start, guard_end):
+    """What a mapping without a name likely is: `start` is its address, `guard_end` that behind the guard in front of it, if there is one."""
+    if start == guard_end:
+        return "stacks of threads"
+    return "malloc's arenas of threads" if start % ARENA == 0 else "anonymous"
+
+
 class Process:
     """What a process has, by its files in /proc."""
 
@@ -39,10 +50,12 @@ class Process:
 
     def mappings(self):
         """Resident bytes by what is mapped, to name what has grown."""
-        found, name = collections.Counter(), ""
+        found, name, guard_end = collections.Counter(), "", 0
         for line in (self.folder / "smaps").read_text().splitlines():
-            if head := re.match(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)", line):
-                name = head[1] or "anonymous"
+            if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *(.*)", line):
+                start, end = int(head[1], 16), int(head[2], 16)
+                name = head[4] or anonymous(start, guard_end)
+                guard_end = end if head[3].startswith("---") and end - start <= LARGEST_GUARD else 0
             elif line.startswith("Rss:"):
                 found[name] += int(line.split()[1]) << 10
         return found

@@ -77,7 +77,7 @@ class Engines(Check):
         if part == "many":
             # Weights do not change; a KV cache is dropped when its engine leaves.
             settings.update(VRAMCTL_RETAIN="weights", VRAMCTL_BACKUP="kv_cache=discard")
-        if part in ("hold", "suspend", "driver", "move", "many", "alternatives", "long", "features") and self.options.engine == "vllm":
+        if part in ("hold", "suspend", "driver", "move", "many", "alternatives", "long", "long-alone", "features") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
@@ -91,7 +91,7 @@ class Engines(Check):
         settings = {**mine, **self.settings(part), **mine}
         words = [
             *(f"{name}={value}" for name, value in settings.items()),
-            *([] if part in ("baseline", "alternatives") else ["vramctl", "run", "--"]),
+            *([] if part in ("baseline", "alternatives", "long-alone") else ["vramctl", "run", "--"]),
         ]
         return f"{shlex.join(words)} …" if words else "plain"
 
@@ -166,6 +166,7 @@ class Engines(Check):
                 *held("hold"),
             ],
             "long": [started("long", [*self.program(), "--sleep"]), *held("long"), [vramctl, "suspend", NAME, *self.kept("long"), "--json"]],
+            "long-alone": [[*self.program(), "--sleep"]],
             "tpot": both,
             "many": [
                 started("many", program, name="model-1"),
@@ -578,8 +579,8 @@ class Engines(Check):
             name = f"{self.options.engine}/{part}"
             self.judge(report.check_many({**self.parts, name: found}, self.options.engine))
             return found
-        if part == "long":
-            return long.long(self)
+        if part in ("long", "long-alone"):
+            return long.long(self, managed=part == "long")
         parts = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move}
         work = {**parts, "tpot": self.tpot}.get(part)
         return work() if work else self.cycle_script(part)
@@ -620,6 +621,7 @@ EMPTY = {
     "many": {"turns": [], "paused": [], "left_mib": [], "kv_gib": 0},
     "alternatives": {"ways": [], "kv_gib": 0},
     "long": {"runs": []},
+    "long-alone": {"runs": []},
     "features": {"rows": []},
 }
 

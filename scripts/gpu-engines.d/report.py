@@ -406,7 +406,7 @@ def suspend_table(parts):
 
 def long_tables(parts):
     lines = []
-    for part in of_kind(parts, "long"):
+    for part in [*of_kind(parts, "long"), *of_kind(parts, "long-alone")]:
         runs = part["runs"]
         total = {what: sum(one[what] for one in runs) for what in ("cycles", "pauses", "tokens")}
         suspends = [ms for one in runs for ms in one["suspends"]]
