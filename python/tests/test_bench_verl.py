@@ -521,7 +521,7 @@ JOB = """
 
 VRAMCTL = """\
 #!/bin/bash
-if [ "$1" = gpus ]; then echo '{"gpus": [{"used_bytes": 9, "shares": [{"what": "unexplained", "bytes": 9}]}]}'; exit; fi
+if [ "$1" = gpus ]; then echo '{"gpus": [{"index": 0, "used_bytes": 9, "shares": [{"what": "unexplained", "bytes": 9}]}, {"index": 1, "used_bytes": 99, "shares": []}]}'; exit; fi
 if [ "$1" = status ]; then echo "actor_params paused of $2"; exit; fi
 while [ "$1" != -- ]; do echo "$1" >> "$BENCH_VERL_EVENTS/../arguments"; shift; done
 shift

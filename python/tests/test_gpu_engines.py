@@ -180,6 +180,7 @@ class Long(unittest.TestCase):
         run = types.SimpleNamespace(
             options=types.SimpleNamespace(engine="vllm", cycles=300, pauses=600),
             parts={"vllm/long": self.part(300)},
+            section="long",
             say=lambda text: None,
             started=lambda part: part,
         )
@@ -875,6 +876,14 @@ class TakingTurns(Script):
         self.assertTrue(long["runs"][1]["wrong"], done.stdout)
         self.assertLess(long["runs"][1]["cycles"], 9, "it ends with the first wrong token")
         self.assertRegex(done.stdout, r"in 2 runs\. \d+ tokens and their log-probabilities were compared: \*\*WRONG\*\*: cycle")
+
+    def test_the_same_cycles_without_the_library(self):
+        done, alone = self.measure("long-alone", "--cycles", "3")
+        self.assertEqual([one for one in alone["checks"] if not one["ok"]], [], done.stdout + done.stderr)
+        (run,) = alone["runs"]
+        self.assertEqual((run["cycles"], run["pauses"], run["suspends"], run["wrong"]), (3, 0, [], []), run)
+        self.assertIn("gpu-engines: Anonymous bytes", run["samples"][0])
+        self.assertIn("3 times asleep and awake again by its own API, 0 times paused", done.stdout)
 
     def test_a_feature_is_paused_and_suspended(self):
         (self.folder / "models/llama").mkdir(parents=True)
