@@ -157,6 +157,16 @@ class RlStep(unittest.TestCase):
             self.assertEqual((len(data["soak"]["samples"]), len(data["soak"]["suspends"])), (5, 4), ran.stdout)
             self.assertIn("| engine: descriptors |", (out / "rl-step.md").read_text())
 
+    def test_the_nccl_of_a_virtual_environment_is_found(self):
+        with tempfile.TemporaryDirectory() as folder:
+            place = pathlib.Path(folder).resolve()
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", place / "venv"], check=True)
+            nccl = next((place / "venv").glob("lib/python3*/site-packages")) / "nvidia/nccl/lib/libnccl.so.2"
+            nccl.parent.mkdir(parents=True)
+            nccl.touch()
+            ran = self.run_it(place, "--dry-run", "--python", place / "venv/bin/python3")
+            self.assertIn(f"process groups: {nccl}", ran.stdout)
+
     def run_of(self, many=200, **grown):
         flat = {"device bytes": 5 << 30, "engine: descriptors": 7, "whole step, seconds": 1.0, "transitions, seconds": 1.0}
         samples = [{name: value + number * grown.get(name, 0) for name, value in flat.items()} for number in range(many)]
