@@ -183,6 +183,13 @@ class RlStep(unittest.TestCase):
         # Fewer steps than two suspends take.
         self.assertEqual(growth.growing([self.run_of(3)]), [])
 
+    def test_memory_without_a_name_is_told_apart(self):
+        arena = 0x7F12_0400_0000
+        self.assertEqual(growth.anonymous(arena, 0), "malloc's arenas of threads")
+        self.assertEqual(growth.anonymous(arena + 4096, 0), "anonymous")
+        self.assertEqual(growth.anonymous(arena + 4096, arena + 4096), "stacks of threads", "behind a guard")
+        self.assertGreater(growth.Process("this", os.getpid()).mappings()["anonymous"], 0)
+
     def test_runs_are_one_table(self):
         """Each process starts anew, with as much more or less as it likes: only what it gains by cycle is growth."""
         first, second = self.run_of(100, **{"device bytes": 1 << 20}), self.run_of(50, **{"device bytes": 1 << 20})

@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE), str(pathlib.Path(__file__).resolve().parent)]
 
 import fit  # noqa: E402
 import report  # noqa: E402
+import watch  # noqa: E402
 
 import support  # noqa: E402
 import test_ray  # noqa: E402
@@ -90,6 +91,11 @@ class Reading(unittest.TestCase):
 
 
 class Deriving(unittest.TestCase):
+    def test_the_gpus_of_the_job(self):
+        for listed, gpus in (("", [0, 1]), ("3,1,2", [3, 1]), ("2", [2])):
+            with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": listed}):
+                self.assertEqual(watch.of_job(2), gpus, listed)
+
     def test_medians_leave_the_first_steps_out(self):
         steps = {number: {"timing_s/gen": float(seconds)} for number, seconds in enumerate((90, 80, 3, 5, 4), 1)}
         self.assertEqual(report.phases(steps, 2), {"gen": 4.0})

@@ -17,8 +17,6 @@ PARTS = 5
 EARLY = 10
 #: Rows of /proc/PID/smaps_rollup.
 MEMORY = ("Rss", "Anonymous", "Locked")
-
-
 #: Where glibc begins a thread's arena: at a multiple of this (HEAP_MAX_SIZE). And the largest guard in front of a thread's stack.
 ARENA, LARGEST_GUARD = 64 * MIB, 64 << 10
 

@@ -579,8 +579,8 @@ class Engines(Check):
             name = f"{self.options.engine}/{part}"
             self.judge(report.check_many({**self.parts, name: found}, self.options.engine))
             return found
-        if part in ("long", "long-alone"):
-            return long.long(self, managed=part == "long")
+        if part in long.KINDS:
+            return long.long(self)
         parts = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move}
         work = {**parts, "tpot": self.tpot}.get(part)
         return work() if work else self.cycle_script(part)

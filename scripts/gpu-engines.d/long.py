@@ -17,19 +17,20 @@ SUSPEND_EVERY = 20
 KV_GIB = 2
 
 
-def long(run, managed=True):
+def long(run):
     """As many cycles and pauses as earlier runs (--join) have left, and as fit into the limit."""
-    name, wanted = f"{run.options.engine}/{run.section}", ("cycles", "pauses") if managed else ("cycles",)
+    kind = KINDS[run.section]
+    name, wanted = f"{run.options.engine}/{run.section}", kind.wanted
     before = run.parts.get(name, {"runs": []})["runs"]
     left = {what: max(0, getattr(run.options, what) - sum(one[what] for one in before)) for what in wanted}
     if not any(left.values()):
         run.say("  nothing is left to do")
         return {"runs": [], "started": run.started(run.section)}
     more = ["--sleep"] + (["--kv-gib", KV_GIB] if run.options.engine == "vllm" else [])
-    program = run.launch(managed, run.section, None, *more)
+    program = run.launch(kind.managed, run.section, None, *more)
     run.hear_start(program)
     found = {"cycles": 0, "pauses": 0, "suspends": [], "tokens": 0, "wrong": []}
-    turns = (Turns if managed else Alone)(run, program, random.Random(len(before)), found)
+    turns = kind(run, program, random.Random(len(before)), found)
     longest = 0.0
     try:
         while any(found[what] < left[what] for what in wanted) and not found["wrong"] and run.deadline.rest() > 2 * longest + 5:
@@ -54,6 +55,8 @@ def long(run, managed=True):
 
 class Turns:
     """The cycles of an engine, of which each is recorded."""
+
+    managed, wanted = True, ("cycles", "pauses")
 
     def __init__(self, run, program, chance, found):
         self.run, self.program, self.chance, self.found = run, program, chance, found
@@ -106,6 +109,8 @@ class Turns:
 class Alone(Turns):
     """The cycles of an engine without the library, which nobody pauses."""
 
+    managed, wanted = False, ("cycles",)
+
     def begin(self):
         pass
 
@@ -115,5 +120,9 @@ class Alone(Turns):
         return {"processes": [{"pid": self.program.process.pid, "name": self.run.NAME, "host": {"pinned_bytes": 0}}]}
 
     def work(self, number, burst, alone_s, pauses):
-        differ = self.program.ask_json(burst, 240)["differ"]
-        return [f"requests {differ} differ"] if differ else [], {}
+        _, wrong = self.run.interrupted(self.program, None, burst, alone_s, self.chance, 0)
+        return wrong, {}
+
+
+#: By part.
+KINDS = {"long": Turns, "long-alone": Alone}
