@@ -371,6 +371,88 @@ in_turn() if {sync!r} else asyncio.run(at_once())
 """
 
 
+#: Its task and its loop end while a resume is under way, and the interpreter does.
+LEAVING = """
+import asyncio, os, sys
+import vramctl, vramctl.__main__
+vramctl.__main__.command = lambda: {command!r}
+
+async def main():
+    resuming = asyncio.ensure_future(vramctl.Job("engine").resume_async())
+    while not os.path.exists({begun!r}):
+        await asyncio.sleep(0.01)
+    resuming.cancel()
+
+asyncio.run(main())
+if (pid := os.fork()) == 0:
+    sys.exit()
+os.waitpid(pid, 0)
+print("left", flush=True)
+"""
+
+#: Raises ^C at each step of the main thread in turn while it waits for a resume: once the thread of the resume is started, each call, line
+#: and return of Python's is a step. Prints the number of steps, and ends with an error if ^C or the resume is lost.
+AT_EVERY_STEP = """
+import asyncio, inspect, itertools, sys, time
+import vramctl.job
+
+raised, resumes, steps, wanted = False, [], 0, 0
+
+def run(operation):
+    if operation._request["operation"] == "resume":
+        limit = time.monotonic() + 0.02
+        while not raised and time.monotonic() < limit:
+            time.sleep(0.001)
+        resumes.append(operation)
+    return {{"processes": [], "jobs": []}}
+
+vramctl.job._Operation._run_command = run
+
+def step(frame, event, _):
+    global raised, steps
+    if steps == 0 and frame.f_code.co_name != "start":
+        return step
+    above = frame
+    while above is not None and above.f_code.co_name not in ("in_turn", "at_once"):
+        above = above.f_back
+    if above is None:  # one of the loop's own: a ^C there loses tasks, whatever they run
+        return None
+    if event == "return" and frame.f_code.co_flags & inspect.CO_COROUTINE:  # nothing is raised where a coroutine is left
+        return step
+    steps += 1
+    if steps == wanted:
+        raised = True
+        raise KeyboardInterrupt  # this also ends the trace
+    return step
+
+def in_turn():
+    with vramctl.Job("engine").paused():
+        sys.settrace(step)
+
+async def at_once():
+    async with vramctl.Job("engine").paused():
+        sys.settrace(step)
+
+def interrupted(at):
+    global raised, steps, wanted
+    raised, steps, wanted = False, 0, at
+    resumes.clear()
+    try:
+        in_turn() if {sync!r} else asyncio.run(at_once())
+        through = True
+    except KeyboardInterrupt:
+        through = False
+    finally:
+        sys.settrace(None)
+    assert through == (not raised), "^C is lost"
+    assert len(resumes) == 1, f"it is resumed {{len(resumes)}} times"
+    return raised
+
+count = next(at for at in itertools.count(1) if not interrupted(at)) - 1
+print(count)
+"""
+
+
 class WhateverHappens(unittest.TestCase):
     """Cancellations and ^C, at every point of a pause in a context."""
 
@@ -473,7 +555,15 @@ class WhateverHappens(unittest.TestCase):
         if told is not None:
             eventually(told, lambda: self.place(told).exists() or child.poll() is not None)
         self.place(place).unlink()
-        _, text = child.communicate(timeout=100)
+        for last in (False,) * 9 + (True,):
+            try:
+                _, text = child.communicate(timeout=100 if last else 5)
+                break
+            except subprocess.TimeoutExpired:
+                if last:
+                    raise
+                # A second ^C that comes while asyncio wakes a task loses that task, whatever it runs. People press once more.
+                child.send_signal(signal.SIGINT)
         self.assertRegex(text, "KeyboardInterrupt|^$")
         return child.returncode
 
@@ -487,6 +577,33 @@ class WhateverHappens(unittest.TestCase):
                     self.assertEqual(ended, -signal.SIGINT)
                     self.assertFalse(self.place("resume.told").exists(), "^C has reached the resume")
                     self.is_as_before()
+
+    def test_it_is_resumed_at_whatever_step_it_is_interrupted(self) -> None:
+        for sync in (True, False):
+            with self.subTest(sync=sync):
+                code = AT_EVERY_STEP.format(sync=sync)
+                child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+                self.assertEqual(child.returncode, 0, child.stderr)
+                self.assertGreater(int(child.stdout), 20)
+
+    def test_it_is_resumed_if_the_interpreter_ends_first(self) -> None:
+        """And a process that is forked meanwhile ends without it."""
+        self.job.pause()
+        self.place("resume.before").touch()
+        child = subprocess.Popen(
+            [sys.executable, "-c", LEAVING.format(command=str(self.command), begun=str(self.place("resume.begun")))],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+        )
+        assert child.stdout is not None
+        self.assertEqual(child.stdout.readline(), "left\n")
+        with self.assertRaises(subprocess.TimeoutExpired):
+            child.wait(0.5)
+        self.place("resume.before").unlink()
+        child.communicate(timeout=100)
+        self.assertEqual(child.returncode, 0)
+        self.is_as_before()
 
     def test_an_interrupted_pause_is_told_so(self) -> None:
         ended = self.interrupted_at("pause.before", "pause.begun", sync=True, times=1, told="pause.told")

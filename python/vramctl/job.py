@@ -6,8 +6,9 @@ half paused.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
-import concurrent.futures
+import atexit
 import contextlib
 import copy
 import json
@@ -17,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Generic, TypeVar
 
 from . import _request, errors
 from ._request import Backup
@@ -304,29 +305,30 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         self._resume()
 
     async def __aenter__(self) -> JobReport:
-        entering = _Work(self.__enter__).start()
+        entering = _Work(self.__enter__)
         try:
-            return await asyncio.wrap_future(entering)
-        except (asyncio.CancelledError, GeneratorExit) as left:
-            leaving = _Work(lambda: self._leave(entering)).start()
+            await entering.start().end()
+        except BaseException as left:
+            leaving = _Work(lambda: self._leave(entering))
             if isinstance(left, GeneratorExit):  # the task was dropped, and cannot wait
+                leaving.start()
                 raise
-            await _ended(leaving)
-            raise left from leaving.exception()
+            await leaving.outlast()
+            raise left from leaving.error
+        return entering.result()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        resuming = _Work(self._resume).start()
-        cancelled = await _ended(resuming)
-        if cancelled is not None:
-            raise cancelled from resuming.exception()
+        resuming = _Work(self._resume)
+        interrupted = await resuming.outlast()
+        if interrupted is not None:
+            raise interrupted from resuming.error
         resuming.result()
 
     def _leave(self, entering: _Work[JobReport]) -> None:
-        """Once it has ended. After a failure, it has resumed the job itself."""
-        if entering.exception() is None:
-            self._resume()
+        entering.ended()  # after a failure, it has resumed the job itself
+        self._resume()
 
     def _resume(self) -> None:
         # Those that are left, if one has ended meanwhile.
@@ -338,69 +340,123 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         ).ended()
 
 
-class _Work(concurrent.futures.Future[_T]):
-    """Work in a thread of its own, which completes whatever happens to those that wait for it: cancellations, ^C, the end of a loop.
+class _Work(Generic[_T]):
+    """Work in a thread of its own, which completes whatever happens to those that wait for it: cancellations, ^C, the end of a loop or of
+    the interpreter.
 
-    A loop's executor will not do: it has few threads, and as many waiting resumes would keep the pause from starting that makes room.
+    ^C can come between any two steps of the main thread, also when it has just taken a lock of `threading.Condition`, which stays taken
+    then. So those that wait share no such lock with the work, and neither `threading.Thread` nor `concurrent.futures` will do. A loop's
+    executor has few threads besides, and as many waiting resumes would keep the pause from starting that makes room.
     """
 
     def __init__(self, work: Callable[[], _T]) -> None:
-        super().__init__()
         self._work, self._claimed = work, threading.Lock()
+        self._has_ended = False
+        self._result: list[_T] = []
+        #: Wake those that wait, once each.
+        self._wakes: list[Callable[[], object]] = []
+        #: What has failed, once it has ended.
+        self.error: BaseException | None = None
 
     def start(self) -> _Work[_T]:
         """Starts it, unless it has started."""
+        _unfinished.add(self)
         try:
-            threading.Thread(target=self._run, name="vramctl-job", daemon=False).start()
+            _thread.start_new_thread(self._run, ())
         except RuntimeError:  # there can be no more threads: too many, or the interpreter ends
             self._run()
         return self
 
     def _run(self) -> None:
-        if self._claimed.acquire(blocking=False):
-            try:
-                self.set_result(self._work())
-            except BaseException as error:
-                self.set_exception(error)
-
-    def cancel(self) -> bool:
-        """Only those that wait for it can be."""
-        return False
+        if not self._claimed.acquire(blocking=False):
+            return
+        try:
+            self._result.append(self._work())
+        except BaseException as error:
+            self.error = error
+        self._has_ended = True
+        _unfinished.discard(self)
+        for wake in self._wakes:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                wake()
 
     def stop(self) -> None:
         """Asks it to end soon. Most cannot."""
 
+    def result(self) -> _T:
+        """Of what has ended: what it returned, or raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
+
     def ended(self) -> _T:
-        """Its result. What interrupts the wait, like ^C, asks it to stop, and is raised after its end."""
+        """Waits for its result. What interrupts the wait, like ^C, asks it to stop, and is raised after its end."""
         interrupted: BaseException | None = None
         while True:
             try:
-                if self.done():
+                if self._has_ended:
                     break
                 if interrupted is not None:
                     self.stop()
                 self.start()
-                concurrent.futures.wait([self])
+                woken = threading.Lock()
+                woken.acquire()
+                self._wakes.append(woken.release)
+                # Else, it may have looked for those that wait before this one was there.
+                if not self._has_ended:
+                    woken.acquire()
             except BaseException as error:
                 interrupted = error
         if interrupted is not None:
-            raise interrupted from self.exception()
+            raise interrupted from self.error
         return self.result()
 
+    async def end(self) -> None:
+        """Waits until it has ended."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()  # `asyncio.Event` has a lock
+        self._wakes.append(lambda: loop.call_soon_threadsafe(_wake, woken))
+        if not self._has_ended:
+            await woken
 
-async def _ended(work: _Work[_T]) -> asyncio.CancelledError | None:
-    """Waits until it has ended. Returns a cancellation that has come meanwhile, to be raised."""
-    cancelled = None
-    while not work.done():
-        try:
-            await asyncio.wait([asyncio.wrap_future(work)])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    return cancelled
+    async def outlast(self) -> BaseException | None:
+        """Starts it and waits until it has ended. Returns what has interrupted the wait, a cancellation or ^C, to be raised now."""
+        interrupted = None
+        while True:
+            try:
+                if self._has_ended:
+                    return interrupted
+                await self.start().end()
+            except GeneratorExit:  # the task was dropped, and cannot wait
+                raise
+            except BaseException as error:
+                interrupted = error
+
+
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():  # those that waited for it may have been cancelled
+        woken.set_result(None)
+
+
+#: Nothing waits for such threads at the end of the interpreter but this.
+_unfinished: set[_Work[Any]] = set()
+
+
+@atexit.register
+def _finish() -> None:
+    for work in list(_unfinished):
+        with contextlib.suppress(BaseException):  # it is for those that wait
+            work.ended()
+
+
+# A child that is forked meanwhile has no such threads.
+os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
-    return await asyncio.wrap_future(_Work(work).start())
+    running = _Work(work).start()
+    await running.end()
+    return running.result()
 
 
 def _policy(backup: str) -> str | None:
