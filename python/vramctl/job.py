@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 import asyncio
-import atexit
 import contextlib
 import copy
 import json
@@ -341,12 +340,12 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
 
 
 class _Work(Generic[_T]):
-    """Work in a thread of its own, which completes whatever happens to those that wait for it: cancellations, ^C, the end of a loop or of
-    the interpreter.
+    """Work in a thread of its own, which completes whatever happens to those that wait for it: cancellations, ^C, the end of a loop.
 
-    ^C can come between any two steps of the main thread, also when it has just taken a lock of `threading.Condition`, which stays taken
-    then. So those that wait share no such lock with the work, and neither `threading.Thread` nor `concurrent.futures` will do. A loop's
-    executor has few threads besides, and as many waiting resumes would keep the pause from starting that makes room.
+    ^C can come between any two steps of the main thread, also when it has just taken a lock inside of `threading.Condition`, which stays
+    taken then. So whoever waits shares no such lock with the thread, not even that of `threading.Thread.start` or a
+    `concurrent.futures.Future`. A loop's executor has few threads besides, and as many waiting resumes would keep the pause from starting
+    that makes room.
     """
 
     def __init__(self, work: Callable[[], _T]) -> None:
@@ -360,12 +359,23 @@ class _Work(Generic[_T]):
 
     def start(self) -> _Work[_T]:
         """Starts it, unless it has started."""
-        _unfinished.add(self)
+        started = threading.Lock()
+        started.acquire()
         try:
-            _thread.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._start_thread, (started,))
+            started.acquire()
         except RuntimeError:  # there can be no more threads: too many, or the interpreter ends
             self._run()
         return self
+
+    def _start_thread(self, started: threading.Lock) -> None:
+        """In a thread of its own, because only the main thread gets ^C."""
+        try:
+            threading.Thread(target=self._run, name="vramctl-job", daemon=False).start()
+            started.release()
+        except RuntimeError:
+            started.release()
+            self._run()
 
     def _run(self) -> None:
         if not self._claimed.acquire(blocking=False):
@@ -375,7 +385,6 @@ class _Work(Generic[_T]):
         except BaseException as error:
             self.error = error
         self._has_ended = True
-        _unfinished.discard(self)
         for wake in self._wakes:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 wake()
@@ -436,21 +445,6 @@ class _Work(Generic[_T]):
 def _wake(woken: asyncio.Future[None]) -> None:
     if not woken.done():  # those that waited for it may have been cancelled
         woken.set_result(None)
-
-
-#: Nothing waits for such threads at the end of the interpreter but this.
-_unfinished: set[_Work[Any]] = set()
-
-
-@atexit.register
-def _finish() -> None:
-    for work in list(_unfinished):
-        with contextlib.suppress(BaseException):  # it is for those that wait
-            work.ended()
-
-
-# A child that is forked meanwhile has no such threads.
-os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
