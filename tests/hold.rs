@@ -684,11 +684,10 @@ fn with_an_old_driver_a_held_pause_is_the_quiet_moment() {
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     vramctl_backup::settle();
     gpu.fail("cuCtxRecordEvent", 1, code::NOT_FOUND, u64::MAX);
-    vramctl_backup::set_host_keep(Some(LONG), Some(u64::MAX));
+    // Longer than the end of the hold takes, which would be a quiet moment, too.
+    vramctl_backup::set_host_keep(Some(Duration::from_secs(1)), Some(u64::MAX));
     pause_held(&["t"], LONG).unwrap();
     resume(&["t"]).unwrap();
-    // Not before: the end of that hold would be a quiet moment, too.
-    vramctl_backup::set_host_keep(Some(Duration::from_millis(1)), Some(u64::MAX));
     gpu.reset_counts();
     vramctl_backup::set_retain(Some("new".into()), Some(true));
     let context = OwnContext::create(0);
