@@ -688,13 +688,15 @@ fn with_an_old_driver_a_held_pause_is_the_quiet_moment() {
     vramctl_backup::set_host_keep(Some(Duration::from_secs(1)), Some(u64::MAX));
     pause_held(&["t"], LONG).unwrap();
     resume(&["t"]).unwrap();
+    let host = || Memory::get().status().host;
+    assert!(host().pinned_bytes > 0, "only what is pinned waits for a quiet moment: {:?}", host());
     gpu.reset_counts();
     vramctl_backup::set_retain(Some("new".into()), Some(true));
     let context = OwnContext::create(0);
     let new = malloc_tagged("new", None, 2 * MIB).unwrap();
     common::set_device(0);
     vramctl_backup::settle();
-    assert!(Memory::get().status().host.ready_bytes > 0);
+    assert!(host().ready_bytes > 0, "it went without a quiet moment: {:?}", host());
     assert_eq!((gpu.calls("cuLinkComplete"), gpu.calls("cuModuleLoadData")), (1, 0));
     let held = TransitionRequest { hold: Some(LONG), ..request(&[common::DISCARDED_TAG]) };
     Memory::get().pause(&held, &mut WhenAllIsDone(&gpu)).unwrap();
