@@ -435,6 +435,28 @@ fn a_descriptor_from_before_a_pause_is_noticed() {
     assert_eq!(fs::read_to_string(&log).unwrap().len(), before);
 }
 
+/// A program that somebody has stopped is not asked: the importing thread would wait for it.
+#[test]
+fn an_import_does_not_wait_for_a_stopped_program() {
+    let machine = Machine::pair();
+    let log = machine.folder.path().join("log");
+    let bystander = Rank::start(&machine, 0);
+    let mut owner = Rank::start(&machine, 1);
+    let to_log = |command: &mut Command| _ = command.env("VRAMCTL_LOG", "debug").stderr(fs::File::create(&log).unwrap());
+    let mut importer = Rank::start_changed(&machine, 2, &format!("create({BYTES})"), to_log);
+    let send = |signal| assert_eq!(unsafe { libc::kill(bystander.program.pid().cast_signed(), signal) }, 0);
+    send(libc::SIGSTOP);
+    common::eventually("it stops", || vramctl_host::system::is_stopped(bystander.program.pid()));
+    let (_, address) = importer.import(&mut owner);
+    send(libc::SIGCONT);
+    assert_eq!(importer.read(address), "[2]");
+    let said = fs::read_to_string(&log).unwrap();
+    assert!(!said.contains(&format!("process {} does not share its memory", bystander.program.pid())), "{said}");
+    machine.done("pause --name job");
+    machine.done("resume --name job");
+    assert_eq!(importer.read(address), "[2]");
+}
+
 /// The memory of a rank that has died is lost to the others. They come back, and the resume says what they lack.
 #[test]
 fn a_rank_that_dies_while_its_job_is_away_is_named() {

@@ -759,11 +759,13 @@ fn the_death_of_a_rank_ends_the_wait_of_the_others_for_their_work() {
 fn a_job_whose_work_does_not_end_is_told_how_long_that_took() {
     let machine = Machine::new();
     let ranks = without_the_third(&machine);
-    for seconds in ["0.3", "0.5", "1"] {
+    for seconds in ["0.3", "0.5", "3"] {
         let begun = Instant::now();
         let ran = machine.vramctl(&format!("pause --hold-timeout {seconds}")).expect(5, "", "has not ended");
         assert!(begun.elapsed().as_secs_f64() >= seconds.parse::<f64>().unwrap() - 0.2, "{}", ran.err);
-        assert!(ran.err.contains(" attempts in ") && ran.err.contains("raise --hold-timeout"), "{}", ran.err);
+        assert!(ran.err.contains("raise --hold-timeout"), "{}", ran.err);
+        // A loaded machine may have time for one only.
+        assert!(ran.err.contains(" attempts in ") || seconds != "3", "{}", ran.err);
         let (_, after) = ran.err.split_once("after ").unwrap();
         let ms: u32 = after.split_once(" ms, the work").unwrap().0.parse().unwrap();
         assert!(ms >= 100, "{}", ran.err);

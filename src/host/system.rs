@@ -73,10 +73,35 @@ pub fn program_of(pid: u32) -> Option<String> {
     fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim().to_owned())
 }
 
+/// Whether a process is stopped, by ^Z or a debugger, and answers nobody. `false` if that cannot be seen.
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The program's name, in brackets, may have any characters.
+    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
+    matches!(state, Some(b'T' | b't'))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::{Command, id};
+    use std::ptr;
     use std::time::Duration;
+
+    #[test]
+    fn a_stopped_process_is_told_from_one_that_sleeps() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id();
+        assert!(!is_stopped(pid));
+        // SAFETY: only the child is meant, and the status is not asked for.
+        unsafe {
+            libc::kill(pid.cast_signed(), libc::SIGSTOP);
+            libc::waitpid(pid.cast_signed(), ptr::null_mut(), libc::WUNTRACED);
+        }
+        assert!(is_stopped(pid) && !is_stopped(id()) && !is_stopped(u32::MAX));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
 
     #[test]
     fn the_clock_counts_nanoseconds_since_the_start_of_the_machine() {

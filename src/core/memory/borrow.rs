@@ -197,7 +197,7 @@ impl Passed {
 pub(super) enum Claimed {
     Yes(Token, Passed),
     No,
-    /// It is being paused or resumed.
+    /// It is being paused or resumed, or takes no more connections.
     Busy,
     /// None in time.
     Silent,
@@ -560,9 +560,12 @@ impl Lease {
             Ok((Reply::Error(refusal), _)) if refusal.code == Kind::Busy => Claimed::Busy,
             Ok(_) => Claimed::No,
             Err(error) => {
-                log::debug!("process {} does not say whether it has exported a descriptor: {error}", self.lender.pid);
                 self.retire(state);
-                Claimed::Silent
+                match Refused::because(self.lender.pid, &error) {
+                    _ if error.kind() == io::ErrorKind::TimedOut => Claimed::Silent,
+                    Refused::ForNow => Claimed::Busy,
+                    Refused::Finally(_) => Claimed::No,
+                }
             }
         };
         if !matches!(answer, Claimed::Yes(..)) {

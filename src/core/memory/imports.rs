@@ -7,6 +7,7 @@
 
 use super::borrow::{Behind, Claimed, LeaseState, Opened, Passed, Site, borrowed};
 use super::handles::next_handle;
+use super::lender::Refused;
 use super::lending::Token;
 use super::{Allocation, Memory, Placement, region};
 use crate::contexts;
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use std::{process, thread};
 use vramctl_control::discovery::Directory;
 use vramctl_driver::{Current, Physical, RelaxedCapture};
-use vramctl_host::{PerProcess, Unpoison};
+use vramctl_host::{PerProcess, Unpoison, system};
 
 /// The handle that the program gets for memory that it has imported: in place of the driver's, which the library takes over. `None` if no
 /// process under the library has exported the descriptor, or if it does not say; then the program keeps the driver's.
@@ -105,7 +106,18 @@ enum Answer {
 }
 
 fn adopt_from(owner: u32, file: BorrowedFd<'_>, handle: u64, current: &Current) -> Answer {
-    let Ok(lease) = borrowed().lease(owner) else { return Answer::No };
+    if system::is_stopped(owner) {
+        return Answer::No;
+    }
+    let lease = match borrowed().lease(owner) {
+        Ok(lease) => lease,
+        Err(error) => {
+            return match Refused::because(owner, &error) {
+                Refused::ForNow => Answer::Busy,
+                Refused::Finally(_) => Answer::No,
+            };
+        }
+    };
     // Whoever has it may be waiting for an owner that is paused.
     let mut state = match lease.state.try_lock() {
         Ok(state) if *state == LeaseState::Open => state,

@@ -13,8 +13,9 @@ use vramctl_model::{Failure, StatusCode, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How long a process may take to say whether it has exported a descriptor.
-const CLAIMED_WITHIN: Duration = Duration::from_millis(500);
+/// How long a process may take to say whether it has exported a descriptor, on a machine that is overloaded while a job starts. Memory that its
+/// owner does not speak for in time prevents pauses as long as it is there.
+const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
 /// How long a close waits for the owner's confirmation. An owner that is stopped reads the request when it continues.
 const NOTED_WITHIN: Duration = Duration::from_millis(500);
 /// The first and the longest delay before a busy owner is asked again.
