@@ -684,7 +684,7 @@ fn with_an_old_driver_a_held_pause_is_the_quiet_moment() {
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     vramctl_backup::settle();
     gpu.fail("cuCtxRecordEvent", 1, code::NOT_FOUND, u64::MAX);
-    // Longer than the end of the hold takes, which would be a quiet moment, too.
+    // Long enough for a look at what is pinned, before it could go.
     vramctl_backup::set_host_keep(Some(Duration::from_secs(1)), Some(u64::MAX));
     pause_held(&["t"], LONG).unwrap();
     resume(&["t"]).unwrap();
