@@ -601,7 +601,7 @@ class Whole(Script):
         self.assertEqual(ended, {"a": "ended early (exit code 3)", "c": "complete"})
 
     def test_a_job_that_could_not_be_paused_from_outside(self):
-        done = self.bench("--steps", "2", "--warm", "1", "--modes", "e")
+        done = self.bench("--steps", "3", "--modes", "e")
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         self.assertIn("paused 0 of 5 times", done.stdout)
         self.assertIn("No module named 'ray'", done.stdout)
@@ -643,7 +643,7 @@ class Whole(Script):
         self.assertEqual(done.returncode, 1)
         self.assertIn("libvramctl.so is missing", done.stderr)
         self.assertEqual(self.bench("--modes", "x").returncode, 2)
-        self.assertEqual(self.bench("--modes", "e", "--warm", "0").returncode, 2, "how long a step takes is not known")
+        self.assertEqual(self.bench("--modes", "e", "--warm", "1").returncode, 2, "the first step does not tell how long a step takes")
 
 
 #: A job with memory on the simulated GPU: a trainer and a rollout, each in its process, take turns. In mode c, the trainer's is paused.

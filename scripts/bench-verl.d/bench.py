@@ -76,7 +76,7 @@ def options():
     add("--suspends", type=int, default=0, metavar="N", help="and how often to suspend it (0)")
     add("--seed", type=int, default=random.randrange(1 << 16), metavar="N", help="of the moments at which that comes (random, and printed)")
     add("--steps", type=int, metavar="N", help="training steps of each mode (5; with --fit 2)")
-    warm = "first steps that the medians leave out: in mode c, they fill the regions; in d and e, they tell how long a step takes (2)"
+    warm = "first steps that the medians leave out: in mode c, they fill the regions; in d and e, the last tells how long a step takes (2)"
     add("--warm", type=int, default=2, metavar="N", help=warm)
     add("--layers", type=int, default=16, metavar="N", help="of the model (16; with --hidden 2048 it has 0.8 billion parameters)")
     add("--hidden", type=int, default=2048, metavar="N", help="its width (2048; 24 layers of 2560 have 1.9 billion parameters)")
@@ -108,8 +108,9 @@ def options():
         chosen.warm = 0
     if chosen.steps <= chosen.warm or chosen.warm < 0:
         parser.error("--steps must be more than --warm")
-    if set(chosen.modes) & set(OUTSIDE) and (chosen.fit or not chosen.warm):
-        parser.error("modes d and e need a --warm of 1 or more, and are not for --fit")
+    if set(chosen.modes) & set(OUTSIDE) and (chosen.fit or chosen.warm < 2):
+        # The first step takes four times as long as the later ones: the job would end before most of the moments.
+        parser.error("modes d and e need a --warm of 2 or more, and are not for --fit")
     try:
         given = {name: list(map(json.loads, values.split(","))) for name, _, values in (one.partition("=") for one in chosen.values)}
         chosen.values = {**fit.VALUES, **given}
