@@ -27,7 +27,7 @@ _OURS = (
     "VRAMCTL_LIB",
     "VRAMCTL_PYTHON",
     "VRAMCTL_TAG",
-    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPYCACHEPREFIX",
     "PYTHONWARNINGS",
 )
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OURS}

@@ -18,7 +18,8 @@ usage: tests/apps/build.sh OUTDIR [LIBDIR]
 
 Needs a C compiler ($CC, else cc), but no CUDA toolkit and no GPU: the prototypes
 are in cudart.h and cudadriver.h. Programs contain no path of the library and find libcudart at
-start like any other program, through ldconfig or LD_LIBRARY_PATH.
+start like any other program, through ldconfig or LD_LIBRARY_PATH. Does nothing if OUTDIR has
+them, built from these sources.
 HELP
 }
 
@@ -76,11 +77,18 @@ fi
 link=("$library" "-Wl,--allow-shlib-undefined" -ldl -lpthread)
 if [[ -n $folder ]]; then link=("-L$folder" "${link[@]}"); fi
 
-# Build in a temporary folder, then move: running programs and concurrent builds never see
-# half a file.
+# One at a time: tests that start together share a folder. Who comes later finds all built.
 mkdir -p "$out"
+exec 9>"$out/.lock"
+flock 9
+wanted="$compiler $library" built=$out/.built
+if [[ -e $built && $(<"$built") == "$wanted" && -z $(find "$source_dir" -newer "$built" -print -quit) ]]; then exit 0; fi
+rm -f "$built"
+
+# Build in a temporary folder, then move: running programs never see half a file.
 work=$(mktemp -d "$out/.build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
+echo "$wanted" >"$work/.built"
 
 compile() { # name, sources…
 	local name=$1
@@ -106,3 +114,5 @@ compile stream_ordered stream_ordered.c
 compile torture torture.c
 install -m 755 "$source_dir/engine.py" "$work/engine.py"
 mv -f "$work"/* "$out"/
+# As old as the start: what was edited since is newer.
+mv -f "$work/.built" "$built"

@@ -111,7 +111,7 @@ pub fn eventually_waits_for_memory(sockets: &Path) {
     });
 }
 
-/// Set for a test that starts itself many times: everything is built already.
+/// Set by `scripts/test`, and for a test that starts itself many times: everything is built already.
 pub const BUILT: &str = "TESTS_ARE_BUILT";
 
 /// The directory with the test libraries and programs, built if needed.
@@ -177,12 +177,11 @@ pub fn own_folder() -> &'static Path {
     folder
 }
 
-/// The directory with the sample programs of `tests/apps`, built if needed.
+/// The directory with the sample programs of `tests/apps`, built if needed. All tests share it.
 pub fn programs() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let folder = own_folder().join("programs");
-        std::fs::create_dir(&folder).unwrap();
+        let folder = artifacts().join("apps");
         let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
         let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
