@@ -643,7 +643,9 @@ class Whole(Script):
         self.assertEqual(done.returncode, 1)
         self.assertIn("libvramctl.so is missing", done.stderr)
         self.assertEqual(self.bench("--modes", "x").returncode, 2)
-        self.assertEqual(self.bench("--modes", "e", "--warm", "1").returncode, 2, "the first step does not tell how long a step takes")
+        self.assertEqual(
+            self.bench("--modes", "e", "--warm", "1").returncode, 2, "the first step does not tell how long a step takes"
+        )
 
 
 #: A job with memory on the simulated GPU: a trainer and a rollout, each in its process, take turns. In mode c, the trainer's is paused.
