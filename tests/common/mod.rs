@@ -177,15 +177,17 @@ pub fn own_folder() -> &'static Path {
     folder
 }
 
-/// The directory with the sample programs of `tests/apps`, built if needed. All tests share it.
+/// A link to the directory with the sample programs of `tests/apps`, built if needed. All tests share the directory; the link's path has the same
+/// length in each checkout, as messages show it.
 pub fn programs() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let folder = artifacts().join("apps");
+        let (folder, link) = (artifacts().join("apps"), own_folder().join("programs"));
         let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
         let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        folder
+        std::os::unix::fs::symlink(folder, &link).unwrap();
+        link
     })
 }
 
