@@ -852,7 +852,7 @@ class PausedFromOutside(Script):
     def test_the_whole_job_is_paused_and_its_results_are_those_of_an_undisturbed_run(self):
         built = str(pathlib.Path(support.VRAMCTL).resolve().parent)
         counts = ("--pauses", "2", "--suspends", "1", "--seed", "7", "--set", "outside=3")
-        more = ("--modes", "e,c", "--steps", "4", "--warm", "1", "--bin", built, "--verl-dir", self.ray, *counts)
+        more = ("--modes", "e,c", "--steps", "5", "--warm", "2", "--bin", built, "--verl-dir", self.ray, *counts)
         done = self.bench(*more, env={"SIMGPU_CONTEXT_BYTES": str(100 << 20), "HOME": str(self.folder)})
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertFalse((self.folder / ".ray").exists(), "it leaves no token that later clusters would ask for")
@@ -868,7 +868,7 @@ class PausedFromOutside(Script):
             self.assertGreater(row["after"], row["left"])
         self.assertIn("seed 7", done.stdout)
         self.assertEqual(done.stdout.count("suspend from outside, "), 1)
-        self.assertIn("**8 of 8 results equal those of c:", done.stdout)
+        self.assertIn("**10 of 10 results equal those of c:", done.stdout)
 
 
 def is_running(pid):

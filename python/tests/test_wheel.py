@@ -46,7 +46,7 @@ def done(arguments: list[str], **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=540,
+        timeout=1500,
     )
     if ran.returncode != 0:
         raise AssertionError(f"{' '.join(arguments)} ended with {ran.returncode}:\n{ran.stdout}")

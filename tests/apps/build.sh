@@ -80,7 +80,7 @@ if [[ -n $folder ]]; then link=("-L$folder" "${link[@]}"); fi
 # One at a time: tests that start together share a folder. Who comes later finds all built.
 mkdir -p "$out"
 exec 9>"$out/.lock"
-flock 9
+flock 9 || fail "flock is needed to build one at a time (Debian, Ubuntu: apt-get install util-linux)"
 wanted="$compiler $library" built=$out/.built
 if [[ -e $built && $(<"$built") == "$wanted" && -z $(find "$source_dir" -newer "$built" -print -quit) ]]; then exit 0; fi
 rm -f "$built"

@@ -390,7 +390,11 @@ static void *early_work(void *nothing)
 static void ends_while_held(void)
 {
 	pthread_t thread;
-	check(pthread_create(&thread, NULL, early_work, NULL) == 0, "pthread_create");
+	pthread_attr_t attributes;
+	pthread_attr_init(&attributes);
+	// glibc places a thread's local arrays there, too: without this, few kilobytes would be left.
+	check(pthread_attr_setstacksize(&attributes, 4 * BYTES) == 0, "pthread_attr_setstacksize");
+	check(pthread_create(&thread, &attributes, early_work, NULL) == 0, "pthread_create");
 	check(pthread_join(thread, NULL) == 0, "pthread_join");
 	atexit(late_work);
 	turn("ready");
