@@ -195,6 +195,20 @@ class Jobs(unittest.TestCase):
             raise KeyError
         self.assertEqual(self.states(), {"active"})
 
+    def test_what_a_program_has_paused_itself_stays_paused(self) -> None:
+        asleep = HOLDER.replace('print("ready"', 'vramctl.pause("kv_cache")\nprint("ready"', 1)
+        with Program("asleep", asleep) as program:
+            job = vramctl.Job("asleep")
+
+            def states() -> dict[str, str]:
+                return {tag.tag: tag.state for tag in job.status()[program.pid].tags}
+
+            for tags in (None, ["kv_cache", "weights"]):
+                with self.subTest(tags=tags):
+                    with job.paused(tags):
+                        self.assertEqual(states(), {"weights": "paused", "kv_cache": "paused"})
+                    self.assertEqual(states(), {"weights": "active", "kv_cache": "paused"})
+
     def all_run(self) -> None:
         self.assertEqual(self.states(), {"active"})
         # A held one would not answer.
