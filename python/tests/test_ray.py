@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 from pathlib import Path
 from typing import Any, Callable
 
@@ -479,6 +480,31 @@ class Lost(unittest.TestCase):
         print("the head was lost:", driver.returncode, driver.stdout, driver.stderr[-500:])
         self.assertEqual(self.cluster.settled(), "active")
         self.cluster.go_on()
+
+
+@unittest.skipIf(ray is None, "Ray is not there")
+class Behind(unittest.TestCase):
+    """A node could not do what was decided."""
+
+    def settle(self, operation: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What comes of it if a node is behind at the first attempt, and what the nodes were asked."""
+        behind = {"committed": True, "behind": ["a node"], "error": {"message": "one is late"}}
+        coordinate = unittest.mock.Mock(side_effect=[behind, {"committed": True}])
+        request = {"operation": operation, "target": {"name": "ring"}, "tags": ["weights"]}
+        outcome = vramctl.ray._Operation._settle(unittest.mock.Mock(_coordinate=coordinate), unittest.mock.Mock(), request)
+        return outcome, [call.args[1] for call in coordinate.call_args_list]
+
+    def test_a_pause_is_undone_but_for_what_the_job_had_paused_itself(self) -> None:
+        outcome, (_, back) = self.settle("pause")
+        self.assertEqual((back["operation"], back["tags"], back["self_paused"]), ("resume", ["weights"], False))
+        self.assertIs(outcome["committed"], False)
+        self.assertEqual(outcome["error"]["message"], "one is late. So all of them were resumed")
+
+    def test_a_resume_is_asked_for_again_as_it_was(self) -> None:
+        outcome, (_, again) = self.settle("resume")
+        self.assertEqual((again["operation"], again["tags"]), ("resume", ["weights"]))
+        self.assertNotIn("self_paused", again)
+        self.assertEqual(outcome, {"committed": True})
 
 
 @unittest.skipIf(ray is None, "Ray is not there")
