@@ -8,6 +8,7 @@ An engine's own dummy weights are so small that every prompt gets the same log-p
 import argparse
 import json
 import pathlib
+import shutil
 
 import torch
 import transformers
@@ -115,6 +116,8 @@ def make(name, place, tiny=False):
     if folder.exists():
         return folder
     half = folder.with_suffix(".half")
+    # Of an attempt that failed.
+    shutil.rmtree(half, ignore_errors=True)
     half.mkdir(parents=True)
     torch.manual_seed(7)
     if name == "lora":

@@ -115,7 +115,15 @@ pub const RUNS: [Run; 15] = [
     run("H200", "1", "2.11", "SGLang", "0.5.16", "its own API, pauses in the middle of requests, suspend", "2026-11-24"),
     run("H200", "2", "2.11", "SGLang", "0.5.16", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
     run("H100", "2", "2.11", "SGLang", "0.5.16", "the same; suspend", "2026-11-26"),
-    run("H200", "1", "2.11", "SGLang", "0.5.23", "its own API, three cycles, with sglang-kernel 0.4.5", "2026-11-23"),
+    run(
+        "H200",
+        "1",
+        "2.11",
+        "SGLang",
+        "0.5.23",
+        "its own API, pauses in the middle of requests, suspend, with sglang-kernel 0.4.5",
+        "2026-11-28",
+    ),
     run(
         "H200",
         "2",
