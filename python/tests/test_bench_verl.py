@@ -513,6 +513,8 @@ JOB = """
                     sys.exit(1)
                 if int(settings.get("data.max_response_length", 1)) > 1000:
                     sys.exit("something else")
+                if settings.get("hang") == mode and step == 2:
+                    time.sleep(600)
                 if fails and step == 2:
                     print("torch.OutOfMemoryError: CUDA out of memory", flush=True)
                     sys.exit(3)
@@ -599,6 +601,12 @@ class Whole(Script):
         self.assertIn("CUDA out of memory", done.stdout)
         ended = {label: mode["ended"] for label, mode in self.result()["modes"].items()}
         self.assertEqual(ended, {"a": "ended early (exit code 3)", "c": "complete"})
+
+    def test_what_a_mode_has_done_counts_where_the_time_was_up(self):
+        done = self.bench("--steps", "2", "--warm", "0", "--modes", "a", "--set", "hang=a", "--limit", "25")
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        mode = self.result()["modes"]["a"]
+        self.assertEqual((mode["ended"], sorted(mode["steps"])), ("the time was up", ["1"]))
 
     def test_a_job_that_could_not_be_paused_from_outside(self):
         done = self.bench("--steps", "3", "--modes", "e")

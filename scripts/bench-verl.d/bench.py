@@ -55,6 +55,9 @@ MOMENTS = 0.8
 #: Seconds that a job gets to end, with --fit, after one of its processes has failed.
 AFTER_A_FAILURE = 30
 
+#: Seconds before the limit at which a run is ended.
+TO_END = 10
+
 LONG = """\
 The first import of verl, vLLM and Ray takes minutes; a shared bytecode cache (in /tmp) and the model are made before the first mode, in
 parallel. After that, a mode starts in three to four minutes, because nine processes import one after another. A mode that would not end
@@ -373,7 +376,7 @@ class Bench:
     def try_out(self, label, setting, value):
         place = self.out / f"{label}-{setting}-{value}"
         self.say(f"{report.title(label)}, {setting}={value}: starts")
-        limit = min(self.options.run_limit, self.left() - 10)
+        limit = min(self.options.run_limit, self.left() - TO_END)
         mode, code, took = self.execute(label, place, fit.overrides(setting, value), limit)
         is_complete = len(mode["steps"]) >= self.options.steps
         log = (place / "log").read_text(errors="replace")
@@ -399,7 +402,7 @@ class Bench:
         mode, code, took = self.execute(label, place)
         steps = len(mode["steps"])
         done, wanted = sum("error" not in row for row in mode["outside"]), self.options.pauses + self.options.suspends
-        ended = "complete" if steps >= self.options.steps else f"ended early (exit code {code})"
+        ended = "complete" if steps >= self.options.steps else "the time was up" if self.left() <= TO_END else f"ended early (exit code {code})"
         if label[0] in OUTSIDE and done < wanted:
             ended += f", paused {done} of {wanted} times"
         self.say(f"{report.title(label)}: {ended}, {steps} steps, {took:.0f} s")
@@ -446,7 +449,7 @@ class Bench:
             free.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(self.cluster(), env=self.env(label, place), stdout=log, stderr=log, timeout=min(120, max(self.left() - 10, 1)))
+            subprocess.run(self.cluster(), env=self.env(label, place), stdout=log, stderr=log, timeout=min(120, max(self.left() - TO_END, 1)))
 
     def start_outside(self, label, place, step, idle):
         """What pauses the job from now on. `step`: the seconds of one."""
@@ -462,7 +465,7 @@ class Bench:
         """Waits for a run and tells its steps. Ends it when the time is up, or does not end after a failure: what it has written counts. In
         modes d and e, has it paused from outside."""
         told, failed, outside, paused = 0, None, None, 0
-        while child.poll() is None and self.left() > 10 and time.monotonic() < min(end, failed or end):
+        while child.poll() is None and self.left() > TO_END and time.monotonic() < min(end, failed or end):
             time.sleep(0.2)
             steps = report.from_file(place / "metrics.jsonl")
             for step in sorted(steps)[told:]:
