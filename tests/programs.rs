@@ -297,7 +297,7 @@ fn gpus_are_chosen_by_index_and_by_uuid() {
     for gpu in ["0", uuid] {
         machine.vramctl(&["ps", "--gpu", gpu]).expect(0, "engine", "");
     }
-    machine.vramctl("pause --gpu 1").expect(3, "", "no managed process has memory on GPU-");
+    machine.vramctl("pause --gpu 1").expect(3, "", "no managed process has memory on GPU 1 (GPU-73696d76); ");
     machine.vramctl("pause --gpu 9").expect(2, "", "NVML reports no GPU 9; give its UUID (`nvidia-smi -L`)");
     for request in ["pause", "resume"] {
         machine.vramctl(&[request, "--gpu", "0"]).expect(0, "engine", "");

@@ -23,7 +23,7 @@ use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::{self as driver, uuid_of_index};
 use vramctl_host::system::program_of;
 use vramctl_host::worker::with_signals_blocked;
-use vramctl_model::{Error, checked_name};
+use vramctl_model::{Error, checked_name, short_uuid};
 
 /// The user's managed processes.
 #[derive(Clone)]
@@ -88,6 +88,7 @@ impl Found {
         let is_there = |process: &Process| process.status.is_err() || wanted.iter().any(|gpu| process.uses(gpu));
         self.processes.retain(is_there);
         if self.processes.is_empty() {
+            let wanted: Vec<_> = wanted.iter().map(|gpu| short_uuid(gpu)).collect();
             let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs in use", wanted.join(", "));
             return Err(CommandError::new(Exit::NoProcess, text));
         }
