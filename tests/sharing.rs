@@ -736,6 +736,8 @@ fn an_owner_that_was_stopped_learns_of_every_close() {
         machine.done("pause --name owner --registered keep");
         machine.used() == 2 * MIB
     });
+    let kept = machine.done("pause --name owner --registered keep");
+    assert!(kept.contains("nothing was paused: default of owner") && kept.contains("others have it open"), "{kept}");
     machine.done("resume --name owner");
     assert_eq!(other.ask(&format!("read({}, 10)", opened[2])), "[0]");
 }

@@ -370,8 +370,8 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
         let Some(text) = self.set("VRAMCTL_TRACE") else { return 0 };
         let size = || parse_bytes(&text).filter(|bytes| (LEAST_TRACE..=MOST_TRACE).contains(bytes));
         switch(&text).map(|on| if on { MOST_TRACE } else { 0 }).or_else(size).unwrap_or_else(|| {
-            self.complaints.push(format!("VRAMCTL_TRACE={text} is not 1, 0 or a size from 64K to 16M; using 16M"));
-            MOST_TRACE
+            self.complaints.push(format!("VRAMCTL_TRACE={text} is not 1, 0 or a size from 64K to 16M; ignored"));
+            0
         })
     }
 
@@ -530,9 +530,9 @@ mod tests {
             let config = config(&[("VRAMCTL_TRACE", text)]);
             (config.trace, config.complaints.len())
         };
-        assert_eq!((trace(""), trace("0"), trace("off")), ((0, 0), (0, 0), (16 << 20, 1)));
+        assert_eq!((trace(""), trace("0"), trace("zz")), ((0, 0), (0, 0), (0, 1)));
         assert_eq!((trace("1"), trace("16M"), trace("64K")), ((16 << 20, 0), (16 << 20, 0), (64 << 10, 0)));
-        assert_eq!((trace("1G"), trace("63K"), trace("-1")), ((16 << 20, 1), (16 << 20, 1), (16 << 20, 1)));
+        assert_eq!((trace("1G"), trace("63K"), trace("-1")), ((0, 1), (0, 1), (0, 1)));
     }
 
     #[test]

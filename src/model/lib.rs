@@ -38,7 +38,7 @@ pub use refusal::RefusingDevice;
 pub use registration::{Registered, Registration};
 pub use report::{Observer, Progress, Report, Stage, Verb};
 pub use request::{Lacking, NCCL, TransitionRequest};
-pub use residue::{Cycle, Growth};
+pub use residue::{Cycle, Growth, OF_DRIVER};
 pub use span::Span;
 pub use status::{
     Borrowed, DeviceStatus, HostStatus, Status, TagState, TagStatus, Unmanaged, gpu_in_words, is_zero, short_uuid, unmanaged_of,

@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
+/// What [`Growth`] calls the driver's share of a process's memory.
+pub const OF_DRIVER: &str = "context, loaded code, small allocations";
+
 /// A pause and all further pauses until something is resumed: the process's memory then, by owner.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cycle {
@@ -43,7 +46,7 @@ impl Cycle {
     pub fn owners(&self) -> BTreeMap<String, u64> {
         let tags = self.tags.iter().map(|(tag, bytes)| (format!("tag {tag}"), *bytes));
         let unmanaged = self.unmanaged.iter().map(|(owner, bytes)| (owner.clone(), *bytes));
-        let driver = (!self.driver.is_empty()).then(|| ("context, loaded code, small allocations".to_owned(), self.driver.values().sum()));
+        let driver = (!self.driver.is_empty()).then(|| (OF_DRIVER.to_owned(), self.driver.values().sum()));
         tags.chain(unmanaged).chain(driver).collect()
     }
 

@@ -60,7 +60,7 @@ pub struct Args {
     /// After that, nothing has changed and OUT continues.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     hold_timeout: Option<Duration>,
-    /// Wait at most this many seconds, all in all, for what is in the way; fractions are allowed
+    /// Wait at most this many seconds, all in all, for what is in the way (for another command, at least 10); fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
     #[command(flatten)]

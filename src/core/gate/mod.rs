@@ -61,20 +61,19 @@ impl Drop for Inside {
 
 /// Calls `make` once the gate is open.
 pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
-    match threads::mark() {
+    threads::with_mark(|mark| match mark {
         Some(mark) => mark.pass(&LATCH, number(gated), make),
-        // The thread is ending: its last calls are not held.
         None => make(),
-    }
+    })
 }
 
 /// Calls `make`, whose calls all pass even if the gate is closed: for the library's own work that goes through hooked entries.
 pub fn unheld<R>(make: impl FnOnce() -> R) -> R {
     static UNHELD: Gated = Gated("NCCL, for the library");
-    match threads::mark() {
+    threads::with_mark(|mark| match mark {
         Some(mark) => mark.pass_unheld(number(&UNHELD), make),
         None => make(),
-    }
+    })
 }
 
 fn number(gated: &'static Gated) -> usize {
@@ -329,6 +328,45 @@ mod tests {
         let_go(|| false);
         assert_eq!(waiting_thread.join().unwrap(), BTreeMap::new(), "nobody waits for a thread that has waited itself");
         assert!(passed.load(Ordering::SeqCst) && !is_held());
+    }
+
+    /// A destructor of the program's may run after the thread's own variables are gone.
+    #[test]
+    fn the_last_calls_of_a_thread_wait_too() {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        extern "C" fn last(_: *mut libc::c_void) {
+            call(|| call(|| _ = MADE.fetch_add(1, Ordering::SeqCst)));
+            call(|| _ = MADE.fetch_add(1, Ordering::SeqCst));
+        }
+        let _turn = turn();
+        let mut key = 0;
+        // SAFETY: the destructor stays valid.
+        assert_eq!(unsafe { libc::pthread_key_create(&raw mut key, Some(last)) }, 0);
+        let (begun, go) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let thread = {
+            let (begun, go) = (Arc::clone(&begun), Arc::clone(&go));
+            thread::spawn(move || {
+                call(|| ());
+                // SAFETY: the key exists. Its value only has to be other than null.
+                assert_eq!(unsafe { libc::pthread_setspecific(key, (&raw const MADE).cast()) }, 0);
+                begun.store(true, Ordering::SeqCst);
+                while !go.load(Ordering::SeqCst) {
+                    thread::yield_now();
+                }
+            })
+        };
+        while !begun.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        close_soon().keep();
+        go.store(true, Ordering::SeqCst);
+        while waiting() == 0 {
+            thread::yield_now();
+        }
+        assert_eq!(MADE.load(Ordering::SeqCst), 0);
+        let_go(|| false);
+        thread.join().unwrap();
+        assert_eq!((MADE.load(Ordering::SeqCst), inside()), (2, BTreeMap::new()));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use super::{LATCH, THE_END, number};
 use std::arch::{asm, global_asm};
 use std::cell::Cell;
 use std::iter;
+use std::process;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use vramctl_host::stack;
@@ -101,7 +102,7 @@ pub fn known_mark() -> Option<&'static ThreadMark> {
     unsafe { own().as_ref().map(|slot| &slot.mark) }
 }
 
-/// This thread's mark. `None` if the thread is ending.
+/// This thread's mark. `None` while its destructors run.
 pub fn mark() -> Option<&'static ThreadMark> {
     known_mark().or_else(take)
 }
@@ -113,8 +114,7 @@ fn take() -> Option<&'static ThreadMark> {
         static OWNED: Cell<Option<Owned>> = const { Cell::new(None) };
     }
     start_clean_in_children();
-    let free = |slot: &&'static Slot| slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    let slot = slots().find(free).unwrap_or_else(add);
+    let slot = claim();
     if OWNED.try_with(|owned| owned.set(Some(Owned(slot)))).is_err() {
         slot.taken.store(false, Ordering::Release);
         return None;
@@ -125,6 +125,30 @@ fn take() -> Option<&'static ThreadMark> {
         slot.mark.stay_inside(number(&THE_END));
     }
     Some(&slot.mark)
+}
+
+/// Calls `make` with this thread's mark. While the thread's destructors run, nothing would give back a mark that it kept, so it gets one until
+/// `make` returns. `None` for the thread that ends the process, whose calls are not held.
+pub fn with_mark<R>(make: impl FnOnce(Option<&'static ThreadMark>) -> R) -> R {
+    if let Some(mark) = mark() {
+        return make(Some(mark));
+    }
+    let thread = stack::thread_id();
+    // `exit` runs the main thread's destructors before it tells anybody that the process ends.
+    if thread == process::id() || thread == ENDING.load(Ordering::Relaxed) {
+        return make(None);
+    }
+    let lent = Owned(claim());
+    lent.0.thread.store(thread, Ordering::Relaxed);
+    // For nested calls.
+    set_own(lent.0);
+    make(Some(&lent.0.mark))
+}
+
+/// A slot that is free.
+fn claim() -> &'static Slot {
+    let free = |slot: &&'static Slot| slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    slots().find(free).unwrap_or_else(add)
 }
 
 /// The thread that ends the process, if it had no mark then.
@@ -139,6 +163,7 @@ pub fn stay_inside() {
     }
 }
 
+/// A slot that this thread has until it is dropped.
 struct Owned(&'static Slot);
 
 impl Drop for Owned {

@@ -8,7 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::processes::Process;
-use vramctl_model::{Kind, Stage, Status, Totals, Verb};
+use vramctl_model::{Kind, OF_DRIVER, Stage, Status, Totals, Verb};
+
+/// The owner of a process's residue that is the driver's.
+const DRIVER: &str = "driver";
 
 /// A metric.
 #[derive(Debug, PartialEq, Eq)]
@@ -67,7 +70,7 @@ metrics! {
     RESIDUE = "vramctl_residue_bytes", ["name", "pid", "owner"],
         "Memory left to CUDA when the process was last paused, by library; for the owner driver its context, loaded code and small \
          allocations, if known.";
-    GROWTH = "vramctl_residue_growth_bytes", ["name", "pid", "owner"], "Owners that had more at each of the last pauses, and how much per cycle: a leak?";
+    GROWTH = "vramctl_residue_growth_bytes", ["name", "pid", "owner"], "Owners that had more at each of the last pauses, and how much per cycle: a leak? Tags are named tag NAME.";
 
     OPERATIONS = "vramctl_operations_total", ["name", "pid", "operation"], "Operations that changed anything. Operations: pause, resume.";
     FAILURES = "vramctl_operation_failures_total", ["name", "pid", "operation", "code"],
@@ -196,11 +199,12 @@ impl Exposition {
             for (owner, bytes) in &last.unmanaged {
                 self.put(&RESIDUE, &[name, pid, libraries.label(owner)], *bytes);
             }
-            last.driver.values().for_each(|bytes| self.put(&RESIDUE, &[name, pid, "driver"], *bytes));
+            last.driver.values().for_each(|bytes| self.put(&RESIDUE, &[name, pid, DRIVER], *bytes));
         }
         let growing = Owners::of(memory.growing.iter().map(|growth| (growth.owner.as_str(), growth.bytes_per_cycle)));
         for growth in &memory.growing {
-            self.put(&GROWTH, &[name, pid, growing.label(&growth.owner)], growth.bytes_per_cycle);
+            let owner = if growth.owner == OF_DRIVER { DRIVER } else { growing.label(&growth.owner) };
+            self.put(&GROWTH, &[name, pid, owner], growth.bytes_per_cycle);
         }
     }
 
@@ -298,7 +302,8 @@ mod tests {
         memory.unmanaged = vec![Unmanaged { owner: "libnccl.so.2".into(), bytes: 5, gpus: BTreeMap::new() }];
         let unmanaged = [("libnccl.so.2".into(), 4)].into();
         memory.cycles = vec![Cycle { unmanaged, driver: [("a".into(), 10), ("b".into(), 20)].into(), ..Cycle::default() }];
-        memory.growing = vec![Growth { owner: "tag kv".into(), bytes_per_cycle: 9, cycles: 3 }];
+        let growth = |owner: &str, bytes_per_cycle| Growth { owner: owner.into(), bytes_per_cycle, cycles: 3 };
+        memory.growing = vec![growth("tag kv", 9), growth(OF_DRIVER, 8)];
         let page = of(&engine);
         let p = r#"name="eng\"ine\\""#;
         for line in [
@@ -309,6 +314,7 @@ mod tests {
             format!(r#"vramctl_residue_bytes{{{p},owner="libnccl.so.2",pid="7"}} 4"#),
             format!(r#"vramctl_residue_bytes{{{p},owner="driver",pid="7"}} 30"#),
             format!(r#"vramctl_residue_growth_bytes{{{p},owner="tag kv",pid="7"}} 9"#),
+            format!(r#"vramctl_residue_growth_bytes{{{p},owner="driver",pid="7"}} 8"#),
             format!(r#"vramctl_operations_total{{{p},operation="pause",pid="7"}} 3"#),
             format!(r#"vramctl_operations_total{{{p},operation="resume",pid="7"}} 0"#),
             format!(r#"vramctl_operation_contents_bytes_total{{fate="copied",{p},operation="pause",pid="7"}} 150"#),

@@ -8,7 +8,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::{Hold, Operation, Outcome, Plan, Scope, shared};
-use vramctl_model::{Bytes, Report, Verb};
+use vramctl_model::{Bytes, Registered, Report, Verb};
 
 /// Prints what came of the plan. Returns the exit code.
 pub fn print(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<Exit, CommandError> {
@@ -85,12 +85,21 @@ impl Printing<'_> {
         self.plan.operation().verb
     }
 
+    /// Whether all that was due is registered memory, which was to be kept.
+    fn has_left_out(&self, one: &ProcessOutcome, report: &Report) -> bool {
+        let keeps = self.verb() == Verb::Pause && self.plan.operation().pause.registered == Registered::Keep;
+        keeps && report.allocations == 0 && !one.due.is_empty()
+    }
+
     fn process(&self, one: &ProcessOutcome) -> Result<(), CommandError> {
         let process = &one.process;
         match &one.result {
             Ok(report) => {
                 if !self.quiet {
-                    let mut text = success(self.verb(), one, report, self.on_some_gpus);
+                    let mut text = match self.has_left_out(one, report) {
+                        true => format!("nothing was paused: {} of {process} is registered, or others have it open", one.due.join(", ")),
+                        false => success(self.verb(), one, report, self.on_some_gpus),
+                    };
                     if self.is_held_from_now_on(process, report) {
                         text += "; the program is held from now on";
                     }

@@ -126,7 +126,7 @@ pub struct Args {
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
     #[arg(long, value_name = "N", value_parser = count)]
     pub ranks: Option<usize>,
-    /// Wait at most this many seconds, all in all, for what is in the way; fractions are allowed
+    /// Wait at most this many seconds, all in all, for what is in the way (for another command, at least 10); fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
     /// Print errors and warnings only
