@@ -96,9 +96,10 @@ impl Printing<'_> {
         match &one.result {
             Ok(report) => {
                 if !self.quiet {
-                    let mut text = match self.has_left_out(one, report) {
-                        true => format!("nothing was paused: {} of {process} is registered, or others have it open", one.due.join(", ")),
-                        false => success(self.verb(), one, report, self.on_some_gpus),
+                    let mut text = if self.has_left_out(one, report) {
+                        format!("nothing was paused: {} of {process} is registered, or others have it open", one.due.join(", "))
+                    } else {
+                        success(self.verb(), one, report, self.on_some_gpus)
                     };
                     if self.is_held_from_now_on(process, report) {
                         text += "; the program is held from now on";
