@@ -348,6 +348,10 @@ fn disk() -> Finding {
     let path = config::disk_directory().path;
     let is_chosen = env::var_os("VRAMCTL_DISK_DIR").is_some_and(|value| !value.is_empty());
     match writable(&path) {
+        Ok(()) if rustix::fs::statfs(&path).is_ok_and(|system| system.f_type == libc::TMPFS_MAGIC) => {
+            let why = "a tmpfs, so what the policy disk keeps stays in host memory; set VRAMCTL_DISK_DIR to a directory on a disk";
+            Finding::new("disk", Verdict::Warning, format!("{}: {why}", path.display()))
+        }
         Ok(()) => Finding::new("disk", Verdict::Ok, path.display().to_string()),
         Err(why) => {
             let verdict = if is_chosen { Verdict::Failed } else { Verdict::Warning };
