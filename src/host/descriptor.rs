@@ -72,6 +72,11 @@ impl Drop for Held {
     }
 }
 
+/// Whether a number is the library's, and not the program's.
+pub fn is_held(number: RawFd) -> bool {
+    Slot::all().any(|slot| slot.number.load(Ordering::Acquire) == number)
+}
+
 /// Whether two descriptors of this process are of one open file: the same `open`, not only the same path (`KCMP_FILE`, `kcmp(2)`). An error
 /// where the kernel does not say, as under some seccomp filters.
 pub fn is_one_file(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> io::Result<bool> {

@@ -20,7 +20,7 @@ pub mod system;
 pub mod worker;
 
 pub use boundary::guarded;
-pub use descriptor::{Held, Identity, above_standard, is_one_file};
+pub use descriptor::{Held, Identity, above_standard, is_held, is_one_file};
 pub use fork::{PerProcess, on_fork_in_child};
 pub use hash::fnv1a;
 pub use lock::Unpoison;

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
-use vramctl_host::{Held, is_one_file, system};
+use vramctl_host::{Held, is_held, is_one_file, system};
 use vramctl_model::TransitionRequest;
 
 /// The size of a [`Token`].
@@ -69,8 +69,9 @@ impl Export {
 
     /// Whether the program has it open. The physical memory exists as long, and whoever gets the descriptor from now on gets that.
     fn is_open(&self) -> bool {
+        // The library passes the same file to an importer, for a moment under a number that the program has closed.
         // SAFETY: the kernel checks the number.
-        self.is(unsafe { BorrowedFd::borrow_raw(self.number) })
+        !is_held(self.number) && self.is(unsafe { BorrowedFd::borrow_raw(self.number) })
     }
 }
 
