@@ -72,9 +72,13 @@ impl Drop for Held {
     }
 }
 
-/// Whether a number is the library's, and not the program's.
+/// Whether a number is the library's. It is not if the program has closed that descriptor and has another file under the number.
 pub fn is_held(number: RawFd) -> bool {
-    Slot::all().any(|slot| slot.number.load(Ordering::Acquire) == number)
+    let is_its = |slot: &Slot| {
+        let [device, inode] = slot.identity.each_ref().map(|part| part.load(Ordering::Relaxed));
+        identity(number) == Some((device, inode))
+    };
+    Slot::all().any(|slot| slot.number.load(Ordering::Acquire) == number && is_its(slot))
 }
 
 /// Whether two descriptors of this process are of one open file: the same `open`, not only the same path (`KCMP_FILE`, `kcmp(2)`). An error
