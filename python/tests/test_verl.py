@@ -264,6 +264,9 @@ VERL = {
             def _build_model_optimizer(self):
                 self.module, self.optimizer = self.build()
                 if self.engine_config.forward_only: self.optimizer = None
+                if self.engine_config.offload_policy:
+                    self._is_offload_param = self._is_offload_optimizer = False
+                    self._uses_fsdp2_cpu_offload_policy = True
             def initialize(self):
                 self._build_model_optimizer()
                 self.checkpoint_manager = CheckpointManager(self.module, self.optimizer)
@@ -301,10 +304,10 @@ VERL = {
 #: The stand-in's part that is no copy of verl's, added to its engine.
 BUILT = """
 
-def _init(self, build, model_config, param=True, optimizer=True, forward_only=False):
+def _init(self, build, model_config, param=True, optimizer=True, forward_only=False, policy=False):
     from types import SimpleNamespace
     self.build, self.model_config = build, model_config
-    self.engine_config = SimpleNamespace(forward_only=forward_only)
+    self.engine_config = SimpleNamespace(forward_only=forward_only, offload_policy=policy)
     self._is_offload_param, self._is_offload_optimizer, self._qat_enabled = param, optimizer, False
     self._uses_fsdp2_cpu_offload_policy, self.lr_scheduler, self.checkpoint_config = False, None, None
 
@@ -525,11 +528,12 @@ class Verl(Engine):
 class Steps(Verl):
     def test_verl_moves_the_state_once_and_then_it_is_paused_and_resumed(self):
         engine = self.actor()
-        self.assertEqual(self.moves.calls, ["offload model"], "verl's own, since nothing is in a region yet")
+        self.assertEqual(self.moves.calls, [], "the parameters are in their region from the start")
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
         self.step(engine, 1)
         # A checkpoint or the first step makes state outside of the region: verl's own function moves it once more.
-        self.assertEqual(self.moves.calls, ["offload model", "load model", "offload optimizer"])
-        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+        self.assertEqual(self.moves.calls, ["offload optimizer"])
+        self.assertEqual(self.gpu.transitions(), [("resume", "actor_params"), ("pause", "actor_params")])
         self.moves.calls.clear()
         self.step(engine, 2)
         self.assertEqual(self.moves.calls, ["load optimizer"])
@@ -546,6 +550,21 @@ class Steps(Verl):
             self.gpu.transitions(), [("resume", tag) for tag in tags] + [("pause", tag) for tag in tags], "verl's order"
         )
         self.assertEqual(self.contents(engine), [(3, one) for one in before[:3]] + [3] * 6)
+
+    def test_nothing_of_the_parameters_stays_when_the_rollout_starts(self):
+        # The rollout takes its share of what is free then. With one rank, FSDP's views keep what verl's own offload moves away.
+        views: list[Any] = []
+        build = self.module
+
+        def viewed(gpu: Gpu) -> Any:
+            module = build(gpu)
+            views.extend(Tensor(one.storage) for one in module.tensors())
+            return module
+
+        self.module = viewed
+        engine = self.actor()
+        self.assertEqual([one.is_paused for one in self.gpu.storages if one.device.type == "cuda"], [True] * 4)
+        self.assertEqual((len(views), len(engine.module.tensors())), (3, 3))
 
     def test_log_probabilities_leave_the_optimizer_paused(self):
         engine = self.settled()
@@ -701,11 +720,12 @@ class Export(Verl):
         self.values(adapter)
         self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
 
-    def test_an_export_before_the_first_load_is_verl_s_own(self):
+    def test_an_export_before_the_first_load(self):
         engine = self.actor()
+        self.gpu.transitions()
         self.assertEqual(self.values(engine.get_per_tensor_param()[0]), ["p0", "p1", "p2"])
-        # FSDP2's loads nothing; to 0.8 it did, which fills the shelf.
-        self.assertIn(self.gpu.transitions(), ([], [("pause", "actor_params")]))
+        self.assertEqual(self.moves.calls, [])
+        self.assertEqual(list(dict.fromkeys(self.gpu.transitions())), [("resume", "actor_params"), ("pause", "actor_params")])
 
     def test_shards_are_sent_the_same_way(self):
         if not self.has_shards:
@@ -728,12 +748,6 @@ class Export(Verl):
 
 class ExportOfFsdp1(Export):
     module = FlatModule
-
-    def test_an_export_before_the_first_load_is_verl_s_own(self):
-        # FSDP1's loads, so the parameters are in the region from then on.
-        engine = self.actor()
-        self.assertEqual(self.values(engine.get_per_tensor_param()[0]), ["p0", "p1", "p2"])
-        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
 
     def test_what_fsdp2_sends_is_resumed_until_the_last_is_consumed(self):
         # FSDP1 offloads before the first is consumed.
@@ -894,19 +908,17 @@ class Fallbacks(Verl):
 
     def test_memory_that_did_not_come_from_the_library_is_not_taken_for_paused(self):
         with mock.patch.object(vramctl, "region", lambda *_, **__: contextlib.nullcontext()):
-            engine = self.actor()
             with self.warned("only 0 came from the library"):
-                self.step(engine, 1)
+                engine = self.actor()
+            self.step(engine, 1)
         self.assertEqual(self.gpu.transitions(), [])
         self.step(engine, 2)
 
     def test_a_reference_model_and_torch_s_offload_policy_are_left_alone(self):
-        for settings in ({"forward_only": True}, {"param": False, "optimizer": False}):
+        for settings in ({"forward_only": True}, {"param": False, "optimizer": False}, {"policy": True}):
             engine = self.actor(**settings)
             self.assertNotIn(engine.module, self.ours._shelves)
-        engine = self.actor()
-        engine._uses_fsdp2_cpu_offload_policy = True
-        self.assertFalse(self.ours._is_ours(engine))
+            self.assertEqual(self.gpu.transitions(), [])
 
     def test_modules_of_somebody_else(self):
         module = Module(self.gpu)
@@ -918,7 +930,7 @@ class Fallbacks(Verl):
     def test_without_cuda_nothing_is_said_or_done(self):
         mock.patch.object(vramctl._torch, "loaded", lambda: None).start()
         with self.silent():
-            self.assertFalse(self.ours._is_ours(self.actor()))
+            self.assertNotIn(self.actor().module, self.ours._shelves)
 
     def test_an_allocator_without_pools(self):
         self.gpu.torch.cuda.get_allocator_backend = lambda: "cudaMallocAsync"

@@ -4,11 +4,11 @@
 
 verl imports it in each process that reads the model's configuration, most of which have no GPU; so the import only registers hooks.
 
-An engine has two shelves: its parameters and its optimizer's state, each with a tag. The first time that verl loads a shelf, verl's
-own function moves the tensors, inside a region of the tag. From then on, an offload is a pause of the tag and a load is a resume.
-Before each offload, the shelf checks that all tensors that verl would move are where that load put them. If one is not (new state from
-a checkpoint or the first `optimizer.step()`, a gradient that FSDP2 would move along, an offload policy of torch's), verl's own
-function runs, and the next load fills the shelf again.
+An engine has two shelves: its parameters and its optimizer's state, each with a tag. verl builds the parameters inside a region of
+their tag; the optimizer's state comes into its region when verl's own function first loads it. From then on, an offload is a pause of
+the tag and a load is a resume. Before each offload, the shelf checks that all tensors that verl would move are where that put them.
+If one is not (new state from a checkpoint or the first `optimizer.step()`, a gradient that FSDP2 would move along, an offload policy
+of torch's), verl's own function runs, and the next load fills the shelf again.
 
 Buckets that go to the rollout by CUDA IPC, gradients, and activations stay in torch's default pool: verl frees them, and each offload
 returns torch's free blocks, or vLLM would not get the memory (verl#6912). A full garbage collection is not worth its time there, as
@@ -149,10 +149,12 @@ class Shelf:
             return None
         with engines.tagged(self.tag):
             done = original(*arguments, **keywords)
-        self._place([(key, storage) for key, storage in self._storages(owner) if key not in there and _is_on_gpu(storage)])
+        self.fill(owner, there)
         return done
 
-    def _place(self, moved: list[tuple[int, Any]]) -> None:
+    def fill(self, owner: Any, elsewhere: Iterable[int] = ()) -> None:
+        """After a region of the tag: what is on the GPU is on this shelf, except for what was there before."""
+        moved = [(key, storage) for key, storage in self._storages(owner) if key not in elsewhere and _is_on_gpu(storage)]
         reference = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
         self._placed.update({key: (storage.data_ptr(), reference(storage)) for key, storage in moved})
         self._is_new = True
@@ -320,24 +322,31 @@ def _return_host_memory() -> None:
 
 @engines.around(BUILD)
 def _build(original: engines.Function, engine: Any, *arguments: Any, **keywords: Any) -> Any:
-    done = original(engine, *arguments, **keywords)
-    if _is_ours(engine):
-        name = _name(engine)
-        _shelves[engine.module] = Shelf(f"{name}_params", _parameters)
-        _shelves[engine.optimizer] = Shelf(f"{name}_optimizer", _state)
-        if "VRAMCTL_RETAIN" not in os.environ:
-            # Between two updates, verl loads the parameters only to read them: their backup is still right at the next offload.
-            vramctl.retain(f"{name}_params", True)
+    """verl builds the model in GPU memory. Its shelf takes it there, so that all of it can leave before the rollout starts: what verl's own
+    offload moves away stays allocated with one rank, because FSDP's views of it do."""
+    if not _can_be_ours(engine):
+        return original(engine, *arguments, **keywords)
+    name = _name(engine)
+    parameters, state = Shelf(f"{name}_params", _parameters), Shelf(f"{name}_optimizer", _state)
+    with engines.tagged(parameters.tag):
+        done = original(engine, *arguments, **keywords)
+    if engine.optimizer is None or getattr(engine, "_uses_fsdp2_cpu_offload_policy", False):
+        return done  # only now is it known that torch offloads it
+    _shelves[engine.module], _shelves[engine.optimizer] = parameters, state
+    parameters.fill(engine.module)
+    if "VRAMCTL_RETAIN" not in os.environ:
+        # Between two updates, verl loads the parameters only to read them: their backup is still right at the next offload.
+        vramctl.retain(parameters.tag, True)
     return done
 
 
-def _is_ours(engine: Any) -> bool:
+def _can_be_ours(engine: Any) -> bool:
     """Whether verl's offload of this engine can be a pause."""
     torch = vramctl._torch.loaded()
     if torch is None or not (engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled):
-        return False  # no CUDA; an engine that verl never offloads, or torch does: the reference, FSDP2's CPUOffloadPolicy
-    if engine.optimizer is None or getattr(engine, "_uses_fsdp2_cpu_offload_policy", False):
-        return False
+        return False  # no CUDA, or an engine that verl never offloads
+    if engine.engine_config.forward_only:
+        return False  # the reference: torch offloads it
     if not vramctl.is_preloaded():
         engines.say_once("the library is not preloaded, so verl keeps its own offload: start verl with `vramctl run --no-tag`")
         return False
