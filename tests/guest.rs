@@ -86,6 +86,19 @@ fn a_message_that_finds_no_space_does_no_harm() {
     assert_eq!(errors.metadata().unwrap().len(), 64);
 }
 
+/// What has the number of a standard error that the program has closed may be its data.
+#[test]
+fn a_message_goes_into_no_file_of_the_program() {
+    let machine = Machine::new();
+    for (mode, start) in [("another-error", "exec \"$0\" \"$@\""), ("without-error", "exec \"$0\" \"$@\" 2>&-")] {
+        let mut command = machine.command("sh", &["-c", start]);
+        command.arg(programs().join("guest")).arg(mode);
+        command.env("LD_PRELOAD", common::library()).env("VRAMCTL_TAG", "default");
+        // Which gives a warning.
+        Ran::of(command.env("SIMGPU_NO_VMM", "1")).expect(0, "ok", "");
+    }
+}
+
 /// A child that is made past the fork handlers has its parent's state, and exit handlers.
 #[test]
 fn a_child_that_no_fork_handler_has_seen_ends_without_a_trace() {

@@ -108,7 +108,8 @@ pub fn above_standard(file: OwnedFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
-fn identity(descriptor: RawFd) -> Option<Identity> {
+/// The file behind a number. `None` if there is none.
+pub(crate) fn identity(descriptor: RawFd) -> Option<Identity> {
     // SAFETY: plain data, for which all zeroes is a value.
     let mut found: libc::stat64 = unsafe { mem::zeroed() };
     // SAFETY: writable.

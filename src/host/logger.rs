@@ -1,12 +1,53 @@
 //! The library's only output: lines on stderr, each in a single `write`.
+//!
+//! A program that closes its stderr gets the number for its next file, or its next connection. The two cannot be told apart from a redirection in
+//! every case, and a line among a program's data does more harm than a missing one. So lines go to descriptor 2 only while that
+//! [looks like stderr](is_stderr), and nowhere else.
 
+use crate::descriptor::{Identity, identity};
 use crate::exit;
 use log::{Level, LevelFilter, Metadata, Record};
 use std::fmt::{self, Write};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{mem, ptr};
 
 struct Stderr;
+
+/// The program's stderr when the library was loaded, if it was open.
+static AT_LOAD: OnceLock<Identity> = OnceLock::new();
+
+/// The loader calls this, before the program can close anything. It needs no memory, and only looks.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static NOTE_AT_LOAD: extern "C" fn() = {
+    extern "C" fn note() {
+        if let Some(file) = identity(libc::STDERR_FILENO) {
+            let _ = AT_LOAD.set(file);
+        }
+    }
+    note
+};
+
+/// Whether descriptor 2 is what the program's messages go to: what was there when the library was loaded; or what a program puts in its place to
+/// redirect them, which is a terminal or another character device, a pipe, or a file opened for appending. Never what closes on exec,
+/// since a program's children have its stderr, too.
+fn is_stderr() -> bool {
+    let Some(at_load) = AT_LOAD.get() else { return false };
+    // SAFETY: these calls touch no memory but the plain data, which is valid as all zeros, and writable.
+    let (flags, mode, kind) = unsafe {
+        let mut found: libc::stat64 = mem::zeroed();
+        libc::fstat64(libc::STDERR_FILENO, &raw mut found);
+        let flag = |command| libc::fcntl(libc::STDERR_FILENO, command);
+        (flag(libc::F_GETFD), flag(libc::F_GETFL), found.st_mode & libc::S_IFMT)
+    };
+    let redirects = match kind {
+        libc::S_IFCHR | libc::S_IFIFO => true,
+        libc::S_IFREG => mode & libc::O_APPEND != 0,
+        _ => false,
+    };
+    flags & libc::FD_CLOEXEC == 0 && (redirects || identity(libc::STDERR_FILENO) == Some(*at_load))
+}
 
 impl log::Log for Stderr {
     fn enabled(&self, metadata: &Metadata) -> bool {
@@ -58,6 +99,9 @@ impl Write for ShortLine {
 /// has reached the size limit (SIGXFSZ), and a terminal must not stop it in the background (SIGTTOU). Not `eprintln!`, which takes a lock
 /// that a forked child could find held.
 fn write_to_stderr(line: &[u8]) {
+    if !is_stderr() {
+        return;
+    }
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: writable plain data, and a line that is readable for its length. The signal mask is this thread's own and is
     // restored; a signal raised by this write is consumed, one that was pending before is not.

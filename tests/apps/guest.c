@@ -18,8 +18,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <termios.h>
@@ -198,6 +200,49 @@ static void no_space(void)
 	check(cudaMalloc(&device, BYTES) == cudaSuccess, "cudaMalloc");
 }
 
+/* Bytes that the messages of a child bring to the other end of what it has in the place of its standard error. */
+static int said_into(int file, int flags, int other_end)
+{
+	int status = -1, bytes = -1;
+	pid_t child = fork();
+	if (child == 0) {
+		check(dup3(file, 2, flags) == 2, "dup3");
+		allocate(NULL);
+		_exit(0);
+	}
+	check(waitpid(child, &status, 0) == child && status == 0, "the child did not end well");
+	check(ioctl(other_end, FIONREAD, &bytes) == 0, "FIONREAD");
+	return bytes;
+}
+
+static int said_into_file(int mode, int flags)
+{
+	char path[] = "/tmp/guest-XXXXXX";
+	int made = mkstemp(path), file = open(path, O_WRONLY | mode);
+	check(made >= 0 && file > 2 && unlink(path) == 0, "a file");
+	return said_into(file, flags, made);
+}
+
+/* Has closed its standard error, and another file has the number. */
+static void another_error(void)
+{
+	int ends[2];
+	check(said_into_file(0, 0) == 0, "a message in a file that may be data");
+	check(said_into_file(O_APPEND, O_CLOEXEC) == 0, "a message in a file that is no child's");
+	check(said_into_file(O_APPEND, 0) > 0, "no message in a log");
+	check(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0 && said_into(ends[0], 0, ends[1]) == 0, "a message in a connection");
+	check(pipe(ends) == 0 && said_into(ends[1], 0, ends[0]) > 0, "no message in a pipe");
+}
+
+/* Was started without a standard error, and its log may be data. */
+static void without_error(void)
+{
+	int ends[2], first = open("/dev/null", O_RDONLY);
+	check(first == 2, "there is a standard error");
+	check(said_into_file(O_APPEND, 0) == 0, "a message in a file");
+	check(pipe(ends) == 0 && said_into(ends[1], 0, ends[0]) == 0, "a message in a pipe");
+}
+
 /* Runs in the background of a terminal that stops those who write to it from there (stty tostop). */
 static void in_the_background(void)
 {
@@ -231,12 +276,14 @@ int main(int argc, char **argv)
 		const char *name;
 		void (*run)(void);
 	} modes[] = {
+		{"another-error", another_error},
 		{"cancelled", cancelled},
 		{"exit-in-malloc", exit_in_malloc},
 		{"in-the-background", in_the_background},
 		{"no-space", no_space},
 		{"no-threads", no_threads},
 		{"stray-child", stray_child},
+		{"without-error", without_error},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
 		if (strcmp(argv[1], modes[i].name) == 0) {
