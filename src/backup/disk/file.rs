@@ -59,12 +59,11 @@ fn check_size(bytes: u64) -> io::Result<()> {
 }
 
 fn check_space(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
-    let is_short = available_bytes(file).is_some_and(|available| available < bytes);
-    if is_short { Err(full(file, directory, bytes)) } else { Ok(()) }
+    let short = available_bytes(file).filter(|available| *available < bytes);
+    short.map_or(Ok(()), |available| Err(full(directory, bytes, available)))
 }
 
-fn full(file: &File, directory: &Path, bytes: u64) -> io::Error {
-    let available = available_bytes(file).unwrap_or(0);
+fn full(directory: &Path, bytes: u64, available: u64) -> io::Error {
     let text = format!(
         "too little space in {} for a backup: {} needed, {} available. Free {}, or set VRAMCTL_DISK_DIR to another file system",
         directory.display(),
@@ -100,27 +99,51 @@ pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
 
 /// Allocates the space and sets the file's size.
 pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
+    reserve_by(file, directory, bytes, allocate)
+}
+
+/// The same, with another function in the place of [`allocate`], for tests.
+pub(super) fn reserve_by(
+    file: &File,
+    directory: &Path,
+    bytes: u64,
+    mut allocate: impl FnMut(&File, u64, u64) -> io::Result<()>,
+) -> io::Result<()> {
     /// Small enough that frequent signals, each of which restarts the call, cannot stall it forever.
     const STEP: u64 = 256 << 20;
     check_size(bytes)?;
     // First, so that a disk that is too small is not filled up before the error.
     check_space(file, directory, bytes)?;
-    let mut at = 0;
+    let (mut at, mut was_full) = (0, false);
     while at < bytes {
         let step = STEP.min(bytes - at);
-        // SAFETY: the call touches no memory.
-        match unsafe { libc::fallocate(file.as_raw_fd(), 0, at as libc::off_t, step as libc::off_t) } {
-            0 => at += step,
-            _ => match io::Error::last_os_error().raw_os_error().unwrap_or(0) {
-                libc::EINTR => {}
-                libc::ENOSPC | libc::EDQUOT => return Err(full(file, directory, bytes)),
-                // The file system does not support it; the first check must do.
-                libc::EOPNOTSUPP | libc::ENOSYS => return file.set_len(bytes),
-                other => return Err(io::Error::from_raw_os_error(other)),
+        let Err(error) = allocate(file, at, step) else {
+            at += step;
+            continue;
+        };
+        match error.raw_os_error().unwrap_or(0) {
+            libc::EINTR => {}
+            libc::ENOSPC | libc::EDQUOT => match available_bytes(file).unwrap_or(0) {
+                left if left < bytes - at => return Err(full(directory, bytes, at + left)),
+                // Another backup that came at the same time had the space, and has given up.
+                _ if !was_full => was_full = true,
+                // There is a limit that the file system does not report, such as a quota.
+                _ => return Err(full(directory, bytes, at)),
             },
+            // The file system does not support it; the first check must do.
+            libc::EOPNOTSUPP | libc::ENOSYS => return file.set_len(bytes),
+            _ => return Err(error),
         }
     }
     Ok(())
+}
+
+fn allocate(file: &File, at: u64, bytes: u64) -> io::Result<()> {
+    // SAFETY: the call touches no memory.
+    match unsafe { libc::fallocate(file.as_raw_fd(), 0, at as libc::off_t, bytes as libc::off_t) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 const NOT_SET: u64 = u64::MAX;

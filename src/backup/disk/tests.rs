@@ -496,6 +496,29 @@ fn a_full_disk_is_known_at_once_with_what_is_needed_and_available() {
     assert_eq!(file.metadata().unwrap().blocks(), 0, "the disk was filled up before the error");
 }
 
+/// Two backups at once may each take what the other needs. The first to give up leaves room for the other.
+#[test]
+fn space_that_others_let_go_is_taken() {
+    let _alone = alone();
+    let directory = tempfile::tempdir().unwrap();
+    let file = tempfile::tempfile_in(directory.path()).unwrap();
+    // Enough by what the file system says, each time.
+    super::set_available(Some(1 << 30));
+    let reserve = |refusals: usize| {
+        let mut left = refusals;
+        file::reserve_by(&file, directory.path(), 1 << 30, |_, at, _| {
+            let is_full = at >= 512 << 20 && left > 0;
+            left -= usize::from(is_full);
+            if is_full { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) }
+        })
+    };
+    let (once, always) = (reserve(1), reserve(usize::MAX));
+    super::set_available(None);
+    assert!(once.is_ok(), "{once:?}");
+    let text = always.unwrap_err().to_string();
+    assert!(text.contains("1.00 GiB needed, 512.00 MiB available. Free 512.00 MiB"), "{text}");
+}
+
 /// Beyond the process's limit, the kernel would kill it.
 #[test]
 fn the_limit_of_file_sizes_is_an_error_and_no_signal() {
