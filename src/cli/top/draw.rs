@@ -204,9 +204,7 @@ fn table(buffer: &mut Buffer, area: Rect, model: &Model, now: Instant, is_live: 
     let rows = model.rows(now);
     if rows.is_empty() {
         let none_passes = (!model.filter.is_empty()).then(|| format!("nothing contains \"{}\": esc shows all", model.filter));
-        let text = model.trouble.clone().or(none_passes).unwrap_or_else(|| {
-            "no process is managed: start one with `vramctl run -- COMMAND`; it appears once it has allocated GPU memory".into()
-        });
+        let text = model.trouble.clone().or(none_passes).unwrap_or_else(|| nobody(model.found));
         Paragraph::new(text::plain(&text))
             .wrap(Wrap { trim: true })
             .render(Rect { y, height: area.bottom().saturating_sub(y), ..area }, buffer);
@@ -221,6 +219,16 @@ fn table(buffer: &mut Buffer, area: Rect, model: &Model, now: Instant, is_live: 
         let line = row_line(&columns, row, is_selected);
         let style = if is_selected { Style::new().add_modifier(Modifier::REVERSED) } else { Style::new() };
         put(buffer, area, &mut y, &line.style(style));
+    }
+}
+
+/// Why there are no rows, if that many processes were found.
+fn nobody(found: Option<usize>) -> String {
+    match found {
+        None => "looking for managed processes".into(),
+        Some(0) => "no process is managed: start one with `vramctl run -- COMMAND`; it appears once it has allocated GPU memory".into(),
+        // A stopped one takes some seconds to be known as that.
+        Some(several) => format!("asking {}: no answer yet", text::count(several, "process", "processes")),
     }
 }
 
@@ -609,6 +617,11 @@ Link   out none yet, in none yet
     fn an_empty_machine_is_reported_as_empty() {
         let now = Instant::now();
         let mut model = Model::new(Duration::from_secs(1));
+        assert!(picture(&model, now, 80, 16).contains("looking for managed processes"));
+        model.found = Some(2);
+        assert!(picture(&model, now, 80, 16).contains("asking 2 processes: no answer yet"));
+        model.remove(7);
+        model.remove(8);
         let drawn = picture(&model, now, 80, 16);
         assert!(
             drawn.contains("no process is managed: start one with `vramctl run -- COMMAND`") && drawn.contains("NVML has not answered yet"),

@@ -173,7 +173,7 @@ fn learn(model: &mut Model, news: News, now: Instant) {
         News::Process(sample) => model.put(*sample, now),
         News::Gone(pid) => model.remove(pid),
         News::Gpus(gpus) => model.put_gpus(gpus, now),
-        News::Found(_) => model.trouble = None,
+        News::Found(count) => (model.found, model.trouble) = (Some(count), None),
         News::Trouble(why) => model.trouble = Some(why),
     }
 }

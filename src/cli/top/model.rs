@@ -20,6 +20,8 @@ pub struct Model {
     seen: BTreeMap<u32, Seen>,
     gpus: Option<(Instant, Gpus)>,
     letters: BTreeMap<(String, String), char>,
+    /// How many processes there are to ask, once that is known.
+    pub found: Option<usize>,
     /// Why no processes can be found.
     pub trouble: Option<String>,
     pub interval: Duration,
@@ -200,6 +202,7 @@ impl Model {
             seen: BTreeMap::new(),
             gpus: None,
             letters: BTreeMap::new(),
+            found: None,
             trouble: None,
             interval,
             order: Order::Name,
@@ -234,6 +237,7 @@ impl Model {
     /// A process has ended.
     pub fn remove(&mut self, pid: u32) {
         self.seen.remove(&pid);
+        self.found = self.found.map(|count| count.saturating_sub(1));
     }
 
     pub fn put_gpus(&mut self, gpus: Gpus, now: Instant) {
