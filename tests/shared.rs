@@ -587,6 +587,19 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
     }
 }
 
+/// What refuses does not hide what the others would do.
+#[test]
+fn a_dry_run_of_a_suspend_lists_those_that_would_refuse_and_the_others() {
+    let scene = Scene::new();
+    let mut other = scene.machine.python("other");
+    other.number(&format!("malloc({OWN})"));
+    let others = format!("other (pid {}): a pause would free 2.00 MiB", other.pid());
+    scene.machine.vramctl("suspend trainer other --dry-run").expect(5, &others, "add --shared");
+    let told = scene.machine.vramctl("suspend trainer other --dry-run --json").expect(5, "", "").only_json();
+    let of = |name: &str| told["processes"].as_array().unwrap().iter().find(|process| process["name"] == name).unwrap();
+    assert_eq!((&of("trainer")["error"]["code"], of("other")["plan"].is_object()), (&json!("shared"), true), "{told}");
+}
+
 /// The engine stays on the GPU, and is held until the trainer is back. It may be suspended, too.
 #[test]
 fn an_owner_is_suspended_while_its_borrowers_are_held() {

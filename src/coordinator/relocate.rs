@@ -272,8 +272,7 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
 
 /// Fails if one of them could not be paused, checkpointed and restored.
 fn check_able(checkpoint: &mut Checkpoint, request: &TransitionRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
-    let forecast = checkpoint.forecast(request, reporter)?;
-    let refusal = forecast.into_iter().find_map(|one| Some((one.process, one.failure?)));
+    let refusal = checkpoint.forecast(request, reporter).into_iter().find_map(|one| Some((one.process, one.failure?)));
     refusal.map_or(Ok(()), |(process, failure)| Err(failure.adding(&format!(" ({process}). Nothing has changed"))))
 }
 

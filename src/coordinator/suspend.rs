@@ -42,10 +42,11 @@ impl Suspend {
     }
 
     /// A dry run: what would be paused, and what prevents a suspend.
-    pub fn forecast(&mut self, reporter: &dyn Reporter) -> Result<Vec<Forecast>, CommandError> {
-        let own = self.checkpoint.forecast(&self.wanted(), reporter).map_err(|failure| self.advise(failure))?;
+    pub fn forecast(&mut self, reporter: &dyn Reporter) -> Vec<Forecast> {
+        let own = self.checkpoint.forecast(&self.wanted(), reporter).into_iter();
+        let own = own.map(|one| Forecast { failure: one.failure.map(|failure| self.advise(failure)), ..one });
         let borrowers = self.borrowers.iter().flatten();
-        Ok(own.into_iter().chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect())
+        own.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect()
     }
 
     /// Fails if the driver could not restore the processes. Nothing has changed then.

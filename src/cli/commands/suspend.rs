@@ -74,7 +74,7 @@ pub fn suspend(args: &Args) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.quiet);
     let mut plan = Suspend::plan(&args.operation(), &ui)?;
     if args.dry_run {
-        return dry_run::print(&plan.forecast(&ui)?, args.json);
+        return dry_run::print(&plan.forecast(&ui), args.json);
     }
     interrupt::hold();
     let [suspend, resume] = ["suspend", "resume"].map(|command| plan.target().command(command));

@@ -118,6 +118,14 @@ impl Member {
     }
 
     pub(super) fn failed(&self, error: ClientError) -> CommandError {
+        match self.refusal(error) {
+            failure if failure.is(Kind::Shared) => failure.adding(". Nothing has changed"),
+            failure => self.named(failure),
+        }
+    }
+
+    /// Why it refuses, in words of a suspend.
+    fn refusal(&self, error: ClientError) -> CommandError {
         if let ClientError::Refused(refusal) = &error
             && let Some(lent) = refusal.lent.as_ref().filter(|_| refusal.code == Kind::Shared)
         {
@@ -125,13 +133,13 @@ impl Member {
             let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
             let message = format!(
                 "other processes have memory of {} open (CUDA IPC): {}. Have them close it, or end them; or name all of these \
-                 processes in one command (--all, or a name that they have in common), which then includes this memory. Nothing has changed",
+                 processes in one command (--all, or a name that they have in common), which then includes this memory",
                 self.process,
                 lent.join(", ")
             );
             return CommandError::Refused(Box::new(Refusal { message, ..(**refusal).clone() }));
         }
-        self.named(CommandError::from(error))
+        CommandError::from(error)
     }
 
     pub(super) fn quiesce(&mut self) -> Result<(), CommandError> {
@@ -163,7 +171,7 @@ impl Member {
     pub(super) fn plan(&mut self, wanted: &TransitionRequest, pids: &[u32]) -> Result<protocol::DryRun, CommandError> {
         let partners = pids.iter().copied().filter(|pid| *pid != self.process.pid).collect();
         let wanted = TransitionRequest { partners, nccl: true, ..wanted.clone() };
-        self.ask(|client| client.plan(wanted)).map_err(|error| self.failed(error))
+        self.ask(|client| client.plan(wanted)).map_err(|error| self.refusal(error))
     }
 
     /// Its GPUs in MIG mode.

@@ -232,7 +232,7 @@ impl Checkpoint {
     }
 
     /// Dry run: what a suspend would do to each process, and why it would fail.
-    pub fn forecast(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Result<Vec<Forecast>, CommandError> {
+    pub fn forecast(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Vec<Forecast> {
         let (machine, pids) = (self.machine(), self.pids());
         let (loaded, in_the_way) = (load(machine), self.in_the_way(reporter));
         let forecast = |member: &mut Member| {
@@ -242,17 +242,17 @@ impl Checkpoint {
             // A suspended process has nothing to pause, and no obstacles.
             if !member.gpus.is_empty() {
                 let nothing = protocol::DryRun { plan: Plan::default(), refused: None };
-                return Ok(Forecast { failure: asked.err(), ..Forecast::new(&member.process, nothing, true) });
+                return Forecast { failure: asked.err(), ..Forecast::new(&member.process, nothing, true) };
             }
             let in_the_way = in_the_way.of(member);
             let mut answer = match (member.plan(wanted, &pids), unless_in_the_way(in_the_way.clone())) {
-                (Err(_), Err(failure)) => return Ok(Forecast::refused(&member.process, failure)),
-                (answer, _) => answer?,
+                (Ok(answer), _) => answer,
+                (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Forecast::refused(&member.process, failure),
             };
             answer.plan.obstacles.extend(in_the_way);
             let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
             let paused = Forecast::new(&member.process, answer, wanted.force);
-            Ok(Forecast { failure: able.err().or(paused.failure.clone()), ..paused })
+            Forecast { failure: able.err().or(paused.failure.clone()), ..paused }
         };
         self.members.iter_mut().map(forecast).collect()
     }
