@@ -577,7 +577,11 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
     for arguments in [&["suspend", "engine", "--dry-run"][..], &["move", "engine", "--to", "1"]] {
         said(arguments, 7, &format!("1 piece of other processes' memory, unless one command takes {together}"));
     }
-    said(&["status", "trainer"], 0, &format!("memory that other processes have open, unless one command takes {together} (4.00 MiB)"));
+    said(
+        &["status", "trainer"],
+        0,
+        &format!("memory that other processes have open, unless one command takes {together}, or --shared holds them (4.00 MiB)"),
+    );
     scene.works(7);
     for steps in [["suspend --all", "resume --all"], ["move --all --to 1", "move --all --to 0"]] {
         for step in steps {

@@ -63,7 +63,7 @@ impl Memory {
             }
         }
         if lent > 0 {
-            add(ObstacleKind::Shared, format!("memory that other processes have open, {UNLESS_TOGETHER}"), lent);
+            add(ObstacleKind::Shared, format!("memory that other processes have open, {UNLESS_TOGETHER}, or --shared holds them"), lent);
         }
         let borrowed = borrow::count_after(request);
         if borrowed > 0 {
