@@ -206,6 +206,8 @@ fn without_recording_processes_the_message_says_how_to_record() {
     assert!(ran.err.contains(&format!("plain (pid {}) is not in the trace: it records nothing", plain.pid())), "{}", ran.err);
     assert!(ran.err.contains("stopped") && ran.err.contains("is it stopped?"), "{}", ran.err);
     assert_eq!(events.iter().map(|event| event["pid"].as_u64().unwrap()).collect::<BTreeSet<_>>(), [u64::from(rank.pid())].into());
+    // As other commands.
+    machine.vramctl(&format!("trace stopped -o {}", path.display())).expect(5, "", "is it stopped?");
     stopped.signal(libc::SIGCONT);
 }
 

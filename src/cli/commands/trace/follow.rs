@@ -6,6 +6,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Process};
 use vramctl_model::{Events, MemoryOwner, TraceEvent};
 
@@ -30,7 +31,7 @@ pub struct Followed {
     /// Whether it records events at all.
     pub is_on: bool,
     /// Why its events stopped before the end.
-    pub ended: Option<String>,
+    pub ended: Option<CommandError>,
 }
 
 /// How long to follow.
@@ -53,7 +54,7 @@ pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followe
         stops.push(stop);
         let ended = ended.clone();
         if let Err(failure) = &process.status {
-            _ = ended.send(Followed { ended: Some(failure.to_string()), ..followed });
+            _ = ended.send(Followed { ended: Some(failure.clone()), ..followed });
             continue;
         }
         let client = found.connect(process.pid);
@@ -73,7 +74,8 @@ pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followe
     for process in processes {
         if !all.iter().any(|followed| followed.pid == process.pid) {
             let name = process.name().unwrap_or("?").to_owned();
-            all.push(Followed { pid: process.pid, name, ended: Some("no answer; is it stopped?".into()), ..Followed::default() });
+            let ended = Some(CommandError::new(Exit::Busy, "no answer; is it stopped?"));
+            all.push(Followed { pid: process.pid, name, ended, ..Followed::default() });
         }
     }
     all.sort_by_key(|followed| followed.pid);
@@ -108,7 +110,7 @@ fn follow_one(client: Result<Client, ClientError>, mut followed: Followed, stopp
             is_last = stopped.recv_timeout(EVERY) == Err(RecvTimeoutError::Disconnected);
         }
     };
-    followed.ended = follow().err().map(|error| error.to_string());
+    followed.ended = follow().err().map(CommandError::from);
     followed
 }
 

@@ -92,8 +92,8 @@ pub fn trace(args: &Args) -> Result<Exit, CommandError> {
 #[derive(Debug)]
 struct Recording {
     processes: Vec<Recorded>,
-    /// The processes that record nothing, and why.
-    silent: Vec<String>,
+    /// Why processes are missing.
+    silent: Vec<CommandError>,
 }
 
 /// The events of one process.
@@ -108,7 +108,7 @@ struct Recorded {
     gpus: BTreeMap<u16, String>,
     /// Nanoseconds since 1970 when the host's clock began.
     epoch: u64,
-    ended: Option<String>,
+    ended: Option<CommandError>,
 }
 
 /// For messages.
@@ -162,14 +162,16 @@ impl Recording {
         };
         let (on, off): (Vec<_>, Vec<_>) = followed.iter().partition(|one| one.is_on);
         let why = |one: &&Followed| {
-            let reason = one.ended.as_deref().unwrap_or("it records nothing: start it with `vramctl run --trace`, or VRAMCTL_TRACE=1");
-            format!("{} (pid {}) is not in the trace: {reason}", one.name, one.pid)
+            let text = "it records nothing: start it with `vramctl run --trace`, or VRAMCTL_TRACE=1";
+            let reason = one.ended.clone().unwrap_or_else(|| CommandError::new(Exit::Failed, text));
+            CommandError::new(reason.exit(), format!("{} (pid {}) is not in the trace: {reason}", one.name, one.pid))
         };
         Self { processes: on.into_iter().map(recorded).collect(), silent: off.iter().map(why).collect() }
     }
 
     fn nothing(&self) -> CommandError {
-        CommandError::new(Exit::Failed, self.silent.join("; "))
+        let texts: Vec<_> = self.silent.iter().map(ToString::to_string).collect();
+        CommandError::new(self.silent.first().map_or(Exit::Failed, CommandError::exit), texts.join("; "))
     }
 
     fn from(&self) -> u64 {
@@ -197,7 +199,7 @@ impl Recording {
             let why = process.ended.as_ref()?;
             Some(format!("{} (pid {}) is in the trace up to its last answer: {why}", process.name, process.pid))
         };
-        self.silent.iter().cloned().chain(self.processes.iter().filter_map(ended)).collect()
+        self.silent.iter().map(ToString::to_string).chain(self.processes.iter().filter_map(ended)).collect()
     }
 
     fn summary(&self, file: &Path) -> String {
