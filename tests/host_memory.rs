@@ -221,8 +221,9 @@ fn the_command_line_foretells_what_the_pause_says() {
     assert!(foretold.err.ends_with(&refused.err), "{} {}", foretold.err, refused.err);
     drop(limited);
     let _rank = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_DISK_DIR", "/nowhere"));
+    let remedy = "No such file or directory (os error 2). Create it (mkdir -m 700), or start the program with another VRAMCTL_DISK_DIR";
     let foretold = machine.vramctl("pause engine --backup disk --dry-run").expect(1, "", "/nowhere");
-    let refused = machine.vramctl("pause engine --backup disk").expect(1, "", "/nowhere");
+    let refused = machine.vramctl("pause engine --backup disk").expect(1, "", remedy);
     assert_eq!(foretold.err, refused.err);
 }
 

@@ -25,7 +25,7 @@ pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(H
 
 fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(Held, bool)> {
     let opened = name.map_or_else(|| open(directory), |name| names::open(&directory.join(name)));
-    let held = opened.and_then(Held::new).map_err(|error| in_directory(directory, "create", &error))?;
+    let held = opened.and_then(Held::new).map_err(|error| not_created(directory, &error))?;
     let file = held.as_type::<File>()?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| not_reserved(directory, bytes, error))?;
@@ -37,6 +37,18 @@ fn in_directory(directory: &Path, what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
 }
 
+fn not_created(directory: &Path, error: &io::Error) -> io::Error {
+    let remedy = match error.kind() {
+        io::ErrorKind::NotFound => ". Create it (mkdir -m 700), or start the program with another VRAMCTL_DISK_DIR",
+        io::ErrorKind::NotADirectory | io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            ". Start the program with a VRAMCTL_DISK_DIR in which it may create files"
+        }
+        _ => "",
+    };
+    let refused = in_directory(directory, "create", error);
+    io::Error::new(refused.kind(), format!("{refused}{remedy}"))
+}
+
 fn not_reserved(directory: &Path, bytes: u64, error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::StorageFull => error,
@@ -46,7 +58,7 @@ fn not_reserved(directory: &Path, bytes: u64, error: io::Error) -> io::Error {
 
 /// Whether files of these sizes can be created in the directory. Leaves nothing there.
 pub fn check_room(directory: &Path, files: &[u64]) -> io::Result<()> {
-    let file = open(directory).map_err(|error| in_directory(directory, "create", &error))?;
+    let file = open(directory).map_err(|error| not_created(directory, &error))?;
     let largest = files.iter().copied().max().unwrap_or(0);
     check_size(largest).map_err(|error| not_reserved(directory, largest, error))?;
     check_space(&file, directory, files.iter().sum())
