@@ -786,6 +786,21 @@ fn a_driver_that_tells_no_state_is_asked_before_anything_changes() {
     engine.is_well();
 }
 
+/// The program has found its driver, and the command finds none.
+#[test]
+fn a_driver_that_cannot_be_loaded_is_known_before_anything_changes() {
+    let machine = Machine::with_gpus(1);
+    let mut engine = machine.engine("engine");
+    let folder = machine.folder.path().join("broken");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("libcuda.so.1"), "").unwrap();
+    let broken = format!("{}:{}", folder.display(), common::simulated_libraries().display());
+    let refused = Ran::of(machine.cli("suspend engine").env("LD_LIBRARY_PATH", broken));
+    refused.expect(7, "", "the driver cannot be used from here: dlopen(libcuda.so.1)").has(7, "", "Nothing has changed");
+    assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "active");
+    engine.is_well();
+}
+
 /// As many as a request of 64 KiB had no room for. One that was paused before stays so.
 #[test]
 fn a_program_with_many_tags_moves() {

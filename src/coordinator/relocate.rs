@@ -68,7 +68,7 @@ impl Move {
             checkpoint.join(others);
         }
         pause.check_not_held(checkpoint.pids().into_iter())?;
-        let able = [&support::SUSPEND, &support::MOVE].into_iter().try_for_each(|need| checkpoint::check_age(found.machine(), need));
+        let able = [&support::SUSPEND, &support::MOVE].into_iter().try_for_each(|need| checkpoint::check_driver(found.machine(), need));
         able.map_err(|failure| failure.adding(". Nothing has changed"))?;
         let map = permutation(&cards, &from, &to)?;
         let request = pause.request(deadline);

@@ -36,7 +36,7 @@ use vramctl_control::protocol;
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_model::support::Requirement;
-use vramctl_model::{Error, GpuUse, Obstacle, ObstacleKind, Plan, Report, Shortage, TransitionRequest, Verb, code, support};
+use vramctl_model::{Error, Failure, GpuUse, Obstacle, ObstacleKind, Plan, Report, Shortage, TransitionRequest, Verb, code, support};
 
 /// Processes that leave their GPUs and come back together.
 pub struct Checkpoint {
@@ -62,9 +62,12 @@ pub struct Transitioned {
 pub fn load(machine: &dyn Machine) -> Result<(), CommandError> {
     machine.prepare().map_err(|failure| {
         let is_old = failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint");
-        let why = format!("the driver cannot be used from here: {failure}");
-        CommandError::new(Exit::Unsuspendable, if is_old { support::SUSPEND.text() } else { why })
+        if is_old { CommandError::new(Exit::Unsuspendable, support::SUSPEND.text()) } else { unusable(failure) }
     })
+}
+
+fn unusable(failure: Failure) -> CommandError {
+    CommandError::new(Exit::Unsuspendable, format!("the driver cannot be used from here: {failure}"))
 }
 
 /// The GPUs, for checks. None without NVML; the checks are then skipped, with a warning.
@@ -106,10 +109,10 @@ fn depends_on_others(process: &Process) -> bool {
     memory.is_ok_and(|memory| !memory.communicators.is_empty() || memory.obstacles.iter().any(is_shared))
 }
 
-/// Fails if the driver is known to be too old.
-pub fn check_age(machine: &dyn Machine, need: &Requirement) -> Result<(), CommandError> {
-    let refusal = machine.cuda().ok().and_then(|cuda| need.refusal(cuda));
-    refusal.map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
+/// Fails if the driver cannot be used from here, as in a shell that does not find it, or is too old.
+pub fn check_driver(machine: &dyn Machine, need: &Requirement) -> Result<(), CommandError> {
+    let cuda = machine.cuda().map_err(unusable)?;
+    need.refusal(cuda).map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
 }
 
 /// Why the driver can do no suspend or no move, if it can be asked.
@@ -259,7 +262,7 @@ impl Checkpoint {
 
     /// Fails if something prevents a checkpoint of the members once they are paused. Nothing has changed then.
     pub fn check_restorable(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        check_age(self.machine(), &support::SUSPEND)?;
+        check_driver(self.machine(), &support::SUSPEND)?;
         let (in_the_way, pids) = (self.in_the_way(reporter), self.pids());
         let check = |member: &mut Member| {
             // A suspended one has been checked.
