@@ -134,6 +134,31 @@ fn a_program_that_must_not_start_threads_is_told_so_by_a_pause() {
     assert!(ran.out.ends_with("ok\n"), "{}", ran.out);
 }
 
+/// Pauses a program so that it is held, and has it reach a limit.
+fn held_at_limit(machine: &Machine, limit: &str, backup: &str) -> Program {
+    let mut program = machine.start_with("held", limit, |command| _ = command.env("VRAMCTL_DISK_DIR", machine.folder.path()));
+    machine.done(&["pause", "held", "--backup", backup]);
+    assert_eq!(program.ask("go on"), "at the limit");
+    program
+}
+
+/// A held server accepts connections until it has no descriptor for more. Whatever it does then, it can be resumed.
+#[test]
+fn a_held_program_without_descriptors_is_resumed() {
+    for limit in ["guest held-at-soft-limit", "guest held-at-hard-limit"] {
+        let machine = Machine::new();
+        let mut program = held_at_limit(&machine, limit, "host");
+        // It takes each descriptor that a client has given up.
+        for _ in 0..20 {
+            assert_eq!(machine.status("held")["processes"][0]["held"], true);
+            assert_eq!(program.ask("again"), "at the limit");
+        }
+        machine.done("resume held");
+        program.tell("end");
+        program.end();
+    }
+}
+
 /// A program whose signal handlers make calls, and pauses of it that hold it.
 struct Interrupted {
     machine: Machine,

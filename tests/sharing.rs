@@ -753,7 +753,7 @@ fn a_signal_does_not_end_an_opening() {
     let id = other.ask(&format!("(waiting := start(lambda: open_('{handle}'))) and threading.enumerate()[-1].native_id"));
     let call = format!("/proc/{}/task/{id}/syscall", other.pid());
     // Not every system shows it.
-    let is_receiving = || std::fs::read_to_string(&call).map_or(true, |call| call.starts_with(&format!("{} ", libc::SYS_recvmsg)));
+    let is_receiving = || std::fs::read_to_string(&call).map_or(true, |call| call.starts_with(&format!("{} ", libc::SYS_recvfrom)));
     eventually("it waits for the answer", is_receiving);
     assert_eq!(other.ask("signal.pthread_kill(threading.enumerate()[-1].ident, signal.SIGUSR1)"), "None");
     assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");

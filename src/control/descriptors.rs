@@ -5,10 +5,13 @@ use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::{ptr, slice};
-use vramctl_host::Held;
+use vramctl_host::{Held, reserve};
 
 /// The most descriptors that one message can have (`SCM_MAX_FD` in Linux).
 pub const MOST: usize = 253;
+
+/// As many descriptors come to a process that has none left: a decision, or the pieces of an allocation.
+const MOST_PIECES: usize = 4;
 
 /// Ancillary for a control message with `MOST` descriptors, aligned as it must be.
 type Ancillary = [u64; 130];
@@ -81,6 +84,16 @@ pub struct Passed {
 
 /// Receives bytes, and the descriptors that came with them. 0 at the end.
 pub fn receive(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io::Result<usize> {
+    // Waits for them: the reserve is lent only for a moment.
+    // SAFETY: `bytes` is writable for its length.
+    let waiting = unsafe { libc::recv(stream.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len().min(1), libc::MSG_PEEK) };
+    if waiting < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    reserve::lend(MOST_PIECES, || receive_now(stream, bytes, passed))
+}
+
+fn receive_now(stream: &UnixStream, bytes: &mut [u8], passed: &mut Passed) -> io::Result<usize> {
     let mut room: Ancillary = [0; 130];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: plain data, for which all zeroes is a value; the room is aligned, and the bytes are writable.

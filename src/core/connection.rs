@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
-use vramctl_host::{Held, PerProcess, Unpoison, system};
+use vramctl_host::{Held, PerProcess, Unpoison, reserve, system};
 use vramctl_model::Error;
 
 /// Connection limit: each connection costs the program a thread.
@@ -75,6 +75,7 @@ impl Drop for Connection {
         if *self.borrows.get_mut() {
             Memory::get().take_all_back(self.borrower.connection);
         }
+        reserve::take_over(&self.held);
     }
 }
 

@@ -21,7 +21,7 @@ use std::{io, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
-use vramctl_host::{Held, PerProcess, Unpoison, exit, system, worker};
+use vramctl_host::{Held, PerProcess, Unpoison, exit, reserve, system, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
 /// How long the driver may take to answer for a status. Less than a client waits for it.
@@ -41,6 +41,7 @@ pub fn ensure_running() {
     static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
     STARTED.get().call_once(|| {
         let first = listen().inspect_err(complain);
+        reserve::fill();
         if let Err(error) = worker::spawn("vramctl-control", || serve(first)) {
             log::warn!("no control socket: could not start a thread: {error}");
         }
@@ -117,11 +118,12 @@ enum Ended {
 fn accept(socket: &Held) -> Ended {
     let mut is_logged = false;
     loop {
+        reserve::fill();
         let Ok(waiting) = socket.get() else { return Ended::Closed };
         // The result does not matter: `accept` below checks again.
         let _ = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
-        match listener.accept().and_then(|(stream, _)| Held::new(stream)) {
+        match reserve::lend(2, || listener.accept().and_then(|(stream, _)| Held::new(stream))) {
             Ok(stream) => welcome(stream),
             // Shut down: no connection will ever arrive.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,

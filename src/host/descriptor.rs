@@ -51,6 +51,22 @@ impl Held {
         Ok(ManuallyDrop::new(T::from(unsafe { OwnedFd::from_raw_fd(number) })))
     }
 
+    /// Another descriptor of the same open file.
+    pub fn copy(&self) -> io::Result<Self> {
+        self.get()?.try_clone_to_owned().and_then(Self::new)
+    }
+
+    /// The same, under the number of `other`, whose file is closed.
+    pub fn copy_to(&self, other: &Self) -> io::Result<Self> {
+        // SAFETY: touches no memory. Both are ours, and `other` notices that its number has another file.
+        let number = unsafe { libc::dup3(self.get()?.as_raw_fd(), other.get()?.as_raw_fd(), libc::O_CLOEXEC) };
+        if number < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: just opened, and nobody else's.
+        Self::new(unsafe { OwnedFd::from_raw_fd(number) })
+    }
+
     /// Whether the number still belongs to the same file, in the same process.
     pub fn is_ours(&self) -> bool {
         self.generation == fork::generation() && identity(self.number) == Some(self.identity)

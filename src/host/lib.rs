@@ -14,6 +14,7 @@ pub mod limits;
 mod lock;
 pub mod logger;
 pub mod opens;
+pub mod reserve;
 pub mod stack;
 pub mod symbols;
 pub mod system;

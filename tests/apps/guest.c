@@ -190,6 +190,65 @@ static void no_threads(void)
 	check(cudaDeviceSynchronize() == cudaSuccess, "the memory is gone");
 }
 
+/* Takes all descriptors that it may have. */
+static void take_descriptors(void)
+{
+	while (dup(0) >= 0)
+		;
+	check(errno == EMFILE, "the descriptors have not run out");
+}
+
+/* Reaches a limit while the test has it held. The contents of its memory are there afterwards. */
+static void held_at_limit(void (*reach)(void), void (*again)(void))
+{
+	static char contents[BYTES];
+	char answer[64];
+	void *device;
+	check(cudaMalloc(&device, BYTES) == cudaSuccess, "cudaMalloc");
+	check(cudaMemsetAsync(device, 7, BYTES, NULL) == cudaSuccess, "cudaMemsetAsync");
+	turn("ready");
+	reach();
+	for (;;) {
+		printf("at the limit\n");
+		fflush(stdout);
+		check(fgets(answer, sizeof answer, stdin) != NULL, "the test went away");
+		if (strcmp(answer, "end\n") == 0)
+			break;
+		again();
+	}
+	check(cudaMemcpyAsync(contents, device, BYTES, cudaMemcpyDeviceToHost, NULL) == cudaSuccess, "cudaMemcpyAsync");
+	check(cudaDeviceSynchronize() == cudaSuccess, "cudaDeviceSynchronize");
+	for (size_t i = 0; i < BYTES; i++)
+		check(contents[i] == 7, "the contents are others");
+}
+
+static void take_descriptors_up_to(rlim_t most)
+{
+	struct rlimit limit = {128, most};
+	check(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
+	take_descriptors();
+}
+
+static void up_to_the_soft_limit(void)
+{
+	take_descriptors_up_to(1024);
+}
+
+static void up_to_the_hard_limit(void)
+{
+	take_descriptors_up_to(128);
+}
+
+static void held_at_soft_limit(void)
+{
+	held_at_limit(up_to_the_soft_limit, take_descriptors);
+}
+
+static void held_at_hard_limit(void)
+{
+	held_at_limit(up_to_the_hard_limit, take_descriptors);
+}
+
 /* Has only so much space for files, and its standard error is one that has used it up. */
 static void no_space(void)
 {
@@ -279,6 +338,8 @@ int main(int argc, char **argv)
 		{"another-error", another_error},
 		{"cancelled", cancelled},
 		{"exit-in-malloc", exit_in_malloc},
+		{"held-at-hard-limit", held_at_hard_limit},
+		{"held-at-soft-limit", held_at_soft_limit},
 		{"in-the-background", in_the_background},
 		{"no-space", no_space},
 		{"no-threads", no_threads},
