@@ -159,6 +159,21 @@ fn a_held_program_without_descriptors_is_resumed() {
     }
 }
 
+/// A held server has a thread for each request that waits, until it gets no more. It can be resumed all the same.
+#[test]
+fn a_held_program_without_threads_is_resumed() {
+    for backup in ["host", "disk"] {
+        let machine = Machine::new();
+        let mut program = held_at_limit(&machine, "guest held-without-threads", backup);
+        // They keep what threads they have.
+        let _idle = [(); 4].map(|()| machine.connect(&program));
+        assert_eq!(machine.status("held")["processes"][0]["held"], true);
+        machine.done("resume held");
+        program.tell("end");
+        program.end();
+    }
+}
+
 /// A program whose signal handlers make calls, and pauses of it that hold it.
 struct Interrupted {
     machine: Machine,

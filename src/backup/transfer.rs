@@ -161,26 +161,31 @@ fn transfer(
     let (jobs, next) = mpsc::channel::<Vec<Part>>();
     let next = Mutex::new(next);
     let (landing, landed) = mpsc::channel();
+    let new_worker = |landing| Copier {
+        direction,
+        flow,
+        idle,
+        jobs: &next,
+        stop: &stop,
+        is_short: &is_short,
+        landing,
+        staging: None,
+        in_flight: VecDeque::new(),
+        choices: BTreeMap::new(),
+    };
     let transferred = thread::scope(|scope| {
-        let mut workers = Vec::new();
+        let (mut workers, mut own) = (Vec::new(), None);
         for _ in 0..threads {
-            let worker = Copier {
-                direction,
-                flow,
-                idle,
-                jobs: &next,
-                stop: &stop,
-                is_short: &is_short,
-                landing: landing.clone(),
-                staging: None,
-                in_flight: VecDeque::new(),
-                choices: BTreeMap::new(),
-            };
+            let worker = new_worker(landing.clone());
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
-                Err(error) if workers.is_empty() => return Err(Error::NoThread(error.to_string())),
-                // Fewer will do.
-                Err(_) => break,
+                // What comes piece by piece does not come unless it is copied meanwhile.
+                Err(error) if workers.is_empty() && matches!(flow, Flow::Pieces { .. }) => return Err(Error::NoThread(error.to_string())),
+                // Fewer will do. Without any, this thread copies when all is there.
+                Err(_) => {
+                    own = workers.is_empty().then(|| new_worker(landing.clone()));
+                    break;
+                }
             }
         }
         drop(landing);
@@ -195,6 +200,7 @@ fn transfer(
             stop.store(true, Ordering::Relaxed);
         }
         drop(jobs);
+        let alone = own.map_or(Ok(()), Copier::run);
         // Ends with the last worker. While that waits for host memory, nothing lands.
         loop {
             match landed.recv_timeout(LOOK_EVERY) {
@@ -205,7 +211,7 @@ fn transfer(
             }
         }
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a copy panicked".into()))));
-        produced.and(worked.fold(Ok(()), Result::and))
+        produced.and(worked.fold(alone, Result::and))
     });
     transferred.and(refused)
 }

@@ -23,6 +23,8 @@ const MOST_WAITING: usize = 8;
 const MOST_BORROWERS: usize = 128;
 /// How long a client may take to complete a request or to read a reply.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a client may take to send a request if a thread in reserve serves it.
+pub const AT_LIMIT: Duration = Duration::from_millis(500);
 /// One of a limited number of slots.
 pub struct Seat(&'static AtomicUsize);
 
@@ -68,6 +70,8 @@ pub struct Connection {
     pub borrower: Borrower,
     /// Whether the client has opened memory. Then it has no time limit.
     borrows: AtomicBool,
+    /// Whether a thread in reserve serves it, which others need, too.
+    pub is_brief: AtomicBool,
 }
 
 impl Drop for Connection {
@@ -83,7 +87,13 @@ impl Connection {
     pub fn new(held: Held, seat: Seat, pid: u32) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let borrower = Borrower { connection: NEXT.fetch_add(1, Ordering::Relaxed), pid };
-        let new = Arc::new(Self { held, seat: Mutex::new(Some(seat)), borrower, borrows: AtomicBool::new(false) });
+        let new = Arc::new(Self {
+            held,
+            seat: Mutex::new(Some(seat)),
+            borrower,
+            borrows: AtomicBool::new(false),
+            is_brief: AtomicBool::new(false),
+        });
         let mut seated = SEATED.get().lock().unpoisoned();
         seated.retain(|connection| connection.strong_count() > 0);
         seated.push(Arc::downgrade(&new));
@@ -122,6 +132,9 @@ impl Connection {
     }
 
     fn takes_a_borrowers_seat(&self) -> Result<(), Error> {
+        if self.is_brief.load(Ordering::Relaxed) {
+            return Err(Error::Busy(Duration::ZERO));
+        }
         if !self.borrows.load(Ordering::Relaxed) {
             let too_many = || Error::Invalid("too many processes have memory of this one open".into());
             let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;

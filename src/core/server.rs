@@ -8,16 +8,18 @@
 //! still leads to the socket, and otherwise creates the socket, and the directory, again. That needs neither the driver nor the gate: it
 //! works for a program that is paused, held or suspended. Until then, a lock shows that the process lives (`control/presence.rs`).
 
-use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
+use crate::connection::{AT_LIMIT, Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
 use crate::{cache, engine, events, holder, lease, status};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Mutex, Once};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
-use std::{io, mem, thread};
+use std::{io, iter, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
@@ -66,9 +68,10 @@ fn listen_in(directory: &Directory) -> io::Result<Held> {
 }
 
 fn serve(mut listener: io::Result<Held>) {
+    let in_reserve = start_threads_in_reserve();
     loop {
         listener = if let Ok(socket) = listener {
-            match accept(&socket) {
+            match accept(&socket, &in_reserve) {
                 Ended::Closed => {
                     log::warn!("the program closed the control socket; creating a new one");
                     drop(socket);
@@ -115,7 +118,7 @@ enum Ended {
 /// Waits in `poll`, which takes no descriptor number. A blocked `accept` would reserve the lowest free one, and a program
 /// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
 /// to connect is disconnected, and finds the new socket when it retries.
-fn accept(socket: &Held) -> Ended {
+fn accept(socket: &Held, in_reserve: &Sender<Arc<Connection>>) -> Ended {
     let mut is_logged = false;
     loop {
         reserve::fill();
@@ -124,7 +127,7 @@ fn accept(socket: &Held) -> Ended {
         let _ = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
         match reserve::lend(2, || listener.accept().and_then(|(stream, _)| Held::new(stream))) {
-            Ok(stream) => welcome(stream),
+            Ok(stream) => welcome(stream, in_reserve),
             // Shut down: no connection will ever arrive.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
             // The client has disconnected, or there was none.
@@ -158,7 +161,22 @@ fn is_lost() -> bool {
     BOUND.get().lock().unpoisoned().as_ref().is_some_and(Bound::is_lost)
 }
 
-fn welcome(held: Held) {
+/// Starts the threads that serve clients when no other can be started. Two: while one client waits for a long answer, another connection
+/// tells it that the process lives.
+fn start_threads_in_reserve() -> Sender<Arc<Connection>> {
+    let (give, waiting) = mpsc::channel::<Arc<Connection>>();
+    let waiting = Arc::new(Mutex::new(waiting));
+    for _ in 0..2 {
+        let waiting = Arc::clone(&waiting);
+        let next = move || waiting.lock().unpoisoned().recv().ok();
+        if let Err(error) = worker::spawn("vramctl-reserve", move || iter::from_fn(next).for_each(|connection| converse(&connection))) {
+            log::debug!("could not start a thread in reserve: {error}");
+        }
+    }
+    give
+}
+
+fn welcome(held: Held, in_reserve: &Sender<Arc<Connection>>) {
     let Ok(stream) = held.as_type::<UnixStream>() else { return };
     let refuse = |stream: &UnixStream, code: Kind, why: &str| {
         let refusal = Refusal { code, ..Refusal::from(&Error::Invalid(why.to_owned())) };
@@ -173,8 +191,12 @@ fn welcome(held: Held) {
         return refuse(&stream, Kind::Busy, "too many connections; try again");
     };
     let connection = Connection::new(held, seat, pid);
-    if let Err(error) = worker::spawn("vramctl-client", move || converse(&connection)) {
+    let its = Arc::clone(&connection);
+    if let Err(error) = worker::spawn("vramctl-client", move || converse(&its)) {
         log::debug!("could not start a thread for a connection: {error}");
+        connection.is_brief.store(true, Ordering::Relaxed);
+        // Without any thread, the client is disconnected.
+        let _ = in_reserve.send(connection);
     }
 }
 
@@ -185,11 +207,12 @@ fn converse(connection: &Connection) {
     }
     holder::serve(connection.borrower.pid);
     let mut lines = Lines::of(connection);
+    let patience = if connection.is_brief.load(Ordering::Relaxed) { AT_LIMIT } else { PATIENCE };
     loop {
         if !lines.has_begun() {
             connection.wait_while_borrowing();
         }
-        let line = lines.next(PATIENCE);
+        let line = lines.next(patience);
         // At exit, the program waits for replies in progress, but nothing new starts.
         let Some(_answering) = exit::Answering::unless_ending() else {
             let _ = connection.send(&Reply::Error(Refusal::from(&Error::Ending)), libc::MSG_DONTWAIT);
@@ -201,7 +224,7 @@ fn converse(connection: &Connection) {
             Ok(Line::Complete(line)) if line.iter().all(u8::is_ascii_whitespace) => continue,
             Ok(Line::Complete(line)) => (answer(&line, connection, &mut lines, &mut files), false),
             Ok(Line::Late) => {
-                let late = Error::Invalid(format!("no complete request within {} s", PATIENCE.as_secs()));
+                let late = Error::Invalid(format!("no complete request within {} s", patience.as_secs_f32()));
                 (Reply::Error(Refusal::from(&late)), true)
             }
             Err(error) => (Reply::Error(Refusal::from(&error)), true),

@@ -249,6 +249,34 @@ static void held_at_hard_limit(void)
 	held_at_limit(up_to_the_hard_limit, take_descriptors);
 }
 
+/* Whether the preloaded library starts no thread any more. The simulated GPU goes on: a real driver needs none for a copy. */
+static volatile bool are_threads_refused;
+
+int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*work)(void *), void *argument)
+{
+	static int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+	Dl_info caller;
+	if (are_threads_refused && dladdr(__builtin_return_address(0), &caller) != 0 && strstr(caller.dli_fname, "libvramctl") != NULL)
+		return EAGAIN;
+	if (real == NULL)
+		*(void **)&real = dlsym(RTLD_NEXT, "pthread_create");
+	return real(thread, attributes, work, argument);
+}
+
+static void refuse_threads(void)
+{
+	are_threads_refused = true;
+}
+
+static void nothing(void)
+{
+}
+
+static void held_without_threads(void)
+{
+	held_at_limit(refuse_threads, nothing);
+}
+
 /* Has only so much space for files, and its standard error is one that has used it up. */
 static void no_space(void)
 {
@@ -340,6 +368,7 @@ int main(int argc, char **argv)
 		{"exit-in-malloc", exit_in_malloc},
 		{"held-at-hard-limit", held_at_hard_limit},
 		{"held-at-soft-limit", held_at_soft_limit},
+		{"held-without-threads", held_without_threads},
 		{"in-the-background", in_the_background},
 		{"no-space", no_space},
 		{"no-threads", no_threads},

@@ -181,24 +181,25 @@ pub struct Flight<'a> {
     queue: &'a Queue<'a>,
     landed: Receiver<Landed>,
     outstanding: usize,
+    /// Without any, the calling thread runs the jobs.
+    has_workers: bool,
 }
 
 impl<'a> Flight<'a> {
     /// Starts the workers in `scope`, for at most `slots` jobs at a time.
-    pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize) -> io::Result<Self> {
+    pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize) -> Self {
         let (sender, landed) = mpsc::channel();
         // Create it before the threads, so that they always end with it.
-        let flight = Self { queue, landed, outstanding: 0 };
-        for thread in 0..slots.min(THREADS) {
+        let mut flight = Self { queue, landed, outstanding: 0, has_workers: false };
+        for _ in 0..slots.min(THREADS) {
             let sender = sender.clone();
-            match worker::spawn_scoped(scope, NAME, move || queue.serve(&sender)) {
-                Ok(_) => (),
-                Err(error) if thread == 0 => return Err(error),
-                // Fewer workers are only slower.
-                Err(_) => break,
+            // Fewer workers are only slower.
+            if worker::spawn_scoped(scope, NAME, move || queue.serve(&sender)).is_err() {
+                break;
             }
+            flight.has_workers = true;
         }
-        Ok(flight)
+        flight
     }
 
     /// Submits a job. Its memory must not be touched until it has landed.
@@ -214,7 +215,8 @@ impl<'a> Flight<'a> {
 
     /// Waits for a job to complete and returns its slot.
     pub fn landed(&mut self) -> io::Result<usize> {
-        let landed = self.landed.recv().map_err(|_| io::Error::other("the I/O threads have exited"))?;
+        let own = if self.has_workers { None } else { self.queue.next().map(|job| self.queue.perform(job)) };
+        let landed = own.or_else(|| self.landed.recv().ok()).ok_or_else(|| io::Error::other("the I/O threads have exited"))?;
         self.take_in(landed)
     }
 

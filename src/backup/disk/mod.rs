@@ -196,7 +196,7 @@ impl Spill {
         let run = || {
             self.check(staging, offset, bytes)?;
             let queue = Queue::new(self, operation);
-            let result = thread::scope(|scope| work(&mut Flight::start(scope, &queue, staging.len())?, staging));
+            let result = thread::scope(|scope| work(&mut Flight::start(scope, &queue, staging.len()), staging));
             // Even with direct I/O: some file systems accept the flag and use the page cache anyway.
             file::leave_no_cache(&*self.file()?, offset, bytes)?;
             result
