@@ -160,6 +160,47 @@ fn a_dry_run_lists_the_borrowers() {
     scene.refuses(&["--shared", "--no-hold"], 2, "--no-hold");
 }
 
+/// A process that can start no threads asks for the memory all the same.
+#[test]
+fn a_borrower_without_threads_continues() {
+    let machine = Machine::pair();
+    let (owner, mut other, _, handle) = machine.sharing();
+    let own = other.number(&format!("malloc({BYTES})"));
+    other.number(&format!("open_('{handle}')"));
+    let used = machine.used();
+    // Without contents: the simulated GPU needs a thread for a copy.
+    for (process, partner) in [(&owner, &other), (&other, &owner)] {
+        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
+        let answer = machine.answer(process, &pause);
+        assert_eq!(answer["reply"], "done", "{answer}");
+    }
+    assert_eq!(machine.used(), 0);
+    let refuse = format!(
+        "
+import struct
+class Program(ctypes.Structure):
+    _fields_ = [('length', ctypes.c_ushort), ('filter', ctypes.c_void_p)]
+def refuse_threads():
+    lines = [(0x20, 0, 0, 0), (0x15, 1, 0, {}), (0x15, 0, 1, {}), (0x06, 0, 0, 0x50000 | {}), (0x06, 0, 0, 0x7fff0000)]
+    code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *line) for line in lines))
+    program = Program(len(lines), ctypes.addressof(code))
+    return cuda.prctl({}, 1, 0, 0, 0) or cuda.syscall({}, 1, 1, ctypes.byref(program))
+",
+        libc::SYS_clone,
+        libc::SYS_clone3,
+        libc::EAGAIN,
+        libc::PR_SET_NO_NEW_PRIVS,
+        libc::SYS_seccomp,
+    );
+    assert_eq!(other.ask(&format!("exec({refuse:?}, globals()) or refuse_threads()")), "0");
+    assert_eq!(machine.request(&owner, "resume", &[&other])["reply"], "done");
+    let answer = machine.request(&other, "resume", &[&owner]);
+    assert_eq!((&answer["reply"], &answer["missing"]), (&json!("done"), &json!(null)), "{answer}");
+    assert!(!machine.is_held(&other));
+    assert_eq!(machine.used(), used);
+    assert_eq!(other.ask(&format!("free({own})")), "0");
+}
+
 /// If it is resumed alone, it stays held, and the message names the owner.
 #[test]
 fn a_borrower_resumed_alone_stays_held() {

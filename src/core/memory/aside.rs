@@ -66,6 +66,13 @@ pub(crate) fn reopen(wanted: &mut dyn FnMut() -> bool) {
     borrowed.open.values_mut().filter(|opened| opened.is_paused()).for_each(|opened| opened.behind = Behind::Paused { is_due: true });
     let rounds = borrowed.ask(|rounds| rounds.wanted += 1);
     ASKED.get().notify_all();
+    // Without a worker, this thread asks, once.
+    let alone: Vec<_> = borrowed.aside().filter(|(_, owner)| !rounds.contains_key(owner)).collect();
+    if !alone.is_empty() {
+        drop(borrowed);
+        reopen_all(&alone);
+        borrowed = existing.lock().unpoisoned();
+    }
     while rounds.iter().any(|(owner, round)| borrowed.asked.get(owner).is_some_and(|now| now.done < round.wanted)) {
         if Instant::now() >= deadline || !wanted() {
             break;
@@ -106,7 +113,7 @@ impl BorrowedMemory {
             if known.is_none()
                 && let Err(error) = worker::spawn("vramctl-borrow", move || ask_owner(owner))
             {
-                log::warn!("memory of process {owner} that this process has open stays paused: could not start a thread: {error}");
+                log::warn!("could not start a thread to ask process {owner} for its memory: {error}");
                 continue;
             }
             self.asked.insert(owner, rounds);
@@ -121,20 +128,12 @@ fn ask_owner(owner: u32) {
     let mut pause = LOOK_AGAIN.0;
     let mut borrowed = borrowed();
     while let Some(&Rounds { wanted, .. }) = borrowed.asked.get(&owner) {
-        let aside: Vec<_> = borrowed.aside().filter(|(_, its)| *its == owner).map(|(token, _)| token).collect();
+        let aside: Vec<_> = borrowed.aside().filter(|(_, its)| *its == owner).collect();
         if aside.is_empty() || !is_worth_asking() {
             break;
         }
         drop(borrowed);
-        // While the process is suspended, it cannot open anything.
-        if !exit::is_quiesced() {
-            // What was not unmapped is in the way.
-            driver::sweep();
-            for token in &aside {
-                reopen_one(token, owner);
-            }
-            Memory::get().let_go();
-        }
+        reopen_all(&aside);
         borrowed = self::borrowed();
         let Some(rounds) = borrowed.asked.get_mut(&owner) else { break };
         rounds.done = wanted;
@@ -145,6 +144,19 @@ fn ask_owner(owner: u32) {
     }
     borrowed.asked.remove(&owner);
     ASKED.get().notify_all();
+}
+
+/// Opens memory of these owners.
+fn reopen_all(aside: &[(Token, u32)]) {
+    // While the process is suspended, it cannot open anything.
+    if !exit::is_quiesced() {
+        // What was not unmapped is in the way.
+        driver::sweep();
+        for (token, owner) in aside {
+            reopen_one(token, *owner);
+        }
+        Memory::get().let_go();
+    }
 }
 
 fn reopen_one(token: &Token, owner: u32) {
