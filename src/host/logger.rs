@@ -2,7 +2,7 @@
 //!
 //! A program that closes its stderr gets the number for its next file, or its next connection. The two cannot be told apart from a redirection in
 //! every case, and a line among a program's data does more harm than a missing one. So lines go to descriptor 2 only while that
-//! [looks like stderr](is_stderr), and nowhere else.
+//! looks like stderr (`is_stderr`), and nowhere else.
 
 use crate::descriptor::{Identity, identity};
 use crate::exit;
