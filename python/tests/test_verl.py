@@ -264,9 +264,6 @@ VERL = {
             def _build_model_optimizer(self):
                 self.module, self.optimizer = self.build()
                 if self.engine_config.forward_only: self.optimizer = None
-                if self.engine_config.offload_policy:
-                    self._is_offload_param = self._is_offload_optimizer = False
-                    self._uses_fsdp2_cpu_offload_policy = True
             def initialize(self):
                 self._build_model_optimizer()
                 self.checkpoint_manager = CheckpointManager(self.module, self.optimizer)
@@ -304,10 +301,10 @@ VERL = {
 #: The stand-in's part that is no copy of verl's, added to its engine.
 BUILT = """
 
-def _init(self, build, model_config, param=True, optimizer=True, forward_only=False, policy=False):
+def _init(self, build, model_config, param=True, optimizer=True, forward_only=False):
     from types import SimpleNamespace
     self.build, self.model_config = build, model_config
-    self.engine_config = SimpleNamespace(forward_only=forward_only, offload_policy=policy)
+    self.engine_config = SimpleNamespace(forward_only=forward_only)
     self._is_offload_param, self._is_offload_optimizer, self._qat_enabled = param, optimizer, False
     self._uses_fsdp2_cpu_offload_policy, self.lr_scheduler, self.checkpoint_config = False, None, None
 
@@ -482,7 +479,8 @@ class Verl(Engine):
     def sources(self) -> dict[str, str]:
         return VERL
 
-    def actor(self, model_type: str = "language_model", **settings: Any) -> Any:
+    def actor(self, model_type: str = "language_model", policy: bool = False, **settings: Any) -> Any:
+        """`policy`: FSDP2's CPUOffloadPolicy."""
         config = types.SimpleNamespace(
             model_type=model_type,
             lora={},
@@ -490,7 +488,14 @@ class Verl(Engine):
             get_processor=lambda: None,
             trust_remote_code=False,
         )
-        engine = self.impl.FSDPEngine(lambda: (self.module(self.gpu), Optimizer()), config, **settings)
+
+        def build() -> Any:
+            if policy:
+                engine._is_offload_param = engine._is_offload_optimizer = False
+                engine._uses_fsdp2_cpu_offload_policy = True
+            return self.module(self.gpu), Optimizer()
+
+        engine = self.impl.FSDPEngine(build, config, **settings)
         engine.initialize()
         return engine
 

@@ -34,7 +34,7 @@ ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 MOVES = "verl.utils.fsdp_utils"
 
 BUILD = Hook(
-    what="registers an engine's parameters and optimizer",
+    what="builds the parameters in their region",
     through=engines.BY_NAME,
     places=(Place(f"{ENGINE}:FSDPEngine._build_model_optimizer", "0.8"),),
     without="verl keeps its own offload",
