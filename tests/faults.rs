@@ -1,5 +1,5 @@
 //! Fails every driver call on the paths of allocate, free, pause and resume: each use once, each call permanently, and pairs
-//! of uses; and lets too few threads start. Whatever fails, no byte is lost, no address moves, nothing leaks, and the next
+//! of uses; and lets no thread start. Whatever fails, no byte is lost, no address moves, nothing leaks, and the next
 //! attempt works.
 #![allow(missing_docs)]
 
@@ -441,29 +441,23 @@ fn without_a_thread_nothing_is_freed_under_work() {
 }
 
 #[test]
-fn with_too_few_threads_a_transition_is_slower_or_refused() {
+fn without_any_thread_a_transition_is_slower() {
     let gpu = Gpu::take();
     warm_up(&gpu);
-    // With fewer threads than one each, the next in line is refused; with one, it does what others would have helped with.
-    let transition = |work: &dyn Fn() -> Result<Report, Error>| {
-        (0..64).find_map(|most| {
-            *THREADS.lock().unwrap() = (most, 0);
-            let done = work();
-            let (_, missing) = std::mem::replace(&mut *THREADS.lock().unwrap(), (usize::MAX, 0));
-            match done {
-                Ok(_) => Some((most, missing)),
-                Err(Error::NoThread(_) | Error::Disk(_)) => None,
-                Err(other) => panic!("with {most} threads: {other}"),
-            }
-        })
+    // The calling thread does what others would have helped with.
+    let alone = |work: &dyn Fn() -> Result<Report, Error>| {
+        *THREADS.lock().unwrap() = (0, 0);
+        let done = work();
+        let (_, missing) = std::mem::replace(&mut *THREADS.lock().unwrap(), (usize::MAX, 0));
+        done.unwrap();
+        assert!(missing > 0, "none was wanted");
     };
     for policy in [Policy::Host, Policy::Disk] {
         let address = malloc_tagged("t", Some(policy), 40 * MIB).unwrap();
         let contents = contents(8, 40 * MIB);
         assert_eq!(write(address, contents), 0);
-        let (most, missing) = transition(&|| pause(&[])).unwrap();
-        assert!(most > 0 && missing > 0, "{policy:?} with {most} threads, without {missing}");
-        assert!(transition(&|| resume(&[])).unwrap().0 > 0, "{policy:?}");
+        alone(&|| pause(&[]));
+        alone(&|| resume(&[]));
         assert!(read(address, 40 * MIB).unwrap() == contents, "{policy:?}");
         assert_eq!(free(address), 0);
     }
