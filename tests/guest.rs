@@ -159,6 +159,17 @@ fn a_held_program_without_descriptors_is_resumed() {
     }
 }
 
+/// One that asks for a descriptor again and again gets what is free for a moment. Nothing is, unless a client comes.
+#[test]
+fn a_program_that_asks_for_descriptors_leaves_the_reserve() {
+    let machine = Machine::new();
+    let mut program = held_at_limit(&machine, "guest held-at-limit-and-asking", "host");
+    assert_eq!(program.ask("again"), "at the limit");
+    machine.done("resume held");
+    program.tell("end");
+    program.end();
+}
+
 /// A held server has a thread for each request that waits, until it gets no more. It can be resumed all the same.
 #[test]
 fn a_held_program_without_threads_is_resumed() {

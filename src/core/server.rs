@@ -117,16 +117,17 @@ enum Ended {
 ///
 /// Waits in `poll`, which takes no descriptor number. A blocked `accept` would reserve the lowest free one, and a program
 /// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
-/// to connect is disconnected, and finds the new socket when it retries.
+/// to connect is disconnected, and finds the new socket when it retries. The reserve is lent only to a client that is there: a thread of the
+/// program that asks for descriptors all the time would get what is free for a moment.
 fn accept(socket: &Held, in_reserve: &Sender<Arc<Connection>>) -> Ended {
     let mut is_logged = false;
     loop {
         reserve::fill();
         let Ok(waiting) = socket.get() else { return Ended::Closed };
-        // The result does not matter: `accept` below checks again.
-        let _ = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int);
+        let is_quiet = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int).is_ok_and(|found| found == 0);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
-        match reserve::lend(2, || listener.accept().and_then(|(stream, _)| Held::new(stream))) {
+        let accept = || listener.accept().and_then(|(stream, _)| Held::new(stream));
+        match if is_quiet { Err(io::ErrorKind::WouldBlock.into()) } else { reserve::lend(2, accept) } {
             Ok(stream) => welcome(stream, in_reserve),
             // Shut down: no connection will ever arrive.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
