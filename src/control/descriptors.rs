@@ -134,7 +134,9 @@ mod tests {
     use super::*;
     use std::fs::File;
     use std::io::{Read, Seek, Write};
+    use std::iter;
     use std::os::fd::AsFd;
+    use std::process::Command;
 
     #[test]
     #[cfg_attr(miri, ignore = "Unix sockets")]
@@ -161,5 +163,33 @@ mod tests {
         assert_eq!(text, "contents");
         drop(here);
         while receive(&there, &mut bytes, &mut passed).unwrap() > 0 {}
+    }
+
+    /// Runs in a process of its own, whose descriptors it uses up.
+    #[test]
+    #[ignore = "run by the test below"]
+    fn receives_at_the_limit() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        reserve::fill();
+        let mut all: Vec<_> = iter::from_fn(|| file.try_clone().ok()).collect();
+        for left in 0..=MOST_PIECES {
+            assert_eq!(send(&here, b"x", &[file.as_fd(); MOST_PIECES]).unwrap(), 1);
+            let (mut bytes, mut passed) = ([0; 1], Passed::default());
+            assert_eq!(receive(&there, &mut bytes, &mut passed).unwrap(), 1);
+            assert!(passed.files.len() == MOST_PIECES && !passed.lacks_some, "{left} were left: {passed:?}");
+            drop(passed);
+            reserve::fill();
+            all.pop();
+        }
+    }
+
+    /// One that has some left, but too few, needs the reserve as much as one that has none.
+    #[test]
+    #[cfg_attr(miri, ignore = "another process")]
+    fn descriptors_arrive_however_few_are_left() {
+        let this = std::env::current_exe().unwrap();
+        let ended = Command::new(this).args(["--ignored", "--exact", "descriptors::tests::receives_at_the_limit"]).output().unwrap();
+        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
     }
 }

@@ -29,15 +29,11 @@ fn fill_up(reserve: &mut Vec<Held>) {
     }
 }
 
-/// Runs `open`, which must not wait. If the process has no descriptor left, this many of the reserve are free meanwhile. Another thread may
-/// take one of them, so lend one more than `open` needs.
+/// Runs `open`, which must not wait. This many of the reserve are free meanwhile, for a process that has too few left. Another thread may take
+/// one of them, so lend one more than `open` needs.
 pub fn lend<R>(many: usize, open: impl FnOnce() -> R) -> R {
     let Some(existing) = RESERVE.existing() else { return open() };
     let mut reserve = existing.lock().unpoisoned();
-    if reserve.first().is_none_or(|first| first.copy().is_ok()) {
-        drop(reserve);
-        return open();
-    }
     let left = reserve.len().saturating_sub(many).max(1);
     reserve.truncate(left);
     let opened = open();
