@@ -160,21 +160,8 @@ fn a_dry_run_lists_the_borrowers() {
     scene.refuses(&["--shared", "--no-hold"], 2, "--no-hold");
 }
 
-/// A process that can start no threads asks for the memory all the same.
-#[test]
-fn a_borrower_without_threads_continues() {
-    let machine = Machine::pair();
-    let (owner, mut other, _, handle) = machine.sharing();
-    let own = other.number(&format!("malloc({BYTES})"));
-    other.number(&format!("open_('{handle}')"));
-    let used = machine.used();
-    // Without contents: the simulated GPU needs a thread for a copy.
-    for (process, partner) in [(&owner, &other), (&other, &owner)] {
-        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
-        let answer = machine.answer(process, &pause);
-        assert_eq!(answer["reply"], "done", "{answer}");
-    }
-    assert_eq!(machine.used(), 0);
+/// Has a process start no threads any more.
+fn refuse_threads(process: &mut Program) {
     let refuse = format!(
         "
 import struct
@@ -192,13 +179,63 @@ def refuse_threads():
         libc::PR_SET_NO_NEW_PRIVS,
         libc::SYS_seccomp,
     );
-    assert_eq!(other.ask(&format!("exec({refuse:?}, globals()) or refuse_threads()")), "0");
+    assert_eq!(process.ask(&format!("exec({refuse:?}, globals()) or refuse_threads()")), "0");
+}
+
+/// A process that can start no threads asks for the memory all the same.
+#[test]
+fn a_borrower_without_threads_continues() {
+    let machine = Machine::pair();
+    let (owner, mut other, _, handle) = machine.sharing();
+    let own = other.number(&format!("malloc({BYTES})"));
+    other.number(&format!("open_('{handle}')"));
+    let used = machine.used();
+    // Without contents: the simulated GPU needs a thread for a copy.
+    for (process, partner) in [(&owner, &other), (&other, &owner)] {
+        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
+        let answer = machine.answer(process, &pause);
+        assert_eq!(answer["reply"], "done", "{answer}");
+    }
+    assert_eq!(machine.used(), 0);
+    refuse_threads(&mut other);
     assert_eq!(machine.request(&owner, "resume", &[&other])["reply"], "done");
     let answer = machine.request(&other, "resume", &[&owner]);
     assert_eq!((&answer["reply"], &answer["missing"]), (&json!("done"), &json!(null)), "{answer}");
     assert!(!machine.is_held(&other));
     assert_eq!(machine.used(), used);
     assert_eq!(other.ask(&format!("free({own})")), "0");
+}
+
+/// If the owner cannot lend it either, the resume has an end, as with threads.
+#[test]
+fn a_borrower_and_an_owner_without_threads() {
+    let machine = Machine::pair();
+    let (mut owner, mut other, _, handle) = machine.sharing();
+    // Without memory of its own, a thread would ask all the time.
+    other.number(&format!("malloc({BYTES})"));
+    other.number(&format!("open_('{handle}')"));
+    for (process, partner) in [(&owner, &other), (&other, &owner)] {
+        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
+        let answer = machine.answer(process, &pause);
+        assert_eq!(answer["reply"], "done", "{answer}");
+    }
+    refuse_threads(&mut owner);
+    refuse_threads(&mut other);
+    // As a daemon closes what it does not know: it connects again, and the owner has no thread for that.
+    let close = "
+def close_sockets():
+    names = ['/proc/self/fd/' + name for name in os.listdir('/proc/self/fd')]
+    for name in names:
+        if os.path.exists(name) and 'socket' in os.readlink(name):
+            os.close(int(os.path.basename(name)))
+";
+    assert_eq!(other.ask(&format!("exec({close:?}, globals()) or close_sockets()")), "None");
+    let status = ["status", "--pid", &other.pid().to_string()];
+    eventually("it listens again", || machine.vramctl(&status).code == Some(0));
+    assert_eq!(machine.request(&owner, "resume", &[&other])["reply"], "done");
+    let answer = machine.request(&other, "resume", &[&owner]);
+    assert_eq!((&answer["reply"], &answer["missing"][0]["owner"]), (&json!("done"), &json!(owner.pid())), "{answer}");
+    assert!(machine.is_held(&other));
 }
 
 /// If it is resumed alone, it stays held, and the message names the owner.

@@ -70,7 +70,7 @@ pub(crate) fn reopen(wanted: &mut dyn FnMut() -> bool) {
     let alone: Vec<_> = borrowed.aside().filter(|(_, owner)| !rounds.contains_key(owner)).collect();
     if !alone.is_empty() {
         drop(borrowed);
-        reopen_all(&alone);
+        reopen_all(&alone, &mut || Instant::now() < deadline && wanted());
         borrowed = existing.lock().unpoisoned();
     }
     while rounds.iter().any(|(owner, round)| borrowed.asked.get(owner).is_some_and(|now| now.done < round.wanted)) {
@@ -133,7 +133,7 @@ fn ask_owner(owner: u32) {
             break;
         }
         drop(borrowed);
-        reopen_all(&aside);
+        reopen_all(&aside, &mut || true);
         borrowed = self::borrowed();
         let Some(rounds) = borrowed.asked.get_mut(&owner) else { break };
         rounds.done = wanted;
@@ -146,22 +146,24 @@ fn ask_owner(owner: u32) {
     ASKED.get().notify_all();
 }
 
-/// Opens memory of these owners.
-fn reopen_all(aside: &[(Token, u32)]) {
+/// Opens memory of these owners, while `wanted` says so.
+fn reopen_all(aside: &[(Token, u32)], wanted: &mut dyn FnMut() -> bool) {
     // While the process is suspended, it cannot open anything.
     if !exit::is_quiesced() {
         // What was not unmapped is in the way.
         driver::sweep();
         for (token, owner) in aside {
-            reopen_one(token, *owner);
+            if wanted() {
+                reopen_one(token, *owner, wanted);
+            }
         }
         Memory::get().let_go();
     }
 }
 
-fn reopen_one(token: &Token, owner: u32) {
+fn reopen_one(token: &Token, owner: u32, wanted: &mut dyn FnMut() -> bool) {
     let _relaxed = RelaxedCapture::enter();
-    match patiently(|| try_reopen(token, owner)) {
+    match patiently(wanted, || try_reopen(token, owner)) {
         Ok(()) => (),
         Err(code::INVALID_HANDLE) => {
             log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");

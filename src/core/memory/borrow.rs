@@ -233,7 +233,7 @@ pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCod
     // From now on, the library sees device resets.
     Memory::get();
     let _relaxed = RelaxedCapture::enter();
-    patiently(|| try_open(handle, current)).map_err(|code| {
+    patiently(&mut || true, || try_open(handle, current)).map_err(|code| {
         if is_of_open(code) {
             return code;
         }

@@ -128,14 +128,14 @@ impl Refused {
     }
 }
 
-/// Retries what an owner has refused for now.
-pub(super) fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, StatusCode> {
+/// Retries what an owner has refused for now, while `wanted` says so.
+pub(super) fn patiently<R>(wanted: &mut dyn FnMut() -> bool, mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, StatusCode> {
     let deadline = Instant::now() + PATIENCE;
     let mut pause = ASK_AGAIN.0;
     loop {
         match attempt() {
             Err(Refused::Finally(code)) => return Err(code),
-            Err(Refused::ForNow) if Instant::now() >= deadline => return Err(code::OPERATING_SYSTEM),
+            Err(Refused::ForNow) if Instant::now() >= deadline || !wanted() => return Err(code::OPERATING_SYSTEM),
             Err(Refused::ForNow) => {
                 thread::sleep(pause);
                 pause = (2 * pause).min(ASK_AGAIN.1);
