@@ -30,7 +30,7 @@ static NOTE_AT_LOAD: extern "C" fn() = {
 };
 
 /// Whether descriptor 2 is what the program's messages go to: what was there when the library was loaded; or what a program puts in its place to
-/// redirect them, which is a terminal or another character device, a pipe, or a file opened for appending. Never what closes on exec,
+/// redirect them, which is a terminal or another character device, a pipe, or a file opened for appending, and does not close on exec,
 /// since a program's children have its stderr, too.
 fn is_stderr() -> bool {
     let Some(at_load) = AT_LOAD.get() else { return false };
@@ -46,7 +46,7 @@ fn is_stderr() -> bool {
         libc::S_IFREG => mode & libc::O_APPEND != 0,
         _ => false,
     };
-    flags & libc::FD_CLOEXEC == 0 && (redirects || identity(libc::STDERR_FILENO) == Some(*at_load))
+    identity(libc::STDERR_FILENO) == Some(*at_load) || redirects && flags & libc::FD_CLOEXEC == 0
 }
 
 impl log::Log for Stderr {
