@@ -182,6 +182,15 @@ def refuse_threads():
     assert_eq!(process.ask(&format!("exec({refuse:?}, globals()) or refuse_threads()")), "0");
 }
 
+/// Pauses two partners. Without contents, because the simulated GPU needs a thread for a copy.
+fn pause_without_contents(machine: &Machine, owner: &Program, other: &Program) {
+    for (process, partner) in [(owner, other), (other, owner)] {
+        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
+        let answer = machine.answer(process, &pause);
+        assert_eq!(answer["reply"], "done", "{answer}");
+    }
+}
+
 /// A process that can start no threads asks for the memory all the same.
 #[test]
 fn a_borrower_without_threads_continues() {
@@ -190,12 +199,7 @@ fn a_borrower_without_threads_continues() {
     let own = other.number(&format!("malloc({BYTES})"));
     other.number(&format!("open_('{handle}')"));
     let used = machine.used();
-    // Without contents: the simulated GPU needs a thread for a copy.
-    for (process, partner) in [(&owner, &other), (&other, &owner)] {
-        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
-        let answer = machine.answer(process, &pause);
-        assert_eq!(answer["reply"], "done", "{answer}");
-    }
+    pause_without_contents(&machine, &owner, &other);
     assert_eq!(machine.used(), 0);
     refuse_threads(&mut other);
     assert_eq!(machine.request(&owner, "resume", &[&other])["reply"], "done");
@@ -214,11 +218,7 @@ fn a_borrower_and_an_owner_without_threads() {
     // Without memory of its own, a thread would ask all the time.
     other.number(&format!("malloc({BYTES})"));
     other.number(&format!("open_('{handle}')"));
-    for (process, partner) in [(&owner, &other), (&other, &owner)] {
-        let pause = json!({ "request": "pause", "partners": [partner.pid()], "hold_ms": 60_000, "backup": "discard" });
-        let answer = machine.answer(process, &pause);
-        assert_eq!(answer["reply"], "done", "{answer}");
-    }
+    pause_without_contents(&machine, &owner, &other);
     refuse_threads(&mut owner);
     refuse_threads(&mut other);
     // As a daemon closes what it does not know: it connects again, and the owner has no thread for that.
