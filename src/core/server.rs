@@ -127,14 +127,15 @@ fn accept(socket: &Held, in_reserve: &Sender<Arc<Connection>>) -> Ended {
         let is_quiet = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int).is_ok_and(|found| found == 0);
         let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
         let accept = || listener.accept().and_then(|(stream, _)| Held::new(stream));
-        match if is_quiet { Err(io::ErrorKind::WouldBlock.into()) } else { reserve::lend(2, accept) } {
-            Ok(stream) => welcome(stream, in_reserve),
+        match (!is_quiet).then(|| reserve::lend(2, accept)) {
+            None => (),
+            Some(Ok(stream)) => welcome(stream, in_reserve),
             // Shut down: no connection will ever arrive.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
+            Some(Err(error)) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
             // The client has disconnected, or there was none.
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
+            Some(Err(error)) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
             // Most likely out of descriptors. That is up to the program, and temporary.
-            Err(error) => {
+            Some(Err(error)) => {
                 log::debug!("accept: {error}");
                 thread::sleep(Duration::from_millis(200));
             }

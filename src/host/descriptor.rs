@@ -124,13 +124,17 @@ pub fn above_standard(file: OwnedFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
-/// The file behind a number. `None` if there is none.
-pub(crate) fn identity(descriptor: RawFd) -> Option<Identity> {
+fn identity(descriptor: RawFd) -> Option<Identity> {
+    file_of(descriptor).map(|(identity, _)| identity)
+}
+
+/// The file behind a number, and its kind and permissions (`st_mode`). `None` if there is none.
+pub(crate) fn file_of(descriptor: RawFd) -> Option<(Identity, libc::mode_t)> {
     // SAFETY: plain data, for which all zeroes is a value.
     let mut found: libc::stat64 = unsafe { mem::zeroed() };
     // SAFETY: writable.
     let answer = unsafe { libc::fstat64(descriptor, &raw mut found) };
-    (answer == 0).then_some((found.st_dev, found.st_ino))
+    (answer == 0).then_some(((found.st_dev, found.st_ino), found.st_mode))
 }
 
 /// An entry in the list of descriptors that forked children close. Left open in a child, a socket would keep clients waiting

@@ -4,7 +4,7 @@
 //! every case, and a line among a program's data does more harm than a missing one. So lines go to descriptor 2 only while that
 //! looks like stderr (`is_stderr`), and nowhere else.
 
-use crate::descriptor::{Identity, identity};
+use crate::descriptor::{Identity, file_of};
 use crate::exit;
 use log::{Level, LevelFilter, Metadata, Record};
 use std::fmt::{self, Write};
@@ -22,7 +22,7 @@ static AT_LOAD: OnceLock<Identity> = OnceLock::new();
 #[unsafe(link_section = ".init_array")]
 static NOTE_AT_LOAD: extern "C" fn() = {
     extern "C" fn note() {
-        if let Some(file) = identity(libc::STDERR_FILENO) {
+        if let Some((file, _)) = file_of(libc::STDERR_FILENO) {
             let _ = AT_LOAD.set(file);
         }
     }
@@ -33,20 +33,15 @@ static NOTE_AT_LOAD: extern "C" fn() = {
 /// redirect them, which is a terminal or another character device, a pipe, or a file opened for appending, and does not close on exec,
 /// since a program's children have its stderr, too.
 fn is_stderr() -> bool {
-    let Some(at_load) = AT_LOAD.get() else { return false };
-    // SAFETY: these calls touch no memory but the plain data, which is valid as all zeros, and writable.
-    let (flags, mode, kind) = unsafe {
-        let mut found: libc::stat64 = mem::zeroed();
-        libc::fstat64(libc::STDERR_FILENO, &raw mut found);
-        let flag = |command| libc::fcntl(libc::STDERR_FILENO, command);
-        (flag(libc::F_GETFD), flag(libc::F_GETFL), found.st_mode & libc::S_IFMT)
-    };
-    let redirects = match kind {
+    let (Some(at_load), Some((file, mode))) = (AT_LOAD.get(), file_of(libc::STDERR_FILENO)) else { return false };
+    // SAFETY: these calls touch no memory.
+    let has = |command, flag| unsafe { libc::fcntl(libc::STDERR_FILENO, command) } & flag != 0;
+    let redirects = match mode & libc::S_IFMT {
         libc::S_IFCHR | libc::S_IFIFO => true,
-        libc::S_IFREG => mode & libc::O_APPEND != 0,
+        libc::S_IFREG => has(libc::F_GETFL, libc::O_APPEND),
         _ => false,
     };
-    identity(libc::STDERR_FILENO) == Some(*at_load) || redirects && flags & libc::FD_CLOEXEC == 0
+    file == *at_load || redirects && !has(libc::F_GETFD, libc::FD_CLOEXEC)
 }
 
 impl log::Log for Stderr {

@@ -45,8 +45,7 @@ fn not_created(directory: &Path, error: &io::Error) -> io::Error {
         }
         _ => "",
     };
-    let refused = in_directory(directory, "create", error);
-    io::Error::new(refused.kind(), format!("{refused}{remedy}"))
+    io::Error::new(error.kind(), format!("{}{remedy}", in_directory(directory, "create", error)))
 }
 
 fn not_reserved(directory: &Path, bytes: u64, error: io::Error) -> io::Error {
