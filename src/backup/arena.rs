@@ -501,7 +501,9 @@ impl Arena {
         let pieces = (bytes as usize).div_ceil(HOST_PIECE).min(self.bytes / HOST_PIECE);
         {
             let mut state = self.lock();
-            if !self.open(&mut state, pieces) {
+            // Open addresses count against the program's data limit, so only those that may get memory.
+            let allowed = usize::try_from(Config::get().host_cap).unwrap_or(usize::MAX) / HOST_PIECE;
+            if !self.open(&mut state, pieces.min(allowed)) {
                 return;
             }
             state.kept = pieces;
