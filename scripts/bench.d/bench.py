@@ -346,7 +346,7 @@ class Bench:
         time.sleep(self.rest_ms() / 1e3)
 
     def rest_ms(self):
-        return RESTED_MS if self.scale == 1 else 20
+        return 20 if self.data["simulated"] else RESTED_MS
 
     def check(self, child, how="sample"):
         child.ask(f"check * {how}")
@@ -792,6 +792,7 @@ class Bench:
         for turn in self.turns(self.repeat + 1, least=2):
             if retain:  # what has not changed would not be copied
                 b.ask(f"change {whole // PIECE}")
+            self.rest()
             out_begin, out_end = b.timed("pause * 0")
             # Like a real one, it waits for memory that is released late.
             in_begin, in_end = a.timed("resume * 10000")
@@ -816,6 +817,7 @@ class Bench:
                 break
             if change:
                 b.ask(f"change {change}")
+            self.rest()
             out, into = str(b.process.pid), str(a.process.pid)
             at_once = turn % 2 == 1
             # At first, it has paused itself: a resume from outside then needs the tags.
@@ -882,7 +884,7 @@ class Bench:
             for retain in (False, True):
                 self.step(
                     f"two processes in turns, {'retained' if retain else 'released'}",
-                    15 if self.scale == 1 else 3,
+                    3 if self.data["simulated"] else 15 + 6 * self.repeat * self.rest_ms() / 1e3,
                     self.swap,
                     retain,
                 )

@@ -275,18 +275,25 @@ impl Plan {
 
     /// Pauses or resumes all groups at once, each as a whole or not at all.
     pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Outcome {
-        let (reports, nvml) = thread::scope(|scope| {
-            // Loading NVML takes a while, so it happens during the pause.
-            let nvml = (self.operation.verb == Verb::Pause).then(|| scope.spawn(driver::keep_nvml));
+        let is_pause = self.operation.verb == Verb::Pause;
+        let reports: Vec<_> = thread::scope(|scope| {
+            if is_pause {
+                scope.spawn(|| self.prepare_nvml());
+            }
             let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.run_group(group, consent, reporter))).collect();
-            let reports: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
-            (reports, nvml.map(thread::ScopedJoinHandle::join))
+            threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
         });
         let outcome = self.outcome(reports);
-        if nvml.is_some() {
+        if is_pause {
             self.send_nvml_figures(&outcome);
         }
         outcome
+    }
+
+    /// So that [`send_nvml_figures`](Self::send_nvml_figures) is fast. Takes a while, so it happens during the pause.
+    pub(crate) fn prepare_nvml(&self) {
+        let gpus: BTreeSet<_> = self.processes().flat_map(Process::gpus).collect();
+        driver::keep_nvml(gpus);
     }
 
     /// After a pause.

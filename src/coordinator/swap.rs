@@ -141,12 +141,10 @@ impl Swap {
         job.ticket.clone_from(&others.ticket);
         let count = job.ranks.len();
         job.ranks.extend(others.ranks);
-        let (mut report, nvml) = thread::scope(|scope| {
-            // Loading NVML takes a while, so it happens during the swap.
-            let nvml = scope.spawn(driver::keep_nvml);
-            (job.run(reporter), nvml.join())
+        let mut report = thread::scope(|scope| {
+            scope.spawn(|| leaving.prepare_nvml());
+            job.run(reporter)
         });
-        drop(nvml);
         let committed = report.committed;
         let came = report.share(count);
         let (left, came) = (leaving.outcome_as_one(report), coming.outcome_as_one(came));

@@ -68,10 +68,14 @@ pub fn index_of(uuid: &str) -> Option<u32> {
     (0..).map_while(|index| Some((index, nvml.uuid_of_index(index)?))).find(|(_, its)| its == uuid).map(|(index, _)| index)
 }
 
-/// Loads NVML, which takes a while, and keeps it loaded, so that later queries are fast. Only for the command line: must not be called in a
-/// program's process.
-pub fn keep_nvml() {
-    mem::forget(Nvml::load());
+/// Loads NVML, which takes a while, as does the first question about a GPU (9 ms on an H100), and keeps it loaded, so that later questions about
+/// the GPUs with these UUIDs are fast. Only for the command line: must not be called in a program's process.
+pub fn keep_nvml<'a>(uuids: impl IntoIterator<Item = &'a str>) {
+    if let Ok(nvml) = Nvml::load().map(mem::ManuallyDrop::new) {
+        for uuid in uuids {
+            nvml.processes_on(uuid);
+        }
+    }
 }
 
 /// This process's memory on each GPU that it sees.

@@ -80,7 +80,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
 }
 
 fn ask_nvml(listener: &impl Listener, interval: &Interval) {
-    keep_nvml();
+    keep_nvml([]);
     loop {
         let cards = cards().map(|cards| cards.into_iter().map(|card| (card.clone(), holders_of(&card.uuid))).collect());
         if !listener.send_news(News::Gpus(Gpus { cards, available: limits::available_bytes() })) {

@@ -264,8 +264,9 @@ impl<'a> Arrival<'a> {
 
     /// Takes memory for an allocation, as soon as there is room. `needed`: as for [`create`]. `meanwhile`: called before each look.
     fn take(&mut self, allocation: &Allocation, needed: u64, meanwhile: &mut dyn FnMut()) -> Result<Physical, Error> {
-        /// The time between two looks: at first, about as long as the other job takes to save 64 MiB, and at most. It doubles each time.
-        const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(16));
+        /// The time between two looks: at first, about as long as the other job takes to save 64 MiB, and at most, which the end of a swap may
+        /// wait. It doubles each time.
+        const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(4));
         let Self::Pieces { within, since, is_wanted } = self else { return create(allocation, needed) };
         let mut pause = LOOK_AGAIN.0;
         loop {

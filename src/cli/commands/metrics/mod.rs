@@ -41,7 +41,7 @@ pub struct Args {
 pub fn metrics(args: &Args) -> Result<Exit, CommandError> {
     match (args.listen, &args.textfile) {
         (Some(address), _) => {
-            keep_nvml();
+            keep_nvml([]);
             serve::serve(address, &|| page().map_err(|failure| failure.to_string()))
         }
         (None, Some(path)) => replace(path, &page()?)
