@@ -107,7 +107,7 @@ pub const DRIVER: (u32, CudaVersion) = (580, CudaVersion(13_000));
 pub const ARCHITECTURE: &str = "x86_64";
 
 /// The runs.
-pub const RUNS: [Run; 15] = [
+pub const RUNS: [Run; 16] = [
     run("H200", "1", "2.11", "vLLM", "0.26.0", "sleep mode, pauses in the middle of requests, suspend, move", "2026-11-24"),
     run("H200", "2", "2.11", "vLLM", "0.26.0", "pauses in the middle of requests, custom all-reduce", "2026-11-23"),
     run("H100", "2", "2.11", "vLLM", "0.26.0", "the same; sleep mode; suspend", "2026-11-27"),
@@ -143,6 +143,7 @@ pub const RUNS: [Run; 15] = [
         "2026-11-27",
     ),
     run("H100", "1", "2.11", "verl", "0.9.1", "GRPO with vLLM 0.26.0; pauses and suspends of the whole job through Ray 2.60", "2026-11-26"),
+    run("H200", "2", "2.11", "verl", "0.9.1", "GRPO with vLLM 0.26.0, FSDP and tensor parallelism over both", "2026-11-28"),
     run("H100", "2", "2.11", "Ray", "2.60", "DistributedDataParallel over two nodes on one host; pause, suspend", "2026-11-27"),
     run("H200", "1", "2.11", "Triton", "3.6", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CuPy 14.2, JAX 0.11, Numba 0.68", "", "pause, resume", "2026-11-22"),
@@ -188,10 +189,7 @@ pub const EXPECTED: [(&str, &str); 8] = [
         "the package asks torch for each function that it uses; from 2.5 to 2.7, a region also takes what other threads allocate",
     ),
     ("vLLM 0.27 to 0.33, SGLang 0.5.17 to 0.5.22", "`scripts/test-engines-contract` finds in the released sources what vramctl hooks"),
-    (
-        "slime, AReaL; verl with SGLang, or on several GPUs",
-        "they call the engines' own API, and slime torch_memory_saver's; they were not run on a GPU",
-    ),
+    ("slime, AReaL; verl with SGLang", "they call the engines' own API, and slime torch_memory_saver's; they were not run on a GPU"),
 ];
 
 /// Which system call finds the owner of memory that came by descriptor, what cannot be done where it is forbidden, and how to allow it.
