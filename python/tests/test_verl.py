@@ -286,10 +286,12 @@ VERL = {
                 if self._is_offload_param: offload_fsdp_model_to_cpu(self.module)
                 if self._is_offload_optimizer: offload_fsdp_optimizer(self.optimizer)
             def get_per_tensor_param(self, **settings):
-                skip = fsdp_version(self.module) == 2
+                is_peft = hasattr(self.module, "peft_config")
+                skip = fsdp_version(self.module) == 2 and not is_peft
                 if not skip: load_fsdp_model_to_gpu(self.module)
-                params = self.module.state_dict()
+                params = collect_lora_params(module=self.module) if is_peft else self.module.state_dict()
                 if self._is_offload_param and not skip: offload_fsdp_model_to_cpu(self.module)
+                if is_peft: return params.items(), {}
                 return ((name, one.to("cuda", non_blocking=True).full_tensor() if hasattr(one, "_local_tensor") else one)
                         for name, one in params.items()), None
             def get_per_tensor_param_shard(self, **settings):
@@ -716,14 +718,37 @@ class Export(Verl):
         self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
 
     def test_two_exports_at_once(self):
-        # LoRA: verl asks for the adapter, then for the base model, and sends the base model first.
         engine = self.settled()
-        adapter, _ = engine.get_per_tensor_param(base_sync_done=True)
-        base, _ = engine.get_per_tensor_param(base_sync_done=False)
-        self.values(base)
+        first, _ = engine.get_per_tensor_param()
+        second, _ = engine.get_per_tensor_param()
+        self.values(second)
         self.assertNotIn(("pause", "actor_params"), self.gpu.transitions())
-        self.values(adapter)
+        self.values(first)
         self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+
+    def test_an_adapter_that_nobody_consumes_holds_nothing(self):
+        # With SGLang, only the first rank of each engine does.
+        engine = self.settled()
+        engine.module.peft_config = {"default": types.SimpleNamespace(to_dict=lambda: {})}
+        on_gpu = engine.module.tensors()[0]
+        parts = {"a": tensor(self.gpu, "a", "cpu"), "b": on_gpu}
+        mock.patch.object(self.impl, "collect_lora_params", lambda **_: parts, create=True).start()
+        adapter, _ = engine.get_per_tensor_param(base_sync_done=True)
+        self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
+        engine.to("cpu", optimizer=False)
+        self.assertTrue(on_gpu.storage.is_paused)
+        self.assertEqual(len(self.values(adapter)), 2)
+
+    def test_parameters_that_left_their_region_meanwhile_are_offloaded_by_verl(self):
+        # It copies the base model of an adapter to the CPU and back.
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        next(tensors)
+        engine.module.to("cpu")
+        engine.module.to("cuda")
+        self.values(tensors)
+        self.assertEqual(self.moves.calls, ["offload model"])
+        self.assertEqual({one.device.type for one in engine.module.tensors()}, {"cpu"})
 
     def test_an_export_before_the_first_load(self):
         engine = self.actor()
@@ -744,10 +769,9 @@ class Export(Verl):
         engine = self.settled()
         tensors, _ = engine.get_per_tensor_param()
         self.gpu.host_memory = False
-        with self.warned("too little host memory"):
-            self.values(tensors)
         with self.warned("offload_fsdp_model_to_cpu"):
-            engine.to("cpu", optimizer=False)
+            self.values(tensors)
+        engine.to("cpu", optimizer=False)
         self.assertEqual({one.device.type for one in engine.module.tensors()}, {"cpu"})
 
 

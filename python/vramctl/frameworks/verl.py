@@ -204,12 +204,7 @@ class Shelf:
         """The reader has finished. If it was the last, the offload that had to wait for it follows."""
         self._readers.discard(reader)
         if self._is_due and not self._readers:
-            self._is_due = False
-            try:
-                if self.is_complete(owner):
-                    self.pause()
-            except Exception as error:
-                engines.say_once("the parameters stay in GPU memory after they were sent: %s", error)
+            importlib.import_module(MOVES).offload_fsdp_model_to_cpu(owner)
 
     def to_host(self, owner: Any, offload: engines.Function) -> None:
         """Leaves the tensors as verl's own offload does, in host memory, if they are paused."""
@@ -394,6 +389,11 @@ def _export(original: engines.Function, engine: Any, *arguments: Any, **keywords
     if shelf.resume():
         shelf._is_due = True
     tensors, config = original(engine, *arguments, **keywords)
+    if not isinstance(tensors, Iterator):
+        # An adapter, all of it computed. With SGLang, only one rank of each engine consumes it.
+        adapter = [(name, shelf.apart(tensor)) for name, tensor in tensors]
+        shelf.give_back(reader, engine.module)
+        return adapter, config
     return _sent(shelf, engine.module, reader, tensors), config
 
 
