@@ -147,7 +147,7 @@ class Shelf:
         there = {key for key, storage in self._storages(owner) if _is_on_gpu(storage)}
         if self.is_complete(owner):
             return None
-        with engines.tagged(self.tag):
+        with _region(self.tag):
             done = original(*arguments, **keywords)
         self.fill(owner, there)
         return done
@@ -297,6 +297,14 @@ def _state(optimizer: Any) -> Iterator[Any]:
         yield from filter(is_tensor, state.values())
 
 
+@contextlib.contextmanager
+def _region(tag: str) -> Iterator[None]:
+    """Inside, torch neither uses its other free blocks nor returns them if memory runs out: it does so only outside of a pool."""
+    _return_free_blocks()
+    with engines.tagged(tag):
+        yield
+
+
 def _return_free_blocks() -> None:
     torch = vramctl._torch.loaded()
     if torch is not None:
@@ -323,7 +331,7 @@ def _build(original: engines.Function, engine: Any, *arguments: Any, **keywords:
         return original(engine, *arguments, **keywords)
     name = _name(engine)
     parameters, state = Shelf(f"{name}_params", _parameters), Shelf(f"{name}_optimizer", _state)
-    with engines.tagged(parameters.tag):
+    with _region(parameters.tag):
         done = original(engine, *arguments, **keywords)
     if engine.optimizer is None or getattr(engine, "_uses_fsdp2_cpu_offload_policy", False):
         return done  # only now is it known that torch offloads it
