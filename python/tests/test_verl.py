@@ -441,8 +441,8 @@ class FlatModule:
 
 
 class Optimizer:
-    def __init__(self) -> None:
-        self.state: dict[int, dict[str, Any]] = {}
+    def __init__(self, state: Any = ()) -> None:
+        self.state: dict[int, dict[str, Any]] = dict(state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -467,6 +467,7 @@ class Verl(Engine):
     """An actor of three parameters and its optimizer."""
 
     module: Any = Module
+    optimizer: Any = Optimizer
     is_late = False
     #: Whether this version exports shards, too.
     has_shards = True
@@ -507,7 +508,7 @@ class Verl(Engine):
             if policy:
                 engine._is_offload_param = engine._is_offload_optimizer = False
                 engine._uses_fsdp2_cpu_offload_policy = True
-            return self.module(self.gpu), Optimizer()
+            return self.module(self.gpu), self.optimizer()
 
         engine = self.impl.FSDPEngine(build, config, **settings)
         engine.initialize()
@@ -610,6 +611,15 @@ class Steps(Verl):
         engine = self.settled()
         self.step(engine, 3)
         self.assertNotIn("host memory returned", self.gpu.log)
+
+    def test_an_optimizer_that_makes_its_state_at_once(self):
+        # Adagrad: verl offloads the parameters first, in whose region it is.
+        self.optimizer = lambda: Optimizer({number: {"exp_avg": tensor(self.gpu, 0)} for number in range(3)})
+        engine = self.actor()
+        for value in (1, 2):
+            self.step(engine, value)
+        self.assertEqual({one["exp_avg"].storage.tag for one in engine.optimizer.state.values()}, {"actor_optimizer"})
+        self.assertEqual(self.contents(engine)[3:], [2] * 3)
 
     def test_torch_s_free_blocks_go_back_before_a_region(self):
         # Such as those of the reference model, which verl builds first.

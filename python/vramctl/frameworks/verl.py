@@ -335,6 +335,9 @@ def _build(original: engines.Function, engine: Any, *arguments: Any, **keywords:
         done = original(engine, *arguments, **keywords)
     if engine.optimizer is None or getattr(engine, "_uses_fsdp2_cpu_offload_policy", False):
         return done  # only now is it known that torch offloads it
+    if engine.is_optimizer_offload_enabled:
+        # Adagrad makes its state at once, in the parameters' region. verl offloads it next, but the parameters before it.
+        importlib.import_module(MOVES).offload_fsdp_optimizer(engine.optimizer)
     _shelves[engine.module], _shelves[engine.optimizer] = parameters, state
     parameters.fill(engine.module)
     if "VRAMCTL_RETAIN" not in os.environ:
