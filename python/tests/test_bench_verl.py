@@ -180,6 +180,9 @@ class Deriving(unittest.TestCase):
         self.assertEqual([used // GIB for used in figures["residue"]], [2, 3])
         later = report.digest(mode, 1)
         self.assertEqual([used // GIB for used in later["residue"]], [3], "the first step is warm-up")
+        ranks = sorted([*found, *({**one, "pid": one["pid"] + 10} for one in found)], key=lambda one: one["began"])
+        later_of_two = report.digest({**mode, "events": ranks}, 1)
+        self.assertEqual([used // GIB for used in later_of_two["residue"]], [3] * 2, "each rank sends the weights")
         loads = later["transitions"]["trainer: parameters in"]
         self.assertEqual((loads["times"], loads["seconds"], loads["bytes"]), (1, 0.5, 8 * GIB))
         self.assertEqual(later["transitions"]["vLLM: sleep level 2"]["bytes"], 57 * GIB)

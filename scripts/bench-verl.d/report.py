@@ -262,9 +262,13 @@ def transitions(found, warm):
 
 
 def first_after(found, warm):
-    """When the first `warm` steps have ended: with the weights sent. They are also sent once before the first step."""
-    sent = sorted(one["began"] + one["seconds"] for one in found if one["what"] == SYNC)
-    return sent[min(warm, len(sent) - 1)] if sent and warm else 0.0
+    """When the first `warm` steps have ended: with the weights sent, by each of the trainer's processes. They are also sent once before the
+    first step."""
+    sent = {}
+    for one in found:
+        if one["what"] == SYNC:
+            sent.setdefault(one["pid"], []).append(one["began"] + one["seconds"])
+    return max((sorted(ends)[min(warm, len(ends) - 1)] for ends in sent.values()), default=0.0) if warm else 0.0
 
 
 def residue(found, warm):
