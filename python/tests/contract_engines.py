@@ -638,6 +638,8 @@ class Contract(test_engines.Engine):
             "scripts/bench-verl tells phases by it",
         )
         self.assertIsNotNone(found.node(verl.ENGINE, "FSDPEngine.optimizer_step"))
+        for name in ("offload_fsdp_model_to_cpu", "load_fsdp_model_to_gpu"):
+            self.assertIn("_lazy_init(model, model)", found.source(verl.MOVES, name))
         settings = found.source("verl.workers.config.model", "HFModelConfig.__post_init__")
         self.assertIn("import_external_libs(self.external_lib)", settings)
         build = found.source(verl.ENGINE, "FSDPEngine._build_model_optimizer")
@@ -697,13 +699,12 @@ from __future__ import annotations
 import torch
 dist = torch.distributed
 from typing import Optional
-from test_verl import DTensor
+from test_verl import DTensor, lazy_init as _lazy_init
 class Version(type):
     def __instancecheck__(cls, one): return one.version == cls.number
 class FSDP(metaclass=Version): number = 1
 class FSDPModule(metaclass=Version): number = 2
 calls = []
-_lazy_init = lambda *_: None
 get_torch_device = lambda: torch.cuda
 get_device_id = get_device_name = lambda: "cuda"
 """

@@ -234,6 +234,7 @@ VERL = {
     "verl/workers/engine/fsdp/__init__.py": "",
     "verl/utils/__init__.py": "",
     "verl/utils/fsdp_utils.py": """
+        from test_verl import lazy_init as _lazy_init
         calls = []
         def fsdp_version(model): return model.version
         def offload_fsdp_model_to_cpu(model, empty_cache=True):
@@ -409,6 +410,7 @@ class FlatModule:
 
     version = 1
     _is_root = True
+    is_initialized = False
 
     def __init__(self, gpu: Gpu) -> None:
         self._all_handles = [Handle(FlatParameter(tensor(gpu, f"p{number}"))) for number in range(3)]
@@ -447,6 +449,11 @@ class Optimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [{"params": list(self.state)}]
+
+
+def lazy_init(state: Any, root: Any) -> None:
+    """FSDP1's."""
+    root.is_initialized = True
 
 
 class CheckpointManager:
@@ -822,6 +829,18 @@ class ExportOfFsdp1(Export):
         tensors, _ = engine.get_per_tensor_param()
         for _, one in tensors:
             self.assertIsNone(one.storage.tag)
+
+    def test_the_root_is_initialized_before_the_first_forward_pass(self):
+        # With `layered_summon`, verl gathers an adapter layer by layer, and a layer does not initialize the root.
+        engine = self.actor()
+        engine.module.peft_config = {"default": types.SimpleNamespace(to_dict=lambda: {})}
+
+        def collect(module: Any, **_: Any) -> Any:
+            self.assertTrue(module.is_initialized)
+            return {"a": tensor(self.gpu, "a", "cpu")}
+
+        mock.patch.object(self.impl, "collect_lora_params", collect, create=True).start()
+        self.assertEqual(len(dict(engine.get_per_tensor_param(base_sync_done=True)[0])), 1)
 
 
 class Copies(Verl):

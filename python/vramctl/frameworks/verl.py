@@ -268,8 +268,11 @@ def _is_on_gpu(storage: Any) -> bool:
 
 def _parameters(module: Any) -> Iterator[Any]:
     """What `offload_fsdp_model_to_cpu` moves."""
-    version = importlib.import_module(MOVES).fsdp_version(module)
+    moves = importlib.import_module(MOVES)
+    version = moves.fsdp_version(module)
     if version == 1:
+        # verl's functions also initialize FSDP1's root, which its layers rely on: an adapter may be sent before the first forward pass.
+        moves._lazy_init(module, module)
         # FSDP1 keeps parameters in flat ones; verl leaves buffers and gradients where they are, and parameters to torch's CPUOffload.
         for part in module.modules():
             handle = getattr(part, "_handle", None)
