@@ -949,6 +949,17 @@ class Checkpoints(Verl):
 
 
 class Fallbacks(Verl):
+    def test_a_little_that_is_made_anew_stays_in_gpu_memory(self):
+        engine = self.settled()
+        for made, calls in ((4096, []), (GIB, ["offload model"])):
+            engine.to("cuda")
+            engine.module.extra = [tensor(self.gpu, "rotary", nbytes=made)]
+            self.forget()
+            engine.to("cpu", optimizer=False)
+            self.assertEqual(self.moves.calls, calls)
+        engine.to("cuda", optimizer=False)
+        self.assertEqual(engine.module.extra[0].read(), "rotary")
+
     def test_a_gradient_goes_along_with_fsdp2_s_parameters_by_verl_s_own_function(self):
         engine = self.settled()
         engine.to("cuda")

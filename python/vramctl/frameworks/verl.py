@@ -7,8 +7,8 @@ verl imports it in each process that reads the model's configuration, most of wh
 An engine has two shelves: its parameters and its optimizer's state, each with a tag. verl builds the parameters inside a region of
 their tag; the optimizer's state comes into its region when verl's own function first loads it. From then on, an offload is a pause of
 the tag and a load is a resume. Before each offload, the shelf checks that all tensors that verl would move are where that put them.
-If one is not (new state from a checkpoint or the first `optimizer.step()`, a gradient that FSDP2 would move along, an offload policy
-of torch's), verl's own function runs, and the next load fills the shelf again.
+If more than a little is not (new state from a checkpoint or the first `optimizer.step()`, a gradient that FSDP2 would move along, an
+offload policy of torch's), verl's own function runs, and the next load fills the shelf again.
 
 Buckets that go to the rollout by CUDA IPC, gradients, and activations stay in torch's default pool: verl frees them, and each offload
 returns torch's free blocks, or vLLM would not get the memory (verl#6912). A full garbage collection is not worth its time there, as
@@ -89,6 +89,8 @@ HOOKS = (BUILD, OFFLOAD, LOAD, EXPORT, SAVE, COPY, SETTINGS)
 
 #: Seconds to wait at a resume for memory that vLLM has released but the driver has not yet returned.
 _PATIENCE = 30.0
+#: Bytes that are not worth verl's own offload.
+_LITTLE = 1 << 20
 
 
 def install() -> None:
@@ -167,9 +169,12 @@ class Shelf:
             )
 
     def is_complete(self, owner: Any) -> bool:
-        """Whether there is something to move, and all of it is on this shelf."""
-        storages = list(self._storages(owner))
-        return bool(storages) and all(self._has(key, storage) for key, storage in storages)
+        """Whether there is something to move, and all of it is on this shelf, except for a little that may as well stay in GPU memory: some
+        models make their rotary cache anew in each forward pass."""
+        storages = dict(self._storages(owner))
+        others = [storage for key, storage in storages.items() if not self._has(key, storage)]
+        is_little = all(map(_is_on_gpu, others)) and sum(storage.nbytes() for storage in others) < _LITTLE
+        return len(others) < len(storages) and is_little
 
     def pause(self) -> None:
         if self._is_new:
