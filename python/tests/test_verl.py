@@ -830,6 +830,27 @@ class ExportOfFsdp1(Export):
         for _, one in tensors:
             self.assertIsNone(one.storage.tag)
 
+    def test_verl_s_functions_move_the_parameters(self):
+        # scripts/bench-verl times them by the engine's names.
+        engine = self.settled()
+
+        def note(name: str) -> None:
+            function = getattr(self.impl, name)
+
+            def noted(module: Any) -> None:
+                self.gpu.log.append((name,))
+                function(module)
+
+            mock.patch.object(self.impl, name, noted).start()
+
+        note("load_fsdp_model_to_gpu")
+        note("offload_fsdp_model_to_cpu")
+        self.values(engine.get_per_tensor_param()[0])
+        load, offload = ("load_fsdp_model_to_gpu",), ("offload_fsdp_model_to_cpu",)
+        self.assertEqual(
+            self.gpu.transitions(), [load, ("resume", "actor_params"), offload, offload, ("pause", "actor_params")]
+        )
+
     def test_the_root_is_initialized_before_the_first_forward_pass(self):
         # With `layered_summon`, verl gathers an adapter layer by layer, and a layer does not initialize the root.
         engine = self.actor()

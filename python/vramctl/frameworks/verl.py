@@ -209,7 +209,7 @@ class Shelf:
         """The reader has finished. If it was the last, the offload that had to wait for it follows."""
         self._readers.discard(reader)
         if self._is_due and not self._readers:
-            importlib.import_module(MOVES).offload_fsdp_model_to_cpu(owner)
+            importlib.import_module(ENGINE).offload_fsdp_model_to_cpu(owner)
 
     def to_host(self, owner: Any, offload: engines.Function) -> None:
         """Leaves the tensors as verl's own offload does, in host memory, if they are paused."""
@@ -405,7 +405,7 @@ def _export(original: engines.Function, engine: Any, *arguments: Any, **keywords
     if shelf is None:
         return original(engine, *arguments, **keywords)
     reader = shelf.reader()
-    if shelf.resume():
+    if importlib.import_module(MOVES).fsdp_version(engine.module) == 2 and shelf.resume():  # verl loads those of FSDP1
         shelf._is_due = True
     tensors, config = original(engine, *arguments, **keywords)
     if not isinstance(tensors, Iterator):
