@@ -180,8 +180,10 @@ class Shelf:
         if self._is_new:
             _return_host_memory()
             self._is_new = False
-        vramctl.pause(self.tag, live_only=False)  # what the pool holds besides is too little to look for
+        # First, or those of the tag's pool would be copied, such as gradients that FSDP2 had moved along. What it holds besides is too little
+        # to look for.
         _return_free_blocks()
+        vramctl.pause(self.tag, live_only=False)
 
     def resume(self) -> bool:
         """Whether any of it was paused. An exception from here ends verl's step: nothing else could be done with paused memory."""
