@@ -501,7 +501,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
         assert_eq!(ran.code == Some(0), all_well, "{told}");
         let processes = if all_well { "3 processes, " } else { "2 of 3 processes, " };
         assert_eq!(ran.out.contains(&format!("{verb}d job engine: {processes}")), done, "{told}");
-        assert_eq!(ran.err.contains(&format!("job engine: nothing was {verb}d")), !done, "{told}");
+        assert_eq!(ran.err.contains(&format!("job engine: nothing was {verb}d; its other processes ")), !done, "{told}");
         let culprit = if moment.request == "abort" { &ranks[2] } else { &ranks[1] };
         let why = match event {
             Event::RankStopped if moment.request != "abort" => "no answer within",

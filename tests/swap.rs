@@ -381,11 +381,58 @@ fn jobs_of_several_ranks_change_places() {
     let ran = swap.go_on();
     assert_eq!(machine.settled(&a.each_ref()), "active", "{}{}", ran.out, ran.err);
     assert_eq!(machine.settled(&[&b[0]]), "paused, held", "{}{}", ran.out, ran.err);
-    ran.expect(1, "", "job a runs on, job b stays paused, with its contents");
+    let without = format!("job a runs on, job b (without pid {}, which has ended) stays paused, with its contents", b[1].pid());
+    ran.expect(1, "", &without);
     a.iter_mut().for_each(Program::verify);
     machine.vramctl("pause a").expect(0, "", "");
     machine.vramctl("resume b").expect(0, "", "");
     b[0].verify();
+}
+
+/// Whoever has ended does not run on, is not paused, and cannot be resumed.
+#[test]
+fn nothing_is_said_of_a_job_that_has_ended_but_that() {
+    let (machine, mut a, mut b) = one_of_two();
+    let swap = Halted::at((0, "prepare", false), &machine, [&a, &b]);
+    a.kill();
+    b.kill();
+    let ran = swap.go_on().expect(1, "", "note: job a has ended, job b has ended\n");
+    assert!(!ran.text().contains("swapped in"), "{ran:?}");
+
+    let (machine, mut a, mut b) = one_of_two();
+    let swap = Halted::at((1, "commit", false), &machine, [&a, &b]);
+    a.kill();
+    b.kill();
+    swap.go_on().expect(1, "", "note: job b has ended; job a has ended, too\n");
+}
+
+/// A process of the job that leaves has ended: it is not among those that run on, and its job goes on with a loss.
+#[test]
+fn a_swap_says_which_processes_of_a_job_have_ended() {
+    let mut machine = Machine::new();
+    machine.memory = "128M";
+    machine.engine_mib = [24, 16];
+    let b = machine.engine("b");
+    machine.done("pause b");
+    let mut a: [Program; 2] = machine.job("a");
+    let swap = Halted::at((0, "prepare", false), &machine, a.iter().chain([&b]));
+    a[0].kill();
+    let told = format!("note: job a (without pid {}, which has ended) runs on, job b stays paused, with its contents\n", a[0].pid());
+    let ran = swap.go_on().expect(1, "", &told);
+    assert!(!ran.err.contains("go on as before"), "{ran:?}");
+    assert_eq!(machine.settled(&[&a[1]]), "active");
+}
+
+/// It was there before, so nothing has to be resumed.
+#[test]
+fn a_job_that_runs_already_runs_if_the_other_one_ends() {
+    let mut machine = Machine::new();
+    machine.engine_mib = [24, 16];
+    let (mut a, b) = (machine.engine("a"), machine.engine("b"));
+    let swap = Halted::at((0, "prepare", false), &machine, [&a, &b]);
+    a.kill();
+    swap.go_on().expect(1, "", "note: job a has ended; job b runs\n");
+    assert_eq!(machine.settled(&[&b]), "active");
 }
 
 const MIB: u64 = 1 << 20;

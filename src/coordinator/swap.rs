@@ -31,7 +31,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::Duration;
 use vramctl_driver as driver;
-use vramctl_model::{Bytes, DeviceStatus, Lacking, TagState, TagStatus, TransitionRequest};
+use vramctl_model::{Bytes, DeviceStatus, Lacking, TagState, TagStatus, TransitionRequest, Verb};
 
 /// What a swap will do.
 pub struct Swap {
@@ -188,11 +188,13 @@ impl Swap {
         // The driver may not have cleared the memory of the job that has ended yet.
         let deadline = Deadline::new(Some(self.next_piece_within()));
         let came = plan.resume_of_due(deadline).map(|plan| plan.run(&Consent::default(), reporter));
-        let runs = came.as_ref().is_some_and(|came| came.processes.iter().all(|one| one.result.is_ok()));
-        let text = if runs {
-            format!("{} runs", who(plan))
-        } else {
-            format!("{} is paused, with its contents; to bring it back: `{}`", who(plan), resume_command(plan))
+        // It ran before, with all that was meant.
+        let nothing_to_come = plan.operation().verb == Verb::Resume && plan.due_tags().is_empty();
+        let runs = came.as_ref().map_or(nothing_to_come, |came| came.processes.iter().all(|one| one.result.is_ok()));
+        let text = match () {
+            () if has_ended(plan) => format!("{} has ended, too", who(plan)),
+            () if runs => format!("{} runs", who(plan)),
+            () => format!("{} is paused, with its contents; to bring it back: `{}`", who(plan), resume_command(plan)),
         };
         (text, came)
     }
@@ -285,15 +287,21 @@ fn room_on<'a>(rooms: &'a mut BTreeMap<String, Room>, device: &DeviceStatus, pla
     Some(rooms.entry(uuid).or_insert(empty))
 }
 
-/// The jobs of a plan, in words.
+/// The jobs of a plan, in words, and which processes they have lost, unless they have ended as a whole.
 fn who(plan: &Plan) -> String {
     let jobs: BTreeSet<_> = plan.processes().map(Process::job_or_itself).collect();
-    jobs.into_iter().collect::<Vec<_>>().join(", ")
+    let jobs = jobs.into_iter().collect::<Vec<_>>().join(", ");
+    let (ended, live): (Vec<_>, Vec<_>) = plan.processes().map(|process| process.pid).partition(|pid| plan.found().has_ended(*pid));
+    if ended.is_empty() || live.is_empty() {
+        return jobs;
+    }
+    let ended: Vec<_> = ended.iter().map(ToString::to_string).collect();
+    format!("{jobs} (without pid {}, which has ended)", ended.join(", "))
 }
 
-/// The processes of a plan as they are now.
+/// The processes of a plan that live, as they are now.
 fn now(plan: &Plan) -> Vec<Process> {
-    let pids: Vec<_> = plan.processes().map(|process| process.pid).collect();
+    let pids: Vec<_> = plan.processes().map(|process| process.pid).filter(|pid| !plan.found().has_ended(*pid)).collect();
     plan.found().look_again(&pids)
 }
 
@@ -307,6 +315,9 @@ fn resume_command(plan: &Plan) -> String {
 
 /// How OUT is after an undone swap.
 fn after_undoing(plan: &Plan) -> String {
+    if has_ended(plan) {
+        return format!("{} has ended", who(plan));
+    }
     let due = plan.due_tags();
     let is_away = |process: &Process| {
         let is_away = |tag: &TagStatus| due.contains(&*tag.tag) && (tag.state.is_under_way() || tag.paused_bytes > tag.self_paused_bytes);

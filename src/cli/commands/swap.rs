@@ -92,13 +92,19 @@ pub fn swap(args: &Args) -> Result<Exit, CommandError> {
     ui.show(&plan.plans());
     let swapped = plan.run(&consent, &*ui);
     ui.end();
-    print(&plan, &swapped, &ui)
+    print(&plan, swapped, &ui)
 }
 
-fn print(plan: &Swap, swapped: &Swapped, ui: &Ui) -> Result<Exit, CommandError> {
+fn print(plan: &Swap, mut swapped: Swapped, ui: &Ui) -> Result<Exit, CommandError> {
     if ui.json {
-        output::print(&format!("{}\n", json_of(swapped)))?;
+        output::print(&format!("{}\n", json_of(&swapped)))?;
     } else {
+        if swapped.whereabouts.is_some() {
+            // That says how each job is.
+            for outcome in [&mut swapped.left, &mut swapped.came] {
+                outcome.jobs.retain(|job| job.committed);
+            }
+        }
         for (plan, outcome) in plan.plans().into_iter().zip([&swapped.left, &swapped.came]) {
             answers::print(plan, outcome, ui)?;
         }

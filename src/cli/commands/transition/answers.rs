@@ -8,7 +8,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::{Hold, Operation, Outcome, Plan, Scope, shared};
-use vramctl_model::{Bytes, Registered, Report, Verb};
+use vramctl_model::{Bytes, Kind, Registered, Report, Verb};
 
 /// Prints what came of the plan. Returns the exit code.
 pub fn print(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<Exit, CommandError> {
@@ -151,9 +151,13 @@ impl Printing<'_> {
             return if self.quiet { Ok(()) } else { output::say(&job_text(self.verb(), job, processes)) };
         }
         let name = job.job.as_deref().unwrap_or_default();
+        let mut failures = processes.iter().filter(|one| job.pids.contains(&one.process.pid)).filter_map(|one| one.result.as_ref().err());
+        // It has ended, or does not answer.
+        let is_lost = |failure: &CommandError| matches!(failure, CommandError::Here { .. }) || failure.is(Kind::Ending);
+        let others = if failures.any(is_lost) { "other " } else { "" };
         let left = match self.verb() {
-            Verb::Pause => "nothing was paused; its processes go on as before",
-            Verb::Resume => "nothing was resumed; its processes stay as they were, and can be resumed again",
+            Verb::Pause => format!("nothing was paused; its {others}processes go on as before"),
+            Verb::Resume => format!("nothing was resumed; its {others}processes stay as they were, and can be resumed again"),
         };
         output::complain("note", &format!("job {name}: {left}"));
         Ok(())
