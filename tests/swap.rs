@@ -435,6 +435,25 @@ fn a_job_that_runs_already_runs_if_the_other_one_ends() {
     assert_eq!(machine.settled(&[&b]), "active");
 }
 
+/// As on a machine of which one GPU is in trouble. Nothing but NVML's figures is missing.
+#[test]
+fn a_command_ends_without_an_answer_of_nvml() {
+    let (machine, mut a, mut b) = one_of_two();
+    let folder = machine.folder.path().join("silent");
+    fs::create_dir(&folder).unwrap();
+    common::compile(&folder.join("libnvidia-ml.so.1"), &["silent_nvml.c"], &common::SHARED);
+    let libraries = format!("{}:{}", folder.display(), common::simulated_libraries().display());
+    let vramctl = |words: &str| {
+        let words: Vec<_> = ["60", common::command_line()].into_iter().chain(words.split(' ')).collect();
+        Ran::of(machine.command("timeout", &words).env("LD_LIBRARY_PATH", &libraries))
+    };
+    vramctl("swap a b").expect(0, "swapped in ", "NVML has not answered within");
+    b.verify();
+    vramctl("pause b").expect(0, "paused ", "NVML has not answered within");
+    vramctl("resume a").expect(0, "resumed ", "");
+    a.verify();
+}
+
 const MIB: u64 = 1 << 20;
 /// Plenty of host memory.
 const PLENTY: u64 = 1 << 34;

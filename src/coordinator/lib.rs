@@ -8,6 +8,7 @@ pub mod communicators;
 pub mod deadline;
 pub mod engine;
 pub mod failure;
+mod figures;
 pub mod forecast;
 pub mod gpus;
 mod job;

@@ -22,6 +22,14 @@ pub struct Outcome {
     pub jobs: Vec<JobOutcome>,
 }
 
+impl Outcome {
+    /// The processes of which a pause has taken memory.
+    pub fn paused(&self) -> impl Iterator<Item = &Process> {
+        let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
+        self.processes.iter().filter(is_paused).map(|one| &one.process)
+    }
+}
+
 /// What came of it for one process.
 #[derive(Debug)]
 pub struct ProcessOutcome {

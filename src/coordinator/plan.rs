@@ -6,6 +6,7 @@ use crate::communicators::Elsewhere;
 use crate::deadline::Deadline;
 use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
+use crate::figures::Figures;
 use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank};
 use crate::operation::{Operation, PauseOptions, Scope};
@@ -19,7 +20,6 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::protocol::{self, Refusal};
-use vramctl_driver as driver;
 use vramctl_model::{Error, Kind, NCCL, Registered, Report, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
@@ -275,31 +275,21 @@ impl Plan {
 
     /// Pauses or resumes all groups at once, each as a whole or not at all.
     pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Outcome {
-        let is_pause = self.operation.verb == Verb::Pause;
+        let figures = (self.operation.verb == Verb::Pause).then(|| self.figures());
         let reports: Vec<_> = thread::scope(|scope| {
-            if is_pause {
-                scope.spawn(|| self.prepare_nvml());
-            }
             let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.run_group(group, consent, reporter))).collect();
             threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
         });
         let outcome = self.outcome(reports);
-        if is_pause {
-            self.send_nvml_figures(&outcome);
+        if let Some(figures) = figures {
+            figures.send(outcome.paused(), reporter);
         }
         outcome
     }
 
-    /// So that [`send_nvml_figures`](Self::send_nvml_figures) is fast. Takes a while, so it happens during the pause.
-    pub(crate) fn prepare_nvml(&self) {
-        let gpus: BTreeSet<_> = self.processes().flat_map(Process::gpus).collect();
-        driver::keep_nvml(gpus);
-    }
-
-    /// After a pause.
-    pub(crate) fn send_nvml_figures(&self, outcome: &Outcome) {
-        let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
-        self.found.send_nvml_figures(outcome.processes.iter().filter(is_paused).map(|one| &one.process));
+    /// NVML's, for a pause that begins.
+    pub(crate) fn figures(&self) -> Figures {
+        Figures::prepare(&self.found, self.processes())
     }
 
     fn run_group(&self, group: &Group<Borrower>, consent: &Consent, reporter: &dyn Reporter) -> JobReport {

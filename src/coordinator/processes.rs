@@ -20,7 +20,7 @@ use vramctl_control::address::{ListenerName, hidden};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{ProcessStatus, Refusal};
-use vramctl_driver::{self as driver, uuid_of_index};
+use vramctl_driver::uuid_of_index;
 use vramctl_host::system::program_of;
 use vramctl_host::worker::with_signals_blocked;
 use vramctl_model::{Error, checked_name, short_uuid};
@@ -266,24 +266,6 @@ impl Found {
     ) -> Result<Option<Place>, Box<Refusal>> {
         let Some(directory) = &self.directory else { return Ok(None) };
         ticket.queue(directory, deadline, turn_within, &mut |ahead| reporter.queued(ahead))
-    }
-
-    /// Sends processes that have just been paused NVML's figures for them, because they do not ask NVML themselves after a pause.
-    pub fn send_nvml_figures<'a>(&self, paused: impl Iterator<Item = &'a Process>) {
-        let mut holders = BTreeMap::new();
-        for process in paused {
-            let own = |uuid: &str| {
-                let holders = holders.entry(uuid.to_owned()).or_insert_with(|| driver::holders_of(uuid));
-                let bytes = holders.iter().find(|holder| holder.pid == process.pid)?.bytes?;
-                Some((uuid.to_owned(), bytes))
-            };
-            let gpus: BTreeMap<_, _> = process.gpus().filter_map(own).collect();
-            if gpus.is_empty() {
-                continue;
-            }
-            // Errors do not matter: the process has ended.
-            let _ = self.connect(process.pid).and_then(|mut client| client.counted(gpus));
-        }
     }
 
     /// The message for "no managed process", with likely reasons.

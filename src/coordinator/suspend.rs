@@ -4,6 +4,7 @@ use crate::Reporter;
 use crate::checkpoint::{self, Checkpoint, Member, Transitioned};
 use crate::deadline::Deadline;
 use crate::failure::CommandError;
+use crate::figures::Figures;
 use crate::forecast::Forecast;
 use crate::operation::Operation;
 use crate::outcome::{Outcome, ProcessOutcome};
@@ -66,11 +67,12 @@ impl Suspend {
         // Loading the driver takes a while, so it happens during the pause.
         let machine = self.checkpoint.found.machine();
         let loading = thread::spawn(move || checkpoint::load(machine));
+        let figures = Figures::prepare(&self.checkpoint.found, self.checkpoint.members.iter().map(|member| &member.process));
         let borrowers = self.borrowers.take();
         let paused = self.checkpoint.transition(Verb::Pause, &self.request, borrowers, reporter);
+        let taken = self.checkpoint.members.iter().filter(|member| member.done.bytes() > 0);
+        figures.send(taken.map(|member| &member.process), reporter);
         let Transitioned { borrowers: held, waited } = paused.map_err(|failure| self.advise(failure))?;
-        let Checkpoint { found, members, .. } = &self.checkpoint;
-        found.send_nvml_figures(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
         for (process, report) in &held {
             reporter.done(&shared::text(process, report));
         }

@@ -141,17 +141,15 @@ impl Swap {
         job.ticket.clone_from(&others.ticket);
         let count = job.ranks.len();
         job.ranks.extend(others.ranks);
-        let mut report = thread::scope(|scope| {
-            scope.spawn(|| leaving.prepare_nvml());
-            job.run(reporter)
-        });
+        let figures = leaving.figures();
+        let mut report = job.run(reporter);
         let committed = report.committed;
         let came = report.share(count);
         let (left, came) = (leaving.outcome_as_one(report), coming.outcome_as_one(came));
         let taken = left.processes.iter().filter_map(|one| one.report()).map(|report| report.host_taken_bytes).max();
         let host_peak = passing.as_ref().zip(taken).map(|(passing, taken)| passing.given + taken);
         let mut swapped = Swapped { left, came, committed, whereabouts: None, host_peak };
-        leaving.send_nvml_figures(&swapped.left);
+        figures.send(swapped.left.paused(), reporter);
         self.after_deaths(&mut swapped, reporter);
         swapped
     }
