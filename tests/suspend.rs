@@ -1009,6 +1009,20 @@ fn an_impossible_move_is_refused_before_anything_changes() {
     other.is_well();
 }
 
+/// It stays paused, so it needs no room where the job goes.
+#[test]
+fn memory_that_a_job_has_paused_itself_is_not_in_the_way_of_its_move() {
+    let machine = Machine::with_gpus(2);
+    let mut engine = machine.start("engine", "engine_regions --weights-mib 48 --kv-mib 64");
+    let other = machine.hog(1, 100);
+    machine.vramctl("move engine --to 1").expect(4, "", "Nothing has changed");
+    assert_eq!(engine.ask("pause kv_cache"), "paused kv_cache");
+    machine.vramctl("move engine --to 1").expect(0, "moved engine", "");
+    drop(other);
+    assert_eq!(engine.ask("resume kv_cache"), "resumed kv_cache");
+    engine.verify();
+}
+
 #[test]
 fn a_job_changes_places_with_a_whole_job_only() {
     let machine = Machine::with_gpus(2);

@@ -435,6 +435,22 @@ fn a_job_that_runs_already_runs_if_the_other_one_ends() {
     assert_eq!(machine.settled(&[&b]), "active");
 }
 
+/// What the job that comes has paused itself needs no room, unless its tag is named.
+#[test]
+fn memory_that_a_job_has_paused_itself_takes_no_room() {
+    let (machine, _a, mut b) = one_of_two();
+    machine.done("swap a b");
+    assert_eq!(b.ask("pause kv_cache"), "paused kv_cache");
+    machine.done("swap b a");
+    // 90 MiB would not fit, and 58 do.
+    let named = "swap a b --out-tags kv_cache --in-tags default,kv_cache,weights";
+    machine.vramctl(named).expect(4, "", "90.00 MiB would come, 32.00 MiB would leave");
+    machine.vramctl("swap a b --out-tags kv_cache").expect(0, "resumed default, weights of b", "");
+    machine.done("pause a");
+    assert_eq!(b.ask("resume kv_cache"), "resumed kv_cache");
+    b.verify();
+}
+
 /// As on a machine of which one GPU is in trouble. Nothing but NVML's figures is missing.
 #[test]
 fn a_command_ends_without_an_answer_of_nvml() {
@@ -706,6 +722,35 @@ fn two_jobs_go_back_by_themselves_on_a_small_host() {
         host.leave(PLENTY);
         check_both(&machine, &mut a, &mut b);
     });
+}
+
+/// The contents of what a program has paused itself do not go over: saved again, they would be paused by others.
+#[test]
+fn what_a_program_has_paused_itself_is_so_after_an_undone_swap() {
+    let mut machine = Machine::new();
+    machine.memory = "240M";
+    let host = SmallHost::on(&machine);
+    let start = |name| machine.start_with(name, "engine_regions --weights-mib 160 --kv-mib 8 --layers 8", |command| host.join(command));
+    let mut b = start("b");
+    assert_eq!(b.ask("pause default"), "paused default");
+    machine.done("pause b");
+    let mut a = start("a");
+    host.leave(128 * MIB);
+    let self_paused = || {
+        let told = machine.status("b")["processes"][0]["tags"][0].clone();
+        (told["tag"].clone(), told["self_paused_bytes"].clone())
+    };
+    let before = self_paused();
+    assert!(before.1.as_u64().is_some_and(|bytes| bytes > 0), "{before:?}");
+    host.fail(&b, "cuMemcpyHtoDAsync_v2", 8, 999, 1);
+    let swap = machine.vramctl("swap a b --in-tags default,kv_cache,weights");
+    swap.expect(1, "", "job a runs on, job b stays paused, with its contents");
+    assert_eq!(self_paused(), before);
+    host.leave(PLENTY);
+    machine.done("swap a b --in-tags default,kv_cache,weights");
+    b.verify();
+    machine.done("swap b a");
+    a.verify();
 }
 
 /// A third program takes what is free on the host. Both jobs stay held, with their contents, and go back as soon as there is room.
