@@ -451,6 +451,41 @@ fn memory_that_a_job_has_paused_itself_takes_no_room() {
     b.verify();
 }
 
+/// What others have open or registered goes at the commit, and what is kept does not go: neither makes room for the other job. Without a refusal
+/// at the start, that job would wait for it, while the one that leaves is held.
+#[test]
+fn what_goes_late_or_not_at_all_makes_no_room() {
+    let machine = Machine::with(1, "128M");
+    let mut b = machine.python("b");
+    b.number(&format!("malloc({})", 90 * MIB));
+    machine.done("pause b");
+    let (mut a, mut a2) = (machine.python("a"), machine.python("a"));
+    let [pointer, _] = [50, 40].map(|mib| a.number(&format!("malloc({})", mib * MIB)));
+    let refused = |words: &str, said: &str| {
+        let dry = machine.vramctl(&format!("swap a b {words} --dry-run"));
+        let ran = machine.vramctl(&format!("swap a b {words}")).expect(4, "", said).expect(4, "", "Nothing has changed");
+        assert_eq!((dry.code, dry.err), (ran.code, ran.err));
+    };
+    let late = "90.00 MiB would leave (50.00 MiB of them at the commit, because others have it open or registered)";
+    let handle = a.ask(&format!("get({pointer})"));
+    let opened = a2.number(&format!("open_('{handle}')"));
+    refused("", late);
+    assert_eq!(a2.ask(&format!("close({opened})")), "0");
+    let register = |a: &mut Program, pointer| {
+        a.ask(&format!("cuda.cuPointerSetAttribute(ctypes.byref(ctypes.c_int(1)), 6, ctypes.c_uint64({pointer}))"))
+    };
+    assert_eq!(register(&mut a, pointer), "0");
+    refused("--registered keep", "40.00 MiB would leave, and 38.00 MiB are free");
+    refused("--registered take", late);
+    // With less of it, there is room.
+    assert_eq!(a.ask(&format!("free({pointer})")), "0");
+    let [pointer, _] = [20, 30].map(|mib| a.number(&format!("malloc({})", mib * MIB)));
+    assert_eq!(register(&mut a, pointer), "0");
+    let dry = machine.vramctl("swap a b --registered take --dry-run --json").expect(0, "", "").json();
+    assert_eq!((&dry["gpus"][0]["out_bytes"], &dry["gpus"][0]["out_late_bytes"]), (&json!(90 * MIB), &json!(20 * MIB)), "{dry}");
+    machine.vramctl("swap a b --registered take").expect(0, "swapped in ", "");
+}
+
 /// As on a machine of which one GPU is in trouble. Nothing but NVML's figures is missing.
 #[test]
 fn a_command_ends_without_an_answer_of_nvml() {

@@ -8,6 +8,7 @@
 //! A process with memory on several GPUs is refused: it moves its contents in one order, and might wait for the one GPU while the other is free.
 
 use crate::failure::{CommandError, Exit};
+use crate::forecast::Forecast;
 use crate::plan::Plan;
 use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,12 +31,12 @@ pub struct Passing {
 
 impl Passing {
     /// How host memory has to pass for this swap. `None` if the host has room for the contents of both, if others will give OUT some that they
-    /// keep, or if OUT will be refused anyway. `free`: bytes free on each GPU.
-    pub fn of(leaving: &Plan, coming: &Plan, free: &BTreeMap<&str, u64>) -> Result<Option<Self>, CommandError> {
+    /// keep, or if OUT will be refused anyway. `forecast`: of OUT's pause. `free`: bytes free on each GPU.
+    pub fn of(leaving: &Plan, coming: &Plan, forecast: &[Forecast], free: &BTreeMap<&str, u64>) -> Result<Option<Self>, CommandError> {
         let (mut needed, mut available, mut is_refused) = (0, u64::MAX, false);
-        for one in leaving.forecast() {
-            let Some(plan) = one.plan else { return Ok(None) };
-            match one.failure {
+        for one in forecast {
+            let Some(plan) = &one.plan else { return Ok(None) };
+            match &one.failure {
                 Some(CommandError::Refused(refusal)) if refusal.code == Kind::HostMemory => is_refused = true,
                 Some(_) => return Ok(None),
                 None => (),

@@ -31,7 +31,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::Duration;
 use vramctl_driver as driver;
-use vramctl_model::{Bytes, DeviceStatus, Lacking, TagState, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Bytes, DeviceStatus, GpuPlan, Lacking, TagState, TagStatus, TransitionRequest, Verb};
 
 /// What a swap will do.
 pub struct Swap {
@@ -50,6 +50,8 @@ pub struct Room {
     pub free: u64,
     /// Bytes that OUT gives back there.
     pub leaving: u64,
+    /// Of those, bytes that OUT gives back at the commit, because others have them open or registered.
+    pub late: u64,
     /// Bytes that IN needs there, at least.
     pub coming: u64,
     /// Bytes that IN may need there.
@@ -94,12 +96,13 @@ impl Swap {
                 format!("{suspended} is suspended. A swap is of tags; pause the one job, then resume the other. Nothing has changed");
             return Err(CommandError::new(Exit::Failed, text));
         }
-        let room = room(&leaving, &coming);
-        if let Some(short) = room.iter().find(|room| room.coming > room.free + room.leaving) {
+        let forecast = leaving.forecast();
+        let room = room(&leaving, &forecast, &coming);
+        if let Some(short) = room.iter().find(|room| room.coming > (room.free + room.leaving).saturating_sub(room.late)) {
             return Err(CommandError::new(Exit::NoMemory, format!("{short}. Nothing has changed")));
         }
         let free = room.iter().map(|room| (&*room.uuid, room.free)).collect();
-        let passing = Passing::of(&leaving, &coming, &free)?;
+        let passing = Passing::of(&leaving, &coming, &forecast, &free)?;
         Ok(Self { leaving, coming, room, passing })
     }
 
@@ -224,10 +227,12 @@ impl Room {
 
 impl std::fmt::Display for Room {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { uuid, free, leaving, coming, .. } = self;
-        let [free, leaving, coming] = [*free, *leaving, *coming].map(Bytes);
+        let Self { uuid, free, leaving, late, coming, .. } = self;
+        let [free, leaving, late, coming] = [*free, *leaving, *late, *coming].map(Bytes);
+        let late =
+            if late.0 > 0 { format!(" ({late} of them at the commit, because others have it open or registered)") } else { String::new() };
         let gpu = self.index().map_or_else(|| uuid.clone(), |index| format!("GPU {index} ({uuid})"));
-        write!(out, "{gpu}: {coming} would come, {leaving} would leave, and {free} are free")
+        write!(out, "{gpu}: {coming} would come, {leaving} would leave{late}, and {free} are free")
     }
 }
 
@@ -247,15 +252,22 @@ fn coming_bytes(process: &Process, request: &TransitionRequest) -> u64 {
 }
 
 /// What changes hands on each GPU, as the processes see it. Where they do not know what is free, only the attempt shows whether there is room.
-fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
+/// `forecast`: of OUT's pause.
+fn room(leaving: &Plan, forecast: &[Forecast], coming: &Plan) -> Vec<Room> {
     let mut rooms = BTreeMap::<String, Room>::new();
     for process in leaving.processes() {
         let Ok(status) = &process.status else { continue };
         let request = leaving.request();
+        let planned = forecast.iter().find(|one| one.process.pid == process.pid).and_then(|one| one.plan.as_ref());
         for device in &status.memory.devices {
             let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
+            // An older library does not say it by GPU.
+            let by_status = GpuPlan { bytes: device.active_bytes.saturating_sub(not_meant), late_bytes: 0 };
             if let Some(room) = room_on(&mut rooms, device, leaving) {
-                room.leaving += device.active_bytes.saturating_sub(not_meant);
+                let planned = planned.filter(|plan| !plan.gpus.is_empty() || plan.tags.is_empty());
+                let goes = planned.map_or(by_status, |plan| plan.gpus.get(&room.uuid).copied().unwrap_or_default());
+                room.leaving += goes.bytes;
+                room.late += goes.late_bytes;
             }
         }
     }
@@ -281,7 +293,7 @@ fn room(leaving: &Plan, coming: &Plan) -> Vec<Room> {
 /// The room on a GPU. `None` if it is not of the plan, or its process does not know it.
 fn room_on<'a>(rooms: &'a mut BTreeMap<String, Room>, device: &DeviceStatus, plan: &Plan) -> Option<&'a mut Room> {
     let uuid = device.uuid.clone().filter(|uuid| plan.wants(uuid))?;
-    let empty = Room { uuid: uuid.clone(), free: device.free_bytes?, leaving: 0, coming: 0, coming_at_most: 0, kept_at_most: 0 };
+    let empty = Room { uuid: uuid.clone(), free: device.free_bytes?, leaving: 0, late: 0, coming: 0, coming_at_most: 0, kept_at_most: 0 };
     Some(rooms.entry(uuid).or_insert(empty))
 }
 
@@ -364,6 +376,7 @@ mod tests {
             uuid: String::new(),
             free: free * GIB,
             leaving: 47 * GIB,
+            late: 0,
             coming: 16 * GIB,
             coming_at_most: 32 * GIB,
             kept_at_most: 20 * GIB,

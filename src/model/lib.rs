@@ -32,7 +32,7 @@ pub use failure::{Failure, StatusCode, code};
 pub use holder::{Holder, Lent};
 pub use kind::{Kind, Surface};
 pub use obstacle::{GpuUse, Obstacle, ObstacleKind};
-pub use plan::{HandOver, HostRoom, Moving, Plan, TagPlan};
+pub use plan::{GpuPlan, HandOver, HostRoom, Moving, Plan, TagPlan};
 pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, checked_name, checked_tag};
 pub use refusal::RefusingDevice;
 pub use registration::{Registered, Registration};

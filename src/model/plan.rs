@@ -9,6 +9,9 @@ use std::collections::BTreeMap;
 pub struct Plan {
     /// The allocations it would pause, by tag, in alphabetical order. Those already paused are left out.
     pub tags: Vec<TagPlan>,
+    /// Their device memory, by the UUID of the GPU, without GPUs of which the driver does not report it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub gpus: BTreeMap<String, GpuPlan>,
     /// The host memory it would need.
     pub host: HostRoom,
     /// The inference engine whose prefix cache describes contents that would be discarded; without `force` the pause is refused.
@@ -57,6 +60,15 @@ pub struct TagPlan {
     pub bytes: u64,
     /// Those bytes by policy.
     pub backup: BTreeMap<Policy, u64>,
+}
+
+/// What a pause would release on one GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuPlan {
+    /// Bytes of device memory.
+    pub bytes: u64,
+    /// Of those, bytes that others have open or registered: in a swap, they go at the commit.
+    pub late_bytes: u64,
 }
 
 /// Host memory for backups.

@@ -155,8 +155,10 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
     if as_json {
         let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });
         let gpu = |room: &Room| {
-            let Room { uuid, free, leaving, coming, .. } = room;
-            json!({ "index": room.index(), "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "in_bytes": coming })
+            let Room { uuid, free, leaving, late, coming, .. } = room;
+            json!({
+                "index": room.index(), "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "out_late_bytes": late, "in_bytes": coming
+            })
         };
         let coming: Vec<_> = coming.iter().map(comes).collect();
         let gpus: Vec<_> = gpus.iter().map(gpu).collect();

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramctl_backup as backup;
 use vramctl_driver as driver;
-use vramctl_model::{Error, HandOver, Moving, Plan, Policy, TagPlan, TransitionRequest};
+use vramctl_model::{Error, GpuPlan, HandOver, Moving, Plan, Policy, TagPlan, TransitionRequest};
 
 impl Memory {
     /// What a pause would do now, and why it would then be refused for lack of room for the contents. Changes nothing, and does not wait for
@@ -41,6 +41,7 @@ impl Memory {
         };
         let plan = Plan {
             tags: tags.into_iter().map(|(tag, plan)| TagPlan { tag: tag.to_string(), ..plan }).collect(),
+            gpus: by_gpu(&chosen.active),
             host,
             prefix_cache,
             obstacles: self.obstacles_after(&chosen.active, request),
@@ -48,6 +49,18 @@ impl Memory {
         };
         Ok((plan, admitted))
     }
+}
+
+/// Device memory by the UUID of the GPU.
+fn by_gpu(allocations: &[Arc<Allocation>]) -> BTreeMap<String, GpuPlan> {
+    let mut devices = BTreeMap::<_, GpuPlan>::new();
+    for allocation in allocations {
+        let Some(device) = allocation.on_device() else { continue };
+        let (plan, bytes) = (devices.entry(device).or_default(), allocation.bytes() as u64);
+        plan.bytes += bytes;
+        plan.late_bytes += if is_free_to_go(allocation) { 0 } else { bytes };
+    }
+    devices.into_iter().filter_map(|(device, plan)| Some((driver::uuid(device)?, plan))).collect()
 }
 
 /// What it takes to hand host memory over. `needed`: host memory that a pause needs.
