@@ -174,6 +174,7 @@ fn a_tag_that_may_be_on_either_gpu_is_lacking_on_both() {
     machine.done("pause b");
     let mut a = machine.python("a");
     a.number(&format!("malloc({})", 90 * MIB));
+    machine.vramctl("swap a b --in-tags x --dry-run").expect(0, "at least 0 B would come", "");
     let told = told_in_a_swap(&machine, [&a, &b], "swap a b --in-tags x");
     let most = told.iter().map(|[_, for_all]| *for_all).max();
     assert!(most.is_some_and(|most| most >= 22 * MIB), "{told:?}");
@@ -404,6 +405,17 @@ fn nothing_is_said_of_a_job_that_has_ended_but_that() {
     a.kill();
     b.kill();
     swap.go_on().expect(1, "", "note: job b has ended; job a has ended, too\n");
+}
+
+/// The one that leaves is back then, so its caller must not take it for swapped.
+#[test]
+fn a_job_that_ends_as_soon_as_it_has_come_makes_the_swap_fail() {
+    let (machine, mut a, mut b) = one_of_two();
+    let swap = Halted::at((1, "commit", true), &machine, [&a, &b]);
+    b.kill();
+    let ran = swap.go_on().expect(1, "resumed ", "note: job b has ended; job a runs\n");
+    assert!(!ran.out.contains("swapped in"), "{ran:?}");
+    a.verify();
 }
 
 /// A process of the job that leaves has ended: it is not among those that run on, and its job goes on with a loss.

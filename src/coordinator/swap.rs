@@ -202,12 +202,15 @@ impl Swap {
 }
 
 impl Swapped {
-    /// Why they have not changed places, with what became of them. `None` if they have.
+    /// Why they have not changed places, or no longer have, with what became of them. `None` if they have.
     pub fn failure(&self) -> Option<CommandError> {
-        let failures = || [&self.left, &self.came].into_iter().flat_map(|outcome| &outcome.processes);
-        let first = CommandError::original(failures().filter_map(|one| one.result.as_ref().err())).cloned()?;
-        let why = self.whereabouts.as_ref().map_or_else(String::new, |whereabouts| format!(". {whereabouts}"));
-        Some(first.adding(&why))
+        let failures =
+            [&self.left, &self.came].into_iter().flat_map(|outcome| &outcome.processes).filter_map(|one| one.result.as_ref().err());
+        match (CommandError::original(failures), &self.whereabouts) {
+            (first, None) => first.cloned(),
+            (Some(first), Some(whereabouts)) => Some(first.clone().adding(&format!(". {whereabouts}"))),
+            (None, Some(whereabouts)) => Some(CommandError::new(Exit::Failed, whereabouts)),
+        }
     }
 }
 
@@ -227,12 +230,13 @@ impl Room {
 
 impl std::fmt::Display for Room {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { uuid, free, leaving, late, coming, .. } = self;
+        let Self { uuid, free, leaving, late, coming, coming_at_most, .. } = self;
+        let at_least = if coming < coming_at_most { "at least " } else { "" };
         let [free, leaving, late, coming] = [*free, *leaving, *late, *coming].map(Bytes);
         let late =
             if late.0 > 0 { format!(" ({late} of them at the commit, because others have it open or registered)") } else { String::new() };
         let gpu = self.index().map_or_else(|| uuid.clone(), |index| format!("GPU {index} ({uuid})"));
-        write!(out, "{gpu}: {coming} would come, {leaving} would leave{late}, and {free} are free")
+        write!(out, "{gpu}: {at_least}{coming} would come, {leaving} would leave{late}, and {free} are free")
     }
 }
 
