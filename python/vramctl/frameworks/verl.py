@@ -146,9 +146,9 @@ class Shelf:
     def load(self, owner: Any, original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
         self._is_due = False
         self.resume()
-        there = {key for key, storage in self._storages(owner) if _is_on_gpu(storage)}
         if self.is_complete(owner):
             return None
+        there = {key for key, storage in self._storages(owner) if _is_on_gpu(storage)}
         with _region(self.tag):
             done = original(*arguments, **keywords)
         self.fill(owner, there)
