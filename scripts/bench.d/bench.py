@@ -810,26 +810,30 @@ class Bench:
             self.finish(child)
 
     def swap_by_command(self, a, b, found, key, change):
-        """A pause, then a resume, and `vramctl swap`, in turns: each from the first command's start to the last one's end."""
-        for turn in range(2 * (self.repeat + 1)):
-            if turn > 3 and time.monotonic() > self.step_end:
-                self.say(f"  only {turn} of {2 * (self.repeat + 1)} repeats: slower than expected")
-                break
-            if change:
-                b.ask(f"change {change}")
-            self.rest()
-            out, into = str(b.process.pid), str(a.process.pid)
-            at_once = turn % 2 == 1
-            # At first, it has paused itself: a resume from outside then needs the tags.
-            one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "weights", "cache", "--timeout", "10"])
-            begin = time.monotonic()
-            answers = [self.vramctl([*arguments, "--json"]) for arguments in ([["swap", out, into]] if at_once else one_by_one)]
-            if turn > 1:  # the first of each prepares host memory
-                row = f"{key}_at_once" if at_once else f"{key}_one_by_one"
-                found.setdefault(row, []).append(time.monotonic() - begin)
-                found.setdefault(f"{row}_answers", []).append(answers)
-            a.ask("check weights sample")
-            a, b = b, a
+        """`repeat` times a pause, then a resume, and as often `vramctl swap`: each from the first command's start to the last one's end.
+
+        Each way in a row of its own, as in use: in turns, each would start from memory that the other one has taken and released. So the first of a
+        row does not count."""
+        for at_once in (False, True):
+            row = f"{key}_at_once" if at_once else f"{key}_one_by_one"
+            began = time.monotonic()
+            for turn in range(self.repeat + 1):
+                if turn > 1 and time.monotonic() > began + (self.step_end - self.step_began) / 3:
+                    self.say(f"  only {turn} of {self.repeat + 1} repeats: slower than expected")
+                    break
+                if change:
+                    b.ask(f"change {change}")
+                self.rest()
+                out, into = str(b.process.pid), str(a.process.pid)
+                # At first, it has paused itself: a resume from outside then needs the tags.
+                one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "weights", "cache", "--timeout", "10"])
+                begin = time.monotonic()
+                answers = [self.vramctl([*arguments, "--json"]) for arguments in ([["swap", out, into]] if at_once else one_by_one)]
+                if turn > 0:
+                    found.setdefault(row, []).append(time.monotonic() - begin)
+                    found.setdefault(f"{row}_answers", []).append(answers)
+                a.ask("check weights sample")
+                a, b = b, a
         return a, b
 
     def vramctl(self, arguments):

@@ -378,7 +378,25 @@ def swap_lines(data):
     if rows:
         header = ["the same by command, ms", "`pause`, then `resume`", "noise", "`swap`", "noise", "times as fast"]
         lines += ["", *table(header, ["---"] + ["---:"] * 5, rows)]
+        header = ["of that, ms", "copies", "release", "the rest"]
+        lines += ["", *table(header, ["---"] + ["---:"] * 3, shares(found))]
     return lines
+
+
+def shares(found):
+    """What the commands' time went to, of each way the median of each."""
+    rows = []
+    for key, title in (("released", "host memory given back"), ("retained", "backups retained")):
+        for how, name in (("one_by_one", "`pause`, then `resume`"), ("at_once", "`swap`")):
+            parts = []
+            for took, answers in zip(found.get(f"{key}_{how}", []), found.get(f"{key}_{how}_answers", [])):
+                out, into = (one["report"]["stages"] for answer in answers for one in answer["processes"])
+                copies = (max if how == "at_once" else sum)((out.get("save", 0), into.get("restore", 0))) / 1e3
+                release = out.get("release", 0) / 1e3
+                parts.append((copies, release, took - copies - release))
+            if parts:
+                rows.append([f"{name}, {title}", *(ms(middle(part)) for part in zip(*parts))])
+    return rows
 
 
 def idle_lines(data):
