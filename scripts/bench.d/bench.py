@@ -259,7 +259,7 @@ class Bench:
         elif any(a.huge for a in self.sets):
             kept += [a.bytes for a in self.sets if a.huge]
         if self.swap_wanted:
-            kept.append(2 * self.swap_size()[1])
+            kept += [2 * self.swap_size()[1], sum(self.trainer_sizes()[:2])]
         goal = int(min(max(kept, default=0) * 1.05 + GIB / self.scale, 110 * GIB))
         for found in self.raw(
             "--bytes", 1, "host", goal, HOST_SPARE, os.cpu_count() or 1, seconds=90
@@ -761,34 +761,44 @@ class Bench:
 
     def swap_size(self):
         """Bytes per process, and how many of them are kept: as much as the host can hold twice."""
-        total = self.device_memory("total")
-        whole = int(total * 0.6)
-        if self.scale > 1 and not self.data["simulated"]:
-            whole //= self.scale
-        unit = GIB if whole > 8 * GIB else PIECE * 4
+        whole = self.part_of_gpu(0.6)
         kept = min(whole * 0.4, host_memory("MemAvailable") * 0.35)
-        return whole // unit * unit, max(unit, int(kept) // unit * unit), unit
+        return whole, self.in_units(kept), self.unit()
+
+    def unit(self):
+        """The size of each allocation."""
+        return GIB if self.device_memory("total") // self.divisor() > 14 * GIB else PIECE * 4
+
+    def divisor(self):
+        return 1 if self.data["simulated"] else self.scale
+
+    def in_units(self, size):
+        return max(self.unit(), int(size) // self.unit() * self.unit())
+
+    def part_of_gpu(self, part):
+        return self.in_units(self.device_memory("total") * part / self.divisor())
+
+    def holder(self, name, kept, rest, **settings):
+        """A process with memory whose contents are kept, and with some whose contents are discarded."""
+        child = self.start(name, **settings)
+        child.tags = [tag for tag, size in (("weights", kept), ("cache", rest)) if size]
+        for tag, policy, size in (("weights", 2, kept), ("cache", 1, rest)):
+            if tag in child.tags:
+                sizes = self.work / f"{tag}-of-{name}.sizes"
+                sizes.write_text(f"{self.unit()}\n" * (size // self.unit()))
+                child.ask(f"alloc {tag} {policy} {sizes}")
+        child.ask("fill")
+        return child
 
     def swap(self, retain):
         whole, kept, unit = self.swap_size()
-        weights, cache = self.work / "weights.sizes", self.work / "cache.sizes"
-        weights.write_text(f"{unit}\n" * (kept // unit))
-        cache.write_text(f"{unit}\n" * ((whole - kept) // unit))
         settings = {"RETAIN": "*"} if retain else {}
         key = "retained" if retain else "released"
         found = self.data["swap"]
         found.update({"bytes": whole, "kept": kept})
-
-        def begin(name):
-            child = self.start(name, **settings)
-            child.ask(f"alloc weights 2 {weights}")
-            child.ask(f"alloc cache 1 {cache}")
-            child.ask("fill")
-            return child
-
-        a = begin("a")
+        a = self.holder("a", kept, whole - kept, **settings)
         a.took("pause * 0")
-        b = begin("b")
+        b = self.holder("b", kept, whole - kept, **settings)
         for turn in self.turns(self.repeat + 1, least=2):
             if retain:  # what has not changed would not be copied
                 b.ask(f"change {whole // PIECE}")
@@ -804,32 +814,49 @@ class Bench:
             a.ask("check weights sample")
             a, b = b, a
         if (self.work / "vramctl").exists():
-            a, b = self.swap_by_command(a, b, found, key, change=whole // PIECE if retain else 0)
+            a, b = self.swap_by_command(a, b, found, [key], change=whole // PIECE if retain else 0)
         b.ask("check weights full")
         for child in (a, b):
             self.finish(child)
 
-    def swap_by_command(self, a, b, found, key, change):
-        """`repeat` times a pause, then a resume, and as often `vramctl swap`: each from the first command's start to the last one's end.
+    def trainer_sizes(self):
+        """Of a trainer's state, an engine's weights and its KV cache: as much as the host can hold of the first two."""
+        host = host_memory("MemAvailable")
+        return self.in_units(min(self.part_of_gpu(0.5), host * 0.55)), self.in_units(min(self.part_of_gpu(0.12), host * 0.13)), self.part_of_gpu(0.72)
+
+    def swap_trainer(self):
+        """What an RL step does: a trainer, all of whose memory is kept, and an engine, of which only the weights are, change places."""
+        found, (state, weights, cache) = self.data["swap"], self.trainer_sizes()
+        found["trainer"] = {"kept": state, "weights": weights, "cache": cache}
+        engine = self.holder("engine", weights, cache)
+        engine.took("pause * 0")
+        trainer = self.holder("trainer", state, 0)
+        self.swap_by_command(engine, trainer, found, ["trainer_leaves", "engine_leaves"])
+        for child in (engine, trainer):
+            self.finish(child)
+
+    def swap_by_command(self, a, b, found, keys, change=0):
+        """`repeat` times a pause, then a resume, and as often `vramctl swap`: each from the first command's start to the last one's end. `keys`: of
+        what is measured, if the two differ: when b leaves, and when a does.
 
         Each way in a row of its own, as in use: in turns, each would start from memory that the other one has taken and released. So the first of a
         row does not count."""
         for at_once in (False, True):
-            row = f"{key}_at_once" if at_once else f"{key}_one_by_one"
             began = time.monotonic()
-            for turn in range(self.repeat + 1):
-                if turn > 1 and time.monotonic() > began + (self.step_end - self.step_began) / 3:
-                    self.say(f"  only {turn} of {self.repeat + 1} repeats: slower than expected")
+            for turn in range((self.repeat + 1) * len(keys)):
+                if turn % len(keys) == 0 and turn > len(keys) and time.monotonic() > began + (self.step_end - self.step_began) / 3:
+                    self.say(f"  only {turn // len(keys)} of {self.repeat + 1} repeats: slower than expected")
                     break
                 if change:
                     b.ask(f"change {change}")
                 self.rest()
                 out, into = str(b.process.pid), str(a.process.pid)
                 # At first, it has paused itself: a resume from outside then needs the tags.
-                one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, "weights", "cache", "--timeout", "10"])
+                one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, *a.tags, "--timeout", "10"])
                 begin = time.monotonic()
                 answers = [self.vramctl([*arguments, "--json"]) for arguments in ([["swap", out, into]] if at_once else one_by_one)]
-                if turn > 0:
+                if turn >= len(keys):
+                    row = keys[turn % len(keys)] + ("_at_once" if at_once else "_one_by_one")
                     found.setdefault(row, []).append(time.monotonic() - begin)
                     found.setdefault(f"{row}_answers", []).append(answers)
                 a.ask("check weights sample")
@@ -891,6 +918,10 @@ class Bench:
                     3 if self.data["simulated"] else 15 + 6 * self.repeat * self.rest_ms() / 1e3,
                     self.swap,
                     retain,
+                )
+            if (self.work / "vramctl").exists():
+                self.step(
+                    "a trainer and an engine in turns", 3 if self.data["simulated"] else 25 + 8 * self.repeat * self.rest_ms() / 1e3, self.swap_trainer
                 )
         for chosen in self.sets:
             if chosen.huge:

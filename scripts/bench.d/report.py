@@ -370,7 +370,7 @@ def swap_lines(data):
         rows,
     )
     rows = []
-    for key, title in (("released", "host memory given back"), ("retained", "backups retained")):
+    for key, title in by_command(found):
         after, at_once = (found.get(f"{key}_{how}") for how in ("one_by_one", "at_once"))
         if after and at_once:
             ratio = f"{middle(after) / middle(at_once):.2f}"
@@ -378,15 +378,24 @@ def swap_lines(data):
     if rows:
         header = ["the same by command, ms", "`pause`, then `resume`", "noise", "`swap`", "noise", "times as fast"]
         lines += ["", *table(header, ["---"] + ["---:"] * 5, rows)]
+        if trainer := found.get("trainer"):
+            kept, weights, cache = (gib(trainer[what]) for what in ("kept", "weights", "cache"))
+            lines += ["", f"The trainer: {kept}, all of it kept. The engine: {weights} kept, {cache} discarded."]
         header = ["of that, ms", "copies", "release", "the rest"]
         lines += ["", *table(header, ["---"] + ["---:"] * 3, shares(found))]
     return lines
 
 
+def by_command(found):
+    """What is measured by command: key and title."""
+    yield from (("released", "host memory given back"), ("retained", "backups retained"))
+    yield from (("trainer_leaves", "a trainer leaves, an engine comes"), ("engine_leaves", "the engine leaves, the trainer comes"))
+
+
 def shares(found):
-    """What the commands' time went to, of each way the median of each."""
+    """What the commands' time went to, of each way the median of each. Copies: with the wait for memory."""
     rows = []
-    for key, title in (("released", "host memory given back"), ("retained", "backups retained")):
+    for key, title in by_command(found):
         for how, name in (("one_by_one", "`pause`, then `resume`"), ("at_once", "`swap`")):
             parts = []
             for took, answers in zip(found.get(f"{key}_{how}", []), found.get(f"{key}_{how}_answers", [])):
