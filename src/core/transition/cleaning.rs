@@ -1,10 +1,10 @@
 //! Makes the driver account for zeroed memory early, so that no later call has to wait for that.
 //!
 //! The driver zeroes released memory in the background (96 GiB in 0.25 s on an H200). But it checks what is done only at the next
-//! allocation or release, which waits for the check: 0.2 ms per GiB. A pause or resume of 64 GiB therefore takes 10 to 20 ms longer than
-//! its own calls: a release of 64 GiB half a second later took 35 to 54 ms, and 16 to 20 after 2 MiB had been allocated and released; an
-//! allocation of as much 13 ms, and 1. So a while after each large one, a worker thread allocates a little memory and releases it. The
-//! thread then exits: an idle process has no wakeups.
+//! allocation or release (`_pmaCheckScrubbedPages` in NVIDIA's open kernel modules), which waits for the check: 0.2 ms per GiB. A
+//! pause or resume of 64 GiB therefore takes 10 to 20 ms longer than its own calls: a release of 64 GiB half a second later took 35 to
+//! 54 ms, and 16 to 20 after 2 MiB had been allocated and released; an allocation of as much 13 ms, and 1. So a while after each large
+//! one, a worker thread allocates a little memory and releases it. The thread then exits: an idle process has no wakeups.
 
 use super::bytes_of_devices;
 use crate::memory::{Allocation, Memory};
