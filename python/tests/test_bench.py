@@ -60,8 +60,9 @@ class SmokeTest(unittest.TestCase):
         self.assertLessEqual(data["idle"]["switches"], 6, "a thread of the library woke up")
         for row in ("released_first", "released", "retained_first", "retained"):
             self.assertGreater(min(data["swap"][row]), 0, row)
-        for row in ("released_one_by_one", "released_at_once", "retained_one_by_one", "retained_at_once"):
-            self.assertGreater(min(data["swap"][row]), 0, row)
+        for way in ("one_by_one", "at_once"):
+            for row in ("released", "retained", "trainer_leaves", "engine_leaves"):
+                self.assertGreater(min(data["swap"][f"{row}_{way}"]), 0, row)
         self.assertIn("| times as fast |", table)
 
     def test_discarded_contents_alone(self):
@@ -117,6 +118,29 @@ class Medians(unittest.TestCase):
         self.assertEqual(report.span([0.001, 0.002, 0.003], 3, 3), "1.00 to 3.00")
         self.assertEqual(report.span([0.001, 0.002, 0.003], 5, 3), "1.00 to 3.00 (3)")
         self.assertEqual(report.span([0.001, 0.002, 0.003, 0.004], 5, 3), "1.00 to 4.00 (3 of 4)")
+
+
+class Swap(unittest.TestCase):
+    """What the time of a swap went to: its copies run beside each other, those of two commands one after the other."""
+
+    def test_shares(self):
+        def answer(*stages):
+            return {"processes": [{"report": {"stages": one}} for one in stages]}
+
+        out, into = {"save": 300, "release": 20}, {"restore": 310}
+        found = {
+            "released_at_once": [0.345],
+            "released_at_once_answers": [[answer(out, into)]],
+            "released_one_by_one": [0.645],
+            "released_one_by_one_answers": [[answer(out), answer(into)]],
+        }
+        self.assertEqual(
+            report.shares(found),
+            [
+                ["`pause`, then `resume`, host memory given back", "610", "20.0", "15.0"],
+                ["`swap`, host memory given back", "310", "20.0", "15.0"],
+            ],
+        )
 
 
 class RlStep(unittest.TestCase):

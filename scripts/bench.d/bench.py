@@ -85,7 +85,7 @@ class Bench:
         self.began = time.monotonic()
         self.log_file, self.deadline = open(self.out / "bench.log", "w"), Deadline(options.limit)
         self.children = []
-        total = self.device_memory("total")
+        self.total = total = self.device_memory("total")
         self.every_set = all_sets(self.scale, total - DEVICE_SPARE if total > 2 * DEVICE_SPARE else total * 3 // 4)
         self.sets = [a for a in self.every_set if options.turns or not a.turns_only]
         names = [a.name for a in self.sets] + ([] if options.turns else ["idle", "swap"])
@@ -759,15 +759,9 @@ class Bench:
 
     # ---- two processes ----
 
-    def swap_size(self):
-        """Bytes per process, and how many of them are kept: as much as the host can hold twice."""
-        whole = self.part_of_gpu(0.6)
-        kept = min(whole * 0.4, host_memory("MemAvailable") * 0.35)
-        return whole, self.in_units(kept), self.unit()
-
     def unit(self):
         """The size of each allocation."""
-        return GIB if self.device_memory("total") // self.divisor() > 14 * GIB else PIECE * 4
+        return GIB if self.total // self.divisor() > 14 * GIB else PIECE * 4
 
     def divisor(self):
         return 1 if self.data["simulated"] else self.scale
@@ -776,7 +770,18 @@ class Bench:
         return max(self.unit(), int(size) // self.unit() * self.unit())
 
     def part_of_gpu(self, part):
-        return self.in_units(self.device_memory("total") * part / self.divisor())
+        return self.in_units(self.total * part / self.divisor())
+
+    def swap_size(self):
+        """Bytes per process, and how many of them are kept: as much as the host can hold twice."""
+        whole = self.part_of_gpu(0.6)
+        return whole, self.in_units(min(whole * 0.4, host_memory("MemAvailable") * 0.35))
+
+    def trainer_sizes(self):
+        """Of a trainer's state, an engine's weights and its KV cache: as much as the host can hold of the first two."""
+        host = host_memory("MemAvailable")
+        state, weights = min(self.part_of_gpu(0.5), host * 0.55), min(self.part_of_gpu(0.12), host * 0.13)
+        return self.in_units(state), self.in_units(weights), self.part_of_gpu(0.72)
 
     def holder(self, name, kept, rest, **settings):
         """A process with memory whose contents are kept, and with some whose contents are discarded."""
@@ -791,7 +796,7 @@ class Bench:
         return child
 
     def swap(self, retain):
-        whole, kept, unit = self.swap_size()
+        whole, kept = self.swap_size()
         settings = {"RETAIN": "*"} if retain else {}
         key = "retained" if retain else "released"
         found = self.data["swap"]
@@ -818,11 +823,6 @@ class Bench:
         b.ask("check weights full")
         for child in (a, b):
             self.finish(child)
-
-    def trainer_sizes(self):
-        """Of a trainer's state, an engine's weights and its KV cache: as much as the host can hold of the first two."""
-        host = host_memory("MemAvailable")
-        return self.in_units(min(self.part_of_gpu(0.5), host * 0.55)), self.in_units(min(self.part_of_gpu(0.12), host * 0.13)), self.part_of_gpu(0.72)
 
     def swap_trainer(self):
         """What an RL step does: a trainer, all of whose memory is kept, and an engine, of which only the weights are, change places."""
