@@ -831,7 +831,8 @@ class Bench:
         engine = self.holder("engine", weights, cache)
         engine.took("pause * 0")
         trainer = self.holder("trainer", state, 0)
-        self.swap_by_command(engine, trainer, found, ["trainer_leaves", "engine_leaves"])
+        _, active = self.swap_by_command(engine, trainer, found, ["trainer_leaves", "engine_leaves"])
+        active.ask("check weights full", seconds=120)
         for child in (engine, trainer):
             self.finish(child)
 
