@@ -19,7 +19,7 @@ sys.path.append(str(HERE.parent / "gpu-check.d"))
 
 import report  # noqa: E402
 from child import Child, Deadline, Failed  # noqa: E402
-from sets import GIB, MIB, PIECE, all_sets, gib  # noqa: E402
+from sets import GIB, MIB, PIECE, Set, all_sets, gib  # noqa: E402
 
 # Seconds of overhead per process: its start, the driver's, its exit.
 START = 4
@@ -85,8 +85,8 @@ class Bench:
         self.began = time.monotonic()
         self.log_file, self.deadline = open(self.out / "bench.log", "w"), Deadline(options.limit)
         self.children = []
-        self.total = total = self.device_memory("total")
-        self.every_set = all_sets(self.scale, total - DEVICE_SPARE if total > 2 * DEVICE_SPARE else total * 3 // 4)
+        self.total = self.device_memory("total")
+        self.every_set = all_sets(self.scale, self.total - DEVICE_SPARE if self.total > 2 * DEVICE_SPARE else self.total * 3 // 4)
         self.sets = [a for a in self.every_set if options.turns or not a.turns_only]
         names = [a.name for a in self.sets] + ([] if options.turns else ["idle", "swap"])
         wanted = options.sets.split(",") if options.sets else TURNS if options.turns else names
@@ -759,39 +759,36 @@ class Bench:
 
     # ---- two processes ----
 
+    def part_of_gpu(self, part):
+        return self.total * part / (1 if self.data["simulated"] else self.scale)
+
     def unit(self):
         """The size of each allocation."""
-        return GIB if self.total // self.divisor() > 14 * GIB else PIECE * 4
-
-    def divisor(self):
-        return 1 if self.data["simulated"] else self.scale
+        return GIB if self.part_of_gpu(1) > 14 * GIB else PIECE * 4
 
     def in_units(self, size):
         return max(self.unit(), int(size) // self.unit() * self.unit())
 
-    def part_of_gpu(self, part):
-        return self.in_units(self.total * part / self.divisor())
-
     def swap_size(self):
         """Bytes per process, and how many of them are kept: as much as the host can hold twice."""
-        whole = self.part_of_gpu(0.6)
+        whole = self.in_units(self.part_of_gpu(0.6))
         return whole, self.in_units(min(whole * 0.4, host_memory("MemAvailable") * 0.35))
 
     def trainer_sizes(self):
         """Of a trainer's state, an engine's weights and its KV cache: as much as the host can hold of the first two."""
         host = host_memory("MemAvailable")
         state, weights = min(self.part_of_gpu(0.5), host * 0.55), min(self.part_of_gpu(0.12), host * 0.13)
-        return self.in_units(state), self.in_units(weights), self.part_of_gpu(0.72)
+        return [self.in_units(size) for size in (state, weights, self.part_of_gpu(0.72))]
 
-    def holder(self, name, kept, rest, **settings):
-        """A process with memory whose contents are kept, and with some whose contents are discarded."""
+    def holder(self, name, row, kept, rest, **settings):
+        """A process with memory whose contents are kept, and with some whose contents are discarded. `row`: where it counts when it leaves."""
         child = self.start(name, **settings)
-        child.tags = [tag for tag, size in (("weights", kept), ("cache", rest)) if size]
+        child.row, child.tags = row, []
         for tag, policy, size in (("weights", 2, kept), ("cache", 1, rest)):
-            if tag in child.tags:
-                sizes = self.work / f"{tag}-of-{name}.sizes"
-                sizes.write_text(f"{self.unit()}\n" * (size // self.unit()))
-                child.ask(f"alloc {tag} {policy} {sizes}")
+            if size:
+                sizes = Set(f"{tag}-of-{name}", "", [self.unit()] * (size // self.unit()))
+                child.ask(f"alloc {tag} {policy} {sizes.write(self.work)}")
+                child.tags.append(tag)
         child.ask("fill")
         return child
 
@@ -801,9 +798,9 @@ class Bench:
         key = "retained" if retain else "released"
         found = self.data["swap"]
         found.update({"bytes": whole, "kept": kept})
-        a = self.holder("a", kept, whole - kept, **settings)
+        a = self.holder("a", key, kept, whole - kept, **settings)
         a.took("pause * 0")
-        b = self.holder("b", kept, whole - kept, **settings)
+        b = self.holder("b", key, kept, whole - kept, **settings)
         for turn in self.turns(self.repeat + 1, least=2):
             if retain:  # what has not changed would not be copied
                 b.ask(f"change {whole // PIECE}")
@@ -819,35 +816,32 @@ class Bench:
             a.ask("check weights sample")
             a, b = b, a
         if (self.work / "vramctl").exists():
-            a, b = self.swap_by_command(a, b, found, [key], change=whole // PIECE if retain else 0)
+            a, b = self.swap_by_command(a, b, change=whole // PIECE if retain else 0)
         b.ask("check weights full")
         for child in (a, b):
             self.finish(child)
 
     def swap_trainer(self):
         """What an RL step does: a trainer, all of whose memory is kept, and an engine, of which only the weights are, change places."""
-        found, (state, weights, cache) = self.data["swap"], self.trainer_sizes()
-        found["trainer"] = {"kept": state, "weights": weights, "cache": cache}
-        engine = self.holder("engine", weights, cache)
+        state, weights, cache = self.trainer_sizes()
+        self.data["swap"]["trainer"] = {"kept": state, "weights": weights, "cache": cache}
+        engine = self.holder("engine", "engine_leaves", weights, cache)
         engine.took("pause * 0")
-        trainer = self.holder("trainer", state, 0)
-        _, active = self.swap_by_command(engine, trainer, found, ["trainer_leaves", "engine_leaves"])
+        trainer = self.holder("trainer", "trainer_leaves", state, 0)
+        _, active = self.swap_by_command(engine, trainer)
         active.ask("check weights full", seconds=120)
         for child in (engine, trainer):
             self.finish(child)
 
-    def swap_by_command(self, a, b, found, keys, change=0):
-        """`repeat` times a pause, then a resume, and as often `vramctl swap`: each from the first command's start to the last one's end. `keys`: of
-        what is measured, if the two differ: when b leaves, and when a does.
+    def swap_by_command(self, a, b, change=0):
+        """A pause, then a resume, as often as `repeat` says, and then as often `vramctl swap`: each from the first command's start to the last
+        one's end.
 
         Each way in a row of its own, as in use: in turns, each would start from memory that the other one has taken and released. So the first of a
         row does not count."""
+        found, kinds = self.data["swap"], len({a.row, b.row})
         for at_once in (False, True):
-            began = time.monotonic()
-            for turn in range((self.repeat + 1) * len(keys)):
-                if turn % len(keys) == 0 and turn > len(keys) and time.monotonic() > began + (self.step_end - self.step_began) / 3:
-                    self.say(f"  only {turn // len(keys)} of {self.repeat + 1} repeats: slower than expected")
-                    break
+            for turn in self.turns((self.repeat + 1) * kinds, least=2 * kinds):
                 if change:
                     b.ask(f"change {change}")
                 self.rest()
@@ -856,8 +850,8 @@ class Bench:
                 one_by_one = (["pause", "--pid", out], ["resume", "--pid", into, *a.tags, "--timeout", "10"])
                 begin = time.monotonic()
                 answers = [self.vramctl([*arguments, "--json"]) for arguments in ([["swap", out, into]] if at_once else one_by_one)]
-                if turn >= len(keys):
-                    row = keys[turn % len(keys)] + ("_at_once" if at_once else "_one_by_one")
+                if turn >= kinds:
+                    row = b.row + ("_at_once" if at_once else "_one_by_one")
                     found.setdefault(row, []).append(time.monotonic() - begin)
                     found.setdefault(f"{row}_answers", []).append(answers)
                 a.ask("check weights sample")

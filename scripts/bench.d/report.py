@@ -344,6 +344,15 @@ def memory_lines(data):
     return table(header + ["pre-warming took"], ["---"] + ["---:"] * 6, rows) if rows else []
 
 
+#: What is measured by command: key and title.
+BY_COMMAND = (
+    ("released", "host memory given back"),
+    ("retained", "backups retained"),
+    ("trainer_leaves", "a trainer leaves, an engine comes"),
+    ("engine_leaves", "the engine leaves, the trainer comes"),
+)
+
+
 def swap_lines(data):
     found = data["swap"]
     out, back = best(data, "copy_out"), best(data, "copy_in")
@@ -370,7 +379,7 @@ def swap_lines(data):
         rows,
     )
     rows = []
-    for key, title in by_command(found):
+    for key, title in BY_COMMAND:
         after, at_once = (found.get(f"{key}_{how}") for how in ("one_by_one", "at_once"))
         if after and at_once:
             ratio = f"{middle(after) / middle(at_once):.2f}"
@@ -386,16 +395,10 @@ def swap_lines(data):
     return lines
 
 
-def by_command(found):
-    """What is measured by command: key and title."""
-    yield from (("released", "host memory given back"), ("retained", "backups retained"))
-    yield from (("trainer_leaves", "a trainer leaves, an engine comes"), ("engine_leaves", "the engine leaves, the trainer comes"))
-
-
 def shares(found):
     """What the commands' time went to, of each way the median of each. Copies: with the wait for memory."""
     rows = []
-    for key, title in by_command(found):
+    for key, title in BY_COMMAND:
         for how, name in (("one_by_one", "`pause`, then `resume`"), ("at_once", "`swap`")):
             parts = []
             for took, answers in zip(found.get(f"{key}_{how}", []), found.get(f"{key}_{how}_answers", [])):
