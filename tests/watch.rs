@@ -207,6 +207,29 @@ fn a_suspended_process_asks_nothing_and_resumes_watching_afterwards() {
     watched.expect("engine", 1);
 }
 
+/// A look at a device is several driver calls. The suspend comes in the middle of the first.
+#[test]
+fn a_suspend_in_the_middle_of_a_look_leaves_the_asking_to_others() {
+    const SCRIPT: &str = "
+import ctypes, time
+cuda = ctypes.CDLL('libcuda.so.1')
+assert cuda.cuInit(0) == 0
+assert cuda.cuCtxCreate_v2(ctypes.byref(ctypes.c_void_p()), 0, 0) == 0
+assert cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4 << 20)) == 0
+assert cuda.simgpu_slow_down(b'cuMemGetInfo_v2', ctypes.c_uint64(1000)) == 0
+print('ready', flush=True)
+time.sleep(600)
+";
+    let watched = Watched::new();
+    let mut command = watched.machine.cli(&["run", "--name", "slow", "--no-python", "--", "python3", "-c", SCRIPT]);
+    let _slow = Program::ready(command.env("VRAMCTL_WATCH", "256M"));
+    watched.until(true);
+    watched.machine.vramctl("suspend").expect(0, "suspended slow", "");
+    watched.until(false);
+    watched.machine.vramctl("resume").expect(0, "", "");
+    watched.until(true);
+}
+
 #[test]
 fn without_a_watch_there_is_no_thread_and_no_file() {
     let watched = Watched::new();

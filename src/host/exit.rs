@@ -63,6 +63,21 @@ pub struct InDriver(Option<&'static AtomicUsize>);
 /// must not be called.
 #[inline]
 pub fn enter_driver() -> Option<InDriver> {
+    enter(|quiesced| {
+        sleep_until_woken(quiesced);
+        true
+    })
+}
+
+/// As [`enter_driver`], for several calls that must not be torn apart: `None` while the library's work is quiesced, too. Until the
+/// result is dropped, this thread's calls do not wait, and [`quiesce`] waits for them.
+pub fn enter_driver_at_once() -> Option<InDriver> {
+    enter(|_| false)
+}
+
+/// `wait` is called with a word that is 1 while the library's work is quiesced; it returns whether to try again.
+#[inline]
+fn enter(mut wait: impl FnMut(&AtomicU32) -> bool) -> Option<InDriver> {
     let of_role: fn(&Work) -> &AtomicUsize = match ROLE.get() {
         Role::Program => return Some(InDriver(None)),
         Role::Worker => |work| &work.in_driver,
@@ -71,12 +86,15 @@ pub fn enter_driver() -> Option<InDriver> {
     loop {
         let counted = begin(of_role)?;
         let work = WORK.get();
-        if work.quiesced.load(Ordering::SeqCst) == 0 {
+        // What is inside must not wait: `quiesce` waits for that.
+        if work.quiesced.load(Ordering::SeqCst) == 0 || INSIDE.get() > 0 {
             INSIDE.set(INSIDE.get() + 1);
             return Some(InDriver(Some(counted)));
         }
         counted.fetch_sub(1, Ordering::SeqCst);
-        sleep_until_woken(&work.quiesced);
+        if !wait(&work.quiesced) {
+            return None;
+        }
     }
 }
 
@@ -355,6 +373,21 @@ mod tests {
             thread::sleep(Duration::from_millis(20));
             close_driver();
             refused && is_quiesced && started && waits && woken && again && after(21)
+        }));
+    }
+
+    #[test]
+    fn calls_that_belong_together_are_made_before_work_is_quiesced_or_not_at_all() {
+        assert!(in_child(|| {
+            let together = as_worker(enter_driver_at_once);
+            let waited_for = !quiesce(Duration::from_millis(20));
+            // As `quiesce` leaves it while it waits.
+            WORK.get().quiesced.store(1, Ordering::SeqCst);
+            let calls = as_worker(enter_driver).is_some() && as_worker(|| while_waiting(enter_driver)).is_some();
+            drop(together);
+            let none = as_worker(enter_driver_at_once).is_none() && quiesce(Duration::from_secs(100));
+            unquiesce();
+            waited_for && calls && none && as_worker(enter_driver_at_once).is_some()
         }));
     }
 

@@ -82,23 +82,24 @@ fn watch(level: &'static Watermark) {
         if exit::is_ending() {
             return;
         }
-        // While this process times, another one asks. Afterwards, a device may be another GPU.
-        if exit::is_quiesced() || times != exit::quiesced_times() {
+        // While this process is quiesced, another one asks. Afterwards, a device may be another GPU. The whole look is one entry: a thread
+        // that waits within it would keep others from asking.
+        let inside = exit::enter_driver_at_once();
+        let Some(_inside) = inside.filter(|_| times == exit::quiesced_times()) else {
             times = exit::quiesced_times();
             devices.clear();
             continue;
-        }
+        };
         let there = contexts::devices();
         devices.retain(|device, _| there.contains(device));
         for device in there {
-            devices.entry(device).or_default().look(level, device, times);
+            devices.entry(device).or_default().look(level, device);
         }
     }
 }
 
 impl Watched {
-    /// `times`: how often this process had rested when the gauge was opened.
-    fn look(&mut self, level: &'static Watermark, device: CUdevice, times: u32) {
+    fn look(&mut self, level: &'static Watermark, device: CUdevice) {
         let below = level.below();
         if self.gauge.is_none() {
             self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
@@ -112,10 +113,6 @@ impl Watched {
             self.gauge = None;
             return;
         };
-        // The answer may have waited until the process is no longer quiesced.
-        if times != exit::quiesced_times() {
-            return;
-        }
         if let (None, Some(gauge)) = (known, &self.gauge)
             && gauge.write(free).is_err()
         {
@@ -145,11 +142,10 @@ impl Watched {
 
 /// Handles a device with so little free memory.
 fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
-    if exit::is_quiesced() {
-        return;
-    }
+    let Some(inside) = exit::enter_driver_at_once() else { return };
     let Some((_, total)) = contexts::memory_info(device) else { return };
     let uuid = driver::uuid(device);
+    drop(inside);
     let (mut own, mut whose) = (0, Vec::new());
     let mut tags = BTreeMap::<_, u64>::new();
     for allocation in Memory::get().snapshot().iter().filter(|allocation| allocation.on_device() == Some(device) && !allocation.is_paused())
