@@ -249,7 +249,8 @@ fn train_through_suspends(ranks: u32, transport: &[(&str, &str)], how: &str) {
     let suspends = std::env::var("TRAIN_SUSPENDS").map_or(3, |count| count.parse().unwrap());
     for nth in 0..suspends {
         thread::sleep(Duration::from_millis(RandomState::new().build_hasher().finish() % 150));
-        machine.vramctl("suspend train").expect(0, "", "");
+        // A rank that is held in a collective waits for the other one, which may take several attempts on a busy machine.
+        machine.vramctl("suspend train --hold-timeout 60").expect(0, "", "");
         assert!(machine.gpus().iter().all(|gpu| *gpu == (0, 0)), "{transport:?} {how}, suspend {nth}: {:?}", machine.gpus());
         machine.vramctl("resume train").expect(0, "", "");
     }
