@@ -552,7 +552,7 @@ for number, line in enumerate({text!r}.splitlines()):
 
     def gpu_engines(self, *arguments, cwd=None, **variables):
         command, env = self.command(*arguments, **variables)
-        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=600)
 
     def places(self, folder=None):
         folder = self.folder if folder is None else folder
