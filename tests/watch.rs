@@ -207,7 +207,7 @@ fn a_suspended_process_asks_nothing_and_resumes_watching_afterwards() {
     watched.expect("engine", 1);
 }
 
-/// A look at a device is several driver calls. The suspend comes in the middle of the first.
+/// A look at a device is several driver calls. The suspend comes in the middle of one of them.
 #[test]
 fn a_suspend_in_the_middle_of_a_look_leaves_the_asking_to_others() {
     const SCRIPT: &str = "
