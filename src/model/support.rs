@@ -143,7 +143,7 @@ pub const RUNS: [Run; 16] = [
         "2026-11-27",
     ),
     run("H100", "1", "2.11", "verl", "0.9.1", "GRPO with vLLM 0.26.0; pauses and suspends of the whole job through Ray 2.60", "2026-11-26"),
-    run("H200", "2", "2.11", "verl", "0.9.1", "GRPO with vLLM 0.26.0, FSDP and tensor parallelism over both", "2026-11-28"),
+    run("H200", "2", "2.11", "verl", "0.9.1", "GRPO with vLLM 0.26.0, FSDP and tensor parallelism over both", "2026-11-29"),
     run("H100", "2", "2.11", "Ray", "2.60", "DistributedDataParallel over two nodes on one host; pause, suspend", "2026-11-27"),
     run("H200", "1", "2.11", "Triton", "3.6", "pause, resume", "2026-11-22"),
     run("H200", "1", "", "CuPy 14.2, JAX 0.11, Numba 0.68", "", "pause, resume", "2026-11-22"),
