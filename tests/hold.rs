@@ -546,6 +546,47 @@ fn memory_that_is_freed_meanwhile_does_not_hide_what_is_missing() {
 }
 
 /// Two clients that hold a program do not wait for each other. The second one may retry.
+/// A second operation may hold a program that another one has just paused, and take it for one that is behind.
+#[test]
+fn no_call_of_a_paused_program_passes_for_others_that_wait_for_it() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("behind", None, 2 * MIB).unwrap();
+    let bytes = pattern(5, MIB);
+    assert_eq!(write(address, &bytes), 0);
+    thread::scope(|scope| {
+        let begin_call = || {
+            scope.spawn(move || {
+                common::set_device(0);
+                unsafe { launch::cuMemsetD8_v2(address as usize, 1, MIB) }
+            })
+        };
+        let wait_for_it = || {
+            while gate::waiting() == 0 {
+                thread::yield_now();
+            }
+        };
+        pause_held(&[], LONG).unwrap();
+        let call = begin_call();
+        wait_for_it();
+        let second = Memory::get().hold().unwrap();
+        second.advance(8);
+        thread::sleep(Duration::from_millis(20));
+        assert!(!call.is_finished() && gate::waiting() == 1, "it has passed, to paused memory");
+        drop(second);
+        assert!(gate::is_held() && !call.is_finished());
+        resume(&[]).unwrap();
+        assert_eq!(call.join().unwrap(), 0);
+        assert_eq!(read(address, MIB), Ok(vec![1; MIB]));
+
+        let holding = Memory::get().hold().unwrap();
+        let call = begin_call();
+        wait_for_it();
+        holding.advance(8);
+        assert_eq!(call.join().unwrap(), 0, "nothing is paused, so it passes");
+    });
+    assert_eq!(common::free(address), 0);
+}
+
 #[test]
 fn a_program_is_held_by_one_at_a_time() {
     let _gpu = Gpu::take();

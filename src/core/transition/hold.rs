@@ -129,11 +129,11 @@ impl Holding<'_> {
     }
 
     /// Lets this many of the program's calls pass the closed gate, because other processes wait for this one, as in a collective that it has
-    /// not begun.
+    /// not begun. None passes if the program was held before: then its memory is paused, by another operation that has just ended.
     pub fn advance(&self, calls: u32) {
         /// The calls may not have reached the gate yet.
         const WITHIN: Duration = Duration::from_millis(10);
-        if let Some(closed) = &self.closed {
+        if let Some(closed) = self.closed.as_ref().filter(|_| !self.was_held) {
             closed.admit(calls, WITHIN);
         }
     }
