@@ -545,7 +545,6 @@ fn memory_that_is_freed_meanwhile_does_not_hide_what_is_missing() {
     assert_eq!(common::free(job), 0);
 }
 
-/// Two clients that hold a program do not wait for each other. The second one may retry.
 /// A second operation may hold a program that another one has just paused, and take it for one that is behind.
 #[test]
 fn no_call_of_a_paused_program_passes_for_others_that_wait_for_it() {
@@ -587,6 +586,7 @@ fn no_call_of_a_paused_program_passes_for_others_that_wait_for_it() {
     assert_eq!(common::free(address), 0);
 }
 
+/// Two clients that hold a program do not wait for each other. The second one may retry.
 #[test]
 fn a_program_is_held_by_one_at_a_time() {
     let _gpu = Gpu::take();
