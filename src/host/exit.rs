@@ -257,7 +257,8 @@ fn end(work: &Work) -> bool {
     calls && answers && waits
 }
 
-fn wait_until(limit: Duration, over: impl Fn() -> bool) -> bool {
+/// Waits, and returns whether it is over in time.
+pub(crate) fn wait_until(limit: Duration, over: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
     while !over() {
         if begun.elapsed() > limit {

@@ -70,6 +70,7 @@ pub fn remove_stale(directory: &Path) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::alone;
     use super::*;
     use std::ffi::CString;
     use std::os::unix::ffi::OsStrExt;
@@ -86,6 +87,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "creates a FIFO")]
     fn locked_files_stay_and_stale_files_are_removed() {
+        let _alone = alone();
         let folder = tempfile::tempdir().unwrap();
         let (used, stale) = (folder.path().join(of(1)), folder.path().join(of(2)));
         let file = open(&used).unwrap();

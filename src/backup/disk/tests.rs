@@ -11,8 +11,8 @@ use vramctl_host::Unpoison;
 
 const PAGE: usize = ALIGNMENT;
 
-/// The tests count the whole process's threads and change its limits, so only one runs at a time.
-fn alone() -> MutexGuard<'static, ()> {
+/// The tests count the whole process's threads, change its limits, and fork children that keep all locks, so only one runs at a time.
+pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unpoisoned()
 }
@@ -416,6 +416,7 @@ fn a_copied_descriptor_does_not_keep_the_space() {
 /// Otherwise the child of a killed program would keep the space for as long as it lives.
 #[test]
 fn a_forked_child_has_no_copy() {
+    let _alone = alone();
     let spill = spill(1 << 20, Way::Direct);
     let descriptor = spill.file().unwrap().as_raw_fd();
     // SAFETY: the child only makes calls that are safe after a fork of a threaded program.
