@@ -82,8 +82,8 @@ def work(sleep):
         if line.strip() == "look":
             fate = {}
             for number, (name, tensor) in enumerate(contents.items(), 1):
-                found = set(tensor.tobytes())
-                fate[name] = "kept" if found == {number} else "zero" if found == {0} else "lost"
+                found = tensor.tobytes()
+                fate[name] = "kept" if found == bytes([number]) * len(found) else "zero" if found == bytes(len(found)) else "lost"
             print(fate, flush=True)
         else:
             from vllm.device_allocator.cumem import CuMemAllocator
@@ -147,8 +147,8 @@ def work(settings):
     for _ in open(0):
         fate = {}
         for number, (name, tensor) in enumerate(contents.items(), 1):
-            found = set(tensor.tobytes())
-            fate[name] = "kept" if found == {number} else "zero" if found == {0} else "lost"
+            found = tensor.tobytes()
+            fate[name] = "kept" if found == bytes([number]) * len(found) else "zero" if found == bytes(len(found)) else "lost"
         print(fate, flush=True)
 """
 
