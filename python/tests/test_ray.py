@@ -116,7 +116,8 @@ class RayCluster:
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="vramctl-ray-")
         self.places = [Path(self.folder.name, f"node-{place}") for place in range(NODES)]
-        apps = Path(self.folder.name, "apps")
+        # Where Rust's tests have them, too.
+        apps = Path(VRAMCTL).parent / "apps"
         libraries = os.environ["LD_LIBRARY_PATH"].split(":")[0]
         subprocess.run([ROOT / "tests/apps/build.sh", apps, libraries], check=True, capture_output=True)
         self.torture = apps / "torture"

@@ -18,6 +18,7 @@ pub mod reserve;
 pub mod stack;
 pub mod symbols;
 pub mod system;
+pub mod thread_exit;
 pub mod worker;
 
 pub use boundary::guarded;

@@ -6,7 +6,7 @@
 //!
 //! A program with such a library is not held: the library's launches would pass by the gate and meet paused memory. Clearing the flag in
 //! our `dlopen`, as heaptrack does, would break what the flag is for: a plug-in that brings its own version of a function would get the
-//! program's, without a word (`tests/deepbind.rs`). Patching the library's calls afterwards would miss what its constructors have looked
+//! program's, without a word (`tests/processes/deepbind.rs`). Patching the library's calls afterwards would miss what its constructors have looked
 //! up.
 //!
 //! An object is in the way if it has bound a function of the table, or `dlsym`, past this library, or may still do so because it binds

@@ -1,6 +1,7 @@
 //! The library's threads in somebody else's process: named, with all signals blocked, and known to [`exit`].
 
 use crate::{exit, symbols};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::{io, mem, ptr};
 
@@ -59,9 +60,18 @@ pub fn step_back() {
 
 /// What glibc takes from a thread's stack before the thread starts. A program's large thread-local arrays could use up a
 /// stack of fixed size.
+///
+/// Looked up once: this takes the loader's lock, and while the program is held, a thread that waits may have that.
 fn thread_overhead() -> usize {
-    // SAFETY: a NUL-terminated name.
-    let symbol = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack") };
+    const UNKNOWN: usize = usize::MAX;
+    static FOUND: AtomicUsize = AtomicUsize::new(UNKNOWN);
+    let mut symbol = FOUND.load(Ordering::Relaxed);
+    if symbol == UNKNOWN {
+        // SAFETY: a NUL-terminated name.
+        symbol = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack") } as usize;
+        FOUND.store(symbol, Ordering::Relaxed);
+    }
+    let symbol = symbol as *mut libc::c_void;
     if symbol.is_null() {
         return 0;
     }

@@ -56,3 +56,5 @@ export!(dlsym, resolve::dlsym);
 export!(dlvsym, resolve::dlvsym);
 export!(dlopen, opens::dlopen);
 export!(dlmopen, opens::dlmopen);
+
+vramctl_host::own_thread_exit!();

@@ -1,5 +1,5 @@
 /* Reaches the driver in the way that the first argument names, and prints whose functions it got. Needs only the C library.
- * See tests/reach.rs. */
+ * See tests/processes/reach.rs. */
 #include "reach.h"
 #include <pthread.h>
 #include <sys/wait.h>

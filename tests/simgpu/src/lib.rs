@@ -52,3 +52,7 @@ pub mod sharing;
 pub mod stream;
 pub mod vmm;
 pub mod waiting;
+
+// As in the library: whoever resumes a program calls the driver while a thread of the program waits with the loader's lock,
+// and a driver that needs that, too, would hide who else does.
+vramctl_host::own_thread_exit!();

@@ -1,11 +1,9 @@
 //! Real programs under the preloaded library on a simulated machine: paused and resumed from the shell, killed, forked,
 //! competing for memory, and facing misbehaving clients.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran};
-use common::{artifacts, library, programs};
+use crate::common;
+use crate::common::machine::{Machine, Program, Ran};
+use crate::common::{artifacts, library, programs};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,9 +1,7 @@
 //! `vramctl run` with what cannot be preloaded, or not into this program: it refuses, or says in one line that the program is not managed.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
+use crate::common;
+use crate::common::machine::{Machine, Ran};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};

@@ -1,11 +1,8 @@
 //! Every way for a program to reach the driver goes through the preloaded library, and functions of others are left alone. The programs are
 //! in `tests/apps/reach`; they print whose functions they got.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
-use common::{c_compiler, compile, library, own_folder, simulated_libraries};
+use crate::common::machine::{Machine, Ran};
+use crate::common::{c_compiler, compile, library, own_folder, simulated_libraries};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;

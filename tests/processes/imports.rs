@@ -1,11 +1,9 @@
 //! Memory that processes pass each other by descriptor, as NCCL and torch's symmetric memory do (`cuMemExportToShareableHandle`).
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran};
-use common::sharing::MIB;
-use common::some;
+use crate::common;
+use crate::common::machine::{Machine, Program, Ran};
+use crate::common::sharing::MIB;
+use crate::common::some;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::{fs, io, ptr};

@@ -1,10 +1,8 @@
 //! Moments of a program at which the preloaded library must not be noticed.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran};
-use common::{SHARED, compile, own_folder, programs};
+use crate::common;
+use crate::common::machine::{Machine, Program, Ran};
+use crate::common::{SHARED, compile, own_folder, programs};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
@@ -46,6 +44,30 @@ fn threads_are_cancelled_in_the_drivers_functions() {
     let mut command = machine.command(programs().join("guest"), &["cancelled"]);
     let preloaded = format!("{}:{}", common::library().display(), library("waits.c").display());
     Ran::of(command.env("LD_PRELOAD", preloaded)).expect(0, "ok", "");
+}
+
+/// A constructor that waits at the gate has the loader's lock. Nothing of a pause or a resume may need that, or nobody could let it go on.
+#[test]
+fn a_library_is_opened_while_its_program_is_held() {
+    let machine = Machine::new();
+    let (program, library) = (own_folder().join("opens"), own_folder().join("constructor.so"));
+    let runtime = "-l:libcudart.so.13";
+    compile(&program, &["constructor.c"], &[runtime]);
+    compile(&library, &["constructor.c"], &["-shared", "-fPIC", "-DLIBRARY", runtime]);
+    let mut program = machine.start_with("opens", program.to_str().unwrap(), |command| _ = command.arg(&library));
+    machine.vramctl("pause").expect(0, "", "");
+    assert_eq!(program.ask("open"), "ok");
+    let waits = || machine.status("opens")["processes"][0]["waiting_threads"] == 1;
+    common::eventually("the constructor waits at the gate", waits);
+    // The first of it goes on, and is held again.
+    for _ in 0..3 {
+        machine.vramctl("resume").expect(0, "", "");
+        machine.vramctl("pause").expect(0, "", "");
+        common::eventually("the constructor waits at the gate", waits);
+    }
+    machine.vramctl("resume").expect(0, "", "");
+    assert_eq!(program.ask("end"), "ok");
+    program.end();
 }
 
 /// An exit in a signal handler that has interrupted `malloc` would hang if an exit handler needed memory. Reports that are held back,

@@ -1,11 +1,9 @@
 //! The command line and the shell scripts, against fake processes: a thread speaks the protocol on the socket of a sleeping
 //! child. Tests that need real memory use the simulated GPU and are elsewhere.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
-use common::{command_line, interruptible, library};
+use crate::common;
+use crate::common::machine::{Machine, Ran};
+use crate::common::{command_line, interruptible, library};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -225,7 +223,7 @@ impl State {
             Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
             Request::Counted { .. } => Reply::Counted,
             Request::Cache | Request::Trim { .. } | Request::Watch { .. } => panic!("python/tests/test_trim.py has real processes"),
-            Request::SetAside(_) => panic!("tests/shared.rs has real processes"),
+            Request::SetAside(_) => panic!("tests/processes/shared.rs has real processes"),
             Request::Open { .. } | Request::Claim | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }

@@ -1,9 +1,7 @@
 //! `vramctl top` in a pseudo-terminal with a terminal emulator, and with real programs on a simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::Machine;
+use crate::common;
+use crate::common::machine::Machine;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

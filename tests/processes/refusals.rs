@@ -1,9 +1,7 @@
 //! Programs on drivers that refuse virtual memory, for good or now and then: they get what plain CUDA gives, and the user is told.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
+use crate::common;
+use crate::common::machine::{Machine, Ran};
 use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 

@@ -1,11 +1,9 @@
 //! CUDA IPC of managed memory, between real processes under the preloaded library on a simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran};
-use common::sharing::{MIB, PIECE, PROGRAM};
-use common::{LONG_MS, eventually};
+use crate::common;
+use crate::common::machine::{Machine, Program, Ran};
+use crate::common::sharing::{MIB, PIECE, PROGRAM};
+use crate::common::{LONG_MS, eventually};
 use proptest::prelude::*;
 use serde_json::json;
 use std::io::{BufRead, BufReader};

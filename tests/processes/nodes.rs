@@ -1,11 +1,8 @@
 //! A job whose ranks are on several nodes: the participant of each, which is `vramctl operate`, does what has been decided for all of them,
 //! whoever dies at which step. The nodes are directories of one simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::eventually;
-use common::machine::{Machine, Program};
+use crate::common::eventually;
+use crate::common::machine::{Machine, Program};
 use serde_json::{Value, json};
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader, Write};

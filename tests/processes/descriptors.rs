@@ -1,11 +1,9 @@
 //! Memory of `cuMemCreate` that a process exports as a descriptor and another one imports: random sequences of calls and pauses of two
 //! real programs, checked against a model.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::{Machine, Program};
-use common::sharing::MIB;
+use crate::common;
+use crate::common::machine::{Machine, Program};
+use crate::common::sharing::MIB;
 use proptest::prelude::*;
 use serde_json::json;
 

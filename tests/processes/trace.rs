@@ -1,10 +1,7 @@
 //! `vramctl trace`: real programs under the preloaded library on a simulated machine, and the trace of what they did.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::eventually;
-use common::machine::{Machine, Program, Ran};
+use crate::common::eventually;
+use crate::common::machine::{Machine, Program, Ran};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

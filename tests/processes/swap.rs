@@ -1,10 +1,8 @@
 //! Swaps: two jobs that do not both fit on a GPU change places. Real programs under the preloaded library on a simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran, proxy};
-use common::{eventually, in_parallel, some};
+use crate::common;
+use crate::common::machine::{Machine, Program, Ran, proxy};
+use crate::common::{eventually, in_parallel, some};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};

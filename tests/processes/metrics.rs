@@ -1,10 +1,9 @@
 //! `vramctl metrics`, with real programs on a simulated machine.
 // The numbers are whole.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks, clippy::float_cmp)]
+#![allow(clippy::float_cmp)]
 
-mod common;
-
-use common::machine::Machine;
+use crate::common;
+use crate::common::machine::Machine;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};

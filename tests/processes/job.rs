@@ -1,11 +1,9 @@
 //! Jobs: processes that are paused and resumed as one, no matter which of them dies at which step. Real programs under the preloaded
 //! library on a simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran, Wire, proxy};
-use common::{eventually, in_parallel};
+use crate::common;
+use crate::common::machine::{Machine, Program, Ran, Wire, proxy};
+use crate::common::{eventually, in_parallel};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -1,10 +1,8 @@
 //! Plug-ins that are opened with `RTLD_DEEPBIND` or `dlmopen`, and so call the driver past a preloaded library: a pause that would hold
 //! the program is refused and says why, and what the program has asked for stays as it is.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::{Machine, Program};
+use crate::common;
+use crate::common::machine::{Machine, Program};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;

@@ -1,12 +1,9 @@
 //! `--shared`: memory that processes of another job have open, between real processes under the preloaded library on a
 //! simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program, Ran, Wire};
-use common::sharing::MIB;
-use common::{LONG_MS, eventually};
+use crate::common::machine::{Machine, Program, Ran, Wire};
+use crate::common::sharing::MIB;
+use crate::common::{LONG_MS, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};

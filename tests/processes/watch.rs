@@ -1,10 +1,7 @@
 //! The watch: when little of a device is free, the library logs who uses it, once per fall. Real programs on a simulated machine.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::eventually;
-use common::machine::{Machine, Program, Ran};
+use crate::common::eventually;
+use crate::common::machine::{Machine, Program, Ran};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};

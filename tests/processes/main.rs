@@ -1,0 +1,26 @@
+//! Programs under the library, and the command line, on simulated machines: each test has a machine of its own, and its programs are processes.
+//! In one test program, because linking one for each of these files would take longer than most of their tests, and so that one file's
+//! last tests do not leave processors idle.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod cli;
+mod deepbind;
+mod descriptors;
+mod guest;
+mod imports;
+mod job;
+mod metrics;
+mod nodes;
+mod preloading;
+mod programs;
+mod reach;
+mod refusals;
+mod shared;
+mod sharing;
+mod swap;
+mod top;
+mod trace;
+mod watch;
