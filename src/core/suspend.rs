@@ -8,12 +8,12 @@ use crate::events::{self, Event};
 use crate::gate;
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
-use std::sync::{Mutex, RwLock, TryLockError};
+use std::sync::{Mutex, RwLock, TryLockError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup as backup;
 use vramctl_driver as driver;
-use vramctl_host::{PerProcess, Unpoison, exit};
+use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 
 /// The saved status, while the process is suspended, or about to be.
@@ -61,7 +61,7 @@ impl Memory {
             // The driver would have to save and restore the guards, and a held program needs none.
             let unguarded = self.unguard(&self.snapshot(), CALLS)?;
             backup::unregister_all();
-            let gpus = driver::uses();
+            let gpus = uses();
             // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             let status = Status { suspended: Some(gpus.clone()), devices, host: backup::status(), ..status };
@@ -96,6 +96,17 @@ impl Memory {
         let _query = QUERIES.get().read().unpoisoned();
         drop(suspended);
         self.status_now()
+    }
+}
+
+/// This process's memory on each GPU. On a machine with a GPU in trouble, NVML may never answer, and to load it takes the loader's lock, with which
+/// a thread of the program may wait until the resume. A thread that is left there ends then.
+fn uses() -> Vec<GpuUse> {
+    const NVML_WITHIN: Duration = Duration::from_secs(2);
+    let (tell, told) = mpsc::channel();
+    match worker::spawn("vramctl-nvml", move || _ = tell.send(driver::uses())) {
+        Ok(()) => told.recv_timeout(NVML_WITHIN).unwrap_or_else(|_| driver::usual_uses()),
+        Err(_) => driver::uses(),
     }
 }
 

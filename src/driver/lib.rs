@@ -30,7 +30,9 @@ use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use extras::{Extras, make_on};
 pub use kernel::{Image, Parts, Resident};
 pub use no_cards::NoCards;
-pub use nvml::{Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, uses, uuid, uuid_of_index};
+pub use nvml::{
+    Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, uses, usual_uses, uuid, uuid_of_index,
+};
 pub use properties::{Access, Location, Properties};
 pub use survey::{Gpu, Survey, cuda_version, survey, try_memory};
 pub use table::Driver;

@@ -78,11 +78,19 @@ pub fn keep_nvml<'a>(uuids: impl IntoIterator<Item = &'a str>) {
     }
 }
 
-/// This process's memory on each GPU that it sees.
+/// This process's memory on each GPU that it sees, as NVML tells.
 pub fn uses() -> Vec<GpuUse> {
+    uses_by(Nvml::load().ok().as_ref())
+}
+
+/// The same as far as the driver knows it: what programs use.
+pub fn usual_uses() -> Vec<GpuUse> {
+    uses_by(None)
+}
+
+fn uses_by(nvml: Option<&Nvml>) -> Vec<GpuUse> {
     /// Used if NVML cannot identify this process, as in some containers. Apart from paused memory, programs use 0.8 to 0.9 GiB.
     const USUAL: u64 = 1 << 30;
-    let nvml = Nvml::load().ok();
     let has_context = |device| {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: both are writable.
@@ -90,11 +98,11 @@ pub fn uses() -> Vec<GpuUse> {
         asked.is_ok() && active != 0
     };
     let of = |device| {
-        let known = nvml.as_ref().map_or_else(Vec::new, |nvml| nvml.processes(device));
+        let known = nvml.map_or_else(Vec::new, |nvml| nvml.processes(device));
         let own = known.iter().find(|holder| holder.pid == process::id());
         let uuid = uuid(device)?;
         let guess = || {
-            let used = nvml.as_ref().and_then(|nvml| nvml.used(&uuid)).unwrap_or(USUAL);
+            let used = nvml.and_then(|nvml| nvml.used(&uuid)).unwrap_or(USUAL);
             if has_context(device) { USUAL.min(used) } else { 0 }
         };
         Some(GpuUse { bytes: own.and_then(|own| own.bytes).unwrap_or_else(guess), uuid })

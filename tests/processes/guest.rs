@@ -46,10 +46,11 @@ fn threads_are_cancelled_in_the_drivers_functions() {
     Ran::of(command.env("LD_PRELOAD", preloaded)).expect(0, "ok", "");
 }
 
-/// A constructor that waits at the gate has the loader's lock. Nothing of a pause or a resume may need that, or nobody could let it go on.
+/// A constructor that waits at the gate has the loader's lock. Nothing of a pause, a suspend or a resume may need that, or nobody could let it go on.
 #[test]
 fn a_library_is_opened_while_its_program_is_held() {
-    let machine = Machine::new();
+    // Without an answer of NVML, a suspended process counts as usual: 1 GiB.
+    let machine = Machine::with(1, "2G");
     let (program, library) = (own_folder().join("opens"), own_folder().join("constructor.so"));
     let runtime = "-l:libcudart.so.13";
     compile(&program, &["constructor.c"], &[runtime]);
@@ -65,6 +66,7 @@ fn a_library_is_opened_while_its_program_is_held() {
         machine.vramctl("pause").expect(0, "", "");
         common::eventually("the constructor waits at the gate", waits);
     }
+    machine.vramctl("suspend").expect(0, "", "");
     machine.vramctl("resume").expect(0, "", "");
     assert_eq!(program.ask("end"), "ok");
     program.end();

@@ -276,6 +276,8 @@ pub struct InstantiateParams {
     pub error_node: Handle,
     /// `CUgraphInstantiateResult`.
     pub result: u32,
+    /// A caller's, and left alone.
+    pub padding: u32,
 }
 
 const _: () = {

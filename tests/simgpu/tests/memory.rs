@@ -82,6 +82,8 @@ fn a_pool_is_open_to_the_devices_that_were_given_access() {
         ok!(gpu.cuMemAllocAsync(&raw mut later, MIB2, 0));
         gpu.use_device(1);
         ok!(gpu.cuMemsetD8_v2(later, 7, MIB2));
+        // From under work, the access would be lost with the context.
+        ok!(gpu.cuCtxSynchronize());
         ok!(gpu.cuMemPoolSetAccess(pool, &of_device(1, 0), 1));
         fails!(1, gpu.cuMemsetD8_v2(earlier, 7, MIB2));
         fails!(1, gpu.cuMemsetD8_v2(later, 7, MIB2));
