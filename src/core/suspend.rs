@@ -61,7 +61,7 @@ impl Memory {
             // The driver would have to save and restore the guards, and a held program needs none.
             let unguarded = self.unguard(&self.snapshot(), CALLS)?;
             backup::unregister_all();
-            let gpus = uses();
+            let gpus = uses(CALLS);
             // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             let status = Status { suspended: Some(gpus.clone()), devices, host: backup::status(), ..status };
@@ -101,11 +101,10 @@ impl Memory {
 
 /// This process's memory on each GPU. On a machine with a GPU in trouble, NVML may never answer, and to load it takes the loader's lock, with which
 /// a thread of the program may wait until the resume. A thread that is left there ends then.
-fn uses() -> Vec<GpuUse> {
-    const NVML_WITHIN: Duration = Duration::from_secs(2);
+fn uses(limit: Duration) -> Vec<GpuUse> {
     let (tell, told) = mpsc::channel();
     match worker::spawn("vramctl-nvml", move || _ = tell.send(driver::uses())) {
-        Ok(()) => told.recv_timeout(NVML_WITHIN).unwrap_or_else(|_| driver::usual_uses()),
+        Ok(()) => told.recv_timeout(limit).unwrap_or_else(|_| driver::usual_uses()),
         Err(_) => driver::uses(),
     }
 }
