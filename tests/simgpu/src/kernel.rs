@@ -11,7 +11,6 @@ use crate::host;
 use crate::stream::{self, Ticket};
 use crate::vmm::{self, Piece, READ, READ_WRITE};
 use crate::waiting::{Collective, Persistent};
-use simgpu_digest::{Key, PIECE, THREADS};
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_void};
 use std::slice;
@@ -391,5 +390,88 @@ fn scatter(mut bytes: &[u8], pieces: &[Piece]) {
         // SAFETY: writes to part of a backing that the piece keeps alive.
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), piece.physical.backing.at(piece.offset), part.len()) };
         bytes = rest;
+    }
+}
+
+const THREADS: usize = 256;
+const VECTORS: usize = 16;
+const GROUPS: usize = 32;
+const SUMS: usize = 2;
+const PIECE: usize = 16 * VECTORS * GROUPS * THREADS;
+const PRIME: u64 = (1 << 61) - 1;
+
+/// The kernel's parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Key {
+    halves: [Half; 2],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Half {
+    sums: [[u32; 4 * VECTORS]; SUMS],
+    point: u64,
+}
+
+/// The kernel's arithmetic, without the final reduction: results are up to 2^61 + 2.
+fn step(value: u64, point: u64, next: u64) -> u64 {
+    let product = u128::from(value) * u128::from(point);
+    let sum = (product as u64 & PRIME) + (product >> 61) as u64 + (next & PRIME) + (next >> 61);
+    (sum & PRIME) + (sum >> 61)
+}
+
+impl Half {
+    /// Each thread has a word of four in each row. The threads' sums are side by side, so that the compiler vectorises.
+    fn digest(&self, piece: &[u8]) -> u64 {
+        let mut values = vec![0; THREADS];
+        for group in piece.chunks_exact(16 * THREADS * VECTORS) {
+            let mut sums = [[0u64; THREADS]; SUMS];
+            for (vector, row) in group.chunks_exact(16 * THREADS).enumerate() {
+                for (sums, keys) in sums.iter_mut().zip(&self.sums) {
+                    let keys: [u32; 4] = std::array::from_fn(|word| keys[4 * vector + word]);
+                    for (sum, bytes) in sums.iter_mut().zip(row.as_chunks::<16>().0) {
+                        let keyed = |word: usize| {
+                            let bytes = [bytes[4 * word], bytes[4 * word + 1], bytes[4 * word + 2], bytes[4 * word + 3]];
+                            u64::from(u32::from_le_bytes(bytes).wrapping_add(keys[word]))
+                        };
+                        *sum = sum.wrapping_add(keyed(0) * keyed(1)).wrapping_add(keyed(2) * keyed(3));
+                    }
+                }
+            }
+            for sums in sums {
+                values.iter_mut().zip(sums).for_each(|(value, sum)| *value = step(*value, self.point, sum));
+            }
+        }
+        let mut power = self.point;
+        for _ in 0..(GROUPS * SUMS).ilog2() {
+            power = step(power, power, 0);
+        }
+        while values.len() > 1 {
+            values = values.chunks_exact(2).map(|pair| step(pair[0], power, pair[1])).collect();
+            power = step(power, power, 0);
+        }
+        if values[0] >= PRIME { values[0] - PRIME } else { values[0] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bounds that the kernel relies on, at its extreme inputs.
+    #[test]
+    fn steps_are_right_and_stay_small() {
+        let small = [0, 1, 2, PRIME - 1, PRIME, PRIME + 1, PRIME + 3];
+        for value in small {
+            for point in small {
+                for next in [0, 1, PRIME - 1, PRIME, PRIME + 1, 8 * PRIME, u64::MAX - 1, u64::MAX] {
+                    let right = (u128::from(value) * u128::from(point) + u128::from(next)) % u128::from(PRIME);
+                    let stepped = step(value, point, next);
+                    assert!(stepped <= PRIME + 3, "{value} {point} {next}: {stepped}");
+                    assert_eq!(u128::from(stepped % PRIME), right, "{value} {point} {next}");
+                }
+            }
+        }
     }
 }
