@@ -1,6 +1,5 @@
 //! Programs under the library, and the command line, on simulated machines: each test has a machine of its own, and its programs are processes.
-//! In one test program, because linking one for each of these files would take longer than most of their tests, and so that one file's
-//! last tests do not leave processors idle.
+//! In one test program, because to build and lint one for each of these files takes longer than most of their tests.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 #[path = "../common/mod.rs"]
