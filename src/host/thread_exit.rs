@@ -23,7 +23,7 @@ thread_local! {
 }
 
 /// Defines `__cxa_thread_atexit_impl` for the library or program that is linked with it. Hidden: what else is in the process keeps the C
-/// library's.
+/// library's. Weak, as the standard library's reference to it is: a symbol that is both is worth a warning to the linker.
 #[macro_export]
 macro_rules! own_thread_exit {
     () => {
@@ -35,7 +35,7 @@ macro_rules! own_thread_exit {
     ($jump:literal) => {
         ::std::arch::global_asm!(
             ".pushsection .text.__cxa_thread_atexit_impl, \"ax\", %progbits",
-            ".globl __cxa_thread_atexit_impl",
+            ".weak __cxa_thread_atexit_impl",
             ".hidden __cxa_thread_atexit_impl",
             ".type __cxa_thread_atexit_impl, %function",
             "__cxa_thread_atexit_impl:",

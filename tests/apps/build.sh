@@ -93,7 +93,7 @@ echo "$wanted" >"$work/.built"
 compile() { # name, sources…
 	local name=$1
 	shift
-	"$compiler" -std=c11 -O2 -g -Wall -Wextra -Werror -o "$work/$name" \
+	"$compiler" -std=c11 -O2 -g -o "$work/$name" \
 		"${@/#/$source_dir/}" "${link[@]}" ||
 		fail "$name does not build or link (linked with: ${link[*]}).
 If libcudart is missing, give its folder as the second argument."
