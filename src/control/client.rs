@@ -40,6 +40,9 @@ impl fmt::Display for ClientError {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(refusal) => out.write_str(&refusal.message),
+            Self::Io { pid, error } if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                write!(out, "process {pid} cannot be asked: this command has reached its limit of open files (ulimit -n): {error}")
+            }
             Self::Io { pid, error } => write!(out, "process {pid} does not answer: {error}"),
         }
     }

@@ -3,13 +3,12 @@
 //! NVML takes a while, and may never answer: one GPU of the machine in trouble is enough. So a thread of its own asks, and nothing else waits long.
 
 use crate::Reporter;
+use crate::parallel;
 use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc;
-use std::thread;
 use std::time::Duration;
 use vramctl_driver as driver;
-use vramctl_host::worker::with_signals_blocked;
 
 /// How long NVML may take after the pause. Usually, it is done by then.
 const WITHIN: Duration = Duration::from_secs(5);
@@ -34,7 +33,8 @@ impl Figures {
                 send(&found, &paused);
             }
         };
-        with_signals_blocked(|| thread::spawn(ask));
+        // Without a thread, nobody asks: `ended` is disconnected.
+        let _ = parallel::spawn(ask);
         Self { paused, ended }
     }
 

@@ -15,11 +15,15 @@
 //! what is left of the limit. So queued work of up to a quarter of it always drains, and processes that are not aligned get more attempts.
 //! Nothing is saved before all have drained: a failed attempt costs little. Counting collectives would align the processes, too, but
 //! engines drain at the first attempt, and training loops mostly at the first or second (`docs/performance.md`).
+//!
+//! A thread drives each rank. Where the system starts none, one thread takes all ranks through the steps in turn (`Attempt::run_in_turn`):
+//! whatever limit a user or a container has reached, what is held or paused can be brought back.
 
 use crate::Reporter;
 use crate::deadline::Deadline;
 use crate::engine::Engines;
 use crate::nodes::{Aborted, Participant};
+use crate::parallel;
 use crate::processes::Found;
 use crate::queue::{Place, Ticket};
 use crate::retry::{FIRST_DRAIN, Failed, Retry, RetryPolicy, TURN_WITHIN, kind};
@@ -105,6 +109,8 @@ impl JobReport {
 
 /// How long a process waits for this coordinator before it undoes everything.
 const LEASE: Duration = Duration::from_secs(5);
+/// The same where one thread asks all processes in turn: each waits while others save or read their contents.
+const IN_TURN_LEASE: Duration = Duration::from_secs(30);
 /// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
 /// After how long without progress a rank that has drained goes on for a moment: the others' work may wait for it.
@@ -321,6 +327,8 @@ struct Gathering {
     objected: bool,
     /// The first rank that failed.
     failed: Option<usize>,
+    /// Whether all ranks have a thread. `None` while threads are being started.
+    has_threads: Option<bool>,
     /// How many of the ranks that leave are done, or have failed.
     left: usize,
 }
@@ -369,11 +377,7 @@ impl From<Aborted> for Stop {
 
 impl Attempt<'_> {
     fn run(&self) -> Attempted {
-        let stopped: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = (0..self.ranks.len()).map(|rank| scope.spawn(move || self.drive(rank))).collect();
-            let broken = || Err(Stop::Failed(failed(0, io::Error::other("vramctl itself failed here; please report it"))));
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
-        });
+        let stopped = self.run_at_once().unwrap_or_else(|error| self.run_in_turn(&error));
         let Gathering { failed, objected, all_drained, .. } = *self.gathering();
         let first = failed.map(|rank| self.ranks[rank].pid);
         let others = |stop| match stop {
@@ -385,6 +389,100 @@ impl Attempt<'_> {
         };
         let results = stopped.into_iter().map(|result| result.map_err(others)).collect();
         Attempted { results, committed: !self.decision.abort(), objected, drained: all_drained }
+    }
+
+    /// Drives all ranks, each in a thread of its own; the last one in this. If one gets no thread, no rank has been asked for anything.
+    fn run_at_once(&self) -> io::Result<Vec<Result<Report, Stop>>> {
+        let Some(last) = self.ranks.len().checked_sub(1) else { return Ok(Vec::new()) };
+        let drive_once_all_are_there = |rank| self.waits_for_threads().then(|| self.drive(rank));
+        thread::scope(|scope| {
+            let threads: io::Result<Vec<_>> =
+                (0..last).map(|rank| parallel::spawn_in(scope, move || drive_once_all_are_there(rank))).collect();
+            self.gathering().has_threads = Some(threads.is_ok());
+            self.changed.notify_all();
+            let threads = threads?;
+            let of_last = self.drive(last);
+            let broken = || Err(Stop::Failed(failed(0, io::Error::other("vramctl itself failed here; please report it"))));
+            let joined = threads.into_iter().map(|thread| thread.join().ok().flatten().unwrap_or_else(broken));
+            Ok(joined.chain([of_last]).collect())
+        })
+    }
+
+    /// Waits until it is known whether each rank has a thread.
+    fn waits_for_threads(&self) -> bool {
+        let started = self.changed.wait_while(self.gathering(), |gathering| gathering.has_threads.is_none()).unpoisoned();
+        started.has_threads == Some(true)
+    }
+
+    /// Takes all ranks through the steps on this thread. Where ranks have to wait for each other meanwhile, it fails with `error`, which says
+    /// why they have no threads.
+    fn run_in_turn(&self, error: &io::Error) -> Vec<Result<Report, Stop>> {
+        let mut clients: Vec<_> = self.ranks.iter().map(|_| None).collect();
+        let asked = match self.vote_in_turn(&mut clients, error) {
+            Ok(()) => {
+                self.decision.commit();
+                None
+            }
+            Err((rank, stop)) => {
+                self.decision.abort();
+                self.gathering().failed = Some(rank);
+                Some((rank, stop))
+            }
+        };
+        let mut failed = asked;
+        let end = |(rank, client): (usize, Option<Client>)| {
+            let is_first = failed.as_ref().is_some_and(|(first, _)| *first == rank);
+            let done = match (client, &failed) {
+                _ if is_first => failed.take().map_or(Err(Stop::Others), |(_, stop)| Err(stop)),
+                (Some(mut client), None) if !self.has_failed() => Self::commit(&mut client),
+                (Some(mut client), _) => Err(Self::undo(&mut client)),
+                (None, _) => Err(Stop::Others),
+            };
+            self.reporter.disconnected(self.ranks[rank].pid);
+            done
+        };
+        clients.into_iter().enumerate().map(end).collect()
+    }
+
+    /// Takes all ranks to their votes. Those that have to wait for memory begin, as in an attempt with threads. Returns the rank that failed.
+    fn vote_in_turn(&self, clients: &mut [Option<Client>], error: &io::Error) -> Result<(), (usize, Stop)> {
+        // Ranks on other nodes are heard of by a thread; and host memory passes between two that take their steps side by side.
+        if self.job.nodes.is_some() || self.job.wanted.hand_over_host.is_some() {
+            let error = io::Error::new(error.kind(), error.to_string());
+            return Err((0, Stop::Failed(failed(self.ranks[0].pid, error))));
+        }
+        let mut order: Vec<_> = (0..self.ranks.len()).collect();
+        order.sort_by_key(|rank| !self.early.contains(rank));
+        // Only who has a lease is connected.
+        Self::step_in_turn(&order, clients, |rank, client| {
+            if self.is_held(rank) { self.hold(client.insert(self.connect(rank)?), IN_TURN_LEASE) } else { Ok(()) }
+        })?;
+        Self::step_in_turn(&order, clients, |rank, client| {
+            let Some(client) = client.as_mut().filter(|_| self.is_held(rank)) else { return Ok(()) };
+            expect(client, Request::Drain { limit_ms: self.drain_within.as_millis() as u64 }, None, &Reply::Drained)?;
+            self.confirm_when_all_are_drained()
+        })?;
+        Self::step_in_turn(&order, clients, |rank, client| {
+            let client = match client {
+                Some(client) => client,
+                none => none.insert(self.connect(rank)?),
+            };
+            self.ask_to_prepare(rank, self.early.contains(&rank), client, IN_TURN_LEASE)?;
+            if self.ranks[rank].verb == Verb::Pause && !self.is_held(rank) { self.confirm_when_all_are_drained() } else { Ok(()) }
+        })
+    }
+
+    /// One step of all ranks, and the leases of the others meanwhile.
+    fn step_in_turn(
+        order: &[usize],
+        clients: &mut [Option<Client>],
+        step: impl Fn(usize, &mut Option<Client>) -> Result<(), Stop>,
+    ) -> Result<(), (usize, Stop)> {
+        for &rank in order {
+            step(rank, &mut clients[rank]).map_err(|stop| (rank, stop))?;
+            clients.iter_mut().flatten().for_each(Client::renew);
+        }
+        Ok(())
     }
 
     /// Drives one rank through all steps.
@@ -410,7 +508,6 @@ impl Attempt<'_> {
     }
 
     fn prepare_and_commit(&self, rank: usize) -> Result<Report, Stop> {
-        let pid = self.ranks[rank].pid;
         let is_early = self.early.contains(&rank);
         if !is_early {
             // Not connected yet: waiting for other processes' memory may take longer than a process waits for a request.
@@ -420,19 +517,10 @@ impl Attempt<'_> {
             self.meet(Step::Held, None)?;
             self.meet(Step::Drained, None)?;
         }
-        let mut client = self.job.found.connect(pid)?;
-        if let Ok(stream) = client.connection() {
-            self.reporter.connected(pid, stream);
-        }
+        let mut client = self.connect(rank)?;
         let prepared = self.prepare(rank, is_early, &mut client);
         if let Err(Stop::Others) = prepared {
-            // It answers when everything is undone.
-            return Err(match client.ask(Request::Abort, None, &mut |_| ()) {
-                // It may also have given up by itself: then there is nothing to abort.
-                Err(ClientError::Refused(_)) => Stop::Others,
-                Err(error) => error.into(),
-                Ok(reply) => client.unexpected(&reply).into(),
-            });
+            return Err(Self::undo(&mut client));
         }
         prepared?;
         // Every rank's thread commits; the first one decides.
@@ -440,6 +528,19 @@ impl Attempt<'_> {
         if self.comes(rank) {
             self.wait_for_those_that_leave();
         }
+        Self::commit(&mut client)
+    }
+
+    fn connect(&self, rank: usize) -> Result<Client, Stop> {
+        let pid = self.ranks[rank].pid;
+        let client = self.job.found.connect(pid)?;
+        if let Ok(stream) = client.connection() {
+            self.reporter.connected(pid, stream);
+        }
+        Ok(client)
+    }
+
+    fn commit(client: &mut Client) -> Result<Report, Stop> {
         match client.ask(Request::Commit, None, &mut |_| ()) {
             Ok(Reply::Done(report)) => Ok(report),
             Ok(other) => Err(client.unexpected(&other).into()),
@@ -447,23 +548,62 @@ impl Attempt<'_> {
         }
     }
 
+    /// Has a rank undo what it has done. It answers when everything is undone.
+    fn undo(client: &mut Client) -> Stop {
+        match client.ask(Request::Abort, None, &mut |_| ()) {
+            // It may also have given up by itself: then there is nothing to abort.
+            Err(ClientError::Refused(_)) => Stop::Others,
+            Err(error) => error.into(),
+            Ok(reply) => client.unexpected(&reply).into(),
+        }
+    }
+
+    /// Takes a rank to its vote.
     fn prepare(&self, rank: usize, is_early: bool, client: &mut Client) -> Result<(), Stop> {
-        let lease_ms = Some(LEASE.as_millis() as u64);
+        if self.is_held(rank) {
+            self.hold(client, LEASE)?;
+            self.meet(Step::Held, Some(client))?;
+            self.drain(client)?;
+        }
+        self.ask_to_prepare(rank, is_early, client, LEASE)?;
+        if is_early {
+            self.meet(Step::Early, Some(client))?;
+        }
+        if self.ranks[rank].verb == Verb::Pause && !self.is_held(rank) {
+            self.confirm_when_all_are_drained()?;
+        }
+        self.meet(Step::Prepared, Some(client))
+    }
+
+    /// What a rank is asked for, without what differs by rank.
+    fn wanted(&self, rank: usize) -> &TransitionRequest {
+        self.job.coming.as_ref().filter(|_| self.comes(rank)).unwrap_or(&self.job.wanted)
+    }
+
+    /// Whether a rank is held before its pause. Processes that are not held may be using memory of each other.
+    fn is_held(&self, rank: usize) -> bool {
+        self.ranks[rank].verb == Verb::Pause && self.wanted(rank).hold.is_some()
+    }
+
+    fn hold(&self, client: &mut Client, lease: Duration) -> Result<(), Stop> {
+        let hold = Request::Hold { lease_ms: Some(lease.as_millis() as u64) };
+        Ok(expect(client, hold, Some(self.file.as_fd()), &Reply::Held)?)
+    }
+
+    fn ask_to_prepare(&self, rank: usize, is_early: bool, client: &mut Client, lease: Duration) -> Result<(), Stop> {
+        let lease_ms = Some(lease.as_millis() as u64);
+        let is_held_pause = self.is_held(rank);
         let Rank { pid, verb, tags, lenient, is_borrower } = &self.ranks[rank];
-        let wanted = self.job.coming.as_ref().filter(|_| self.comes(rank)).unwrap_or(&self.job.wanted);
+        let wanted = self.wanted(rank);
         let of_same_verb = || self.ranks.iter().filter(|rank| rank.verb == *verb);
-        // Processes that are not held may be using memory of each other.
-        let is_held_pause = *verb == Verb::Pause && wanted.hold.is_some();
         let others = |are_borrowers: bool| {
             let others = of_same_verb().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
             others.map(|rank| rank.pid).collect::<Vec<_>>()
         };
         let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
         let mut transition = TransitionRequest { tags: tags.clone(), lenient: *lenient, partners, borrowers, ..wanted.clone() };
-        if transition.hold.take().is_some() && *verb == Verb::Pause {
-            expect(client, Request::Hold { lease_ms }, Some(self.file.as_fd()), &Reply::Held)?;
-            self.meet(Step::Held, Some(client))?;
-            self.drain(client)?;
+        transition.hold = None;
+        if is_held_pause {
             transition.timeout = Some(self.drain_within);
         } else if *verb == Verb::Resume && !self.comes(rank) {
             let left = self.deadline.left();
@@ -474,18 +614,11 @@ impl Attempt<'_> {
         let prepare =
             if *is_borrower { Request::SetAside(transition) } else { Request::Prepare(Prepare { of: *verb, lease_ms, ranks, transition }) };
         match client.ask(prepare, Some(self.file.as_fd()), &mut |now| self.reporter.progress(*pid, now)) {
-            Ok(Reply::Prepared) => (),
-            Ok(other) => return Err(client.unexpected(&other).into()),
-            Err(ClientError::Refused(_)) if is_early && self.has_failed() => return Err(Stop::Others),
-            Err(error) => return Err(self.cause(error)),
+            Ok(Reply::Prepared) => Ok(()),
+            Ok(other) => Err(client.unexpected(&other).into()),
+            Err(ClientError::Refused(_)) if is_early && self.has_failed() => Err(Stop::Others),
+            Err(error) => Err(self.cause(error)),
         }
-        if is_early {
-            self.meet(Step::Early, Some(client))?;
-        }
-        if *verb == Verb::Pause && !is_held_pause {
-            self.confirm_when_all_are_drained()?;
-        }
-        self.meet(Step::Prepared, Some(client))
     }
 
     /// Waits until no rank has work in flight. One that has none may be behind: those that have started a collective wait for it, and it

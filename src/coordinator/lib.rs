@@ -17,6 +17,7 @@ pub mod machine;
 pub mod nodes;
 pub mod operation;
 pub mod outcome;
+pub mod parallel;
 mod passing;
 pub mod plan;
 pub mod proc;

@@ -9,6 +9,7 @@
 //! has voted hears nothing any more, it reads the record by a command, which sets it to aborted unless it is set. So nobody waits for a
 //! coordinator that has died, and all nodes do the same.
 
+use crate::parallel;
 use crate::step::Step;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -222,21 +223,25 @@ impl Participant {
         }
         drop(state);
         let reader = Arc::clone(self);
-        thread::spawn(move || {
-            let begun = Instant::now();
-            let committed = loop {
-                if let Some(committed) = read(&reader.terms.record) {
-                    break committed;
-                }
-                // The coordinator may have come back.
-                if reader.state().committed.is_some() || begun.elapsed() >= reader.terms.read_within {
-                    break false;
-                }
-                thread::sleep(READ_AGAIN);
-            };
-            reader.state().settle(committed);
-            reader.changed.notify_all();
-        });
+        if parallel::spawn(move || reader.settle_by_record()).is_err() {
+            self.settle_by_record();
+        }
+    }
+
+    fn settle_by_record(&self) {
+        let begun = Instant::now();
+        let committed = loop {
+            if let Some(committed) = read(&self.terms.record) {
+                break committed;
+            }
+            // The coordinator may have come back.
+            if self.state().committed.is_some() || begun.elapsed() >= self.terms.read_within {
+                break false;
+            }
+            thread::sleep(READ_AGAIN);
+        };
+        self.state().settle(committed);
+        self.changed.notify_all();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -11,6 +11,7 @@ use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank};
 use crate::operation::{Operation, PauseOptions, Scope};
 use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
+use crate::parallel::{self, Joined};
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::queue::{Place, Ticket};
 use crate::shared::{self, Borrower, Group};
@@ -276,10 +277,7 @@ impl Plan {
     /// Pauses or resumes all groups at once, each as a whole or not at all.
     pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Outcome {
         let figures = (self.operation.verb == Verb::Pause).then(|| self.figures());
-        let reports: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.run_group(group, consent, reporter))).collect();
-            threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
-        });
+        let reports = parallel::each(&self.groups, |group| self.run_group(group, consent, reporter));
         let outcome = self.outcome(reports);
         if let Some(figures) = figures {
             figures.send(outcome.paused(), reporter);
@@ -388,7 +386,7 @@ impl Plan {
     }
 
     /// A thread that panicked has no report.
-    fn outcome(&self, reports: Vec<thread::Result<JobReport>>) -> Outcome {
+    fn outcome(&self, reports: Vec<Joined<JobReport>>) -> Outcome {
         let verb = self.operation.verb;
         let (mut results, mut outcome) = (BTreeMap::new(), Outcome::default());
         for (group, report) in self.groups.iter().zip(reports) {

@@ -4,6 +4,7 @@ use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
+use crate::parallel;
 use crate::proc;
 pub use crate::process::Process;
 use crate::queue::{Place, Ticket};
@@ -12,7 +13,7 @@ pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 use vramctl_config as config;
@@ -21,8 +22,8 @@ use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::uuid_of_index;
+use vramctl_host::Unpoison;
 use vramctl_host::system::program_of;
-use vramctl_host::worker::with_signals_blocked;
 use vramctl_model::{Error, checked_name, short_uuid};
 
 /// The user's managed processes.
@@ -226,18 +227,11 @@ impl Found {
     /// Asks the programs' own allocators, such as torch's, what they hold. Those that do not answer in time are left out.
     pub fn ask_allocators(&mut self) {
         let Some(directory) = self.directory.clone() else { return };
-        thread::scope(|scope| {
-            for Process { pid, status, .. } in &mut self.processes {
-                let Ok(status) = status else { continue };
-                if !status.process.trims || status.memory.suspended.is_some() {
-                    continue;
-                }
-                let (directory, pid) = (&directory, *pid);
-                scope.spawn(move || {
-                    let cache = Client::connect(directory, pid).and_then(|mut client| client.cache());
-                    status.memory.cache = cache.unwrap_or_default();
-                });
-            }
+        let trimming = self.processes.iter_mut().filter_map(|Process { pid, status, .. }| Some((*pid, status.as_mut().ok()?)));
+        let trimming = trimming.filter(|(_, status)| status.process.trims && status.memory.suspended.is_none());
+        parallel::each_well(trimming, |(pid, status)| {
+            let cache = Client::connect(&directory, pid).and_then(|mut client| client.cache());
+            status.memory.cache = cache.unwrap_or_default();
         });
     }
 
@@ -315,7 +309,8 @@ pub fn ask(directory: &Directory, pids: &[u32]) -> Vec<Process> {
     answers.into_iter().filter_map(process).collect()
 }
 
-/// Runs `work` for each in its own thread. Whatever takes longer than `within` counts as unanswered.
+/// Runs `work` for each in its own thread. Whatever takes longer than `within` counts as unanswered. Where there is no thread, one waits for
+/// the other, as long as a client does.
 fn at_once<T: Send + 'static, R: Send + 'static>(
     each: Vec<(u32, T)>,
     within: Duration,
@@ -325,9 +320,18 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     let mut outcomes: BTreeMap<_, _> = each.iter().map(|(pid, _)| (*pid, silent())).collect();
     let (work, (answer, answers)) = (Arc::new(work), mpsc::channel());
     for (pid, one) in each {
-        let (work, answer) = (Arc::clone(&work), answer.clone());
-        // Never joined: one that takes too long is abandoned. Signals are for the caller's own threads.
-        with_signals_blocked(|| thread::spawn(move || _ = answer.send((pid, work(one).map_err(CommandError::from)))));
+        let (work, answer, one) = (Arc::clone(&work), answer.clone(), Arc::new(Mutex::new(Some(one))));
+        let ask = |one: &Mutex<Option<T>>, work: &dyn Fn(T) -> Result<R, ClientError>| {
+            let taken = one.lock().unpoisoned().take();
+            taken.map(|one| work(one).map_err(CommandError::from))
+        };
+        let its = Arc::clone(&one);
+        let by_thread = Arc::clone(&work);
+        // Never joined: one that takes too long is abandoned.
+        let thread = parallel::spawn(move || ask(&its, &*by_thread).map(|outcome| answer.send((pid, outcome))));
+        if thread.is_err() {
+            outcomes.extend(ask(&one, &*work).map(|outcome| (pid, outcome)));
+        }
     }
     drop(answer);
     let deadline = Instant::now() + within;

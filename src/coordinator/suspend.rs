@@ -8,9 +8,10 @@ use crate::figures::Figures;
 use crate::forecast::Forecast;
 use crate::operation::Operation;
 use crate::outcome::{Outcome, ProcessOutcome};
+use crate::parallel;
 use crate::processes::{Found, Process, Target};
 use crate::shared::{self, Borrower};
-use std::thread;
+use std::thread::JoinHandle;
 use vramctl_model::{Bytes, Kind, Report, TagState, TransitionRequest, Verb};
 
 /// What a suspend will do.
@@ -66,7 +67,7 @@ impl Suspend {
     fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
         // Loading the driver takes a while, so it happens during the pause.
         let machine = self.checkpoint.found.machine();
-        let loading = thread::spawn(move || checkpoint::load(machine));
+        let loading = parallel::spawn(move || checkpoint::load(machine));
         let figures = Figures::prepare(&self.checkpoint.found, self.checkpoint.members.iter().map(|member| &member.process));
         let borrowers = self.borrowers.take();
         let paused = self.checkpoint.transition(Verb::Pause, &self.request, borrowers, reporter);
@@ -76,7 +77,8 @@ impl Suspend {
         for (process, report) in &held {
             reporter.done(&shared::text(process, report));
         }
-        let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let join = |loading: JoinHandle<_>| loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let loaded = loading.map_or_else(|_| checkpoint::load(machine), join);
         // Neither the pause itself nor loading the driver counts.
         let deadline = Deadline::new(self.request.hold).after(waited);
         match loaded.and_then(|()| self.checkpoint.leave_gpus(deadline, reporter)) {

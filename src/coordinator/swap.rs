@@ -24,11 +24,11 @@ use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::operation::{Hold, Operation};
 use crate::outcome::Outcome;
+use crate::parallel;
 use crate::passing::Passing;
 use crate::plan::{Consent, Plan};
 use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
-use std::thread;
 use std::time::Duration;
 use vramctl_driver as driver;
 use vramctl_model::{Bytes, DeviceStatus, GpuPlan, Lacking, TagState, TagStatus, TransitionRequest, Verb};
@@ -81,12 +81,9 @@ impl Swap {
         if leaving.pause.hold == Hold::No {
             return Err(usage("a swap holds the job that leaves"));
         }
-        let (leaving, coming) = thread::scope(|scope| {
-            let leaving = scope.spawn(|| Plan::again(leaving, reporter));
-            let coming = Plan::again(coming, reporter);
-            (leaving.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), coming)
-        });
-        let (leaving, coming) = (leaving?, coming?);
+        let mut plans = parallel::each_well([leaving, coming], |operation| Plan::again(operation, reporter)).into_iter();
+        let mut next = || plans.next().unwrap_or_else(|| Err(usage("a swap is of two jobs")));
+        let (leaving, coming) = (next()?, next()?);
         let out: BTreeSet<_> = leaving.processes().map(|process| process.pid).collect();
         if let Some(both) = coming.processes().find(|process| out.contains(&process.pid)) {
             return Err(usage(format!("{both} is meant as the one that leaves and as the one that comes")));

@@ -18,6 +18,7 @@ use std::{env, fmt, fs, io, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::parallel;
 use vramctl_driver::{self as driver, Survey};
 use vramctl_host::system::resource_limit;
 use vramctl_host::{is_one_file, limits};
@@ -262,11 +263,8 @@ fn preparing_speed(available: u64) -> io::Result<(f64, usize)> {
     let pieces = (available / 8 / PIECE as u64).clamp(1, 16) as usize;
     let threads = threads.min(pieces);
     let started = Instant::now();
-    thread::scope(|scope| {
-        let touch = |first: usize| (first..pieces).step_by(threads).try_for_each(|_| touch(PIECE));
-        let workers: Vec<_> = (0..threads).map(|first| scope.spawn(move || touch(first))).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into())))
-    })?;
+    let touch = |first: usize| (first..pieces).step_by(threads).try_for_each(|_| touch(PIECE));
+    parallel::each_well(0..threads, touch).into_iter().collect::<io::Result<()>>()?;
     Ok(((pieces * PIECE) as f64 / started.elapsed().as_secs_f64() / 1e9, threads))
 }
 

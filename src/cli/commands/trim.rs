@@ -3,9 +3,9 @@
 use crate::arguments::{ProcessesOrAll, seconds};
 use crate::commands::each;
 use std::fmt::Write;
-use std::thread;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_model::{Bytes, Cached, Trimmed};
 
@@ -51,11 +51,8 @@ fn trims(process: &Process) -> bool {
 /// Trims these at once.
 fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Trimmed, CommandError>> {
     let one = |process: &Process| Ok(found.connect(process.pid)?.trim(Some(timeout))?);
-    thread::scope(|scope| {
-        let threads: Vec<_> = processes.iter().map(|process| scope.spawn(move || one(process))).collect();
-        let broken = || Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
-    })
+    let broken = |_| Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
+    parallel::each(processes, one).into_iter().map(|done| done.unwrap_or_else(broken)).collect()
 }
 
 /// For people.

@@ -27,8 +27,9 @@ use std::os::unix::process::CommandExt;
 use std::process::{self, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
-use std::{env, panic, thread};
+use std::{env, panic};
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::parallel;
 use vramctl_model::Verb;
 
 #[derive(clap::Args)]
@@ -87,7 +88,7 @@ pub fn top(args: &Args) -> Result<Exit, CommandError> {
     poll::start(&happen, &interval);
     let ended = Screen::take().and_then(|mut screen| {
         let inputs = happen.clone();
-        thread::spawn(move || while inputs.send(event::read().map_or_else(Incoming::NoInput, Incoming::Input)).is_ok() {});
+        parallel::spawn(move || while inputs.send(event::read().map_or_else(Incoming::NoInput, Incoming::Input)).is_ok() {})?;
         watch(&mut screen, Model::new(args.interval), &incomings, &happen, &interval)
     });
     match ended {
@@ -211,7 +212,7 @@ fn run(words: &[String], happen: &Sender<Incoming>) -> io::Result<OwnedFd> {
     // SAFETY: just opened, and nobody else's.
     let handle = unsafe { OwnedFd::from_raw_fd(handle as i32) };
     let (line, happen) = (format!("$ vramctl {}", words.join(" ")), happen.clone());
-    thread::spawn(move || {
+    let waiting = parallel::spawn(move || {
         let said = child.wait_with_output().map_or_else(
             |error| error.to_string(),
             // Notes come before the result.
@@ -219,6 +220,7 @@ fn run(words: &[String], happen: &Sender<Incoming>) -> io::Result<OwnedFd> {
         );
         let _ = happen.send(Incoming::Done(format!("{line}\n{said}")));
     });
+    waiting.inspect_err(|_| cancel(&handle))?;
     Ok(handle)
 }
 
@@ -276,7 +278,7 @@ mod tests {
     #[ignore = "needs a terminal"]
     fn a_panic_in_a_terminal() {
         let _screen = Screen::take().unwrap();
-        thread::spawn(|| panic!("oh no")).join().unwrap_err();
+        std::thread::spawn(|| panic!("oh no")).join().unwrap_err();
         unreachable!("whoever panics ends it");
     }
 

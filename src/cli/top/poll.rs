@@ -10,6 +10,7 @@ use std::time::Duration;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Process, silent};
 use vramctl_driver::{cards, holders_of, keep_nvml};
 use vramctl_host::{Unpoison, limits};
@@ -69,14 +70,15 @@ pub trait Listener: Clone + Send + 'static {
 /// Starts asking.
 pub fn start<L: Listener>(listener: &L, interval: &Interval) {
     let (one, pace) = (listener.clone(), interval.clone());
-    spawn("gpus", move || ask_nvml(&one, &pace));
+    spawn(listener, move || ask_nvml(&one, &pace));
     let (one, pace) = (listener.clone(), interval.clone());
-    spawn("find", move || find(&one, &pace));
+    spawn(listener, move || find(&one, &pace));
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
-    // Without a thread, this part of the display is not updated.
-    let _ = thread::Builder::new().name(name.into()).spawn(work);
+/// Returns whether there is a thread for it. Otherwise, this part of the display is not updated, and the display says so.
+fn spawn(listener: &impl Listener, work: impl FnOnce() + Send + 'static) -> bool {
+    let started = parallel::spawn(work);
+    started.inspect_err(|error| _ = listener.send_news(News::Trouble(error.to_string()))).is_ok()
 }
 
 fn ask_nvml(listener: &impl Listener, interval: &Interval) {
@@ -99,11 +101,14 @@ fn find<L: Listener>(listener: &L, interval: &Interval) {
             Ok(pids) => {
                 for &pid in &pids {
                     if watched.lock().unpoisoned().insert(pid) {
-                        let (listener, interval, watched) = (listener.clone(), interval.clone(), Arc::clone(&watched));
-                        spawn("watch", move || {
-                            watch(pid, &listener, &interval);
-                            watched.lock().unpoisoned().remove(&pid);
+                        let (its, interval, its_watched) = (listener.clone(), interval.clone(), Arc::clone(&watched));
+                        let is_started = spawn(listener, move || {
+                            watch(pid, &its, &interval);
+                            its_watched.lock().unpoisoned().remove(&pid);
                         });
+                        if !is_started {
+                            watched.lock().unpoisoned().remove(&pid);
+                        }
                     }
                 }
                 News::Found(pids.len())

@@ -1,7 +1,9 @@
 //! Handles ^C: the command reports the state of its requests and dies by SIGINT. A full-screen command restores the terminal first.
 
+use std::panic::AssertUnwindSafe;
 use std::time::Duration;
-use std::{mem, process, ptr, thread};
+use std::{mem, panic, process, ptr};
+use vramctl_coordinator::parallel;
 
 /// Blocks SIGINT in this thread and the threads it starts, until [`watch`] handles it.
 pub fn hold() {
@@ -10,7 +12,8 @@ pub fn hold() {
 }
 
 /// Starts a thread that waits for SIGINT, runs `last` and ends the process. [`hold`] must have blocked SIGINT in all other
-/// threads. If the shell has SIGINT ignored, as in background jobs, it stays ignored.
+/// threads. If the shell has SIGINT ignored, as in background jobs, it stays ignored. Where there is no thread, SIGINT ends the process at
+/// once: the processes undo what is not complete.
 pub fn watch(last: impl FnOnce() + Send + 'static) {
     // SAFETY: plain data, and writable.
     let ignored = unsafe {
@@ -18,18 +21,22 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
         libc::sigaction(libc::SIGINT, ptr::null(), &raw mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
     };
     if !ignored {
-        thread::spawn(move || {
+        let waiting = parallel::spawn(move || {
             let mut signal = 0;
             // SAFETY: an initialised set, and a writable signal number.
             if unsafe { libc::sigwait(&interrupt_alone(), &raw mut signal) } == 0 {
                 // A second ^C ends the process at once.
                 release();
-                last();
+                // Whatever this meets, the process ends.
+                let _ = panic::catch_unwind(AssertUnwindSafe(last));
                 // SAFETY: touches no memory. The signal shows the shell that the command was interrupted.
                 unsafe { libc::raise(libc::SIGINT) };
                 process::exit(130);
             }
         });
+        if waiting.is_err() {
+            release();
+        }
     }
 }
 
@@ -39,13 +46,17 @@ pub fn catch_end(end: impl FnOnce(libc::c_int) + Send + 'static) {
     let signals = set_of(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
     // SAFETY: an initialised set; concerns the calling thread's mask alone.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, ptr::null_mut()) };
-    thread::spawn(move || {
+    let waiting = parallel::spawn(move || {
         let mut signal = 0;
         // SAFETY: an initialised set, and a writable signal number.
         if unsafe { libc::sigwait(&raw const signals, &raw mut signal) } == 0 {
             end(signal);
         }
     });
+    if waiting.is_err() {
+        // SAFETY: as above.
+        unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const signals, ptr::null_mut()) };
+    }
 }
 
 /// Ends this program by a signal that was caught.

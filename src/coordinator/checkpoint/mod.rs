@@ -24,6 +24,7 @@ use crate::job::{Job, Rank};
 use crate::lock::FileLock;
 use crate::machine::Machine;
 use crate::outcome;
+use crate::parallel;
 use crate::proc;
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::queue::Place;
@@ -144,11 +145,7 @@ pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessStat
 }
 
 fn at_once<R: Send>(members: &mut [Member], step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
-    let step = &step;
-    thread::scope(|scope| {
-        let threads: Vec<_> = members.iter_mut().map(|member| scope.spawn(move || step(member))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    })
+    parallel::each_well(members, step)
 }
 
 /// The first failure of a step.
@@ -192,11 +189,7 @@ impl Checkpoint {
             }
             Some(member)
         };
-        let members = thread::scope(|scope| {
-            let find = &find;
-            let threads: Vec<_> = silent.into_iter().map(|process| scope.spawn(move || find(process))).collect();
-            threads.into_iter().filter_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        });
+        let members = parallel::each_well(silent, find).into_iter().flatten().collect();
         Self { found: found.clone(), members, is_whole: false, everywhere: BTreeSet::new() }
     }
 

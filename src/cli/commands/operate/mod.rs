@@ -10,11 +10,12 @@ use crate::ui::lines::Lines;
 use request::{Nothing, Request, Which};
 use serde_json::{Value, json};
 use std::io::{self, BufRead};
+use std::process;
 use std::sync::Arc;
-use std::{process, thread};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::nodes::{Aborted, Participant, Word};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
+use vramctl_coordinator::parallel;
 use vramctl_coordinator::plan::{Consent, Left};
 use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_coordinator::{Move, Operation, Outcome, Plan, Suspend, Swap, Swapped};
@@ -45,7 +46,8 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
     let lines = Arc::new(Lines::new(progress, Box::new(|| cancelled(Some(false), &[]))));
     let nodes = request.as_ref().ok().and_then(Request::participant);
     let (cancelling, listening) = (Arc::clone(&lines), nodes.clone());
-    thread::spawn(move || {
+    let is_over_nodes = nodes.is_some();
+    let listening = parallel::spawn(move || {
         let is_cancelled = match listening {
             Some(nodes) => listen(&nodes),
             // Another line says the same as the end: the program may have forked, and its child keeps the pipe open.
@@ -56,6 +58,9 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
             process::exit(i32::from(Exit::Failed as u8));
         }
     });
+    // Without a thread, nobody hears of a cancellation, or of the other nodes.
+    let deaf = listening.err().filter(|_| is_over_nodes).map(|error| CommandError::new(Exit::Failed, error.to_string()));
+    let request = deaf.map_or(request, Err);
     let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
     let (outcome, exit) = match answer {
         Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),

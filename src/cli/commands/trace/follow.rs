@@ -3,10 +3,10 @@
 use crate::ui::interrupt;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Found, Process};
 use vramctl_model::{Events, MemoryOwner, TraceEvent};
 
@@ -18,7 +18,7 @@ const MOST: usize = 4_000_000;
 const LAST: Duration = Duration::from_secs(10);
 
 /// The events received from a process.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Followed {
     pub pid: u32,
     pub name: String,
@@ -57,9 +57,12 @@ pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followe
             _ = ended.send(Followed { ended: Some(failure.clone()), ..followed });
             continue;
         }
-        let client = found.connect(process.pid);
+        let (client, result) = (found.connect(process.pid), ended.clone());
+        let lost = followed.clone();
         // Never joined: one that gets no answer is abandoned.
-        thread::spawn(move || _ = ended.send(follow_one(client, followed, &stopped)));
+        if let Err(error) = parallel::spawn(move || _ = result.send(follow_one(client, followed, &stopped))) {
+            _ = ended.send(Followed { ended: Some(CommandError::new(Exit::Failed, error.to_string())), ..lost });
+        }
     }
     drop(ended);
     let mut all = wait(until, &all_ended, processes.len());
