@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import concurrent.futures
 import contextlib
@@ -10,6 +11,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import tempfile
 import threading
 import unittest
 import unittest.mock
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +478,53 @@ count = next(at for at in itertools.count(1) if not interrupted(at)) - 1
 print(count)
 """
 
+#: A coroutine is left in a context whose loop does not run any more, and an object's end resumes a job, when the interpreter ends.
+ENDING = """
+import asyncio, sys
+import vramctl
+
+class Turn:
+    def __init__(self):
+        self.job = vramctl.Job("engine")
+        self.job.pause()
+
+    def __del__(self):
+        self.job.resume()
+
+async def leave(stop):
+    async with vramctl.Job("engine").paused():
+        stop()
+        await asyncio.sleep(100)
+
+if {dropped!r}:
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(leave(loop.stop))
+    loop.run_forever()
+else:
+    sys.modules["kept until modules go"] = Turn()
+print({{tag.state for status in vramctl.Job("engine").status().values() for tag in status.tags}}, flush=True)
+"""
+
+#: In a context at the limit of open files, and with no thread to be had.
+AT_LIMITS = """
+import _thread, contextlib, os, resource
+import vramctl
+
+def refuse(*_):
+    raise RuntimeError("can't start new thread")
+
+job = vramctl.Job("engine")
+with contextlib.ExitStack() as stack:
+    stack.enter_context(job.paused())
+    print({tag.state for status in job.status().values() for tag in status.tags}, flush=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    _thread.start_new_thread = refuse
+try:
+    job.pause()
+except vramctl.errors.Internal as error:
+    assert error.committed is False and "Too many open files" in str(error), error
+"""
+
 
 class WhateverHappens(unittest.TestCase):
     """Cancellations and ^C, at every point of a pause in a context."""
@@ -624,6 +674,87 @@ class WhateverHappens(unittest.TestCase):
         self.place("resume.before").unlink()
         child.communicate(timeout=100)
         self.assertEqual(child.returncode, 0)
+        self.is_as_before()
+
+    def left_paused(self, source: str) -> None:
+        """A program that ends in a context of a pause, without its command standing in the way."""
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        child = subprocess.run(
+            [sys.executable, "-W", "error", "-c", source], stdout=subprocess.PIPE, env=environment, text=True, timeout=100
+        )
+        self.assertEqual((child.returncode, child.stdout), (0, "{'paused'}\n"))
+        self.is_as_before()
+
+    def test_it_is_resumed_by_what_runs_when_the_interpreter_ends(self) -> None:
+        for dropped in (True, False):
+            with self.subTest(dropped=dropped):
+                self.left_paused(ENDING.format(dropped=dropped))
+
+    def test_it_is_resumed_without_descriptors_and_threads(self) -> None:
+        self.left_paused(AT_LIMITS)
+
+    def test_it_is_resumed_if_its_coroutine_is_closed(self) -> None:
+        """Without a loop, in a loop, and at the end of a generator, which may wait."""
+        started = []
+
+        def start(*arguments: Any) -> int:
+            started.append(arguments)
+            return start_thread(*arguments)
+
+        def states() -> set[str]:
+            return {tag.state for status in self.job.status().values() for tag in status.tags}
+
+        async def leave(entered: Callable[[], Any]) -> None:
+            async with self.job.paused():
+                entered()
+                await asyncio.sleep(100)
+
+        async def generate() -> AsyncIterator[None]:
+            async with self.job.paused():
+                yield
+
+        async def end(task: asyncio.Task[None]) -> None:
+            task.cancel()
+            with contextlib.suppress(RuntimeError, asyncio.CancelledError):
+                await task
+
+        async def close() -> None:
+            entered = asyncio.Event()
+            leaving = leave(entered.set)
+            task = asyncio.ensure_future(leaving)
+            await entered.wait()
+            leaving.close()
+            await end(task)
+            await asyncio.to_thread(eventually, "it is resumed", lambda: states() == {"active"})
+            generator = generate()
+            await generator.__anext__()
+            self.assertEqual(states(), {"paused"})
+            await generator.aclose()  # type: ignore[attr-defined]
+            self.assertEqual(states(), {"active"})
+
+        start_thread = _thread.start_new_thread
+        loop = asyncio.new_event_loop()
+        self.addCleanup(loop.close)
+        leaving = leave(loop.stop)
+        task = loop.create_task(leaving)
+        loop.run_forever()
+        with unittest.mock.patch("_thread.start_new_thread", start):
+            leaving.close()
+        self.assertLess(len(started), 10)
+        self.is_as_before()
+        loop.run_until_complete(end(task))
+        asyncio.run(close())
+        self.is_as_before()
+
+    def test_it_is_resumed_although_others_leave_no_connection_free(self) -> None:
+        with contextlib.ExitStack() as stack, self.job.paused():
+            crowd = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(16)]
+            for client in crowd:
+                client.connect(f"{os.environ['VRAMCTL_DIR']}/{self.rank.pid}.sock")
+            # Longer than the command asks again without a limit of its own.
+            leave = threading.Timer(2, lambda: [client.shutdown(socket.SHUT_RDWR) for client in crowd])
+            leave.start()
+            stack.callback(leave.join)
         self.is_as_before()
 
     def test_an_interrupted_pause_is_told_so(self) -> None:

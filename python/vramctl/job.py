@@ -10,13 +10,16 @@ import _thread
 import asyncio
 import contextlib
 import copy
+import functools
+import inspect
 import json
 import logging
 import os
+import select
 import subprocess
-import tempfile
+import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Callable, Generic, TypeVar
 
 from . import _request, errors
@@ -24,7 +27,7 @@ from ._request import Backup
 from .types import JobReport, Ledger, Report, Status, StepsReport
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import ModuleType, TracebackType
 
 __all__ = ["Job", "ledger", "swap"]
 
@@ -56,6 +59,7 @@ class Job:
         self._target: str | dict[str, Any] = "only" if name is None else {"name": name}
         self._ranks = ranks
         self._folder: str | None = None
+        _commands()  # an interpreter that ends imports nothing any more
 
     @classmethod
     def _of_process(cls, pid: int, folder: str) -> Job:
@@ -206,14 +210,18 @@ class Job:
         job: dict[str, Any] = next(iter(outcome["jobs"]), {})
         return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
 
+    def _resumption(self, tags: str | Iterable[str] | None, timeout: float | None) -> _Work[dict[str, Any]]:
+        """A resume that will be needed, whatever becomes of this program and of the job's processes."""
+        left = copy.copy(self)
+        left._ranks = None  # those that are left, if one has ended meanwhile
+        chosen = [tag for tag in _request.names(tags) if tag is not None]
+        return left._operation("resume", tags=chosen, self_paused=False, timeout_ms=_limit(timeout), detached=True)
+
     def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
-        try:
-            return _Operation({"operation": operation, "target": self._target, **fields}, self._folder).ended()
-        except errors.SeveralProcesses as several:
-            # The command's words are for people at a terminal.
-            error = errors.SeveralProcesses(_choose_a_name(several.pids), several.numbers)
-            error.committed = several.committed
-            raise error from None
+        return self._operation(operation, **fields).ended()
+
+    def _operation(self, operation: str, **fields: Any) -> _Work[dict[str, Any]]:
+        return _Operation({"operation": operation, "target": self._target, **fields}, self._folder)
 
 
 def _choose_a_name(pids: Iterable[int]) -> str:
@@ -289,8 +297,13 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         # A generator of tags is needed twice.
         self._tags = tags if tags is None or isinstance(tags, (str, Mapping)) else list(tags)
         self._job, self._timeout, self._options = job, resume_timeout, options
+        #: The resume, once the job may be paused.
+        self._resumption: _Work[dict[str, Any]] | None = None
 
     def __enter__(self) -> JobReport:
+        if not isinstance(self._tags, Mapping):  # which the pause refuses
+            # Now, because there may be neither a process nor a descriptor to be had when it is needed.
+            self._resumption = self._job._resumption(self._tags, self._timeout).prepare()
         try:
             return self._job.pause(self._tags, **self._options)
         except BaseException as error:
@@ -298,6 +311,8 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
             if not isinstance(error, errors.Error) or error.committed is not False:
                 with contextlib.suppress(errors.NoProcess):  # nobody is left
                     self._resume()
+            elif self._resumption is not None:
+                self._resumption.drop()
             raise
 
     def __exit__(self, *_: object) -> None:
@@ -320,6 +335,11 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         resuming = _Work(self._resume)
+        if isinstance(error, GeneratorExit) and not _may_wait():
+            resuming.start()
+            if not _loop_is_running():
+                resuming.ended()
+            return
         interrupted = await resuming.outlast()
         if interrupted is not None:
             raise interrupted from resuming.error
@@ -330,13 +350,28 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         self._resume()
 
     def _resume(self) -> None:
-        # Those that are left, if one has ended meanwhile.
-        left = copy.copy(self._job)
-        left._ranks = None
-        # Whatever becomes of this program.
-        _Work(
-            lambda: left._transition("resume", self._tags, self_paused=False, timeout_ms=_limit(self._timeout), detached=True)
-        ).ended()
+        resumption = self._resumption
+        assert resumption is not None  # it was entered
+        # In another thread, and not stopped by what interrupts this one.
+        _Work(resumption.carry_out).ended()
+
+
+def _loop_is_running() -> bool:
+    """Whether a loop of asyncio's runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _may_wait() -> bool:
+    """Whether the coroutine that calls this, at a `GeneratorExit`, may wait: one that is closed cannot, but an async generator may."""
+    frame = inspect.currentframe()
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and frame.f_code.co_flags & inspect.CO_COROUTINE:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_code.co_flags & inspect.CO_ASYNC_GENERATOR)
 
 
 class _Work(Generic[_T]):
@@ -357,8 +392,20 @@ class _Work(Generic[_T]):
         #: What has failed, once it has ended.
         self.error: BaseException | None = None
 
+    def prepare(self) -> _Work[_T]:
+        """Takes what it will need."""
+        return self
+
+    def drop(self) -> None:
+        """It is not needed any more, and was not started."""
+
     def start(self) -> _Work[_T]:
         """Starts it, unless it has started."""
+        if self._claimed.locked():
+            return self
+        if sys.is_finalizing():  # a thread that is started now never runs
+            self._run()
+            return self
         started = threading.Lock()
         started.acquire()
         try:
@@ -376,6 +423,10 @@ class _Work(Generic[_T]):
         except RuntimeError:
             started.release()
             self._run()
+
+    def carry_out(self) -> _T:
+        """Does it in this thread."""
+        return self._work()
 
     def _run(self) -> None:
         if not self._claimed.acquire(blocking=False):
@@ -407,21 +458,28 @@ class _Work(Generic[_T]):
                     break
                 if interrupted is not None:
                     self.stop()
-                self.start()
-                woken = threading.Lock()
-                woken.acquire()
-                self._wakes.append(woken.release)
-                # Else, it may have looked for those that wait before this one was there.
-                if not self._has_ended:
-                    woken.acquire()
+                self._wait()
             except BaseException as error:
                 interrupted = error
         if interrupted is not None:
             raise interrupted from self.error
         return self.result()
 
+    def _wait(self) -> None:
+        """Starts it and waits in this thread until it has ended."""
+        self.start()
+        woken = threading.Lock()
+        woken.acquire()
+        self._wakes.append(woken.release)
+        # Else, it may have looked for those that wait before this one was there.
+        if not self._has_ended:
+            woken.acquire()
+
     async def end(self) -> None:
         """Waits until it has ended."""
+        if not _loop_is_running():  # nobody would wake this task
+            self._wait()
+            return
         loop = asyncio.get_running_loop()
         woken = loop.create_future()  # `asyncio.Event` has a lock
         self._wakes.append(lambda: loop.call_soon_threadsafe(_wake, woken))
@@ -474,8 +532,22 @@ class _Operation(_Work[dict[str, Any]]):
         super().__init__(self._run_command)
         given = {name: value for name, value in request.items() if value is not None}
         self._request, self._folder = {"version": _VERSION, **given}, folder
-        self._stdin: int | None = None
-        self._stopped, self._changing = False, threading.Lock()
+        self._command: _Command | None = None
+        self._is_told = self._stopped = False
+        self._changing = threading.Lock()
+
+    def prepare(self) -> _Operation:
+        try:
+            self._command = _Command(self._folder)
+        except OSError as error:
+            failed = errors.Internal(f"vramctl {self._request['operation']} cannot be started: {error.strerror or error}")
+            failed.committed = False
+            raise failed from error
+        return self
+
+    def drop(self) -> None:
+        if self._command is not None:
+            self._command.close()
 
     def stop(self) -> None:
         with self._changing:
@@ -483,55 +555,108 @@ class _Operation(_Work[dict[str, Any]]):
             self._cancel()
 
     def _cancel(self) -> None:
-        if self._stdin is not None:
-            # Not by closing it: a child that this program has forked would keep it open.
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._stdin, b"\n")
+        if self._is_told and self._command is not None:
+            # Not by closing its stdin: a child that this program has forked would keep it open.
+            self._command.tell("")
 
     def _run_command(self) -> dict[str, Any]:
-        from .__main__ import command  # only here: `python -m vramctl` runs that module itself
-
+        if self._command is None:
+            self.prepare()
+        command = self._command
+        assert command is not None
         outcome: dict[str, Any] | None = None
-        with (
-            tempfile.TemporaryFile() as complaints,
-            subprocess.Popen(
-                [command(), "operate"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=complaints,
-                env=None if self._folder is None else {**os.environ, "VRAMCTL_DIR": self._folder},
-                start_new_session=True,
-            ) as child,
-        ):
-            assert child.stdin is not None and child.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # it says why
-                os.write(child.stdin.fileno(), json.dumps(self._request).encode() + b"\n")
+        with contextlib.closing(command):
+            command.tell(json.dumps(self._request))
             with self._changing:
-                self._stdin = child.stdin.fileno()
+                self._is_told = True
                 if self._stopped:  # before it could be told
                     self._cancel()
-            for line in child.stdout:
+            for line in command.replies():
                 reply = json.loads(line)
                 if reply["reply"] == "outcome":
                     outcome = reply
                 elif "text" in reply:
                     _log.log(_LEVELS.get(reply["reply"], logging.INFO), "%s", reply["text"])
             with self._changing:
-                self._stdin = None
-            child.wait()
-            complaints.seek(0)
-            why = complaints.read().decode(errors="replace").strip() or f"it ended with {child.returncode}"
+                self._is_told = False
+            code = command.wait()
         if outcome is None:
-            if child.returncode < 0:
-                why = f"ended by signal {-child.returncode}; `vramctl status` shows what has become of it"
+            why = command.complaints() or f"it ended with {code}"
+            if code < 0:
+                why = f"ended by signal {-code}; `vramctl status` shows what has become of it"
             error: errors.Error = errors.Internal(f"vramctl {self._request['operation']}: {why}")
-            error.committed = False if child.returncode == 2 else None  # 2: it does not know operations
+            error.committed = False if code == 2 else None  # 2: it does not know operations
             raise error
         if outcome.get("error"):
             error = errors._from_reply(outcome["error"])
+            if isinstance(error, errors.SeveralProcesses):
+                # The command's words are for people at a terminal.
+                error = errors.SeveralProcesses(_choose_a_name(error.pids), error.numbers)
             error.committed = outcome["committed"]
             raise error
         return outcome
+
+
+class _Command:
+    """``vramctl operate``, which waits for its request. Without one, it ends with this program."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._child = subprocess.Popen(
+            [_commands().command(), "operate"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=None if folder is None else {**os.environ, "VRAMCTL_DIR": folder},
+            start_new_session=True,
+        )
+        self._complaints = b""
+
+    def tell(self, line: str) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it says why
+            os.write(self._child.stdin.fileno(), line.encode() + b"\n")
+
+    def replies(self) -> Iterator[bytes]:
+        """Its replies, line by line."""
+        assert self._child.stdout is not None and self._child.stderr is not None
+        replies, complaints = self._child.stdout.fileno(), self._child.stderr.fileno()
+        speaking, unread = select.poll(), b""
+        speaking.register(replies, select.POLLIN)
+        speaking.register(complaints, select.POLLIN)
+        while True:
+            # Also once it has ended, what it has complained of comes first.
+            for descriptor, _ in sorted(speaking.poll(), key=lambda ready: ready[0] == replies):
+                part = os.read(descriptor, 1 << 16)
+                if descriptor == complaints:
+                    self._complaints += part
+                    if not part:
+                        speaking.unregister(complaints)
+                    continue
+                *lines, unread = (unread + part).split(b"\n")
+                yield from lines
+                if not part:
+                    return
+
+    def complaints(self) -> str:
+        """What it has written to stderr."""
+        return self._complaints.decode(errors="replace").strip()
+
+    def wait(self) -> int:
+        return self._child.wait()
+
+    def close(self) -> None:
+        """Waits for its end, which it comes to without a request."""
+        with self._child:
+            pass
+
+
+@functools.cache
+def _commands() -> ModuleType:
+    """The module that finds the command line: not imported with this one, because `python -m vramctl` runs it."""
+    from . import __main__
+
+    return __main__
 
 
 _LEVELS = {"warning": logging.WARNING, "failure": logging.ERROR}

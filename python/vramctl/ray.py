@@ -64,17 +64,11 @@ class Job(_job.Job):
         """The managed memory of each process, by its `Rank`."""
         return {process["pid"]: Status._from(process) for process in self._operate("status")["processes"]}
 
-    def _operate(self, operation: str, **fields: Any) -> dict[str, Any]:
+    def _operation(self, operation: str, **fields: Any) -> _Operation:
         # A participant is never detached: it is held to the record instead.
         left_out = ("ranks", "target", "detached")
         given = {name: value for name, value in fields.items() if value is not None and name not in left_out}
-        request = {**given, "operation": operation, "target": {"name": self._name}}
-        outcome = _Operation(self, request, fields.get("ranks")).ended()
-        if outcome.get("error"):
-            error = errors._from_reply(outcome["error"])
-            error.committed = outcome["committed"]
-            raise error
-        return outcome
+        return _Operation(self, {**given, "operation": operation, "target": {"name": self._name}}, fields.get("ranks"))
 
 
 class _Operation(_job._Work["dict[str, Any]"]):
@@ -91,10 +85,15 @@ class _Operation(_job._Work["dict[str, Any]"]):
         try:
             _connect()
             with contextlib.closing(_Nodes()) as nodes:
-                return self._among(nodes)
+                outcome = self._among(nodes)
         except (ray.exceptions.RaySystemError, ConnectionError) as error:
             # Whatever had been begun is settled by the participants.
             raise errors.Disconnected(f"the Ray cluster cannot be reached: {_line(error)}") from error
+        if outcome.get("error"):
+            error = errors._from_reply(outcome["error"])
+            error.committed = outcome["committed"]
+            raise error
+        return outcome
 
     def _among(self, nodes: _Nodes) -> dict[str, Any]:
         operation = self._request["operation"]

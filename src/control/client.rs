@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
-use vramctl_model::{Cached, Events, GpuUse, Progress, Report, TransitionRequest, Trimmed, milliseconds};
+use vramctl_model::{Cached, Events, GpuUse, Kind, Progress, Report, TransitionRequest, Trimmed, milliseconds};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -59,6 +59,8 @@ const ALIVE_WITHIN: Duration = Duration::from_secs(3);
 
 /// How long a process may take to replace a closed socket.
 const NEW_SOCKET: Duration = Duration::from_millis(500);
+/// How long a process with too many clients is asked again. Most clients stay for a moment.
+const SEAT: Duration = Duration::from_secs(1);
 /// How long it may take to notice that its socket was deleted, and to create another.
 const DELETED_SOCKET: Duration = Duration::from_secs(3);
 
@@ -96,14 +98,18 @@ impl Client {
     }
 
     /// The same, and returns the hello, too. Retries for a moment: a process whose socket was closed notices this when somebody connects,
-    /// disconnects, and opens another. One whose socket was deleted notices by itself.
+    /// disconnects, and opens another. One whose socket was deleted notices by itself, and one with too many clients has fewer soon.
     pub fn greet(directory: &Directory, pid: u32) -> Result<(Self, Hello), ClientError> {
         let begun = Instant::now();
         loop {
             let greeted = Self::try_connect(directory, pid).and_then(|mut client| client.hello().map(|hello| (client, hello)));
-            let Err(ClientError::Io { error, .. }) = &greeted else { return greeted };
-            if !is_closed(error) {
-                return greeted;
+            match &greeted {
+                Err(ClientError::Io { error, .. }) if is_closed(error) => (),
+                Err(ClientError::Refused(refusal)) if refusal.code == Kind::Busy && begun.elapsed() < SEAT => {
+                    thread::sleep(SEAT / 50);
+                    continue;
+                }
+                _ => return greeted,
             }
             if begun.elapsed() >= NEW_SOCKET {
                 if !directory.has_lost(pid) {

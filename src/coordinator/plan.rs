@@ -67,20 +67,25 @@ impl Plan {
     /// Finds the processes and plans. A resume first frees processes that do not answer because the driver has locked them; else nothing
     /// changes.
     pub fn make(operation: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
-        let found = Found::look_on(operation.machine, &operation.target)?;
-        let planned = Self::among(operation.clone(), found.clone(), reporter);
-        match planned {
-            Err(failure) if failure.exit() == Exit::Busy && operation.verb == Verb::Resume => {
-                let (target, _) = operation.target_and_tags(&found)?;
-                if stuck::free(&found, &target, &operation.deadline, reporter)? { Self::again(operation, reporter) } else { Err(failure) }
+        loop {
+            let found = Found::look_on(operation.machine, &operation.target)?;
+            let planned = Self::among(operation.clone(), found.clone(), reporter);
+            if planned.as_ref().err().is_none_or(|failure| failure.exit() != Exit::Busy) {
+                return planned;
             }
-            planned => planned,
+            let (target, _) = operation.target_and_tags(&found)?;
+            if operation.verb == Verb::Resume && stuck::free(&found, &target, &operation.deadline, reporter)? {
+                return Self::again(operation, reporter);
+            }
+            if !found.waits_for_turn(&target, &operation.deadline) {
+                return planned;
+            }
         }
     }
 
     /// Plans the same anew, after the processes have changed.
     pub(crate) fn again(operation: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
-        let found = Found::look_on(operation.machine, &operation.target)?;
+        let found = Found::look_in_turn(operation.machine, &operation.target, &operation.deadline)?;
         Self::among(operation, found, reporter)
     }
 

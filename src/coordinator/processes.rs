@@ -9,6 +9,7 @@ use crate::proc;
 pub use crate::process::Process;
 use crate::queue::{Place, Ticket};
 use crate::reporter::Reporter;
+use crate::retry::TURN_WITHIN;
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;
@@ -24,7 +25,7 @@ use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::uuid_of_index;
 use vramctl_host::Unpoison;
 use vramctl_host::system::program_of;
-use vramctl_model::{Error, checked_name, short_uuid};
+use vramctl_model::{Error, Kind, checked_name, short_uuid};
 
 /// The user's managed processes.
 #[derive(Clone)]
@@ -77,6 +78,27 @@ impl Found {
             processes.extend(lost.into_iter().filter(|_| !is_by_id));
             return Ok(Self { processes, directory: Some(directory), machine, listening });
         }
+    }
+
+    /// The same, for an operation that waits for its turn: while processes that may match have too many clients, it looks again.
+    pub fn look_in_turn(machine: &'static dyn Machine, target: &Target, deadline: &Deadline) -> Result<Self, CommandError> {
+        loop {
+            let found = Self::look_on(machine, target)?;
+            if !found.waits_for_turn(target, deadline) {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// Whether processes that may match have too many clients, and there is time to look again, a little later.
+    pub fn waits_for_turn(&self, target: &Target, deadline: &Deadline) -> bool {
+        let is_crowded = |process: &&Process| process.status.as_ref().is_err_and(|failure| failure.is(Kind::Busy));
+        let crowded: Vec<_> = self.processes.iter().filter(is_crowded).cloned().collect();
+        let waits = may_match(&crowded, target) && deadline.begun.elapsed() < TURN_WITHIN.max(deadline.timeout.unwrap_or_default());
+        if waits {
+            thread::sleep(LOOK_AGAIN);
+        }
+        waits
     }
 
     /// Drops the processes that use no memory on any of these GPUs, and returns the GPUs' UUIDs. Keeps processes that do not

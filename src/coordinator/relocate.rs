@@ -47,7 +47,7 @@ impl Move {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let Scope::Elsewhere { to, swap } = &operation.scope else { return Err(usage("a move needs GPUs to go to")) };
         let swap = swap.as_ref();
-        let found = Found::look_on(operation.machine, &Target::All)?;
+        let found = Found::look_in_turn(operation.machine, &Target::All, deadline)?;
         let mut checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, reporter)?;
         let cards = found.machine().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;

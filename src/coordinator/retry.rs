@@ -23,7 +23,7 @@ pub enum Retry {
     Memory,
     /// The work in flight has not ended in time: the ranks may have been held at different points.
     Work,
-    /// Another client uses one of the processes.
+    /// Another client uses one of the processes, or too many do.
     Lease,
     /// Other processes than before have the memory open: these.
     Borrowers(Vec<Borrower>),
@@ -109,7 +109,8 @@ impl RetryPolicy<'_> {
         let limit = self.deadline.timeout;
         Some(match (kind?, self.verb) {
             (Kind::Aborted, _) => None,
-            (Kind::Leased, _) => Some((Retry::Lease, limit.unwrap_or_default().max(TURN_WITHIN))),
+            // Busy: it has too many clients.
+            (Kind::Leased, _) | (Kind::Busy, Verb::Resume) => Some((Retry::Lease, limit.unwrap_or_default().max(TURN_WITHIN))),
             (Kind::Busy | Kind::Capturing, Verb::Pause) if self.holds => Some((Retry::Work, limit?.saturating_sub(FIRST_DRAIN))),
             (Kind::DeviceMemory, Verb::Resume) => Some((Retry::Memory, limit?)),
             _ => return None,

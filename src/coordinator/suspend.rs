@@ -27,7 +27,7 @@ impl Suspend {
     /// Finds the processes and plans. Changes nothing.
     pub fn plan(operation: &Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
-        let found = Found::look_on(operation.machine, target)?;
+        let found = Found::look_in_turn(operation.machine, target, deadline)?;
         let checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, reporter)?;
         let request = pause.request(deadline);
