@@ -350,6 +350,28 @@ class ManyNodes(unittest.TestCase):
         for rank in range(RANKS):
             self.assertIn("ok", self.cluster.ask(rank, "verify"))
 
+    def test_a_suspend_is_done_once(self) -> None:
+        for _ in range(2):
+            self.assertEqual(len(self.job.suspend(hold_timeout=300)), RANKS)
+        self.job.resume(timeout=30)
+        self.assertEqual(self.cluster.settled(), "active")
+
+    def test_a_move_that_cannot_be_done_leaves_the_job_running(self) -> None:
+        ask_all = vramctl.ray._Nodes.ask_all
+
+        def too_late(nodes: Any, request: Any) -> Any:
+            """What a dry run does not see."""
+            is_real = request["operation"] == "move" and not request.get("dry_run")
+            return ask_all(nodes, {**request, "to": ["9"]} if is_real else request)
+
+        for change, to, said in ((ask_all, 9, "no GPU 9"), (ask_all, 0, "GPU 0 already"), (too_late, 1, "no GPU 9.*All of them run")):
+            with self.subTest(to=to), unittest.mock.patch.object(vramctl.ray._Nodes, "ask_all", change):
+                with self.assertRaisesRegex(errors.Error, said) as refused:
+                    self.job.move(to, hold_timeout=300)
+                self.assertIs(refused.exception.committed, False)
+                self.assertEqual(self.cluster.settled(), "active")
+        self.cluster.go_on()
+
     @unittest.skipUnless(ROUNDS, "RAY_ROUNDS: it takes a while")
     def test_an_agent_that_is_stopped_comes_back(self) -> None:
         for step in (("go", 1, 2), ("go", 2, 2), ("after the record", 0, 0)):

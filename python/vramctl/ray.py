@@ -207,9 +207,11 @@ class _Operation(_job._Work["dict[str, Any]"]):
         refused = _joined(nodes.ask_all({**suspend, "operation": "suspend", "dry_run": True}))
         if refused.get("error"):
             return refused
-        outcome = self._settle(nodes, {**suspend, "operation": "pause"})
-        if outcome.get("error"):
-            return outcome
+        # A suspend that is repeated, or goes on where an interrupted one has ended.
+        if not self._stands_still(nodes):
+            outcome = self._settle(nodes, {**suspend, "operation": "pause"})
+            if outcome.get("error"):
+                return outcome
         left = _joined(nodes.ask_all({**suspend, "operation": "suspend"}))
         if left.get("error"):
             # The tags are paused all the same.
@@ -217,14 +219,31 @@ class _Operation(_job._Work["dict[str, Any]"]):
         return left
 
     def _move(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The ranks of each node go to other GPUs of the node: the same for all."""
-        suspended = self._suspend(nodes, request)
-        if suspended.get("error"):
-            return suspended
-        moved = _joined(nodes.ask_all(request))
-        if moved.get("error"):
-            moved["committed"] = None
-        return moved
+        """The ranks of each node go to other GPUs of the node: the same for all. If some cannot, all continue where they are then."""
+        refused = _joined(nodes.ask_all({**request, "dry_run": True}))
+        if refused.get("error"):
+            return refused
+        outcome = self._suspend(nodes, request)
+        moves: dict[str, Any] = {}
+        if not outcome.get("error"):
+            moves = nodes.ask_all(request)
+            outcome = _joined(moves)
+        if not outcome.get("error") or (outcome["committed"] is False and not moves):
+            return outcome
+        arrived = sorted(node for node, one in moves.items() if not one.get("error"))
+        if arrived:
+            outcome["error"]["message"] += f". The ranks of node {', '.join(arrived)} have moved"
+        back = self._settle(nodes, {"operation": "resume", "target": request["target"], "self_paused": False, "timeout_ms": 10_000})
+        outcome["committed"] = None if arrived or back.get("error") else False
+        why = f"The resume failed: {back['error']['message']}. `vramctl ray resume` tries again" if back.get("error") else "All of them run"
+        outcome["error"]["message"] += f". {why}"
+        return outcome
+
+    def _stands_still(self, nodes: _Nodes) -> bool:
+        """Whether all ranks are held with all of their memory paused, or suspended."""
+        found = nodes.ask_all({"operation": "status", "target": self._request["target"]})
+        processes = _joined(found)["processes"]
+        return bool(processes) and not any(one.get("error") for one in found.values()) and all(map(_stands_still, processes))
 
 
 class _Store:
@@ -491,6 +510,11 @@ class _Participant:
             self._changed.notify_all()
 
 
+def _stands_still(process: Mapping[str, Any]) -> bool:
+    is_paused = process.get("held") and all(tag["state"] == "paused" for tag in process["tags"])
+    return bool(process.get("suspended") or is_paused)
+
+
 def _joined(outcomes: Mapping[str, Any]) -> dict[str, Any]:
     """Those of all nodes in one."""
     processes = [
@@ -558,6 +582,8 @@ def _main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
+    if given.verb == "move" and not given.to:
+        parser.error("move needs --to GPU")
     job = _Told(given.name, ranks=given.ranks)
     try:
         answer = _call(job, given)
@@ -592,7 +618,7 @@ def _call(job: Job, given: argparse.Namespace) -> Mapping[Any, Any]:
     if given.verb == "suspend":
         return job.suspend(backup=given.backup, hold_timeout=given.hold_timeout)
     if given.verb == "move":
-        return job.move(given.to or [], hold_timeout=given.hold_timeout)
+        return job.move([gpu for gpus in given.to for gpu in gpus.split(",")], hold_timeout=given.hold_timeout)
     return job.status()
 
 

@@ -148,7 +148,11 @@ impl Request {
                 })
             }
             Self::Move(relocate) => {
+                let is_dry_run = relocate.is_dry_run();
                 let plan = Move::plan(&relocate.operation(), &**lines).map_err(unchanged)?;
+                if is_dry_run {
+                    return Ok(Answer::Found(json!({ "processes": [], "jobs": [] })));
+                }
                 lines.leaves(|| cancelled(None, &[]));
                 plan.run(&**lines).map(Answer::Device).map_err(|failure| (failure, None))
             }

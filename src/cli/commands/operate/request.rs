@@ -153,6 +153,7 @@ pub struct MoveRequest {
     hold_ms: Option<u64>,
     everywhere: BTreeSet<String>,
     waiting: Option<u32>,
+    dry_run: bool,
 }
 
 #[derive(Deserialize, Default)]
@@ -314,6 +315,11 @@ impl SuspendRequest {
 }
 
 impl MoveRequest {
+    /// Whether only to say whether it would be refused.
+    pub fn is_dry_run(&self) -> bool {
+        self.dry_run
+    }
+
     /// What it asks for.
     pub fn operation(self) -> Operation {
         let scope = Scope::Elsewhere { to: self.to, swap: self.swap.map(Target::from) };
