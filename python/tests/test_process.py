@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import pickle
 import shutil
@@ -10,6 +12,7 @@ import tempfile
 import threading
 import unittest
 from pathlib import Path
+from typing import Any
 
 import vramctl
 from support import MIB, PACKAGE, ROOT, VRAMCTL, Cuda, bare, pattern, run
@@ -128,6 +131,115 @@ class Process(unittest.TestCase):
             return vramctl.current_tag()
 
         self.assertEqual([tag(), tag()], ["decorated", "decorated"])
+
+    def test_a_decorated_coroutine_or_generator_is_in_the_region_at_each_of_its_steps(self) -> None:
+        @vramctl.region("waits")
+        async def wait(fails: bool) -> object:
+            first = vramctl.current_tag()
+            try:
+                await asyncio.sleep(0)
+                if fails:
+                    await asyncio.wait_for(asyncio.sleep(100), 0)
+            except asyncio.TimeoutError:
+                pass
+            return first, vramctl.current_tag()
+
+        @vramctl.region("generates")
+        def generate() -> Any:
+            try:
+                while (yield vramctl.current_tag()) != "end":
+                    pass
+            except KeyError:
+                yield "thrown", vramctl.current_tag()
+            finally:
+                seen.append(vramctl.current_tag())
+            return "end"
+
+        @vramctl.region("does both")
+        async def do_both() -> Any:
+            try:
+                yield vramctl.current_tag()
+                await asyncio.sleep(0)
+                yield vramctl.current_tag()
+            finally:
+                await asyncio.sleep(0)
+                seen.append(vramctl.current_tag())
+
+        async def both() -> Any:
+            pairs = await asyncio.gather(wait(False), wait(True))
+            whole = [one async for one in do_both()]
+            left = do_both()
+            whole.append(await left.__anext__())
+            outside = vramctl.current_tag()
+            await left.aclose()
+            return pairs, whole, outside
+
+        seen: list[object] = []
+        self.assertTrue(inspect.iscoroutinefunction(wait) and inspect.isgeneratorfunction(generate))
+        self.assertEqual(asyncio.run(both()), ([("waits", "waits")] * 2, ["does both"] * 3, "default"))
+        self.assertEqual(seen, ["does both"] * 2)
+        seen.clear()
+        running, other = generate(), generate()
+        self.assertEqual((next(running), vramctl.current_tag(), next(other)), ("generates", "default", "generates"))
+        self.assertEqual(running.throw(KeyError), ("thrown", "generates"))
+        with self.assertRaises(StopIteration) as ended:
+            other.send("end")
+        self.assertEqual(ended.exception.value, "end")
+        running.close()
+        self.assertEqual((seen, vramctl.current_tag()), (["generates"] * 2, "default"))
+
+    def test_each_task_has_regions_of_its_own(self) -> None:
+        async def load(tag: str, steps: int) -> list[object]:
+            seen = []
+            with vramctl.region(tag):
+                for _ in range(steps):
+                    seen.append(vramctl.current_tag())
+                    await asyncio.sleep(0)
+                with vramctl.region("inner"):
+                    await asyncio.sleep(0)
+                    seen.append(vramctl.current_tag())
+                    seen += await asyncio.gather(look(), asyncio.to_thread(vramctl.current_tag))
+            return [*seen, vramctl.current_tag()]
+
+        async def look() -> object:
+            await asyncio.sleep(0)
+            return vramctl.current_tag()
+
+        async def tasks() -> list[Any]:
+            return [await asyncio.gather(load("a", 2), look(), load("b", 5)), vramctl.current_tag()]
+
+        a, b = ([tag] * steps + ["inner", "inner", "default"] for tag, steps in (("a", 2), ("b", 5)))
+        self.assertEqual(asyncio.run(tasks()), [[[*a, "default"], "default", [*b, "default"]], "default"])
+        with vramctl.region("around"):
+            found = asyncio.run(tasks())
+            self.assertEqual((found[0][1], found[1], vramctl.current_tag()), ("around", "around", "around"))
+        self.assertEqual(vramctl.current_tag(), "default")
+
+    def test_the_end_of_a_region_ends_that_one(self) -> None:
+        def region(tag: str) -> Any:
+            with vramctl.region(tag):
+                yield vramctl.current_tag()
+
+        one, other, third = map(region, ("one", "other", "third"))
+        self.assertEqual([next(one), next(other), next(third)], ["one", "other", "third"])
+        one.close()
+        self.assertEqual(vramctl.current_tag(), "third")
+        ended: list[object] = []
+
+        def end() -> None:
+            with vramctl.region("of a thread"):
+                third.close()
+                ended.append(vramctl.current_tag())
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        self.assertEqual((ended, vramctl.current_tag()), (["of a thread"], "other"))
+        other.close()
+        self.assertEqual(vramctl.current_tag(), "default")
+        once = vramctl.region("once")
+        with once, self.assertRaisesRegex(RuntimeError, "once"), once:
+            pass
 
     def test_several_tags_are_one_report_and_an_unknown_one_is_found_out_first(self) -> None:
         self.malloc("a", 2 * MIB)

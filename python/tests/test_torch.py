@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import sys
 import threading
@@ -71,6 +73,55 @@ class Pools(unittest.TestCase):
         tag = vramctl.status().tag("mixed")
         assert tag is not None
         self.assertEqual(dict(tag.backup), {"host": 20 * MIB, "discard": 20 * MIB})
+
+    def test_tasks_that_take_turns_have_pools_of_their_own(self) -> None:
+        async def load(tag: str, steps: int) -> list[Any]:
+            tensors = []
+            with vramctl.region(tag):
+                for _ in range(steps):
+                    tensors.append(torch.empty(30 * MIB))
+                    await asyncio.sleep(0)
+            return tensors
+
+        @vramctl.region("decorated")
+        async def fill() -> Any:
+            await asyncio.sleep(0)
+            return torch.empty(30 * MIB)
+
+        async def all_at_once() -> list[Any]:
+            return await asyncio.gather(load("first", 2), fill(), load("second", 4), plain())
+
+        async def plain() -> Any:
+            await asyncio.sleep(0)
+            return torch.empty(30 * MIB)
+
+        torch.cuda.memory.apply_settings("expandable_segments:True")
+        self.addCleanup(torch.cuda.memory.apply_settings, "expandable_segments:False")
+        with mock.patch.object(torch.cuda.memory, "_snapshot", wraps=torch.cuda.memory._snapshot) as snapshot:
+            kept = asyncio.run(all_at_once())
+        self.assertLess(snapshot.call_count, 10, "torch is asked once for each region, not for each step")
+        tags = bytes_by_tag()
+        self.assertEqual([tags[tag] for tag in ("first", "second", "decorated")], [60 * MIB, 120 * MIB, 30 * MIB])
+        self.assertEqual(segment_of(kept[3])["segment_pool_id"], (0, 0))
+
+    def test_a_model_that_is_converted_in_a_shared_region_fits_where_it_does_without_one(self) -> None:
+        """Each layer is replaced by a slightly larger one. Torch returns what is free only while no pool is entered."""
+        runtime, layers = torch.cuda.memory.runtime(), 6
+        torch.cuda.empty_cache()
+        hog = runtime.malloc(runtime.free_memory() - (layers + 3) * 40 * MIB)
+        self.addCleanup(runtime.free, hog)
+        cached = [torch.empty(30 * MIB) for _ in range(4)]
+        del cached
+        for region, fits in ((engines.tagged("apart"), False), (engines.tagged_in_place("model"), True)):
+            model = []
+            with contextlib.nullcontext() if fits else self.assertRaises(MemoryError), region:
+                model = [torch.empty(40 * MIB) for _ in range(layers)]
+                for layer in range(layers):
+                    model[layer] = torch.empty(44 * MIB)
+            self.assertEqual(bytes_by_tag().get("model"), layers * 44 * MIB if fits else None)
+            model.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def test_freed_memory_is_used_again_in_the_next_region_of_the_tag(self) -> None:
         addresses = set()

@@ -21,7 +21,7 @@ From another process::
 
 Torch is optional; the package uses it if the program has imported it. Sizes are in bytes, timeouts in seconds. Errors
 are exceptions from `vramctl.errors` and carry the numbers. All functions are thread-safe; a region applies to the
-thread that entered it.
+thread that entered it, and in asyncio to the task.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _imports, _library, _request, _torch, _trim, errors, types
+from . import _imports, _library, _regions, _request, _torch, _trim, errors, types
 from ._request import Backup, Tags
 from .client import Client, Process, processes
 from .errors import Error
@@ -132,9 +132,11 @@ def library_path() -> str:
     return os.path.abspath(path)
 
 
-@contextlib.contextmanager
-def region(tag: str | None, backup: Backup = "default", *, device: Any = None, pool: bool = True) -> Iterator[None]:
-    """Tags the GPU memory that the calling thread allocates inside. Regions nest; the innermost wins.
+def region(tag: str | None, backup: Backup = "default", *, device: Any = None, pool: bool = True) -> _regions.Region:
+    """Tags the GPU memory that the calling thread allocates inside, or in asyncio the calling task. Regions nest; the innermost wins.
+
+    Also a decorator, of functions, coroutine functions and generators. With other loops than asyncio's own, such as uvloop's, a `with` that awaits
+    something inside also tags what other tasks allocate meanwhile; a decorated coroutine function does not.
 
     `tag`: 1 to 128 bytes of UTF-8 without commas, equals signs or control characters. None leaves allocations to CUDA; they
     are never paused.
@@ -150,13 +152,7 @@ def region(tag: str | None, backup: Backup = "default", *, device: Any = None, p
     Raises `errors.NotPreloaded`, `errors.Invalid` for an invalid tag or policy, and `errors.Unsupported` if torch cannot
     keep tags apart.
     """
-    library = _library.get()
-    library.call("region_begin", _library.tag(tag), _library.backup(backup))
-    try:
-        with _torch.scope(tag, backup, device, pool):
-            yield
-    finally:
-        library.call("region_end")
+    return _regions.Region(tag, backup, device, pool)
 
 
 def unmanaged(*, device: Any = None) -> contextlib.AbstractContextManager[None]:
@@ -196,7 +192,9 @@ def current_tag() -> str | None:
     """The tag that an allocation by the calling thread would get now; None if it would be left to CUDA.
     Raises `errors.NotPreloaded`.
     """
-    return _library.get().read("current_tag") or None
+    library = _library.get()
+    _regions.refresh()
+    return library.read("current_tag") or None
 
 
 def pause(

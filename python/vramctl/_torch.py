@@ -180,22 +180,42 @@ def _allocating_from(torch: Any, pool: Any, device: int | None = None, key: Key 
             outer.enter(torch)
 
 
-@contextlib.contextmanager
-def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[None]:
-    """Makes the calling thread allocate on `device` from the pool of this tag and policy, or from none of ours if `pool` is
-    False. A no-op without torch or with an allocator that does not cache.
+class Scope:
+    """What torch allocates from on `device` in a region: the pool of this tag and policy, or none of ours if `pool` is False. A no-op without
+    torch or with an allocator that does not cache.
     """
-    torch = _caching()
-    if torch is None:
-        yield
-        return
-    with _without_expandable_segments(torch):
-        if not pool:
+
+    def __init__(self, tag: str | None, backup: str, device: Any, pool: bool) -> None:
+        self._tag, self._backup, self._device, self._pool = tag, backup, device, pool
+        self._torch: Any = None
+        self._key: Key | None = None
+        self._open = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Checks that torch can do it, and prepares torch. For as long as the region lasts: a thread enters it often meanwhile."""
+        torch = _caching()
+        if torch is None:
+            return
+        if self._pool:
+            _require_pools(torch)
+            self._key = (self._tag, self._backup, _index(torch, self._device))
+        self._open.enter_context(_without_expandable_segments(torch))
+        self._torch = torch
+
+    def close(self) -> None:
+        self._open.close()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The calling thread allocates from it."""
+        torch, key = self._torch, self._key
+        if torch is None:
+            yield
+            return
+        if key is None:
             with _allocating_from(torch, None):
                 yield
             return
-        _require_pools(torch)
-        key = (tag, backup, _index(torch, device))
         # This thread may already own the key's pool, from an outer region.
         own = next((around.pool for around in _thread.scopes if around.key == key), None)
         if own is not None:

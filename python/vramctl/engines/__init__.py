@@ -264,6 +264,26 @@ def tagged(tag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def tagged_in_place(tag: str) -> Iterator[None]:
+    """Tags what torch allocates inside, in torch's own pool, for memory whose contents are kept.
+
+    While any other pool is entered, torch returns no free memory to CUDA, not even to allocate more (pytorch#159674): a model whose layers are
+    converted after they are loaded would not fit where it does without us. The region begins and ends without free segments, so that few share
+    memory with others; what they share is kept with this tag.
+    """
+    _empty_cache()
+    with vramctl.region(tag, pool=False):
+        yield
+    _empty_cache()
+
+
+def _empty_cache() -> None:
+    torch = vramctl._torch.loaded()
+    if torch is not None:
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
 def thread_region(tag: str | None) -> Iterator[None]:
     """A region without torch's pools, for CUDA graphs: torch gives each graph its own pool. An engine may capture thousands
     of graph pieces, and asking torch for its settings each time, as `vramctl.region` does, would take longer than the

@@ -104,7 +104,7 @@ def _region(tag: str, *_: Any, **__: Any) -> contextlib.AbstractContextManager[N
     if tag == "kv_cache" and _hands_over_cache():
         # No pool either: torch would use ours instead of SGLang's inside it.
         return engines.if_possible(engines.thread_region(None))
-    return engines.if_possible(engines.tagged(tag))
+    return engines.if_possible(engines.tagged(tag) if tag == "kv_cache" else engines.tagged_in_place(tag))
 
 
 @engines.around(ARENA)

@@ -101,7 +101,7 @@ def _pool_context(original: engines.Function, worker: Any, tag: str) -> Any:
     if tag == "weights":
         _prepare(worker)
         if not _own_mode:
-            return engines.if_possible(engines.tagged(tag))
+            return engines.if_possible(engines.tagged_in_place(tag))
     return original(worker, tag)
 
 

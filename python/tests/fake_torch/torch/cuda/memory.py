@@ -174,10 +174,20 @@ class Allocator:
             if not address:
                 raise MemoryError
         else:
-            address = next(_expandable) if expandable else runtime().malloc(bytes)
+            address = next(_expandable) if expandable else self._from_cuda(bytes)
         segment = Segment(address, bytes, pool, small, expandable, self.device, source)
         self.segments.append(segment)
         return segment
+
+    def _from_cuda(self, bytes: int) -> int:
+        try:
+            return runtime().malloc(bytes)
+        except RuntimeError:
+            empty_cache()
+            try:
+                return runtime().malloc(bytes)
+            except RuntimeError:
+                raise MemoryError from None
 
 
 class CUDAPluggableAllocator:
@@ -272,10 +282,13 @@ def memory_reserved(device: int) -> int:
 
 
 def empty_cache() -> None:
-    """Returns the default pool's free segments to CUDA."""
+    """Returns the free segments of the default pool, and of pools that are gone, to CUDA; none while any thread is in a pool (pytorch#159674)."""
     with _lock:
         for each in _allocators.values():
+            if each.entered:
+                continue
             for segment in list(each.segments):
-                if segment.pool == DEFAULT and len(segment.blocks) == 1 and segment.blocks[0].state == "inactive":
+                is_free = segment.pool == DEFAULT or segment.pool in destroyed
+                if is_free and len(segment.blocks) == 1 and segment.blocks[0].state == "inactive":
                     each.segments.remove(segment)
                     segment.give_back()
