@@ -50,6 +50,7 @@ impl FileName {
 
 // A forked child has its parent's libraries. Nothing here may allocate or wait, as in a look-up.
 static OPENED: [FileName; NAMES] = [const { FileName { state: AtomicU8::new(EMPTY), bytes: UnsafeCell::new([0; LENGTH]) } }; NAMES];
+static BEGUN: AtomicU64 = AtomicU64::new(0);
 static DEEP: AtomicU64 = AtomicU64::new(0);
 static ELSEWHERE: AtomicU64 = AtomicU64::new(0);
 
@@ -58,6 +59,7 @@ static ELSEWHERE: AtomicU64 = AtomicU64::new(0);
 /// # Safety
 /// `name` must be null or NUL-terminated.
 pub unsafe fn note(name: *const c_char, flags: c_int) {
+    BEGUN.fetch_add(1, Ordering::Relaxed);
     if name.is_null() || flags & libc::RTLD_DEEPBIND == 0 || flags & libc::RTLD_NOLOAD != 0 {
         return;
     }
@@ -81,9 +83,15 @@ pub unsafe fn note(name: *const c_char, flags: c_int) {
 /// Notes a `dlmopen` of the program's.
 pub fn note_elsewhere(namespace: libc::c_long, name: *const c_char, flags: c_int) {
     const BASE: libc::c_long = 0;
+    BEGUN.fetch_add(1, Ordering::Relaxed);
     if namespace != BASE && !name.is_null() && flags & libc::RTLD_NOLOAD == 0 {
         ELSEWHERE.fetch_add(1, Ordering::SeqCst);
     }
+}
+
+/// How often the program has begun to open a library in any way: as long as this stays the same, no address has become that of another library.
+pub fn begun() -> u64 {
+    BEGUN.load(Ordering::Relaxed)
 }
 
 /// How often the program has begun to open a library that way.

@@ -26,6 +26,17 @@ pub unsafe fn dlsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     c_library_dlsym().map_or(ptr::null_mut(), |dlsym| unsafe { dlsym(handle, name.as_ptr()) })
 }
 
+/// The same for a version of the symbol.
+///
+/// # Safety
+/// As [`dlsym`].
+pub unsafe fn dlvsym(handle: *mut c_void, name: &CStr, version: &CStr) -> *mut c_void {
+    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    let Some(found) = cached(&FOUND, || in_c_library(c"dlvsym")) else { return ptr::null_mut() };
+    // SAFETY: the C library's function of this name has this type; the caller's promise.
+    unsafe { mem::transmute::<*mut c_void, Dlvsym>(found)(handle, name.as_ptr(), version.as_ptr()) }
+}
+
 /// The `dlsym` that programs would call if this library were not loaded: the one of the next library in lookup order that has one, which is
 /// another preloaded library or the C library.
 pub fn next_dlsym() -> Option<Dlsym> {
@@ -136,7 +147,7 @@ impl Loaded {
     }
 
     /// The names of the libraries that it needs.
-    pub(super) fn needed(self) -> impl Iterator<Item = &'static CStr> {
+    pub fn needed(self) -> impl Iterator<Item = &'static CStr> {
         let mut entry = self.dynamic;
         std::iter::from_fn(move || {
             // SAFETY: the section ends with `DT_NULL`, and its offsets are of the library's own names.
@@ -155,6 +166,38 @@ impl Loaded {
 
     /// The names of the symbols that it uses, each with the place where the loader writes the address.
     pub(super) fn relocations(self) -> impl Iterator<Item = (&'static CStr, *const *const c_void)> {
+        self.references().map(|reference| (reference.name, reference.place))
+    }
+
+    /// The version of others' functions that it is linked with: of the first of them that has one.
+    pub fn version_needed(self, is_meant: impl Fn(&CStr) -> bool) -> Option<&'static CStr> {
+        self.references().filter(|reference| is_meant(reference.name)).find_map(|reference| self.version_of(reference.symbol))
+    }
+
+    /// The version that it needs of a symbol.
+    fn version_of(self, symbol: usize) -> Option<&'static CStr> {
+        if self.versions.is_null() {
+            return None;
+        }
+        // SAFETY: the version table has an entry for each symbol. The list of the needed versions is as long as its entries say.
+        unsafe {
+            let index = *self.versions.add(symbol);
+            let mut library = self.table::<VersionsNeeded>(DT_VERNEED);
+            while !library.is_null() {
+                let mut version = library.byte_add((*library).first as usize).cast::<VersionNeeded>();
+                for _ in 0..(*library).count {
+                    if (*version).index == index {
+                        return Some(CStr::from_ptr(self.names.add((*version).name as usize)));
+                    }
+                    version = version.byte_add((*version).next as usize);
+                }
+                library = if (*library).next == 0 { ptr::null() } else { library.byte_add((*library).next as usize) };
+            }
+        }
+        None
+    }
+
+    fn references(self) -> impl Iterator<Item = Reference> {
         // SAFETY: the library's own tables, as long as it says.
         let list = |table, bytes| unsafe {
             let (start, length) = (self.table::<libc::Elf64_Rela>(table), self.entry(bytes).unwrap_or(0) / size_of::<libc::Elf64_Rela>());
@@ -164,7 +207,7 @@ impl Loaded {
             let index = (one.r_info >> 32) as usize;
             // SAFETY: the index is of the library's own symbols.
             let name = (index != 0).then(|| unsafe { CStr::from_ptr(self.names.add((*self.symbols.add(index)).st_name as usize)) })?;
-            Some((name, self.base.wrapping_add(one.r_offset as usize) as *const *const c_void))
+            Some(Reference { name, symbol: index, place: self.base.wrapping_add(one.r_offset as usize) as *const *const c_void })
         })
     }
 
@@ -202,6 +245,28 @@ impl Loaded {
 
     /// A function that the library defines: what `dlsym` finds with the library's handle, without what it depends on.
     pub fn symbol(self, name: &CStr) -> Option<*mut c_void> {
+        self.find(name).map(|(_, address)| address)
+    }
+
+    /// Whether the library's symbol of this name does for one that is linked with this version of it: it has that version, or none.
+    pub fn has_version(self, name: &CStr, version: &CStr) -> bool {
+        let Some((index, _)) = self.find(name).filter(|_| !self.versions.is_null()) else { return true };
+        // SAFETY: the version table has an entry for each symbol. The list of the versions is as long as its entries say.
+        unsafe {
+            let index = *self.versions.add(index) & !HIDDEN;
+            let mut defined = self.table::<VersionDefined>(DT_VERDEF);
+            while index > UNVERSIONED && !defined.is_null() {
+                if (*defined).index == index {
+                    let name = *defined.byte_add((*defined).name as usize).cast::<u32>();
+                    return CStr::from_ptr(self.names.add(name as usize)) == version;
+                }
+                defined = if (*defined).next == 0 { ptr::null() } else { defined.byte_add((*defined).next as usize) };
+            }
+        }
+        true
+    }
+
+    fn find(self, name: &CStr) -> Option<(usize, *mut c_void)> {
         // SAFETY: the tables are those of a loaded library, and as long as their headers say.
         unsafe { if self.gnu_hash.is_null() { self.by_hash(name) } else { self.by_gnu_hash(name) } }
     }
@@ -229,7 +294,7 @@ impl Loaded {
     }
 
     /// The format is described at <https://flapenguin.me/elf-dt-gnu-hash> and in `elf/dl-lookup.c` of glibc.
-    unsafe fn by_gnu_hash(self, name: &CStr) -> Option<*mut c_void> {
+    unsafe fn by_gnu_hash(self, name: &CStr) -> Option<(usize, *mut c_void)> {
         let wanted = name.to_bytes().iter().fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)));
         // SAFETY: the header has the sizes of the tables that follow it; a bucket holds the index of its first symbol, and the chain of a
         // bucket ends with an odd hash.
@@ -249,7 +314,7 @@ impl Loaded {
                 if hash | 1 == wanted | 1
                     && let Some(found) = self.defined(index, name)
                 {
-                    return Some(found);
+                    return Some((index, found));
                 }
                 if hash & 1 == 1 {
                     return None;
@@ -260,7 +325,7 @@ impl Loaded {
     }
 
     /// The format is part of the ELF specification.
-    unsafe fn by_hash(self, name: &CStr) -> Option<*mut c_void> {
+    unsafe fn by_hash(self, name: &CStr) -> Option<(usize, *mut c_void)> {
         if self.hash.is_null() {
             return None;
         }
@@ -280,7 +345,7 @@ impl Loaded {
             let mut index = *bucket.add(wanted as usize % buckets) as usize;
             while index != 0 {
                 if let Some(found) = self.defined(index, name) {
-                    return Some(found);
+                    return Some((index, found));
                 }
                 index = *chain.add(index) as usize;
             }
@@ -290,8 +355,6 @@ impl Loaded {
 
     /// The address of the symbol at this index, if it is a definition with this name in its default version.
     unsafe fn defined(self, index: usize, name: &CStr) -> Option<*mut c_void> {
-        /// In the version table: an old version, kept for compatibility.
-        const HIDDEN: u16 = 0x8000;
         /// The address is that of a resolver function that selects the implementation (`STT_GNU_IFUNC`).
         const INDIRECT: u8 = 10;
         // SAFETY: the index comes from the library's own hash table.
@@ -307,13 +370,18 @@ impl Loaded {
 
 fn c_library_dlsym() -> Option<Dlsym> {
     static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
-    let mut found = FOUND.load(Ordering::Relaxed);
-    if found.is_null() {
-        found = in_c_library(c"dlsym")?;
-        FOUND.store(found, Ordering::Relaxed);
-    }
+    let found = cached(&FOUND, || in_c_library(c"dlsym"))?;
     // SAFETY: the C library's function of this name has this type.
     Some(unsafe { mem::transmute::<*mut c_void, Dlsym>(found) })
+}
+
+fn cached(cache: &AtomicPtr<c_void>, find: impl FnOnce() -> Option<*mut c_void>) -> Option<*mut c_void> {
+    let mut found = cache.load(Ordering::Relaxed);
+    if found.is_null() {
+        found = find()?;
+        cache.store(found, Ordering::Relaxed);
+    }
+    Some(found)
 }
 
 /// Before glibc 2.34, `dlsym` and `dlvsym` were in a library of their own, with `dlinfo`. The library is located through two functions that
@@ -325,17 +393,91 @@ fn in_c_library(name: &CStr) -> Option<*mut c_void> {
 
 /// The definition of a function in the libraries after this one.
 fn next(cache: &AtomicPtr<c_void>, name: &CStr) -> Option<*mut c_void> {
-    let mut found = cache.load(Ordering::Relaxed);
-    if found.is_null() {
+    cached(cache, || {
         // Without a version: another preloaded library's function has none.
         // SAFETY: `RTLD_NEXT` needs no handle.
-        found = unsafe { dlsym(libc::RTLD_NEXT, name) };
-        if found.is_null() || is_ours(found) {
-            return None;
-        }
-        cache.store(found, Ordering::Relaxed);
+        let found = unsafe { dlsym(libc::RTLD_NEXT, name) };
+        (!found.is_null() && !is_ours(found)).then_some(found)
+    })
+}
+
+/// The use of another's symbol.
+struct Reference {
+    name: &'static CStr,
+    /// Its index in the symbol table.
+    symbol: usize,
+    /// Where the loader writes the address.
+    place: *const *const c_void,
+}
+
+/// The versions needed of a library, `Elf64_Verneed`.
+#[repr(C)]
+struct VersionsNeeded {
+    format: u16,
+    count: u16,
+    file: u32,
+    /// From here to the first version.
+    first: u32,
+    /// From here to the next library; 0: this is the last.
+    next: u32,
+}
+
+/// A version of a library's own symbols, `Elf64_Verdef`.
+#[repr(C)]
+struct VersionDefined {
+    format: u16,
+    flags: u16,
+    /// In the version table.
+    index: u16,
+    count: u16,
+    hash: u32,
+    /// From here to the names, of which the first is the version's.
+    name: u32,
+    /// From here to the next version; 0: this is the last.
+    next: u32,
+}
+
+/// In the version table: an old version, kept for compatibility.
+const HIDDEN: u16 = 0x8000;
+/// In the version table: up to here, the symbol has no version.
+const UNVERSIONED: u16 = 1;
+
+/// A needed version, `Elf64_Vernaux`.
+#[repr(C)]
+struct VersionNeeded {
+    hash: u32,
+    flags: u16,
+    /// In the version table.
+    index: u16,
+    name: u32,
+    /// From here to the next version.
+    next: u32,
+}
+
+/// Which loaded object contains an address. Another that is loaded in its place later differs, as far as can be told without a lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ObjectId {
+    map: usize,
+    base: usize,
+    dynamic: usize,
+    path: u64,
+}
+
+impl ObjectId {
+    /// `None` if the address is in no object.
+    pub fn around(address: *const c_void) -> Option<Self> {
+        let map = map_of(address);
+        // SAFETY: null, or the loader's entry of an object that is loaded, because the address is that of a caller.
+        let LinkMap { base, name, dynamic, .. } = *unsafe { map.as_ref() }?;
+        // SAFETY: the loader's own name, if any.
+        let path = if name.is_null() { &[] } else { unsafe { CStr::from_ptr(name) }.to_bytes() };
+        Some(Self {
+            map: map.addr(),
+            base,
+            dynamic: dynamic.addr(),
+            path: path.iter().fold(path.len() as u64, |hash, byte| hash.rotate_left(5) ^ u64::from(*byte)),
+        })
     }
-    Some(found)
 }
 
 /// An entry of the dynamic section, `Elf64_Dyn`.
@@ -358,9 +500,12 @@ const DT_SONAME: i64 = 14;
 const DT_JMPREL: i64 = 23;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
+const DT_VERDEF: i64 = 0x6fff_fffc;
+const DT_VERNEED: i64 = 0x6fff_fffe;
 
 /// The public beginning of `struct link_map` (`link.h`), an entry in the loader's list.
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct LinkMap {
     base: usize,
     name: *const c_char,
@@ -452,6 +597,28 @@ mod tests {
         }
         assert!(library.is_named(c"libc.so.6") && !library.is_named(c"libc.so") && !library.is_named(c""));
         assert!(Loaded::around(ptr::null()).is_none());
+    }
+
+    #[test]
+    fn versions_are_those_that_the_library_has_and_the_program_needs() {
+        let (library, program) = (c_library(), Loaded::around(c_library as *const c_void).unwrap());
+        let version = program.version_needed(|name| name == c"gnu_get_libc_version").unwrap();
+        assert!(version.to_bytes().starts_with(b"GLIBC_2."), "{version:?}");
+        assert!(library.has_version(c"gnu_get_libc_version", version));
+        assert!(!library.has_version(c"gnu_get_libc_version", c"GLIBC_9.9"));
+        assert_eq!(program.version_needed(|name| name == c"no_such_function"), None);
+        // The program's own have none.
+        assert!(program.has_version(c"no_such_function", version));
+        // SAFETY: `RTLD_DEFAULT` needs no handle.
+        let found = [version, c"GLIBC_9.9"].map(|version| unsafe { dlvsym(libc::RTLD_DEFAULT, c"gnu_get_libc_version", version) });
+        assert!(!found[0].is_null() && found[1].is_null());
+    }
+
+    #[test]
+    fn an_object_has_an_identity() {
+        let [own, same, other] = [c_library as *const c_void, map_of as *const c_void, libc::malloc as *const c_void].map(ObjectId::around);
+        assert!(own.is_some() && own == same && other.is_some() && own != other);
+        assert_eq!(ObjectId::around(ptr::null()), None);
     }
 
     /// A library without `DT_GNU_HASH` is searched by `DT_HASH`.

@@ -11,6 +11,8 @@ thread_local! {
     static DECIDED: Cell<usize> = const { Cell::new(0) };
     /// What the real function has answered already.
     static KNOWN: Cell<Option<StatusCode>> = const { Cell::new(None) };
+    /// What the next allocation is answered.
+    static NEXT: Cell<Option<StatusCode>> = const { Cell::new(None) };
 }
 
 /// Calls a real function; its own driver calls are left alone.
@@ -40,4 +42,16 @@ pub fn answered<R>(answer: StatusCode, handle: impl FnOnce() -> R) -> R {
 /// That answer, once.
 pub fn known_answer() -> Option<StatusCode> {
     KNOWN.take()
+}
+
+/// Makes a call whose allocation from the driver is answered so. Returns whether it has come to that.
+pub fn next_answers(answer: StatusCode, call: impl FnOnce() -> StatusCode) -> bool {
+    NEXT.set(Some(answer));
+    call();
+    NEXT.take().is_none()
+}
+
+/// That answer, once.
+pub fn next_answer() -> Option<StatusCode> {
+    NEXT.take()
 }

@@ -50,6 +50,13 @@ pub(crate) const fn symbol(name: &'static str) -> &'static CStr {
 /// Appends the return address to the arguments, in the register after the last argument's.
 #[cfg(target_arch = "x86_64")]
 macro_rules! pass_caller {
+    () => {
+        "mov rdi, [rsp]"
+    };
+    // `cudaIpcOpenMemHandle`: the handle is on the stack.
+    (pointer handle flags) => {
+        "mov rdx, [rsp]"
+    };
     // `cudaMalloc3D`: the extent is on the stack.
     (pitched extent) => {
         "mov rsi, [rsp]"
@@ -89,6 +96,9 @@ macro_rules! jump {
 }
 #[cfg(target_arch = "aarch64")]
 macro_rules! pass_caller {
+    () => {
+        "mov x0, x30"
+    };
     ($a:ident) => {
         "mov x1, x30"
     };

@@ -2,7 +2,7 @@
 
 use crate::alloc::{ApiLayer, Source, provide, release, release_async, reported, rows};
 use crate::copies;
-use crate::real::{self, originals};
+use crate::runtimes::Runtime;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -10,27 +10,42 @@ use vramctl_core::memory::Memory;
 use vramctl_driver::Current;
 use vramctl_model::code;
 
-pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc(runtime: &Runtime, pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide(&RuntimeLayer, caller, pointer, bytes, Source::Thread, || originals::cudaMalloc(pointer, bytes)) }
+    unsafe { provide(&RuntimeLayer(runtime), caller, pointer, bytes, Source::Thread, || runtime.cudaMalloc(pointer, bytes)) }
 }
 
-pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream, caller: *const c_void) -> CudaError {
-    // SAFETY: as in `malloc`.
-    unsafe { provide(&RuntimeLayer, caller, pointer, bytes, Source::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
-}
-
-pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_async(
+    runtime: &Runtime,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    stream: CudaStream,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&RuntimeLayer, caller, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
-            originals::cudaMallocAsync_ptsz(pointer, bytes, stream)
+        provide(&RuntimeLayer(runtime), caller, pointer, bytes, Source::Stream(stream), || runtime.cudaMallocAsync(pointer, bytes, stream))
+    }
+}
+
+pub unsafe fn malloc_async_ptsz(
+    runtime: &Runtime,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    stream: CudaStream,
+    caller: *const c_void,
+) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        provide(&RuntimeLayer(runtime), caller, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
+            runtime.cudaMallocAsync_ptsz(pointer, bytes, stream)
         })
     }
 }
 
 pub unsafe fn malloc_from_pool_async(
+    runtime: &Runtime,
     pointer: *mut *mut c_void,
     bytes: usize,
     pool: *mut c_void,
@@ -39,13 +54,14 @@ pub unsafe fn malloc_from_pool_async(
 ) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&RuntimeLayer, caller, pointer, bytes, Source::Pool(pool, stream), || {
-            originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)
+        provide(&RuntimeLayer(runtime), caller, pointer, bytes, Source::Pool(pool, stream), || {
+            runtime.cudaMallocFromPoolAsync(pointer, bytes, pool, stream)
         })
     }
 }
 
 pub unsafe fn malloc_from_pool_async_ptsz(
+    runtime: &Runtime,
     pointer: *mut *mut c_void,
     bytes: usize,
     pool: *mut c_void,
@@ -55,20 +71,29 @@ pub unsafe fn malloc_from_pool_async_ptsz(
     // SAFETY: as in `malloc`.
     unsafe {
         let source = Source::Pool(pool, stream.of_per_thread_program());
-        provide(&RuntimeLayer, caller, pointer, bytes, source, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
+        provide(&RuntimeLayer(runtime), caller, pointer, bytes, source, || {
+            runtime.cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream)
+        })
     }
 }
 
-pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_pitch(
+    runtime: &Runtime,
+    pointer: *mut *mut c_void,
+    pitch: *mut usize,
+    width: usize,
+    height: usize,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        let real = || originals::cudaMallocPitch(pointer, pitch, width, height);
+        let real = || runtime.cudaMallocPitch(pointer, pitch, width, height);
         if pointer.is_null() || pitch.is_null() {
             return real();
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
         let mut asked = false;
-        let answer = provide(&RuntimeLayer, caller, pointer, bytes, Source::Thread, || {
+        let answer = provide(&RuntimeLayer(runtime), caller, pointer, bytes, Source::Thread, || {
             asked = true;
             real()
         });
@@ -79,16 +104,16 @@ pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: 
     }
 }
 
-pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_3d(runtime: &Runtime, pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        let real = move || originals::cudaMalloc3D(pitched, extent);
+        let real = move || runtime.cudaMalloc3D(pitched, extent);
         if pitched.is_null() {
             return real();
         }
         let Some((pitch, bytes)) = rows(extent.width, extent.height, extent.depth) else { return real() };
         let (pointer, mut asked) = (&raw mut (*pitched).pointer, false);
-        let answer = provide(&RuntimeLayer, caller, pointer, bytes, Source::Thread, || {
+        let answer = provide(&RuntimeLayer(runtime), caller, pointer, bytes, Source::Thread, || {
             asked = true;
             real()
         });
@@ -100,57 +125,63 @@ pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller
 }
 
 /// Unified memory is always left to CUDA: it migrates by itself, so its share on the device is unknown.
-pub unsafe fn malloc_managed(pointer: *mut *mut c_void, bytes: usize, flags: c_uint, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_managed(
+    runtime: &Runtime,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    flags: c_uint,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    reported(caller, bytes, None, || unsafe { originals::cudaMallocManaged(pointer, bytes, flags) })
+    reported(caller, bytes, None, || unsafe { runtime.cudaMallocManaged(pointer, bytes, flags) })
 }
 
-pub unsafe fn free(pointer: *mut c_void) -> CudaError {
+pub unsafe fn free(runtime: &Runtime, pointer: *mut c_void) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release(pointer as u64, || unsafe { originals::cudaFree(pointer) })
+    release(pointer as u64, || unsafe { runtime.cudaFree(pointer) })
 }
 
-pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
+pub unsafe fn free_async(runtime: &Runtime, pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&RuntimeLayer, pointer as u64, stream, || unsafe { originals::cudaFreeAsync(pointer, stream) })
+    release_async(&RuntimeLayer(runtime), pointer as u64, stream, || unsafe { runtime.cudaFreeAsync(pointer, stream) })
 }
 
-pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
+pub unsafe fn free_async_ptsz(runtime: &Runtime, pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&RuntimeLayer, pointer as u64, stream.of_per_thread_program(), || unsafe {
-        originals::cudaFreeAsync_ptsz(pointer, stream)
+    release_async(&RuntimeLayer(runtime), pointer as u64, stream.of_per_thread_program(), || unsafe {
+        runtime.cudaFreeAsync_ptsz(pointer, stream)
     })
 }
 
-pub unsafe fn device_reset() -> CudaError {
+pub unsafe fn device_reset(runtime: &Runtime) -> CudaError {
     if let Some(memory) = Memory::existing()
-        && let Some(device) = real::current_device()
+        && let Some(device) = runtime.current_device()
     {
         memory.forget_device(device);
     }
     // SAFETY: no arguments.
-    unsafe { originals::cudaDeviceReset() }
+    unsafe { runtime.cudaDeviceReset() }
 }
 
 /// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does. Null if out of memory: torch then
 /// frees its cached blocks and retries.
-pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
-    let before = real::current_device();
-    if before != Some(device) && !real::set_device(device) {
-        log::error!("cannot allocate on device {device}: it does not exist, or no CUDA runtime is loaded");
+pub fn torch_malloc(runtime: &Runtime, bytes: usize, device: c_int) -> *mut c_void {
+    let before = runtime.current_device();
+    if before != Some(device) && !runtime.set_device(device) {
+        log::error!("cannot allocate on device {device}: it does not exist");
         return ptr::null_mut();
     }
     let mut pointer = ptr::null_mut();
     // SAFETY: `pointer` is writable.
     let answer = unsafe {
         if copies::another_is_first() {
-            originals::cudaMalloc(&raw mut pointer, bytes)
+            runtime.cudaMalloc(&raw mut pointer, bytes)
         } else {
-            malloc(&raw mut pointer, bytes, ptr::null())
+            malloc(runtime, &raw mut pointer, bytes, ptr::null())
         }
     };
     if let Some(before) = before.filter(|before| *before != device) {
-        real::set_device(before);
+        runtime.set_device(before);
     }
     if answer == code::SUCCESS { pointer } else { ptr::null_mut() }
 }
@@ -159,9 +190,9 @@ pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
 ///
 /// # Safety
 /// `pointer` must come from there and must not have been freed.
-pub unsafe fn torch_free(pointer: *mut c_void) {
+pub unsafe fn torch_free(runtime: &Runtime, pointer: *mut c_void) {
     // SAFETY: the caller's promise.
-    let answer = unsafe { if copies::another_is_first() { originals::cudaFree(pointer) } else { free(pointer) } };
+    let answer = unsafe { if copies::another_is_first() { runtime.cudaFree(pointer) } else { free(runtime, pointer) } };
     // At exit the runtime may shut down before torch's pools; everything is freed then anyway.
     if !matches!(answer, code::SUCCESS | code::DEINITIALIZED) {
         log::error!("cannot free the memory at {pointer:p} (CUDA error {answer})");
@@ -169,17 +200,16 @@ pub unsafe fn torch_free(pointer: *mut c_void) {
 }
 
 /// Calls through the runtime.
-struct RuntimeLayer;
+struct RuntimeLayer<'a>(&'a Runtime);
 
-impl ApiLayer for RuntimeLayer {
+impl ApiLayer for RuntimeLayer<'_> {
     fn current_context(&self) -> Result<Option<Current>, CudaError> {
-        real::current_context().map(Some)
+        self.0.current_context().map(Some)
     }
 
     fn out_of_memory(&self, pointer: *mut *mut c_void) {
-        // Like the real function: a null pointer, and the error for `cudaGetLastError`.
+        // Like the real function.
         // SAFETY: the program promises that the pointer is writable.
         unsafe { pointer.write(ptr::null_mut()) };
-        real::leave_out_of_memory_as_last_error();
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::driver_originals;
 use crate::pools;
-use crate::real::{self, originals};
+use crate::runtimes::Runtime;
 use crate::table::CudaError;
 use std::ffi::{c_int, c_uint, c_void};
 use std::slice;
@@ -11,18 +11,18 @@ use vramctl_core::memory::{Memory, sightings};
 use vramctl_driver::{self as driver, Access, CUmemAccessDesc, Context, ContextHandle, Current};
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
-pub unsafe fn cuda_enable(peer: c_int, flags: c_uint) -> CudaError {
+pub unsafe fn cuda_enable(runtime: &Runtime, peer: c_int, flags: c_uint) -> CudaError {
     // SAFETY: here and below, the real function gets the arguments unchanged.
-    let real = || unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
+    let real = || unsafe { runtime.cudaDeviceEnablePeerAccess(peer, flags) };
     // SAFETY: as above.
-    enable(real, || of_runtime(peer), || unsafe { originals::cudaDeviceDisablePeerAccess(peer) })
+    enable(real, || of_runtime(runtime, peer), || unsafe { runtime.cudaDeviceDisablePeerAccess(peer) })
 }
 
-pub unsafe fn cuda_disable(peer: c_int) -> CudaError {
+pub unsafe fn cuda_disable(runtime: &Runtime, peer: c_int) -> CudaError {
     // SAFETY: as above.
-    let real = || unsafe { originals::cudaDeviceDisablePeerAccess(peer) };
+    let real = || unsafe { runtime.cudaDeviceDisablePeerAccess(peer) };
     // SAFETY: the only flags there are.
-    disable(real, || of_runtime(peer), || unsafe { originals::cudaDeviceEnablePeerAccess(peer, 0) })
+    disable(real, || of_runtime(runtime, peer), || unsafe { runtime.cudaDeviceEnablePeerAccess(peer, 0) })
 }
 
 pub unsafe fn driver_enable(peer: ContextHandle, flags: c_uint) -> StatusCode {
@@ -39,9 +39,9 @@ pub unsafe fn driver_disable(peer: ContextHandle) -> StatusCode {
     disable(real, || of_driver(peer), || unsafe { driver_originals::cuCtxEnablePeerAccess(peer, 0) })
 }
 
-pub unsafe fn cuda_set_pool_access(pool: *mut c_void, access: *const c_void, count: usize) -> CudaError {
+pub unsafe fn cuda_set_pool_access(runtime: &Runtime, pool: *mut c_void, access: *const c_void, count: usize) -> CudaError {
     // SAFETY: as above. The runtime's descriptors are the driver's.
-    unsafe { set_pool_access(pool, access.cast(), count, || originals::cudaMemPoolSetAccess(pool, access, count)) }
+    unsafe { set_pool_access(pool, access.cast(), count, || runtime.cudaMemPoolSetAccess(pool, access, count)) }
 }
 
 pub unsafe fn driver_set_pool_access(pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
@@ -54,8 +54,8 @@ type Both = (Current, Context);
 
 const NONE: Failure = Failure { call: "cuCtxGetCurrent", code: code::INVALID_CONTEXT };
 
-fn of_runtime(peer: c_int) -> Result<Both, Error> {
-    let current = real::current_context().map_err(|code| Failure { call: "cudaFree", code })?;
+fn of_runtime(runtime: &Runtime, peer: c_int) -> Result<Both, Error> {
+    let current = runtime.current_context().map_err(|code| Failure { call: "cudaFree", code })?;
     Ok((current, Current::primary_of(peer)?.ok_or(NONE)?))
 }
 

@@ -3,7 +3,7 @@
 use crate::decided;
 use crate::driver_memory;
 use crate::driver_originals;
-use crate::real::{self, originals};
+use crate::runtimes::Runtime;
 use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::BorrowedFd;
@@ -166,22 +166,22 @@ pub unsafe fn driver_close(pointer: CUdeviceptr) -> StatusCode {
     close(pointer, || unsafe { driver_originals::cuIpcCloseMemHandle(pointer) })
 }
 
-pub unsafe fn cuda_get(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
+pub unsafe fn cuda_get(runtime: &Runtime, handle: *mut c_void, pointer: *mut c_void) -> CudaError {
     // SAFETY: as above.
-    unsafe { get(handle, pointer as CUdeviceptr, || originals::cudaIpcGetMemHandle(handle, pointer)) }
+    unsafe { get(handle, pointer as CUdeviceptr, || runtime.cudaIpcGetMemHandle(handle, pointer)) }
 }
 
-pub unsafe fn cuda_open(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) -> CudaError {
+pub unsafe fn cuda_open(runtime: &Runtime, pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) -> CudaError {
     if Ticket::parse(&handle.reserved).is_some()
-        && let Err(error) = real::current_context()
+        && let Err(error) = runtime.current_context()
     {
         return error;
     }
     // SAFETY: as above.
-    unsafe { open(pointer.cast(), &handle, flags, || originals::cudaIpcOpenMemHandle(pointer, handle, flags)) }
+    unsafe { open(pointer.cast(), &handle, flags, || runtime.cudaIpcOpenMemHandle(pointer, handle, flags)) }
 }
 
-pub unsafe fn cuda_close(pointer: *mut c_void) -> CudaError {
+pub unsafe fn cuda_close(runtime: &Runtime, pointer: *mut c_void) -> CudaError {
     // SAFETY: as above.
-    close(pointer as CUdeviceptr, || unsafe { originals::cudaIpcCloseMemHandle(pointer) })
+    close(pointer as CUdeviceptr, || unsafe { runtime.cudaIpcCloseMemHandle(pointer) })
 }

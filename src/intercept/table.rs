@@ -45,7 +45,7 @@ pub struct IpcHandle {
     pub reserved: [u8; 64],
 }
 
-/// The runtime's functions. Each line: what the function does, its arguments and its handler. The handler takes the arguments and, if the
+/// The runtime's functions. Each line: what the function does, its arguments and its handler. The handler takes the runtime, the arguments and, if the
 /// function allocates, the return address. If the condition after `unless` is true, the real function answers, and the handler hears
 /// only of an answer "out of memory", which it reports; the condition must not panic. Expands to `$with! { … }`.
 #[macro_export]

@@ -7,7 +7,10 @@
 //! [`abi::vramctl_last_error`] has them too.
 
 use crate::abi::{self, VramctlResult};
+use crate::entry::{jump, pass_caller};
 use crate::handlers;
+use crate::runtimes::Runtime;
+use std::arch::naked_asm;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -179,9 +182,9 @@ pub extern "C" fn set_memory_margin_bytes(bytes: u64) {
 ///
 /// Also works if the library was opened instead of preloaded.
 #[unsafe(no_mangle)]
-pub extern "C" fn tms_torch_malloc(bytes: isize, device: c_int, _stream: *mut c_void) -> *mut c_void {
-    let none = ptr::null_mut();
-    guarded(none, || usize::try_from(bytes).map_or(none, |bytes| handlers::torch_malloc(bytes, device)))
+#[unsafe(naked)]
+pub extern "C" fn tms_torch_malloc(bytes: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    naked_asm!(".cfi_startproc", pass_caller!(bytes device stream), jump!(), ".cfi_endproc", to = sym torch_malloc)
 }
 
 /// Frees memory of [`tms_torch_malloc`].
@@ -189,9 +192,32 @@ pub extern "C" fn tms_torch_malloc(bytes: isize, device: c_int, _stream: *mut c_
 /// # Safety
 /// `pointer` must be null or come from there, and must not have been freed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn tms_torch_free(pointer: *mut c_void, _bytes: isize, _device: c_int, _stream: *mut c_void) {
+#[unsafe(naked)]
+pub unsafe extern "C" fn tms_torch_free(pointer: *mut c_void, bytes: isize, device: c_int, stream: *mut c_void) {
+    naked_asm!(".cfi_startproc", pass_caller!(pointer bytes device stream), jump!(), ".cfi_endproc", to = sym torch_free)
+}
+
+extern "C" fn torch_malloc(bytes: isize, device: c_int, _stream: *mut c_void, caller: *const c_void) -> *mut c_void {
+    let none = ptr::null_mut();
+    let Ok(bytes) = usize::try_from(bytes) else { return none };
+    guarded(none, || {
+        Runtime::of(caller).map_or_else(
+            || {
+                log::error!("cannot allocate on device {device}: no CUDA runtime is loaded");
+                none
+            },
+            |runtime| handlers::torch_malloc(runtime, bytes, device),
+        )
+    })
+}
+
+unsafe extern "C" fn torch_free(pointer: *mut c_void, _bytes: isize, _device: c_int, _stream: *mut c_void, caller: *const c_void) {
     // SAFETY: the caller's promise.
-    guarded((), || unsafe { handlers::torch_free(pointer) });
+    guarded((), || unsafe {
+        if let Some(runtime) = Runtime::of(caller) {
+            handlers::torch_free(runtime, pointer);
+        }
+    });
 }
 
 /// Switches a policy on or off. The policies exclude each other: switching one on switches the other off, and switching the

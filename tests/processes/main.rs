@@ -17,6 +17,7 @@ mod preloading;
 mod programs;
 mod reach;
 mod refusals;
+mod runtimes;
 mod shared;
 mod sharing;
 mod swap;

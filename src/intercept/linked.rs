@@ -1,0 +1,55 @@
+//! What a call that is linked would reach if this library were not there. The caller decides: the loader looks in the libraries that are there
+//! for all, then in those that the caller's library depends on, and takes only a symbol of the version that the library was linked with.
+
+use crate::copies;
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use vramctl_host::symbols::{self, Loaded};
+
+/// Where the functions of a caller's library come from.
+#[derive(Debug)]
+pub struct Linked {
+    version: Option<&'static CStr>,
+    /// A handle of the caller's library, or null.
+    own: *mut c_void,
+}
+
+impl Linked {
+    /// `caller`: a return address. `is_meant` tells the functions whose version counts.
+    pub fn of(caller: *const c_void, is_meant: impl Fn(&CStr) -> bool) -> Self {
+        let version = Loaded::around(caller).and_then(|library| library.version_needed(is_meant));
+        let path = symbols::path_around(caller);
+        // SAFETY: NUL-terminated. The library is loaded already, so no initialiser runs, and it stays, because the caller runs in it.
+        let own = if path.is_null() { ptr::null_mut() } else { unsafe { libc::dlopen(path, libc::RTLD_LAZY | libc::RTLD_NOLOAD) } };
+        Self { version, own }
+    }
+
+    /// The function of this name, or null.
+    pub fn function(&self, name: &CStr) -> *mut c_void {
+        // Another copy of this library would in turn look for what this one finds.
+        let is_real = |found: &*mut c_void| !found.is_null() && !copies::contain(*found);
+        let in_own = || Some(self.own).filter(|own| !own.is_null()).map(|own| self.look_up(own, name));
+        Some(self.look_up(libc::RTLD_NEXT, name)).filter(is_real).or_else(in_own).filter(is_real).unwrap_or(ptr::null_mut())
+    }
+
+    fn look_up(&self, handle: *mut c_void, name: &CStr) -> *mut c_void {
+        // SAFETY: the handle is open, or `RTLD_NEXT`.
+        let found = unsafe { symbols::dlsym(handle, name) };
+        let fits = |version| Loaded::around(found).is_some_and(|library| library.has_version(name, version));
+        match self.version {
+            // This finds no symbol without a version, which the loader takes as well.
+            // SAFETY: as above.
+            Some(version) if !fits(version) => unsafe { symbols::dlvsym(handle, name, version) },
+            _ => found,
+        }
+    }
+}
+
+impl Drop for Linked {
+    fn drop(&mut self) {
+        if !self.own.is_null() {
+            // SAFETY: opened above.
+            unsafe { libc::dlclose(self.own) };
+        }
+    }
+}

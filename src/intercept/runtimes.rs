@@ -1,0 +1,327 @@
+//! The CUDA runtimes in this process, and which of them a call is for.
+//!
+//! A process may have several: a wheel bundles one, another library is linked with that of an older release. Each has a last error and a
+//! current device of its own, so a call goes on to the runtime that the caller's library is linked with ([`Linked`]). That is found once
+//! for each library and, without a lock, known by the return address from then on.
+
+use crate::decided::{self, pass_by};
+use crate::hooked_functions;
+use crate::linked::Linked;
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::{iter, mem};
+use vramctl_driver::{CUdevice, Current, RelaxedCapture};
+use vramctl_host::symbols::{self, Loaded, ObjectId};
+use vramctl_host::{guarded, opens};
+use vramctl_model::code;
+
+/// A runtime: the functions that a call reaches.
+#[derive(Debug)]
+pub struct Runtime {
+    functions: [*mut c_void; NAMES.len()],
+    next: AtomicPtr<Runtime>,
+}
+
+// SAFETY: a function's address is the same for all threads.
+unsafe impl Send for Runtime {}
+// SAFETY: as above.
+unsafe impl Sync for Runtime {}
+
+macro_rules! runtime {
+    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path $(, unless $passes:tt)?;)*) => {
+        runtime! { @functions $($name($($argument: $type),*))* cudaGetDevice(device: *mut c_int) cudaSetDevice(device: c_int) cudaGetLastError() cudaPeekAtLastError() }
+    };
+    (@functions $($name:ident($($argument:ident: $type:ty),*))*) => {
+        /// The indices of the functions.
+        #[allow(non_camel_case_types)]
+        #[derive(Clone, Copy)]
+        enum Function { $($name),* }
+
+        const NAMES: [&CStr; [$(Function::$name),*].len()] = [$(crate::entry::symbol(concat!(stringify!($name), "\0"))),*];
+
+        /// The runtime's own functions. A missing one returns [`code::SHARED_OBJECT_SYMBOL_NOT_FOUND`].
+        #[allow(non_snake_case, clippy::missing_safety_doc)]
+        impl Runtime {
+            $(
+                #[inline]
+                #[doc = concat!("`", stringify!($name), "`.")]
+                pub unsafe fn $name(&self $(, $argument: $type)*) -> CudaError {
+                    let address = self.functions[Function::$name as usize];
+                    if address.is_null() {
+                        return code::SHARED_OBJECT_SYMBOL_NOT_FOUND;
+                    }
+                    // SAFETY: the type matches the runtime's function; the arguments are the caller's.
+                    unsafe { mem::transmute::<*mut c_void, unsafe extern "C-unwind" fn($($type),*) -> CudaError>(address)($($argument),*) }
+                }
+            )*
+        }
+    };
+}
+hooked_functions!(runtime);
+
+impl Runtime {
+    /// The runtime that a call is for. `caller`: its return address. `None` if none is loaded.
+    #[inline]
+    pub fn of(caller: *const c_void) -> Option<&'static Self> {
+        let begun = opens::begun();
+        known_at(caller)
+            .filter(|library| library.is_current(begun))
+            .map(Caller::runtime)
+            .or_else(|| guarded(|| find(caller, begun)).flatten())
+    }
+
+    /// Its current device on this thread.
+    pub fn current_device(&self) -> Option<CUdevice> {
+        let mut device = 0;
+        // SAFETY: `device` is writable.
+        (unsafe { self.cudaGetDevice(&raw mut device) } == code::SUCCESS).then_some(device)
+    }
+
+    /// Sets its current device on this thread. Returns whether that succeeded.
+    pub fn set_device(&self, device: CUdevice) -> bool {
+        // SAFETY: takes any number.
+        unsafe { self.cudaSetDevice(device) == code::SUCCESS }
+    }
+
+    /// The context in which the runtime would allocate on this thread. The runtime creates it if it does not exist yet or was reset, as it
+    /// would for a real allocation.
+    ///
+    /// The hooked driver functions cannot replace this: only the runtime knows which context it would use on a thread without one, and a
+    /// runtime whose driver calls do not reach the entries (`RTLD_DEEPBIND`) is seen only through the runtime's functions.
+    pub fn current_context(&self) -> Result<Current, CudaError> {
+        let _relaxed = RelaxedCapture::enter();
+        // SAFETY: freeing null only initialises the context.
+        match pass_by(|| unsafe { self.cudaFree(ptr::null_mut()) }) {
+            code::SUCCESS => Current::of_thread().map_err(|failure| failure.code)?.ok_or(code::INVALID_CONTEXT),
+            error => Err(error),
+        }
+    }
+
+    /// The program has got this error of one of the runtime's functions: `cudaGetLastError` tells it, whoever has answered.
+    #[cold]
+    pub fn has_answered(&self, error: CudaError) {
+        // At exit the runtime may have ended.
+        if error == code::DEINITIALIZED {
+            return;
+        }
+        guarded(|| {
+            // SAFETY: no arguments.
+            if unsafe { self.cudaPeekAtLastError() } != error {
+                self.leave_as_last_error(error);
+            }
+        });
+    }
+
+    /// Only the runtime can set its last error, to what the driver has answered. So it calls the driver, whose entry answers this. A runtime
+    /// whose calls do not reach the entry gets an error nevertheless, because no device has this much memory.
+    fn leave_as_last_error(&self, error: CudaError) {
+        let _relaxed = RelaxedCapture::enter();
+        let mut never = ptr::null_mut();
+        // SAFETY: `never` is writable.
+        let is_taken = decided::next_answers(error, || pass_by(|| unsafe { self.cudaMalloc(&raw mut never, usize::MAX >> 2) }));
+        if !is_taken && error != code::OUT_OF_MEMORY {
+            // No error rather than a wrong one.
+            // SAFETY: no arguments.
+            unsafe { self.cudaGetLastError() };
+        }
+    }
+
+    /// Whether this is the name by which libraries need it.
+    fn is_named(&self, soname: &CStr) -> bool {
+        Loaded::around(self.functions[Function::cudaGetLastError as usize]).is_some_and(|library| library.is_named(soname))
+    }
+
+    fn list() -> impl Iterator<Item = &'static Self> {
+        let mut next = &FIRST;
+        // SAFETY: null, or never freed.
+        iter::from_fn(move || unsafe { next.load(Ordering::Acquire).as_ref() }.inspect(|runtime| next = &runtime.next))
+    }
+
+    /// The runtime with these functions, which stay loaded.
+    fn with(functions: [*mut c_void; NAMES.len()]) -> &'static Self {
+        if let Some(known) = Self::list().find(|runtime| runtime.functions == functions) {
+            return known;
+        }
+        let mut kept = ptr::null();
+        for function in functions {
+            let path = symbols::path_around(function);
+            if path != kept && !path.is_null() {
+                // SAFETY: NUL-terminated. The library is loaded already, so no initialiser runs.
+                unsafe { libc::dlopen(path, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
+                kept = path;
+            }
+        }
+        let new: &'static Self = Box::leak(Box::new(Self { functions, next: AtomicPtr::default() }));
+        let mut last = &FIRST;
+        while let Err(other) = last.compare_exchange(ptr::null_mut(), ptr::from_ref(new).cast_mut(), Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: never freed.
+            last = unsafe { &(*other).next };
+        }
+        new
+    }
+}
+
+/// The runtimes that have been found, in the order in which that was. A forked child has its parent's.
+static FIRST: AtomicPtr<Runtime> = AtomicPtr::new(ptr::null_mut());
+
+/// A library that calls a runtime.
+struct Caller {
+    object: ObjectId,
+    runtime: AtomicPtr<Runtime>,
+    /// It is linked with none, so that another may be better once more is loaded.
+    is_guess: AtomicBool,
+    /// [`opens::begun`] when the library was last seen to be this one.
+    seen: AtomicU64,
+    next: AtomicPtr<Caller>,
+}
+
+static FIRST_CALLER: AtomicPtr<Caller> = AtomicPtr::new(ptr::null_mut());
+
+impl Caller {
+    fn is_current(&self, begun: u64) -> bool {
+        self.seen.load(Ordering::Acquire) == begun
+    }
+
+    fn runtime(&self) -> &'static Runtime {
+        // SAFETY: never null, and never freed.
+        unsafe { &*self.runtime.load(Ordering::Acquire) }
+    }
+
+    /// The entry of an object, made if it is not known.
+    fn of(object: ObjectId, make: impl FnOnce() -> Option<(&'static Runtime, bool)>) -> Option<&'static Self> {
+        let mut place = &FIRST_CALLER;
+        // SAFETY: null, or never freed.
+        while let Some(known) = unsafe { place.load(Ordering::Acquire).as_ref() } {
+            if known.object == object {
+                if known.is_guess.load(Ordering::Relaxed) {
+                    let (runtime, is_guess) = make()?;
+                    known.runtime.store(ptr::from_ref(runtime).cast_mut(), Ordering::Release);
+                    known.is_guess.store(is_guess, Ordering::Relaxed);
+                }
+                return Some(known);
+            }
+            place = &known.next;
+        }
+        let (runtime, is_guess) = make()?;
+        let new: &'static Self = Box::leak(Box::new(Self {
+            object,
+            runtime: AtomicPtr::new(ptr::from_ref(runtime).cast_mut()),
+            is_guess: is_guess.into(),
+            seen: AtomicU64::new(u64::MAX),
+            next: AtomicPtr::default(),
+        }));
+        // Two threads may make the same one: then the later is not found again.
+        while let Err(other) = place.compare_exchange(ptr::null_mut(), ptr::from_ref(new).cast_mut(), Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: never freed.
+            place = unsafe { &(*other).next };
+        }
+        Some(new)
+    }
+}
+
+/// A call site.
+struct Site {
+    address: AtomicUsize,
+    caller: AtomicPtr<Caller>,
+}
+
+/// The known call sites. If the table is full, other call sites need a search each time.
+static SITES: [Site; 512] = [const { Site { address: AtomicUsize::new(0), caller: AtomicPtr::new(ptr::null_mut()) } }; 512];
+
+/// Where a call site may be in the table.
+fn places_of(site: usize) -> impl Iterator<Item = &'static Site> {
+    let first = (site >> 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (usize::BITS - 9);
+    (first..first + 8).map(|place| &SITES[place % SITES.len()])
+}
+
+#[inline]
+fn known_at(caller: *const c_void) -> Option<&'static Caller> {
+    let known = places_of(caller.addr()).map(|site| (site, site.address.load(Ordering::Acquire))).take_while(|(_, address)| *address != 0);
+    let (site, _) = known.into_iter().find(|(_, address)| *address == caller.addr())?;
+    // SAFETY: null, or never freed.
+    unsafe { site.caller.load(Ordering::Acquire).as_ref() }
+}
+
+#[cold]
+fn find(caller: *const c_void, begun: u64) -> Option<&'static Runtime> {
+    let Some(object) = ObjectId::around(caller) else { return guess() };
+    let library = Caller::of(object, || search(caller))?;
+    library.seen.store(begun, Ordering::Release);
+    let takes = |site: &&Site| match site.address.compare_exchange(0, caller.addr(), Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => true,
+        Err(address) => address == caller.addr(),
+    };
+    if let Some(site) = places_of(caller.addr()).find(takes) {
+        site.caller.store(ptr::from_ref(library).cast_mut(), Ordering::Release);
+    }
+    Some(library.runtime())
+}
+
+/// The runtime that a library is linked with, or else one that is a guess.
+fn search(caller: *const c_void) -> Option<(&'static Runtime, bool)> {
+    // Without the loader's lock, with which another thread of the program's may wait for this one.
+    let known =
+        Loaded::around(caller).and_then(|library| Runtime::list().find(|runtime| library.needed().any(|name| runtime.is_named(name))));
+    let linked = || {
+        let linked = Linked::of(caller, |name| NAMES.contains(&name));
+        let mut functions = NAMES.map(|name| linked.function(name));
+        // Another copy of this library may be in front of the runtime, but has no function of this name.
+        if let Some(runtime) = Loaded::around(functions[Function::cudaGetLastError as usize]) {
+            for (function, name) in functions.iter_mut().zip(NAMES).filter(|(function, _)| function.is_null()) {
+                *function = runtime.symbol(name).unwrap_or(ptr::null_mut());
+            }
+        }
+        functions.iter().any(|function| !function.is_null()).then(|| Runtime::with(functions))
+    };
+    known.or_else(linked).map(|runtime| (runtime, false)).or_else(|| guess().map(|runtime| (runtime, true)))
+}
+
+/// For a caller that is linked with no runtime: it has got the function from another, or by a look-up.
+fn guess() -> Option<&'static Runtime> {
+    Runtime::list().next().or_else(|| Some(Runtime::with(in_loaded()?)))
+}
+
+/// The functions of a libcudart that is loaded outside the global scope, as Python's are.
+fn in_loaded() -> Option<[*mut c_void; NAMES.len()]> {
+    let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
+    // SAFETY: the callback copies into `path`, which outlives the call.
+    let found = unsafe { libc::dl_iterate_phdr(Some(note_runtime), (&raw mut path).cast()) };
+    if found == 0 {
+        return None;
+    }
+    // SAFETY: a NUL-terminated path. The library is loaded already, so no initialiser runs.
+    unsafe {
+        let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
+        if library.is_null() { None } else { Some(NAMES.map(|name| symbols::dlsym(library, name))) }
+    }
+}
+
+struct Path {
+    bytes: [c_char; libc::PATH_MAX as usize],
+}
+
+/// Records the path of the first loaded libcudart. Must not allocate, because the loader's lock is held.
+unsafe extern "C" fn note_runtime(info: *mut libc::dl_phdr_info, _size: libc::size_t, path: *mut c_void) -> c_int {
+    // SAFETY: the loader passes a complete entry whose name is null or NUL-terminated.
+    let name = unsafe {
+        let name = (*info).dlpi_name;
+        if name.is_null() {
+            return 0;
+        }
+        CStr::from_ptr(name)
+    };
+    let file = name.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    // SAFETY: `path` is the `Path` that `in_loaded` passed.
+    let bytes = unsafe { &mut (*path.cast::<Path>()).bytes };
+    let name = name.to_bytes_with_nul();
+    // `libcudart.so.13`, or `libcudart-d0da41ae.so.11.0` as bundled in wheels.
+    if !(file.starts_with(b"libcudart.so") || file.starts_with(b"libcudart-")) || name.len() > bytes.len() {
+        return 0;
+    }
+    for (to, from) in bytes.iter_mut().zip(name) {
+        *to = *from as c_char;
+    }
+    1
+}
