@@ -3,6 +3,8 @@
 import importlib
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -232,6 +234,40 @@ class Sitecustomize(Folder):
         done = subprocess.run([sys.executable, "-c", "print('runs')"], env=env, capture_output=True, text=True, timeout=60)
         self.assertEqual(done.stdout, "runs\n")
         self.assertIn("its own", done.stderr)
+
+    def test_old_pythons_have_the_sitecustomize_that_was_there(self):
+        self.write("a/sitecustomize.py", "import sys; sys.stdout.write('its own ')")
+        found = [
+            *map(shutil.which, ("python2.7", "python3.6")),
+            *pathlib.Path.home().glob(".pyenv/versions/[23].[67].*/bin/python"),
+        ]
+        olds = [path for path in found if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
+        if not olds:
+            self.skipTest("not run: no Python before 3.7 is installed")
+        program = "import sys; sys.stdout.write(sys.modules['sitecustomize'].__file__.replace('.pyc', '.py'))"
+        for old in olds:
+            with self.subTest(old):
+                printed = self.python(program, preload="/nowhere/libvramctl.so", path=[self.folder / "a"], executable=str(old))
+                self.assertEqual(printed, f"its own {self.folder}/a/sitecustomize.py")
+
+    def test_engines_find_the_plugins_where_another_sitecustomize_comes_first(self):
+        """A launcher, such as opentelemetry-instrument, has put its own before ours, which then does not run."""
+        self.write("launcher/sitecustomize.py", "import sys; sys.stdout.write('launcher\\n')")
+        program = """
+            import importlib.metadata
+            found = importlib.metadata.distribution("vramctl")
+            print(found.version, *sorted(f"{one.group}: {one.value}" for one in found.entry_points))
+        """
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.folder / "launcher"), str(SITE)])}
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True, timeout=60
+        )
+        project = (PACKAGE.parent.parent / "pyproject.toml").read_text()
+        plugins = re.findall(r'^\[project.entry-points."(.*)"\]\nvramctl = "(.*)"$', project, re.MULTILINE)
+        self.assertEqual(len(plugins), 2)
+        version = re.search(r'^__version__ = "(.*)"', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
+        wanted = [version[1], *sorted(": ".join(plugin) for plugin in plugins)]
+        self.assertEqual(done.stdout, f"launcher\n{' '.join(wanted)}\n", done.stderr)
 
     def test_without_site_and_isolated(self):
         program = "import sys; print('_vramctl_sitecustomize' in sys.modules)"

@@ -364,7 +364,11 @@ class ManyNodes(unittest.TestCase):
             is_real = request["operation"] == "move" and not request.get("dry_run")
             return ask_all(nodes, {**request, "to": ["9"]} if is_real else request)
 
-        for change, to, said in ((ask_all, 9, "no GPU 9"), (ask_all, 0, "GPU 0 already"), (too_late, 1, "no GPU 9.*All of them run")):
+        for change, to, said in (
+            (ask_all, 9, "no GPU 9"),
+            (ask_all, 0, "GPU 0 already"),
+            (too_late, 1, "no GPU 9.*All of them run"),
+        ):
             with self.subTest(to=to), unittest.mock.patch.object(vramctl.ray._Nodes, "ask_all", change):
                 with self.assertRaisesRegex(errors.Error, said) as refused:
                     self.job.move(to, hold_timeout=300)

@@ -203,7 +203,7 @@ def _follow_loops() -> None:
     if _loops_are_followed or asyncio._get_running_loop() is None:
         return
     _loops_are_followed = True
-    run = asyncio.Handle._run  # type: ignore[attr-defined]
+    run = asyncio.Handle._run
 
     def go_to(regions: tuple[Region, ...]) -> None:
         try:
@@ -219,4 +219,4 @@ def _follow_loops() -> None:
         finally:
             go_to(_entered.get())  # those in which the loop runs
 
-    asyncio.Handle._run = _run  # type: ignore[attr-defined]
+    asyncio.Handle._run = _run  # type: ignore[method-assign]

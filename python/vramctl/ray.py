@@ -90,9 +90,9 @@ class _Operation(_job._Work["dict[str, Any]"]):
             # Whatever had been begun is settled by the participants.
             raise errors.Disconnected(f"the Ray cluster cannot be reached: {_line(error)}") from error
         if outcome.get("error"):
-            error = errors._from_reply(outcome["error"])
-            error.committed = outcome["committed"]
-            raise error
+            failed = errors._from_reply(outcome["error"])
+            failed.committed = outcome["committed"]
+            raise failed
         return outcome
 
     def _among(self, nodes: _Nodes) -> dict[str, Any]:
@@ -233,9 +233,15 @@ class _Operation(_job._Work["dict[str, Any]"]):
         arrived = sorted(node for node, one in moves.items() if not one.get("error"))
         if arrived:
             outcome["error"]["message"] += f". The ranks of node {', '.join(arrived)} have moved"
-        back = self._settle(nodes, {"operation": "resume", "target": request["target"], "self_paused": False, "timeout_ms": 10_000})
+        back = self._settle(
+            nodes, {"operation": "resume", "target": request["target"], "self_paused": False, "timeout_ms": 10_000}
+        )
         outcome["committed"] = None if arrived or back.get("error") else False
-        why = f"The resume failed: {back['error']['message']}. `vramctl ray resume` tries again" if back.get("error") else "All of them run"
+        why = (
+            f"The resume failed: {back['error']['message']}. `vramctl ray resume` tries again"
+            if back.get("error")
+            else "All of them run"
+        )
         outcome["error"]["message"] += f". {why}"
         return outcome
 

@@ -1,24 +1,22 @@
 """Python runs this at startup in programs under `vramctl run`, which puts this directory on PYTHONPATH.
 
 It registers import hooks for inference engines and torch if something is preloaded, then runs the `sitecustomize` it hides.
+
+Any Python runs it, back to 2.7, so it has neither annotations nor anything else that those before 3.9 do not know.
 """
 
-from __future__ import annotations
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 import os
 import sys
 
-TYPE_CHECKING = False  # importing `typing` would slow down short programs
-if TYPE_CHECKING:
-    from types import ModuleType
-
 _here = os.path.dirname(os.path.abspath(__file__))
 
 
-def _watch_for_engines() -> None:
+def _watch_for_engines():
     # Import nothing if nothing is preloaded. Whether it is our library is checked once an engine is imported: the file may
     # have any name, and looking up its functions needs modules that would slow down short programs.
-    if not os.environ.get("LD_PRELOAD"):
+    if not os.environ.get("LD_PRELOAD") or sys.version_info < (3, 9):
         return
     import importlib.util
 
@@ -32,7 +30,7 @@ def _watch_for_engines() -> None:
         sys.modules[spec.name] = imports
         spec.loader.exec_module(imports)
 
-    def install(module: ModuleType) -> None:
+    def install(module):
         importlib.import_module("vramctl.engines." + module.__name__).install()
 
     for engine in ("vllm", "sglang"):
@@ -41,15 +39,19 @@ def _watch_for_engines() -> None:
     imports.serve_torch()
 
 
-def _run_the_next() -> None:
+def _run_the_next():
     """Runs the next `sitecustomize` on the path, under its own name."""
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-
     places = [os.path.realpath(place or os.curdir) for place in sys.path]
     own = os.path.realpath(_here)
     behind = places.index(own) + 1 if own in places else 0
-    spec = PathFinder.find_spec("sitecustomize", [place for place in places[behind:] if place != own])
+    there = [place for place in places[behind:] if place != own]
+    if sys.version_info < (3, 5):
+        _run_in_old_python(there)
+        return
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    spec = PathFinder.find_spec("sitecustomize", there)
     if spec is None or spec.loader is None:
         return
     module = module_from_spec(spec)
@@ -57,12 +59,28 @@ def _run_the_next() -> None:
     spec.loader.exec_module(module)
 
 
+def _run_in_old_python(places):
+    import imp
+
+    try:
+        found = imp.find_module("sitecustomize", places)
+    except ImportError:
+        return
+    # This one must not be taken for it, and executed again.
+    del sys.modules["sitecustomize"]
+    try:
+        imp.load_module("sitecustomize", *found)  # type: ignore[arg-type]
+    finally:
+        if found[0] is not None:
+            found[0].close()
+
+
 # The next one may search for its own successor and find this one again.
 if "_vramctl_sitecustomize" not in sys.modules:
     sys.modules["_vramctl_sitecustomize"] = sys.modules[__name__]
     try:
         _watch_for_engines()
-    except Exception as error:
+    except Exception:
         # The program must run regardless.
-        sys.stderr.write(f"vramctl: cannot tag the memory of inference engines: {error}\n")
+        sys.stderr.write("vramctl: cannot tag the memory of inference engines: %s\n" % sys.exc_info()[1])
     _run_the_next()
