@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::share::Borrower;
 use vramctl_core::memory::{Memory, region};
-use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
+use vramctl_driver::{PHYSICAL_PIECE, RelaxedCapture, StreamHandle};
 use vramctl_intercept::entries;
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
@@ -254,6 +254,8 @@ fn another_threads_capture_is_not_disturbed() {
         stream.begin_capture(mode);
         assert_eq!(stream.copy(target, source, 2 * MIB), 0);
         std::thread::spawn(move || {
+            // A global capture would forbid the program's calls otherwise.
+            let _relaxed = RelaxedCapture::enter();
             let extra = malloc_tagged("extra", None, 4 * MIB).unwrap();
             assert_eq!(write(extra, &pattern(6, 4 * MIB)), 0);
             pause(&["extra"]).unwrap_or_else(|error| panic!("mode {mode}: {error}"));

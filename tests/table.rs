@@ -84,7 +84,7 @@ const LEFT_OUT: &[(&str, &[&str])] = &[
     ("asks for no memory and tells of none", &["cuMemGetLocationInfo", "cuMemGetAllocationGranularity", "cuMulticastGetGranularity"]),
     (
         "the pool itself: its allocations and frees are in the table",
-        &["cuMemPoolG*", "cuMemPoolSetAttribute", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"],
+        &["cuMemPoolGetAccess", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"],
     ),
     ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
     ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice"]),

@@ -1,6 +1,6 @@
 //! Copies for which each side names its context.
 
-use super::{CUdeviceptr, Context, Driver, StreamHandle, memory_at, pointer_attribute};
+use super::{CUdeviceptr, Context, Driver, RelaxedCapture, StreamHandle, memory_at, pointer_attribute};
 use cudarc::driver::sys::CUpointer_attribute;
 use vramctl_model::{Failure, Span, StatusCode, code};
 
@@ -108,9 +108,9 @@ impl CopySide {
         self.kind == HOST
     }
 
-    /// Where it begins, unless the copy says that it is of the host.
+    /// Where it begins, unless it is an array: the driver takes a device's memory for the host's as well.
     pub fn address(&self) -> Option<CUdeviceptr> {
-        matches!(self.kind, DEVICE | UNIFIED).then_some(self.device)
+        if self.is_host() { Some(self.host) } else { (!self.is_array()).then_some(self.device) }
     }
 
     /// Begins as many bytes later.
@@ -124,22 +124,27 @@ impl CopySide {
 
     /// Names the context of memory on a device.
     pub fn is_in(&mut self, context: Context) {
+        self.device = self.address().unwrap_or(self.device);
         self.kind = DEVICE;
         self.context = context.handle().address();
     }
 
-    /// Names the context that the driver knows for the memory, or else the current one.
-    pub fn is_as_the_driver_knows(&mut self, current: Context) {
-        let Some(address) = self.address() else { return };
-        let is_on_device = memory_at(address).is_ok_and(|known| known.is_some_and(|known| known.device.is_some()));
+    /// Names the context that the driver knows for memory that is not to be the host's, or else the current one. `false` if the driver does not
+    /// know the memory, and it is to be a device's.
+    #[must_use]
+    pub fn is_as_the_driver_knows(&mut self, current: Context) -> bool {
+        let Some(address) = self.address().filter(|_| !self.is_host()) else { return true };
+        let known = memory_at(address);
+        let is_on_device = known.is_ok_and(|known| known.is_some_and(|known| known.device.is_some()));
         if self.kind == UNIFIED && !is_on_device {
             self.kind = HOST;
             self.host = address;
-            return;
+            return true;
         }
         let owner = pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_CONTEXT);
         self.kind = DEVICE;
         self.context = owner.unwrap_or_else(|_| current.handle().address());
+        known != Ok(None)
     }
 }
 
@@ -197,7 +202,7 @@ impl CopyBetween {
         [now.within(end_of), rest.within(end_of)].concat()
     }
 
-    /// Its addresses, except those that it says are of the host.
+    /// Its addresses.
     pub fn addresses(&self) -> impl Iterator<Item = CUdeviceptr> + use<> {
         [self.from.address(), self.to.address()].into_iter().flatten()
     }
@@ -237,8 +242,9 @@ impl StreamHandle {
         unsafe { std::mem::transmute::<usize, Self>(argument) }
     }
 
-    /// Waits for the stream's work.
+    /// Waits for the stream's work, as copies do that are no calls of a stream: a capture does not forbid them.
     pub fn wait(self) -> Result<(), Failure> {
+        let _relaxed = RelaxedCapture::enter();
         // SAFETY: a handle that the program passed to CUDA as a stream.
         unsafe { Driver::get()?.cuStreamSynchronize(self.raw()) }
     }

@@ -192,6 +192,16 @@ impl Current {
         Self::with_device(handle.context()?, false).map(Some)
     }
 
+    /// Whether this thread has a current context that works: failed work breaks it, and it refuses almost every call from then on. Asking
+    /// disturbs no capture.
+    pub fn works() -> bool {
+        let mut status = 0;
+        // SAFETY: `status` is writable.
+        let asked = Driver::get().and_then(|driver| unsafe { driver.cuStreamIsCapturing(StreamHandle::LEGACY.0, &raw mut status) });
+        // The legacy stream cannot be asked about while another is captured.
+        asked.is_ok() || asked.is_err_and(Failure::is_capture)
+    }
+
     /// Makes `context` current on this thread until the value is dropped, which restores the previous one.
     pub fn push(context: Context) -> Result<Self, Failure> {
         // The driver accepts a destroyed context here and crashes in the next call.

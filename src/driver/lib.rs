@@ -89,10 +89,8 @@ pub fn default_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
 pub fn release_threshold(device: CUdevice) -> Result<u64, Failure> {
     /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
     const RELEASE_THRESHOLD: u32 = 4;
-    let mut threshold = 0u64;
-    // SAFETY: a pool of the driver's; the attribute's value has 64 bits.
-    unsafe { Driver::get()?.cuMemPoolGetAttribute(default_pool(device)?, RELEASE_THRESHOLD, (&raw mut threshold).cast())? };
-    Ok(threshold)
+    // SAFETY: a pool of the driver's.
+    unsafe { pool_attribute(default_pool(device)?, RELEASE_THRESHOLD) }
 }
 
 /// Whether memory of a pool is in use.
@@ -102,14 +100,24 @@ pub fn release_threshold(device: CUdevice) -> Result<u64, Failure> {
 pub unsafe fn is_pool_in_use(pool: *mut c_void) -> Result<bool, Failure> {
     /// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
     const USED: u32 = 7;
-    let mut used = 0u64;
-    // SAFETY: the caller's promise; the attribute's value has 64 bits.
-    unsafe { Driver::get()?.cuMemPoolGetAttribute(pool, USED, (&raw mut used).cast())? };
-    Ok(used > 0)
+    // SAFETY: the caller's promise.
+    Ok(unsafe { pool_attribute(pool, USED) }? > 0)
+}
+
+/// An attribute of 64 bits. A capture forbids such questions, too (observed with driver 580).
+///
+/// # Safety
+/// `pool` must be a pool of the driver's.
+unsafe fn pool_attribute(pool: *mut c_void, attribute: u32) -> Result<u64, Failure> {
+    let _relaxed = RelaxedCapture::enter();
+    let mut value = 0u64;
+    // SAFETY: the caller's promise; there is room for 64 bits.
+    unsafe { Driver::get()?.cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast())? };
+    Ok(value)
 }
 
 /// Memory as the driver knows it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KnownMemory {
     /// Its device; `None`: it is host memory.
     pub device: Option<CUdevice>,

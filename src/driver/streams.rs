@@ -37,6 +37,11 @@ struct Capture {
 /// about a destroyed stream. None of the calls made meanwhile waits for work, or for another call of the program's.
 static STREAMS: PerProcess<RwLock<Streams>> = PerProcess::new(RwLock::default);
 
+/// Whether a stream of this process is being captured.
+pub fn is_any_captured() -> bool {
+    STREAMS.existing().is_some_and(|streams| !streams.read().unpoisoned().captures.is_empty())
+}
+
 /// What is known, until the guard is dropped: no known stream ends meanwhile, and no capture begins.
 pub fn known() -> RwLockReadGuard<'static, Streams> {
     STREAMS.get().read().unpoisoned()

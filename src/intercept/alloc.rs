@@ -6,6 +6,7 @@
 use crate::decided;
 use crate::driver_originals;
 use crate::exclude;
+use crate::refusal;
 use std::ffi::{c_uint, c_void};
 use std::sync::Arc;
 use vramctl_backup as backup;
@@ -15,7 +16,7 @@ use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Memory, Placement, Requester, is_ours, region, unmanaged};
 use vramctl_core::server;
-use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Current, StreamHandle};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Current, StreamHandle, streams};
 use vramctl_host::log_once;
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
@@ -357,6 +358,9 @@ fn allocate(
         }
         Err(_) => return None,
     };
+    if refusal::is_expected() {
+        return None;
+    }
     // A pool that the program created has a purpose: another device, host memory, sharing with other processes.
     let pool = match source {
         Source::Pool(pool, _) => Some(pool),
@@ -385,7 +389,7 @@ fn allocate_again(placement: &Placement, bytes: usize, source: Source, caller: *
         Source::Pool(pool, stream) => (Some(pool), stream),
         Source::Thread => return None,
     };
-    if stream.is_capturing() {
+    if streams::is_any_captured() {
         return None;
     }
     let is_default = |device| {
@@ -471,9 +475,9 @@ fn context_of(layer: &impl ApiLayer, stream: StreamHandle) -> Result<Option<Curr
 }
 
 /// Frees memory: managed, or by the real function.
-pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn release(pointer: CUdeviceptr, mut real: impl FnMut() -> StatusCode) -> StatusCode {
     let _freeing = events::freeing();
-    release_managed(pointer).unwrap_or_else(|| free_unmanaged(pointer, real))
+    release_managed(pointer, &mut real).unwrap_or_else(|| free_unmanaged(pointer, real))
 }
 
 /// Lets the real function free memory; its own calls of the driver's functions are the same free.
@@ -481,8 +485,12 @@ fn free_unmanaged(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> St
     if decided::is_decided() { real() } else { unmanaged::free(pointer, || decided::pass_by(real)) }
 }
 
-fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
-    let memory = Memory::existing()?;
+fn release_managed(pointer: CUdeviceptr, real: impl FnMut() -> StatusCode) -> Option<StatusCode> {
+    let memory = Memory::existing().filter(|memory| memory.manages(pointer))?;
+    refusal::of_free(real).or_else(|| release_now(memory, pointer))
+}
+
+fn release_now(memory: &Memory, pointer: CUdeviceptr) -> Option<StatusCode> {
     let freed = memory.free(pointer)?;
     // This has waited for work.
     memory.synchronised();
@@ -496,30 +504,43 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 }
 
 /// Frees memory in stream order: managed, or by the real function.
-pub fn release_async(layer: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn release_async(
+    layer: &impl ApiLayer,
+    pointer: CUdeviceptr,
+    stream: StreamHandle,
+    mut real: impl FnMut() -> StatusCode,
+) -> StatusCode {
     let _freeing = events::freeing();
-    release_managed_async(layer, pointer, stream).unwrap_or_else(|| free_unmanaged(pointer, real))
+    release_managed_async(layer, pointer, stream, &mut real).unwrap_or_else(|| free_unmanaged(pointer, real))
 }
 
-fn release_managed_async(layer: &impl ApiLayer, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
-    let memory = Memory::existing()?;
+fn release_managed_async(
+    layer: &impl ApiLayer,
+    pointer: CUdeviceptr,
+    stream: StreamHandle,
+    real: impl FnMut() -> StatusCode,
+) -> Option<StatusCode> {
+    let memory = Memory::existing().filter(|memory| memory.manages(pointer))?;
     // A free during capture becomes part of the graph, which only the real function can do or reject.
-    if !memory.manages(pointer) || stream.is_capturing() {
+    if stream.is_capturing() {
         return None;
     }
-    if memory.free_again(pointer, stream) {
+    if !streams::is_any_captured() && memory.free_again(pointer, stream) {
         return Some(code::SUCCESS);
     }
     let current = match context_of(layer, stream) {
         Ok(current) => current?,
-        Err(error) => return Some(error),
+        Err(error) => return refusal::of_free(real).or(Some(error)),
     };
+    if let Some(refused) = refusal::of_free(real) {
+        return Some(refused);
+    }
     match memory.free_in_order(pointer, &current, stream)? {
         Ok(()) => Some(code::SUCCESS),
         Err(failure) => {
             log::debug!("cannot free {pointer:#x} in stream order: {failure}");
             // Without its event, the library waits as `cudaFree` does.
-            if failure.is_refusal() { release_managed(pointer) } else { Some(failure.code) }
+            if failure.is_refusal() { release_now(memory, pointer) } else { Some(failure.code) }
         }
     }
 }

@@ -35,8 +35,7 @@ pub fn touched_by(span: Span) -> Vec<(CUdeviceptr, Result<KnownMemory, Failure>)
 /// Where the managed memory at an address ends; `None` if it is not managed.
 pub fn end_of_managed(address: CUdeviceptr) -> Option<CUdeviceptr> {
     let allocation = Memory::existing()?.find(address)?;
-    let (place, _) = allocation.place_of(address)?;
-    Some(place.address + allocation.bytes() as u64)
+    Some(address - allocation.offset_of(address)? as u64 + allocation.bytes() as u64)
 }
 
 /// The first address of the allocation that contains an address; if the driver does not say, the address itself.

@@ -26,6 +26,7 @@ mod proc_address;
 mod queries;
 mod reach;
 mod real;
+mod refusal;
 mod register;
 pub mod resolve;
 mod result;

@@ -1,12 +1,13 @@
-//! Memory pools that the program shares with other processes or devices. Their memory is left to CUDA.
+//! Memory pools. Managed memory stands for that of the devices' default pools, and the memory of all others is left to CUDA, so they are known
+//! only for what the program shares.
 
 use crate::driver_memory;
 use crate::driver_originals;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::sync::{Mutex, MutexGuard};
-use vramctl_core::memory::Memory;
 use vramctl_core::memory::sightings::{self, ObstacleKey};
+use vramctl_core::memory::{Level, Memory, PoolUse};
 use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Location};
 use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{ObstacleKind, StatusCode, code};
@@ -72,12 +73,63 @@ pub unsafe fn destroy(pool: *mut c_void) -> StatusCode {
 pub unsafe fn trim(pool: *mut c_void, keep: usize) -> StatusCode {
     // SAFETY: as above.
     let answer = unsafe { driver_originals::cuMemPoolTrimTo(pool, keep) };
-    // Managed memory stands for that of default pools.
     if answer == code::SUCCESS
-        && let Some(memory) = Memory::existing()
-        && let Some(device) = driver::devices().find(|device| driver::default_pool(*device).ok() == Some(pool))
+        && let Some((memory, device)) = managed(pool)
     {
         memory.trim(device, keep as u64);
+    }
+    answer
+}
+
+/// The managed memory, if any, and the device for whose default pool it stands.
+fn managed(pool: *mut c_void) -> Option<(&'static Memory, CUdevice)> {
+    let memory = Memory::existing()?;
+    Some((memory, driver::devices().find(|device| driver::default_pool(*device).ok() == Some(pool))?))
+}
+
+/// `CUmemPool_attribute`: the statistics.
+mod attribute {
+    pub const RESERVED: u32 = 5;
+    pub const RESERVED_HIGH: u32 = 6;
+    pub const USED: u32 = 7;
+    pub const USED_HIGH: u32 = 8;
+}
+
+/// `cuMemPoolGetAttribute`: what is managed counts, too. The highest sum is not known, so it is the sum of the highest: neither is lower than it was.
+pub unsafe fn get_attribute(pool: *mut c_void, attribute: c_uint, value: *mut c_void) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMemPoolGetAttribute(pool, attribute, value) };
+    if answer != code::SUCCESS || !(attribute::RESERVED..=attribute::USED_HIGH).contains(&attribute) {
+        return answer;
+    }
+    if let Some((memory, device)) = managed(pool) {
+        let PoolUse { reserved, used } = memory.pool_use(device);
+        let managed = match attribute {
+            attribute::RESERVED => reserved.now,
+            attribute::RESERVED_HIGH => reserved.high,
+            attribute::USED => used.now,
+            _ => used.high,
+        };
+        let value = value.cast::<u64>();
+        // SAFETY: the real function has written the 64 bits of this attribute.
+        unsafe { value.write_unaligned(value.read_unaligned() + managed) };
+    }
+    answer
+}
+
+/// `cuMemPoolSetAttribute`: the high-water marks can be reset.
+pub unsafe fn set_attribute(pool: *mut c_void, attribute: c_uint, value: *mut c_void) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMemPoolSetAttribute(pool, attribute, value) };
+    let level: fn(&mut PoolUse) -> &mut Level = match attribute {
+        attribute::RESERVED_HIGH => |of| &mut of.reserved,
+        attribute::USED_HIGH => |of| &mut of.used,
+        _ => return answer,
+    };
+    if answer == code::SUCCESS
+        && let Some((memory, device)) = managed(pool)
+    {
+        memory.reset_pool_high(device, level);
     }
     answer
 }

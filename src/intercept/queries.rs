@@ -14,7 +14,7 @@ use std::slice;
 use std::sync::Arc;
 use vramctl_core::memory::borrow::{self, OpenMemory};
 use vramctl_core::memory::{Allocation, Memory};
-use vramctl_driver::{CUdevice, CUdeviceptr, Properties};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Properties};
 use vramctl_model::{Span, StatusCode, code};
 
 /// `CUpointer_attribute`.
@@ -29,6 +29,7 @@ mod attribute {
     pub const RANGE_SIZE: u32 = 12;
     pub const MAPPED: u32 = 13;
     pub const ALLOWED_HANDLE_TYPES: u32 = 14;
+    pub const MEMPOOL_HANDLE: u32 = 17;
     pub const MAPPING_SIZE: u32 = 18;
     pub const MAPPING_BASE: u32 = 19;
 }
@@ -56,8 +57,8 @@ impl Value {
 /// Whether the driver's value of this attribute differs between memory of `cudaMalloc` and virtual memory. All other attributes are only
 /// unknown to it while the memory is paused.
 fn shows_virtual_memory(attribute: u32) -> bool {
-    use attribute::{ALLOWED_HANDLE_TYPES, CONTEXT, MAPPING_BASE, MAPPING_SIZE, RANGE_SIZE, RANGE_START};
-    matches!(attribute, CONTEXT | ALLOWED_HANDLE_TYPES | RANGE_START | RANGE_SIZE | MAPPING_BASE | MAPPING_SIZE)
+    use attribute::{ALLOWED_HANDLE_TYPES, CONTEXT, MAPPING_BASE, MAPPING_SIZE, MEMPOOL_HANDLE, RANGE_SIZE, RANGE_START};
+    matches!(attribute, CONTEXT | ALLOWED_HANDLE_TYPES | MEMPOOL_HANDLE | RANGE_START | RANGE_SIZE | MAPPING_BASE | MAPPING_SIZE)
 }
 
 /// Memory that looks different to the driver than to the program.
@@ -68,9 +69,14 @@ enum Pointed {
 }
 
 impl Pointed {
-    fn at(pointer: CUdeviceptr) -> Option<Self> {
-        let managed = Memory::existing().and_then(|memory| memory.find(pointer)).map(Self::Managed);
-        managed.or_else(|| borrow::at(pointer).map(Self::Opened))
+    /// What is at a pointer, and about which pointer to ask the driver: about none where CUDA would know nothing, which is behind the last byte
+    /// that the program has asked for. Virtual memory is larger.
+    fn at(pointer: CUdeviceptr) -> (Option<Self>, CUdeviceptr) {
+        let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer)) else {
+            return (borrow::at(pointer).map(Self::Opened), pointer);
+        };
+        let is_behind = allocation.origin().is_malloc() && allocation.place_of(pointer).is_none();
+        if is_behind { (None, 0) } else { (Some(Self::Managed(allocation)), pointer) }
     }
 
     /// What the program asked `cuMemCreate` for, if it is its own virtual memory.
@@ -85,10 +91,12 @@ impl Pointed {
         }
     }
 
-    /// 0 for virtual memory, which belongs to no context.
+    /// 0 for virtual memory and that of pools, which belong to no context.
     fn context(&self) -> u64 {
         match self {
-            Self::Managed(allocation) if allocation.origin().is_malloc() => allocation.context().handle().address(),
+            Self::Managed(allocation) if allocation.origin().is_malloc() && !allocation.from_pool => {
+                allocation.context().handle().address()
+            }
             Self::Managed(_) => 0,
             Self::Opened(seen) => seen.context.map_or(0, |context| context.handle().address()),
         }
@@ -102,6 +110,14 @@ impl Pointed {
         match self {
             Self::Managed(allocation) => allocation.device,
             Self::Opened(seen) => seen.device,
+        }
+    }
+
+    /// The pool that it is from; 0 if it is from none.
+    fn pool(&self) -> u64 {
+        match self {
+            Self::Managed(allocation) if allocation.from_pool => driver::default_pool(allocation.device).map_or(0, |pool| pool as u64),
+            Self::Managed(_) | Self::Opened(_) => 0,
         }
     }
 
@@ -131,6 +147,7 @@ fn own_answer(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<V
         attribute::DEVICE_ORDINAL => Some(Narrow(known.device().cast_unsigned())),
         attribute::MAPPED => Some(Narrow(1)),
         attribute::ALLOWED_HANDLE_TYPES => Some(Wide(known.properties().map_or(0, Properties::handle_types).into())),
+        attribute::MEMPOOL_HANDLE => Some(Wide(known.pool())),
         attribute::RANGE_START | attribute::RANGE_SIZE if !is_plain => None,
         attribute::RANGE_START | attribute::MAPPING_BASE => place().map(|(span, _)| Wide(span.address)),
         attribute::RANGE_SIZE | attribute::MAPPING_SIZE => place().map(|(span, _)| Wide(span.bytes as u64)),
@@ -139,13 +156,13 @@ fn own_answer(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<V
 }
 
 pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
-    // SAFETY: the real function gets the arguments unchanged.
-    let answer = unsafe { driver_originals::cuPointerGetAttribute(value, attribute, pointer) };
-    // Ask the driver first: queries about other memory then need no lookup, and its errors stay unchanged.
-    let may_be_ours = answer == code::INVALID_VALUE || (answer == code::SUCCESS && shows_virtual_memory(attribute));
-    if may_be_ours
+    let (known, asked) = Pointed::at(pointer);
+    // SAFETY: the real function gets the program's arguments, or a pointer that it does not know.
+    let answer = unsafe { driver_originals::cuPointerGetAttribute(value, attribute, asked) };
+    // Other errors stay unchanged.
+    if matches!(answer, code::SUCCESS | code::INVALID_VALUE)
         && !value.is_null()
-        && let Some(own) = Pointed::at(pointer).and_then(|known| own_answer(&known, attribute, pointer))
+        && let Some(own) = known.and_then(|known| own_answer(&known, attribute, pointer))
     {
         // SAFETY: not null, and writable by the program's promise.
         unsafe { own.write(value) };
@@ -155,12 +172,13 @@ pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: 
 }
 
 pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) -> StatusCode {
+    let (known, asked) = Pointed::at(pointer);
     // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuPointerGetAttributes(count, attributes, values, pointer) };
+    let answer = unsafe { driver_originals::cuPointerGetAttributes(count, attributes, values, asked) };
     // The driver succeeds for unknown memory, too.
     if answer == code::SUCCESS
         && count > 0
-        && let Some(known) = Pointed::at(pointer)
+        && let Some(known) = known
     {
         // SAFETY: the real function has accepted the arrays.
         let (attributes, values) =
@@ -176,20 +194,20 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
 }
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
-    // The driver would report only one of the pieces of a large allocation, and nothing for paused memory.
+    let (known, asked) = Pointed::at(pointer);
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, asked) };
+    // The driver reports only one of the pieces of a large allocation, and nothing for paused memory. Other errors stay unchanged.
     let is_ours = |known: &Pointed| known.properties().is_none() || known.is_paused();
-    let place = Pointed::at(pointer).filter(is_ours).and_then(|known| known.place_of(pointer));
-    let Some((Span { address, bytes: length }, true)) = place else {
-        // SAFETY: as above.
-        return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };
-    };
+    let place = known.filter(is_ours).and_then(|known| known.place_of(pointer));
+    let (Some((place, true)), code::SUCCESS | code::NOT_FOUND | code::INVALID_VALUE) = (place, answer) else { return answer };
     // SAFETY: the program promises that pointers that are not null are writable.
     unsafe {
         if !base.is_null() {
-            base.write(address);
+            base.write(place.address);
         }
         if !bytes.is_null() {
-            bytes.write(length);
+            bytes.write(place.bytes);
         }
     }
     code::SUCCESS

@@ -54,10 +54,15 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
     }
     let current = Current::of_thread().ok()??.context();
     if !call.copies.is_empty() && !call.stream.is_capturing() {
+        if !leaves_a_piece && !call.is_away_from(&touched, current) {
+            return None;
+        }
         for side in named.iter_mut().flat_map(|copy| [&mut copy.from, &mut copy.to]) {
             match side.address().and_then(|address| Home::of(memory, address)) {
                 Some(home) => side.is_in(home.context),
-                None => side.is_as_the_driver_knows(current),
+                // Pageable memory in place of a device's: CUDA refuses that whatever the other side is.
+                None if !side.is_as_the_driver_knows(current) => return None,
+                None => {}
             }
         }
         note_crossing();
@@ -174,7 +179,7 @@ impl Home {
 
 /// A call for copies.
 struct CopyCall {
-    /// The device addresses, and those that may be.
+    /// The addresses, of whichever memory.
     addresses: Vec<CUdeviceptr>,
     /// The copies, if contexts can be named for them.
     copies: Vec<CopyBetween>,
@@ -231,6 +236,13 @@ impl CopyCall {
             stream: if of_thread.is_some() { stream_handle.of_per_thread_program() } else { stream_handle },
             waits: stream.is_none(),
         })
+    }
+
+    /// Whether the memory may be closed to the context in which the copy is made. Otherwise, the driver has refused it for another reason.
+    fn is_away_from(&self, touched: &[Home], current: Context) -> bool {
+        let of_stream = if self.stream.is_default() { None } else { Current::push_of_stream(self.stream).ok() };
+        let here = [Some(current), of_stream.map(|current| current.owner())];
+        touched.iter().any(|home| here.into_iter().flatten().any(|context| context != home.context))
     }
 
     /// A batch, as single copies. What it has copied before it was refused is copied again. `None` in the legacy stream, which CUDA refuses.

@@ -31,6 +31,7 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
     }
     let memory = Memory::existing();
     match memory.and_then(|memory| memory.ipc_handle(pointer)) {
+        Some(_) if !Current::works() => real(),
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { handle.cast::<[u8; HANDLE_BYTES]>().write_unaligned(made.bytes()) };
@@ -84,8 +85,11 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
-    // If the driver is not initialised or there is no context, the real function returns the right error.
+    // If the driver is not initialised, or there is no context that works, the real function returns the right error.
     let Ok(Some(current)) = Current::of_thread() else { return real() };
+    if !Current::works() {
+        return real();
+    }
     match sightings::making(ObstacleKind::Shared, || borrow::open(&handle, &current)) {
         Ok(address) => {
             // Needed so that this process can be paused together with the owner.
@@ -103,7 +107,9 @@ pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusC
     if decided::is_decided() {
         return real();
     }
-    if let Some(closed) = borrow::close(pointer) {
+    if Current::works()
+        && let Some(closed) = borrow::close(pointer)
+    {
         // It may have been the last paused memory.
         Memory::get().let_go();
         return closed.err().unwrap_or(code::SUCCESS);

@@ -232,6 +232,8 @@ macro_rules! driver_functions {
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
         Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
 
+        Queries cuMemPoolGetAttribute "cuMemPoolGetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) => pools::get_attribute;
+        Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) => pools::set_attribute;
         Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) => alloc::mem_get_info, unless (alloc::has_nothing_freed());
 
         Synchronizes cuCtxSynchronize "cuCtxSynchronize" 2000 Plain () => alloc::synchronised, unless (alloc::has_nothing_freed());

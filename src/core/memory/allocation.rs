@@ -346,7 +346,8 @@ impl Allocation {
     /// The program's address range around `address` (the whole `cudaMalloc` allocation, or one mapping), and whether any device has access.
     pub fn place_of(&self, address: CUdeviceptr) -> Option<(Span, bool)> {
         if self.origin.is_malloc() {
-            return self.offset_of(address).map(|_| (Span { address: self.key, bytes: self.requested }, true));
+            let is_inside = address.checked_sub(self.key).is_some_and(|offset| offset < self.requested as u64);
+            return is_inside.then_some((Span { address: self.key, bytes: self.requested }, true));
         }
         let contents = self.contents();
         let of_program = contents.mappings.iter().filter_map(|mapping| Some((mapping.place.span(), mapping.access.as_ref()?)));

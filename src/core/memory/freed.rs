@@ -155,10 +155,24 @@ impl Memory {
             let _shared = self.share();
             // Remove it first, so that exactly one of two frees of an address succeeds.
             let Some(allocation) = self.take_out(address) else { return false };
-            self.freed.add(Arc::new(Freed { allocation, order, access: self.peers.changes() }));
+            self.keep(Arc::new(Freed { allocation, order, access: self.peers.changes() }));
         }
         self.let_go();
         true
+    }
+
+    fn keep(&self, freed: Arc<Freed>) {
+        self.pools.kept(&freed.allocation);
+        self.freed.add(freed);
+    }
+
+    /// Takes one out: exactly one of two threads gets it.
+    fn take_kept(&self, freed: &Arc<Freed>) -> bool {
+        let is_taken = self.freed.remove(freed);
+        if is_taken {
+            self.pools.given(&freed.allocation);
+        }
+        is_taken
     }
 
     /// Whether memory waits to be reused or released.
@@ -208,12 +222,12 @@ impl Memory {
         let stream = request.stream.id();
         self.fitting(request, ALL).into_iter().find_map(|freed| {
             // Before the stream waits: nobody else takes it then.
-            if !self.freed.remove(&freed) {
+            if !self.take_kept(&freed) {
                 return None;
             }
             // The driver blocks here if the stream's queue is full.
             if !freed.order.is_in(stream) && freed.order.before.hold_up(request.stream).is_err() {
-                self.freed.add(freed);
+                self.keep(freed);
                 return None;
             }
             let _shared = self.share();
@@ -232,7 +246,7 @@ impl Memory {
     }
 
     fn take_for(&self, freed: &Arc<Freed>, placement: &Placement, bytes: usize, owner: Context) -> Option<CUdeviceptr> {
-        if self.freed.remove(freed) { self.hand_on(freed, placement, bytes, owner) } else { None }
+        if self.take_kept(freed) { self.hand_on(freed, placement, bytes, owner) } else { None }
     }
 
     /// Hands on memory that has been taken out. Under the transition lock.
@@ -240,7 +254,7 @@ impl Memory {
         let is_open = freed.access == self.peers.changes();
         let made = if is_open { freed.allocation.hand_on(placement.clone(), bytes, owner, &freed.order) } else { None };
         let Some(made) = made else {
-            self.freed.add(Arc::clone(freed));
+            self.keep(Arc::clone(freed));
             return None;
         };
         let address = made.address();
@@ -299,7 +313,7 @@ impl Memory {
         let _alone = self.freed.releasing.lock().unpoisoned();
         let mut behind = Vec::new();
         for freed in self.freed.all() {
-            if !is_meant(&freed) || !freed.is_over(&mut behind) || !self.freed.remove(&freed) {
+            if !is_meant(&freed) || !freed.is_over(&mut behind) || !self.take_kept(&freed) {
                 continue;
             }
             freed.allocation.end();

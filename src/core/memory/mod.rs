@@ -17,6 +17,7 @@ mod lender;
 mod lending;
 pub mod obstacles;
 mod peers;
+mod pools;
 mod refusals;
 pub mod region;
 mod registered;
@@ -30,6 +31,7 @@ pub mod unmanaged;
 pub use allocation::{Allocation, Origin, PausedBy};
 pub use handles::is_ours;
 pub use peers::note_crossing;
+pub use pools::{Level, PoolUse};
 pub use region::Placement;
 pub use registered::{Binding, RegisteredUntil};
 pub use requester::Requester;
@@ -40,6 +42,7 @@ use address_index::AddressIndex;
 use freed::{InOrder, Unreleased};
 use keyed::Keyed;
 use peers::Peers;
+use pools::Pools;
 use refusals::Refusals;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -71,6 +74,8 @@ pub struct Memory {
     bindings: registered::Bindings,
     /// Memory freed in stream order and not released yet.
     freed: Unreleased,
+    /// What stands for memory of default pools.
+    pools: Pools,
     pub(crate) transition: RwLock<()>,
     /// The pause or resume in progress, for status. Held briefly.
     under_way: Mutex<Option<under_way::UnderWay>>,
@@ -99,6 +104,7 @@ impl Memory {
             registrations: registered::Registrations::default(),
             bindings: registered::Bindings::default(),
             freed: Unreleased::default(),
+            pools: Pools::default(),
             transition: RwLock::default(),
             under_way: Mutex::default(),
             process_tag: RwLock::new(Config::get().tag.clone()),
@@ -456,6 +462,7 @@ impl Memory {
         if allocation.origin().is_malloc() {
             self.plain.insert(key, Arc::clone(&allocation));
         }
+        self.pools.allocated(&allocation);
         self.allocations.insert(key, allocation);
     }
 
@@ -465,6 +472,7 @@ impl Memory {
         if allocation.origin().is_malloc() {
             self.plain.remove([key]);
         }
+        self.pools.freed(&allocation);
         Some(allocation)
     }
 

@@ -66,7 +66,8 @@ impl Memory {
     /// `cuIpcGetMemHandle`: every address of an allocation gives the same handle. `None` if the real function is to answer: the
     /// memory is not managed, or comes from `cuMemCreate`, or the device cannot share it.
     pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Ticket, StatusCode>> {
-        let allocation = self.find(address).filter(|allocation| allocation.origin().is_malloc())?;
+        let allocation =
+            self.find(address).filter(|allocation| allocation.origin().is_malloc() && allocation.place_of(address).is_some())?;
         if !driver::is_shareable(allocation.device) {
             return None;
         }

@@ -56,6 +56,11 @@ impl<T> Out<T> {
         In(self.0.cast_const()).get()
     }
 
+    /// Room for a value whose type depends on the other arguments.
+    pub const fn of(place: *mut c_void) -> Self {
+        Self(place.cast())
+    }
+
     /// A null pointer.
     pub const fn none() -> Self {
         Self(std::ptr::null_mut())

@@ -152,21 +152,21 @@ functions! {
     cuMemGetAddressRange(_base: Out<u32>, _bytes: Out<u32>, _pointer: u32) Context Safe => Err(NOT_SUPPORTED);
     cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) Context Safe => device::memory_info(free, total);
     cuMemAlloc_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => memory::allocate(pointer, bytes);
-    cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context CaptureUnsafe => memory::allocate_pitch(pointer, pitch, width, height, element);
+    cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context Safe => memory::allocate_pitch(pointer, pitch, width, height, element);
     cuMemAllocManaged(pointer: Out<Address>, bytes: usize, flags: u32) Context CaptureUnsafe => memory::allocate_managed(pointer, bytes, flags);
     cuMemFree_v2(pointer: Address) Healthy CaptureUnsafe => memory::free(pointer);
     cuMemAllocAsync(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, stream);
     cuMemAllocAsync_ptsz(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, per_thread(stream));
     cuMemAllocFromPoolAsync(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe => memory::allocate_from_pool(pointer, bytes, pool, stream);
     cuMemAllocFromPoolAsync_ptsz(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe => memory::allocate_from_pool(pointer, bytes, pool, per_thread(stream));
-    cuMemFreeAsync(pointer: Address, stream: Handle) Context CaptureUnsafe => memory::free_async(pointer, stream);
-    cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context CaptureUnsafe => memory::free_async(pointer, per_thread(stream));
-    cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init Safe => pool::create(pool, props);
+    cuMemFreeAsync(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, stream);
+    cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, per_thread(stream));
+    cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init CaptureUnsafe => pool::create(pool, props);
     cuMemPoolDestroy(pool: Handle) Init Safe => pool::destroy(pool);
     cuMemPoolTrimTo(pool: Handle, keep: usize) Init CaptureUnsafe => pool::trim(pool, keep);
     cuMemPoolSetAccess(pool: Handle, access: In<AccessDesc>, count: usize) Init Safe => pool::set_access(pool, access, count);
-    cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init Safe => pool::set_attribute(pool, attribute, value);
-    cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: Out<u64>) Init Safe => pool::get_attribute(pool, attribute, value);
+    cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init CaptureUnsafe => pool::set_attribute(pool, attribute, value);
+    cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init CaptureUnsafe => pool::get_attribute(pool, attribute, value);
     cuMemPoolExportToShareableHandle(shared: Out<c_int>, pool: Handle, kind: u32, flags: u64) Init Safe => pool::export(shared, pool, kind, flags);
     cuMemPoolImportFromShareableHandle(pool: Out<Handle>, shared: usize, kind: u32, flags: u64) Init Safe => pool::import(pool, shared, kind, flags);
     cuMemPoolExportPointer(data: Out<PointerData>, pointer: Address) Init Safe => pool::export_pointer(data, pointer);
@@ -175,7 +175,7 @@ functions! {
     cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
-    cuPointerSetAttribute(value: In<u32>, attribute: i32, pointer: Address) Init Safe => memory::set_pointer_attribute(value, attribute, pointer);
+    cuPointerSetAttribute(value: In<u32>, attribute: i32, pointer: Address) Init CaptureUnsafe => memory::set_pointer_attribute(value, attribute, pointer);
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
     cuMemGetHandleForAddressRange(shared: Out<c_int>, pointer: Address, bytes: usize, kind: u32, flags: u64) Init Safe => sharing::range_handle(shared, pointer, bytes, kind, flags);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
@@ -328,8 +328,8 @@ functions! {
     cuGraphUpload(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, stream);
     cuGraphUpload_ptsz(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, per_thread(stream));
 
-    // Modules and launches. Loading is assumed to be unsafe during captures, like allocating; this has not been observed.
-    cuModuleLoadData(module: Out<Handle>, image: In<c_char>) Context CaptureUnsafe => kernel::load(module, image);
+    // Modules and launches.
+    cuModuleLoadData(module: Out<Handle>, image: In<c_char>) Context Safe => kernel::load(module, image);
     cuLinkCreate_v2(_options: u32, _kinds: *const u32, _values: *const c_void, linker: Out<Handle>) Context Safe => kernel::create_linker(linker);
     cuLinkAddData_v2(linker: Handle, kind: u32, data: In<c_char>, _bytes: usize, _name: In<c_char>, _options: u32, _kinds: *const u32, _values: *const c_void) Context Safe => kernel::add_to_linker(linker, kind, data);
     cuLinkComplete(linker: Handle, image: Out<*const c_char>, bytes: Out<usize>) Context Safe => kernel::link(linker, image, bytes);

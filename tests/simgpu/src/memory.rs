@@ -6,7 +6,7 @@ use crate::context;
 use crate::copy::Work;
 use crate::driver::{State, state};
 use crate::stream;
-use crate::vmm::{OF_ALL, Purpose};
+use crate::vmm::{OF_ALL, Purpose, Range};
 use std::ffi::c_void;
 
 /// The pitch of `cuMemAllocPitch` is a multiple of this.
@@ -24,12 +24,14 @@ pub fn allocate(pointer: Out<Address>, bytes: usize) -> Outcome {
     pointer.put(address)
 }
 
-/// `cuMemAllocPitch`.
+/// `cuMemAllocPitch`: wrong arguments are refused first, and do not end a capture.
 pub fn allocate_pitch(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) -> Outcome {
+    pointer.required()?;
     pitch.required()?;
     if width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
         return Err(INVALID_VALUE);
     }
+    state().captures.refuse_unsafe_call()?;
     let row = width.checked_next_multiple_of(PITCH).ok_or(INVALID_VALUE)?;
     allocate(pointer, row.checked_mul(height).ok_or(INVALID_VALUE)?)?;
     pitch.put(row)
@@ -93,14 +95,19 @@ fn allocate_in_order(pointer: Out<Address>, bytes: usize, pool: Option<Handle>, 
         Some(address) => address,
         None => state.space.allocate(bytes, device, purpose, access)?,
     };
+    let State { pools, space, .. } = &mut *state;
+    pools.note_peak(pool, space);
     pointer.put(address)
 }
 
-/// `cuMemFreeAsync`: frees in stream order.
+/// `cuMemFreeAsync`: frees in stream order. A graph frees only what it has allocated, which is not simulated.
 pub fn free_async(address: Address, stream: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, stream)?;
-    state.captures.refuse(stream.handle)?;
+    if state.captures.is_capturing(stream.handle) {
+        return if address == 0 { Ok(()) } else { Err(INVALID_VALUE) };
+    }
+    state.captures.refuse_unsafe_call()?;
     if address == 0 {
         return Ok(());
     }
@@ -112,13 +119,17 @@ pub fn free_async(address: Address, stream: Handle) -> Outcome {
     Ok(())
 }
 
-/// `cuMemGetAddressRange`: the allocation or mapping, if any device can access it.
+/// `cuMemGetAddressRange`: the allocation or mapping, if any device can access it; otherwise nothing, and an error.
 pub fn address_range(base: Out<Address>, bytes: Out<usize>, address: Address) -> Outcome {
-    let state = state();
-    let range = state.space.find(address).filter(|range| range.accessible).ok_or(NOT_FOUND)?;
-    base.put_if_given(range.base);
-    bytes.put_if_given(range.bytes);
-    Ok(())
+    let range = state().space.find(address).filter(|range| range.accessible);
+    let (first, length) = match range {
+        Some(Range { purpose: Purpose::Virtual, base, bytes, .. }) => (base, bytes),
+        Some(range) => range.reservation,
+        None => (0, 0),
+    };
+    base.put_if_given(first);
+    bytes.put_if_given(length);
+    range.map(drop).ok_or(NOT_FOUND)
 }
 
 /// The supported values of `CUpointer_attribute`.
@@ -136,6 +147,7 @@ mod attribute {
     pub const RANGE_SIZE: i32 = 12;
     pub const MAPPED: i32 = 13;
     pub const ALLOWED_HANDLE_TYPES: i32 = 14;
+    pub const MEMPOOL_HANDLE: i32 = 17;
     pub const MAPPING_SIZE: i32 = 18;
     pub const MAPPING_BASE_ADDR: i32 = 19;
 }
@@ -152,10 +164,11 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
     let device = state.space.find(address);
     let host = state.host.find(address);
     let (context, managed, legacy) = match device.map(|range| range.purpose) {
-        Some(Purpose::Plain { context, pool }) => (context, false, pool.is_none()),
+        Some(Purpose::Plain { context, pool: None }) => (context, false, true),
         Some(Purpose::Managed { context }) => (context, true, false),
         Some(Purpose::Opened { context }) => (context, false, false),
-        Some(Purpose::Virtual) | None => (0, false, false),
+        // It belongs to none.
+        Some(Purpose::Plain { pool: Some(_), .. } | Purpose::Virtual) | None => (0, false, false),
     };
     let (base, bytes, ordinal, id, (start, size)) = match (device, host) {
         (Some(range), _) => (range.base, range.bytes, range.device, range.id, range.reservation),
@@ -180,6 +193,7 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
         attribute::RANGE_SIZE => Wide(size as u64),
         attribute::MAPPING_SIZE => Wide(bytes as u64),
         attribute::MAPPED => Narrow(1),
+        attribute::MEMPOOL_HANDLE => Wide(device.and_then(|range| range.purpose.pool()).unwrap_or(0)),
         attribute::ALLOWED_HANDLE_TYPES => Wide(state.space.physical(address).map_or(0, |physical| physical.handle_types().into())),
         _ => return Err(INVALID_VALUE),
     }))

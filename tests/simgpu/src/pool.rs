@@ -8,7 +8,7 @@ use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
 use crate::driver::{self, State, state};
 use crate::machine::MAX_DEVICES;
 use crate::sharing;
-use crate::vmm::{self, HANDLE_TYPE_FILE, READ_WRITE};
+use crate::vmm::{self, HANDLE_TYPE_FILE, READ_WRITE, Space};
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 
@@ -42,6 +42,8 @@ pub struct Pools {
     thresholds: HashMap<Handle, u64>,
     /// What other devices may do, where that has been set.
     access: HashMap<Handle, [u32; MAX_DEVICES]>,
+    /// High-water marks.
+    peaks: HashMap<Handle, Extent>,
 }
 
 impl Pools {
@@ -62,6 +64,12 @@ impl Pools {
     /// A device's default pool.
     pub fn default_of(&mut self, device: usize) -> Handle {
         *self.default.entry(device).or_insert_with(driver::new_handle)
+    }
+
+    /// Sets the high-water marks of a pool from which memory has been taken.
+    pub fn note_peak(&mut self, pool: Handle, space: &Space) {
+        let (peak, now) = (self.peaks.entry(pool).or_default(), Extent::of(pool, space));
+        *peak = Extent { reserved: peak.reserved.max(now.reserved), used: peak.used.max(now.used) };
     }
 
     /// What each device may do with a pool's memory: its own always everything.
@@ -94,6 +102,7 @@ pub fn destroy(pool: Handle) -> Outcome {
     state.pools.created.remove(&pool).ok_or(INVALID_VALUE)?;
     state.pools.access.remove(&pool);
     state.pools.thresholds.remove(&pool);
+    state.pools.peaks.remove(&pool);
     state.space.give_back_above(|of| if of == pool { 0 } else { u64::MAX });
     Ok(())
 }
@@ -142,35 +151,65 @@ pub fn set_access(pool: Handle, access: In<AccessDesc>, count: usize) -> Outcome
 
 /// `CUmemPool_attribute`.
 mod attribute {
+    pub const REUSE: std::ops::RangeInclusive<u32> = 1..=3;
     pub const RELEASE_THRESHOLD: u32 = 4;
     pub const RESERVED_MEM_CURRENT: u32 = 5;
+    pub const RESERVED_MEM_HIGH: u32 = 6;
     pub const USED_MEM_CURRENT: u32 = 7;
+    pub const USED_MEM_HIGH: u32 = 8;
 }
 
-/// `cuMemPoolSetAttribute`: only the release threshold has an effect.
+/// How much of a pool there is and is in use, or once was.
+#[derive(Clone, Copy, Debug, Default)]
+struct Extent {
+    reserved: u64,
+    used: u64,
+}
+
+impl Extent {
+    fn of(pool: Handle, space: &Space) -> Self {
+        Self { reserved: space.bytes_of_pool(pool) as u64, used: space.used_of_pool(pool) as u64 }
+    }
+}
+
+/// `cuMemPoolSetAttribute`: how memory is reused cannot be set here, high-water marks only to 0, for what is there now, and the rest not at
+/// all.
 pub fn set_attribute(pool: Handle, which: u32, value: *mut c_void) -> Outcome {
-    let mut state = state();
-    state.pools.device(pool)?;
+    let State { pools, space, .. } = &mut *state();
+    pools.device(pool)?;
     if value.is_null() {
         return Err(INVALID_VALUE);
     }
-    if which == attribute::RELEASE_THRESHOLD {
-        // SAFETY: CUDA's contract: this attribute has 64 bits.
-        let threshold = unsafe { value.cast::<u64>().read_unaligned() };
-        state.pools.thresholds.insert(pool, threshold);
+    if attribute::REUSE.contains(&which) {
+        return Ok(());
+    }
+    // SAFETY: CUDA's contract: the other attributes have 64 bits.
+    let value = unsafe { value.cast::<u64>().read_unaligned() };
+    let (peak, now) = (pools.peaks.entry(pool).or_default(), Extent::of(pool, space));
+    match (which, value) {
+        (attribute::RELEASE_THRESHOLD, threshold) => _ = pools.thresholds.insert(pool, threshold),
+        (attribute::RESERVED_MEM_HIGH, 0) => peak.reserved = now.reserved,
+        (attribute::USED_MEM_HIGH, 0) => peak.used = now.used,
+        _ => return Err(INVALID_VALUE),
     }
     Ok(())
 }
 
-/// `cuMemPoolGetAttribute`: only the release threshold and the current bytes.
-pub fn get_attribute(pool: Handle, which: u32, value: Out<u64>) -> Outcome {
-    let state = state();
-    state.pools.device(pool)?;
-    value.put(match which {
-        attribute::RELEASE_THRESHOLD => state.pools.thresholds.get(&pool).copied().unwrap_or(0),
-        attribute::RESERVED_MEM_CURRENT => state.space.bytes_of_pool(pool) as u64,
-        attribute::USED_MEM_CURRENT => state.space.used_of_pool(pool) as u64,
-        _ => return Err(NOT_SUPPORTED),
+/// `cuMemPoolGetAttribute`.
+pub fn get_attribute(pool: Handle, which: u32, value: *mut c_void) -> Outcome {
+    let State { pools, space, .. } = &*state();
+    pools.device(pool)?;
+    if attribute::REUSE.contains(&which) {
+        return Out::of(value).put(1_u32);
+    }
+    let (peak, now) = (pools.peaks.get(&pool).copied().unwrap_or_default(), Extent::of(pool, space));
+    Out::of(value).put(match which {
+        attribute::RELEASE_THRESHOLD => pools.thresholds.get(&pool).copied().unwrap_or(0),
+        attribute::RESERVED_MEM_CURRENT => now.reserved,
+        attribute::RESERVED_MEM_HIGH => peak.reserved,
+        attribute::USED_MEM_CURRENT => now.used,
+        attribute::USED_MEM_HIGH => peak.used,
+        _ => return Err(INVALID_VALUE),
     })
 }
 

@@ -328,6 +328,9 @@ struct Reservation {
     freed: Option<Freed>,
 }
 
+/// Of plain memory: "suitably aligned for any kind of variable".
+const ALIGNMENT: usize = 512;
+
 /// How far a range has got that was freed in stream order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Freed {
@@ -379,9 +382,9 @@ pub struct Piece {
 /// The range that contains an address.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
-    /// First address.
+    /// First address of what is mapped.
     pub base: Address,
-    /// Length in bytes.
+    /// How many bytes are mapped: of plain memory, perhaps more than were asked for.
     pub bytes: usize,
     /// Its device.
     pub device: usize,
@@ -475,8 +478,7 @@ impl Space {
     /// Makes a plain allocation: addresses, memory and mapping at once. `access`: of each device.
     pub fn allocate(&mut self, bytes: usize, device: usize, purpose: Purpose, access: [u32; MAX_DEVICES]) -> Outcome<Address> {
         let managed = matches!(purpose, Purpose::Managed { .. });
-        // The returned address "is suitably aligned for any kind of variable": 512 bytes on devices.
-        let rounded = bytes.checked_next_multiple_of(512).ok_or(OUT_OF_MEMORY)?;
+        let rounded = bytes.checked_next_multiple_of(ALIGNMENT).ok_or(OUT_OF_MEMORY)?;
         let physical = match Physical::new(0, Home::Device(device), rounded, None, managed) {
             Err(OUT_OF_MEMORY) if self.give_back(|of| of == device) => Physical::new(0, Home::Device(device), rounded, None, managed)?,
             other => other?,
@@ -488,7 +490,7 @@ impl Space {
             let space = rounded.next_multiple_of(PAGE);
             (reserve_addresses(space, alignment, 0).ok_or(OUT_OF_MEMORY)?, space)
         };
-        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, id: driver::new_handle(), freed: None });
+        self.reservations.insert(address, Reservation { bytes, space, purpose, id: driver::new_handle(), freed: None });
         self.add_mapping(address, rounded, physical, access);
         Ok(address)
     }
@@ -515,7 +517,8 @@ impl Space {
 
     /// How much memory a pool has.
     pub fn bytes_of_pool(&self, pool: Handle) -> usize {
-        self.reservations.values().filter(|range| range.purpose.pool() == Some(pool)).map(|range| range.bytes).sum()
+        let of_pool = self.reservations.values().filter(|range| range.purpose.pool() == Some(pool));
+        of_pool.map(|range| range.bytes.next_multiple_of(ALIGNMENT)).sum()
     }
 
     /// Gives addresses to another process's memory.
@@ -588,12 +591,12 @@ impl Space {
 
     /// Memory of a pool that was freed before in the order of this stream, or is not in use any more, for an allocation of the same size.
     pub fn reuse(&mut self, bytes: usize, purpose: Purpose, stream: Handle) -> Option<Address> {
-        let rounded = bytes.checked_next_multiple_of(512)?;
-        let fits = |range: &Reservation| range.bytes == rounded && range.purpose.pool() == purpose.pool();
+        let rounded = bytes.checked_next_multiple_of(ALIGNMENT)?;
+        let fits = |range: &Reservation| range.bytes.next_multiple_of(ALIGNMENT) == rounded && range.purpose.pool() == purpose.pool();
         let find = |state| self.reservations.iter().find(|(_, range)| fits(range) && range.freed == Some(state));
         let (&address, _) = find(Freed::Pending(stream)).or_else(|| find(Freed::Over))?;
         let range = self.reservations.get_mut(&address)?;
-        (range.freed, range.purpose, range.id) = (None, purpose, driver::new_handle());
+        (range.bytes, range.freed, range.purpose, range.id) = (bytes, None, purpose, driver::new_handle());
         Some(address)
     }
 

@@ -117,6 +117,7 @@ fn unsafe_calls_are_refused_in_exactly_two_situations() {
         ok!(gpu.cuEventRecord(event, other));
         ok!(gpu.cuCtxSynchronize());
         ok!(gpu.cuDeviceGetDefaultMemPool(&raw mut pool, 0));
+        let plain = gpu.alloc(4096);
         let page = vec![0u8; 8192];
         let page = page.as_ptr() as u64;
         let calls: Vec<Call<'_>> = vec![
@@ -127,6 +128,9 @@ fn unsafe_calls_are_refused_in_exactly_two_situations() {
             call!(gpu.cuMemAllocAsync(out(), 512, other)),
             call!(gpu.cuMemFreeAsync(from_the_pool(gpu, other), other)),
             call!(gpu.cuMemPoolTrimTo(pool, 0)),
+            call!(gpu.cuMemPoolGetAttribute(pool, 5, out().cast())),
+            call!(gpu.cuMemPoolSetAttribute(pool, 4, (&raw const NOTHING).cast_mut().cast())),
+            call!(gpu.cuPointerSetAttribute(&raw const ONE, SYNC_MEMOPS, plain)),
             call!(gpu.cuMemHostAlloc(out(), 512, 0)),
             call!(gpu.cuStreamSynchronize(other)),
             call!(gpu.cuStreamSynchronize(blocking)),
@@ -156,6 +160,11 @@ fn unsafe_calls_are_refused_in_exactly_two_situations() {
         }
     });
 }
+
+/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`.
+const SYNC_MEMOPS: i32 = 6;
+static ONE: u32 = 1;
+static NOTHING: u64 = 0;
 
 /// Allocates from the pool, in a mode in which that is always allowed.
 fn from_the_pool(gpu: Gpu, stream: u64) -> u64 {
@@ -219,6 +228,97 @@ fn virtual_memory_and_work_of_other_streams_are_never_unsafe() {
         };
         for how in combinations() {
             assert_eq!(call_during_capture(gpu, context, stream, how, &("", Box::new(harmless))), (0, true), "{how:?}");
+        }
+    });
+}
+
+#[test]
+fn wrong_arguments_and_frees_in_a_captured_stream_leave_captures_valid() {
+    isolated("wrong_arguments_and_frees_in_a_captured_stream_leave_captures_valid", &[], || {
+        let gpu = Gpu::start();
+        let context = gpu.use_device(0);
+        let (stream, other, plain) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), gpu.alloc(4096));
+        let pooled = from_the_pool(gpu, other);
+        for how in combinations() {
+            for (expected, call) in [
+                (1, call!(gpu.cuMemAllocPitch_v2(out(), out2(), 0, 4, 4))),
+                (1, call!(gpu.cuMemAllocPitch_v2(out(), out2(), 4096, 4, 3))),
+                // A graph frees only what it has allocated.
+                (1, call!(gpu.cuMemFreeAsync(pooled, stream))),
+                (1, call!(gpu.cuMemFreeAsync(plain, stream))),
+                (0, call!(gpu.cuMemFreeAsync(0, stream))),
+            ] {
+                assert_eq!(call_during_capture(gpu, context, stream, how, &call), (expected, true), "{} {how:?}", call.0);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_pool_tells_what_it_has_what_is_used_and_the_most_of_both() {
+    /// `CU_MEMPOOL_ATTR_…`.
+    const RESERVED: u32 = 5;
+    const RESERVED_HIGH: u32 = 6;
+    const USED: u32 = 7;
+    const USED_HIGH: u32 = 8;
+    const MIB: u64 = 1 << 20;
+    isolated("a_pool_tells_what_it_has_what_is_used_and_the_most_of_both", &[], || {
+        let gpu = Gpu::start();
+        let context = gpu.use_device(0);
+        let stream = gpu.stream(NON_BLOCKING);
+        let (mut pool, mut large, mut small) = (0, 0, 0);
+        ok!(gpu.cuDeviceGetDefaultMemPool(&raw mut pool, 0));
+        let now = || {
+            [RESERVED, RESERVED_HIGH, USED, USED_HIGH].map(|attribute| {
+                let mut value = 0_u64;
+                ok!(gpu.cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast()));
+                value
+            })
+        };
+        let set = |attribute, mut value: u64| unsafe { (gpu.cuMemPoolSetAttribute)(pool, attribute, (&raw mut value).cast()) };
+        assert_eq!(now(), [0; 4]);
+        ok!(gpu.cuMemAllocAsync(&raw mut large, 64 * MIB as usize, stream));
+        ok!(gpu.cuMemAllocAsync(&raw mut small, 513, stream));
+        // The real one has 32 MiB at least.
+        let both = 64 * MIB + 1024;
+        assert_eq!(now(), [both, both, 64 * MIB + 513, 64 * MIB + 513]);
+        ok!(gpu.cuMemFreeAsync(large, stream));
+        assert_eq!(now(), [both, both, 513, 64 * MIB + 513], "at the call");
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert_eq!(now(), [1024, both, 513, 64 * MIB + 513]);
+        assert_eq!((set(USED_HIGH, 5), set(RESERVED_HIGH, 5), set(USED, 0), set(9, 0), set(0, 0)), (1, 1, 1, 1, 1));
+        assert_eq!((set(USED_HIGH, 0), set(RESERVED_HIGH, 0)), (0, 0));
+        assert_eq!(now(), [1024, 1024, 513, 513]);
+        // Its memory belongs to the pool, and to no context.
+        let of = |attribute, pointer| {
+            let mut value = 7_u64;
+            ok!(gpu.cuPointerGetAttribute((&raw mut value).cast(), attribute, pointer));
+            value
+        };
+        let plain = gpu.alloc(64);
+        assert_eq!([of(17, small), of(1, small), of(17, plain), of(1, plain)], [pool, 0, 0, context]);
+        fails!(1, gpu.cuMemPoolGetAttribute(pool, 9, (&raw mut large).cast()));
+        fails!(1, gpu.cuMemPoolGetAttribute(pool, 5, std::ptr::null_mut()));
+    });
+}
+
+#[test]
+fn an_allocation_ends_at_the_last_byte_that_was_asked_for() {
+    isolated("an_allocation_ends_at_the_last_byte_that_was_asked_for", &[], || {
+        let gpu = Gpu::start();
+        gpu.use_device(0);
+        let stream = gpu.stream(NON_BLOCKING);
+        for bytes in [1, 511, 513, 4096, (1 << 20) + 1] {
+            let (plain, mut pooled) = (gpu.alloc(bytes), 0);
+            ok!(gpu.cuMemAllocAsync(&raw mut pooled, bytes, stream));
+            for address in [plain, pooled] {
+                let (mut start, mut size, mut kind) = (7, 7, 0_u32);
+                ok!(gpu.cuMemGetAddressRange_v2(&raw mut start, &raw mut size, address + bytes as u64 - 1));
+                assert_eq!((start, size), (address, bytes));
+                fails!(500, gpu.cuMemGetAddressRange_v2(&raw mut start, &raw mut size, address + bytes as u64));
+                assert_eq!(size, 0);
+                fails!(1, gpu.cuPointerGetAttribute((&raw mut kind).cast(), 2, address + bytes as u64));
+            }
         }
     });
 }

@@ -201,9 +201,11 @@ library! {
     cuMemFree_v2(u64) -> u32;
     cuMemPoolTrimTo(u64, usize) -> u32;
     cuMemPoolSetAttribute(u64, u32, *mut c_void) -> u32;
+    cuMemPoolGetAttribute(u64, u32, *mut c_void) -> u32;
     cuMemPoolSetAccess(u64, *const Access, usize) -> u32;
     cuMemGetAddressRange_v2(*mut u64, *mut usize, u64) -> u32;
     cuPointerGetAttribute(*mut c_void, i32, u64) -> u32;
+    cuPointerSetAttribute(*const u32, i32, u64) -> u32;
     cuMemAllocAsync(*mut u64, usize, u64) -> u32;
     cuMemFreeAsync(u64, u64) -> u32;
     cuMemAllocManaged(*mut u64, usize, u32) -> u32;
