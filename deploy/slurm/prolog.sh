@@ -9,13 +9,22 @@ mkdir -p -m 700 "$place/job-$SLURM_JOB_ID" && chown "$SLURM_JOB_UID" "$place/job
 
 [ -d "$place/resident" ] || exit 0
 export VRAMCTL_DIR="$place/resident"
+# One prolog or epilog at a time: an epilog brings back what no list of another job has.
+exec 9>"$place/lock"
+flock -w 120 9 || echo "vramctl: another prolog or epilog takes long" >&2
 for gpu in $(echo "${SLURM_JOB_GPUS:-}" | tr ',' ' '); do
-  vramctl ps --gpu "$gpu" --json |
-    python3 -c 'import json, sys; print("\n".join(sorted({one["name"] for one in json.load(sys.stdin)["processes"]})))'
-done | sort -u | while read -r name; do
-  [ -n "$name" ] || continue
+  # A process that does not answer may have no name.
+  vramctl ps --gpu "$gpu" --json | python3 -c '
+import json, sys
+for one in json.load(sys.stdin)["processes"]:
+    if one.get("name"):
+        print(one["name"])
+    else:
+        print("vramctl: process", one["pid"], "does not answer, and stays on its GPUs", file=sys.stderr)'
+done | sort -u | while IFS= read -r name; do
   echo "$name" >>"$place/job-$SLURM_JOB_ID.suspended"
   # What the driver cannot restore is only paused, and its CUDA context stays.
-  vramctl suspend "$name" --quiet </dev/null || vramctl pause "$name" --quiet </dev/null || echo "vramctl: $name stays on its GPUs" >&2
+  vramctl suspend --name "$name" --quiet </dev/null || vramctl pause --name "$name" --quiet </dev/null ||
+    echo "vramctl: $name stays on its GPUs" >&2
 done
 exit 0

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import vramctl
-from support import ROOT, VRAMCTL, Program, bare, wheel
+from support import HOLDER, ROOT, VRAMCTL, Program, bare, wheel
 
 DEPLOY = ROOT / "deploy"
 
@@ -129,6 +130,41 @@ class Deploy(unittest.TestCase):
             self.assertIn("active", state())
             self.assertEqual(engine.ask("check"), "weights ok, cache zero")
         self.assertEqual(list(self.folder.glob("job-7*")), [])
+
+    def test_a_resident_comes_back_after_the_last_job_on_its_gpus(self) -> None:
+        if os.geteuid() != 0:
+            self.skipTest("not run: a prolog runs as root")
+        resident = self.folder / "resident"
+        resident.mkdir(mode=0o700)
+
+        def script(name: str, job: int, gpu: int) -> str:
+            environment = {"SLURM_JOB_ID": str(job), "SLURM_JOB_UID": "65534", "SLURM_JOB_GPUS": str(gpu)}
+            environment |= {"VRAMCTL_SLURM_DIR": str(self.folder), "PATH": f"{Path(VRAMCTL).parent}:{os.environ['PATH']}"}
+            done = bare([str(DEPLOY / "slurm" / name)], **environment)
+            self.assertEqual(done.returncode, 0, name)
+            return done.stderr
+
+        def states() -> list[str]:
+            return [
+                line.split()[2] for line in bare([VRAMCTL, "ps", "engine"], VRAMCTL_DIR=str(resident)).stdout.splitlines()[1:]
+            ]
+
+        on_second = HOLDER.replace("cuda = Cuda()", "cuda = Cuda()\ncuda.call('cudaSetDevice', 1)")
+        place = {"VRAMCTL_DIR": str(resident), "VRAMCTL_JOB": "engine"}
+        with Program("engine", **place) as one, Program("engine", on_second, **place) as other:
+            # One that does not answer keeps no other from leaving.
+            with Program(None, VRAMCTL_DIR=str(resident)) as stopped:
+                os.kill(stopped.pid, signal.SIGSTOP)
+                self.assertIn(f"process {stopped.pid} does not answer", script("prolog.sh", 1, 0))
+                self.assertEqual(states(), ["suspended"] * 2)
+            for name, job, gpu, wanted in (
+                ("prolog", 2, 1, "suspended"),
+                ("epilog", 1, 0, "suspended"),
+                ("epilog", 2, 1, "active"),
+            ):
+                self.assertEqual((script(f"{name}.sh", job, gpu), states()), ("", [wanted] * 2), (name, job))
+            self.assertEqual({each.ask("check") for each in (one, other)}, {"weights ok, cache zero"})
+        self.assertEqual(list(self.folder.glob("job-*")), [])
 
 
 if __name__ == "__main__":
