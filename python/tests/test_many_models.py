@@ -1,10 +1,13 @@
 """examples/many_models.py on the simulated GPU: engines take turns, and nobody's answer changes. The engines are stand-ins with HTTP."""
 
+import asyncio
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -143,6 +146,50 @@ class ManyModels(unittest.TestCase):
                     self.assertEqual(long.result(), (alone, resets))
                     return
         self.fail("it has never been in the middle")
+
+    def raw(self, body, headers=b"", start=b"POST /v1/completions HTTP/1.1"):
+        """The status and the body of the answer to bytes."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as client, contextlib.suppress(ConnectionError):
+            client.sendall(start + b"\r\nHost: x\r\nContent-Length: %d\r\n" % len(body) + headers + b"\r\n" + body)
+            answer = b""
+            while part := client.recv(1 << 16):
+                answer += part
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]), body
+
+    def test_odd_requests_are_answered(self):
+        for name, wanted, request in (
+            ("a list", 404, (b"[1]",)),
+            ("a list of models", 404, (b'{"model": []}',)),
+            ("an object", 404, (b'{"model": {}}',)),
+            ("deep", 400, (b"[" * 100_000,)),
+            ("no JSON", 400, (b"{",)),
+            ("chunks", 400, (b"", b"Transfer-Encoding: chunked\r\n")),
+            ("two lengths", 400, (b"{}", b"Content-Length: 3\r\n")),
+            ("a negative length", 400, (b"", b"Content-Length: -5\r\n")),
+            ("the models", 200, (b"", b"", b"GET /v1/models HTTP/1.1")),
+        ):
+            with self.subTest(name):
+                status, body = self.raw(*request)
+                self.assertEqual(status, wanted, body)
+                self.assertTrue(isinstance(json.loads(body), dict))
+        status, rest = self.raw(b'{"model": "one", "max_tokens": 1}', b"Expect: 100-continue\r\n")
+        self.assertEqual((status, b" 200 " in rest), (100, True))
+
+    def test_a_leave_that_fails_fails_once(self):
+        sys.path.insert(0, str(support.ROOT / "examples"))
+        self.addCleanup(sys.path.remove, str(support.ROOT / "examples"))
+        from many_models import Gpu
+
+        async def leave():
+            gpu = Gpu(lambda _: None)
+            gpu.leaving = asyncio.get_running_loop().create_future()
+            gpu.leaving.set_exception(OSError("no descriptor"))
+            with self.assertRaises(OSError):
+                await gpu.left()
+            await gpu.left()
+
+        asyncio.run(leave())
 
     def test_who_is_not_there_is_said(self):
         with self.assertRaises(urllib.error.HTTPError) as unknown:
