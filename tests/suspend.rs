@@ -589,6 +589,44 @@ fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
     engine.is_well();
 }
 
+/// It is held all the same: the driver would have to save what it allocates until the driver has locked it.
+#[test]
+fn a_program_without_memory_at_its_pause_is_suspended() {
+    let machine = Machine::with_gpus(1);
+    let mut program = machine.start("bare", "guest memory-comes-late");
+    let is_held = || machine.status("bare")["processes"][0]["held"] == true;
+    let lock = fs::File::create(machine.sockets().join(format!("{}.lock", program.pid()))).unwrap();
+    lock.lock().unwrap();
+    let suspend = machine.begin("suspend bare --hold-timeout 100");
+    common::eventually("it is held", is_held);
+    program.tell("allocate");
+    common::eventually("it waits", || machine.status("bare")["processes"][0]["waiting_threads"] == 1);
+    drop(lock);
+    Ran::end_of(suspend).expect(0, "suspended bare", "");
+    machine.done("resume bare");
+    program.expect("saved");
+    program.tell("end");
+    program.end();
+
+    // Nobody but a resume would let it continue if its suspend ends in the middle.
+    let mut program = machine.start("bare", "guest memory-comes-late");
+    assert_eq!(machine.vramctl_failing("cuCheckpointProcessLock:1:kill-before", "suspend bare").code, None);
+    assert!(is_held());
+    machine.done("resume bare");
+    assert!(!is_held());
+    for _ in 0..3 {
+        let failed = "cuCheckpointProcessCheckpoint:1:999";
+        machine.vramctl_failing(failed, "suspend bare").expect(1, "", "");
+        assert!(!is_held(), "the suspend has failed");
+        machine.done("suspend bare");
+        machine.done("resume bare");
+        assert!(!is_held());
+    }
+    assert_eq!(program.ask("allocate"), "saved");
+    program.tell("end");
+    program.end();
+}
+
 /// Somebody else has had the driver checkpoint the process, so its library does not know it, and waits in the driver.
 #[test]
 fn a_process_that_was_checkpointed_without_its_library_comes_back() {

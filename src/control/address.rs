@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
 use vramctl_config as config;
-use vramctl_host::system::program_of;
+use vramctl_host::system::{folder_of, own_folder, program_of};
 
 /// Where a process listens: `<pid>.sock`, or `<pid>-<PID namespace>.sock` if a process of another namespace has that name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,7 +38,7 @@ impl Address {
 
     /// Those of a process in the namespace of this one.
     pub fn beside(pid: u32) -> [Self; 2] {
-        [Self::plain(pid), Self { pid, namespace: namespace_of("self") }]
+        [Self::plain(pid), Self { pid, namespace: namespace_of(own_folder()) }]
     }
 
     /// The one that a socket's file names.
@@ -79,8 +79,9 @@ impl fmt::Display for Address {
     }
 }
 
-fn namespace_of(process: &str) -> Option<u64> {
-    fs::metadata(format!("/proc/{process}/ns/pid")).ok().map(|namespace| namespace.ino())
+/// The inode of the PID namespace of a process, from its folder in `/proc`.
+fn namespace_of(folder: &Path) -> Option<u64> {
+    fs::metadata(folder.join("ns/pid")).ok().map(|namespace| namespace.ino())
 }
 
 /// The pid of a process in its own namespace.
@@ -129,7 +130,7 @@ impl Listeners {
                 continue;
             };
             let is_of_our_namespace = here == address.pid;
-            let namespace = address.namespace.or_else(|| if is_of_our_namespace { None } else { namespace_of(&here.to_string()) });
+            let namespace = address.namespace.or_else(|| if is_of_our_namespace { None } else { namespace_of(&folder_of(here)) });
             known.found.insert(here, Listed { address, namespace, is_of_our_namespace });
         }
         for address in unseen {
@@ -137,7 +138,7 @@ impl Listeners {
                 known.found.insert(number, Listed { namespace: address.namespace, address, is_of_our_namespace: false });
             }
         }
-        let own = namespace_of("self");
+        let own = namespace_of(own_folder());
         for address in alive.into_iter().filter(|address| !known.found.values().any(|listed| listed.may_be(address, own))) {
             let here = if address.namespace == own { Some(address.pid) } else { known.number_for(&address) };
             // A child that it has forked without the library's knowledge may have its lock.

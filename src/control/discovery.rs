@@ -1,6 +1,6 @@
 //! Finds the sockets: one directory per user, one socket per process ([`Address`]).
 //!
-//! All access goes through the directory's descriptor (`/proc/self/fd/N/…`). So nobody can swap the directory after the
+//! All access goes through the directory's descriptor (`/proc/thread-self/fd/N/…`). So nobody can swap the directory after the
 //! checks, and a long path fits into `sockaddr_un`.
 
 pub use crate::address::peer;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::directory::{Unsafe, open_private};
-use vramctl_host::system::user;
+use vramctl_host::system::{own_folder, user};
 use vramctl_host::{Held, Identity, Unpoison};
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
@@ -82,7 +82,7 @@ impl Directory {
 
     /// The directory by its descriptor, in this process.
     pub fn within_process(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}", self.open.as_raw_fd()))
+        own_folder().join(format!("fd/{}", self.open.as_raw_fd()))
     }
 
     /// This directory, for tests.

@@ -14,6 +14,7 @@ use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::{fmt, fs};
 use vramctl_host::limits;
+use vramctl_host::system::folder_of;
 use vramctl_model::{Bytes, HandOver, Kind, Moving, Policy};
 
 /// What passes, in bytes of host memory.
@@ -132,7 +133,7 @@ fn kept_by_others(leaving: &Plan) -> u64 {
 
 /// Why host memory that IN releases is none for OUT: OUT's container has too little, and IN is in another one.
 fn groups_apart<'a>(out: impl Iterator<Item = &'a Process>, into: impl Iterator<Item = &'a Process>, needed: u64) -> Option<String> {
-    let group = |process: &Process| fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
+    let group = |process: &Process| fs::read_to_string(folder_of(process.pid).join("cgroup")).unwrap_or_default();
     let theirs: BTreeSet<_> = into.map(group).collect();
     let is_apart = |process: &&Process| theirs.len() > 1 || !theirs.contains(&group(process));
     let apart = out.filter(is_apart).find(|process| limits::limit_of(process.pid).is_some_and(|room| room.free < needed))?;

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::path::Path;
 use std::{fs, io};
+use vramctl_host::system::folder_of;
 
 /// Whether there is such a process.
 pub fn exists(pid: impl Display) -> bool {
@@ -10,8 +11,8 @@ pub fn exists(pid: impl Display) -> bool {
 }
 
 /// Whether it has the library loaded, under whatever name of the drop-in for `torch_memory_saver`, too.
-pub fn has_library(pid: impl Display) -> bool {
-    let maps = fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+pub fn has_library(pid: u32) -> bool {
+    let maps = fs::read(folder_of(pid).join("maps")).unwrap_or_default();
     let names = ["libvramctl", "torch_memory_saver"];
     maps.split(|byte| *byte == b'\n')
         .any(|line| String::from_utf8_lossy(line).rsplit('/').next().is_some_and(|file| names.iter().any(|name| file.starts_with(name))))
@@ -19,22 +20,22 @@ pub fn has_library(pid: impl Display) -> bool {
 
 /// A file that it has open whose path begins like one of these; the outer `None` if that cannot be seen.
 #[allow(clippy::option_option)] // three answers
-pub fn opened(pid: impl Display, beginnings: &[&str]) -> Option<Option<String>> {
-    let files = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+pub fn opened(pid: u32, beginnings: &[&str]) -> Option<Option<String>> {
+    let files = fs::read_dir(folder_of(pid).join("fd")).ok()?;
     let path = |file: io::Result<fs::DirEntry>| Some(fs::read_link(file.ok()?.path()).ok()?.to_string_lossy().into_owned());
     Some(files.filter_map(path).find(|path| beginnings.iter().any(|beginning| path.starts_with(beginning))))
 }
 
 /// These figures of its status, in bytes.
-pub fn bytes<const N: usize>(pid: impl Display, names: [&str; N]) -> [Option<u64>; N] {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+pub fn bytes<const N: usize>(pid: u32, names: [&str; N]) -> [Option<u64>; N] {
+    let status = fs::read_to_string(folder_of(pid).join("status")).unwrap_or_default();
     let figure = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     names.map(|name| Some(figure(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10))
 }
 
 /// These variables of its environment, unless they are empty. Some programs overwrite theirs.
-pub fn variables<const N: usize>(pid: impl Display, names: [&str; N]) -> [Option<String>; N] {
-    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+pub fn variables<const N: usize>(pid: u32, names: [&str; N]) -> [Option<String>; N] {
+    let environment = fs::read(folder_of(pid).join("environ")).unwrap_or_default();
     let value =
         |name: &str| environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
     names.map(|name| Some(String::from_utf8_lossy(value(name).filter(|value| !value.is_empty())?).into_owned()))

@@ -382,7 +382,9 @@ pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, Com
         // The program may have another name by now.
         Some(ListenerName::Program(name)) => Some(seen_as.and_then(|pid| program_of(pid.cast_unsigned())).unwrap_or(name)),
         // Best effort: some programs overwrite their environment.
-        None => seen_as.and_then(|pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take()).filter(|name| checked_name(name).is_ok()),
+        None => seen_as
+            .and_then(|pid| proc::variables(pid.cast_unsigned(), ["VRAMCTL_NAME"])[0].take())
+            .filter(|name| checked_name(name).is_ok()),
     };
     Some(Process { pid, name, status })
 }

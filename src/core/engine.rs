@@ -4,6 +4,7 @@ use std::fs;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vramctl_config::Config;
+use vramctl_host::system::own_folder;
 use vramctl_host::{PerProcess, Unpoison};
 
 static ENGINE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
@@ -38,7 +39,7 @@ pub fn process_name() -> String {
 
 /// The beginning of its command line.
 pub fn program() -> String {
-    let command = own("cmdline");
+    let command = fs::read(own_folder().join("cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&command).replace('\0', " ").trim().chars().take(200).collect()
 }
 
@@ -55,6 +56,7 @@ pub fn age_s() -> Option<u64> {
     Some((up as u64).saturating_sub(ticks / per_second))
 }
 
+/// What of the main thread stays when that ends: its name, say.
 fn own(file: &str) -> Vec<u8> {
     fs::read(format!("/proc/self/{file}")).unwrap_or_default()
 }

@@ -8,6 +8,7 @@ use crate::events::{self, Event};
 use crate::gate;
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
+use crate::transition;
 use std::sync::{Mutex, RwLock, TryLockError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -85,6 +86,9 @@ impl Memory {
         save_status(None);
         exit::unquiesce();
         events::publish(Event::MayHaveMoved);
+        // What is paused keeps it held.
+        transition::stay();
+        self.let_go();
     }
 
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.

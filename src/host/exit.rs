@@ -13,6 +13,8 @@
 use crate::{PerProcess, fork};
 use std::cell::Cell;
 use std::ffi::c_void;
+use std::panic::AssertUnwindSafe;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use std::{mem, panic, thread};
@@ -207,28 +209,35 @@ pub(crate) fn expect_workers() {
     }
 }
 
-/// Runs `handler` at the program's exit, if there is memory to register it. It does not run in a child that was made past the fork
-/// handlers, because that has, or even shares, its parent's state.
+/// Runs `handler`, a function itself and no pointer to one, at the program's exit, a quick one too, if there is memory to register it. It does not
+/// run in a child that was made past the fork handlers, because that has, or even shares, its parent's state.
 ///
 /// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So a handler must not allocate,
 /// and every wait in it must have a time limit.
-pub fn at_exit(handler: fn()) {
+pub fn at_exit<Handler: Fn() + 'static>(handler: Handler) {
     unsafe extern "C" {
         /// The C library's `atexit` with an argument.
-        fn __cxa_atexit(handler: extern "C" fn(*mut c_void), argument: *mut c_void, library: *mut c_void) -> libc::c_int;
+        fn __cxa_atexit(run: extern "C" fn(*mut c_void), argument: *mut c_void, library: *mut c_void) -> libc::c_int;
+        /// The same for `quick_exit`, which gives no argument.
+        fn __cxa_at_quick_exit(run: extern "C" fn(*mut c_void), library: *mut c_void) -> libc::c_int;
     }
-    extern "C" fn run(handler: *mut c_void) {
+    extern "C" fn run<Handler: Fn()>(_: *mut c_void) {
         if !fork::is_stray() {
-            // SAFETY: the argument is a function of this type.
-            let handler = unsafe { mem::transmute::<*mut c_void, fn()>(handler) };
-            let _ = panic::catch_unwind(handler);
+            // SAFETY: it has no size, so it is wherever one looks, and one was given and never dropped.
+            let handler = unsafe { NonNull::<Handler>::dangling().as_ref() };
+            let _ = panic::catch_unwind(AssertUnwindSafe(handler));
         }
     }
+    const { assert!(size_of::<Handler>() == 0) };
+    mem::forget(handler);
     fork::count_forks();
-    // Any address of ours: without one, ThreadSanitizer loses the argument.
+    // Any address of ours: ThreadSanitizer takes a registration without one for a plain `atexit`.
     let library = (&raw const WORK).cast_mut().cast();
-    // SAFETY: both functions live as long as the process: the library is never unloaded.
-    unsafe { __cxa_atexit(run, handler as *mut c_void, library) };
+    // SAFETY: the function lives as long as the process: the library is never unloaded.
+    unsafe {
+        __cxa_atexit(run::<Handler>, ptr::null_mut(), library);
+        __cxa_at_quick_exit(run::<Handler>, library);
+    }
 }
 
 fn close_driver() {

@@ -1,6 +1,6 @@
 //! How much host memory is available.
 
-use crate::system::resource_limit;
+use crate::system::{folder_of, own_folder, resource_limit};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +18,7 @@ pub struct Room {
 pub fn limit_of(pid: u32) -> Option<Room> {
     // In version 1 every cgroup has a limit; the highest value means none.
     let is_limit = |room: &Room| of_system().is_none_or(|system| room.all < system.all);
-    of_groups(&pid.to_string()).into_iter().filter(is_limit).min_by_key(|room| room.free)
+    of_groups(&folder_of(pid)).into_iter().filter(is_limit).min_by_key(|room| room.free)
 }
 
 /// Bytes of host memory available to this process: what the kernel calls available, within the limits of its cgroups. Taking
@@ -51,7 +51,7 @@ pub fn set_available(bytes: Option<u64>) {
 /// The system, and every cgroup limit on this process.
 fn rooms() -> impl Iterator<Item = Room> {
     let preset = Some(PRESET.load(Ordering::Relaxed)).filter(|free| *free != UNSET).map(|free| Room { free, all: u64::MAX });
-    let found = preset.is_none().then(|| of_system().into_iter().chain(of_groups("self")));
+    let found = preset.is_none().then(|| of_system().into_iter().chain(of_groups(own_folder())));
     preset.into_iter().chain(found.into_iter().flatten())
 }
 
@@ -64,9 +64,9 @@ fn of_system() -> Option<Room> {
     Some(Room { free: bytes("MemAvailable:")?, all: bytes("MemTotal:")? })
 }
 
-/// The limits of a process's cgroups and their parents, v1 or v2. Reclaimable file pages count as available.
-fn of_groups(process: &str) -> Vec<Room> {
-    let text = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap_or_default();
+/// The limits of a process's cgroups and their parents, v1 or v2, from its folder in `/proc`. Reclaimable file pages count as available.
+fn of_groups(process: &Path) -> Vec<Room> {
+    let text = fs::read_to_string(process.join("cgroup")).unwrap_or_default();
     let groups = text.lines().filter_map(|line| {
         let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
         let (root, limits, usage, droppable) = match controllers {

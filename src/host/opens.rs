@@ -15,6 +15,7 @@
 //! opened while the program is held.
 
 use crate::symbols::{self, Loaded};
+use crate::system::own_folder;
 use std::cell::UnsafeCell;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
@@ -216,7 +217,7 @@ fn copies_of(soname: &CStr) -> usize {
     let objects = objects();
     let Some(object) = objects.iter().find(|object| object.library.is_named(soname)) else { return 0 };
     let Ok(file) = Path::new(OsStr::from_bytes(&object.path)).canonicalize() else { return 0 };
-    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let maps = fs::read_to_string(own_folder().join("maps")).unwrap_or_default();
     let is_beginning = |line: &&str| {
         let mut words = line.split_ascii_whitespace();
         words.nth(2) == Some("00000000") && words.nth(2).is_some_and(|path| Path::new(path) == file)

@@ -1,6 +1,7 @@
 //! System calls that several parts of the library make.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 /// A clock that all processes of the machine share, in nanoseconds.
@@ -68,6 +69,32 @@ pub fn fill_with_random(mut bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// This process's folder in `/proc`, as the calling thread sees it. `/proc/self` is the main thread's, most of which is gone if that has ended
+/// and others go on.
+pub fn own_folder() -> &'static Path {
+    // Before Linux 3.17 there is only the other.
+    ["/proc/thread-self", "/proc/self"].map(Path::new).into_iter().find(|folder| folder.exists()).unwrap_or(Path::new("/proc/self"))
+}
+
+/// A process's folder in `/proc`: that of one of its threads which lives, if its main thread has ended.
+pub fn folder_of(pid: u32) -> PathBuf {
+    let folder = PathBuf::from(format!("/proc/{pid}"));
+    let lives = |folder: &PathBuf| state(folder).is_some_and(|state| !matches!(state, b'Z' | b'X'));
+    if lives(&folder) {
+        return folder;
+    }
+    let threads = fs::read_dir(folder.join("task")).into_iter().flatten().flatten();
+    threads.map(|thread| thread.path()).find(lives).unwrap_or(folder)
+}
+
+/// The state of a process or thread, from its folder in `/proc`; `None` if it has ended.
+fn state(folder: &Path) -> Option<u8> {
+    let stat = fs::read(folder.join("stat")).ok()?;
+    // The program's name, in brackets, may have any characters.
+    let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
+    stat.get(name_ends + 2).copied()
+}
+
 /// The name of a process's program; `None` if it has ended.
 pub fn program_of(pid: u32) -> Option<String> {
     fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim().to_owned())
@@ -75,18 +102,17 @@ pub fn program_of(pid: u32) -> Option<String> {
 
 /// Whether a process is stopped, by ^Z or a debugger, and answers nobody. `false` if that cannot be seen.
 pub fn is_stopped(pid: u32) -> bool {
-    let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The program's name, in brackets, may have any characters.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2));
-    matches!(state, Some(b'T' | b't'))
+    matches!(state(&folder_of(pid)), Some(b'T' | b't'))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::is_one_file;
+    use std::os::fd::AsFd;
     use std::process::{Command, id};
-    use std::ptr;
     use std::time::Duration;
+    use std::{ptr, thread};
 
     #[test]
     fn a_stopped_process_is_told_from_one_that_sleeps() {
@@ -101,6 +127,39 @@ mod tests {
         assert!(is_stopped(pid) && !is_stopped(id()) && !is_stopped(u32::MAX));
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    /// What is in a folder of `/proc` of which there is one for each thread.
+    fn is_whole(folder: &Path) -> bool {
+        let has = |file: &str| fs::read(folder.join(file)).is_ok_and(|text| !text.is_empty());
+        has("maps") && has("cmdline") && fs::read_link(folder.join("fd/0")).is_ok()
+    }
+
+    #[test]
+    fn a_process_whose_main_thread_has_ended_is_seen_through_another() {
+        let looks = || {
+            while state(Path::new("/proc/self")) != Some(b'Z') {
+                thread::yield_now();
+            }
+            let file = fs::File::open("/dev/null").unwrap();
+            let is_one = is_one_file(file.as_fd(), file.try_clone().unwrap().as_fd());
+            let is_seen = !is_whole(Path::new("/proc/self")) && is_whole(own_folder()) && is_whole(&folder_of(id()));
+            // SAFETY: ends the child, without the exit handlers of the test harness.
+            unsafe { libc::_exit(i32::from(!is_seen || is_one.is_ok_and(|is_one| !is_one))) };
+        };
+        // SAFETY: the child leaves by `_exit`, or by the alarm.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            thread::spawn(looks);
+            // SAFETY: ends this thread alone. Nobody needs what it has on its stack.
+            unsafe {
+                libc::alarm(100);
+                libc::syscall(libc::SYS_exit, 0);
+            }
+        }
+        let mut status = -1;
+        // SAFETY: a child of this process; `status` is writable.
+        assert!(unsafe { libc::waitpid(child, &raw mut status, 0) } == child && status == 0, "{status:#x}");
     }
 
     #[test]

@@ -55,6 +55,10 @@ pub struct TransitionRequest {
     /// long to wait for calls and work in flight.
     #[serde(default, rename = "hold_ms", with = "in_milliseconds", skip_serializing_if = "Option::is_none")]
     pub hold: Option<Duration>,
+    /// Pause only, with `hold`: the process is about to leave its GPUs as a whole. Until it is back or resumed, it stays held even if nothing of it
+    /// is paused: it would take new memory there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leaves: bool,
     /// Pause only: map a small block of memory under the paused addresses, so that a stray access does not destroy the context. Best effort.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub guard: bool,

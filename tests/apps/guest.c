@@ -303,6 +303,88 @@ static void held_without_threads(void)
 	held_at_limit(refuse_threads, nothing);
 }
 
+/* The memory of a program that ends, and a check of its contents. */
+static void *result;
+
+static void *allocate_result(void)
+{
+	check(cudaMalloc(&result, BYTES) == cudaSuccess, "cudaMalloc");
+	check(cudaMemsetAsync(result, 7, BYTES, NULL) == cudaSuccess, "cudaMemsetAsync");
+	return result;
+}
+
+static void save_result(void *device)
+{
+	static char contents[BYTES];
+	check(cudaMemcpyAsync(contents, device, BYTES, cudaMemcpyDeviceToHost, NULL) == cudaSuccess, "cudaMemcpyAsync");
+	check(cudaDeviceSynchronize() == cudaSuccess, "cudaDeviceSynchronize");
+	check(contents[0] == 7 && contents[BYTES - 1] == 7, "the contents are others");
+}
+
+/* Has no memory until the test says so. */
+static void memory_comes_late(void)
+{
+	check(cudaMalloc(&result, BYTES) == cudaSuccess && cudaFree(result) == cudaSuccess, "cudaMalloc");
+	turn("ready");
+	save_result(allocate_result());
+	turn("saved");
+}
+
+/* Goes on when the main thread has ended. */
+static void *go_on(void *main_thread)
+{
+	check(pthread_join(*(pthread_t *)main_thread, NULL) == 0, "pthread_join");
+	if (result == NULL)
+		allocate_result();
+	turn("ready");
+	save_result(result);
+	printf("ok\n");
+	exit(0);
+}
+
+static void end_main_thread(void)
+{
+	static pthread_t this, thread;
+	this = pthread_self();
+	check(pthread_create(&thread, NULL, go_on, &this) == 0, "pthread_create");
+	pthread_exit(NULL);
+}
+
+/* The last destructor of the main thread saves a result. */
+static void save_at_the_end_of_main_thread(void)
+{
+	pthread_key_t key;
+	/* After what the library may have created, as the destructors run in this order. */
+	allocate_result();
+	check(pthread_key_create(&key, save_result) == 0 && pthread_setspecific(key, result) == 0, "a key");
+	turn("ready");
+	end_main_thread();
+}
+
+/* The last launch of a program that ends. If its memory is paused, CUDA refuses that. */
+static void launch_at_the_end(void)
+{
+	cudaMemsetAsync(result, 1, BYTES, NULL);
+	printf("ok\n");
+	fflush(stdout);
+}
+
+static void exit_while_held(void)
+{
+	allocate_result();
+	check(atexit(launch_at_the_end) == 0, "atexit");
+	turn("ready");
+	exit(0);
+}
+
+static void exit_quickly_while_held(void)
+{
+	allocate_result();
+	check(at_quick_exit(launch_at_the_end) == 0, "at_quick_exit");
+	turn("ready");
+	quick_exit(0);
+}
+
 /* Has only so much space for files, and its standard error is one that has used it up. */
 static void no_space(void)
 {
@@ -391,14 +473,19 @@ int main(int argc, char **argv)
 	} modes[] = {
 		{"another-error", another_error},
 		{"cancelled", cancelled},
+		{"end-main-thread", end_main_thread},
 		{"exit-in-malloc", exit_in_malloc},
+		{"exit-quickly-while-held", exit_quickly_while_held},
+		{"exit-while-held", exit_while_held},
 		{"held-at-hard-limit", held_at_hard_limit},
 		{"held-at-limit-and-asking", held_at_limit_and_asking},
 		{"held-at-soft-limit", held_at_soft_limit},
 		{"held-without-threads", held_without_threads},
 		{"in-the-background", in_the_background},
+		{"memory-comes-late", memory_comes_late},
 		{"no-space", no_space},
 		{"no-threads", no_threads},
+		{"save-at-the-end-of-main-thread", save_at_the_end_of_main_thread},
 		{"stray-child", stray_child},
 		{"without-error", without_error},
 	};

@@ -209,6 +209,50 @@ fn a_held_program_without_threads_is_resumed() {
     }
 }
 
+/// `/proc/self` is the main thread's, and most of that ends with it.
+#[test]
+fn a_program_whose_main_thread_has_ended_is_reached() {
+    let machine = Machine::new();
+    let mut program = machine.start("ended", "guest end-main-thread");
+    machine.done("pause ended --backup host");
+    // Somebody deletes the socket.
+    std::fs::remove_file(machine.socket(program.pid())).unwrap();
+    common::eventually("the socket is there again", || machine.socket(program.pid()).exists());
+    machine.done("suspend ended");
+    machine.done("resume ended");
+    program.tell("end");
+    program.end();
+}
+
+/// They wait as any others: what is saved there must be saved.
+#[test]
+fn the_main_threads_last_calls_wait_while_the_program_is_held() {
+    let machine = Machine::new();
+    let mut program = machine.start("ends", "guest save-at-the-end-of-main-thread");
+    machine.done("pause ends --backup host");
+    program.tell("end");
+    common::eventually("it waits at the gate", || machine.status("ends")["processes"][0]["waiting_threads"] == 1);
+    machine.done("resume ends");
+    program.expect("ready");
+    program.tell("end");
+    program.end();
+}
+
+/// Somebody would have to resume it first, for no purpose.
+#[test]
+fn a_held_program_exits_by_itself() {
+    for exit in ["guest exit-while-held", "guest exit-quickly-while-held"] {
+        let machine = Machine::new();
+        let mut program = machine.start("ends", exit);
+        let socket = machine.socket(program.pid());
+        machine.done("pause ends");
+        program.tell("end");
+        common::eventually("it ends", || program.child.try_wait().unwrap().is_some());
+        program.end();
+        assert!(!socket.exists());
+    }
+}
+
 /// A program whose signal handlers make calls, and pauses of it that hold it.
 struct Interrupted {
     machine: Machine,

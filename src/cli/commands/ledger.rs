@@ -331,7 +331,7 @@ pub fn resident(pid: u32) -> (u64, u64) {
 /// The processes of a job, by their environment.
 fn of_job(job: &str) -> Vec<u32> {
     let is_of_job = |pid: &u32| {
-        let [name, id] = proc::variables(pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
+        let [name, id] = proc::variables(*pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
         name.filter(|name| checked_name(name).is_ok()).or(id).is_some_and(|its| its == job)
     };
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();

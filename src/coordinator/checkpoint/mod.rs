@@ -181,7 +181,7 @@ impl Checkpoint {
                 // them either. Too little room would lose the process, so this asks for too much. Without NVML, the room cannot be checked,
                 // so it is left alone.
                 ProcessState::Checkpointed => {
-                    let [resident, swapped] = proc::bytes(member.pid, ["VmRSS", "VmSwap"]);
+                    let [resident, swapped] = proc::bytes(member.pid.cast_unsigned(), ["VmRSS", "VmSwap"]);
                     let bytes = resident? + swapped.unwrap_or(0);
                     member.gpus = cards.as_ref()?.iter().map(|card| GpuUse { uuid: card.uuid.clone(), bytes }).collect();
                 }
@@ -304,7 +304,7 @@ impl Checkpoint {
         let report = Job {
             found: &self.found,
             verb,
-            wanted: TransitionRequest { nccl: verb == Verb::Pause, ..wanted.clone() },
+            wanted: TransitionRequest { nccl: verb == Verb::Pause, leaves: verb == Verb::Pause, ..wanted.clone() },
             coming: None,
             ranks: due.iter().map(rank).collect(),
             borrowers,

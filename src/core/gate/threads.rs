@@ -8,7 +8,6 @@ use super::{LATCH, THE_END, number};
 use std::arch::{asm, global_asm};
 use std::cell::Cell;
 use std::iter;
-use std::process;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use vramctl_host::stack;
@@ -134,8 +133,7 @@ pub fn with_mark<R>(make: impl FnOnce(Option<&'static ThreadMark>) -> R) -> R {
         return make(Some(mark));
     }
     let thread = stack::thread_id();
-    // `exit` runs the main thread's destructors before it tells anybody that the process ends.
-    if thread == process::id() || thread == ENDING.load(Ordering::Relaxed) {
+    if thread == ENDING.load(Ordering::Relaxed) {
         return make(None);
     }
     let lent = Owned(claim());

@@ -10,10 +10,11 @@ use crate::{contexts, drain, gate, holder};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_host::{exit, opens};
+use vramctl_host::{PerProcess, exit, opens};
 use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
 
 /// A held program. It continues when this is dropped, unless others have paused anything by then.
@@ -75,6 +76,25 @@ pub(crate) fn passing_by() -> Vec<String> {
         return Vec::new();
     }
     opens::passing_by(c"libcuda.so.1", |name| name.starts_with(b"cu") && name.get(2).is_some_and(u8::is_ascii_uppercase), &TRACES)
+}
+
+/// Whether the program leaves its GPUs as a whole: it stays held, whether or not anything of it is paused.
+static LEAVES: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
+
+pub(super) fn leaves() -> bool {
+    LEAVES.existing().is_some_and(|leaves| leaves.load(Ordering::Relaxed))
+}
+
+/// From now on, until it stays. Under the transition lock.
+pub(super) fn leave() {
+    LEAVES.get().store(true, Ordering::Relaxed);
+}
+
+/// The program is on its GPUs again, or stays there after all.
+pub(crate) fn stay() {
+    if let Some(leaves) = LEAVES.existing() {
+        leaves.store(false, Ordering::Relaxed);
+    }
 }
 
 impl Memory {

@@ -35,7 +35,7 @@ mod send_back;
 
 pub use hold::Holding;
 
-pub(crate) use hold::passing_by;
+pub(crate) use hold::{passing_by, stay};
 
 use crate::events::{self, Event};
 use crate::memory::{Allocation, Memory, PausedBy, aside};
@@ -68,10 +68,10 @@ impl Memory {
         self.snapshot().iter().any(|allocation| is_by_others(allocation) && self.has(allocation))
     }
 
-    /// Whether a held program must stay held: anything is paused or has to be, including open memory of other processes, but for what the
-    /// program has paused itself.
+    /// Whether a held program must stay held: it leaves its GPUs, or anything is paused or has to be, including open memory of other processes, but
+    /// for what the program has paused itself.
     fn must_stay_held(&self) -> bool {
-        aside::any() || self.is_paused_by_others() || owed::is_any_to_go()
+        aside::any() || self.is_paused_by_others() || owed::is_any_to_go() || hold::leaves()
     }
 
     /// Lets a held program continue once nothing is paused by others. Called wherever the last paused memory may have been resumed or freed. If only

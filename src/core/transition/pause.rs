@@ -3,7 +3,7 @@
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::hand_over::{HandOver, release};
-use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, milliseconds, owed, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, hold, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
@@ -150,6 +150,9 @@ impl Memory {
         };
         observer.vote(&mut waiting).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
+        if request.leaves && gate::is_held() {
+            hold::leave();
+        }
         owed::forget(&already);
         // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
         if !request.is_from_outside || !request.tags.is_empty() || !self.is_paused_by_others() {

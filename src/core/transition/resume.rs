@@ -2,7 +2,7 @@
 
 use super::came::{Came, goes_over};
 use super::choose::Chosen;
-use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, milliseconds, owed, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, hold, milliseconds, owed, tags_text, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
@@ -126,6 +126,9 @@ impl Memory {
         })?;
         unguarded.for_good();
         owed::stays(&already);
+        if request.is_from_outside {
+            hold::stay();
+        }
         for allocation in &left {
             allocation.contents().paused_by = PausedBy::Program;
         }

@@ -7,6 +7,7 @@ use crate::context;
 use crate::driver::state;
 use std::collections::BTreeMap;
 use std::io;
+use vramctl_host::stack;
 
 const PAGE: usize = 4096;
 
@@ -205,7 +206,8 @@ pub fn transfer(direction: Direction, ours: *mut u8, theirs: Address, bytes: usi
         let remote = libc::iovec { iov_base: (theirs as usize + done) as *mut _, iov_len: bytes - done };
         // SAFETY: our side is owned by the caller; the kernel checks the other.
         let moved = unsafe {
-            let process = libc::getpid();
+            // The main thread may have ended.
+            let process = stack::thread_id().cast_signed();
             match direction {
                 Direction::FromHost => libc::process_vm_readv(process, &raw const local, 1, &raw const remote, 1, 0),
                 Direction::ToHost => libc::process_vm_writev(process, &raw const local, 1, &raw const remote, 1, 0),

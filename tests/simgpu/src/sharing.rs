@@ -16,6 +16,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use vramctl_host::system::{folder_of, own_folder};
 
 /// Memory opened with `cuIpcOpenMemHandle`, by address, with how often it was opened.
 pub type Opened = BTreeMap<Address, (Key, usize)>;
@@ -45,7 +46,7 @@ const HOST: &str = "host";
 
 /// Whose memory a file holds; `None` if it is no memory of this machine.
 fn home_of(file: &File) -> Option<Home> {
-    let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    let name = std::fs::read_link(own_folder().join(format!("fd/{}", file.as_raw_fd()))).ok()?;
     let rest = name.to_str()?.strip_prefix(&format!("/memfd:{}", prefix().ok()?))?;
     let rest = rest.split(' ').next()?;
     if rest == HOST {
@@ -133,7 +134,7 @@ fn parse(handle: IpcHandle) -> Outcome<(Key, u32, u32)> {
 
 /// The memory that a handle names.
 fn opened((key, pid, descriptor): (Key, u32, u32)) -> Outcome<Arc<Physical>> {
-    let file = File::options().read(true).write(true).open(format!("/proc/{pid}/fd/{descriptor}")).map_err(|_| INVALID_HANDLE)?;
+    let file = File::options().read(true).write(true).open(folder_of(pid).join(format!("fd/{descriptor}"))).map_err(|_| INVALID_HANDLE)?;
     let metadata = file.metadata().map_err(|_| INVALID_HANDLE)?;
     if (metadata.dev(), metadata.ino()) != key {
         return Err(INVALID_HANDLE);
