@@ -5,7 +5,7 @@ mod common;
 
 use common::machine::{Machine, Program};
 use common::sharing::MIB;
-use common::{Gpu, OwnContext, free, malloc};
+use common::{Gpu, OwnContext, free, malloc, reset_unseen, use_again};
 use std::ptr;
 use vramctl_core::memory::{Memory, is_ours};
 use vramctl_driver::StreamHandle;
@@ -118,6 +118,51 @@ fn registered_memory_that_is_left_to_cuda() {
     assert_eq!(memory.unmap(1), 0);
     there_are_none();
     assert_eq!(unsafe { entries::cuMemAddressFree(memory.places[0], 2 * PAGE) }, 0);
+}
+
+/// The driver frees it then, whether or not the program's call passes by here.
+#[test]
+fn what_ends_with_its_context() {
+    const GLOBAL: u32 = 1; // CU_MEM_ATTACH_GLOBAL
+    let all = [
+        "1 piece of memory shared with other processes (cuIpcGetMemHandle)",
+        "1 registration of memory (cuPointerSetAttribute(SYNC_MEMOPS))",
+        "1 allocation of unified memory (cuMemAllocManaged)",
+    ];
+    let make = || {
+        let mut managed = 0;
+        let mut handle = [0_u8; 64];
+        unsafe {
+            assert_eq!(entries::cuMemAllocManaged(&raw mut managed, PAGE, GLOBAL), 0);
+            assert_eq!(entries::cuIpcGetMemHandle(handle.as_mut_ptr().cast(), small()), 0);
+        }
+        sync_memops(small());
+        let mut found = obstacles();
+        found.sort();
+        let mut wanted = all.map(str::to_owned);
+        wanted.sort();
+        assert_eq!(found, wanted);
+    };
+    let _gpu = Gpu::take();
+    // In the primary context, which stays.
+    let kept = small();
+    sync_memops(kept);
+    let own = OwnContext::create(0);
+    sync_memops(small());
+    there_are("2 registrations of memory (cuPointerSetAttribute(SYNC_MEMOPS))");
+    drop(own);
+    there_are("1 registration of memory (cuPointerSetAttribute(SYNC_MEMOPS))");
+    assert_eq!(free(kept), 0);
+    there_are_none();
+
+    let own = OwnContext::create(0);
+    make();
+    drop(own);
+    there_are_none();
+    make();
+    reset_unseen(0);
+    use_again(0);
+    there_are_none();
 }
 
 #[test]

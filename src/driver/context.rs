@@ -25,6 +25,11 @@ impl ContextHandle {
         self.0
     }
 
+    /// The handle that some driver functions report as a number.
+    pub(super) fn of_address(address: u64) -> Self {
+        Self(address as CUcontext)
+    }
+
     /// The handle as a number, as some driver functions report it.
     pub fn address(self) -> u64 {
         self.0 as u64

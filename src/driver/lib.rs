@@ -174,6 +174,12 @@ fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Re
     Failure::check("cuPointerGetAttributes", known).map(|()| value)
 }
 
+/// The context with which memory of the driver's ends. `None` for other memory, which no context owns.
+pub fn context_of_memory(address: CUdeviceptr) -> Option<Context> {
+    let handle = pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_CONTEXT).ok()?;
+    ContextHandle::of_address(handle).context().ok()
+}
+
 /// The devices that this process sees; none if the driver does not say.
 pub fn devices() -> Range<CUdevice> {
     let mut count = 0;

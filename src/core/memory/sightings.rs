@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use vramctl_driver::{CUdevice, CUdeviceptr};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context};
 use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Obstacle, ObstacleKind, Span, StatusCode, code};
 
@@ -38,6 +38,18 @@ struct Sighting {
     reasons: BTreeSet<Reason>,
     /// How often it is open, if it belongs to another process: the driver counts the openings, and each is closed once.
     openings: usize,
+    /// The context with which it ends. `None` for what no context owns.
+    context: Option<Context>,
+}
+
+impl Sighting {
+    fn of(key: ObstacleKey) -> Self {
+        let context = match key {
+            ObstacleKey::Address(address) => driver::context_of_memory(address),
+            ObstacleKey::Mapping(_) | ObstacleKey::Handle(_) | ObstacleKey::Created(_) | ObstacleKey::Pool(_) => None,
+        };
+        Self { context, ..Self::default() }
+    }
 }
 
 /// What the program's calls have made an obstacle, and still is one.
@@ -107,20 +119,34 @@ impl Moment {
 
 /// Records that `call` has made something an obstacle.
 pub fn note(kind: ObstacleKind, call: &'static str, key: ObstacleKey) {
-    SEEN.get().lock().unpoisoned().entry(key).or_default().reasons.insert(Reason { kind, call, peer: None });
+    record(key, Reason { kind, call, peer: None }, |_| ());
+}
+
+fn record(key: ObstacleKey, reason: Reason, more: impl FnOnce(&mut Sighting)) {
+    // The driver is not called while the map is locked.
+    let new = Sighting::of(key);
+    let mut seen = SEEN.get().lock().unpoisoned();
+    // What was there before may have ended with its context.
+    let one = seen
+        .entry(key)
+        .and_modify(|one| {
+            if new.context.is_some() && one.context != new.context {
+                *one = new.clone()
+            }
+        })
+        .or_insert(new);
+    one.reasons.insert(reason);
+    more(one);
 }
 
 /// Records that `call` has opened memory of another process.
 pub fn note_opened(call: &'static str, key: ObstacleKey) {
-    let mut seen = SEEN.get().lock().unpoisoned();
-    let seen = seen.entry(key).or_default();
-    seen.reasons.insert(Reason { kind: ObstacleKind::Shared, call, peer: None });
-    seen.openings += 1;
+    record(key, Reason { kind: ObstacleKind::Shared, call, peer: None }, |one| one.openings += 1);
 }
 
 /// Records that `call` has given another device access.
 pub fn note_access(call: &'static str, key: ObstacleKey, peer: CUdevice) {
-    SEEN.get().lock().unpoisoned().entry(key).or_default().reasons.insert(Reason { kind: ObstacleKind::Peers, call, peer: Some(peer) });
+    record(key, Reason { kind: ObstacleKind::Peers, call, peer: Some(peer) }, |_| ());
 }
 
 /// Records that a device's access to something has been withdrawn.
@@ -179,7 +205,7 @@ fn ending_all(keys: RangeInclusive<ObstacleKey>, call: impl FnOnce() -> StatusCo
     {
         let mut seen = SEEN.get().lock().unpoisoned();
         for (key, one) in taken {
-            let now = seen.entry(key).or_default();
+            let now = seen.entry(key).or_insert_with(|| Sighting { context: one.context, ..Sighting::default() });
             now.reasons.extend(one.reasons);
             now.openings += one.openings;
         }
@@ -208,8 +234,20 @@ pub fn is_communicator(library: &str) -> bool {
     ["libnccl", "libnvshmem"].iter().any(|name| library.starts_with(name))
 }
 
+/// Forgets what has ended with its context.
+fn forget_gone() {
+    let Some(seen) = SEEN.existing() else { return };
+    let mut contexts: BTreeSet<_> = seen.lock().unpoisoned().values().filter_map(|one| one.context).collect();
+    // The driver is not called while the map is locked.
+    contexts.retain(|context| context.is_gone());
+    if !contexts.is_empty() {
+        seen.lock().unpoisoned().retain(|_, one| one.context.is_none_or(|context| !contexts.contains(&context)));
+    }
+}
+
 /// How many of each kind there are now, and the calls that made them, in words.
 pub(crate) fn counted() -> Vec<(ObstacleKind, String)> {
+    forget_gone();
     let mut times = BTreeMap::<_, usize>::new();
     if let Some(seen) = SEEN.existing() {
         for one in seen.lock().unpoisoned().values() {
