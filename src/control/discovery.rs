@@ -182,7 +182,7 @@ impl Directory {
     }
 
     fn dial(&self, address: &Address) -> io::Result<UnixStream> {
-        let stream = connect_without_waiting(&self.within(&address.file()))?;
+        let stream = connect_without_waiting(self.within(&address.file()).as_os_str().as_bytes())?;
         let peer = peer(&stream)?;
         if peer.uid == self.owner || peer.uid == 0 {
             return Ok(stream);
@@ -318,17 +318,17 @@ fn identity(path: &CStr) -> io::Result<Identity> {
     if answer == 0 { Ok((found.st_dev, found.st_ino)) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Like [`UnixStream::connect`], but fails at once if the queue is full, instead of waiting for a stopped process.
-fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
+/// Like [`UnixStream::connect`], but fails at once if the queue is full, instead of waiting for a stopped process. An abstract name begins with a
+/// zero.
+pub(crate) fn connect_without_waiting(name: &[u8]) -> io::Result<UnixStream> {
     // SAFETY: plain bytes, for which all zeroes is a value.
     let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
-    let path = path.as_os_str().as_bytes();
     // The last byte stays zero.
-    if path.len() >= address.sun_path.len() {
+    if name.len() >= address.sun_path.len() {
         return Err(io::ErrorKind::InvalidInput.into());
     }
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    address.sun_path.iter_mut().zip(path).for_each(|(place, byte)| *place = *byte as libc::c_char);
+    address.sun_path.iter_mut().zip(name).for_each(|(place, byte)| *place = *byte as libc::c_char);
     // SAFETY: touches no memory.
     let socket = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0) };
     if socket < 0 {
@@ -336,7 +336,8 @@ fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
     }
     // SAFETY: just opened, and nobody else's.
     let stream = unsafe { UnixStream::from_raw_fd(socket) };
-    let length = mem::size_of_val(&address) as libc::socklen_t;
+    // An abstract name ends there, a path at its first zero.
+    let length = (mem::offset_of!(libc::sockaddr_un, sun_path) + name.len() + usize::from(name[0] != 0)) as libc::socklen_t;
     // SAFETY: `address` is readable for `length` bytes.
     if unsafe { libc::connect(socket, (&raw const address).cast(), length) } != 0 {
         return Err(io::Error::last_os_error());

@@ -8,6 +8,7 @@ pub mod client;
 pub mod decision;
 pub mod descriptors;
 pub mod discovery;
+pub mod door;
 pub mod gauge;
 mod presence;
 pub mod protocol;

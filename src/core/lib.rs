@@ -5,6 +5,7 @@
 pub mod cache;
 mod connection;
 pub mod contexts;
+mod door;
 mod drain;
 pub mod engine;
 pub mod events;

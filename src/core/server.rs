@@ -12,13 +12,13 @@ use crate::connection::{AT_LIMIT, Connection, Line, Lines, PATIENCE, Seat, send}
 use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
-use crate::{cache, engine, events, holder, lease, status};
+use crate::{cache, door, engine, events, holder, lease, status};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, Once};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{io, iter, mem, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
@@ -67,23 +67,97 @@ fn listen_in(directory: &Directory) -> io::Result<Held> {
     Ok(socket)
 }
 
-fn serve(mut listener: io::Result<Held>) {
+fn serve(first: io::Result<Held>) {
     let in_reserve = start_threads_in_reserve();
+    let mut named = Named { socket: first.ok(), tried: Instant::now(), is_loss_logged: false };
     loop {
-        listener = if let Ok(socket) = listener {
-            match accept(&socket, &in_reserve) {
-                Ended::Closed => {
-                    log::warn!("the program closed the control socket; creating a new one");
-                    drop(socket);
-                    listen().inspect_err(complain)
-                }
-                Ended::Replaced(by) => Ok(by),
-            }
-        } else {
-            thread::sleep(TRY_AGAIN);
-            listen().inspect_err(|error| log::debug!("no control socket: {error}"))
-        };
+        reserve::fill();
+        let door = door::socket();
+        let both = [named.socket.as_ref(), door.as_deref()];
+        let [is_named_called, is_door_called] = wait_for_clients(both);
+        if let Some(door) = door.filter(|_| is_door_called) {
+            accept(&door, &in_reserve);
+        }
+        named = named.serve(is_named_called, &in_reserve);
     }
+}
+
+/// The socket in the directory.
+struct Named {
+    /// `None`: it could not be made.
+    socket: Option<Held>,
+    /// When that was tried last.
+    tried: Instant,
+    /// Whether the log says that the name was deleted and cannot be made again.
+    is_loss_logged: bool,
+}
+
+impl Named {
+    /// Accepts a client if there `is_one`. Makes the socket again if the program has closed it, or if somebody has deleted its name.
+    fn serve(self, is_one: bool, in_reserve: &Sender<Arc<Connection>>) -> Self {
+        let Some(socket) = &self.socket else {
+            if self.tried.elapsed() < TRY_AGAIN {
+                return self;
+            }
+            let again = listen().inspect_err(|error| log::debug!("no control socket: {error}"));
+            return Self { socket: again.ok(), tried: Instant::now(), ..self };
+        };
+        if socket.get().is_err() || is_one && !accept(socket, in_reserve) {
+            // A daemonizing program closes all descriptors and then reuses the numbers for its own files.
+            log::warn!("the program closed the control socket; creating a new one");
+            drop(self.socket);
+            return Self { socket: listen().inspect_err(complain).ok(), tried: Instant::now(), is_loss_logged: false };
+        }
+        if !is_lost() {
+            BOUND.get().lock().unpoisoned().iter_mut().for_each(|bound| bound.told_of_deleted(2 * LOOK_EVERY));
+            return self;
+        }
+        let again = Directory::open_or_create_again().and_then(|directory| Ok((listen_in(&directory)?, directory)));
+        match again {
+            Ok((new, directory)) => {
+                BOUND.get().lock().unpoisoned().iter_mut().for_each(|bound| bound.tell_of_deleted(&directory));
+                log::warn!("somebody has deleted the control socket; it is there again");
+                Self { socket: Some(new), is_loss_logged: false, ..self }
+            }
+            // The next attempt may succeed: the directory is there again after the next login, say.
+            Err(error) => {
+                if !self.is_loss_logged {
+                    log::warn!("somebody has deleted the control socket: {error}");
+                }
+                Self { is_loss_logged: true, ..self }
+            }
+        }
+    }
+}
+
+/// Waits until a client calls at one of the sockets, or it is time to look at them. Returns at which.
+///
+/// Waits in `poll`, which takes no descriptor number. A blocked `accept` would reserve the lowest free one, and a program
+/// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
+/// to connect is disconnected, and finds the new socket when it retries.
+fn wait_for_clients(sockets: [Option<&Held>; 2]) -> [bool; 2] {
+    let waiting = sockets.map(|socket| socket.and_then(|socket| socket.get().ok()));
+    // Interrupted, say: then nobody calls, but somebody may.
+    system::poll_all(waiting, libc::POLLIN, LOOK_EVERY).map_or([true; 2], |found| found.map(|events| events != 0))
+}
+
+/// Accepts a client that calls. `false` if the socket is closed. The reserve is lent only to a client that is there: a thread of the program that
+/// asks for descriptors all the time would get what is free for a moment.
+fn accept(socket: &Held, in_reserve: &Sender<Arc<Connection>>) -> bool {
+    let Ok(listener) = socket.as_type::<UnixListener>() else { return false };
+    match reserve::lend(2, || listener.accept().and_then(|(stream, _)| Held::new(stream))) {
+        Ok(stream) => welcome(stream, in_reserve),
+        // Shut down: no connection will ever arrive.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return false,
+        // The client has disconnected, or there was none.
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
+        // Most likely out of descriptors. That is up to the program, and temporary.
+        Err(error) => {
+            log::debug!("accept: {error}");
+            thread::sleep(Duration::from_millis(200));
+        }
+    }
+    true
 }
 
 /// The socket that this process has bound last, which is removed at exit. The socket of a killed process stays behind until the next
@@ -103,59 +177,6 @@ fn remove_at_exit() -> Mutex<Option<Bound>> {
     }
     exit::at_exit(remove);
     Mutex::default()
-}
-
-/// Why a socket is no longer used.
-enum Ended {
-    /// A daemonizing program closes all descriptors and then reuses the numbers for its own files.
-    Closed,
-    /// Its name was deleted; this one has the name.
-    Replaced(Held),
-}
-
-/// Accepts connections until the program closes the socket, or somebody deletes its name.
-///
-/// Waits in `poll`, which takes no descriptor number. A blocked `accept` would reserve the lowest free one, and a program
-/// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
-/// to connect is disconnected, and finds the new socket when it retries. The reserve is lent only to a client that is there: a thread of the
-/// program that asks for descriptors all the time would get what is free for a moment.
-fn accept(socket: &Held, in_reserve: &Sender<Arc<Connection>>) -> Ended {
-    let mut is_logged = false;
-    loop {
-        reserve::fill();
-        let Ok(waiting) = socket.get() else { return Ended::Closed };
-        let is_quiet = system::poll(waiting, libc::POLLIN, LOOK_EVERY.as_millis() as libc::c_int).is_ok_and(|found| found == 0);
-        let Ok(listener) = socket.as_type::<UnixListener>() else { return Ended::Closed };
-        let accept = || listener.accept().and_then(|(stream, _)| Held::new(stream));
-        match (!is_quiet).then(|| reserve::lend(2, accept)) {
-            None => (),
-            Some(Ok(stream)) => welcome(stream, in_reserve),
-            // Shut down: no connection will ever arrive.
-            Some(Err(error)) if error.raw_os_error() == Some(libc::EINVAL) => return Ended::Closed,
-            // The client has disconnected, or there was none.
-            Some(Err(error)) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
-            // Most likely out of descriptors. That is up to the program, and temporary.
-            Some(Err(error)) => {
-                log::debug!("accept: {error}");
-                thread::sleep(Duration::from_millis(200));
-            }
-        }
-        if is_lost() {
-            let again = Directory::open_or_create_again().and_then(|directory| Ok((listen_in(&directory)?, directory)));
-            match again {
-                Ok((new, directory)) => {
-                    BOUND.get().lock().unpoisoned().iter_mut().for_each(|bound| bound.tell_of_deleted(&directory));
-                    log::warn!("somebody has deleted the control socket; it is there again");
-                    return Ended::Replaced(new);
-                }
-                // The next attempt may succeed: the directory is there again after the next login, say.
-                Err(error) if !mem::replace(&mut is_logged, true) => log::warn!("somebody has deleted the control socket: {error}"),
-                Err(_) => (),
-            }
-        } else {
-            BOUND.get().lock().unpoisoned().iter_mut().for_each(|bound| bound.told_of_deleted(2 * LOOK_EVERY));
-        }
-    }
 }
 
 /// Whether nobody finds the socket any more.

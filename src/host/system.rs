@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use std::{fs, io};
 
 /// A clock that all processes of the machine share, in nanoseconds.
@@ -26,6 +27,19 @@ pub fn poll(descriptor: BorrowedFd<'_>, events: libc::c_short, milliseconds: lib
     // SAFETY: one writable entry.
     let found = unsafe { libc::poll(&raw mut waiting, 1, milliseconds) };
     if found < 0 { Err(io::Error::last_os_error()) } else { Ok(waiting.revents) }
+}
+
+/// The same on several descriptors, of which some may be missing.
+pub fn poll_all<const N: usize>(
+    descriptors: [Option<BorrowedFd<'_>>; N],
+    events: libc::c_short,
+    limit: Duration,
+) -> io::Result<[libc::c_short; N]> {
+    // The kernel skips negative numbers.
+    let mut waiting = descriptors.map(|one| libc::pollfd { fd: one.map_or(-1, |one| one.as_raw_fd()), events, revents: 0 });
+    // SAFETY: writable entries, as many as is said.
+    let found = unsafe { libc::poll(waiting.as_mut_ptr(), N as libc::nfds_t, limit.as_millis() as libc::c_int) };
+    if found < 0 { Err(io::Error::last_os_error()) } else { Ok(waiting.map(|one| one.revents)) }
 }
 
 /// A limit of this process (`RLIMIT_…`). `None` if there is none.
@@ -87,6 +101,11 @@ pub fn folder_of(pid: u32) -> PathBuf {
     threads.map(|thread| thread.path()).find(lives).unwrap_or(folder)
 }
 
+/// Whether a process's main thread lives. `true` also for a process that has ended.
+pub fn has_main_thread(pid: u32) -> bool {
+    folder_of(pid) == Path::new(&format!("/proc/{pid}"))
+}
+
 /// The state of a process or thread, from its folder in `/proc`; `None` if it has ended.
 fn state(folder: &Path) -> Option<u8> {
     let stat = fs::read(folder.join("stat")).ok()?;
@@ -111,7 +130,7 @@ mod tests {
     use crate::is_one_file;
     use std::os::fd::AsFd;
     use std::process::{Command, id};
-    use std::time::Duration;
+
     use std::{ptr, thread};
 
     #[test]

@@ -37,8 +37,8 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
             unsafe { handle.cast::<[u8; HANDLE_BYTES]>().write_unaligned(made.bytes()) };
             log_once!(
                 log::Level::Info,
-                "this process shares managed memory by CUDA IPC. A process can open it only if it has this library preloaded, too, and the \
-                 same VRAMCTL_DIR; otherwise cudaIpcOpenMemHandle fails there with error 1 (invalid argument)"
+                "this process shares managed memory by CUDA IPC. A process can open it only if it has this library preloaded, too, and, in \
+                 another network namespace, the same VRAMCTL_DIR; otherwise cudaIpcOpenMemHandle fails there with error 1 (invalid argument)"
             );
             code::SUCCESS
         }

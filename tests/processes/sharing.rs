@@ -81,6 +81,42 @@ fn who_shares_memory_logs_once_that_others_need_the_library() {
     }
 }
 
+/// Plain CUDA needs no directory, and another user may have made this one first.
+#[test]
+fn memory_is_shared_without_a_directory_of_sockets() {
+    let close_sockets = "[os.close(int(one)) for one in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{one}') \
+                         and os.readlink(f'/proc/self/fd/{one}').startswith('socket:')] and 0";
+    let machine = Machine::pair();
+    let elsewhere = machine.folder.path().join("elsewhere");
+    let unusable = |command: &mut Command| _ = command.env("VRAMCTL_DIR", "/nowhere/to/be/found");
+    let other_one = |command: &mut Command| _ = command.env("VRAMCTL_DIR", &elsewhere);
+    let (mut hidden, mut apart) = (machine.python_with("hidden", unusable), machine.python_with("apart", other_one));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
+    assert_eq!(owner.ask(&format!("fill({pointer}, 1, 10)")), "0");
+    for one in [&mut apart, &mut hidden, &mut other] {
+        let theirs = one.number(&format!("open_('{handle}')"));
+        assert_eq!(one.ask(&format!("read({theirs}, 10)")), "[1]");
+        machine.refused(&owner, one);
+        assert_eq!(one.ask(&format!("close({theirs})")), "0");
+    }
+    machine.done("pause --name owner");
+    assert_eq!(hidden.ask(&format!("open_('{handle}')")), "error 401", "paused");
+    machine.done("resume --name owner");
+
+    let own = hidden.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(hidden.ask(&format!("fill({own}, 2, 10)")), "0");
+    let handle = hidden.ask(&format!("get({own})"));
+    for _ in 0..2 {
+        let theirs = other.number(&format!("open_('{handle}')"));
+        assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[2]");
+        assert_eq!(other.ask(&format!("close({theirs})")), "0");
+        // As a program does that becomes a daemon.
+        assert_eq!(hidden.ask(close_sockets), "0");
+    }
+    assert_eq!(hidden.ask(&format!("free({own})")), "0");
+    assert_eq!(other.ask(&format!("open_('{handle}')")), "error 400", "freed");
+}
+
 #[test]
 fn only_open_memory_is_not_paused() {
     let machine = Machine::pair();

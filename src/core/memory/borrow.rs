@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::{io, process};
+use vramctl_control::door::Door;
 use vramctl_control::protocol::Reply;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess, Unpoison, worker};
@@ -27,6 +28,8 @@ use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRe
 pub(super) struct BorrowedMemory {
     pub(super) open: HashMap<Token, Opened>,
     owners: HashMap<u32, Arc<Lease>>,
+    /// Where owners listen besides, as their handles say.
+    doors: HashMap<u32, Door>,
     /// Counts opens and closes.
     changes: u64,
     /// Counts pauses that have set memory aside. Memory that an owner passed before such a pause may have been released by it since.
@@ -266,6 +269,7 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
         if let Some(address) = borrowed.open_again(&handle.token, current)? {
             return Ok(address);
         }
+        borrowed.doors.extend(handle.door.map(|door| (handle.owner, door)));
         borrowed.lease(handle.owner).map_err(|error| Refused::because(handle.owner, &error))?
     };
     let mut state = lease.state.lock().unpoisoned();
@@ -501,7 +505,7 @@ impl BorrowedMemory {
         match self.owners.entry(owner) {
             Entry::Occupied(known) => Ok(Arc::clone(known.get())),
             Entry::Vacant(place) => {
-                let lease = Lease { lender: Lender::connect(owner)?, state: Mutex::new(LeaseState::Open) };
+                let lease = Lease { lender: Lender::connect(owner, self.doors.get(&owner).copied())?, state: Mutex::new(LeaseState::Open) };
                 Ok(Arc::clone(place.insert(Arc::new(lease))))
             }
         }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use std::{io, thread};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::discovery::Directory;
+use vramctl_control::door::Door;
 use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_host::Held;
 use vramctl_model::{Failure, StatusCode, code};
@@ -28,9 +29,14 @@ pub(super) struct Lender {
 }
 
 impl Lender {
-    pub(super) fn connect(pid: u32) -> io::Result<Self> {
-        let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
-        Ok(Self { pid, connection: Held::new(directory.connect_beside(pid)?)? })
+    /// `door`: where it listens besides, if that is known.
+    pub(super) fn connect(pid: u32, door: Option<Door>) -> io::Result<Self> {
+        let named = || Directory::open()?.ok_or(io::ErrorKind::NotFound)?.connect_beside(pid);
+        let stream = named().or_else(|error| match door {
+            Some(door) if error.kind() != io::ErrorKind::WouldBlock => door.connect(pid).map_err(|_| error),
+            _ => Err(error),
+        })?;
+        Ok(Self { pid, connection: Held::new(stream)? })
     }
 
     /// Asks for the memory behind a descriptor that it may have exported.

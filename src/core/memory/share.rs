@@ -9,11 +9,13 @@ pub use super::lending::{Borrower, Token};
 
 use super::lending::TOKEN_BYTES;
 use super::{Allocation, Memory, check_not_quiesced};
+use crate::door;
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_control::descriptors;
+use vramctl_control::door::Door;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
 use vramctl_host::Held;
 use vramctl_host::system::program_of;
@@ -24,13 +26,15 @@ pub const HANDLE_BYTES: usize = 64;
 /// The first bytes of the library's handles. The driver's begin with its own number for the process.
 const MAGIC: &[u8; 8] = b"vramctl\x01";
 
-/// An IPC handle of the library's. Layout: magic, owner, zeros, token, zeros.
+/// An IPC handle of the library's. Layout: magic, owner, zeros, token, door, zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ticket {
     /// The owner, by the name of its socket.
     pub owner: u32,
     /// The allocation.
     pub token: Token,
+    /// Where the owner listens besides.
+    pub door: Option<Door>,
 }
 
 impl Ticket {
@@ -38,8 +42,9 @@ impl Ticket {
     pub fn parse(bytes: &[u8; HANDLE_BYTES]) -> Option<Self> {
         let rest = bytes.strip_prefix(MAGIC)?;
         let (owner, rest) = rest.split_first_chunk()?;
-        let token = rest.get(4..)?.first_chunk()?;
-        Some(Self { owner: u32::from_le_bytes(*owner), token: Token(*token) })
+        let (token, rest) = rest.get(4..)?.split_first_chunk()?;
+        let door = Door::of_number(u64::from_le_bytes(*rest.first_chunk()?));
+        Some(Self { owner: u32::from_le_bytes(*owner), token: Token(*token), door })
     }
 
     /// The handle as the program gets it.
@@ -48,6 +53,8 @@ impl Ticket {
         bytes[..8].copy_from_slice(MAGIC);
         bytes[8..12].copy_from_slice(&self.owner.to_le_bytes());
         bytes[16..16 + TOKEN_BYTES].copy_from_slice(&self.token.0);
+        let door = self.door.map_or(0, Door::number);
+        bytes[16 + TOKEN_BYTES..24 + TOKEN_BYTES].copy_from_slice(&door.to_le_bytes());
         bytes
     }
 }
@@ -72,7 +79,7 @@ impl Memory {
             return None;
         }
         let token = allocation.contents().lending.token();
-        Some(token.map(|token| Ticket { owner: std::process::id(), token }).map_err(|error| {
+        Some(token.map(|token| Ticket { owner: std::process::id(), token, door: door::number() }).map_err(|error| {
             log::debug!("getrandom: {error}");
             code::OPERATING_SYSTEM
         }))
@@ -199,7 +206,7 @@ mod tests {
 
     #[test]
     fn our_handles_are_distinguished_from_the_drivers() {
-        let handle = Ticket { owner: 4711, token: Token::random().unwrap() };
+        let handle = Ticket { owner: 4711, token: Token::random().unwrap(), door: Door::of_number(1 << 63) };
         let mut bytes = handle.bytes();
         assert_eq!(Ticket::parse(&bytes), Some(handle));
         assert_ne!(Token::random().unwrap(), handle.token);
