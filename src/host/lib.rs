@@ -15,6 +15,7 @@ mod lock;
 pub mod logger;
 pub mod opens;
 pub mod reserve;
+pub mod schedule;
 pub mod stack;
 pub mod symbols;
 pub mod system;

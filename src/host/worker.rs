@@ -1,6 +1,7 @@
-//! The library's threads in somebody else's process: named, with all signals blocked, and known to [`exit`].
+//! The library's threads in somebody else's process: named, with all signals blocked, scheduled as the process is, and known to [`exit`].
 
-use crate::{exit, symbols};
+use crate::{exit, schedule, symbols};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::{io, mem, ptr};
@@ -17,7 +18,8 @@ pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::R
 
 fn start(builder: Builder, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     exit::expect_workers();
-    with_signals_blocked(|| builder.spawn(move || exit::as_worker(work))).map(drop)
+    let starter = of_caller();
+    with_signals_blocked(|| builder.spawn(move || exit::as_worker(|| work_as(starter, work)))).map(drop)
 }
 
 /// Starts a worker that ends with a scope.
@@ -27,7 +29,33 @@ pub fn spawn_scoped<'scope, 'env, R: Send + 'scope>(
     work: impl FnOnce() -> R + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, R>> {
     exit::expect_workers();
-    with_signals_blocked(|| builder(name).spawn_scoped(scope, move || exit::as_worker(work)))
+    let starter = of_caller();
+    with_signals_blocked(|| builder(name).spawn_scoped(scope, move || exit::as_worker(|| work_as(starter, work))))
+}
+
+thread_local! {
+    /// Whether this thread is a worker.
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Who has started a worker.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Starter {
+    Program,
+    /// Another worker, from which it inherits what somebody may have set for all threads since.
+    Worker,
+}
+
+fn of_caller() -> Starter {
+    if IS_WORKER.get() { Starter::Worker } else { Starter::Program }
+}
+
+fn work_as<R>(starter: Starter, work: impl FnOnce() -> R) -> R {
+    IS_WORKER.set(true);
+    if starter == Starter::Program {
+        schedule::run_as_at_start();
+    }
+    work()
 }
 
 fn builder(name: &str) -> Builder {

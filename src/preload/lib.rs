@@ -57,4 +57,14 @@ export!(dlvsym, resolve::dlvsym);
 export!(dlopen, opens::dlopen);
 export!(dlmopen, opens::dlmopen);
 
+/// Runs when the library is loaded: two system calls.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_LOAD: extern "C" fn() = {
+    extern "C" fn at_load() {
+        vramctl_host::schedule::remember();
+    }
+    at_load
+};
+
 vramctl_host::own_thread_exit!();

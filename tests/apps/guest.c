@@ -6,12 +6,14 @@
 #include "check.h"
 #include "cudart.h"
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -330,6 +332,64 @@ static void memory_comes_late(void)
 	turn("saved");
 }
 
+/* Whether all threads of the library, of which there are some, may use these processors, as any others may. */
+static bool run_freely(const cpu_set_t *processors)
+{
+	DIR *threads = opendir("/proc/self/task");
+	struct dirent *one;
+	int found = 0, free = 0;
+	check(threads != NULL, "/proc/self/task");
+	while ((one = readdir(threads)) != NULL) {
+		char path[300], name[16] = "";
+		cpu_set_t its;
+		int thread = atoi(one->d_name);
+		snprintf(path, sizeof path, "/proc/self/task/%s/comm", one->d_name);
+		FILE *file = fopen(path, "r");
+		if (file == NULL)
+			continue;
+		bool is_ours = fgets(name, sizeof name, file) != NULL && strncmp(name, "vramctl", 7) == 0;
+		fclose(file);
+		if (!is_ours || sched_getaffinity(thread, sizeof its, &its) != 0)
+			continue;
+		found++;
+		free += CPU_EQUAL(&its, processors) && sched_getscheduler(thread) == SCHED_OTHER;
+	}
+	closedir(threads);
+	return found > 0 && free == found;
+}
+
+/* A thread that has just started may not have got to it. */
+static void check_scheduling(const cpu_set_t *processors)
+{
+	for (int i = 0; i < 10000 && !run_freely(processors); i++)
+		usleep(1000);
+	check(run_freely(processors), "a thread of the library is bound, or has another policy");
+}
+
+/* Its first thread is bound to one processor, and has another policy than it was started with. */
+static void bound(void)
+{
+	int (*pause)(const char *, long, int) = (int (*)(const char *, long, int))dlsym(RTLD_DEFAULT, "vramctl_pause");
+	int (*resume)(const char *, long) = (int (*)(const char *, long))dlsym(RTLD_DEFAULT, "vramctl_resume");
+	struct sched_param high = {.sched_priority = 1}, none = {0};
+	cpu_set_t all, one;
+	check(sched_getaffinity(0, sizeof all, &all) == 0, "sched_getaffinity");
+	CPU_ZERO(&one);
+	for (int processor = 0; CPU_COUNT(&one) == 0; processor++)
+		if (CPU_ISSET(processor, &all))
+			CPU_SET(processor, &one);
+	check(sched_setaffinity(0, sizeof one, &one) == 0, "sched_setaffinity");
+	if (sched_setscheduler(0, SCHED_RR, &high) != 0)
+		check(sched_setscheduler(0, SCHED_BATCH, &none) == 0, "sched_setscheduler");
+	allocate_result();
+	check_scheduling(&all);
+	check(pause(NULL, 5000, 0) == 0 && resume(NULL, 0) == 0, "vramctl_pause");
+	check_scheduling(&all);
+	turn("ready");
+	check_scheduling(&all);
+	save_result(result);
+}
+
 /* Goes on when the main thread has ended. */
 static void *go_on(void *main_thread)
 {
@@ -472,6 +532,7 @@ int main(int argc, char **argv)
 		void (*run)(void);
 	} modes[] = {
 		{"another-error", another_error},
+		{"bound", bound},
 		{"cancelled", cancelled},
 		{"end-main-thread", end_main_thread},
 		{"exit-in-malloc", exit_in_malloc},

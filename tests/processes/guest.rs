@@ -218,7 +218,7 @@ fn a_program_whose_main_thread_has_ended_is_reached() {
     // Somebody deletes the socket.
     std::fs::remove_file(machine.socket(program.pid())).unwrap();
     common::eventually("the socket is there again", || machine.socket(program.pid()).exists());
-    machine.done("suspend ended");
+    machine.vramctl("suspend ended").expect(7, "", "its main thread has ended, through which the driver reaches a process");
     machine.done("resume ended");
     program.tell("end");
     program.end();
@@ -251,6 +251,17 @@ fn a_held_program_exits_by_itself() {
         program.end();
         assert!(!socket.exists());
     }
+}
+
+/// Threads inherit how the thread runs that starts them.
+#[test]
+fn the_librarys_threads_run_as_the_process_was_started() {
+    let machine = Machine::new();
+    let mut program = machine.start("bound", "guest bound");
+    machine.done("pause bound");
+    machine.done("resume bound");
+    program.tell("end");
+    program.end();
 }
 
 /// A program whose signal handlers make calls, and pauses of it that hold it.

@@ -12,6 +12,7 @@ use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
+use vramctl_host::system;
 use vramctl_model::{Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, TagState, TagStatus, TransitionRequest, Verb, code, support};
 
 /// A process that leaves its GPUs and comes back.
@@ -164,7 +165,14 @@ impl Member {
 
     pub(super) fn can_be_seen(&self) -> Result<(), CommandError> {
         let away = || CommandError::new(Exit::Unsuspendable, "it is in another container: run vramctl there");
-        if self.pid == 0 { Err(away()) } else { Ok(()) }
+        if self.pid == 0 {
+            return Err(away());
+        }
+        if system::has_main_thread(self.pid.cast_unsigned()) {
+            return Ok(());
+        }
+        // It answers 304 to each request.
+        Err(CommandError::new(Exit::Unsuspendable, "its main thread has ended, through which the driver reaches a process"))
     }
 
     /// Dry run of its pause, together with these processes.

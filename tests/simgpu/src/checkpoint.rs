@@ -4,11 +4,12 @@
 //! always are in this simulation. The state is in the machine's shared state: [`crate::machine`].
 
 use crate::abi::{In, Out, Uuid};
-use crate::codes::{INVALID_VALUE, Outcome};
+use crate::codes::{INVALID_VALUE, OPERATING_SYSTEM, Outcome};
 use crate::device;
 use crate::driver::{machine, settings};
 use std::collections::BTreeMap;
 use std::time::Duration;
+use vramctl_host::system::has_main_thread;
 
 /// `CUcheckpointLockArgs`.
 #[repr(C)]
@@ -55,8 +56,10 @@ fn given<T: Copy>(args: In<T>) -> Option<T> {
     args.get().ok()
 }
 
+/// The driver asks the process's main thread: without it, it answers this (driver 580).
 fn process(pid: i32) -> Outcome<u32> {
-    u32::try_from(pid).map_err(|_| INVALID_VALUE)
+    let pid = u32::try_from(pid).map_err(|_| INVALID_VALUE)?;
+    if has_main_thread(pid) { Ok(pid) } else { Err(OPERATING_SYSTEM) }
 }
 
 /// `cuCheckpointProcessGetState`.
