@@ -60,6 +60,24 @@ fn python_has_them() {
     assert_eq!(found, wanted);
 }
 
+/// `vramctl ray` becomes a Python program, with the exit codes of the other commands.
+#[test]
+fn the_command_for_ray_has_their_exit_codes() {
+    let source = fs::read_to_string(path("python/vramctl/ray.py")).unwrap();
+    let (_, table) = source.split_once("_EXITS = {\n").expect("the table");
+    let (table, _) = table.split_once('}').unwrap();
+    let entry = |line: &str| {
+        let (code, exit) = line.trim().trim_end_matches(',').split_once(": ").unwrap();
+        (code.trim_matches('"').to_owned(), exit.parse().unwrap())
+    };
+    let found: BTreeMap<String, u8> = table.lines().filter(|line| !line.trim().is_empty()).map(entry).collect();
+    let of_kinds = Kind::ALL.iter().filter(|kind| kind.surface() != Surface::C).map(|kind| (code(*kind), Exit::from(*kind) as u8));
+    let of_commands =
+        [("several_processes", Exit::Usage), ("no_process", Exit::NoProcess)].map(|(code, exit)| (code.to_owned(), exit as u8));
+    let wanted = of_kinds.chain(of_commands).filter(|(_, exit)| *exit != Exit::Failed as u8).collect();
+    assert_eq!(found, wanted);
+}
+
 #[test]
 fn the_page_for_python_names_them() {
     let page = fs::read_to_string(path("docs/python.md")).unwrap();

@@ -298,7 +298,7 @@ fn a_timeout_is_for_the_whole_resume() {
     let lock = fs::File::create(machine.folder.path().join("sockets/restore.lock")).unwrap();
     lock.lock().unwrap();
     let begun = Instant::now();
-    machine.vramctl("resume --timeout 0.5").expect(1, "", "has been restoring a job");
+    machine.vramctl("resume --timeout 0.5").expect(5, "", "has been restoring a job");
     assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 
     // Room for its context, but not for its memory.

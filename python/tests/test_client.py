@@ -163,6 +163,12 @@ except vramctl.errors.Invalid as error:
                 vramctl.Client("three")
             self.assertIn(f"one (pid {one.pid})", str(none.exception))
 
+    def test_a_name_may_have_a_slash(self) -> None:
+        with Program("org/model") as model, vramctl.Client("org/model") as client:
+            self.assertEqual(client.hello().pid, model.pid)
+            with self.assertRaisesRegex(errors.NoProcess, "nothing listens at .*no/model"):
+                vramctl.Client("no/model")
+
     def test_a_process_that_is_killed_leaves_a_socket_that_is_removed(self) -> None:
         with Program("engine") as engine:
             client = vramctl.Client(engine.pid)

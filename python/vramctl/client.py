@@ -205,7 +205,7 @@ class Client:
     """A client for another managed process.
 
     `target`: a process id (int or digits); a unique process name (``vramctl run --name``, else the program's name); the
-    path of a socket (a `Path`, or a string with a slash); or None for the only managed process.
+    path of a socket (a `Path`, or a string with a slash that no process has as its name); or None for the only managed process.
 
     `patience`: timeout in seconds for requests that need no work (`hello`, `status`, `set_tag`); None waits as long as the
     process lives.
@@ -532,7 +532,7 @@ def _find(target: int | str | os.PathLike[str] | None, patience: float | None) -
         return _Place.of(target)
     if not (target is None or isinstance(target, (str, os.PathLike))):
         raise TypeError(f"a process is chosen by its id, its name or the path of its socket, not by {target!r}")
-    if isinstance(target, os.PathLike) or (isinstance(target, str) and "/" in target):
+    if isinstance(target, os.PathLike) or (isinstance(target, str) and _is_path(target)):
         path = Path(os.path.abspath(target))
         return _Place(str(path.parent), path.name)
     found = processes(patience=_PATIENCE if patience is None else patience)
@@ -559,6 +559,14 @@ def _find(target: int | str | os.PathLike[str] | None, patience: float | None) -
         "after its first GPU allocation. If it uses another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
         pids,
     )
+
+
+def _is_path(target: str) -> bool:
+    """Whether a string is the path of a socket. A process's name may have a slash, too, as those of models do."""
+    if "/" not in target or os.path.exists(target):
+        return "/" in target
+    found = processes(patience=_PATIENCE)
+    return not any(one.name == target or (one.error is not None and _may_be_called(target, one.pid)) for one in found)
 
 
 def _may_be_called(name: str, pid: int) -> bool:

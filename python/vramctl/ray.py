@@ -600,10 +600,24 @@ def _main() -> int:
             print(json.dumps({"processes": [], "committed": error.committed, "error": told}))
         else:
             print(f"vramctl ray {given.verb}: {error}", file=sys.stderr)
-        return {"no_process": 3, "device_memory": 4, "host_memory": 4, "busy": 5, "leased": 5, "unknown_tag": 6}.get(
-            error.code, 1
-        )
+        return _EXITS.get(error.code, 1)
     return 0
+
+
+#: The exit codes of `vramctl help`, by the code of the error; 1 for all others.
+_EXITS = {
+    "several_processes": 2,
+    "no_process": 3,
+    "device_memory": 4,
+    "host_memory": 4,
+    "busy": 5,
+    "capturing": 5,
+    "leased": 5,
+    "shared": 5,
+    "suspended": 5,
+    "unknown_tag": 6,
+    "not_restorable": 7,
+}
 
 
 class _Told(Job):

@@ -285,12 +285,21 @@ impl Client {
     }
 
     fn read(&mut self) -> io::Result<Reply> {
-        let mut line = Vec::new();
+        /// Far more than the longest one, a page of events.
+        const LONGEST_ANSWER: usize = 64 << 20;
+        /// How long an answer may take from its first byte on.
+        const COMPLETE_WITHIN: Duration = Duration::from_secs(30);
+        let endless = || io::Error::new(io::ErrorKind::InvalidData, "its answer does not end");
+        let (mut line, mut begun) = (Vec::new(), None);
         let ended = || io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered");
         loop {
-            match self.stream.read_until(b'\n', &mut line) {
-                Ok(_) if line.last() == Some(&b'\n') => break,
-                Ok(_) => return Err(ended()),
+            match self.read_more(&mut line) {
+                Ok(true) => break,
+                // Who answers may be another user's program, if root asks.
+                Ok(false) if line.len() > LONGEST_ANSWER => return Err(endless()),
+                Ok(false) if begun.get_or_insert_with(Instant::now).elapsed() > COMPLETE_WITHIN => return Err(endless()),
+                Ok(false) => (),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(ended()),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                     if self.seen_as != 0 && !fs::exists(format!("/proc/{}", self.seen_as)).unwrap_or(true) {
                         return Err(ended());
@@ -312,6 +321,19 @@ impl Client {
         Ok(reply)
     }
 
+    /// Reads what has arrived of a line. Returns whether it is complete.
+    fn read_more(&mut self, line: &mut Vec<u8>) -> io::Result<bool> {
+        let part = self.stream.fill_buf()?;
+        if part.is_empty() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let end = part.iter().position(|byte| *byte == b'\n').map(|at| at + 1);
+        let count = end.unwrap_or(part.len());
+        line.extend_from_slice(&part[..count]);
+        self.stream.consume(count);
+        Ok(end.is_some())
+    }
+
     /// The error for an answer to another question.
     pub fn unexpected(&self, reply: &Reply) -> ClientError {
         self.failed(io::Error::new(io::ErrorKind::InvalidData, format!("the answer does not match the request: {reply:?}")))
@@ -319,5 +341,31 @@ impl Client {
 
     fn failed(&self, error: io::Error) -> ClientError {
         ClientError::Io { pid: self.pid, error }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::unix::net::UnixListener;
+
+    /// Root asks everybody's programs, and one of them may be hostile.
+    #[test]
+    #[cfg_attr(miri, ignore = "opens a directory")]
+    fn an_answer_without_an_end_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let pid = std::process::id();
+        let listener = UnixListener::bind(folder.path().join(format!("{pid}.sock"))).unwrap();
+        let endless = thread::spawn(move || {
+            let part = vec![b'a'; 1 << 20];
+            // Far more than is read of it.
+            let answer = |mut stream: UnixStream| (0..1000).take_while(|_| stream.write_all(&part).is_ok()).count();
+            // The first to come only looks whether somebody listens.
+            listener.incoming().map(|stream| answer(stream.unwrap())).find(|sent| *sent > 10)
+        });
+        let refused = Client::connect(&Directory::at(folder.path()).unwrap(), pid).unwrap_err();
+        assert!(refused.to_string().ends_with("its answer does not end"), "{refused}");
+        assert!(endless.join().unwrap() < Some(200));
     }
 }

@@ -10,7 +10,7 @@ use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, fchown};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, fchown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -182,7 +182,9 @@ impl Directory {
     }
 
     fn dial(&self, address: &Address) -> io::Result<UnixStream> {
-        let stream = connect_without_waiting(self.within(&address.file()).as_os_str().as_bytes())?;
+        let path = self.within(&address.file());
+        let stream =
+            if self.owner == user() { connect_without_waiting(path.as_os_str().as_bytes())? } else { self.dial_of_another_user(&path)? };
         let peer = peer(&stream)?;
         if peer.uid == self.owner || peer.uid == 0 {
             return Ok(stream);
@@ -194,6 +196,20 @@ impl Directory {
             peer.uid
         );
         Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+    }
+
+    /// The same where the directory's owner could have put anything there, such as a link to a socket that only this user reaches.
+    fn dial_of_another_user(&self, path: &Path) -> io::Result<UnixStream> {
+        let socket = File::options().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+        let found = socket.metadata()?;
+        if !found.file_type().is_socket() || found.nlink() > 1 || found.uid() != self.owner {
+            let why = format!(
+                "{}: not a socket of the directory's owner; nothing there is followed",
+                path.file_name().unwrap_or_default().display()
+            );
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
+        connect_without_waiting(format!("/proc/self/fd/{}", socket.as_raw_fd()).as_bytes())
     }
 
     /// The pids of the processes that listen, sorted, as they are seen from here. A process of a PID namespace that cannot be seen from
@@ -354,6 +370,27 @@ fn naming(path: &Path, error: &io::Error) -> io::Error {
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
+
+    /// Only root looks into another user's directory; here, a directory that is taken for another user's.
+    #[test]
+    #[cfg_attr(miri, ignore = "opens a directory")]
+    fn a_link_in_another_users_directory_is_not_followed_to_a_socket() {
+        let [theirs, own] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let service = UnixListener::bind(own.path().join("service")).unwrap();
+        symlink(own.path().join("service"), theirs.path().join("4711.sock")).unwrap();
+        let directory = Directory { owner: user() + 1, ..Directory::at(theirs.path()).unwrap() };
+        let refused = directory.connect(4711).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "{refused}");
+        // Nor is another name of one, or one that its owner did not make.
+        fs::hard_link(own.path().join("service"), theirs.path().join("4712.sock")).unwrap();
+        let _planted = UnixListener::bind(theirs.path().join("4713.sock")).unwrap();
+        assert!([4712, 4713].iter().all(|pid| directory.connect(*pid).is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)));
+        service.set_nonblocking(true).unwrap();
+        assert_eq!(service.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has come");
+        // What it did make is reached, by its own name.
+        let directory = Directory::at(theirs.path()).unwrap();
+        assert!(directory.dial_of_another_user(&directory.within("4713.sock")).is_ok());
+    }
 
     /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
     #[test]

@@ -1,6 +1,7 @@
 //! Why a command failed, and the exit code for scripts.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use serde_json::json;
 use std::borrow::Borrow;
 use std::fmt;
 use std::io::ErrorKind;
@@ -11,8 +12,7 @@ use vramctl_model::{Error, Kind};
 
 /// The exit codes. Their meaning never changes.
 #[repr(u8)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
     /// Done, or nothing to do.
     Done = 0,
@@ -73,6 +73,18 @@ impl Exit {
         }
     }
 
+    /// The code of a failure in the command itself. A lack of memory is always a [`Refusal`], with figures.
+    fn code(self) -> &'static str {
+        match self {
+            Self::Usage => "invalid",
+            Self::NoProcess => "no_process",
+            Self::Busy => "busy",
+            Self::UnknownTag => "unknown_tag",
+            Self::Unsuspendable => "not_restorable",
+            Self::Done | Self::Failed | Self::NoMemory | Self::NotExecutable | Self::NotFound => "failed",
+        }
+    }
+
     /// The first failure of several.
     #[must_use]
     pub fn or(self, next: Self) -> Self {
@@ -112,22 +124,34 @@ pub struct Choice {
 }
 
 /// Why a command failed. As JSON, an object with `code` and `message`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CommandError {
     /// A process refused, with the protocol's code.
     Refused(Box<Refusal>),
-    /// Failed in the command itself. The exit code's name is the code.
+    /// Failed in the command itself.
     Here {
         /// The exit code.
-        #[serde(rename = "code")]
         exit: Exit,
         /// Why, in words.
         message: String,
-        /// What to choose from, for people.
-        #[serde(skip)]
+        /// What to choose from.
         choices: Vec<Choice>,
     },
+}
+
+/// A code of the protocol, or one of the command's own: the same for all who ask (`docs/protocol.md`).
+impl Serialize for CommandError {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (exit, message, choices) = match self {
+            Self::Refused(refusal) => return refusal.serialize(serializer),
+            Self::Here { exit, message, choices } => (exit, message, choices),
+        };
+        if *exit == Exit::Usage && !choices.is_empty() {
+            let pids: Vec<_> = choices.iter().map(|choice| choice.pid).collect();
+            return json!({ "code": "several_processes", "message": message, "pids": pids }).serialize(serializer);
+        }
+        json!({ "code": exit.code(), "message": message }).serialize(serializer)
+    }
 }
 
 impl CommandError {
@@ -164,6 +188,16 @@ impl CommandError {
         match &mut self {
             Self::Refused(refusal) => refusal.message += more,
             Self::Here { message, .. } => *message += more,
+        }
+        self
+    }
+
+    /// The same with another message.
+    #[must_use]
+    pub fn saying(mut self, text: impl Into<String>) -> Self {
+        match &mut self {
+            Self::Refused(refusal) => refusal.message = text.into(),
+            Self::Here { message, .. } => *message = text.into(),
         }
         self
     }

@@ -1,6 +1,6 @@
 //! What came of an operation.
 
-use crate::failure::CommandError;
+use crate::failure::{CommandError, Exit};
 use crate::job::JobReport;
 use crate::processes::Process;
 use serde::{Serialize, Serializer};
@@ -23,6 +23,22 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// All processes that took part.
+    pub fn all(&self) -> impl Iterator<Item = &ProcessOutcome> {
+        self.processes.iter().chain(&self.borrowers)
+    }
+
+    /// The exit code, for all interfaces: a program that stays held, or has lost something, is no success.
+    pub fn exit(&self) -> Exit {
+        let otherwise = match () {
+            () if self.all().any(|one| !one.has_lost().is_empty()) => Exit::Failed,
+            () if self.processes.iter().any(|one| !one.stays_held().is_empty()) => Exit::Busy,
+            () => Exit::Done,
+        };
+        let cause = CommandError::original(self.all().filter_map(|one| one.result.as_ref().err()));
+        cause.map_or(otherwise, CommandError::exit)
+    }
+
     /// The processes of which a pause has taken memory.
     pub fn paused(&self) -> impl Iterator<Item = &Process> {
         let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);

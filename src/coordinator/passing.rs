@@ -7,7 +7,7 @@
 //!
 //! A process with memory on several GPUs is refused: it moves its contents in one order, and might wait for the one GPU while the other is free.
 
-use crate::failure::{CommandError, Exit};
+use crate::failure::CommandError;
 use crate::forecast::Forecast;
 use crate::plan::Plan;
 use crate::processes::Process;
@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::{fmt, fs};
 use vramctl_host::limits;
 use vramctl_host::system::folder_of;
-use vramctl_model::{Bytes, HandOver, Kind, Moving, Policy};
+use vramctl_model::{Bytes, Error, HandOver, Kind, Moving, Policy};
 
 /// What passes, in bytes of host memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Passing {
                  discard tags whose contents can be rebuilt (--discard). Nothing has changed",
                 Bytes(needed.0.saturating_sub(available.0))
             );
-            CommandError::new(Exit::NoMemory, text)
+            CommandError::from(&Error::HostMemory { needed: needed.0, available: available.0, capped: false }).saying(text)
         };
         let [out, into] = [leaving, coming].map(Plan::hand_overs);
         let (out, into) = (out?, into?);

@@ -18,8 +18,8 @@ use crate::shared::{self, Borrower, Group};
 use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{process, thread};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_model::{Error, Kind, NCCL, Registered, Report, TagStatus, TransitionRequest, Verb};
 
@@ -121,7 +121,7 @@ impl Plan {
             // Without `ranks`, a resume continues without processes that have ended.
             check_whole(members.iter().map(|member| &member.process), verb == Verb::Pause, ranks, reporter)?;
         }
-        if verb == Verb::Pause && target.is_by_id() {
+        if verb == Verb::Pause && (target.is_by_id() || !gpus.is_empty()) {
             warn_of_the_rest(&found, &members, reporter);
         }
         let mut plan = Self {
@@ -431,7 +431,7 @@ impl Plan {
         };
         let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
         let within = self.queue_place.as_ref().map(Place::command);
-        Ticket { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.command), waits: false, within }
+        Ticket { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.command), waits: false, within, pid: process::id() }
     }
 
     /// Waits for a place in the queue, for the contexts and the memory of all suspended jobs of this operation.
@@ -538,7 +538,7 @@ fn warn_of_the_rest(found: &Found, members: &[Member], reporter: &dyn Reporter) 
             if process.name() == Some(job) {
                 format!("`{whole}` pauses all of them")
             } else {
-                "`vramctl pause` with no --pid pauses all of them".into()
+                "`vramctl pause` with neither --pid nor --gpu pauses all of them".into()
             }
         ));
     }

@@ -26,6 +26,21 @@ pub fn opened(pid: u32, beginnings: &[&str]) -> Option<Option<String>> {
     Some(files.filter_map(path).find(|path| beginnings.iter().any(|beginning| path.starts_with(beginning))))
 }
 
+/// Whether it is stopped, as by ^Z or a debugger.
+pub fn is_stopped(pid: impl Display) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The program's name comes before, and may have anything in it.
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    matches!(state, Some('T' | 't'))
+}
+
+/// Whether it has a file of this name open, as far as can be seen.
+pub fn has_open(pid: impl Display, name: &str) -> bool {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();
+    let mut paths = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+    paths.any(|path| path.file_name().is_some_and(|its| its == name))
+}
+
 /// These figures of its status, in bytes.
 pub fn bytes<const N: usize>(pid: u32, names: [&str; N]) -> [Option<u64>; N] {
     let status = fs::read_to_string(folder_of(pid).join("status")).unwrap_or_default();

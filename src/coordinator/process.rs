@@ -174,7 +174,7 @@ impl Serialize for Process {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match &self.status {
             Ok(status) => status.serialize(serializer),
-            Err(failure) => json!({ "pid": self.pid, "error": failure }).serialize(serializer),
+            Err(failure) => json!({ "pid": self.pid, "name": self.name, "error": failure }).serialize(serializer),
         }
     }
 }

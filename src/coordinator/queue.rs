@@ -2,10 +2,11 @@
 //! a part, and neither enough.
 //!
 //! A ticket is a file in the socket directory, locked while its owner is in the queue. The lock is released when the owner dies, so nobody
-//! waits for a dead process.
+//! waits for a dead process. Nor for a stopped one (^Z), which takes no memory: it has its place again when it goes on.
 
 use crate::deadline::Deadline;
 use crate::lock::FileLock;
+use crate::proc;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -20,6 +21,8 @@ use vramctl_model::Error;
 
 /// How often to check whether it is this job's turn.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How many times as long a job that is far behind waits.
+const MOST_LOOKS_LEFT_OUT: usize = 25;
 /// How long to wait for others that read or change the queue.
 const LOCK_WITHIN: Duration = Duration::from_millis(500);
 /// The longest ticket that is read.
@@ -41,6 +44,9 @@ pub struct Ticket {
     /// It queues only among the jobs of this command, whose own place in the queue is for all of them.
     #[serde(default)]
     pub within: Option<u64>,
+    /// The process of its owner. 0 in a ticket of an older command.
+    #[serde(default)]
+    pub pid: u32,
 }
 
 impl Ticket {
@@ -126,7 +132,8 @@ impl Place {
                     report(&before);
                 }
             }
-            thread::sleep(LOOK_EVERY);
+            // Who is next looks often, and who is far behind seldom.
+            thread::sleep(LOOK_EVERY * before.len().min(MOST_LOOKS_LEFT_OUT) as u32);
         }
     }
 
@@ -169,7 +176,7 @@ fn numbers(folder: &Path) -> io::Result<Vec<u64>> {
     Ok(numbers)
 }
 
-/// The ticket in a file. Removes the file of an owner that has died.
+/// The ticket in a file. Removes the file of an owner that has died. `None` for one that is stopped, too.
 fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     let file = directory.file(name, File::options().read(true)).ok()?;
     if try_lock(&file, Sharing::Shared).unwrap_or(false) {
@@ -178,7 +185,10 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     }
     let mut text = Vec::new();
     file.take(LONGEST_TICKET).read_to_end(&mut text).ok()?;
-    serde_json::from_slice(&text).ok()
+    let ticket: Ticket = serde_json::from_slice(&text).ok()?;
+    // In another PID namespace, the number may be another process's here.
+    let is_stopped = ticket.pid != 0 && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
+    (!is_stopped).then_some(ticket)
 }
 
 /// The queue's lock, held while reading or changing it. Others hold it for a moment only, unless they are stopped: then to go on without it
@@ -192,7 +202,7 @@ mod tests {
     use super::*;
 
     fn ticket(command: u64, who: &str, gpus: &[&str]) -> Ticket {
-        Ticket { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None }
+        Ticket { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None, pid: 0 }
     }
 
     #[test]
@@ -303,6 +313,38 @@ mod tests {
         drop(place);
         fs::write(folder.path().join(name(u64::MAX)), "").unwrap();
         assert!(Place::take(&directory, ticket(1, "beyond", &["a"])).is_err());
+    }
+
+    /// It takes no memory, and others that have room would wait for whoever is at its terminal.
+    #[test]
+    fn a_stopped_owner_lets_others_go_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let path = folder.path().join("1.ticket");
+        // It has its ticket open and locked, as a command.
+        let mut owner = std::process::Command::new("flock")
+            .args([path.as_os_str(), "sh".as_ref(), "-c".as_ref(), "echo; read line".as_ref()])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        owner.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+        let text = serde_json::to_vec(&Ticket { pid: owner.id(), ..ticket(1, "stopped", &["a"]) }).unwrap();
+        fs::write(&path, text).unwrap();
+        let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
+        let is_first = || second.wait(Instant::now(), true, &mut |_| ()).is_ok();
+        assert!(!is_first());
+        let signal = |signal| {
+            // SAFETY: touches no memory; the child has not been waited for.
+            assert_eq!(unsafe { libc::kill(owner.id() as i32, signal) }, 0);
+        };
+        let soon = |is_so: &dyn Fn() -> bool| assert!(std::iter::repeat_with(|| thread::sleep(LOOK_EVERY)).take(3000).any(|()| is_so()));
+        signal(libc::SIGSTOP);
+        soon(&is_first);
+        signal(libc::SIGCONT);
+        soon(&|| !is_first());
+        owner.kill().unwrap();
+        owner.wait().unwrap();
     }
 
     /// The system lets go of its lock.

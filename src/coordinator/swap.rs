@@ -31,7 +31,7 @@ use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use vramctl_driver as driver;
-use vramctl_model::{Bytes, DeviceStatus, GpuPlan, Lacking, TagState, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Bytes, DeviceStatus, Error, GpuPlan, Holder, Lacking, Shortage, TagState, TagStatus, TransitionRequest, Verb};
 
 /// What a swap will do.
 pub struct Swap {
@@ -96,7 +96,8 @@ impl Swap {
         let forecast = leaving.forecast();
         let room = room(&leaving, &forecast, &coming);
         if let Some(short) = room.iter().find(|room| room.coming > (room.free + room.leaving).saturating_sub(room.late)) {
-            return Err(CommandError::new(Exit::NoMemory, format!("{short}. Nothing has changed")));
+            let holders = leaving.operation().machine.holders_of(&short.uuid);
+            return Err(short.refusal(holders).adding(". Nothing has changed"));
         }
         let free = room.iter().map(|room| (&*room.uuid, room.free)).collect();
         let passing = Passing::of(&leaving, &coming, &forecast, &free)?;
@@ -199,6 +200,11 @@ impl Swap {
 }
 
 impl Swapped {
+    /// The exit code, for all interfaces.
+    pub fn exit(&self) -> Exit {
+        self.failure().map_or_else(|| self.left.exit().or(self.came.exit()), |failure| failure.exit())
+    }
+
     /// Why they have not changed places, or no longer have, with what became of them. `None` if they have.
     pub fn failure(&self) -> Option<CommandError> {
         let failures =
@@ -217,6 +223,14 @@ impl Room {
         // IN's contexts, page tables and rounding take some more.
         let beyond_free = |bytes: u64| if bytes > self.free { bytes - self.free + self.coming_at_most / 32 } else { 0 };
         Lacking { for_contents: beyond_free(self.kept_at_most), for_all: beyond_free(self.coming_at_most) }
+    }
+
+    /// The swap is refused, because IN would not fit. `holders`: who else has memory there.
+    fn refusal(&self, holders: Vec<Holder>) -> CommandError {
+        let (index, free) = (self.index(), (self.free + self.leaving).saturating_sub(self.late));
+        let device = index.map_or(-1, |index| index as i32);
+        let shortage = Shortage { device, uuid: Some(self.uuid.clone()), index, needed: self.coming, free, holders };
+        CommandError::from(&Error::DeviceMemory(shortage)).saying(self.to_string())
     }
 
     /// The GPU's index in `nvidia-smi`, if NVML says it. To load NVML takes a while.

@@ -470,6 +470,9 @@ fn a_silent_process_does_not_hide_the_others() {
     let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
     assert!(row.contains("no answer within 2 s"), "{row}");
     machine.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
+    let status = machine.vramctl("status --json").expect(5, "", "").json();
+    let silent = status["processes"].as_array().unwrap().iter().find(|process| process["pid"] == stopped.pid()).unwrap();
+    assert_eq!((silent.get("name").is_some(), &silent["error"]["code"]), (true, &json!("busy")), "{status}");
 }
 
 /// A listening process that is stopped, as by a debugger or a frozen cgroup.
@@ -1536,6 +1539,54 @@ fn run_is_replaced_by_the_command() {
     assert_eq!(output.status.signal(), Some(libc::SIGTERM));
 }
 
+/// What was done is done, and what is wrong is told.
+#[test]
+fn a_full_stdout_hides_nothing() {
+    let machine = Machine::without_gpus();
+    let engine = Fake::new(&machine, "engine", &["weights"]);
+    let full = |words: &str| {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = machine.cli(words).stdout(full).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        Ran::new(&output)
+    };
+    for words in ["pause", "resume --json", "pause --json", "resume"] {
+        full(words).expect(1, "", "stdout: No space left on device (os error 28); what was asked for is done all the same");
+    }
+    assert_eq!(engine.asked().len(), 4);
+    full("pause nobody").expect(6, "", "nobody is neither a tag nor a process");
+    full("pause nobody --json").expect(6, "", "nobody is neither a tag nor a process");
+    let refusing = Fake::reacting(&machine, "refusing", &["weights"], |request| {
+        is_transition(request).then(|| Reaction::Answer(Reply::Error(Refusal::from(&Error::Capturing))))
+    });
+    full("pause --all").expect(5, "", "a CUDA stream is being captured");
+    drop(refusing);
+}
+
+/// Of two jobs, each is paused as a whole or not at all.
+#[test]
+fn a_pause_of_which_a_part_is_done_is_neither_done_nor_undone() {
+    let machine = Machine::without_gpus();
+    let _done = Fake::new(&machine, "done", &["weights"]);
+    let _refuses = Fake::reacting(&machine, "refuses", &["weights"], |request| {
+        matches!(request, Request::Pause(_)).then(|| Reaction::Answer(Reply::Error(Refusal::from(&Error::Capturing))))
+    });
+    let outcome = operate(&machine, &request("pause", &json!({ "target": "all" })));
+    assert_eq!((&outcome["committed"], &outcome["error"]["code"]), (&json!(null), &json!("capturing")), "{outcome}");
+}
+
+/// All interfaces have the same codes.
+#[test]
+fn the_same_failure_has_the_same_code_as_json() {
+    let machine = Machine::without_gpus();
+    let [one, two] = ["one", "two"].map(|name| Fake::new(&machine, name, &["weights"]));
+    let pids = json!([one.pid().min(two.pid()), one.pid().max(two.pid())]);
+    let of_command = machine.vramctl("pause --json").expect(2, "", "").only_json()["error"].clone();
+    let of_operation = operate(&machine, &request("pause", &json!({})))["error"].clone();
+    for error in [of_command, of_operation] {
+        assert_eq!((&error["code"], &error["pids"]), (&json!("several_processes"), &pids), "{error}");
+    }
+}
+
 #[test]
 fn a_command_that_cannot_start_ends_as_in_a_shell() {
     let machine = Machine::without_gpus();
@@ -1549,6 +1600,10 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
     let file = machine.folder.path().join("file");
     fs::write(&file, "").unwrap();
     run(&machine, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
+    // It is there; what it needs is not.
+    fs::write(&file, "#!/no/such/interpreter -x\n").unwrap();
+    fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    run(&machine, &["--", file.to_str().unwrap()], &[]).expect(126, "", "the file is there, and /no/such/interpreter that it names");
     run(&machine, &[], &[]).expect(2, "", "COMMAND");
     run(&machine, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk or discard");
     run(&machine, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' contains a comma");

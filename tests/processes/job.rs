@@ -994,6 +994,21 @@ fn two_runs_of_one_name_are_told_apart() {
     assert!(warned.contains(&format!("the name eng is in use: pid {}, running for ", left.pid())), "{warned}");
 }
 
+/// A GPU chooses processes, as an id does: the rest of the job goes on, and may soon wait.
+#[test]
+fn a_pause_of_a_gpu_names_the_rest_of_the_job() {
+    let machine = Machine::with(2, "256M");
+    let mut ranks: [Program; 2] = std::array::from_fn(|device| {
+        machine.engine_with("engine", |command| _ = command.args(["--device", &device.to_string()]).env("VRAMCTL_JOB", "one"))
+    });
+    let rest = format!("one of 2 processes of the job engine; the others are not paused (pid {})", ranks[0].pid());
+    machine.vramctl("pause --gpu 1").expect(0, "paused ", &rest);
+    machine.vramctl("resume --gpu 1").expect(0, "resumed ", "");
+    assert_eq!(machine.vramctl("pause --gpu 0 --gpu 1").expect(0, "", "").err, "", "that is all of it");
+    machine.vramctl("resume engine").expect(0, "", "");
+    ranks.iter_mut().for_each(Program::verify);
+}
+
 /// Ranks that separate commands start are one job without a word.
 #[test]
 fn ranks_that_share_a_run_belong_together() {

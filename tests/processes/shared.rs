@@ -6,7 +6,9 @@ use crate::common::sharing::MIB;
 use crate::common::{LONG_MS, eventually};
 use serde_json::{Value, json};
 use std::fs;
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
+use std::process::Stdio;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -244,6 +246,30 @@ fn a_borrower_resumed_alone_stays_held() {
     scene.machine.vramctl("resume --name engine").expect(5, "", &said);
     assert_eq!(scene.held(), [true; 2]);
     scene.machine.done("resume --name trainer");
+    scene.works(7);
+}
+
+/// In whatever way it is brought back: all interfaces have the same exit code.
+#[test]
+fn a_borrower_that_a_swap_brings_back_stays_held_and_that_is_no_success() {
+    let mut scene = Scene::new();
+    let mut other = scene.machine.python("other");
+    other.number(&format!("malloc({BYTES})"));
+    scene.machine.done("pause trainer engine --shared");
+    let said = format!("opened from process {} is still paused", scene.trainer.pid());
+    scene.machine.vramctl("swap other engine").expect(5, "swapped in ", &said);
+    scene.machine.done("swap engine other");
+    let swapped = scene.machine.vramctl("swap other engine --json").expect(5, "", "").json();
+    let missing = &swapped["processes"][1]["report"]["missing"][0];
+    assert_eq!((&missing["owner"], missing["gpu_index"].is_u64()), (&json!(scene.trainer.pid()), true), "{swapped}");
+    scene.machine.done("swap engine other");
+    let mut operating = scene.machine.cli("operate").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    // Then the end of stdin is no cancellation.
+    let request = json!({"version": 1, "operation": "resume", "target": {"name": "engine"}, "detached": true});
+    writeln!(operating.stdin.take().unwrap(), "{request}").unwrap();
+    Ran::end_of(operating).expect(5, "\"committed\":true", "");
+    drop(other);
+    scene.machine.done("resume trainer");
     scene.works(7);
 }
 

@@ -57,6 +57,7 @@ fn two_jobs_that_do_not_both_fit_change_places() {
     assert!(plan.out.contains("90.00 MiB would come, 90.00 MiB would leave"), "{}", plan.out);
     let plan = machine.vramctl("swap a b --dry-run --json").expect(0, "", "").json();
     assert_eq!((&plan["gpus"][0]["out_bytes"], &plan["gpus"][0]["in_bytes"]), (&json!(90 << 20), &json!(90 << 20)), "{plan}");
+    assert!(plan["out"][0]["plan"]["gpu_indices"].is_object(), "as in a dry run of a pause: {plan}");
     assert_eq!(running(&machine, &a, &b), "a");
     check_both(&machine, &mut a, &mut b);
     let swapped = machine.vramctl("swap a b --json").expect(0, "", "").json();
@@ -86,10 +87,33 @@ fn what_cannot_change_places_is_left_as_it_is() {
     machine.vramctl("swap a a").expect(2, "", "is meant as the one that leaves and as the one that comes");
     machine.vramctl("swap a nobody").expect(3, "", "nobody");
     machine.vramctl("swap a b --out-tags kv_cache").expect(4, "", "Nothing has changed");
+    let refused = machine.vramctl("swap a b --out-tags kv_cache --json").expect(4, "", "").json();
+    let (code, shortage) = (&refused["error"]["code"], &refused["error"]["shortage"]);
+    assert_eq!((code, &shortage["needed"], &shortage["index"]), (&json!("device_memory"), &json!(90 << 20), &json!(0)), "{refused}");
+    assert!(shortage["free"].as_u64() < shortage["needed"].as_u64() && shortage["free"].as_u64() > Some(0), "{refused}");
     let hog = machine.hog(0, 20);
     machine.vramctl("swap a b --out-tags weights").expect(4, "", "Nothing has changed");
     drop(hog);
     assert_eq!(running(&machine, &a, &b), "a");
+    a.verify();
+}
+
+/// It is no lack of memory on the GPU, in any interface.
+#[test]
+fn a_host_without_room_for_both_is_named_with_figures() {
+    let mut machine = Machine::new();
+    machine.memory = "128M";
+    let start = |name| {
+        machine.start_with(name, "engine_regions --weights-mib 48 --kv-mib 32", |command| _ = command.env("VRAMCTL_HOST_CAP", "16M"))
+    };
+    let b = machine.start("b", "engine_regions --weights-mib 48 --kv-mib 32");
+    machine.vramctl("pause b --no-hold").expect(0, "", "");
+    let mut a = start("a");
+    let refused = machine.vramctl("swap a b --json").expect(4, "", "").json();
+    let shortage = &refused["error"]["host_shortage"];
+    assert_eq!((&refused["error"]["code"], &shortage["available"]), (&json!("host_memory"), &json!(16 << 20)), "{refused}");
+    assert!(shortage["needed"].as_u64() > shortage["available"].as_u64(), "{refused}");
+    assert_eq!([machine.settled(&[&a]), machine.settled(&[&b])], ["active", "paused"]);
     a.verify();
 }
 

@@ -144,6 +144,28 @@ fn a_process_that_dies_while_followed_is_in_the_trace_until_then() {
     stays.verify();
 }
 
+/// As from `timeout`, or a service manager: the recording is not lost.
+#[test]
+fn a_recording_that_is_ended_is_written() {
+    for signal in [libc::SIGTERM, libc::SIGHUP] {
+        let machine = Machine::new();
+        let _engine = start(&machine, "engine");
+        let (child, path) = follow(&machine, &["--follow"]);
+        // By then, it has blocked the signals: they are blocked before it asks for its first answer.
+        eventually("it records", || path.exists() && blocks(child.id(), signal));
+        assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+        Ran::end_of(child).expect(0, "s of 1 process", "");
+        assert!(!read(&fs::read_to_string(path).unwrap()).is_empty());
+    }
+}
+
+/// Whether a process has blocked a signal in its first thread.
+fn blocks(pid: u32, signal: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
+    u64::from_str_radix(blocked.trim(), 16).unwrap() >> (signal - 1) & 1 == 1
+}
+
 #[test]
 fn the_recording_ends_when_all_processes_have_ended() {
     let recorded = |begins_within| {

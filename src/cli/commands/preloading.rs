@@ -60,6 +60,22 @@ pub fn unmanaged(program: &OsStr) -> Option<Unmanaged> {
     None
 }
 
+/// What a command's program needs to be executed, and is not there: the interpreter that a script's first line names, or a binary's loader.
+pub fn missing_interpreter(program: &OsStr) -> Option<PathBuf> {
+    let mut program = on_path(program)?;
+    for _ in 0..5 {
+        let next = match first_line(&program)? {
+            Some(line) => words(&line).next().map(PathBuf::from)?,
+            None => Elf::of(&program).ok()??.interpreter?,
+        };
+        if !next.exists() {
+            return Some(next);
+        }
+        program = next;
+    }
+    None
+}
+
 /// The file that `exec` finds.
 fn on_path(program: &OsStr) -> Option<PathBuf> {
     if program.as_bytes().contains(&b'/') {
@@ -73,17 +89,27 @@ fn on_path(program: &OsStr) -> Option<PathBuf> {
 /// What a script's first line names, also through `env`; `Some(None)` if the file is no script.
 #[allow(clippy::option_option)] // An unreadable file is something else.
 fn interpreter_of_script(path: &Path) -> Option<Option<PathBuf>> {
-    let (file, mut start) = (File::open(path).ok()?, [0; 256]);
-    let length = file.read_at(&mut start, 0).ok()?;
-    let Some(line) = start[..length].strip_prefix(b"#!") else { return Some(None) };
-    let line = line.split(|byte| *byte == b'\n').next()?;
-    let mut words = line.split(|byte| matches!(byte, b' ' | b'\t')).filter(|word| !word.is_empty()).map(OsStr::from_bytes);
+    let Some(line) = first_line(path)? else { return Some(None) };
+    let mut words = words(&line);
     let interpreter = Path::new(words.next()?);
     if interpreter.file_name() != Some(OsStr::new("env")) {
         return Some(Some(interpreter.to_owned()));
     }
     let is_option = |word: &&OsStr| word.as_bytes().starts_with(b"-") || word.as_bytes().contains(&b'=');
     on_path(words.find(|word| !is_option(word))?).map(Some)
+}
+
+/// A script's first line, after `#!`; `Some(None)` if the file is no script.
+#[allow(clippy::option_option)] // as above
+fn first_line(path: &Path) -> Option<Option<Vec<u8>>> {
+    let (file, mut start) = (File::open(path).ok()?, [0; 256]);
+    let length = file.read_at(&mut start, 0).ok()?;
+    let Some(line) = start[..length].strip_prefix(b"#!") else { return Some(None) };
+    Some(Some(line.split(|byte| *byte == b'\n').next()?.to_owned()))
+}
+
+fn words(line: &[u8]) -> impl Iterator<Item = &OsStr> {
+    line.split(|byte| matches!(byte, b' ' | b'\t')).filter(|word| !word.is_empty()).map(OsStr::from_bytes)
 }
 
 fn of_binary(path: &Path) -> Option<Unmanaged> {

@@ -9,7 +9,7 @@ use clap_complete::engine::ArgValueCompleter;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{self, Path, PathBuf};
@@ -89,11 +89,20 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         args.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
     }
     let error = command.exec();
-    let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
+    Err(not_started(program, &error))
+}
+
+/// As a shell has it: what is there and cannot be executed is something else than what is not there.
+fn not_started(program: &OsStr, error: &io::Error) -> CommandError {
+    let missing = preloading::missing_interpreter(program).filter(|_| error.kind() == ErrorKind::NotFound);
+    let exit = if error.kind() == ErrorKind::NotFound && missing.is_none() { Exit::NotFound } else { Exit::NotExecutable };
     let program = Path::new(program);
-    let is_sought = exit == Exit::NotFound && program.components().count() == 1;
-    let hint = if is_sought { "; is it on PATH?" } else { "" };
-    Err(CommandError::new(exit, format!("cannot start {}: {error}{hint}", program.display())))
+    let hint = match missing {
+        Some(missing) => format!("; the file is there, and {} that it names as its interpreter is not", missing.display()),
+        None if exit == Exit::NotFound && program.components().count() == 1 => "; is it on PATH?".into(),
+        None => String::new(),
+    };
+    CommandError::new(exit, format!("cannot start {}: {error}{hint}", program.display()))
 }
 
 /// A warning if a policy is for a tag that looks like a mistyped one. Programs have tags of their own, so only those that are usual are

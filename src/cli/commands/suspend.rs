@@ -94,21 +94,18 @@ pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> Strin
     let own = || outcome.processes.iter().filter_map(|one| Some((&one.process, one.device.as_ref()?)));
     let held: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::stays_held).collect();
     let lost: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::has_lost).collect();
-    if ui.json {
+    let written = if ui.json {
         let answer = |process: &Process, done: &Done| json!({ "pid": process.pid, "name": process.name(), "report": done });
         let borrowers = outcome.borrowers.iter().filter_map(|one| Some(answer(&one.process, &Done::of_borrower(one.report()?))));
-        output::json(&own().map(|(process, done)| answer(process, done)).chain(borrowers).collect::<Vec<_>>())?;
+        output::json(&own().map(|(process, done)| answer(process, done)).chain(borrowers).collect::<Vec<_>>())
     } else {
-        own().filter(|_| !ui.quiet).try_for_each(|(process, done)| output::say(&line(process, done)))?;
+        let written = own().filter(|_| !ui.quiet).try_for_each(|(process, done)| output::say(&line(process, done)));
         for why in held.iter().chain(&lost) {
             ui.fail(why);
         }
-    }
-    Ok(match () {
-        () if !lost.is_empty() => Exit::Failed,
-        () if !held.is_empty() => Exit::Busy,
-        () => Exit::Done,
-    })
+        written
+    };
+    output::told(written, outcome.exit())
 }
 
 impl Args {

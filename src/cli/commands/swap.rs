@@ -96,8 +96,9 @@ pub fn swap(args: &Args) -> Result<Exit, CommandError> {
 }
 
 fn print(plan: &Swap, mut swapped: Swapped, ui: &Ui) -> Result<Exit, CommandError> {
-    if ui.json {
-        output::print(&format!("{}\n", json_of(&swapped)))?;
+    let exit = swapped.exit();
+    let written = if ui.json {
+        output::answer(json_of(&swapped))
     } else {
         if swapped.whereabouts.is_some() {
             // That says how each job is.
@@ -105,21 +106,23 @@ fn print(plan: &Swap, mut swapped: Swapped, ui: &Ui) -> Result<Exit, CommandErro
                 outcome.jobs.retain(|job| job.committed);
             }
         }
-        for (plan, outcome) in plan.plans().into_iter().zip([&swapped.left, &swapped.came]) {
-            answers::print(plan, outcome, ui)?;
-        }
+        let of_both = plan.plans().into_iter().zip([&swapped.left, &swapped.came]);
+        let written = of_both.map(|(plan, outcome)| answers::write(plan, outcome, ui)).fold(Ok(()), Result::and);
         if let Some(whereabouts) = &swapped.whereabouts {
             output::complain("note", whereabouts);
+            written
         } else if !ui.quiet
             && let Some(job) = swapped.left.jobs.first()
         {
             let passed = swapped.host_peak.map_or_else(String::new, |peak| {
                 format!("; host memory passed from one to the other, and at most {} were in use for both", Bytes(peak))
             });
-            output::say(&format!("swapped in {:.0} ms{passed}", job.ms))?;
+            written.and_then(|()| output::say(&format!("swapped in {:.0} ms{passed}", job.ms)))
+        } else {
+            written
         }
-    }
-    Ok(swapped.failure().map_or(Exit::Done, |failure| failure.exit()))
+    };
+    output::told(written, exit)
 }
 
 /// As JSON, without a failure of both.
@@ -169,7 +172,7 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
                 "needed_bytes": needed, "available_bytes": available, "least_bytes": least, "in_bytes": given, "peak_bytes": passing.most()
             });
         }
-        output::print(&format!("{answer}\n"))?;
+        output::answer(answer)?;
         return Ok(dry_run::exit_of(&leaving));
     }
     let exit = dry_run::print(&leaving, false)?;

@@ -36,9 +36,10 @@ pub struct Args {
 pub fn trim(args: &Args) -> Result<Exit, CommandError> {
     let target = args.processes.target();
     let found = Found::look(&target)?;
-    let mut chosen = found.choose_answering(&target)?;
+    // Nothing here has to be done for all or for none: one that is stopped keeps no other from it.
+    let mut chosen = found.choose(&target)?;
     if target == Target::All && chosen.iter().any(trims) {
-        chosen.retain(trims);
+        chosen.retain(|process| trims(process) || process.status.is_err());
     }
     let done = all(&found, &chosen, args.timeout);
     each::print(chosen.into_iter().zip(done), args.json, "trimmed", describe)
@@ -50,7 +51,10 @@ fn trims(process: &Process) -> bool {
 
 /// Trims these at once.
 fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Trimmed, CommandError>> {
-    let one = |process: &Process| Ok(found.connect(process.pid)?.trim(Some(timeout))?);
+    let one = |process: &Process| {
+        process.status.as_ref().map_err(Clone::clone)?;
+        Ok(found.connect(process.pid)?.trim(Some(timeout))?)
+    };
     let broken = |_| Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
     parallel::each(processes, one).into_iter().map(|done| done.unwrap_or_else(broken)).collect()
 }

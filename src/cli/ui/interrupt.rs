@@ -5,6 +5,9 @@ use std::time::Duration;
 use std::{mem, panic, process, ptr};
 use vramctl_coordinator::parallel;
 
+/// The signals that ask a program to end.
+const ENDS: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
 /// Blocks SIGINT in this thread and the threads it starts, until [`watch`] handles it.
 pub fn hold() {
     // SAFETY: the set is plain data; concerns the calling thread's mask alone.
@@ -43,7 +46,7 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
 /// Has a thread report the first signal that asks this program to end, instead of ending it. Call it before there are other threads: they
 /// must have these signals blocked.
 pub fn catch_end(end: impl FnOnce(libc::c_int) + Send + 'static) {
-    let signals = set_of(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
+    let signals = set_of(&ENDS);
     // SAFETY: an initialised set; concerns the calling thread's mask alone.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, ptr::null_mut()) };
     let waiting = parallel::spawn(move || {
@@ -91,13 +94,21 @@ fn set_of(signals: &[libc::c_int]) -> libc::sigset_t {
     }
 }
 
-/// Waits for SIGINT, which [`hold`] has blocked, for a while. If it comes, the next one ends the process at once.
+/// Blocks all signals that ask this program to end, in this thread and those that it starts, for [`comes_within`].
+pub fn hold_ends() {
+    // SAFETY: an initialised set; concerns the calling thread's mask alone.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set_of(&ENDS), ptr::null_mut()) };
+}
+
+/// Waits for a signal that [`hold_ends`] has blocked, for a while: ^C, the end of the terminal, or SIGTERM, as from `timeout` or a service
+/// manager. If one comes, the next one ends the process at once.
 pub fn comes_within(time: Duration) -> bool {
     let wait = libc::timespec { tv_sec: time.as_secs() as libc::time_t, tv_nsec: time.subsec_nanos().into() };
     // SAFETY: both are initialised, and the signal's details are not needed.
-    let came = unsafe { libc::sigtimedwait(&interrupt_alone(), ptr::null_mut(), &raw const wait) } == libc::SIGINT;
+    let came = unsafe { libc::sigtimedwait(&set_of(&ENDS), ptr::null_mut(), &raw const wait) } > 0;
     if came {
-        release();
+        // SAFETY: as above.
+        unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &set_of(&ENDS), ptr::null_mut()) };
     }
     came
 }

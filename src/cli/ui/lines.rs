@@ -2,13 +2,13 @@
 //! describes them.
 
 use crate::ui::connections::Connections;
+use crate::ui::output;
 use serde_json::{Value, json};
-use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::thread;
 use vramctl_coordinator::Reporter;
-use vramctl_coordinator::gpus;
+use vramctl_coordinator::failure::CommandError;
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
 use vramctl_coordinator::step::Step;
@@ -70,10 +70,10 @@ impl Lines {
     }
 
     /// Prints the outcome. After a cancellation, parks: its thread ends the process.
-    pub fn end(&self, outcome: &Value) {
+    pub fn end(&self, outcome: &Value) -> Result<(), CommandError> {
         self.connections.stay_if_closed();
         if self.left_behind.lock().unpoisoned().take().is_some() {
-            return print(outcome);
+            return write(outcome);
         }
         loop {
             thread::park();
@@ -120,10 +120,12 @@ impl Reporter for Lines {
     }
 }
 
-/// A line at a time, in which each GPU has its index in `nvidia-smi` beside its UUID. If nobody reads, the end of stdin says so.
+/// If nobody reads, the end of stdin says so.
 fn print(line: &Value) {
-    let mut line = line.clone();
-    gpus::add_indices(&mut line);
-    let mut out = io::stdout().lock();
-    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+    let _ = write(line);
+}
+
+/// A line at a time, in which each GPU has its index in `nvidia-smi` beside its UUID.
+fn write(line: &Value) -> Result<(), CommandError> {
+    output::answer(line.clone())
 }

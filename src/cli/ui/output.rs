@@ -40,12 +40,22 @@ pub fn answer(mut answer: Value) -> Result<(), CommandError> {
     print(&format!("{answer}\n"))
 }
 
+/// The exit code of a command whose answer was written, or was not. An answer that nobody gets is a failure; what was done stays done.
+pub fn told(written: Result<(), CommandError>, exit: Exit) -> Result<Exit, CommandError> {
+    match written {
+        Err(failure) if exit == Exit::Done => Err(failure.adding("; what was asked for is done all the same")),
+        Err(failure) => {
+            complain("error", &failure.to_string());
+            Ok(exit)
+        }
+        Ok(()) => Ok(exit),
+    }
+}
+
 /// Reports that a command failed as a whole.
 pub fn fail(failure: &CommandError, json: bool) {
-    if json {
-        // If stdout fails there is nowhere left to report it.
-        let _ = answer(json!({ "processes": [], "error": failure }));
-    } else {
+    let is_told = json && answer(json!({ "processes": [], "error": failure })).is_ok();
+    if !is_told {
         let rows = failure
             .choices()
             .iter()

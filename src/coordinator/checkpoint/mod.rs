@@ -464,12 +464,12 @@ impl Checkpoint {
     fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, reporter: &dyn Reporter) -> Result<Option<FileLock>, CommandError> {
         let lock = FileLock::take("restore.lock", within).map_err(|others| {
             let text = format!(
-                "{} has been restoring a job for {} s; see who has {} open",
+                "{} has been restoring a job for {} s; see who has {} open, and try again when it is done",
                 others.who(),
                 within.as_secs(),
                 others.place.display()
             );
-            CommandError::new(Exit::Failed, text)
+            CommandError::new(Exit::Busy, text)
         })?;
         let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), reporter) };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);

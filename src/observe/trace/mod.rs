@@ -96,11 +96,15 @@ fn recorder() -> Option<&'static Recorder> {
 
 #[cold]
 fn find_recorder() -> Option<&'static Recorder> {
-    if IS_ON.load(Ordering::Relaxed) == UNKNOWN {
-        IS_ON.store(if Config::get().trace == 0 { OFF } else { ON }, Ordering::Relaxed);
-        return recorder();
+    match IS_ON.load(Ordering::Relaxed) {
+        UNKNOWN => {
+            IS_ON.store(if Config::get().trace == 0 { OFF } else { ON }, Ordering::Relaxed);
+            recorder()
+        }
+        // Another thread has just found out.
+        OFF => None,
+        _ => RECORDER.get().as_ref(),
     }
-    RECORDER.get().as_ref()
 }
 
 /// Records a change of what an owner has on a device.
@@ -329,6 +333,14 @@ mod tests {
         assert_eq!(cover(vec![event(7, 20 * second), event(8, 99 * second)]), MINUTE);
         assert_eq!(cover(vec![event(0, 99 * second)]), MINUTE, "all that there were");
         assert_eq!(cover(Vec::new()), MINUTE);
+    }
+
+    /// A thread may come here while another one finds out that nothing is recorded: it must not make a recorder, nor complain that there is
+    /// no memory for one.
+    #[test]
+    fn a_recorder_that_is_off_is_not_made() {
+        IS_ON.store(OFF, Ordering::Relaxed);
+        assert!(find_recorder().is_none() && RECORDER.existing().is_none());
     }
 
     #[test]

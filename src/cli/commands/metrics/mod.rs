@@ -66,6 +66,11 @@ fn page() -> Result<String, CommandError> {
 /// temporary name is never written to.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "not the path of a file");
+    // A rename would put a file in the place of a device, such as /dev/null, or of a link.
+    if fs::symlink_metadata(path).is_ok_and(|there| !there.is_file()) {
+        let why = "it is no plain file, but a link, a device or a folder. Give the path of the file itself; without --textfile, the metrics go to stdout";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
     // Not `….prom`: the collector reads those.
     let mut name = path.file_name().ok_or_else(no_file)?.to_owned();
     name.push(format!(".{}.new", process::id()));
@@ -119,6 +124,19 @@ mod tests {
         assert_eq!((fs::read_to_string(&other).unwrap(), fs::read_to_string(&path).unwrap()), ("theirs".into(), "third\n".into()));
         assert!(!path.is_symlink());
         fs::remove_file(other).unwrap();
+        // What is no file, and may be in use as something else, stays what it is.
+        let (link, pipe) = (folder.path().join("link"), folder.path().join("pipe"));
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+        // SAFETY: the name ends with NUL.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        for other in [&link, &pipe] {
+            assert!(replace(other, "x").unwrap_err().to_string().contains("no plain file"));
+        }
+        assert!(link.is_symlink() && !pipe.is_file());
+        for other in [link, pipe] {
+            fs::remove_file(other).unwrap();
+        }
         // A folder cannot be replaced by a file.
         let taken = folder.path().join("taken");
         fs::create_dir(&taken).unwrap();

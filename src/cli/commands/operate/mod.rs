@@ -7,6 +7,7 @@ use crate::commands::gpus;
 use crate::commands::swap;
 use crate::commands::transition::answers::{job_json, process_json};
 use crate::ui::lines::Lines;
+use crate::ui::output;
 use request::{Nothing, Request, Which};
 use serde_json::{Value, json};
 use std::io::{self, BufRead};
@@ -69,12 +70,11 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
         Ok(Answer::Device(outcome)) => outcome_and_exit(&outcome, device_json),
         Err((failure, committed)) => {
             let mut outcome = outcome_of(json!({ "processes": [], "jobs": [] }), committed);
-            outcome["error"] = error(&failure);
+            outcome["error"] = json!(failure);
             (outcome, failure.exit())
         }
     };
-    lines.end(&outcome);
-    Ok(exit)
+    output::told(lines.end(&outcome), exit)
 }
 
 /// Passes on what the coordinator of the nodes says, until it says nothing any more. Returns whether that cancels the operation.
@@ -197,15 +197,20 @@ fn outcome_and_exit(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> V
     let answer = |one: &ProcessOutcome| {
         let mut answer = of_process(one);
         if let Err(failure) = &one.result {
-            answer["error"] = error(failure);
+            answer["error"] = json!(failure);
         }
         answer
     };
     let found = json!({ "processes": all().map(answer).collect::<Vec<_>>(), "jobs": jobs.iter().map(job_json).collect::<Vec<_>>() });
     let failures = || all().filter_map(|one| one.result.as_ref().err());
-    let Some(cause) = CommandError::original(failures()) else { return (outcome_of(found, Some(true)), Exit::Done) };
-    let mut answer = outcome_of(found, Some(jobs.iter().any(|job| job.committed)));
-    answer["error"] = error(cause);
+    let Some(cause) = CommandError::original(failures()) else { return (outcome_of(found, Some(true)), outcome.exit()) };
+    // Of several jobs, each is paused or resumed as a whole.
+    let committed = match (jobs.iter().any(|job| job.committed), jobs.iter().all(|job| job.committed)) {
+        (true, false) => None,
+        (any, _) => Some(any),
+    };
+    let mut answer = outcome_of(found, committed);
+    answer["error"] = json!(cause);
     answer["error"]["pid"] = json!(all().find(|one| one.result.as_ref().err() == Some(cause)).map(|one| one.process.pid));
     (answer, cause.exit())
 }
@@ -213,9 +218,10 @@ fn outcome_and_exit(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> V
 /// What came of a swap, as its last line, and the exit code.
 fn swap_outcome(swapped: &Swapped) -> (Value, Exit) {
     let mut answer = outcome_of(swap::json_of(swapped), Some(swapped.committed));
-    let Some(failure) = swapped.failure() else { return (answer, Exit::Done) };
-    answer["error"] = error(&failure);
-    (answer, failure.exit())
+    if let Some(failure) = swapped.failure() {
+        answer["error"] = json!(failure);
+    }
+    (answer, swapped.exit())
 }
 
 fn outcome_of(mut found: Value, committed: Option<bool>) -> Value {
@@ -246,26 +252,4 @@ fn left_behind(plans: &[&Plan]) -> Value {
         json!({ "pid": process.pid, "name": process.name(), "left": how })
     };
     cancelled(committed, &left.iter().map(process).collect::<Vec<_>>())
-}
-
-/// A failure with a code of the protocol, or one of the command's own.
-fn error(failure: &CommandError) -> Value {
-    let code = match failure {
-        CommandError::Refused(_) => return json!(failure),
-        CommandError::Here { exit: Exit::Usage, choices, .. } if !choices.is_empty() => "several_processes",
-        CommandError::Here { exit, .. } => match exit {
-            Exit::Usage => "invalid",
-            Exit::NoProcess => "no_process",
-            Exit::NoMemory => "device_memory",
-            Exit::Busy => "busy",
-            Exit::UnknownTag => "unknown_tag",
-            Exit::Unsuspendable => "not_restorable",
-            Exit::Done | Exit::Failed | Exit::NotExecutable | Exit::NotFound => "failed",
-        },
-    };
-    let mut answer = json!({ "code": code, "message": failure.to_string() });
-    if code == "several_processes" {
-        answer["pids"] = json!(failure.choices().iter().map(|choice| choice.pid).collect::<Vec<_>>());
-    }
-    answer
 }

@@ -45,7 +45,7 @@ pub enum Until {
 
 /// Follows processes, from the oldest event that each has.
 pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followed> {
-    interrupt::hold();
+    interrupt::hold_ends();
     let (ended, all_ended) = mpsc::channel();
     let mut stops = Vec::new();
     for process in processes {

@@ -73,7 +73,8 @@ pub fn trace(args: &Args) -> Result<Exit, CommandError> {
     }
     let recording = Recording::of(&follow::follow(&found, &chosen, until));
     if recording.processes.is_empty() {
-        if file.metadata().is_ok_and(|it| it.len() == 0) {
+        // Only what this command has made: neither a link nor a device.
+        if fs::symlink_metadata(&args.output).is_ok_and(|it| it.is_file() && it.len() == 0) {
             let _ = fs::remove_file(&args.output);
         }
         return Err(recording.nothing());

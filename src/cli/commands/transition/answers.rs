@@ -12,28 +12,23 @@ use vramctl_model::{Bytes, Kind, Registered, Report, Verb};
 
 /// Prints what came of the plan. Returns the exit code.
 pub fn print(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<Exit, CommandError> {
-    let verb = plan.operation().verb;
-    if ui.json {
-        let Outcome { processes, borrowers, jobs } = outcome;
-        let processes: Vec<_> = processes.iter().chain(borrowers).map(process_json).collect();
-        let jobs: Vec<_> = jobs.iter().map(job_json).collect();
-        output::answer(json!({ "processes": processes, "jobs": jobs }))?;
+    let written = if ui.json {
+        let jobs: Vec<_> = outcome.jobs.iter().map(job_json).collect();
+        output::answer(json!({ "processes": outcome.all().map(process_json).collect::<Vec<_>>(), "jobs": jobs }))
     } else {
-        let on_some_gpus = matches!(&plan.operation().scope, Scope::Tags { gpus, .. } if !gpus.is_empty());
-        let printing = Printing { plan, quiet: ui.quiet, on_some_gpus };
-        outcome.processes.iter().try_for_each(|one| printing.process(one))?;
-        outcome.borrowers.iter().try_for_each(|one| printing.borrower(one))?;
-        outcome.jobs.iter().filter(|job| job.pids.len() > 1).try_for_each(|job| printing.job(job, &outcome.processes))?;
-    }
-    let all = || outcome.processes.iter().chain(&outcome.borrowers);
-    let cause = CommandError::original(all().filter_map(|one| one.result.as_ref().err()));
-    let stays_held = |report: &Report| verb == Verb::Resume && !report.missing.is_empty();
-    let otherwise = match () {
-        () if all().any(|one| !one.has_lost().is_empty()) => Exit::Failed,
-        () if all().filter_map(ProcessOutcome::report).any(stays_held) => Exit::Busy,
-        () => Exit::Done,
+        write(plan, outcome, ui)
     };
-    Ok(cause.map_or(otherwise, CommandError::exit))
+    output::told(written, outcome.exit())
+}
+
+/// Writes it as text. What stdout does not take, such as that of a full disk, keeps nothing from stderr.
+pub fn write(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<(), CommandError> {
+    let on_some_gpus = matches!(&plan.operation().scope, Scope::Tags { gpus, .. } if !gpus.is_empty());
+    let printing = Printing { plan, quiet: ui.quiet, on_some_gpus };
+    let processes = outcome.processes.iter().map(|one| printing.process(one));
+    let borrowers = outcome.borrowers.iter().map(|one| printing.borrower(one));
+    let jobs = outcome.jobs.iter().filter(|job| job.pids.len() > 1).map(|job| printing.job(job, &outcome.processes));
+    processes.chain(borrowers).chain(jobs).fold(Ok(()), Result::and)
 }
 
 /// What came of it for a process.
@@ -93,6 +88,7 @@ impl Printing<'_> {
 
     fn process(&self, one: &ProcessOutcome) -> Result<(), CommandError> {
         let process = &one.process;
+        let mut written = Ok(());
         match &one.result {
             Ok(report) => {
                 if !self.quiet {
@@ -104,7 +100,7 @@ impl Printing<'_> {
                     if self.is_held_from_now_on(process, report) {
                         text += "; the program is held from now on";
                     }
-                    output::say(&text)?;
+                    written = output::say(&text);
                 }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
@@ -125,7 +121,7 @@ impl Printing<'_> {
                 }
             }
         }
-        Ok(())
+        written
     }
 
     /// Whether a pause that has taken nothing holds a program that has paused all of it itself.
