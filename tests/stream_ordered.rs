@@ -357,3 +357,37 @@ fn a_steady_loop_makes_few_calls_of_the_driver() {
     round("another");
     assert_eq!((synchronize(), gpu.live("handles")), (0, 0));
 }
+
+/// Reserved and used bytes of the default pool, now and at most.
+fn statistics() -> [u64; 4] {
+    [5, 6, 7, 8].map(|attribute| {
+        let mut value = 0_u64;
+        assert_eq!(unsafe { entries::cuMemPoolGetAttribute(common::default_pool(), attribute, (&raw mut value).cast()) }, 0);
+        value
+    })
+}
+
+/// To the program, nothing changes while its memory is paused. What ends otherwise than by a free in stream order counts no longer, either.
+#[test]
+fn statistics_of_the_pool_do_not_change_while_memory_is_paused() {
+    const BYTES: u64 = 4 * MIB as u64;
+    let _gpu = Gpu::take();
+    let mut reset = 0_u64;
+    for attribute in [6, 8] {
+        assert_eq!(unsafe { entries::cuMemPoolSetAttribute(common::default_pool(), attribute, (&raw mut reset).cast()) }, 0);
+    }
+    let before = statistics();
+    let stream = Stream::create();
+    let address = allocate(4 * MIB, stream.handle()).unwrap();
+    let used = statistics();
+    assert_eq!(used, before.map(|bytes| bytes + BYTES));
+    pause(&["t"]).unwrap();
+    assert_eq!(statistics(), used);
+    // A free that is paused, and one that is not.
+    let other = allocate(4 * MIB, stream.handle()).unwrap();
+    assert_eq!(free(address), 0);
+    assert_eq!(statistics(), [used[0], used[1] + BYTES, used[2], used[3] + BYTES]);
+    resume(&["t"]).unwrap();
+    assert_eq!(free(other), 0);
+    assert_eq!([statistics()[0], statistics()[2]], [before[0], before[2]]);
+}

@@ -343,6 +343,30 @@ fn invalid_calls_change_nothing() {
     });
 }
 
+/// torch allows its own allocator to call `cudaMalloc` in a capture, and trusts another one to do so.
+#[test]
+fn torchs_allocator_works_in_a_capture() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        common::set_device(0);
+        tms_set_interesting_region(true);
+        for mode in 0..3 {
+            let stream = common::Stream::create();
+            let before = tms_torch_malloc(2 << 20, 0, ptr::null_mut());
+            stream.begin_capture(mode);
+            let memory = tms_torch_malloc(2 << 20, 0, ptr::null_mut());
+            assert!(Memory::get().find(memory as u64).is_some(), "mode {mode}");
+            assert_eq!(stream.fill(memory as u64, 7, 2 * MIB), 0);
+            unsafe { tms_torch_free(before, 2 << 20, 0, ptr::null_mut()) };
+            assert!(Memory::get().find(before as u64).is_none(), "mode {mode}");
+            let graph = stream.end_capture().expect("the capture is intact");
+            assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
+            assert_eq!(read(memory as u64, 1).unwrap(), [7]);
+            unsafe { tms_torch_free(memory, 2 << 20, 0, ptr::null_mut()) };
+        }
+    });
+}
+
 #[test]
 fn torchs_allocator_gets_managed_memory_on_the_device_that_it_names() {
     let _gpu = Gpu::take();

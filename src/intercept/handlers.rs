@@ -7,7 +7,7 @@ use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 use vramctl_core::memory::Memory;
-use vramctl_driver::Current;
+use vramctl_driver::{Current, RelaxedCapture};
 use vramctl_model::code;
 
 pub unsafe fn malloc(runtime: &Runtime, pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
@@ -163,9 +163,10 @@ pub unsafe fn device_reset(runtime: &Runtime) -> CudaError {
     unsafe { runtime.cudaDeviceReset() }
 }
 
-/// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does. Null if out of memory: torch then
-/// frees its cached blocks and retries.
+/// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does, also in a capture: for its own allocator, torch
+/// allows that itself. Null if out of memory: torch then frees its cached blocks and retries.
 pub fn torch_malloc(runtime: &Runtime, bytes: usize, device: c_int) -> *mut c_void {
+    let _relaxed = RelaxedCapture::enter();
     let before = runtime.current_device();
     if before != Some(device) && !runtime.set_device(device) {
         log::error!("cannot allocate on device {device}: it does not exist");
@@ -191,6 +192,7 @@ pub fn torch_malloc(runtime: &Runtime, bytes: usize, device: c_int) -> *mut c_vo
 /// # Safety
 /// `pointer` must come from there and must not have been freed.
 pub unsafe fn torch_free(runtime: &Runtime, pointer: *mut c_void) {
+    let _relaxed = RelaxedCapture::enter();
     // SAFETY: the caller's promise.
     let answer = unsafe { if copies::another_is_first() { runtime.cudaFree(pointer) } else { free(runtime, pointer) } };
     // At exit the runtime may shut down before torch's pools; everything is freed then anyway.

@@ -9,7 +9,7 @@
  *   ranges    what is known at, before and behind the ends of allocations
  *   kinds     copies with each kind between all sorts of memory
  *
- * Knows nothing of vramctl. Looks functions up by name. Only the simulated GPU can break a context here.
+ * Knows nothing of vramctl. Looks functions up by name.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,14 +32,14 @@ static Word context, second, captured, other, pool;
 /* Each argument is a word, which the calling convention passes as it does smaller ones. */
 static int call(void *library, const char *name, const Word *a)
 {
-	typedef int (*Function)(Word, Word, Word, Word, Word, Word, Word);
+	typedef int (*Function)(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word);
 	Function function;
 	*(void **)&function = dlsym(library, name);
-	return function ? function(a[0], a[1], a[2], a[3], a[4], a[5], a[6]) : MISSING;
+	return function ? function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]) : MISSING;
 }
 
-#define DRIVER(name, ...) call(driver, name, (Word[7]){ __VA_ARGS__ })
-#define RUNTIME(name, ...) call(RTLD_DEFAULT, name, (Word[7]){ __VA_ARGS__ })
+#define DRIVER(name, ...) call(driver, name, (Word[11]){ __VA_ARGS__ })
+#define RUNTIME(name, ...) call(RTLD_DEFAULT, name, (Word[11]){ __VA_ARGS__ })
 #define W(pointer) ((Word)(uintptr_t)(pointer))
 
 static void need(int answer, const char *what)
@@ -296,14 +296,27 @@ static void captures(void)
 				}
 }
 
-static void lost(void)
+/* A kernel that writes where no memory is; on the simulated GPU, which has no compiler, work whose memory is unmapped before it begins. */
+static void fail(void)
 {
-	prepare();
+	static const char code[] = ".version 6.0\n.target sm_50\n.address_size 64\n"
+				   ".visible .entry fails() { .reg .u64 at; mov.u64 at, 16; st.global.u64 [at], at; ret; }\n";
+	Word module = 0, function = 0;
+	if (DRIVER("cuModuleLoadData", W(&module), W(code)) == 0 && DRIVER("cuModuleGetFunction", W(&function), module, W("fails")) == 0) {
+		need(DRIVER("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, other, 0, 0), "cuLaunchKernel");
+		return;
+	}
 	Word doomed = mapped(2 * MIB);
 	DRIVER("simgpu_set_op_delay_ms", 300);
 	DRIVER("cuMemsetD8Async", doomed, 1, SMALL, other);
 	DRIVER("cuMemUnmap", doomed, 2 * MIB);
 	DRIVER("simgpu_set_op_delay_ms", 0);
+}
+
+static void lost(void)
+{
+	prepare();
+	fail();
 	printf("the failed work: %d\n", DRIVER("cuStreamSynchronize", other));
 	for (int number = 0; number < COUNT; number++) {
 		RUNTIME("cudaGetLastError");

@@ -129,8 +129,6 @@ fn rows(state: &State, copy: &Copy3D, reach: Reach, device: usize) -> Outcome<Ve
     };
     let by = (device_of(&copy.to)?, device_of(&copy.from)?);
     let sides = match (copy.from.kind, copy.to.kind) {
-        // A copy that names contexts takes any address for a device's.
-        _ if reach == Reach::Contexts => Sides::Any,
         (HOST, DEVICE) => Sides::Upload,
         (DEVICE, HOST) => Sides::Download,
         (DEVICE, DEVICE) => Sides::Device,
