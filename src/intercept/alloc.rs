@@ -389,7 +389,8 @@ fn allocate_again(placement: &Placement, bytes: usize, source: Source, caller: *
         Source::Pool(pool, stream) => (Some(pool), stream),
         Source::Thread => return None,
     };
-    if streams::is_any_captured() {
+    // A capture that is not known may be of this stream.
+    if streams::is_any_captured() || stream.is_capturing() {
         return None;
     }
     let is_default = |device| {
