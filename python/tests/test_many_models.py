@@ -176,6 +176,14 @@ class ManyModels(unittest.TestCase):
         status, rest = self.raw(b'{"model": "one", "max_tokens": 1}', b"Expect: 100-continue\r\n")
         self.assertEqual((status, b" 200 " in rest), (100, True))
 
+    def test_however_often_it_is_told_to_end_its_engines_end_with_it(self):
+        engines = [process.pid for process in vramctl.processes()]
+        self.assertEqual(len(engines), 2)
+        while self.router.poll() is None:
+            self.router.terminate()
+            time.sleep(0.001)
+        self.assertEqual([pid for pid in engines if os.path.exists(f"/proc/{pid}")], [])
+
     def test_a_leave_that_fails_fails_once(self):
         sys.path.insert(0, str(support.ROOT / "examples"))
         self.addCleanup(sys.path.remove, str(support.ROOT / "examples"))
