@@ -265,6 +265,24 @@ class Jobs(unittest.TestCase):
                     tags = vramctl.Client(rank.pid).status().tags
                     self.assertEqual({tag.tag: tag.state for tag in tags}, {"weights": "paused", "kv_cache": "active"})
 
+    def test_the_command_of_a_resume_that_is_not_needed_ends(self) -> None:
+        """Although a child that was forked meanwhile keeps its stdin open."""
+        children = []
+
+        class Forking(vramctl.Job):
+            def pause(self, *arguments: Any, **options: Any) -> vramctl.types.JobReport:
+                if (pid := os.fork()) == 0:
+                    signal.pause()
+                children.append(pid)
+                return super().pause(*arguments, **options)
+
+        with Program("engine", VRAMCTL_HOST_CAP="1M"), self.assertRaises(errors.HostMemory):
+            enter(Forking("engine").paused())
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.assertEqual((len(children), self.states()), (1, {"active"}))
+
     def test_a_program_cannot_hold_its_own_job(self) -> None:
         source = HOLDER.replace(
             'print("ready", flush=True)',

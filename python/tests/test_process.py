@@ -215,6 +215,35 @@ class Process(unittest.TestCase):
             self.assertEqual((found[0][1], found[1], vramctl.current_tag()), ("around", "around", "around"))
         self.assertEqual(vramctl.current_tag(), "default")
 
+    def test_so_has_each_task_of_a_loop_that_is_not_asyncios(self) -> None:
+        """As uvloop: its handles are its own, and its tasks are asyncio's."""
+        program = """
+import asyncio, vramctl
+asyncio.BaseEventLoop = type("Another", (), {})
+
+async def load(tag, steps):
+    seen = []
+    with vramctl.region(tag):
+        for _ in range(steps):
+            seen.append(vramctl._library.get().read("current_tag"))
+            await asyncio.sleep(0)
+    return seen
+
+async def look():
+    await asyncio.sleep(0)
+    return vramctl._library.get().read("current_tag")
+
+async def tasks():
+    return [await asyncio.gather(load("a", 2), look(), load("b", 5)), await look()]
+
+for around in ("default", "around"):
+    with vramctl.region(around):
+        found = asyncio.run(tasks())
+        assert found == [[["a"] * 2, around, ["b"] * 5], around], found
+"""
+        done = run([sys.executable, "-c", program])
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
     def test_the_end_of_a_region_ends_that_one(self) -> None:
         def region(tag: str) -> Any:
             with vramctl.region(tag):

@@ -355,6 +355,8 @@ class ManyNodes(unittest.TestCase):
             self.assertEqual(len(self.job.suspend(hold_timeout=300)), RANKS)
         self.job.resume(timeout=30)
         self.assertEqual(self.cluster.settled(), "active")
+        with self.assertRaises(errors.Unsupported):
+            vramctl.swap(self.job, vramctl.ray.Job("other"))
 
     def test_a_move_that_cannot_be_done_leaves_the_job_running(self) -> None:
         ask_all = vramctl.ray._Nodes.ask_all

@@ -135,8 +135,8 @@ def library_path() -> str:
 def region(tag: str | None, backup: Backup = "default", *, device: Any = None, pool: bool = True) -> _regions.Region:
     """Tags the GPU memory that the calling thread allocates inside, or in asyncio the calling task. Regions nest; the innermost wins.
 
-    Also a decorator, of functions, coroutine functions and generators. With other loops than asyncio's own, such as uvloop's, a `with` that awaits
-    something inside also tags what other tasks allocate meanwhile; a decorated coroutine function does not.
+    Also a decorator, of functions, coroutine functions and generators. Without asyncio (trio), a `with` that awaits something inside also tags what
+    other tasks allocate meanwhile; a decorated coroutine function does not.
 
     `tag`: 1 to 128 bytes of UTF-8 without commas, equals signs or control characters. None leaves allocations to CUDA; they
     are never paused.

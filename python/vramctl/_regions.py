@@ -1,8 +1,8 @@
 """Regions: the tag and policy of what is allocated.
 
 A region belongs to the context that has entered it (`contextvars`), as a decimal context does: each task of asyncio has its own regions. The
-library and torch know threads only, so a thread is put into the regions of what it is about to run: when a region begins or ends, and from
-then on around each callback of a loop.
+library and torch know threads only, so a thread is put into the regions of what it is about to run: when a region begins or ends, and, once
+one has begun in a loop, around each of the loop's callbacks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Region(contextlib.AbstractContextManager[None]):
         self._tag, self._backup, self._device, self._pool = tag, backup, device, pool
         #: The thread that has entered it.
         self._thread: int | None = None
+        self._is_in_loop = False
         self._has_ended = False
 
     def __enter__(self) -> None:
         self._begin()
-        _follow_loops()
+        _follow_the_loop()
 
     def __exit__(self, *_: object) -> None:
         self._end()
@@ -95,7 +96,7 @@ class Region(contextlib.AbstractContextManager[None]):
         self._settings = _library.tag(self._tag), _library.backup(self._backup)
         self._scope = _torch.Scope(self._tag, self._backup, self._device, self._pool)
         self._scope.open()
-        self._thread = threading.get_ident()
+        self._thread, self._is_in_loop = threading.get_ident(), asyncio._get_running_loop() is not None
         regions = (*_entered.get(), self)
         try:
             _go_to(regions)
@@ -191,32 +192,58 @@ def _steps(region: Region, running: Any) -> Generator[Any, Any, Any]:
             step, given = running.throw, error
 
 
-_loops_are_followed = False
+def _go_to_safely(regions: tuple[Region, ...]) -> None:
+    try:
+        _go_to(regions)
+    except Exception:  # it would end the loop
+        _log.warning("memory may get the wrong tag, because entering or leaving a region failed", exc_info=True)
 
 
-def _follow_loops() -> None:
-    """Has a thread that runs a loop be in the regions of each callback, so also of each step of a task, while it runs.
-
-    Only for asyncio's own loops: others, such as uvloop's, have callbacks of their own.
-    """
-    global _loops_are_followed
-    if _loops_are_followed or asyncio._get_running_loop() is None:
+def _follow_the_loop() -> None:
+    """Has the thread that runs the loop be in the regions of each callback, so also of each step of a task, while it runs."""
+    loop = asyncio._get_running_loop()
+    if loop is None:
         return
-    _loops_are_followed = True
-    run = asyncio.Handle._run
+    if isinstance(loop, asyncio.BaseEventLoop):
+        _follow_handles()
+    elif not hasattr(loop, "_vramctl_follows"):
+        with contextlib.suppress(AttributeError):  # it takes no other method
+            _follow_other(loop)
 
-    def go_to(regions: tuple[Region, ...]) -> None:
-        try:
-            _go_to(regions)
-        except Exception:  # it would end the loop
-            _log.warning("memory may get the wrong tag, because entering or leaving a region failed", exc_info=True)
+
+@functools.cache
+def _follow_handles() -> None:
+    """In all of asyncio's own loops."""
+    run = asyncio.Handle._run
 
     @functools.wraps(run)
     def _run(self: Any) -> None:
-        go_to(self._context.get(_entered, ()))
+        _go_to_safely(self._context.get(_entered, ()))
         try:
             run(self)
         finally:
-            go_to(_entered.get())  # those in which the loop runs
+            _go_to_safely(_entered.get())  # those in which the loop runs
 
     asyncio.Handle._run = _run  # type: ignore[method-assign]
+
+
+def _follow_other(loop: Any) -> None:
+    """In a loop with handles of its own, such as uvloop's. Its tasks are asyncio's, whose steps come through this method. Those that wait for
+    their first step already are not followed.
+    """
+    call_soon = loop.call_soon
+
+    @functools.wraps(call_soon)
+    def follow(callback: Callable[..., object], *arguments: Any, context: contextvars.Context | None = None) -> Any:
+        return call_soon(_call, callback, arguments, context=contextvars.copy_context() if context is None else context)
+
+    loop._vramctl_follows = True
+    loop.call_soon = follow
+
+
+def _call(callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    _go_to_safely(_entered.get())
+    try:
+        callback(*arguments)
+    finally:
+        _go_to_safely(tuple(region for region in _entered.get() if not region._is_in_loop))

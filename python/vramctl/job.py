@@ -547,6 +547,7 @@ class _Operation(_Work[dict[str, Any]]):
 
     def drop(self) -> None:
         if self._command is not None:
+            self._command.tell("")  # a child that this program has forked may keep its stdin open
             self._command.close()
 
     def stop(self) -> None:

@@ -65,6 +65,10 @@ class Job(_job.Job):
         return {process["pid"]: Status._from(process) for process in self._operate("status")["processes"]}
 
     def _operation(self, operation: str, **fields: Any) -> _Operation:
+        if operation == "swap":
+            raise errors.Unsupported(
+                "jobs over several nodes cannot change places as one: pause the one, and then resume the other"
+            )
         # A participant is never detached: it is held to the record instead.
         left_out = ("ranks", "target", "detached")
         given = {name: value for name, value in fields.items() if value is not None and name not in left_out}
