@@ -20,6 +20,7 @@ pub mod stack;
 pub mod symbols;
 pub mod system;
 pub mod thread_exit;
+pub mod weak;
 pub mod worker;
 
 pub use boundary::guarded;

@@ -102,6 +102,49 @@ pub fn is_before_us(address: *const c_void) -> bool {
     false
 }
 
+/// Whether a lookup with `RTLD_NEXT` comes to this library first, if it has the function.
+pub fn is_next_after(caller: *const c_void, name: &CStr) -> bool {
+    static ANCHOR: u8 = 0;
+    if !is_before_us(caller) {
+        return false;
+    }
+    let (own, mut map) = (map_of((&raw const ANCHOR).cast()), map_of(caller));
+    loop {
+        // SAFETY: from the caller's entry to this library's, nothing is ever unloaded.
+        map = unsafe { (*map).next };
+        // SAFETY: as above.
+        if map == own || unsafe { Loaded::of_map(map) }.is_some_and(|library| library.symbol(name).is_some()) {
+            return map == own;
+        }
+    }
+}
+
+/// Whether this is the handle of the program itself, through which the global scope is searched.
+///
+/// # Safety
+/// `handle` must be a handle of `dlopen` that is still open, `RTLD_NEXT` or `RTLD_DEFAULT`.
+pub unsafe fn is_program(handle: *mut c_void) -> bool {
+    // SAFETY: glibc's handles are its entries.
+    let map = unsafe { handle.cast_const().cast::<LinkMap>().as_ref() }.filter(|_| handle != libc::RTLD_NEXT);
+    map.is_some_and(|map| map.previous.is_null())
+}
+
+/// Whether an address is in the program itself.
+pub fn is_in_program(address: *const c_void) -> bool {
+    // SAFETY: null, or the loader's own entry.
+    unsafe { map_of(address).as_ref() }.is_some_and(|map| map.previous.is_null())
+}
+
+/// The C library's `dlerror`.
+pub fn dlerror() -> *mut c_char {
+    type Dlerror = unsafe extern "C" fn() -> *mut c_char;
+    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    // A lookup with `dlsym` would end the error that is asked for.
+    let found = cached(&FOUND, || in_c_library(c"dlerror"));
+    // SAFETY: every `dlerror` has this type.
+    found.map_or(ptr::null_mut(), |found| unsafe { mem::transmute::<*mut c_void, Dlerror>(found)() })
+}
+
 /// A loaded library. Must not be unloaded while this is used.
 #[derive(Debug, Clone, Copy)]
 pub struct Loaded {
@@ -169,6 +212,18 @@ impl Loaded {
         self.references().map(|reference| (reference.name, reference.place))
     }
 
+    /// The weak references to others' symbols: the name, and where the loader has written the address that it has found, if any.
+    pub fn weak_references(self) -> impl Iterator<Item = (&'static CStr, *mut *const c_void)> {
+        const WEAK: u8 = 2;
+        self.relocated().filter_map(move |(symbol, place)| {
+            // SAFETY: the index is of the library's own symbols.
+            let entry = unsafe { &*self.symbols.add(symbol) };
+            // SAFETY: as above.
+            (entry.st_info >> 4 == WEAK && entry.st_shndx == 0)
+                .then(|| unsafe { (CStr::from_ptr(self.names.add(entry.st_name as usize)), place.cast_mut()) })
+        })
+    }
+
     /// The version of others' functions that it is linked with: of the first of them that has one.
     pub fn version_needed(self, is_meant: impl Fn(&CStr) -> bool) -> Option<&'static CStr> {
         self.references().filter(|reference| is_meant(reference.name)).find_map(|reference| self.version_of(reference.symbol))
@@ -198,16 +253,24 @@ impl Loaded {
     }
 
     fn references(self) -> impl Iterator<Item = Reference> {
+        // SAFETY: the index is of the library's own symbols.
+        let name = move |symbol| unsafe { CStr::from_ptr(self.names.add((*self.symbols.add(symbol)).st_name as usize)) };
+        self.relocated().map(move |(symbol, place)| Reference { name: name(symbol), symbol, place })
+    }
+
+    /// The indices of the symbols that it uses, each with the place where the loader writes the address.
+    fn relocated(self) -> impl Iterator<Item = (usize, *const *const c_void)> {
         // SAFETY: the library's own tables, as long as it says.
         let list = |table, bytes| unsafe {
             let (start, length) = (self.table::<libc::Elf64_Rela>(table), self.entry(bytes).unwrap_or(0) / size_of::<libc::Elf64_Rela>());
             if start.is_null() { &[] } else { std::slice::from_raw_parts(start, length) }
         };
-        list(DT_JMPREL, DT_PLTRELSZ).iter().chain(list(DT_RELA, DT_RELASZ)).filter_map(move |one| {
-            let index = (one.r_info >> 32) as usize;
-            // SAFETY: the index is of the library's own symbols.
-            let name = (index != 0).then(|| unsafe { CStr::from_ptr(self.names.add((*self.symbols.add(index)).st_name as usize)) })?;
-            Some(Reference { name, symbol: index, place: self.base.wrapping_add(one.r_offset as usize) as *const *const c_void })
+        // Those that the linker has put first use no symbol. In large libraries they are most.
+        // SAFETY: the library's own count.
+        let relative = unsafe { self.entry(DT_RELACOUNT) }.unwrap_or(0);
+        list(DT_JMPREL, DT_PLTRELSZ).iter().chain(list(DT_RELA, DT_RELASZ).iter().skip(relative)).filter_map(move |one| {
+            let symbol = (one.r_info >> 32) as usize;
+            (symbol != 0).then(|| (symbol, self.base.wrapping_add(one.r_offset as usize) as *const *const c_void))
         })
     }
 
@@ -499,6 +562,7 @@ const DT_RELASZ: i64 = 8;
 const DT_SONAME: i64 = 14;
 const DT_JMPREL: i64 = 23;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
+const DT_RELACOUNT: i64 = 0x6fff_fff9;
 const DT_VERSYM: i64 = 0x6fff_fff0;
 const DT_VERDEF: i64 = 0x6fff_fffc;
 const DT_VERNEED: i64 = 0x6fff_fffe;

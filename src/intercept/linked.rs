@@ -2,7 +2,7 @@
 //! for all, then in those that the caller's library depends on, and takes only a symbol of the version that the library was linked with.
 
 use crate::copies;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 use vramctl_host::symbols::{self, Loaded};
 
@@ -51,5 +51,23 @@ impl Drop for Linked {
             // SAFETY: opened above.
             unsafe { libc::dlclose(self.own) };
         }
+    }
+}
+
+/// A function of a loaded library, or of its dependencies.
+pub fn in_loaded(library: *const c_char, name: &CStr) -> *mut c_void {
+    if library.is_null() {
+        return ptr::null_mut();
+    }
+    // SAFETY: a NUL-terminated name. The library is loaded already, so no initialiser runs, and the caller runs in it or uses it, so
+    // that it stays.
+    unsafe {
+        let library = libc::dlopen(library, libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if library.is_null() {
+            return ptr::null_mut();
+        }
+        let found = symbols::dlsym(library, name);
+        libc::dlclose(library);
+        found
     }
 }

@@ -19,6 +19,7 @@
 
 use crate::copies;
 use crate::entry::{jump, pass_caller, symbol};
+use crate::linked::in_loaded;
 use crate::nccl_functions;
 use std::arch::naked_asm;
 use std::cell::Cell;
@@ -418,24 +419,6 @@ macro_rules! first {
     ($first:ident $($rest:ident)*) => {
         $first
     };
-}
-
-/// A function of a loaded library, or of its dependencies.
-fn in_loaded(library: *const c_char, name: &CStr) -> *mut c_void {
-    if library.is_null() {
-        return ptr::null_mut();
-    }
-    // SAFETY: a NUL-terminated name. The library is loaded already, so no initialiser runs, and the caller runs in it or uses it, so
-    // that it stays.
-    unsafe {
-        let library = libc::dlopen(library, libc::RTLD_LAZY | libc::RTLD_NOLOAD);
-        if library.is_null() {
-            return ptr::null_mut();
-        }
-        let found = symbols::dlsym(library, name);
-        libc::dlclose(library);
-        found
-    }
 }
 
 macro_rules! functions {

@@ -1,8 +1,8 @@
-//! The lookup functions `dlsym` and `dlvsym`. If a lookup finds a driver function that has an entry ([`entries`]), it returns the entry
+//! The lookup functions `dlsym` and `dlvsym`, and `dlerror`. If a lookup finds a driver function that has an entry ([`entries`]), it returns the entry
 //! instead; the same goes for functions of NCCL ([`nccl`]).
 //!
 //! The real lookup always comes first. Its result is replaced only if it is exactly the function that the entry stands for. There is no
-//! caching, and no lookup finds more than it would otherwise. Nothing here allocates or takes a lock of ours: a lookup may come from
+//! caching, and no lookup finds more than it would otherwise: this library's own export only if another library has the function, too. Nothing here allocates or takes a lock of ours: a lookup may come from
 //! anywhere, including a constructor or an allocator.
 //!
 //! The meaning of `RTLD_NEXT` and `RTLD_DEFAULT` depends on the caller. So [`dlsym`] does not call the real one but jumps to it, which
@@ -16,23 +16,26 @@
 //!
 //! - `cuGetExportTable`, whose functions have no names, and a copy of `dlsym` from the C library's own handle;
 //! - a library opened with `RTLD_DEEPBIND` or in a namespace of `dlmopen` ([`vramctl_host::opens`]);
-//! - a weak reference to a driver function: it finds ours, and gets `CUDA_ERROR_NOT_FOUND` without a driver;
+//! - a weak reference of a library that is opened later than the program's start ([`vramctl_host::weak`]): it finds ours, and gets
+//!   `CUDA_ERROR_NOT_FOUND` without a driver;
+//! - a lookup in the default scope by such a library: it finds ours if the other library is loaded, even if for somebody else;
 //! - a library with *variables* named like driver functions (CUEW and other loaders that fill in pointers) that does not hide them: they
 //!   are bound to the exported functions, and the library crashes when it writes to them.
 
-use crate::entries;
 use crate::entry::DriverFunction;
+use crate::hooks::HOOKED;
 use crate::nccl::NcclFunction;
 use crate::real::DRIVER;
-use crate::{copies, nccl};
+use crate::{copies, entries, linked, nccl, runtimes};
 use std::arch::naked_asm;
-use std::ffi::{CStr, c_char, c_void};
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::panic;
 use std::ptr;
 use vramctl_host::symbols::{self, Loaded};
 
 /// The names of this module's functions that are exported in addition to the entries.
-pub const RESOLVERS: [&str; 2] = ["dlsym", "dlvsym"];
+pub const RESOLVERS: [&str; 3] = ["dlsym", "dlvsym", "dlerror"];
 
 /// The outcome of a lookup. Returned in two registers.
 #[repr(C)]
@@ -48,9 +51,62 @@ impl Ruling {
         Self { answer, onward: ptr::null_mut() }
     }
 
+    /// Nothing is found, in the name of the program itself or of the calling library.
+    fn missing(name: &CStr, caller: *const c_void, is_program: bool) -> Self {
+        if is_program || symbols::is_in_program(caller) {
+            // The error names this library; `dlerror` knows that it is about the program.
+            // SAFETY: `RTLD_NEXT` needs no handle.
+            unsafe { symbols::dlsym(libc::RTLD_NEXT, name) };
+        } else {
+            linked::in_loaded(symbols::path_around(caller), name);
+        }
+        Self::answer(ptr::null_mut())
+    }
+
     fn onward(real: *mut c_void) -> Self {
         Self { answer: ptr::null_mut(), onward: real }
     }
+}
+
+thread_local! {
+    /// What [`dlerror`] has returned.
+    static TEXT: Cell<[u8; 512]> = const { Cell::new([0; 512]) };
+}
+
+/// `dlerror`.
+///
+/// # Safety
+/// As the C library's.
+pub unsafe extern "C" fn dlerror() -> *mut c_char {
+    let text = symbols::dlerror();
+    panic::catch_unwind(|| as_of_program(text)).ok().flatten().unwrap_or(text)
+}
+
+/// The error as it is without this library, if its name has come into it: it does not lack the functions that it exports.
+fn as_of_program(text: *const c_char) -> Option<*mut c_char> {
+    unsafe extern "C" {
+        static program_invocation_name: *const c_char;
+    }
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's texts are NUL-terminated, as is the C library's own variable.
+    let (text, program) = unsafe { (CStr::from_ptr(text), CStr::from_ptr(program_invocation_name)) };
+    let own = symbols::path_around(as_of_program as *const c_void);
+    // SAFETY: null, or the loader's own text.
+    let own = (!own.is_null()).then(|| unsafe { CStr::from_ptr(own) })?;
+    let rest = text.to_bytes_with_nul().strip_prefix(own.to_bytes())?;
+    let missing = CStr::from_bytes_with_nul(rest.strip_prefix(b": undefined symbol: ")?).ok()?;
+    if !is_exported(missing) {
+        return None;
+    }
+    let (name, place) = (program.to_bytes(), TEXT.with(Cell::as_ptr).cast::<u8>());
+    // SAFETY: the thread's own, and as long as is checked.
+    (name.len() + rest.len() <= 512).then(|| unsafe {
+        place.copy_from_nonoverlapping(name.as_ptr(), name.len());
+        place.add(name.len()).copy_from_nonoverlapping(rest.as_ptr(), rest.len());
+        place.cast()
+    })
 }
 
 /// `dlsym`.
@@ -207,6 +263,54 @@ unsafe fn own_lookup(handle: *mut c_void, name: *const c_char, caller: *const c_
     symbols::is_before_us(caller).then_some(own)
 }
 
+/// A function that this library exports in place of another's.
+enum Exported {
+    Runtime,
+    Driver(&'static DriverFunction),
+    Nccl(&'static NcclFunction),
+}
+
+impl Exported {
+    /// # Safety
+    /// `name` must be null or NUL-terminated.
+    unsafe fn named<'name>(name: *const c_char) -> Option<(Self, &'name CStr)> {
+        // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
+        let begins_with = |letters: &[u8]| letters.iter().enumerate().all(|(at, wanted)| unsafe { *name.add(at) as u8 } == *wanted);
+        if name.is_null() || !(begins_with(b"cu") || begins_with(b"nccl")) {
+            return None;
+        }
+        // SAFETY: as above.
+        let name = unsafe { CStr::from_ptr(name) };
+        let function = match name.to_bytes() {
+            [b'c', b'u', b'A'..=b'Z', ..] => Self::Driver(entries::of_symbol(name)?),
+            [b'n', ..] => Self::Nccl(nccl::of_symbol(name)?),
+            bytes => HOOKED.iter().any(|hooked| hooked.as_bytes() == bytes).then_some(Self::Runtime)?,
+        };
+        Some((function, name))
+    }
+
+    /// Whether a library is loaded whose function this could be, for anybody.
+    fn is_loaded(&self) -> bool {
+        match self {
+            Self::Runtime => runtimes::is_loaded(),
+            Self::Driver(_) => is_driver_loaded(),
+            Self::Nccl(function) => !nccl::linked_for(ptr::null(), function.symbol).is_null(),
+        }
+    }
+}
+
+fn is_driver_loaded() -> bool {
+    let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
+    // SAFETY: a NUL-terminated name. A library that is loaded already stays loaded and is not initialised again.
+    !unsafe { libc::dlopen(DRIVER.as_ptr(), flags) }.is_null()
+}
+
+/// Whether this library exports the function in place of CUDA's or NCCL's.
+pub fn is_exported(name: &CStr) -> bool {
+    // SAFETY: NUL-terminated.
+    unsafe { Exported::named(name.as_ptr()) }.is_some()
+}
+
 /// Judges a lookup.
 unsafe fn judge(
     name: *const c_char,
@@ -215,78 +319,66 @@ unsafe fn judge(
     onward: *mut c_void,
     real: impl Fn(*mut c_void) -> *mut c_void,
 ) -> Ruling {
-    // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
-    let letter = |at| unsafe { *name.add(at) as u8 };
-    let begins_with = |letters: &[u8]| letters.iter().enumerate().all(|(at, wanted)| letter(at) == *wanted);
-    // SAFETY: as above.
-    let whole = || unsafe { CStr::from_ptr(name) };
-    if name.is_null() {
+    // SAFETY: the caller's promise.
+    let Some((function, name)) = (unsafe { Exported::named(name) }) else { return Ruling::onward(onward) };
+    if copies::another_answers() {
         return Ruling::onward(onward);
     }
-    if begins_with(b"cu")
-        && letter(2).is_ascii_uppercase()
-        && let Some(function) = entries::of_symbol(whole())
-    {
+    // A lookup changes nothing but what `dlerror` tells.
+    let _errno = Errno::keep();
+    if handle == libc::RTLD_NEXT {
+        let is_missing = symbols::is_next_after(caller, name) && !is_behind_us(name);
+        return if is_missing { Ruling::missing(name, caller, false) } else { Ruling::onward(onward) };
+    }
+    let found = real(handle);
+    // SAFETY: the caller's promise.
+    if symbols::is_ours(found) && !unsafe { is_there(&function, name, handle, caller) } {
+        // SAFETY: the caller's promise.
+        return Ruling::missing(name, caller, unsafe { symbols::is_program(handle) });
+    }
+    let is_default = handle == libc::RTLD_DEFAULT;
+    match function {
         // SAFETY: the caller's promises.
-        return unsafe { judge_driver(function, handle, caller, onward, real) };
-    }
-    if begins_with(b"nccl")
-        && let Some(function) = nccl::of_symbol(whole())
-    {
-        return judge_nccl(function, handle, caller, onward, &real);
-    }
-    Ruling::onward(onward)
-}
-
-/// Judges the lookup of a function of NCCL's.
-fn judge_nccl(
-    function: &NcclFunction,
-    handle: *mut c_void,
-    caller: *const c_void,
-    onward: *mut c_void,
-    real: &impl Fn(*mut c_void) -> *mut c_void,
-) -> Ruling {
-    if handle == libc::RTLD_NEXT || copies::another_answers() {
-        return Ruling::onward(onward);
-    }
-    let mut found = real(handle);
-    if symbols::is_ours(found) {
-        // Our own export was found: programs look for NCCL this way, and it may not be loaded.
-        found = nccl::linked_for(caller, function.symbol);
-        if found.is_null() {
-            // Leaves the loader's error for `dlerror`.
-            // SAFETY: `RTLD_NEXT` needs no handle.
-            unsafe { symbols::dlsym(libc::RTLD_NEXT, function.symbol) };
+        Exported::Driver(function) if unsafe { has_entry(function, found, handle, caller) } => Ruling::answer(function.entry.cast_mut()),
+        Exported::Nccl(function) if symbols::is_ours(found) => {
+            Ruling::answer(function.in_place_of(nccl::linked_for(caller, function.symbol)))
         }
-    } else if handle == libc::RTLD_DEFAULT {
-        // The default scope depends on the caller.
-        return Ruling::onward(onward);
+        Exported::Nccl(function) if !is_default && !found.is_null() => Ruling::answer(function.in_place_of(found)),
+        // The default scope depends on the caller. If nothing was found, the real function's error stays unchanged.
+        _ if is_default => Ruling::onward(onward),
+        _ => Ruling::answer(found),
     }
-    Ruling::answer(if found.is_null() { found } else { function.in_place_of(found) })
 }
 
-/// Judges the lookup of a function of the table.
-unsafe fn judge_driver(
-    function: &DriverFunction,
-    handle: *mut c_void,
-    caller: *const c_void,
-    onward: *mut c_void,
-    real: impl Fn(*mut c_void) -> *mut c_void,
-) -> Ruling {
-    if handle == libc::RTLD_NEXT || copies::another_answers() {
-        return Ruling::onward(onward);
+/// Whether a lookup that has found this library's function would find another without it.
+unsafe fn is_there(function: &Exported, name: &CStr, handle: *mut c_void, caller: *const c_void) -> bool {
+    if is_behind_us(name) {
+        return true;
     }
-    let (found, default) = (real(handle), handle == libc::RTLD_DEFAULT);
-    if symbols::is_ours(found) && !is_function_elsewhere(function) {
-        // Our own export was found in a process without a driver: programs check for one this way.
-        return Ruling::answer(ptr::null_mut());
+    let is_default = handle == libc::RTLD_DEFAULT;
+    // SAFETY: the caller's promise.
+    if unsafe { symbols::is_program(handle) } || is_default && symbols::is_before_us(caller) {
+        return false;
     }
+    // Any other handle is one of this library's. In the default scope of a library is what came with it. It is not known what that was, so
+    // everything that is loaded counts, and what the library depends on.
+    let is_there = !is_default || function.is_loaded() || !linked::in_loaded(symbols::path_around(caller), name).is_null();
+    if is_there {
+        symbols::dlerror();
+    }
+    is_there
+}
+
+/// Whether a library after this one has the function, for everybody.
+fn is_behind_us(name: &CStr) -> bool {
+    // SAFETY: `RTLD_NEXT` needs no handle.
+    !unsafe { symbols::dlsym(libc::RTLD_NEXT, name) }.is_null()
+}
+
+/// Whether a lookup that has found this function gets the entry instead.
+unsafe fn has_entry(function: &DriverFunction, found: *mut c_void, handle: *mut c_void, caller: *const c_void) -> bool {
     // SAFETY: the lookup succeeded, so the handle is open.
-    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !function.is_behind(caller) {
-        return Ruling::answer(function.entry.cast_mut());
-    }
-    // If nothing was found, the real function's error stays unchanged. The default scope depends on the caller.
-    if default { Ruling::onward(onward) } else { Ruling::answer(found) }
+    handle != libc::RTLD_DEFAULT && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !function.is_behind(caller)
 }
 
 /// Whether the found function is the driver's, through any handle, or the one that another library puts in its place.
@@ -297,12 +389,19 @@ unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *m
     through_its_handle() || Loaded::around(found).is_some_and(itself)
 }
 
-/// Whether any other library has the function. If not, leaves the loader's error for `dlerror`.
-fn is_function_elsewhere(function: &DriverFunction) -> bool {
-    // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. A library that is loaded already stays loaded and is not initialised
-    // again.
-    unsafe {
-        let driver = libc::dlopen(DRIVER.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
-        !driver.is_null() || !symbols::dlsym(libc::RTLD_NEXT, function.symbol).is_null()
+/// Leaves the thread's error number as it is.
+struct Errno(c_int);
+
+impl Errno {
+    fn keep() -> Self {
+        // SAFETY: the C library's own place for it.
+        Self(unsafe { *libc::__errno_location() })
+    }
+}
+
+impl Drop for Errno {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { *libc::__errno_location() = self.0 };
     }
 }

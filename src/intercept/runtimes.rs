@@ -283,19 +283,25 @@ fn guess() -> Option<&'static Runtime> {
     Runtime::list().next().or_else(|| Some(Runtime::with(in_loaded()?)))
 }
 
+/// Whether a runtime is loaded. Allocates nothing.
+pub fn is_loaded() -> bool {
+    Runtime::list().next().is_some() || path_of_loaded().is_some()
+}
+
 /// The functions of a libcudart that is loaded outside the global scope, as Python's are.
 fn in_loaded() -> Option<[*mut c_void; NAMES.len()]> {
-    let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
-    // SAFETY: the callback copies into `path`, which outlives the call.
-    let found = unsafe { libc::dl_iterate_phdr(Some(note_runtime), (&raw mut path).cast()) };
-    if found == 0 {
-        return None;
-    }
+    let path = path_of_loaded()?;
     // SAFETY: a NUL-terminated path. The library is loaded already, so no initialiser runs.
     unsafe {
         let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
         if library.is_null() { None } else { Some(NAMES.map(|name| symbols::dlsym(library, name))) }
     }
+}
+
+fn path_of_loaded() -> Option<Path> {
+    let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
+    // SAFETY: the callback copies into `path`, which outlives the call.
+    (unsafe { libc::dl_iterate_phdr(Some(note_runtime), (&raw mut path).cast()) } != 0).then_some(path)
 }
 
 struct Path {
@@ -313,7 +319,7 @@ unsafe extern "C" fn note_runtime(info: *mut libc::dl_phdr_info, _size: libc::si
         CStr::from_ptr(name)
     };
     let file = name.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default();
-    // SAFETY: `path` is the `Path` that `in_loaded` passed.
+    // SAFETY: `path` is the `Path` that `path_of_loaded` passed.
     let bytes = unsafe { &mut (*path.cast::<Path>()).bytes };
     let name = name.to_bytes_with_nul();
     // `libcudart.so.13`, or `libcudart-d0da41ae.so.11.0` as bundled in wheels.

@@ -8,6 +8,8 @@
 //! This crate only exports the symbols; `ARCHITECTURE.md` shows the way to the code behind them.
 
 use std::arch::naked_asm;
+use std::panic;
+use vramctl_host::weak;
 use vramctl_intercept::{entries, hooks, launch, nccl, opens, resolve};
 
 /// An exported name: a jump to the function behind it, which therefore sees the call exactly as the program made it, including the return
@@ -54,6 +56,7 @@ vramctl_intercept::nccl_functions!(of_nccl);
 
 export!(dlsym, resolve::dlsym);
 export!(dlvsym, resolve::dlvsym);
+export!(dlerror, resolve::dlerror);
 export!(dlopen, opens::dlopen);
 export!(dlmopen, opens::dlmopen);
 
@@ -68,3 +71,12 @@ static AT_LOAD: extern "C" fn() = {
 };
 
 vramctl_host::own_thread_exit!();
+
+/// The loader calls this before anything of the program's runs.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_START: extern "C" fn() = at_start;
+
+extern "C" fn at_start() {
+    let _ = panic::catch_unwind(|| weak::release(resolve::is_exported));
+}

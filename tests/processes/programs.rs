@@ -310,7 +310,7 @@ fn a_kv_cache_that_an_engine_relies_on_is_discarded_only_by_force() {
     let program = r#"
 import ctypes
 vramctl, pointer = ctypes.CDLL(None), ctypes.c_void_p()
-runtime = ctypes.CDLL("libcudart.so.13")
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
 for tag in TAGS:
     assert vramctl.vramctl_region_begin(tag, 0) == 0
     assert vramctl.cudaMalloc(ctypes.byref(pointer), 8 << 20) == 0

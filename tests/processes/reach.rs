@@ -32,6 +32,11 @@ fn programs() -> &'static Path {
         let include = format!("-I{}", folder.join("stand_in").display());
         let stand_in = ["-DSTANDS_IN", "-Wl,-soname,libcuda.so.1", &include];
         compile("stand_in/libcuda.so.1", "behind.c", &[&library[..], &stand_in].concat());
+        compile("libabsent.so", "absent.c", &[&library[..], &["-DLIBRARY"]].concat());
+        // In a program that is linked so, the loader protects what it has written.
+        compile("absent", "absent.c", &["-Wl,-z,now", "-Wl,-z,relro"]);
+        compile("absent_lazy", "absent.c", &["-Wl,-z,lazy"]);
+        compile("absent_linked", "absent.c", &["-Wl,--no-as-needed", "-l:libcuda.so.1", "-l:libcudart.so.13"]);
         compile("libsecond.so", "next.c", &[&library[..], &["-DSECOND"]].concat());
         compile("libfirst.so", "next.c", &[&library[..], &["-DFIRST"]].concat());
         compile("next", "next.c", &["-Wl,--no-as-needed", "-l:libfirst.so", "-l:libsecond.so"]);
@@ -204,6 +209,21 @@ fn no_driver_is_found_if_none_is_loaded() {
     let (before, after) =
         (["default null, error", "program null, error"], ["default libvramctl.so, no error", "program libvramctl.so, no error"]);
     assert_eq!(text.lines().collect::<Vec<_>>(), [before, after].concat());
+}
+
+/// In whatever way a program asks whether the process has CUDA, it gets the answer that it would get without the library.
+#[test]
+fn what_is_not_there_is_not_found() {
+    for program in ["absent", "absent_lazy", "absent_linked"] {
+        for loaded in [&["libcuda.so.1", "libcudart.so.13"][..], &["libcudart.so.13"], &[]] {
+            let [with, without] = [&[&*library()][..], &[]].map(|preloaded| said(run(preloaded, program, loaded)));
+            assert!(without.contains("at first: program cudaMalloc 0: ") && without.contains("declared 5: "), "{without}");
+            for (with, without) in with.lines().zip(without.lines()) {
+                assert_eq!(with, without, "{program} {loaded:?}");
+            }
+            assert_eq!(with.lines().count(), without.lines().count());
+        }
+    }
 }
 
 /// `RTLD_NEXT` keeps its meaning for the calling library.
