@@ -10,10 +10,12 @@ use common::{
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::process::Command;
 use std::ptr;
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Barrier, mpsc};
 use std::time::{Duration, Instant};
 use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::share::Borrower;
@@ -641,6 +643,168 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert_eq!((free(again), free(there)), (0, 0));
+}
+
+/// Does work that must not wait for anything that the test does later.
+#[track_caller]
+fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, is_done) = mpsc::channel();
+    std::thread::spawn(move || done.send(work()));
+    is_done.recv_timeout(Duration::from_secs(100)).unwrap_or_else(|_| panic!("{what} waits"))
+}
+
+/// What a call that ends a context waits for may need any other thread of the program, with or without a pause and a resume of somebody else.
+#[test]
+fn the_end_of_a_context_holds_up_neither_the_program_nor_a_transition() {
+    type End = fn(vramctl_driver::ContextHandle) -> u32;
+    let gpu = Gpu::take();
+    let ends: [(&str, bool, End); 4] = [
+        ("cuCtxDestroy_v2", true, |context| unsafe { entries::cuCtxDestroy_v2(context) }),
+        ("cuDevicePrimaryCtxReset_v2", false, |_| unsafe { entries::cuDevicePrimaryCtxReset_v2(1) }),
+        ("cuDevicePrimaryCtxRelease_v2", false, |_| unsafe { entries::cuDevicePrimaryCtxRelease_v2(1) }),
+        ("cudaDeviceReset", false, |_| unsafe { interpose::cudaDeviceReset() }),
+    ];
+    for (name, is_own, end) in ends {
+        // The runtime's function calls this one.
+        let called = if name.starts_with("cuda") { "cuDevicePrimaryCtxReset_v2" } else { name };
+        set_device(0);
+        let gate = Gate::new();
+        let stays = malloc_tagged("stays", None, 2 * MIB).unwrap();
+        let gone = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            let ending = scope.spawn(|| {
+                set_device(1);
+                let own = is_own.then(|| ManuallyDrop::new(OwnContext::create(1)));
+                gone.store(malloc_tagged("gone", None, 2 * MIB).unwrap(), Ordering::SeqCst);
+                let stream = ManuallyDrop::new(Stream::create());
+                stream.wait_for(&gate);
+                gpu.reset_counts();
+                end(own.map_or(unsafe { std::mem::zeroed() }, |own| own.handle()))
+            });
+            let checked = panic::catch_unwind(AssertUnwindSafe(|| {
+                common::eventually("the call is in the driver", || gone.load(Ordering::SeqCst) != 0 && gpu.calls(called) > 0);
+                in_time("a resume", || resume(&[]).map(drop)).unwrap();
+                let (tags, more) = in_time("the program", || {
+                    set_device(0);
+                    let more = malloc_tagged("more", None, 2 * MIB).unwrap();
+                    vramctl_core::contexts::memory_info(1);
+                    (Memory::get().status().tags.len(), more)
+                });
+                assert_eq!((tags, free(more)), (3, 0), "{name}");
+                // The work of the context may use any memory of the device.
+                let soon = TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["gone"]) };
+                let hurried = in_time("a pause", move || Memory::get().pause(&soon, &mut ()));
+                assert!(matches!(hurried, Err(Error::Busy(_))), "{name}: {hurried:?}");
+            }));
+            gate.open();
+            let ended = ending.join().unwrap();
+            checked.unwrap_or_else(|failed| panic::resume_unwind(failed));
+            assert_eq!(ended, 0, "{name}");
+        });
+        let gone = gone.into_inner();
+        assert_eq!((Memory::get().find(gone).is_none(), free(stays)), (true, 0), "{name}");
+        if !is_own {
+            use_again(1);
+        }
+    }
+}
+
+/// A thread that looks whether a context of another still has work finds it there, or gone, but not going.
+#[test]
+fn a_context_does_not_end_while_another_thread_uses_it() {
+    let gpu = Gpu::take();
+    let uses: [(&str, fn()); 2] = [
+        ("a synchronisation", || assert_eq!(unsafe { entries::cuCtxSynchronize() }, 0)),
+        ("the status", || _ = vramctl_core::contexts::memory_info(0)),
+    ];
+    for (name, look) in uses {
+        let ((ready, is_ready), (go, goes)) = (mpsc::channel(), mpsc::channel::<()>());
+        let (looked, ended) = std::thread::scope(|scope| {
+            let ends = scope.spawn(move || {
+                let context = ManuallyDrop::new(OwnContext::create(0));
+                let (stream, address) = (ManuallyDrop::new(Stream::create()), malloc_tagged("t", None, 2 * MIB).unwrap());
+                let freed = (stream.fill(address, 1, 2 * MIB), free_async(address, &stream));
+                ready.send(()).unwrap();
+                let _ = goes.recv();
+                (freed, unsafe { entries::cuCtxDestroy_v2(context.handle()) })
+            });
+            is_ready.recv().unwrap();
+            gpu.reset_counts();
+            gpu.slow_down("cuCtxPushCurrent_v2", LONG_MS);
+            let looks = scope.spawn(|| {
+                set_device(0);
+                look();
+            });
+            let looked = common::patiently(|| if gpu.calls("cuCtxPushCurrent_v2") > 0 { Ok(()) } else { Err(()) });
+            drop(go);
+            // Time enough to end the context.
+            std::thread::sleep(Duration::from_millis(30));
+            gpu.slow_down("cuCtxPushCurrent_v2", 0);
+            looks.join().unwrap();
+            (looked, ends.join().unwrap())
+        });
+        assert_eq!((looked, ended), (Ok(()), ((0, 0), 0)), "{name}");
+    }
+}
+
+/// A wait that asks the streams one by one asks none of a green context that is gone.
+#[test]
+fn streams_of_a_green_context_end_with_it() {
+    let _gpu = Gpu::take();
+    let (stays, freed) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 2 * MIB).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let green = common::Green::create(0);
+            green.enter();
+            let _of_green = ManuallyDrop::new(Stream::create());
+        });
+    });
+    let captured = Stream::create();
+    captured.begin_capture(2);
+    let (answer, paused) = (free(freed), pause(&["t"]));
+    captured.end_capture().unwrap();
+    assert_eq!((answer, paused.map(|report| report.allocations).ok()), (0, Some(1)));
+    resume(&["t"]).unwrap();
+    assert_eq!(free(stays), 0);
+}
+
+/// A free waits for the work that there is when it is called, not for a moment without any.
+#[test]
+fn a_free_ends_although_there_is_always_work() {
+    let gpu = Gpu::take();
+    for is_old in [true, false] {
+        let (used, freed) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 2 * MIB).unwrap());
+        let (captured, stop) = (Stream::create(), AtomicBool::new(false));
+        if is_old {
+            // Before CUDA 12.5.
+            gpu.fail("cuCtxRecordEvent", 1, 500, u64::MAX);
+        } else {
+            captured.begin_capture(2);
+        }
+        gpu.set_op_delay_ms(2);
+        let (busy, is_busy) = mpsc::channel();
+        let checked = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let streams = [Stream::create(), Stream::create()];
+                assert_eq!(streams[0].fill(used, 1, 4096), 0);
+                let _ = busy.send(());
+                for turn in (0..2).cycle().take_while(|_| !stop.load(Ordering::SeqCst)) {
+                    assert_eq!((streams[1 - turn].fill(used, 1, 4096), streams[turn].synchronize()), (0, 0));
+                }
+            });
+            is_busy.recv().unwrap();
+            let checked = panic::catch_unwind(|| in_time("a free", move || free(freed)));
+            stop.store(true, Ordering::SeqCst);
+            checked
+        });
+        gpu.set_op_delay_ms(0);
+        gpu.clear_faults();
+        assert_eq!(checked.unwrap_or_else(|failed| panic::resume_unwind(failed)), 0);
+        if !is_old {
+            captured.end_capture().unwrap();
+        }
+        assert_eq!(free(used), 0);
+    }
 }
 
 #[test]

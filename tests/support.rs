@@ -67,7 +67,7 @@ fn the_readme_agrees() {
     let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
     assert!(readme.contains(&format!("`suspend` needs driver {}, `move` {}", SUSPEND.driver, MOVE.driver)));
     assert!(readme.contains(&format!("before CUDA {}, the library unpins", support::UNPIN.cuda)));
-    assert!(readme.contains(&format!("CUDA virtual memory: CUDA {}", support::PAUSE.cuda)));
+    assert!(readme.contains(&format!("{} (CUDA {}) or later", support::PAUSE.driver, support::PAUSE.cuda)));
     for gpu in RUNS.iter().map(|run| run.gpu) {
         assert!(readme.contains(gpu), "{gpu}");
     }
@@ -78,6 +78,24 @@ fn told(machine: &Machine, (name, value): (&str, &str), line: &str) -> (Option<i
     let output = machine.cli(line).env(name, value).env("VRAMCTL_HOST_CAP", "64M").output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).split_whitespace().collect::<Vec<_>>().join(" ");
     (output.status.code(), text(&output.stdout) + " " + &text(&output.stderr))
+}
+
+/// A program under a driver that is too old runs as without the library, which says so once.
+#[test]
+fn a_driver_before_cuda_12_is_refused_by_name() {
+    let machine = Machine::new();
+    let too_old = support::PAUSE.text();
+    let (code, text) = told(&machine, ("SIMGPU_CUDA", "11.8"), "doctor");
+    assert!(code == Some(1) && text.contains(&too_old) && text.contains(support::PAUSE.otherwise), "{code:?} {text}");
+    let (_, text) = told(&machine, ("SIMGPU_CUDA", "12.0"), "doctor");
+    assert!(!text.contains(&too_old), "{text}");
+    // Two contexts, of which one is destroyed.
+    let program = "import ctypes; cu = ctypes.CDLL('libcuda.so.1'); c, d = ctypes.c_void_p(), ctypes.c_uint64(); a = ctypes.byref; \
+                   print([cu.cuInit(0), *[r for _ in 'ab' for r in (cu.cuCtxCreate_v2(a(c), 0, 0), cu.cuMemAlloc_v2(a(d), ctypes.c_size_t(4 << 20)))], \
+                   cu.cuCtxDestroy_v2(c), cu.cuMemAlloc_v2(a(d), ctypes.c_size_t(4 << 20)), cu.cuMemFree_v2(d)])";
+    let output = machine.cli("run -- python3 -c").arg(program).env("SIMGPU_CUDA", "11.8").output().unwrap();
+    let (told, warned) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!((told.trim(), warned.matches(&too_old).count()), ("[0, 0, 0, 0, 0, 0, 0, 0]", 1), "{warned}");
 }
 
 /// Each reason to refuse a suspend or a move that the doctor can know.

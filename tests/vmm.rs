@@ -15,6 +15,7 @@ use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
+use vramctl_driver::Ending;
 use vramctl_intercept::{entries, launch};
 use vramctl_model::{Error, Kind, ObstacleKind, Policy, Registered, TagState, TransitionRequest};
 
@@ -368,8 +369,10 @@ fn memory_is_managed_on_a_device_without_a_primary_context() {
     resume(&["own"]).unwrap();
     assert_eq!(release(handle), 0);
     // A call that may destroy it is under way.
-    let handle = vramctl_core::contexts::ending(|| create_on(1, "own", None, PAGE)).unwrap();
+    let ending = Ending::of(other.handle());
+    let handle = create_on(1, "own", None, PAGE).unwrap();
     assert!(!is_ours(handle));
+    drop(ending);
     assert_eq!(release(handle), 0);
     drop(other);
     common::use_again(1);
@@ -674,8 +677,9 @@ fn a_pause_enters_no_context_while_one_is_destroyed() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("own", None, PAGE).unwrap();
     let soon = TransitionRequest { timeout: Some(Duration::from_millis(100)), ..common::request(&["own"]) };
-    let pause = || Memory::get().pause(&soon, &mut ()).map_err(|error| error.kind());
-    assert_eq!(vramctl_core::contexts::ending(pause).map(|_| ()), Err(Kind::Busy));
+    let ending = Ending::of_primary(0);
+    assert_eq!(Memory::get().pause(&soon, &mut ()).map_err(|error| error.kind()).map(drop), Err(Kind::Busy));
+    drop(ending);
     common::pause(&["own"]).unwrap();
     assert_eq!(common::free(address), 0);
 }

@@ -361,10 +361,10 @@ impl Arena {
 
     /// Populates a piece that has no memory, and registers it. Returns whether the driver has registered it.
     fn make_ready(&self, piece: usize, readiness: &mut Readiness, context: Context, claim: Option<Claim<'_>>) -> Result<bool, Error> {
-        let current = Current::push(context).ok();
         if matches!(readiness, Readiness::Absent) {
             timed(&self.made.populating_us, || self.populate(piece, claim))?;
         }
+        let current = Current::push(context).ok();
         let pinned = current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current)));
         self.made.pieces.fetch_add(1, Ordering::Relaxed);
         let is_registered = pinned.is_some();
@@ -446,9 +446,8 @@ impl Arena {
         }
     }
 
-    /// Drops the registrations made in a context, which end with it. The memory is registered again on next use. Waits for a
-    /// worker that is registering or unregistering a piece, because the context may be about to be destroyed under it. Not
-    /// forever: the driver may be waiting for the program.
+    /// Drops the registrations made in a destroyed context, which have ended with it. The memory is registered again on next use. Waits for a
+    /// worker that has registered or unregistered a piece and is about to record it. Not forever: the driver may be waiting for the program.
     pub fn forget_context(context: Context) {
         const LONGEST: Duration = Duration::from_secs(5);
         let Some(arena) = Self::existing() else { return };

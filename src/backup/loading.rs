@@ -94,13 +94,10 @@ impl<K: Send> Kernels<K> {
         self.changed.wait_timeout_while(self.lock(), LONGEST, |kernels| kernels.values().any(is_coming)).unpoisoned().0
     }
 
-    /// Drops the kernel of a context that is being destroyed or already is.
+    /// Drops the kernel of a destroyed context. A thread that was in the driver to load it has come out before, because it had made the context
+    /// current; it finds that the context is gone.
     pub fn forget(&self, context: Context) {
-        /// Far longer than the driver takes to compile or load one.
-        const LONGEST: Duration = Duration::from_secs(5);
-        // No thread may be in the driver with a context while it is destroyed.
-        let is_inside = |kernels: &mut BTreeMap<Context, Availability<K>>| matches!(kernels.get(&context), Some(Availability::Coming));
-        let kernel = self.changed.wait_timeout_while(self.lock(), LONGEST, is_inside).unpoisoned().0.remove(&context);
+        let kernel = self.lock().remove(&context);
         drop(kernel);
     }
 }

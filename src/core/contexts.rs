@@ -4,6 +4,9 @@
 //! A context is seen when it is created, when something is allocated in it, and when it is the primary context of a device passed to
 //! [`of_devices`]. Green contexts belong to a primary context, and waiting for that one waits for them (`cuCtxSynchronize` in the driver
 //! API's reference).
+//!
+//! The program may end a context at any moment. Whoever uses one that the program does not vouch for makes it current
+//! ([`Current::push`]), and the program's call waits for that; the reverse is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -14,8 +17,6 @@ type Contexts = BTreeMap<Context, CUdevice>;
 
 /// Contexts seen and not known to be destroyed, with their devices.
 static SEEN: PerProcess<RwLock<Contexts>> = PerProcess::new(RwLock::default);
-/// Held for reading while a context that somebody may destroy is current, or is being made current, on a thread of the library's.
-static ALIVE: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 fn read() -> RwLockReadGuard<'static, Contexts> {
     SEEN.get().read().unpoisoned()
@@ -74,39 +75,20 @@ pub fn devices() -> BTreeSet<CUdevice> {
     read().values().copied().collect()
 }
 
-/// A context that is current on this thread, and is not destroyed meanwhile by a call that the library sees.
-pub struct Entered {
-    // Left before the context may end.
-    _current: Current,
-    _alive: RwLockReadGuard<'static, ()>,
-}
-
-/// Makes a context of the device current on this thread. `None` if none is known. For callers without the transition lock; under it, no
-/// context ends anyway.
-pub fn enter_any(device: CUdevice) -> Option<Entered> {
-    let alive = ALIVE.get().read().unpoisoned();
-    let known = || -> Vec<_> { read().iter().filter(|(_, of)| **of == device).map(|(context, _)| *context).collect() };
+/// Makes a context of the device current on this thread. `None` if none is known that is neither gone nor ending.
+pub fn enter_any(device: CUdevice) -> Option<Current> {
+    let known: Vec<_> = read().iter().filter(|(_, of)| **of == device).map(|(context, _)| *context).collect();
     // Some may have been destroyed, by calls that were not seen.
-    let enter = |contexts: &[Context]| contexts.iter().find_map(|context| Current::push(*context).ok());
-    let contexts = known();
-    let current = enter(&contexts).or_else(|| {
-        contexts.into_iter().map(Context::handle).for_each(note_heir);
-        enter(&known())
-    })?;
-    Some(Entered { _current: current, _alive: alive })
+    let enter = |context| Current::push(context).ok();
+    known.into_iter().find_map(enter).or_else(|| of_devices(&BTreeSet::from([device])).into_iter().find_map(enter))
 }
 
-/// While this lives, no call that the library sees destroys a context: the driver crashes if one is destroyed between the check that it
-/// exists and its use. Not for threads of the program: such a call waits for work, which may wait for them.
-pub fn alive() -> RwLockReadGuard<'static, ()> {
-    ALIVE.get().read().unpoisoned()
-}
-
-/// Makes a context of the device current on a thread of the program's that has none there. `None` if none is known, or if a call that may
-/// destroy one is under way.
-pub fn enter_at_once(device: CUdevice) -> Option<Current> {
-    let _alive = ALIVE.get().try_read().ok()?;
-    of_devices(&BTreeSet::from([device])).into_iter().find_map(|context| Current::push(context).ok())
+/// A context of the device for copies: the preferred one, or another if that is ending. The same as long as the transition lock is held.
+pub fn for_copies(device: CUdevice, preferred: Context) -> Context {
+    if !preferred.is_ending() {
+        return preferred;
+    }
+    of_devices(&BTreeSet::from([device])).into_iter().find(|context| !context.is_ending()).unwrap_or(preferred)
 }
 
 /// Free and total bytes of a device, as the driver says. Neither this nor entering a context disturbs a stream capture, whatever the thread's
@@ -114,12 +96,6 @@ pub fn enter_at_once(device: CUdevice) -> Option<Current> {
 pub fn memory_info(device: CUdevice) -> Option<(u64, u64)> {
     let _entered = enter_any(device)?;
     driver::memory_info().ok()
-}
-
-/// Runs a call of the program's that may destroy a context, while no thread has [entered](enter_any) one.
-pub fn ending<R>(end: impl FnOnce() -> R) -> R {
-    let _alone = ALIVE.get().write().unpoisoned();
-    end()
 }
 
 /// Forgets destroyed contexts and returns them.
@@ -134,7 +110,8 @@ pub fn forget_gone() -> Vec<Context> {
 
 /// Records the context that a handle now refers to: [`note_current`] may have mistaken it for the handle's previous context.
 fn note_heir(handle: ContextHandle) {
-    if let Ok(context) = handle.context()
+    if let Ok(_kept) = handle.keep()
+        && let Ok(context) = handle.context()
         && !read().contains_key(&context)
         && let Ok(current) = Current::push(context)
     {

@@ -1,18 +1,16 @@
 //! Waiting for device work.
 
-use crate::contexts;
 use std::collections::BTreeSet;
 use std::mem;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use vramctl_driver::{self as driver, Context};
+use vramctl_driver::{self as driver, Context, Manner};
 use vramctl_host::{PerProcess, Unpoison, exit, worker};
 use vramctl_model::{Error, Failure};
 
 /// Waits for all work in these contexts. A destroyed context has no work left.
-pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
-    // On a thread of the program's, nothing keeps the context alive: a call that destroys it waits for work, which may wait for this thread.
-    let wait_in = |context| exit::while_waiting(|| driver::wait_for_work(context, || (), || true));
+pub fn wait(contexts: BTreeSet<Context>, manner: Manner) -> Result<(), Failure> {
+    let wait_in = |context| exit::while_waiting(|| driver::wait_for_work(context, manner, || true));
     contexts.into_iter().try_for_each(|context| wait_in(context).map(drop))
 }
 
@@ -126,7 +124,7 @@ impl Waiter {
 
     fn wait_in(&self, context: Context) -> Result<(), Failure> {
         let is_wanted = || !matches!(self.lock().turn, Turn::Unwanted);
-        exit::while_waiting(|| driver::wait_for_work(context, contexts::alive, is_wanted)).map(drop)
+        exit::while_waiting(|| driver::wait_for_work(context, Manner::Unnoticed, is_wanted)).map(drop)
     }
 
     fn serve(&self) {

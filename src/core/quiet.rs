@@ -38,10 +38,7 @@ pub fn find(work: &mut dyn FnMut()) -> Activity {
 
 /// The activity in all known contexts but those that are known to be idle.
 pub fn activity_outside(idle: &BTreeSet<Context>) -> Activity {
-    let activity_in = |context| {
-        let _alive = contexts::alive();
-        Current::push(context).map_or_else(Activity::of_failure, |current| driver::activity(&current))
-    };
+    let activity_in = |context| Current::push(context).map_or_else(Activity::of_failure, |current| driver::activity(&current));
     let asked = contexts::all().into_iter().filter(|context| !idle.contains(context));
     asked.map(activity_in).find(|seen| *seen != Activity::Idle).unwrap_or(Activity::Idle)
 }

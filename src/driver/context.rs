@@ -1,12 +1,14 @@
 //! Contexts and streams: a thread's current context, and waiting for a context's work.
 
+use super::life::{self, Kept, Subject};
 use super::{CUcontext, CUdevice, CUstream, Driver};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
 use std::ptr;
 use std::sync::RwLock;
-use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{Failure, code};
+use vramctl_host::{PerProcess, Unpoison, log_once};
+use vramctl_model::{Failure, code, support};
 
 /// The driver's opaque handle of a context.
 ///
@@ -48,15 +50,21 @@ impl ContextHandle {
         }
     }
 
-    /// The context that has this handle now; an error if none has.
+    /// The context that has this handle now; an error if none has. Unless the program vouches for it, it must be [kept](Self::keep).
     pub fn context(self) -> Result<Context, Failure> {
         let mut id = 0;
         // SAFETY: `id` is writable. The handle of a destroyed context is an error (observed with driver 580).
-        match unsafe { Driver::get()?.cuCtxGetId(self.0, &raw mut id) } {
-            // Before CUDA 12.0, contexts that share a handle cannot be told apart.
-            Ok(()) | Err(Failure { code: code::NOT_FOUND, .. }) => Ok(Context { handle: self, id }),
-            Err(failure) => Err(failure),
+        let answer = unsafe { Driver::get()?.cuCtxGetId(self.0, &raw mut id) };
+        if matches!(answer, Err(Failure { code: code::NOT_FOUND, .. })) {
+            // Contexts that share a handle could not be told apart, and the driver crashes if it is asked about a destroyed one.
+            log_once!(log::Level::Warn, "{}: {}", support::PAUSE.text(), support::PAUSE.otherwise);
         }
+        answer.map(|()| Context { handle: self, id })
+    }
+
+    /// Keeps the context alive that has this handle, and that the program may end.
+    pub fn keep(self) -> Result<Kept, Failure> {
+        life::keep(Subject::Handle(self.address()))
     }
 }
 
@@ -74,24 +82,64 @@ impl Context {
         self.handle
     }
 
-    /// Records that it stands for a green context, which has no memory of its own.
-    pub fn is_of_green(self) {
-        GREEN.get().write().unpoisoned().insert(self);
+    /// Keeps it alive. An error if it is gone, or if a call of the program's may be ending it.
+    pub fn keep(self) -> Result<Kept, Failure> {
+        let kept = self.handle.keep()?;
+        let is_it = self.handle.context()? == self;
+        // The driver accepts a destroyed context and crashes in the next call.
+        if is_it { Ok(kept) } else { Err(Failure { call: "cuCtxPushCurrent_v2", code: code::CONTEXT_IS_DESTROYED }) }
+    }
+
+    /// Whether a call of the program's may be ending it now. This begins and ends between pauses and resumes.
+    pub fn is_ending(self) -> bool {
+        life::is_ending(Subject::Handle(self.handle.address()))
     }
 
     /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
     pub fn is_gone(self) -> bool {
-        match self.handle.context() {
-            // Before CUDA 12.0 there are no ids; only using the context shows it.
-            Ok(now) if now == self => self.id == 0 && Current::push(self).is_err_and(Failure::is_of_gone_context),
-            Ok(_) => true,
-            Err(failure) => failure.is_of_gone_context(),
-        }
+        self.keep().is_err_and(Failure::is_of_gone_context)
     }
 }
 
-/// The contexts that stand for green ones.
-static GREEN: PerProcess<RwLock<BTreeSet<Context>>> = PerProcess::new(RwLock::default);
+/// The driver's handle of a green context, which has no memory of its own: it retains the primary context of its device.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Green(*mut c_void);
+// SAFETY: the handle names an object of the driver, which is thread-safe.
+unsafe impl Send for Green {}
+// SAFETY: as above.
+unsafe impl Sync for Green {}
+
+/// Devices, and the contexts that stand for green ones of these.
+type Greens = BTreeMap<Green, (CUdevice, Vec<Context>)>;
+
+/// The green contexts of the program.
+static GREENS: PerProcess<RwLock<Greens>> = PerProcess::new(RwLock::default);
+
+impl Green {
+    /// Records that it is of a device.
+    pub fn is_of(self, device: CUdevice) {
+        GREENS.get().write().unpoisoned().insert(self, (device, Vec::new()));
+    }
+
+    /// Records a context that stands for it.
+    pub fn is_behind(self, context: Context) {
+        let Ok(device) = Current::push_of_program(context).map(|current| current.device()) else { return };
+        GREENS.get().write().unpoisoned().entry(self).or_insert_with(|| (device, Vec::new())).1.push(context);
+    }
+
+    /// Its device, and the contexts that stand for it.
+    pub(super) fn known(self) -> Option<(CUdevice, Vec<Context>)> {
+        GREENS.existing()?.read().unpoisoned().get(&self).cloned()
+    }
+
+    /// Forgets it: it is about to be destroyed.
+    pub(super) fn forget(self) {
+        if let Some(greens) = GREENS.existing() {
+            greens.write().unpoisoned().remove(&self);
+        }
+    }
+}
 
 /// The opaque handle of a stream of the program. It has the handle's layout, so that hooked functions can take it as an argument.
 #[repr(transparent)]
@@ -132,6 +180,14 @@ impl StreamHandle {
         Some(StreamId(id))
     }
 
+    /// The green context that it was created in, if any.
+    pub(super) fn green(self) -> Option<Green> {
+        let (mut context, mut green) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a handle that the program passed to CUDA as a stream; the others are writable.
+        unsafe { Driver::get().ok()?.cuStreamGetCtx_v2(self.0, &raw mut context, &raw mut green) }.ok()?;
+        Some(Green(green)).filter(|_| !green.is_null())
+    }
+
     /// Whether the stream is being captured into a graph.
     pub fn is_capturing(self) -> bool {
         let mut status = 0;
@@ -160,24 +216,17 @@ pub struct Current {
     context: Context,
     device: CUdevice,
     pushed: bool,
+    /// Of a context that the program does not vouch for. Dropped once the context is no longer current.
+    _kept: Option<Kept>,
 }
 
 impl Current {
-    /// A device's primary context, the one that the runtime uses and resets, if it is active.
+    /// A device's primary context, the one that the runtime uses and resets, if it is active. An error while it may be ending.
     pub fn primary_of(device: CUdevice) -> Result<Option<Context>, Failure> {
-        let driver = Driver::get()?;
-        let (mut flags, mut active, mut context) = (0, 0, ptr::null_mut());
-        // SAFETY: all are writable. The context is retained only to learn its handle.
-        unsafe {
-            driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active)?;
-            if active == 0 {
-                return Ok(None);
-            }
-            driver.cuDevicePrimaryCtxRetain(&raw mut context, device)?;
-            let context = ContextHandle(context).context();
-            driver.cuDevicePrimaryCtxRelease_v2(device)?;
-            context.map(Some)
-        }
+        let _kept = life::keep(Subject::Primary(device))?;
+        let Some(handle) = handle_of_primary(device) else { return Ok(None) };
+        let _its = handle.keep()?;
+        handle.context().map(Some)
     }
 
     /// Does something in a device's primary context, which is created for that if it is not active.
@@ -185,7 +234,7 @@ impl Current {
         let (driver, mut context) = (Driver::get()?, ptr::null_mut());
         // SAFETY: `context` is writable.
         unsafe { driver.cuDevicePrimaryCtxRetain(&raw mut context, device)? };
-        let answer = ContextHandle(context).context().and_then(Self::push).and_then(|_current| work());
+        let answer = ContextHandle(context).context().and_then(Self::push_of_program).and_then(|_current| work());
         // SAFETY: retained above, and no longer current.
         unsafe { driver.cuDevicePrimaryCtxRelease_v2(device)? };
         answer
@@ -194,7 +243,8 @@ impl Current {
     /// The thread's current context, if it has one; `None` also if the driver is not initialised yet.
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let Some(handle) = ContextHandle::of_thread()? else { return Ok(None) };
-        Self::with_device(handle.context()?, false).map(Some)
+        let context = handle.context()?;
+        Ok(Some(Self { context, device: device_of_thread()?, pushed: false, _kept: None }))
     }
 
     /// Whether this thread has a current context that works: failed work breaks it, and it refuses almost every call from then on. Asking
@@ -207,15 +257,23 @@ impl Current {
         asked.is_ok() || asked.is_err_and(Failure::is_capture)
     }
 
-    /// Makes `context` current on this thread until the value is dropped, which restores the previous one.
+    /// Makes `context` current on this thread until the value is dropped, which restores the previous one. The program does not end it
+    /// meanwhile: its call waits.
     pub fn push(context: Context) -> Result<Self, Failure> {
-        // The driver accepts a destroyed context here and crashes in the next call.
-        if context.handle.context()? != context {
-            return Err(Failure { call: "cuCtxPushCurrent_v2", code: code::CONTEXT_IS_DESTROYED });
-        }
+        let kept = context.keep()?;
+        Self::push_kept(context, Some(kept))
+    }
+
+    /// The same for a context that an argument of the program's call stands for.
+    pub fn push_of_program(context: Context) -> Result<Self, Failure> {
+        Self::push_kept(context, None)
+    }
+
+    fn push_kept(context: Context, kept: Option<Kept>) -> Result<Self, Failure> {
         // SAFETY: the context exists.
         unsafe { Driver::get()?.cuCtxPushCurrent_v2(context.handle.0)? };
-        Self::with_device(context, true).inspect_err(|_| pop())
+        let device = device_of_thread().inspect_err(|_| pop())?;
+        Ok(Self { context, device, pushed: true, _kept: kept })
     }
 
     /// Makes a stream's context current until the value is dropped; of a green context's stream, the primary one of the device. Default
@@ -228,14 +286,7 @@ impl Current {
             // SAFETY: as above.
             unsafe { driver.cuStreamGetCtx(stream.0, &raw mut context)? };
         }
-        Self::push(ContextHandle(context).context()?)
-    }
-
-    fn with_device(context: Context, pushed: bool) -> Result<Self, Failure> {
-        let mut device = 0;
-        // SAFETY: `device` is writable, and a context is current.
-        unsafe { Driver::get()?.cuCtxGetDevice(&raw mut device)? };
-        Ok(Self { context, device, pushed })
+        Self::push_of_program(ContextHandle(context).context()?)
     }
 
     /// The context.
@@ -245,7 +296,10 @@ impl Current {
 
     /// The context with which memory that is allocated here ends: in place of a green context, the primary one of its device.
     pub fn owner(&self) -> Context {
-        let is_green = GREEN.existing().is_some_and(|green| green.read().unpoisoned().contains(&self.context));
+        let is_green = GREENS.existing().is_some_and(|greens| {
+            let greens = greens.read().unpoisoned();
+            greens.values().any(|(_, contexts)| contexts.contains(&self.context))
+        });
         let primary = if is_green { Self::primary_of(self.device).ok().flatten() } else { None };
         primary.unwrap_or(self.context)
     }
@@ -262,6 +316,34 @@ impl Drop for Current {
             pop();
         }
     }
+}
+
+fn device_of_thread() -> Result<CUdevice, Failure> {
+    let mut device = 0;
+    // SAFETY: `device` is writable, and a context is current.
+    unsafe { Driver::get()?.cuCtxGetDevice(&raw mut device)? };
+    Ok(device)
+}
+
+/// The handle of a device's primary context, if that is active. Nobody may be ending it.
+pub(super) fn handle_of_primary(device: CUdevice) -> Option<ContextHandle> {
+    /// It keeps its handle, also when it is reset (driver 580). To retain it only to learn the handle, as the first time, is not for
+    /// every time: if the program releases it meanwhile, it is we who end it.
+    static KNOWN: PerProcess<RwLock<BTreeMap<CUdevice, ContextHandle>>> = PerProcess::new(RwLock::default);
+    let driver = Driver::get().ok()?;
+    let (mut flags, mut active, mut context) = (0, 0, ptr::null_mut());
+    // SAFETY: both are writable.
+    unsafe { driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active) }.ok().filter(|()| active != 0)?;
+    let known = { KNOWN.get().read().unpoisoned().get(&device).copied() };
+    known.filter(|handle| handle.context().is_ok()).or_else(|| {
+        // SAFETY: `context` is writable. What is retained is released.
+        unsafe {
+            driver.cuDevicePrimaryCtxRetain(&raw mut context, device).ok()?;
+            driver.cuDevicePrimaryCtxRelease_v2(device).ok()?;
+        }
+        KNOWN.get().write().unpoisoned().insert(device, ContextHandle(context));
+        Some(ContextHandle(context))
+    })
 }
 
 fn pop() {

@@ -1,6 +1,8 @@
 //! Copies between device and host memory, and pinned host memory.
 
-use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, StreamHandle, pointer_attribute, wait_for_work};
+use super::{
+    CUdeviceptr, CUevent, Context, Current, Driver, Manner, RelaxedCapture, Stream, StreamHandle, pointer_attribute, wait_for_work,
+};
 use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
 use vramctl_host::exit;
@@ -179,7 +181,7 @@ impl Lane {
             let finished = stream.synchronize().inspect_err(|_| {
                 // The caller is about to unmap or free memory that a copy may still use, so wait in another way. If that
                 // fails too, the context is lost and nothing runs in it.
-                let _ = wait_for_work(*context, || (), || true);
+                let _ = wait_for_work(*context, Manner::Unnoticed, || true);
             });
             first = first.and(finished);
         }
@@ -266,14 +268,16 @@ impl Event {
         self.context
     }
 
-    /// Whether the work before it will no longer run: it has finished or failed, or its context has been destroyed.
+    /// Whether the work before it will no longer run: it has finished or failed, or its context has been destroyed. Not while that is ending:
+    /// the driver is not asked then.
     pub fn is_over(&self) -> bool {
         let happened = Current::push(self.context).and_then(|_current| self.has_happened());
         happened.unwrap_or_else(|failure| failure.is_of_earlier_work() || failure.is_of_gone_context())
     }
 
-    /// Lets later work of a stream wait for it.
+    /// Lets later work of a stream wait for it. An error if its context is gone or ending.
     pub fn hold_up(&self, stream: StreamHandle) -> Result<(), Failure> {
+        let _kept = self.context.keep()?;
         // SAFETY: our event, and a stream as the program passed it to CUDA.
         unsafe { Driver::get()?.cuStreamWaitEvent(stream.raw(), self.raw, 0) }
     }

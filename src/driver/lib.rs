@@ -7,8 +7,10 @@ mod between;
 pub mod checkpoint;
 mod context;
 mod copy;
+mod ending;
 mod extras;
 mod kernel;
+mod life;
 pub mod nccl;
 mod no_cards;
 mod nvml;
@@ -21,7 +23,7 @@ mod work;
 
 pub use account::{Account, device_memory};
 pub use between::{CopyBetween, CopySide, NodeParameters, Plane};
-pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle, StreamId};
+pub use context::{Context, ContextHandle, Current, Green, RelaxedCapture, Stream, StreamHandle, StreamId};
 pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
 pub use cudarc::driver::sys::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
@@ -29,6 +31,7 @@ pub use cudarc::driver::sys::{
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use extras::{Extras, make_on};
 pub use kernel::{Image, Parts, Resident};
+pub use life::{Ending, Kept};
 pub use no_cards::NoCards;
 pub use nvml::{
     Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, uses, usual_uses, uuid, uuid_of_index,
@@ -41,7 +44,7 @@ pub use vmm::{
     open, supports_vmm, sweep, unmap,
 };
 
-pub use work::{Activity, activity, wait_for_work};
+pub use work::{Activity, Manner, activity, wait_for_work};
 
 use std::ffi::c_void;
 use std::ops::Range;

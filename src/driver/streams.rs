@@ -4,7 +4,7 @@
 //! (driver 580). The driver does not list which streams and captures there are, so the library hears of them when they begin and end. None of
 //! these calls is frequent. Streams and captures of a library that hides its calls from ours remain unknown.
 
-use super::{Context, Current, Driver, Event, RelaxedCapture, StreamHandle};
+use super::{Context, Current, Driver, Event, Green, RelaxedCapture, StreamHandle};
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{RwLock, RwLockReadGuard};
@@ -17,10 +17,18 @@ type StreamName = (usize, u32);
 /// What is known.
 #[derive(Debug, Default)]
 pub struct Streams {
-    /// Those that the program has created, with the contexts whose memory they use.
-    created: BTreeMap<StreamName, (StreamHandle, Context)>,
+    /// Those that the program has created.
+    created: BTreeMap<StreamName, Created>,
     /// Captures in progress, by the streams that they began on.
     captures: BTreeMap<StreamName, Capture>,
+}
+
+#[derive(Debug)]
+struct Created {
+    stream: StreamHandle,
+    /// The context whose memory it uses.
+    context: Context,
+    green: Option<Green>,
 }
 
 #[derive(Debug)]
@@ -67,7 +75,7 @@ impl Streams {
                 return Ok(false);
             }
         }
-        let created = self.created.values().filter(|(_, of)| *of == context).map(|(stream, _)| *stream);
+        let created = self.created.values().filter(|created| created.context == context).map(|created| created.stream);
         for stream in created.chain([StreamHandle::LEGACY]).filter(|stream| !stream.is_capturing()) {
             // SAFETY: a stream of the program's that has not been destroyed, as this guard's owner ensures, or the legacy one.
             match unsafe { Driver::get()?.cuStreamQuery(stream.raw()) } {
@@ -91,7 +99,8 @@ fn owner_of(stream: StreamHandle) -> Option<Context> {
 /// Notes a stream that the program has created.
 pub fn created(stream: StreamHandle) {
     if let Some(context) = owner_of(stream) {
-        STREAMS.get().write().unpoisoned().created.insert(name_of(stream), (stream, context));
+        let created = Created { stream, context, green: stream.green() };
+        STREAMS.get().write().unpoisoned().created.insert(name_of(stream), created);
     }
 }
 
@@ -106,11 +115,18 @@ pub fn ends(stream: StreamHandle) {
     }
 }
 
+/// Forgets the streams of a green context that the program is about to destroy.
+pub fn green_ends(green: Green) {
+    if let Some(streams) = STREAMS.existing() {
+        streams.write().unpoisoned().created.retain(|_, created| created.green != Some(green));
+    }
+}
+
 /// Forgets the streams of a destroyed context.
 pub fn forget_context(context: Context) {
     if let Some(streams) = STREAMS.existing() {
         let mut streams = streams.write().unpoisoned();
-        streams.created.retain(|_, (_, of)| *of != context);
+        streams.created.retain(|_, created| created.context != context);
         let captures = mem::take(&mut streams.captures);
         let (ended, others): (BTreeMap<_, _>, _) = captures.into_iter().partition(|(_, capture)| capture.context == Some(context));
         streams.captures = others;

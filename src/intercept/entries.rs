@@ -16,7 +16,7 @@ use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
-    ContextHandle, CopyBetween, NodeParameters, StreamHandle,
+    ContextHandle, CopyBetween, Green, NodeParameters, StreamHandle,
 };
 use vramctl_host::guarded;
 use vramctl_model::{StatusCode, code};

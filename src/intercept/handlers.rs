@@ -6,7 +6,6 @@ use crate::runtimes::Runtime;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
-use vramctl_core::memory::Memory;
 use vramctl_driver::{Current, RelaxedCapture};
 use vramctl_model::code;
 
@@ -151,16 +150,6 @@ pub unsafe fn free_async_ptsz(runtime: &Runtime, pointer: *mut c_void, stream: C
     release_async(&RuntimeLayer(runtime), pointer as u64, stream.of_per_thread_program(), || unsafe {
         runtime.cudaFreeAsync_ptsz(pointer, stream)
     })
-}
-
-pub unsafe fn device_reset(runtime: &Runtime) -> CudaError {
-    if let Some(memory) = Memory::existing()
-        && let Some(device) = runtime.current_device()
-    {
-        memory.forget_device(device);
-    }
-    // SAFETY: no arguments.
-    unsafe { runtime.cudaDeviceReset() }
 }
 
 /// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does, also in a capture: for its own allocator, torch

@@ -10,7 +10,7 @@ use crate::call::{call, passes};
 use crate::entry::{jump, pass_caller};
 use crate::runtimes::Runtime;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, Effect, IpcHandle};
-use crate::{alloc, copies, handlers, hooked_functions, peers, share};
+use crate::{alloc, contexts, copies, handlers, hooked_functions, peers, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
 use vramctl_host::guarded;

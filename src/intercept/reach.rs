@@ -23,6 +23,7 @@ use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::ptr;
 use vramctl_backup as backup;
+use vramctl_core::contexts;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, borrow, note_crossing};
 use vramctl_driver::{
@@ -47,7 +48,7 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
     // SAFETY: the caller's promise.
     let call = unsafe { CopyCall::of(symbol, arguments)? };
     let touched: Vec<_> = call.addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
-    let mut named: Vec<_> = call.copies.iter().flat_map(|copy| copy.within(&backup::piece_end)).collect();
+    let named: Vec<_> = call.copies.iter().flat_map(|copy| copy.within(&backup::piece_end)).collect();
     let leaves_a_piece = named.len() > call.copies.len();
     if (touched.is_empty() && !leaves_a_piece) || touched.iter().any(|home| home.is_paused) {
         return None;
@@ -57,18 +58,10 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
         if !leaves_a_piece && !call.is_away_from(&touched, current) {
             return None;
         }
-        for side in named.iter_mut().flat_map(|copy| [&mut copy.from, &mut copy.to]) {
-            match side.address().and_then(|address| Home::of(memory, address)) {
-                Some(home) => side.is_in(home.context),
-                // Pageable memory in place of a device's: CUDA refuses that whatever the other side is.
-                None if !side.is_as_the_driver_knows(current) => return None,
-                None => {}
-            }
-        }
         note_crossing();
-        let waits = call.waits && (leaves_a_piece || named.iter().any(CopyBetween::touches_the_host));
-        // SAFETY: the program's copies, with their contexts named.
-        return Some(gate::pass(gated, || unsafe { call.start(&named, waits) }));
+        // SAFETY: the program's copies.
+        let start = || unsafe { call.start(memory, named, current, leaves_a_piece) };
+        return Some(gate::pass(gated, || start().unwrap_or(code::INVALID_VALUE)));
     }
     // In a capture, which keeps the memory's context with the copy. Default streams are others in another context.
     if let [home, others @ ..] = &touched[..]
@@ -158,6 +151,7 @@ fn open(memory: &Memory, touched: &[Home]) -> bool {
 
 /// What virtual memory in place of CUDA's own belongs to.
 struct Home {
+    /// A context of the device, for copies.
     context: Context,
     device: CUdevice,
     is_paused: bool,
@@ -169,11 +163,12 @@ impl Home {
     /// `None` for memory that CUDA would not copy from everywhere, and for what is not the library's.
     fn of(memory: &Memory, address: CUdeviceptr) -> Option<Self> {
         if let Some(found) = memory.find(address) {
-            let (context, device, is_paused) = (found.context(), found.device, found.is_paused());
+            let (context, device, is_paused) = (found.context_for_copies(), found.device, found.is_paused());
             return (found.origin().is_malloc() && !found.from_pool).then_some(Self { context, device, is_paused, is_ours: true });
         }
         let opened = borrow::at(address)?;
-        Some(Self { context: opened.context?, device: opened.device, is_paused: opened.is_paused, is_ours: false })
+        let context = contexts::for_copies(opened.device, opened.context?);
+        Some(Self { context, device: opened.device, is_paused: opened.is_paused, is_ours: false })
     }
 }
 
@@ -300,19 +295,35 @@ impl CopyCall {
         Some(Self { addresses, copies: Vec::new(), stream: StreamHandle::of_argument(0), waits: false })
     }
 
-    /// The last one first: if the memory is too small for it, the call is refused, and nothing has changed.
+    /// Starts copies with a context named for each side. The last one first: if the memory is too small for it, the call is refused, and nothing
+    /// has changed. `None` if the context of a side is gone or ending.
     ///
     /// # Safety
     /// As for the driver's copies.
-    unsafe fn start(&self, copies: &[CopyBetween], waits: bool) -> StatusCode {
+    unsafe fn start(&self, memory: &Memory, mut copies: Vec<CopyBetween>, current: Context, are_parts: bool) -> Option<StatusCode> {
+        // No context ends before the copies are queued.
+        let mut kept = Vec::new();
+        for side in copies.iter_mut().flat_map(|copy| [&mut copy.from, &mut copy.to]) {
+            match side.address().and_then(|address| Home::of(memory, address)) {
+                Some(home) => {
+                    kept.push(home.context.keep().ok()?);
+                    side.is_in(home.context);
+                }
+                // Pageable memory in place of a device's: CUDA refuses that whatever the other side is.
+                None if !side.is_as_the_driver_knows(current) => return None,
+                None => {}
+            }
+        }
         for copy in copies.iter().rev() {
             // SAFETY: the caller's promise.
             let answer = unsafe { copy.start(self.stream) };
             if answer != code::SUCCESS {
-                return answer;
+                return Some(answer);
             }
         }
-        if waits { self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS) } else { code::SUCCESS }
+        drop(kept);
+        let waits = self.waits && (are_parts || copies.iter().any(CopyBetween::touches_the_host));
+        Some(if waits { self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS) } else { code::SUCCESS })
     }
 }
 

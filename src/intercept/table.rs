@@ -74,7 +74,7 @@ macro_rules! hooked_functions {
         /// `cudaFreeAsync` in programs built for per-thread default streams.
         Frees fn cudaFreeAsync_ptsz(pointer: *mut c_void, stream: CudaStream) => handlers::free_async_ptsz;
         /// `cudaDeviceReset`: forgets the managed memory that it destroys.
-        Ends fn cudaDeviceReset() => handlers::device_reset;
+        Ends fn cudaDeviceReset() => contexts::reset_device;
         /// `cudaDeviceEnablePeerAccess`: also gives the peer access to managed memory.
         Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => peers::cuda_enable;
         /// `cudaDeviceDisablePeerAccess`.
@@ -247,7 +247,9 @@ macro_rules! driver_functions {
         Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) => forward;
-        Begins cuCtxFromGreenCtx "cuCtxFromGreenCtx" 12040 Plain (context: *mut ContextHandle, green: *mut c_void) => contexts::from_green;
+        Begins cuGreenCtxCreate "cuGreenCtxCreate" 12040 Plain (green: *mut Green, resources: *const c_void, device: CUdevice, flags: c_uint) => contexts::create_green;
+        Begins cuCtxFromGreenCtx "cuCtxFromGreenCtx" 12040 Plain (context: *mut ContextHandle, green: Green) => contexts::from_green;
+        Ends cuGreenCtxDestroy "cuGreenCtxDestroy" 12040 Plain (green: Green) => contexts::destroy_green;
         Ends cuCtxDestroy "cuCtxDestroy" 2000 Plain (context: ContextHandle) => contexts::destroy_v1;
         Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => contexts::destroy;
         Ends cuCtxDetach "cuCtxDetach" 2000 Plain (context: ContextHandle) => contexts::detach;

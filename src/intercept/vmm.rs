@@ -80,7 +80,7 @@ fn create_on_host(wanted: &Properties, bytes: usize, caller: *const c_void) -> O
 fn context_on(device: CUdevice) -> Option<Current> {
     let current = Current::of_thread().ok().flatten().filter(|current| current.device() == device);
     let primary = || Current::push(Current::primary_of(device).ok()??).ok();
-    current.or_else(primary).or_else(|| contexts::enter_at_once(device))
+    current.or_else(primary).or_else(|| contexts::enter_any(device))
 }
 
 pub unsafe fn release(handle: Handle) -> StatusCode {

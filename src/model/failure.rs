@@ -55,6 +55,11 @@ impl Failure {
     pub fn is_of_gone_context(self) -> bool {
         matches!(self.code, code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED)
     }
+
+    /// Whether the driver was not called because a call of the program's may be ending the context. Its work may still run.
+    pub fn is_of_ending_context(self) -> bool {
+        self.code == code::NOT_READY
+    }
 }
 
 impl fmt::Display for Failure {

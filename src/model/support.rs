@@ -45,9 +45,9 @@ impl Requirement {
 /// Pausing and resuming.
 pub const PAUSE: Requirement = Requirement {
     operation: "pause, resume",
-    cuda: CudaVersion(10_020),
-    driver: 440,
-    able: "map virtual memory",
+    cuda: CudaVersion(12_000),
+    driver: 525,
+    able: "tell contexts apart",
     otherwise: "programs get plain memory, which cannot be paused",
 };
 
@@ -182,7 +182,7 @@ pub const EXPECTED: [(&str, &str); 8] = [
     ("other GPUs with virtual memory (A100, L40S, B200 …)", "`vramctl doctor` tries it; nothing depends on the model"),
     ("GPUs before compute capability 7.0", "the same; retained contents are copied whole"),
     ("aarch64 (GH200, GB200)", "the same code; the link to host memory is another"),
-    ("drivers 440 to 579", "what they lack is in the table above; the library asks for each function before it uses it"),
+    ("drivers 525 to 579", "what they lack is in the table above; the library asks for each function before it uses it"),
     ("drivers newer than 580", "CUDA keeps its functions; nothing of a driver's inside is used"),
     (
         "torch 2.8 to 2.10, and 2.12 or later",

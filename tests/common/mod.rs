@@ -267,8 +267,6 @@ struct Simulated {
     cu_graph_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cu_mem_host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> u32,
     cu_mem_free_host: unsafe extern "C" fn(*mut c_void) -> u32,
-    cu_green_ctx_create: unsafe extern "C" fn(*mut *mut c_void, *const c_void, c_int, u32) -> u32,
-    cu_green_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cu_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
     cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
@@ -323,8 +321,6 @@ impl Simulated {
             cu_graph_destroy: find!(driver, "cuGraphDestroy"),
             cu_mem_host_alloc: find!(driver, "cuMemHostAlloc"),
             cu_mem_free_host: find!(driver, "cuMemFreeHost"),
-            cu_green_ctx_create: find!(driver, "cuGreenCtxCreate"),
-            cu_green_ctx_destroy: find!(driver, "cuGreenCtxDestroy"),
             cu_ctx_destroy: find!(driver, "cuCtxDestroy_v2"),
             cuda_memcpy: find!(runtime, "cudaMemcpy"),
             cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
@@ -587,22 +583,26 @@ pub struct Green(*mut c_void);
 
 impl Green {
     pub fn create(device: i32) -> Self {
-        let mut green = std::ptr::null_mut();
-        assert_eq!(unsafe { (simulated().cu_green_ctx_create)(&raw mut green, std::ptr::null(), device, 1) }, 0);
+        let mut green = std::ptr::null_mut::<c_void>();
+        assert_eq!(unsafe { entries::cuGreenCtxCreate((&raw mut green).cast(), std::ptr::null(), device, 1) }, 0);
         Self(green)
+    }
+
+    fn handle(&self) -> vramctl_driver::Green {
+        unsafe { transmute(self.0) }
     }
 
     /// Makes it current on this thread.
     pub fn enter(&self) {
         let mut context = std::ptr::null_mut::<c_void>();
-        assert_eq!(unsafe { entries::cuCtxFromGreenCtx((&raw mut context).cast(), self.0) }, 0);
+        assert_eq!(unsafe { entries::cuCtxFromGreenCtx((&raw mut context).cast(), self.handle()) }, 0);
         assert_eq!(unsafe { (simulated().cu_ctx_set_current)(context) }, 0);
     }
 }
 
 impl Drop for Green {
     fn drop(&mut self) {
-        assert_eq!(unsafe { (simulated().cu_green_ctx_destroy)(self.0) }, 0);
+        assert_eq!(unsafe { entries::cuGreenCtxDestroy(self.handle()) }, 0);
     }
 }
 

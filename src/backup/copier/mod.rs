@@ -61,7 +61,7 @@ pub fn settle() {
     COPIERS.get().settle();
 }
 
-/// Drops the kernel of a context that is being destroyed or already is.
+/// Drops the kernel of a destroyed context.
 pub fn forget_context(context: Context) {
     if let Some(copiers) = COPIERS.existing() {
         copiers.forget(context);

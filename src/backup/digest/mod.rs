@@ -53,7 +53,7 @@
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
 use std::mem;
-use vramctl_driver::{CUdeviceptr, Current, Image, Parts, Resident, wait_for_work};
+use vramctl_driver::{CUdeviceptr, Current, Image, Manner, Parts, Resident, wait_for_work};
 use vramctl_host::PerProcess;
 use vramctl_host::system::fill_with_random;
 use vramctl_model::{Failure, code};
@@ -212,7 +212,7 @@ impl Hasher {
             digest(parts, addresses, digests).inspect_err(|_| {
                 // The vectors are about to be freed, and the pieces perhaps unmapped. Wait again in a different way, because
                 // the first wait may be what failed; if this one fails too, the context is lost and nothing runs in it.
-                let _ = wait_for_work(current.context(), || (), || true);
+                let _ = wait_for_work(current.context(), Manner::Unnoticed, || true);
             })?;
         }
         Ok(digests)

@@ -155,7 +155,9 @@ fn python_package() -> Finding {
 
 fn gpus(survey: &Survey) -> Vec<Finding> {
     let kernel = fs::read_to_string("/sys/module/nvidia/version").map_or_else(|_| String::new(), |text| format!("{}, ", text.trim()));
-    let mut findings = vec![Finding::new("driver", Verdict::Ok, format!("{kernel}CUDA {}", survey.cuda))];
+    let able = support::PAUSE.refusal(survey.cuda).map(|refused| format!(": {refused}; {}", support::PAUSE.otherwise));
+    let verdict = if able.is_none() { Verdict::Ok } else { Verdict::Failed };
+    let mut findings = vec![Finding::new("driver", verdict, format!("{kernel}CUDA {}{}", survey.cuda, able.unwrap_or_default()))];
     if survey.gpus.is_empty() {
         findings.push(Finding::new("GPU", Verdict::Failed, "the driver shows none to this process (CUDA_VISIBLE_DEVICES?)"));
     }

@@ -12,6 +12,7 @@ use super::freed::FreedAt;
 use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
 use super::{Placement, Requester};
+use crate::contexts;
 use crate::events::{self, Change, Owner};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
@@ -330,7 +331,7 @@ impl Allocation {
 
     /// Its location.
     pub fn extent(&self) -> Extent {
-        Extent { context: self.context(), device: self.device, address: self.address(), bytes: self.bytes }
+        Extent { context: self.context_for_copies(), device: self.device, address: self.address(), bytes: self.bytes }
     }
 
     /// The offset of `address` in it.
@@ -358,6 +359,11 @@ impl Allocation {
     /// The context it was allocated in, or another of its device if that was destroyed and the memory was not.
     pub fn context(&self) -> Context {
         self.contents().context
+    }
+
+    /// A context of the device for copies.
+    pub fn context_for_copies(&self) -> Context {
+        contexts::for_copies(self.device, self.context())
     }
 
     /// Whether it is destroyed with its context, as CUDA's plain memory is. Memory of `cuMemCreate` stays.

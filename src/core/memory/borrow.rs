@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::{io, process};
 use vramctl_control::door::Door;
 use vramctl_control::protocol::Reply;
-use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
+use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Manner, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess, Unpoison, worker};
 use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRequest, code};
 
@@ -333,7 +333,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
         };
         // A thread that closed it before, or opened it meanwhile, may have left work that was not waited for.
         if waited != Some(changed) {
-            if let Err(failure) = drain::wait(contexts) {
+            if let Err(failure) = drain::wait(contexts, Manner::AsFree) {
                 return Some(Err(failure.code));
             }
             waited = Some(changed);
@@ -352,15 +352,15 @@ pub(super) fn released(token: &Token) {
     }
 }
 
-/// Closes memory that was opened in contexts that are destroyed or about to be, as CUDA does.
+/// Closes memory that was opened in contexts that are destroyed, as CUDA does.
 ///
 /// Never waits for a thread that is opening memory, which could deadlock: that thread may wait for the other process's pause while the
 /// caller is part of this process's pause, and the other process may be doing the same. Memory that is being opened now is closed the next
 /// time.
-pub(super) fn forget_gone(doomed: Option<Context>) {
+pub(super) fn forget_gone() {
     let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
     for site in borrowed.open.values_mut().filter_map(Opened::open_site_mut) {
-        site.contexts.retain(|context| Some(*context) != doomed && !context.is_gone());
+        site.contexts.retain(|context| !context.is_gone());
     }
     let unused = |opened: &Opened| opened.open_site().is_some_and(|site| site.contexts.is_empty());
     let closed: Vec<_> =

@@ -348,15 +348,4 @@ impl Memory {
             freed.order.before.is_over()
         })
     }
-
-    /// Waits for all frees that involve a context, and releases their memory.
-    pub(super) fn wait_for_freed_in(&self, context: Context) {
-        for freed in self.freed.all() {
-            if freed.order.before.context() == context || freed.allocation.context() == context {
-                let _relaxed = RelaxedCapture::enter();
-                freed.order.before.wait();
-            }
-        }
-        self.release_freed();
-    }
 }

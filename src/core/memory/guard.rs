@@ -45,7 +45,7 @@ impl Memory {
 
     fn guard_on(&self, device: CUdevice, paused: &[&Arc<Allocation>]) -> Result<(), Failure> {
         let Some(first) = paused.first() else { return Ok(()) };
-        let block = block_of(&self.snapshot(), device).map_or_else(|| make_block(device, first.context()), Ok)?;
+        let block = block_of(&self.snapshot(), device).map_or_else(|| make_block(device, first.context_for_copies()), Ok)?;
         paused.iter().try_for_each(|allocation| put_under(allocation, &block))?;
         self.open(paused.iter().map(|allocation| &***allocation))
     }
@@ -78,7 +78,8 @@ impl Memory {
             let _ = self.open(guarded.iter().map(|allocation| &**allocation));
             return Err(failure.into());
         }
-        let guards: Vec<_> = guarded.iter().map(|allocation| (allocation.context(), allocation.contents().guard.take())).collect();
+        let guards: Vec<_> =
+            guarded.iter().map(|allocation| (allocation.context_for_copies(), allocation.contents().guard.take())).collect();
         let blocks: BTreeMap<_, _> = guards
             .iter()
             .filter_map(|(context, guard)| guard.as_ref()?.block().map(|block| (Arc::as_ptr(block), (*context, Arc::clone(block)))))

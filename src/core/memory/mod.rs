@@ -52,7 +52,8 @@ use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{
-    self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Extras, Physical, Place, RelaxedCapture, StreamHandle,
+    self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Ending, Extras, Manner, Physical, Place, RelaxedCapture,
+    StreamHandle,
 };
 use vramctl_host::{PerProcess, Unpoison, exit};
 pub use vramctl_model::NCCL;
@@ -340,7 +341,7 @@ impl Memory {
         }
         let mut contexts = BTreeSet::from([allocation.context()]);
         contexts.extend(self.peers.contexts_with_access(allocation.device));
-        drain::wait(contexts)
+        drain::wait(contexts, Manner::AsFree)
     }
 
     /// The contexts whose work may use these allocations: every context of their devices and of peers with access, and of all devices once
@@ -360,26 +361,22 @@ impl Memory {
         contexts::of_devices(&devices)
     }
 
-    /// Drops the allocations that resetting the device's primary context destroys.
-    pub fn forget_device(&self, device: CUdevice) {
-        let Ok(Some(primary)) = Current::primary_of(device) else { return };
-        self.wait_for_freed_in(primary);
-        let _exclusive = self.exclude();
-        self.peers.forget_gone(&[primary]);
-        let doomed = self.ending_with(&[primary]);
-        // Failed device work is no reason to keep memory that is about to be destroyed.
-        let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
-        self.drop_all(doomed);
-        borrow::forget_gone(Some(primary));
-        backup::forget_context(primary);
-    }
-
-    /// Runs a call of the program's that may end a context, between transitions, and drops what has ended with it.
-    pub fn ending_context(&self, end: impl FnOnce() -> StatusCode) -> StatusCode {
-        let _shared = self.share();
-        let answer = contexts::ending(end);
+    /// Runs a call of the program's that may end contexts, and drops what has ended with them. What the call waits for may need any thread of
+    /// the program, and a pause or resume, so it holds no lock. But it begins and ends between these, which look away from contexts that are ending.
+    pub fn ending_context(&self, announce: impl FnOnce() -> Ending, end: impl FnOnce() -> StatusCode) -> StatusCode {
+        let ending = {
+            let _shared = self.share();
+            announce()
+        };
+        ending.wait_until_unused();
+        let answer = end();
         let _relaxed = RelaxedCapture::enter();
-        self.drop_gone();
+        {
+            let _shared = self.share();
+            drop(ending);
+            self.drop_gone();
+        }
+        self.release_freed();
         answer
     }
 
@@ -387,7 +384,7 @@ impl Memory {
     /// there were any.
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
-        borrow::forget_gone(None);
+        borrow::forget_gone();
         let doomed = self.ending_with(&gone);
         let any = !doomed.is_empty();
         self.drop_all(doomed);

@@ -9,7 +9,7 @@ use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use vramctl_driver::{self as driver, Access, CUdevice, Context, Current};
+use vramctl_driver::{self as driver, Access, CUdevice, Context, Current, Manner};
 use vramctl_host::Unpoison;
 use vramctl_model::{Error, Failure};
 
@@ -137,9 +137,9 @@ pub(super) fn has_crossed() -> bool {
     CROSSED.load(Ordering::Relaxed)
 }
 
-/// The devices of two contexts, which pauses then know of.
+/// The devices of two contexts of a call of the program's, which pauses then know of.
 fn pair_of(current: &Current, other: Context) -> Result<Pair, Failure> {
-    let other = Current::push(other)?;
+    let other = Current::push_of_program(other)?;
     contexts::note(current);
     contexts::note(&other);
     Ok((current.device(), other.device()))
@@ -166,7 +166,7 @@ impl Memory {
             return Ok(());
         }
         // The context's work may use the memory. Before taking the lock, as in `free`.
-        drain::wait(BTreeSet::from([current.context()]))?;
+        drain::wait(BTreeSet::from([current.context()]), Manner::AsFree)?;
         let _exclusive = self.exclude();
         let is_last = self.peers.read().is_open_only_for(pair, &contexts);
         if is_last && let Err(failure) = self.set_device_access(pair.1, false, &[Access::none(pair.0)], &[Access::of_device(pair.0)]) {
@@ -218,7 +218,7 @@ impl Memory {
         };
         // The work of devices that lose access may use the memory. Before taking the lock, as in `free`.
         let losing = changes().into_iter().filter(|(_, _, before)| before.is_any()).map(|(device, ..)| device).collect();
-        drain::wait(contexts::of_devices(&losing))?;
+        drain::wait(contexts::of_devices(&losing), Manner::AsFree)?;
         let _exclusive = self.exclude();
         let changes = changes();
         if changes.is_empty() {

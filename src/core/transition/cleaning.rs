@@ -116,7 +116,7 @@ fn look(when: When) -> bool {
     by_device.retain(|_, bytes| *bytes >= when.bytes);
     for device in by_device.into_keys() {
         let of_device = |allocation: &&Arc<Allocation>| allocation.on_device() == Some(device);
-        if !all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context())) {
+        if !all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context_for_copies())) {
             continue;
         }
         let started = Instant::now();

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept};
 use vramctl_config::Config;
-use vramctl_driver::{self as driver, Activity, RelaxedCapture};
+use vramctl_driver::{self as driver, Activity, Manner, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Report, Stage, TagState, TransitionRequest, Verb};
 
@@ -81,7 +81,7 @@ impl Memory {
         let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
         clock.time(Stage::Wait, || match (left, observer.is_gone()) {
             // On the calling thread: only the work itself can end this wait.
-            (None, None) => Ok(drain::wait(contexts)?),
+            (None, None) => Ok(drain::wait(contexts, Manner::Unnoticed)?),
             (left, _) => drain::wait_at_most(contexts, left.unwrap_or(Duration::MAX), &mut || observer.is_wanted()),
         })
     }

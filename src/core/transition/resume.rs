@@ -93,6 +93,10 @@ impl Memory {
             // The memory that comes first is filled while the rest comes.
             paused.sort_by_cached_key(|allocation| turn_of(allocation, by_piece));
         }
+        // Nothing can be copied where the only context is ending, and the memory with it.
+        if paused.iter().any(|allocation| allocation.context_for_copies().is_ending()) {
+            return Err(Error::Busy(started.elapsed()));
+        }
         self.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
@@ -326,7 +330,7 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
 fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
     let short = |failure: Failure| {
         let is_short = failure.code == code::OUT_OF_MEMORY && !allocation.is_on_host();
-        if is_short { shortage(allocation.device, allocation.context(), needed) } else { failure.into() }
+        if is_short { shortage(allocation.device, allocation.context_for_copies(), needed) } else { failure.into() }
     };
     allocation.create_again().map_err(short)
 }
@@ -361,7 +365,7 @@ fn batches(allocations: &[Arc<Allocation>], batch: usize) -> Vec<usize> {
 
 /// An error if there is no room for the allocation now.
 fn check_room_for(allocation: &Allocation, needed: u64) -> Result<(), Error> {
-    let context = allocation.context();
+    let context = allocation.context_for_copies();
     let (free, _) = Current::push(context).and_then(|_current| driver::memory_info())?;
     if allocation.on_device().is_some() && allocation.bytes() as u64 > free {
         Err(shortage(allocation.device, context, needed))
@@ -379,7 +383,7 @@ fn needed_by(paused: &[Arc<Allocation>]) -> BTreeMap<CUdevice, u64> {
 fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
     let all_needed = needed_by(paused);
     for (&device, &needed) in &all_needed {
-        let on_device = paused.iter().find(|allocation| allocation.device == device).map(|allocation| allocation.context());
+        let on_device = paused.iter().find(|allocation| allocation.device == device).map(|allocation| allocation.context_for_copies());
         let Some(context) = on_device else { continue };
         let _current = Current::push(context)?;
         if needed > driver::memory_info()?.0 + guard::bytes_left_by(paused, device) {

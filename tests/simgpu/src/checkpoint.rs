@@ -47,8 +47,6 @@ pub struct RestoreArgs {
 
 const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
 
-/// CUDA 12.8 (driver 570), which is the first that checkpoints.
-pub const FIRST: i32 = 12_080;
 /// CUDA 13.0 (driver 580), which is the first that restores processes on other devices.
 const FIRST_THAT_MOVES: i32 = 13_000;
 

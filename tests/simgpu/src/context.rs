@@ -36,6 +36,8 @@ pub struct Context {
     active: AtomicBool,
     flags: AtomicU32,
     lock: Lock,
+    /// Of a primary context: held by the call that is ending it.
+    ending: Mutex<()>,
 }
 
 /// What calls of one context exclude each other by. Some calls that wait for work hold it until the work has finished.
@@ -260,6 +262,7 @@ fn made(handle: Handle, device: usize, primary: bool, flags: u32, green: Option<
         active: AtomicBool::new(true),
         flags: AtomicU32::new(flags),
         lock: Lock::default(),
+        ending: Mutex::default(),
     }
 }
 
@@ -337,6 +340,7 @@ pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
 
 fn retain(device: i32) -> Outcome<Handle> {
     let device = driver::device(device)?;
+    wait_for_primary(device);
     let mut state = state();
     let contexts = &mut state.contexts;
     let admitted = contexts.admit(device);
@@ -389,6 +393,7 @@ pub fn reset_primary(device: i32) -> Outcome {
 }
 
 fn end_primary(context: &Arc<Context>) -> Outcome {
+    let _ending = context.ending.lock().unwrap_or_else(PoisonError::into_inner);
     empty(context);
     context.active.store(false, Ordering::Release);
     // A reset does not clear a sticky error: only another process can get a new context.
@@ -399,10 +404,13 @@ fn end_primary(context: &Arc<Context>) -> Outcome {
     Ok(())
 }
 
-/// Destroys a context's streams, events, modules and plain allocations, once their work has finished. Virtual memory belongs
-/// to the process, so it stays.
+/// Destroys a context's streams, events, modules and plain allocations, once the work of the process on the device has finished. Virtual memory
+/// belongs to the process, so it stays.
 fn empty(context: &Context) {
-    let pending = state().streams.pending(context.handle);
+    let pending = {
+        let state = state();
+        state.streams.pending(context.handle).into_iter().chain(state.streams.pending_on(context.device)).collect::<Vec<_>>()
+    };
     Ticket::wait_all(&pending);
     let mut state = state();
     let State { space, streams, captures, host, modules, .. } = &mut *state;
@@ -414,9 +422,18 @@ fn empty(context: &Context) {
     state.contexts.peers.retain(|&(from, to)| from != context.handle && to != context.handle);
 }
 
-/// `cuDevicePrimaryCtxGetState`.
+/// Waits while a call is ending a device's primary context.
+fn wait_for_primary(device: usize) {
+    let primary = state().contexts.primary.get(&device).map(|(context, _)| Arc::clone(context));
+    if let Some(context) = primary {
+        drop(context.ending.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// `cuDevicePrimaryCtxGetState`: waits for a reset.
 pub fn primary_state(device: i32, flags: Out<u32>, active: Out<i32>) -> Outcome {
     let device = driver::device(device)?;
+    wait_for_primary(device);
     let state = state();
     let primary = state.contexts.primary.get(&device);
     flags.put_if_given(primary.map_or(0, |(context, _)| context.flags.load(Ordering::Relaxed)));

@@ -1,13 +1,12 @@
 //! The driver's per-process state, and the checks before every call.
 
 use crate::capture::Captures;
-use crate::checkpoint;
 use crate::codes::{
     Code, DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_FOUND, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome,
     UNKNOWN,
 };
 use crate::context::{self, Contexts};
-use crate::exports::{Function, Hazard, Needs};
+use crate::exports::{self, Function, Hazard, Needs};
 use crate::faults;
 use crate::graph::Graphs;
 use crate::host::HostMemory;
@@ -170,6 +169,10 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
         return NOT_INITIALIZED;
     }
     let fault = faults::use_of(index);
+    // An older driver does not have the function at all.
+    if exports::since(index) > settings().cuda {
+        return NOT_FOUND;
+    }
     // After shutdown even names of codes are unavailable. NVML is another library.
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
         return call_after_the_end(function);
@@ -214,10 +217,6 @@ fn admit(function: &Function) -> Outcome {
     if matches!(function.needs, Needs::Nothing | Needs::Start) {
         return Ok(());
     }
-    // An older driver does not have the function at all.
-    if function.needs == Needs::Checkpoints && settings().cuda < checkpoint::FIRST {
-        return Err(NOT_FOUND);
-    }
     // "The callback must not make any CUDA API call"; the driver returns this code.
     if stream::in_host_function() {
         return Err(NOT_PERMITTED);
@@ -226,7 +225,7 @@ fn admit(function: &Function) -> Outcome {
         return Err(NOT_INITIALIZED);
     }
     match function.needs {
-        Needs::Nothing | Needs::Start | Needs::Init | Needs::Checkpoints => {}
+        Needs::Nothing | Needs::Start | Needs::Init => {}
         Needs::Vmm => {
             if settings().no_vmm {
                 return Err(NOT_SUPPORTED);

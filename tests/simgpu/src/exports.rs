@@ -13,6 +13,7 @@ use crate::shaped::{self, Copy2D, Copy3D, Reach, Until};
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
 use crate::{capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
+use std::sync::OnceLock;
 
 /// What a function requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,8 +24,6 @@ pub enum Needs {
     Start,
     /// `cuInit`.
     Init,
-    /// A driver that can checkpoint, and `cuInit`.
-    Checkpoints,
     /// `cuInit` and devices with virtual memory management. No context is needed, and broken contexts do not matter.
     Vmm,
     /// `cuInit`. The call's arguments determine the context, but if the calling thread has a current context, it must not be
@@ -340,12 +339,12 @@ functions! {
     cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
 
     // Checkpoints of other processes.
-    cuCheckpointProcessGetState(pid: i32, state: Out<u32>) Checkpoints Safe => checkpoint::state(pid, state);
-    cuCheckpointProcessGetRestoreThreadId(pid: i32, thread: Out<i32>) Checkpoints Safe => checkpoint::restore_thread(pid, thread);
-    cuCheckpointProcessLock(pid: i32, args: In<checkpoint::LockArgs>) Checkpoints Safe => checkpoint::lock(pid, args);
-    cuCheckpointProcessCheckpoint(pid: i32, args: In<checkpoint::NoArgs>) Checkpoints Safe => checkpoint::checkpoint(pid, args);
-    cuCheckpointProcessRestore(pid: i32, args: In<checkpoint::RestoreArgs>) Checkpoints Safe => checkpoint::restore(pid, args);
-    cuCheckpointProcessUnlock(pid: i32, args: In<checkpoint::NoArgs>) Checkpoints Safe => checkpoint::unlock(pid, args);
+    cuCheckpointProcessGetState(pid: i32, state: Out<u32>) Init Safe => checkpoint::state(pid, state);
+    cuCheckpointProcessGetRestoreThreadId(pid: i32, thread: Out<i32>) Init Safe => checkpoint::restore_thread(pid, thread);
+    cuCheckpointProcessLock(pid: i32, args: In<checkpoint::LockArgs>) Init Safe => checkpoint::lock(pid, args);
+    cuCheckpointProcessCheckpoint(pid: i32, args: In<checkpoint::NoArgs>) Init Safe => checkpoint::checkpoint(pid, args);
+    cuCheckpointProcessRestore(pid: i32, args: In<checkpoint::RestoreArgs>) Init Safe => checkpoint::restore(pid, args);
+    cuCheckpointProcessUnlock(pid: i32, args: In<checkpoint::NoArgs>) Init Safe => checkpoint::unlock(pid, args);
 
     // Error names.
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);
@@ -408,6 +407,23 @@ fn exact(name: &str) -> Option<usize> {
 /// The variants of each function: name for `cuGetProcAddress`, CUDA version, flavour, number of arguments, symbol, releases.
 const VARIANTS: &str = include_str!("../../data/driver-functions.txt");
 
+/// The version of CUDA whose driver first had a function. Of NVML's, 0.
+pub fn since(index: usize) -> i32 {
+    static SINCE: OnceLock<[i32; FUNCTIONS]> = OnceLock::new();
+    SINCE.get_or_init(|| {
+        let mut since = [0; FUNCTIONS];
+        for line in VARIANTS.lines().filter(|line| !line.starts_with('#')) {
+            let words: Vec<_> = line.split(' ').collect();
+            if let (Some(version), Some(index)) =
+                (words.get(1).and_then(|word| word.parse().ok()), words.get(4).and_then(|name| exact(name)))
+            {
+                since[index] = version;
+            }
+        }
+        since
+    })[index]
+}
+
 /// Why `cuGetProcAddress` finds nothing (`CUdriverProcAddressQueryResult`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -460,6 +476,7 @@ fn asked_for(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags:
     if flags & !3 != 0 || version > settings().cuda {
         return Err(INVALID_VALUE);
     }
+    let version = if version < 0 { settings().cuda } else { version };
     Ok(newest(name, version, flags & PER_THREAD_DEFAULT_STREAM != 0))
 }
 

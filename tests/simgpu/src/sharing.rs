@@ -211,8 +211,14 @@ pub fn open(pointer: Out<Address>, handle: IpcHandle, flags: u32) -> Outcome {
     pointer.put(address)
 }
 
-/// `cuIpcCloseMemHandle`: as often as it was opened.
+/// `cuIpcCloseMemHandle`: as often as it was opened. Waits for the context's work, and holds up its other calls meanwhile.
 pub fn close(address: Address) -> Outcome {
+    let (context, pending) = {
+        let state = state();
+        let owner = state.space.opened_in(address).ok_or(INVALID_VALUE)?;
+        (state.contexts.get(owner)?, state.streams.pending(owner))
+    };
+    context.wait_alone(&pending);
     let mut state = state();
     if !state.space.is_open(address) {
         return Err(INVALID_VALUE);

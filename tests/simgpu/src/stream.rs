@@ -244,6 +244,12 @@ impl Streams {
             .collect()
     }
 
+    /// The tickets to wait for until a device is idle.
+    pub fn pending_on(&self, device: usize) -> Vec<Arc<Ticket>> {
+        let of_streams = self.all().filter(|stream| stream.context.device == device).filter_map(|stream| stream.unfinished());
+        of_streams.collect()
+    }
+
     /// The unfinished work that synchronising a stream waits for. For the legacy stream this includes the work on blocking
     /// streams, which its next operation would also wait for.
     fn before(&self, stream: &Stream) -> Vec<Arc<Ticket>> {

@@ -541,6 +541,14 @@ impl Space {
         self.reservations.get(&address).is_some_and(|range| matches!(range.purpose, Purpose::Opened { .. }))
     }
 
+    /// The context in which opened memory was opened.
+    pub fn opened_in(&self, address: Address) -> Option<Handle> {
+        match self.reservations.get(&address)?.purpose {
+            Purpose::Opened { context } => Some(context),
+            _ => None,
+        }
+    }
+
     /// The physical memory behind a handle.
     pub fn created_as(&self, handle: Handle) -> Option<Arc<Physical>> {
         self.handles.get(&handle).map(|created| Arc::clone(&created.physical))

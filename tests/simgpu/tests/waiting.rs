@@ -201,6 +201,79 @@ fn which_calls_wait_and_whom_they_hold_up() {
     });
 }
 
+/// Begins a call on another thread while a stream of the current context waits for a value, and does something else meanwhile. Whether the call
+/// waits for the work.
+fn while_busy(gpu: &Gpu, call: impl FnOnce() -> u32 + Send, meanwhile: impl FnOnce()) -> bool {
+    let (gate, busy, called) = (Gate::new(gpu), gpu.stream(NON_BLOCKING), AtomicBool::new(false));
+    ok!(gpu.cuStreamWaitValue32_v2(busy, gate.0, 1, 0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert_eq!(call(), 0);
+            called.store(true, Ordering::SeqCst);
+        });
+        sleep(MOMENT);
+        let waits = !called.load(Ordering::SeqCst);
+        meanwhile();
+        gate.set(1);
+        waits
+    })
+}
+
+/// As measured with driver 580 on an H200.
+#[test]
+fn the_end_of_a_context_waits_for_all_work_of_its_device_and_holds_nobody_up() {
+    isolated("the_end_of_a_context_waits_for_all_work_of_its_device_and_holds_nobody_up", &[("SIMGPU_DEVICES", "2")], || {
+        let (gpu, mut one, mut far, mut event) = (Gpu::start(), 0, 0, 0);
+        let primary = current(&gpu);
+        let create = |context: &mut u64, device| ok!(gpu.cuCtxCreate_v2(&raw mut *context, 0, device));
+        create(&mut far, 1);
+        create(&mut one, 0);
+        ok!(gpu.cuEventCreate(&raw mut event, 2));
+        ok!(gpu.cuCtxSetCurrent(primary));
+        // An idle one, while another context of the device has work.
+        let asked = || {
+            let (mut id, mut device) = (0, -1);
+            ok!(gpu.cuCtxGetId(one, &raw mut id));
+            ok!(gpu.cuCtxPushCurrent_v2(one));
+            ok!(gpu.cuCtxGetDevice(&raw mut device));
+            ok!(gpu.cuEventQuery(event));
+            ok!(gpu.cuCtxPopCurrent_v2(&mut 0));
+            let memory = gpu.alloc(4096);
+            ok!(gpu.cuMemsetD8Async(memory, 1, 4096, gpu.stream(NON_BLOCKING)));
+        };
+        assert!(while_busy(&gpu, || unsafe { (gpu.cuCtxDestroy_v2)(one) }, asked));
+        fails!(709, gpu.cuCtxGetId(one, &mut 0));
+        // One of another device.
+        assert!(!while_busy(&gpu, || unsafe { (gpu.cuCtxDestroy_v2)(far) }, || ()));
+        // A primary one: the driver does not say meanwhile whether it is active.
+        create(&mut one, 0);
+        let told = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let asks = || {
+                scope.spawn(|| {
+                    ok!(gpu.cuDevicePrimaryCtxGetState(0, &mut 0, &mut 0));
+                    told.store(true, Ordering::SeqCst);
+                });
+                sleep(MOMENT);
+                assert!(!told.load(Ordering::SeqCst));
+            };
+            assert!(while_busy(&gpu, || unsafe { (gpu.cuDevicePrimaryCtxReset_v2)(0) }, asks));
+        });
+    });
+}
+
+/// A function that came with a later version of CUDA is missing.
+#[test]
+fn an_older_driver_has_fewer_functions() {
+    isolated("an_older_driver_has_fewer_functions", &[("SIMGPU_CUDA", "12.4")], || {
+        let gpu = Gpu::start();
+        let (context, mut event) = (current(&gpu), 0);
+        ok!(gpu.cuEventCreate(&raw mut event, 2));
+        ok!(gpu.cuCtxGetId(context, &mut 0));
+        fails!(500, gpu.cuCtxRecordEvent(context, event));
+    });
+}
+
 /// A launch that waits for room in a stream's queue holds the context's lock.
 #[test]
 fn a_launch_on_a_full_stream_holds_others_up() {
