@@ -187,7 +187,7 @@ fn a_program_that_asks_about_an_error_does_not_wait_for_the_driver() {
     rank.ask("explain 1");
     let begun = Instant::now();
     rank.tell("exit");
-    rank.child.wait().unwrap();
+    rank.ended();
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
 }
 
@@ -473,7 +473,7 @@ fn the_others_come_back_if_one_dies_meanwhile() {
     machine.vramctl("suspend train").expect(0, "", "");
     let mut dead = ranks.remove(1);
     dead.signal(libc::SIGKILL);
-    dead.child.wait().unwrap();
+    dead.ended();
     let lost = format!("that it had opened from process {}, which has ended", dead.pid());
     machine.vramctl("resume train").expect(1, "resumed job train: 2 processes", &lost);
     assert!(ranks.iter().all(|rank| machine.state(rank) == "active" && status(&machine, rank)["held"] != true));

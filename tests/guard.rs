@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, Gate, Gpu, Graph, MIB, Stream, free, malloc_tagged, pattern, read, request, resume, write};
+use common::{DEVICE_BYTES, Gate, Gpu, Graph, MIB, SetOnDrop, Stream, free, malloc_tagged, pattern, read, request, resume, write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -203,10 +203,10 @@ fn a_program_that_is_never_idle_is_resumed() {
             }
             assert_eq!(stream.synchronize(), 0);
         });
+        let _told = SetOnDrop(&stop);
         thread::sleep(Duration::from_millis(500));
         let resumed = Memory::get().resume(&request(&["one"]), &mut Stays);
         assert!(!gate::is_held());
-        stop.store(true, Ordering::Relaxed);
         resumed.unwrap();
     });
     gpu.set_op_delay_ms(0);

@@ -16,23 +16,19 @@
 
 mod common;
 
-use common::machine::{Machine, Program, Ran, pass_on};
+use common::machine::{Machine, NEVER, Program, Ran, pass_on};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 use vramctl_driver::Driver;
-
-/// Longer than anything may take, on any machine.
-const NEVER: Duration = Duration::from_secs(200);
 
 struct Random(u64);
 
@@ -66,41 +62,8 @@ fn rounds(usual: u64) -> u64 {
     usual * std::env::var("TORTURE_ROUNDS").map_or(1, |times| times.parse().expect("TORTURE_ROUNDS is a number"))
 }
 
-/// Kills a process that would keep the test waiting for its answer.
-struct Watchdog(#[expect(dead_code, reason = "its end is what is heard")] Sender<()>);
-
-impl Watchdog {
-    fn of(ranks: &[Program]) -> Self {
-        let pids: Vec<_> = ranks.iter().map(|rank| rank.pid().cast_signed()).collect();
-        let (over, wait) = channel::<()>();
-        let limit = 5 * NEVER * rounds(1) as u32;
-        thread::spawn(move || {
-            if wait.recv_timeout(limit).is_err_and(|why| why == std::sync::mpsc::RecvTimeoutError::Timeout) {
-                println!("nothing should wait for so long");
-                for pid in pids {
-                    unsafe { libc::kill(pid, libc::SIGKILL) };
-                }
-            }
-        });
-        Self(over)
-    }
-}
-
-/// Waits for a command, which must end.
-fn end_of(mut command: Child) -> Ran {
-    let begun = Instant::now();
-    while command.try_wait().unwrap().is_none() {
-        if begun.elapsed() > NEVER {
-            command.kill().unwrap();
-            panic!("the command does not end");
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
-    Ran::end_of(command)
-}
-
 fn run(machine: &Machine, arguments: &str) -> Ran {
-    end_of(machine.begin(arguments))
+    Ran::end_of(machine.begin(arguments))
 }
 
 fn numbers(line: &str) -> Vec<u64> {
@@ -140,7 +103,6 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
     let machine = Machine::new();
     let seed = random.below(1 << 40).to_string();
     let mut program = machine.start_with("busy", "torture", |command| _ = command.args(["threads", &seed, "5"]));
-    let watchdog = Watchdog::of(std::slice::from_ref(&program));
     let (mut paused, mut tried, mut failed) = (0, 0, 0);
     let wanted = rounds(12);
     while paused < wanted {
@@ -182,8 +144,7 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
     assert!(status["held"] != true && status["waiting_threads"].as_u64().unwrap_or(0) == 0, "{status}");
     println!("{paused} of {tried} pauses succeeded, {failed} resumes failed");
     assert_eq!(program.ask("quit"), "");
-    assert!(program.child.wait().unwrap().success());
-    drop(watchdog);
+    assert!(program.ended().success());
 }
 
 /// Makes the driver fail at one of the next calls: the program's, or those of the pause or resume that follows.
@@ -257,7 +218,6 @@ fn results(ranks: &mut [Program]) -> Vec<String> {
 fn a_job_in_collectives(random: &mut Random, with_faults: bool) {
     let machine = Machine::new();
     let mut ranks = in_collectives(&machine, 0);
-    let watchdog = Watchdog::of(&ranks);
     let (mut paused, mut tried, mut attempts, mut failed) = (0, 0, 0, [0; 2]);
     let wanted = rounds(8);
     while paused < wanted {
@@ -269,12 +229,12 @@ fn a_job_in_collectives(random: &mut Random, with_faults: bool) {
         if random.one_in(3) {
             random.sleep(100);
             let _ = command.kill();
-            end_of(command);
+            Ran::end_of(command);
             let state = machine.settled(&ranks.each_ref());
             assert!(["active", "paused, held"].contains(&state.as_str()), "{case}: {state}");
             paused += u64::from(state != "active");
         } else {
-            let ran = end_of(command);
+            let ran = Ran::end_of(command);
             let is_done = ran.code == Some(0);
             let state = machine.settled(&ranks.each_ref());
             assert_eq!(state, if is_done { "paused, held" } else { "active" }, "{case}: {}{}", ran.out, ran.err);
@@ -303,11 +263,9 @@ fn a_job_in_collectives(random: &mut Random, with_faults: bool) {
     for rank in &mut ranks {
         assert_eq!(rank.ask("verify"), "ok");
     }
-    drop((watchdog, ranks));
+    drop(ranks);
     let mut undisturbed = in_collectives(&machine, numbers(&found[0])[0]);
-    let watchdog = Watchdog::of(&undisturbed);
     assert_eq!(results(&mut undisturbed), found);
-    drop(watchdog);
 }
 
 #[test]
@@ -353,15 +311,14 @@ fn a_killed_rank_in_collectives_does_not_kill_the_others() {
     for _ in 0..rounds(4) {
         let machine = Machine::new();
         let mut ranks = in_collectives(&machine, 0);
-        let watchdog = Watchdog::of(&ranks);
         all_get_on(&mut ranks);
         let command = machine.begin("pause --name ring --hold-timeout 2");
         random.sleep(100);
         let mut survivors = Vec::from(ranks);
         let mut killed = survivors.remove(random.below(4) as usize);
         killed.signal(libc::SIGKILL);
-        killed.child.wait().unwrap();
-        let ran = end_of(command);
+        killed.ended();
+        let ran = Ran::end_of(command);
         let state = machine.settled(&survivors.iter().collect::<Vec<_>>());
         if ran.code != Some(0) && ran.out.is_empty() {
             assert_eq!(state, "active", "{}", ran.err);
@@ -371,7 +328,6 @@ fn a_killed_rank_in_collectives_does_not_kill_the_others() {
         for rank in &mut survivors {
             assert_eq!(rank.ask("verify"), "ok");
         }
-        drop(watchdog);
     }
 }
 
@@ -513,7 +469,7 @@ fn schedules(mut random: Random) {
             *coordinator = Some(child.id());
             child
         };
-        let ran = end_of(child);
+        let ran = Ran::end_of(child);
         network.weather.calms();
         let case = format!("round {round}, {verb}: {:?} {}{}", ran.code, ran.out, ran.err);
 
@@ -601,7 +557,7 @@ fn disturb(machine: &Machine, ranks: &mut [Program], random: &mut Random) -> Str
         3 => {
             let others = ["ps", "status", "metrics", "gpus"].map(|command| machine.begin(command));
             for other in others {
-                end_of(other);
+                Ran::end_of(other);
             }
             "others looked".into()
         }
@@ -642,7 +598,6 @@ fn a_job_that_does_everything_survives_everything() {
         let seed = random.below(1 << 40).to_string();
         machine.start_with("busy", "torture", |command| _ = command.env("VRAMCTL_JOB", "busy").args(["threads", &seed, "3", kind]))
     });
-    let watchdog = Watchdog::of(&ranks);
     // Since then, each knows of the other: the first command of a job cannot know of a rank whose socket has just been deleted.
     run(&machine, "pause --name busy --hold-timeout 60").expect(0, "", "");
     run(&machine, "resume --name busy").expect(0, "", "");
@@ -658,7 +613,7 @@ fn a_job_that_does_everything_survives_everything() {
             random.sleep(200);
             let _ = command.kill();
         }
-        let ran = end_of(command);
+        let ran = Ran::end_of(command);
         killed += u64::from(is_killed);
         let case = format!("round {round}, {line}, {disturbance}: {:?} {}{}", ran.code, ran.out, ran.err);
         clear_faults(&mut ranks);
@@ -683,7 +638,6 @@ fn a_job_that_does_everything_survives_everything() {
     for rank in &mut ranks {
         assert_eq!(rank.ask("stop"), "ok");
         assert_eq!(rank.ask("quit"), "");
-        assert!(rank.child.wait().unwrap().success());
+        assert!(rank.ended().success());
     }
-    drop(watchdog);
 }

@@ -4,18 +4,22 @@
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_host::Held;
+
+/// Longer than any answer or command may take, however busy the machine is.
+pub const NEVER: Duration = Duration::from_secs(200);
 
 /// A simulated machine with a socket directory of its own, which the first program on it makes.
 pub struct Machine {
@@ -311,12 +315,25 @@ impl Ran {
         Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
     }
 
+    #[track_caller]
     pub fn of(command: &mut Command) -> Self {
-        Self::new(&command.output().unwrap())
+        Self::end_of(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
     }
 
+    /// Waits for it. It must end.
+    #[track_caller]
     pub fn end_of(command: Child) -> Self {
-        Self::new(&command.wait_with_output().unwrap())
+        let (pid, (over, wait)) = (command.id().cast_signed(), channel::<()>());
+        let watchdog = thread::spawn(move || {
+            let is_late = wait.recv_timeout(NEVER) == Err(RecvTimeoutError::Timeout);
+            // SAFETY: nobody has waited for the process yet, so the number is still its own.
+            is_late && unsafe { libc::kill(pid, libc::SIGKILL) } == 0
+        });
+        let output = command.wait_with_output().unwrap();
+        drop(over);
+        let ran = Self::new(&output);
+        assert!(!watchdog.join().unwrap(), "the command does not end: {ran:?}");
+        ran
     }
 
     /// All that it wrote.
@@ -375,10 +392,57 @@ impl Program {
         self.child.id()
     }
 
+    /// Its next line; empty if it has ended.
+    #[track_caller]
     pub fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
+        let (deadline, mut line) = (Instant::now() + NEVER, Vec::new());
+        loop {
+            self.wait_for_output(deadline);
+            let said = self.output.fill_buf().unwrap();
+            let end = said.iter().position(|byte| *byte == b'\n');
+            let (bytes, is_over) = (end.map_or(said.len(), |end| end + 1), end.is_some() || said.is_empty());
+            line.extend_from_slice(&said[..bytes]);
+            self.output.consume(bytes);
+            if is_over {
+                return String::from_utf8(line).unwrap().trim().to_owned();
+            }
+        }
+    }
+
+    /// All that it says until it closes its output.
+    #[track_caller]
+    pub fn rest(&mut self) -> String {
+        let (deadline, mut rest) = (Instant::now() + NEVER, Vec::new());
+        loop {
+            self.wait_for_output(deadline);
+            let said = self.output.fill_buf().unwrap();
+            let bytes = said.len();
+            if bytes == 0 {
+                return String::from_utf8_lossy(&rest).into_owned();
+            }
+            rest.extend_from_slice(said);
+            self.output.consume(bytes);
+        }
+    }
+
+    /// Waits until its output can be read without waiting.
+    #[track_caller]
+    fn wait_for_output(&self, deadline: Instant) {
+        while self.output.buffer().is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "process {} says nothing", self.pid());
+            let mut output = libc::pollfd { fd: self.output.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: it is one valid structure, and `poll` does not keep it.
+            if unsafe { libc::poll(&raw mut output, 1, left.as_millis() as i32 + 1) } > 0 {
+                break;
+            }
+        }
+    }
+
+    /// Waits until it has ended.
+    #[track_caller]
+    pub fn ended(&mut self) -> ExitStatus {
+        super::patiently(|| self.child.try_wait().unwrap().ok_or(())).unwrap_or_else(|()| panic!("process {} does not end", self.pid()))
     }
 
     /// Its next line, which must begin with this.
@@ -393,9 +457,7 @@ impl Program {
     #[track_caller]
     pub fn tell(&mut self, line: &str) {
         if let Err(error) = writeln!(self.child.stdin.as_mut().unwrap(), "{line}") {
-            let (ended, mut said) = (self.child.wait(), Vec::new());
-            let _ = self.output.read_to_end(&mut said);
-            let said = String::from_utf8_lossy(&said);
+            let (ended, said) = (self.ended(), self.rest());
             panic!("{error}: it has ended with {ended:?}, and said: {said}");
         }
     }
@@ -447,9 +509,8 @@ impl Program {
     #[track_caller]
     pub fn end(mut self) {
         drop(self.child.stdin.take());
-        let mut rest = String::new();
-        self.output.read_to_string(&mut rest).unwrap();
-        let status = self.child.wait().unwrap();
+        let rest = self.rest();
+        let status = self.ended();
         assert!(status.success(), "{status}: {rest}");
         assert!(rest.trim().is_empty() || rest.trim().ends_with("ok") || rest.contains("bye"), "{rest}");
     }

@@ -24,7 +24,7 @@ use std::mem::transmute;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_backup::CopyBy;
@@ -76,6 +76,15 @@ pub fn patiently<T, E>(mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E
             return done;
         }
         std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Tells threads of a scope to end, also if a check fails: the scope would wait for them without end.
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

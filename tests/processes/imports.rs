@@ -641,7 +641,7 @@ fn a_rank_may_be_killed_at_each_call() {
         job.leave_and_come_back(fault);
         job.ranks.retain_mut(|rank| {
             let Some(answer) = rank.program.ask_if_alive("disarm()") else {
-                assert_eq!(rank.program.child.wait().unwrap().signal(), Some(libc::SIGKILL), "{case}");
+                assert_eq!(rank.program.ended().signal(), Some(libc::SIGKILL), "{case}");
                 return false;
             };
             assert_eq!(answer, "0", "{case}");

@@ -200,7 +200,7 @@ fn whenever_a_rank_dies_the_others_are_in_one_state() {
         let mut ranks = [first, doomed, second];
         let mut coordinator = Coordinator::of(&machine, &ranks, "pause", until);
         ranks[1].signal(libc::SIGKILL);
-        ranks[1].child.wait().unwrap();
+        ranks[1].ended();
         if until < Until::Decided {
             assert!(coordinator.decision.0.abort());
         }
@@ -467,7 +467,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
     match event {
         Event::RankKilled => {
             ranks[1].signal(libc::SIGKILL);
-            ranks[1].child.wait().unwrap();
+            ranks[1].ended();
         }
         Event::RankStopped => ranks[1].stop(),
         Event::CoordinatorKilled => coordinator.kill().unwrap(),
@@ -745,7 +745,7 @@ fn the_death_of_a_rank_ends_the_wait_of_the_others_for_their_work() {
     // Both are held now, for seconds: each attempt waits for twice as long as the one before.
     assert_eq!(next(), None);
     ranks[1].signal(libc::SIGKILL);
-    ranks[1].child.wait().unwrap();
+    ranks[1].ended();
     let taken_back = format!("ring (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
     Ran { out: String::new(), ..Ran::end_of(command) }.expect(1, "", &taken_back);
     assert_eq!(next().unwrap()["code"], "aborted");
@@ -948,7 +948,7 @@ fn a_rank_that_gives_up_because_of_another_names_it() {
     let is_resuming = |rank: &Program| machine.connect(rank).ask(&json!({"request": "prepare", "of": "resume"}))["code"] == "leased";
     eventually("both wait", || ranks.iter().all(is_resuming));
     ranks[1].signal(libc::SIGKILL);
-    ranks[1].child.wait().unwrap();
+    ranks[1].ended();
     let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
     let ran = Ran { out: String::new(), ..Ran::end_of(waiting) };
     assert!(ran.err.contains(&taken_back), "{}", ran.err);

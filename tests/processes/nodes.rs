@@ -321,7 +321,7 @@ fn a_rank_that_dies_after_the_vote_does_not_change_the_decision() {
     let mut both = taken_to(&nodes, "pause", &PAUSE, 60_000);
     std::fs::write(nodes.machine.folder.path().join("record"), "commit\n").unwrap();
     nodes.ranks[3].signal(libc::SIGKILL);
-    nodes.ranks[3].child.wait().unwrap();
+    nodes.ranks[3].ended();
     both[0].say("commit");
     assert_eq!(both[0].outcome()["committed"], true);
     let outcome = both[1].outcome();

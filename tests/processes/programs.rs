@@ -535,8 +535,7 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         let first = socket();
         program.tell("go on");
         // It has closed its end of the pipe.
-        let mut rest = String::new();
-        program.output.read_to_string(&mut rest).unwrap();
+        program.rest();
         // Several clients at once: none may remove the new socket, mistaking it for the old one.
         std::thread::scope(|scope| {
             for _ in 0..6 {
@@ -547,7 +546,7 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         machine.done("resume");
         assert_ne!(socket(), first);
         fs::remove_file(&stop).unwrap();
-        let ended = program.child.wait().unwrap();
+        let ended = program.ended();
         assert!(ended.success(), "{mode}: {ended}");
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::common;
 use crate::common::machine::{Machine, Program, Ran, proxy};
-use crate::common::{eventually, in_parallel, some};
+use crate::common::{SetOnDrop, eventually, in_parallel, some};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -610,8 +610,9 @@ impl SmallHost {
                 }
                 most
             });
+            let told = SetOnDrop(&is_done);
             let result = work();
-            is_done.store(true, Ordering::Relaxed);
+            drop(told);
             (watch.join().unwrap(), result)
         })
     }

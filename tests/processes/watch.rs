@@ -112,7 +112,7 @@ fn each_fall_is_logged_once_with_the_owners() {
     }
     engine.verify();
     assert_eq!(engine.ask("quit"), "bye");
-    assert!(engine.child.wait().unwrap().success());
+    assert!(engine.ended().success());
     assert!(!watched.is_asked_for());
 }
 
