@@ -339,3 +339,43 @@ fn a_programs_own_mappings_are_guarded_and_can_change() {
     }
     assert_eq!(gpu.footprint(), before);
 }
+
+/// Memory of the program that the library does not manage, mapped where paused memory was: a resume leaves it there.
+#[test]
+fn what_the_program_maps_in_the_place_of_a_guard_stays() {
+    const BYTES: usize = 4 * MIB;
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let (wanted, access) = ([1_u32, 0, 1, 0, 0, 0, 0, 0], [1_u32, 0, 3]);
+    let (mut base, mut handles) = (0, [0; 2]);
+    assert_eq!(unsafe { entries::cuMemAddressReserve(&raw mut base, BYTES, 0, 0, 0) }, 0);
+    for (handle, tag) in handles.iter_mut().zip([Some("own"), None]) {
+        region::begin(tag, None).unwrap();
+        assert_eq!(unsafe { entries::cuMemCreate(handle, BYTES, wanted.as_ptr().cast(), 0) }, 0);
+        region::end().unwrap();
+    }
+    let map = |handle| unsafe {
+        assert_eq!(entries::cuMemMap(base, BYTES, 0, handle, 0), 0);
+        assert_eq!(entries::cuMemSetAccess(base, BYTES, access.as_ptr().cast(), 1), 0);
+    };
+    let unmap = || assert_eq!(unsafe { entries::cuMemUnmap(base, BYTES) }, 0);
+    map(handles[0]);
+    let contents = pattern(6, BYTES);
+    assert_eq!(write(base, &contents), 0);
+    assert_eq!(pause(&[]).unwrap().guarded_bytes, BYTES as u64);
+    unmap();
+    map(handles[1]);
+    let others = pattern(7, BYTES);
+    assert_eq!(write(base, &others), 0);
+    resume(&[]).unwrap();
+    assert!(read(base, BYTES).unwrap() == others, "it is still there");
+    unmap();
+    map(handles[0]);
+    assert!(read(base, BYTES).unwrap() == contents);
+    unmap();
+    for handle in handles {
+        assert_eq!(unsafe { entries::cuMemRelease(handle) }, 0);
+    }
+    assert_eq!(unsafe { entries::cuMemAddressFree(base, BYTES) }, 0);
+    assert_eq!(gpu.footprint(), before);
+}

@@ -3,12 +3,13 @@
 
 mod common;
 
-use common::{Gpu, MIB, free, malloc_tagged, pattern, read, request, resume, write};
+use common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, read, request, resume, state, write};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use std::{mem, thread};
+use std::{fs, mem, thread};
 use vramctl_core::memory::Memory;
-use vramctl_model::{Error, Lacking, Observer, Policy, Progress, Report, TransitionRequest};
+use vramctl_core::memory::share::Borrower;
+use vramctl_model::{Error, Lacking, Observer, Policy, Progress, Report, TagState, TransitionRequest};
 
 /// As large as a piece of host memory: each is saved by itself.
 const UNIT: u64 = 32 * MIB as u64;
@@ -40,6 +41,13 @@ impl Observer for Watches<'_> {
     }
 }
 
+/// Memory with contents.
+fn filled(seed: u64) -> (u64, Vec<u8>) {
+    let (address, contents) = (malloc_tagged("weights", None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
+    assert_eq!(write(address, &contents), 0);
+    (address, contents)
+}
+
 /// A program with three allocations that are kept and two that are discarded. Returns what was given back when, in units.
 fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
     leave_slowly(lacking, Duration::ZERO, waits, commits)
@@ -48,11 +56,6 @@ fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
 /// `first_takes`: how long it takes to save the first contents.
 fn leave_slowly(lacking: Option<Lacking>, first_takes: Duration, waits: &[u64], commits: bool) -> Vec<u64> {
     let gpu = Gpu::take();
-    let filled = |seed: u64| {
-        let (address, contents) = (malloc_tagged("weights", None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
-        assert_eq!(write(address, &contents), 0);
-        (address, contents)
-    };
     let kept = [1, 2, 3].map(filled);
     let cache = [0, 0].map(|_| malloc_tagged("cache", Some(Policy::Discard), UNIT as usize).unwrap());
     let active = gpu.used(0);
@@ -104,5 +107,74 @@ fn what_is_saved_goes_if_saving_takes_long() {
 fn the_rest_goes_as_well_if_the_commit_is_late() {
     for commits in [true, false] {
         assert_eq!(leave(Some(Lacking { for_contents: 0, for_all: UNIT }), &[100, 499, 500, 600], commits), [1, 1, 1, 5, 5]);
+    }
+}
+
+/// A partner sets the memory aside at the commit. After a swap that is undone, it would have other memory than its owner.
+#[test]
+fn what_a_partner_has_open_goes_at_the_commit() {
+    for commits in [true, false] {
+        let gpu = Gpu::take();
+        let [own, lent] = [1, 2].map(filled);
+        let partner = Borrower { connection: u64::MAX, pid: std::process::id() };
+        let token = Memory::get().ipc_handle(lent.0).unwrap().unwrap().token;
+        drop(Memory::get().lend(&token.text(), &partner).unwrap());
+        let active = gpu.used(0);
+        let mut watches =
+            Watches { gpu: &gpu, active, waits: &[600], given: Vec::new(), commits, first_takes: Duration::from_millis(4100) };
+        let swap = TransitionRequest { hand_over: true, partners: vec![partner.pid], hold: Some(Duration::from_secs(100)), ..request(&[]) };
+        let paused = Memory::get().pause(&swap, &mut watches);
+        assert_eq!((paused.is_ok(), watches.given), (commits, vec![1, 1]), "only what nobody else has open");
+        if commits {
+            assert_eq!(active - gpu.used(0), 2 * UNIT);
+            resume(&[]).unwrap();
+        }
+        for (address, contents) in [own, lent] {
+            assert!(read(address, contents.len()).unwrap() == contents);
+            assert_eq!(free(address), 0);
+        }
+        Memory::get().take_all_back(partner.connection);
+        assert_eq!(gpu.used(0), active - 2 * UNIT);
+    }
+}
+
+/// A client that refuses the commit while the driver refuses memory, so that nothing comes back at once.
+struct Refuses<'a>(&'a Gpu);
+
+impl Observer for Refuses<'_> {
+    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
+        self.0.fail("cuMemCreate", 1, 999, u64::MAX);
+        Err(Error::Aborted("a test".into()))
+    }
+}
+
+/// Whether the thread lives that brings back what the undoing of a swap could not.
+fn is_anything_owed() -> bool {
+    let names = fs::read_dir("/proc/self/task").unwrap().filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.into_iter().any(|name| name.trim() == "vramctl-owed")
+}
+
+/// What comes back by itself after an undone swap stays away once a user has paused it, and else comes.
+#[test]
+fn what_a_user_pauses_after_an_undone_swap_stays_paused() {
+    for is_paused in [false, true] {
+        let gpu = Gpu::take();
+        let kept = [1, 2].map(filled);
+        let swap = TransitionRequest { hand_over: true, hand_over_host: Some(Duration::from_secs(1)), ..request(&[]) };
+        let undone = Memory::get().pause(&swap, &mut Refuses(&gpu)).unwrap_err();
+        assert!(matches!(undone, Error::NotUndone(..)), "{undone}");
+        eventually("it is owed", is_anything_owed);
+        assert_eq!(state("weights"), Some(TagState::Paused));
+        if is_paused {
+            assert_eq!(Memory::get().pause(&request(&[]), &mut ()).unwrap().unchanged, 2);
+        }
+        gpu.clear_faults();
+        eventually("nothing is owed", || !is_anything_owed());
+        assert_eq!(state("weights"), Some(if is_paused { TagState::Paused } else { TagState::Active }));
+        resume(&[]).unwrap();
+        for (address, contents) in kept {
+            assert!(read(address, contents.len()).unwrap() == contents);
+            assert_eq!(free(address), 0);
+        }
     }
 }

@@ -8,12 +8,14 @@ use common::{DEVICE_BYTES, DEVICES, Gate, Gpu, MIB, SHARED, Stream, malloc_tagge
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ffi::CString;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 use vramctl_core::gate;
+use vramctl_core::memory::share::Borrower;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_driver::Ending;
 use vramctl_intercept::{entries, launch};
@@ -488,6 +490,34 @@ fn registered_memory_is_replaced_only_when_told_so() {
     assert!(matches!(pause(&[]), Err(Error::Registered(_))), "registered anew");
     unsafe { libc::close(shared) };
     assert_eq!((common::free(card), common::free(mine), unmap(place.0, PAGE), release(handle)), (0, 0, 0, 0));
+    assert_eq!(pages_in_use(&gpu), 0);
+}
+
+/// Until somebody known has it, nobody knows who has the memory.
+#[test]
+fn a_descriptor_is_claimed_only_by_whoever_gets_the_memory() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(PAGE);
+    let (mut handle, mut wanted, mut file) = (0, properties(0), -1_i32);
+    wanted[1] = 1;
+    region::begin(Some("shared"), None).unwrap();
+    assert_eq!(unsafe { entries::cuMemCreate(&raw mut handle, PAGE, wanted.as_ptr().cast(), 0) }, 0);
+    region::end().unwrap();
+    assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE)), (0, 0));
+    assert_eq!(unsafe { entries::cuMemExportToShareableHandle((&raw mut file).cast(), handle, 1, 0) }, 0);
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    let importer = Borrower { connection: u64::MAX, pid: 1 };
+    let claim = |admit: Result<(), Error>| Memory::get().lend_claimed(file.as_fd(), &importer, || admit).map(drop);
+    assert!(claim(Err(Error::Busy(Duration::ZERO))).is_err() && is_registered(), "it has no room for another importer");
+    gpu.fail("cuMemExportToShareableHandle", 1, 999, u64::MAX);
+    let refused = claim(Ok(()));
+    gpu.clear_faults();
+    assert!(refused.is_err() && is_registered(), "the driver does not pass it: {refused:?}");
+    claim(Ok(())).unwrap();
+    Memory::get().take_all_back(importer.connection);
+    drop(file);
+    assert!(!is_registered());
+    assert_eq!((unmap(place.0, PAGE), release(handle)), (0, 0));
     assert_eq!(pages_in_use(&gpu), 0);
 }
 

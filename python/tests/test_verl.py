@@ -756,6 +756,21 @@ class Export(Verl):
         engine.to("cpu", optimizer=False)
         self.assertEqual(self.gpu.transitions()[-1], ("pause", "actor_params"))
 
+    def test_an_offload_that_a_load_has_followed_does_not_come_later(self):
+        # It had to wait for the export, and the next step has begun when that ends.
+        engine = self.settled()
+        tensors, _ = engine.get_per_tensor_param()
+        next(tensors)
+        engine.to("cpu", optimizer=False)
+        engine.to("cuda", optimizer=False)
+        self.gpu.transitions()
+        self.assertEqual(len(self.values(tensors)), 2)
+        self.assertEqual(self.gpu.transitions(), [])
+        for one in engine.module.tensors():
+            one.write("used")  # an illegal address, were it paused
+        engine.to("cpu", optimizer=False)
+        self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
+
     def test_two_exports_at_once(self):
         engine = self.settled()
         first, _ = engine.get_per_tensor_param()

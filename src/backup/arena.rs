@@ -804,14 +804,21 @@ impl Drop for Range {
     }
 }
 
+/// For tests that say how much the host has, which is said for the whole process: one at a time.
+#[cfg(test)]
+pub fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unpoisoned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The only test with an arena: how much the host has is said for the whole process.
     #[test]
     #[cfg_attr(miri, ignore = "maps memory without access")]
     fn what_is_dropped_makes_room_where_the_host_has_none() {
+        let _turn = turn();
         let arena = Arena::get().unwrap();
         settings::set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
         // The last two share a piece.
@@ -834,6 +841,35 @@ mod tests {
         }
         drop(ranges);
         settings::set_host_keep(None, None);
+    }
+
+    /// Threads that look at the same moment have seen the same memory free.
+    #[test]
+    #[cfg_attr(miri, ignore = "maps memory without access")]
+    fn what_one_is_about_to_take_is_not_there_for_others() {
+        use std::sync::Barrier;
+        const THREADS: usize = 4;
+        let _turn = turn();
+        let arena = Arena::get().unwrap();
+        settings::set_host_keep(Some(Duration::ZERO), Some(HOST_PIECE as u64));
+        let (all_begin, all_have_tried) = (Barrier::new(THREADS), Barrier::new(THREADS));
+        let claim = || {
+            let mut claimed = 0;
+            for _ in 0..3000 {
+                all_begin.wait();
+                let claim = arena.claim();
+                all_have_tried.wait();
+                claimed += u64::from(claim.is_ok());
+            }
+            claimed
+        };
+        let claimed: u64 = thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(claim)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        settings::set_host_keep(None, None);
+        assert_eq!(claimed, 3000, "one in each round");
+        assert_eq!(arena.coming.load(Ordering::Relaxed), 0);
     }
 
     /// What follows is the program's.

@@ -51,3 +51,54 @@ pub fn take_over(held: &Held) {
         reserve.push(kept);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::{AsRawFd, RawFd};
+
+    fn numbers() -> Vec<RawFd> {
+        RESERVE.get().lock().unpoisoned().iter().filter_map(|held| Some(held.get().ok()?.as_raw_fd())).collect()
+    }
+
+    fn are_open(numbers: &[RawFd]) -> usize {
+        // SAFETY: the kernel checks the number.
+        numbers.iter().filter(|number| unsafe { libc::fcntl(**number, libc::F_GETFD) } >= 0).count()
+    }
+
+    /// In one test: a process has one reserve.
+    #[test]
+    #[cfg_attr(miri, ignore = "closes descriptors by number")]
+    fn it_is_there_again_after_each_loan_and_after_the_program_has_closed_it() {
+        fill();
+        assert_eq!(numbers().len(), KEPT);
+        for many in [1, 3, KEPT - 1, KEPT, KEPT + 1] {
+            let before = numbers();
+            let open_meanwhile = lend(many, || are_open(&before));
+            assert_eq!(open_meanwhile, KEPT.saturating_sub(many).max(1), "lent {many}");
+            assert_eq!(numbers().len(), KEPT, "lent {many}");
+        }
+
+        // A daemon closes what it does not know: some, among them the first, of which the others are copies; or all.
+        for gone in [&numbers()[..KEPT / 2], &numbers()] {
+            for number in gone {
+                // SAFETY: the reserve's, which notices.
+                unsafe { libc::close(*number) };
+            }
+            fill();
+            assert_eq!(numbers().len(), KEPT, "as many that are open");
+            assert_eq!(RESERVE.get().lock().unpoisoned().len(), KEPT);
+        }
+
+        // A descriptor that is about to be closed fills the place of one that is gone.
+        let own = Held::new(UnixDatagram::unbound().unwrap()).unwrap();
+        let number = own.get().unwrap().as_raw_fd();
+        take_over(&own);
+        assert!(own.is_ours(), "nothing is lacking");
+        RESERVE.get().lock().unpoisoned().truncate(KEPT - 1);
+        take_over(&own);
+        assert!(!own.is_ours() && numbers().len() == KEPT && numbers().contains(&number));
+        drop(own);
+        assert_eq!(are_open(&[number]), 1, "it is the reserve's now");
+    }
+}

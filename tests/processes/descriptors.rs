@@ -260,7 +260,7 @@ impl Exporting {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: common::cases(3), max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: common::cases(3), max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_sequences_of_two_processes_behave_like_the_model(steps in prop::collection::vec(step(), 1..40)) {

@@ -394,6 +394,31 @@ fn an_owner_that_frees_leaves_its_memory_to_those_who_hold_it() {
     common::eventually("the memory is free", || job.machine.used() + BYTES == before);
 }
 
+/// The driver gives a handle for each import, and counts them: one that is kept keeps the GPU memory for good.
+#[test]
+fn what_is_imported_twice_is_given_back() {
+    let machine = Machine::pair();
+    let (mut owner, mut importer) = (Rank::start(&machine, 0), Rank::start(&machine, 1));
+    let (pid, before) = (owner.program.pid(), machine.used());
+    let file = owner.program.number(&format!("export({})", owner.handle));
+    let mut imports: Vec<_> = (0..3).map(|_| importer.program.number(&format!("import_(receive({pid}, {file}))"))).collect();
+    // The owner may import its own memory.
+    let own = owner.program.number(&format!("import_(os.dup({file}))"));
+    assert!(imports.iter().all(|handle| *handle == imports[0]) && own == owner.handle, "{imports:?}");
+    owner.program.ask(&format!("os.close({file})"));
+    let address = importer.program.number(&format!("map({}, {BYTES})", imports[0]));
+    assert_eq!(importer.read(address), "[1]");
+    // Known memory that is away is no reason to keep one either.
+    machine.done("pause --name job");
+    machine.done("resume --name job");
+    assert_eq!(importer.read(address), "[1]");
+    assert_eq!(importer.program.number(&format!("unmap({address}, {BYTES})")), 0);
+    imports.drain(..).for_each(|handle| assert_eq!(importer.program.number(&format!("release({handle})")), 0));
+    assert_eq!(owner.program.number(&format!("unmap({}, {BYTES})", owner.pointer)), 0);
+    assert_eq!((owner.program.number(&format!("release({own})")), owner.program.number(&format!("release({own})"))), (0, 0));
+    common::eventually("the memory is free", || machine.used() + BYTES == before);
+}
+
 /// Nobody knows where it is, so its owner keeps the memory, and runs on.
 #[test]
 fn a_descriptor_that_never_arrives_keeps_its_memory_where_it_is() {

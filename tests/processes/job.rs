@@ -62,6 +62,16 @@ fn the_scripts_hold_a_process_and_refuse_half_a_job() {
     let mut ranks = [first, second];
     assert_eq!(machine.settled(&ranks.each_ref()), "active");
     ranks.iter_mut().for_each(Program::verify);
+    drop(ranks);
+    // Two runs of one name are one job, and of two names they are two.
+    let run = |name: &str, run: &str| machine.engine_with(name, |command| _ = command.env("VRAMCTL_JOB", run));
+    let [first, second] = [run("pair", "one"), run("pair", "two")];
+    script("pause.sh", &["--all"]).expect(2, "", "one job");
+    assert_eq!(machine.settled(&[&first, &second]), "active");
+    drop(second);
+    let other = run("single", "three");
+    script("pause.sh", &["--all"]).expect(0, "", "");
+    assert_eq!(machine.settled(&[&first, &other]), "paused, held");
 }
 
 /// How far a coordinator gets before it dies.

@@ -369,6 +369,40 @@ mod tests {
         assert_eq!((MADE.load(Ordering::SeqCst), inside()), (2, BTreeMap::new()));
     }
 
+    /// The closer waits for the outer call, which could not finish.
+    #[test]
+    fn a_nested_call_of_an_ending_thread_passes_a_closed_gate() {
+        static INSIDE: AtomicBool = AtomicBool::new(false);
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        extern "C" fn last(_: *mut libc::c_void) {
+            call(|| {
+                INSIDE.store(true, Ordering::SeqCst);
+                while !LATCH.is_closed() {
+                    thread::yield_now();
+                }
+                call(|| call(|| _ = MADE.fetch_add(1, Ordering::SeqCst)));
+            });
+        }
+        let _turn = turn();
+        let mut key = 0;
+        // SAFETY: the destructor stays valid.
+        assert_eq!(unsafe { libc::pthread_key_create(&raw mut key, Some(last)) }, 0);
+        let thread = thread::spawn(move || {
+            call(|| ());
+            // SAFETY: the key exists. Its value only has to be other than null.
+            assert_eq!(unsafe { libc::pthread_setspecific(key, (&raw const MADE).cast()) }, 0);
+        });
+        while !INSIDE.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        let closed = close(soon()).unwrap();
+        let emptied = closed.wait_until_empty(soon(), &mut || true);
+        drop(closed);
+        thread.join().unwrap();
+        emptied.unwrap();
+        assert_eq!((MADE.load(Ordering::SeqCst), inside()), (1, BTreeMap::new()));
+    }
+
     #[test]
     fn a_call_ends_the_programs_rest_once() {
         let _turn = turn();
