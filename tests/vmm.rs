@@ -505,7 +505,10 @@ fn a_descriptor_is_claimed_only_by_whoever_gets_the_memory() {
     region::end().unwrap();
     assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE)), (0, 0));
     assert_eq!(unsafe { entries::cuMemExportToShareableHandle((&raw mut file).cast(), handle, 1, 0) }, 0);
-    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    let exported = unsafe { OwnedFd::from_raw_fd(file) };
+    // What was on its way when the program closed it.
+    let file = exported.try_clone().unwrap();
+    drop(exported);
     let importer = Borrower { connection: u64::MAX, pid: 1 };
     let claim = |admit: Result<(), Error>| Memory::get().lend_claimed(file.as_fd(), &importer, || admit).map(drop);
     assert!(claim(Err(Error::Busy(Duration::ZERO))).is_err() && is_registered(), "it has no room for another importer");
@@ -515,8 +518,8 @@ fn a_descriptor_is_claimed_only_by_whoever_gets_the_memory() {
     assert!(refused.is_err() && is_registered(), "the driver does not pass it: {refused:?}");
     claim(Ok(())).unwrap();
     Memory::get().take_all_back(importer.connection);
-    drop(file);
     assert!(!is_registered());
+    drop(file);
     assert_eq!((unmap(place.0, PAGE), release(handle)), (0, 0));
     assert_eq!(pages_in_use(&gpu), 0);
 }

@@ -414,10 +414,14 @@ impl Arena {
     /// Memory for one piece, if it is there. Looked at for each piece: other processes may be populating too, each having seen the same memory
     /// free. What this process's other threads are about to take is not available either.
     fn claim(&self) -> Result<Claim<'_>, Error> {
+        self.claim_of(limits::available_bytes)
+    }
+
+    fn claim_of(&self, available_bytes: impl FnOnce() -> u64) -> Result<Claim<'_>, Error> {
         const BYTES: u64 = HOST_PIECE as u64;
         let claim = Claim { arena: self, left: BYTES };
         let before = self.coming.fetch_add(BYTES, Ordering::Relaxed);
-        let available = limits::available_bytes().saturating_sub(before);
+        let available = available_bytes().saturating_sub(before);
         if available < BYTES {
             return Err(Error::HostMemory { needed: BYTES, available, capped: false });
         }
@@ -847,28 +851,20 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "maps memory without access")]
     fn what_one_is_about_to_take_is_not_there_for_others() {
-        use std::sync::Barrier;
-        const THREADS: usize = 4;
+        const BYTES: u64 = HOST_PIECE as u64;
         let _turn = turn();
         let arena = Arena::get().unwrap();
-        settings::set_host_keep(Some(Duration::ZERO), Some(HOST_PIECE as u64));
-        let (all_begin, all_have_tried) = (Barrier::new(THREADS), Barrier::new(THREADS));
-        let claim = || {
-            let mut claimed = 0;
-            for _ in 0..3000 {
-                all_begin.wait();
-                let claim = arena.claim();
-                all_have_tried.wait();
-                claimed += u64::from(claim.is_ok());
-            }
-            claimed
+        let one = || {
+            assert!(arena.claim_of(|| BYTES).is_err(), "while this one looks");
+            assert!(arena.claim_of(|| 2 * BYTES).is_ok(), "there is enough for both");
+            BYTES
         };
-        let claimed: u64 = thread::scope(|scope| {
-            let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(claim)).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
-        });
-        settings::set_host_keep(None, None);
-        assert_eq!(claimed, 3000, "one in each round");
+        let mut claim = arena.claim_of(one).unwrap_or_else(|error| panic!("{error}"));
+        assert!(arena.claim_of(|| BYTES).is_err(), "until the system counts it");
+        claim.used(BYTES / 2);
+        assert!(arena.claim_of(|| BYTES + BYTES / 2).is_ok());
+        assert!(arena.claim_of(|| BYTES + BYTES / 2 - 1).is_err());
+        drop(claim);
         assert_eq!(arena.coming.load(Ordering::Relaxed), 0);
     }
 

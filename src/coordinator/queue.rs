@@ -200,6 +200,7 @@ fn lock(directory: &Directory) -> Option<FileLock> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::Ordering;
 
     fn ticket(command: u64, who: &str, gpus: &[&str]) -> Ticket {
         Ticket { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None, pid: 0 }
@@ -228,56 +229,43 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
-    /// Does something while another process has the queue's lock, and has `change`d the queue before it lets go. A change that gets no processor
-    /// for too long is not waited for: then all of it is tried again.
-    fn while_another_changes<T: Send>(directory: &Directory, begin: impl Fn(), change: impl Fn(), work: impl Fn() -> T + Sync) -> T {
-        for _ in 0..100 {
-            let (begun, changes) = (Instant::now(), lock(directory));
-            assert!(changes.is_some());
-            begin();
-            let (found, is_in_time) = thread::scope(|scope| {
-                let working = scope.spawn(&work);
-                thread::sleep(LOOK_EVERY * 2);
-                change();
-                drop(changes);
-                let is_in_time = begun.elapsed() < LOCK_WITHIN / 2;
-                (working.join().unwrap(), is_in_time)
-            });
-            if is_in_time {
-                return found;
+    /// A ticket that is being written says nothing yet, and one that is being taken is not locked: read at such a moment, two jobs would be
+    /// first, or its owner would count as dead.
+    #[test]
+    fn who_comes_while_others_come_and_wait_is_behind_them() {
+        use std::sync::atomic::{AtomicBool, AtomicU32};
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let (over, checked) = (AtomicBool::new(false), AtomicU32::new(0));
+        // Whoever gets no processor for too long goes on without the lock.
+        let come = &|command| {
+            let begun = Instant::now();
+            let place = Place::take(&directory, ticket(command, "other", &["a"]));
+            let found = place.and_then(|place| Ok((place.before()?, folder.path().join(name(place.number)).exists())));
+            if begun.elapsed() < LOCK_WITHIN / 2 {
+                let (before, is_there) = found.unwrap();
+                assert!(is_there && before.iter().any(|ahead| ahead.who == "first"), "{before:?}, {is_there}");
+                checked.fetch_add(1, Ordering::Relaxed);
             }
-        }
-        panic!("it is never in time");
-    }
-
-    /// A ticket that is being written says nothing yet: read at that moment, two jobs would be first.
-    #[test]
-    fn a_ticket_that_changes_is_read_when_it_has_changed() {
-        let folder = tempfile::tempdir().unwrap();
-        let directory = Directory::at(folder.path()).unwrap();
-        let mut first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
-        let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
-        let (empty, write) = (|| first.file.set_len(0).unwrap(), || first.write().unwrap());
-        let ahead = while_another_changes(&directory, empty, write, || second.before().unwrap());
-        assert_eq!(ahead.len(), 1);
-        first.waits_for_memory();
-        assert!(second.before().unwrap()[0].waits);
-    }
-
-    /// Of two that come at once, one is behind the other.
-    #[test]
-    fn a_place_is_taken_behind_the_one_that_is_being_taken() {
-        let folder = tempfile::tempdir().unwrap();
-        let directory = Directory::at(folder.path()).unwrap();
-        let other = folder.path().join(name(1));
-        let remove = || _ = fs::remove_file(&other);
-        let place = while_another_changes(
-            &directory,
-            remove,
-            || fs::write(&other, "").unwrap(),
-            || Place::take(&directory, ticket(1, "second", &["a"])).unwrap(),
-        );
-        assert_eq!(place.number, 2);
+        };
+        thread::scope(|scope| {
+            // `waits_for_memory` does this, once.
+            let writes = scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    let changes = lock(&directory);
+                    first.write().unwrap();
+                    drop(changes);
+                    thread::yield_now();
+                }
+            });
+            let coming = [2, 3].map(|command| scope.spawn(move || (0..150).for_each(|_| come(command))));
+            let came = coming.map(thread::ScopedJoinHandle::join);
+            over.store(true, Ordering::Relaxed);
+            writes.join().unwrap();
+            came.into_iter().for_each(Result::unwrap);
+        });
+        assert!(checked.into_inner() > 0);
     }
 
     /// Its command shows the progress of all its jobs, and each has its turn however long the others take.

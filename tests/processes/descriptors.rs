@@ -244,7 +244,9 @@ impl Exporting {
     fn check(&mut self) -> Result<(), TestCaseError> {
         let there = self.pieces.iter().filter(|piece| !piece.is_paused).count() as u64;
         // What has been imported comes back a little after its owner's memory.
-        common::eventually(&format!("{:?}", self.pieces), || self.machine.used() == there * BYTES);
+        let settled = common::patiently(|| if self.machine.used() == there * BYTES { Ok(()) } else { Err(()) });
+        let told = || [0, 1].map(|who| self.machine.request(&self.programs[who], "status", &[]).to_string());
+        prop_assert!(settled.is_ok(), "{} bytes in use: {:?}, {:?}", self.machine.used(), self.pieces, told());
         for who in 0..2 {
             let is_held = self.is_held(who);
             common::eventually(&format!("process {who}: {:?}", self.pieces), || self.machine.is_held(&self.programs[who]) == is_held);
@@ -266,6 +268,7 @@ proptest! {
     fn random_sequences_of_two_processes_behave_like_the_model(steps in prop::collection::vec(step(), 1..40)) {
         let mut two = Exporting::new();
         for step in steps {
+            println!("{step:?}");
             two.apply(step)?;
             two.check()?;
         }

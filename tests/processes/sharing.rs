@@ -1160,6 +1160,7 @@ proptest! {
     fn random_sequences_of_two_processes_behave_like_the_model(steps in prop::collection::vec(step(), 1..40)) {
         let mut two = Two::new();
         for step in steps {
+            println!("{step:?}");
             two.apply(step)?;
             two.check()?;
         }
