@@ -405,6 +405,64 @@ impl<'a> Copier<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::mem;
+
+    /// A swap waits for what leaves first: if a later piece had the memory, no allocation might ever be whole.
+    #[test]
+    #[cfg_attr(miri, ignore = "maps memory without access")]
+    fn host_memory_comes_in_the_order_of_the_pieces() {
+        /// No other test uses it.
+        const PIECE: usize = 100;
+        let _turn = super::super::arena::turn();
+        let available = |bytes: usize| super::super::settings::set_host_keep(Some(Duration::ZERO), Some(bytes as u64));
+        // SAFETY: a number that nobody uses.
+        let context: Context = unsafe { mem::zeroed() };
+        for round in 0..16 {
+            available(0);
+            let (jobs, next) = mpsc::channel();
+            for piece in [PIECE, PIECE + 1] {
+                jobs.send(vec![Part { context, device: 0, offset: piece * HOST_PIECE, bytes: HOST_PIECE }]).unwrap();
+            }
+            let (next, stop, is_short, idle) = (Mutex::new(next), AtomicBool::new(false), AtomicBool::new(false), BTreeSet::new());
+            let (landing, found) = mpsc::channel();
+            let got = thread::scope(|scope| {
+                for _ in 0..2 {
+                    let mut copier = Copier {
+                        direction: Direction::FromDevice,
+                        flow: Flow::Pieces { within: Duration::from_secs(100) },
+                        idle: &idle,
+                        jobs: &next,
+                        stop: &stop,
+                        is_short: &is_short,
+                        landing: landing.clone(),
+                        staging: None,
+                        in_flight: VecDeque::new(),
+                        choices: BTreeMap::new(),
+                    };
+                    let stop = &stop;
+                    scope.spawn(move || {
+                        // What it has been given stays taken.
+                        let mut claims = Vec::new();
+                        while let Some((parts, claim)) = copier.next().unwrap() {
+                            claims.push(claim);
+                            copier.report(parts);
+                        }
+                        while !stop.load(Ordering::Relaxed) {
+                            thread::yield_now();
+                        }
+                    });
+                }
+                // At some moment of their looks, which are 1 to 32 ms apart.
+                thread::sleep(Duration::from_millis(5 + 3 * round));
+                available(HOST_PIECE);
+                let got = found.recv_timeout(Duration::from_secs(100));
+                stop.store(true, Ordering::Relaxed);
+                got
+            });
+            assert_eq!(got.unwrap()[0].offset / HOST_PIECE, PIECE, "round {round}");
+        }
+        super::super::settings::set_host_keep(None, None);
+    }
 
     /// Each piece is made ready by itself: what crosses into another one may be overwritten when that is.
     #[test]

@@ -212,7 +212,8 @@ impl Exporting {
                 }
             }
             Step::Pause { who, keep, shared } => {
-                let is_its = |piece: &&mut Piece| piece.owner == who && piece.uses[who].is_any();
+                // Also what it has given up: it is there as long as the other one has it.
+                let is_its = |piece: &&mut Piece| piece.owner == who;
                 let is_kept = |piece: &&mut Piece| !piece.is_paused && piece.is_lent() && !shared;
                 let is_refused = !keep && self.pieces.iter_mut().filter(is_its).any(|piece| is_kept(&piece));
                 let registered = if keep { "keep" } else { "refuse" };
