@@ -423,6 +423,7 @@ mod tests {
             for piece in [PIECE, PIECE + 1] {
                 jobs.send(vec![Part { context, device: 0, offset: piece * HOST_PIECE, bytes: HOST_PIECE }]).unwrap();
             }
+            drop(jobs);
             let (next, stop, is_short, idle) = (Mutex::new(next), AtomicBool::new(false), AtomicBool::new(false), BTreeSet::new());
             let (landing, found) = mpsc::channel();
             let got = thread::scope(|scope| {
