@@ -260,10 +260,10 @@ mod tests {
                 }
             });
             let coming = [2, 3].map(|command| scope.spawn(move || (0..150).for_each(|_| come(command))));
-            let came = coming.map(thread::ScopedJoinHandle::join);
+            let ended = coming.map(thread::ScopedJoinHandle::join);
             over.store(true, Ordering::Relaxed);
             writes.join().unwrap();
-            came.into_iter().for_each(Result::unwrap);
+            ended.into_iter().for_each(Result::unwrap);
         });
         assert!(checked.into_inner() > 0);
     }
