@@ -5,7 +5,9 @@ use vramctl_control::door::Door;
 use vramctl_host::{Held, PerProcess, Unpoison};
 
 /// The number, and the socket.
-static DOOR: PerProcess<Mutex<Option<(Door, Arc<Held>)>>> = PerProcess::new(Mutex::default);
+type Made = (Door, Arc<Held>);
+
+static DOOR: PerProcess<Mutex<Option<Made>>> = PerProcess::new(Mutex::default);
 
 /// Its number, for handles. `None` if it cannot be made: the process is then reached by the directory of the sockets alone.
 pub fn number() -> Option<Door> {

@@ -131,7 +131,7 @@ fn record(key: ObstacleKey, reason: Reason, more: impl FnOnce(&mut Sighting)) {
         .entry(key)
         .and_modify(|one| {
             if new.context.is_some() && one.context != new.context {
-                *one = new.clone()
+                *one = new.clone();
             }
         })
         .or_insert(new);
