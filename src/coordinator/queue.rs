@@ -236,7 +236,7 @@ mod tests {
         use std::sync::atomic::{AtomicBool, AtomicU32};
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
-        let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let mut first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
         let (over, checked) = (AtomicBool::new(false), AtomicU32::new(0));
         // Whoever gets no processor for too long goes on without the lock.
         let come = &|command| {
@@ -250,12 +250,10 @@ mod tests {
             }
         };
         thread::scope(|scope| {
-            // `waits_for_memory` does this, once.
             let writes = scope.spawn(|| {
                 while !over.load(Ordering::Relaxed) {
-                    let changes = lock(&directory);
-                    first.write().unwrap();
-                    drop(changes);
+                    first.ticket.waits = false;
+                    first.waits_for_memory();
                     thread::yield_now();
                 }
             });

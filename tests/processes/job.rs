@@ -69,7 +69,8 @@ fn the_scripts_hold_a_process_and_refuse_half_a_job() {
     script("pause.sh", &["--all"]).expect(2, "", "one job");
     assert_eq!(machine.settled(&[&first, &second]), "active");
     drop(second);
-    let other = run("single", "three");
+    // Whose name begins the same.
+    let other = run("pai", "three");
     script("pause.sh", &["--all"]).expect(0, "", "");
     assert_eq!(machine.settled(&[&first, &other]), "paused, held");
 }
