@@ -771,6 +771,17 @@ class Export(Verl):
         engine.to("cpu", optimizer=False)
         self.assertEqual(self.gpu.transitions(), [("pause", "actor_params")])
 
+    def test_an_export_of_loaded_parameters_leaves_them_loaded(self):
+        if self.module is FlatModule:
+            return  # verl loads and offloads those itself
+        engine = self.settled()
+        engine.to("cuda", optimizer=False)
+        self.gpu.transitions()
+        self.assertEqual(len(self.values(engine.get_per_tensor_param()[0])), 3)
+        self.assertNotIn(("pause", "actor_params"), self.gpu.transitions())
+        for one in engine.module.tensors():
+            one.write("used")
+
     def test_two_exports_at_once(self):
         engine = self.settled()
         first, _ = engine.get_per_tensor_param()
