@@ -542,8 +542,8 @@ fn a_resume_asks_again_for_what_was_refused_before_it() {
     thread::sleep(Duration::from_millis(200));
     *state.lock().unwrap() = None;
     changed.notify_all();
-    let resumed = resumes.answer();
-    assert!(resumed["reply"] == "done" && resumed.get("missing").is_none(), "{resumed}");
+    let answer = resumes.answer();
+    assert!(answer["reply"] == "done" && answer.get("missing").is_none(), "{answer}");
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
 }
 
