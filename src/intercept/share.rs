@@ -188,6 +188,13 @@ pub unsafe fn cuda_open(runtime: &Runtime, pointer: *mut *mut c_void, handle: Ip
 }
 
 pub unsafe fn cuda_close(runtime: &Runtime, pointer: *mut c_void) -> CudaError {
+    // As the runtime's own call does, on a thread without a context.
+    if !decided::is_decided()
+        && borrow::at(pointer as CUdeviceptr).is_some()
+        && let Err(error) = runtime.current_context()
+    {
+        return error;
+    }
     // SAFETY: as above.
     close(pointer as CUdeviceptr, || unsafe { runtime.cudaIpcCloseMemHandle(pointer) })
 }
