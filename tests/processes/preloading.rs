@@ -205,3 +205,21 @@ fn a_program_for_another_machine_is_named() {
     let ran = runs.run(&[program.to_str().unwrap()]);
     assert!(ran.err.contains("narrow is not managed: it is for 32-bit machines"), "{}", ran.err);
 }
+
+/// AddressSanitizer ends a program in which it does not come first.
+#[test]
+fn a_program_with_address_sanitizer_runs() {
+    let runs = Runs::new();
+    let compiler = common::c_compiler();
+    let compiler = compiler.get_program().to_str().unwrap();
+    fs::write(runs.folder().join("empty.c"), "int main(void) { return 0; }").unwrap();
+    let empty = ["empty.c", "empty"].map(|name| runs.folder().join(name).display().to_string());
+    let built = Command::new(compiler).args(["-fsanitize=address", "-o", &empty[1], &empty[0]]).output().unwrap();
+    // Where addresses are randomised too much, it does not run.
+    if !built.status.success() || !Command::new(&empty[1]).status().is_ok_and(|status| status.success()) {
+        println!("not run: AddressSanitizer is not here, or does not run");
+        return;
+    }
+    let program = compile(runs.folder(), "sanitized", compiler, &["-fsanitize=address"]);
+    runs.run(&[program.to_str().unwrap()]).expect(0, "managed", "");
+}

@@ -114,7 +114,7 @@ fn library() -> Finding {
         Ok(path) => path,
         Err(failure) => return finding(Verdict::Failed, failure.to_string()),
     };
-    let checked = run::preload(&path, None).map_err(|failure| failure.to_string()).and_then(|_| {
+    let checked = run::preload(&path, None, None).map_err(|failure| failure.to_string()).and_then(|_| {
         let version = preloading::version_of(&path)?;
         try_preloading(&path)?;
         Ok(version)

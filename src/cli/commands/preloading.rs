@@ -60,6 +60,19 @@ pub fn unmanaged(program: &OsStr) -> Option<Unmanaged> {
     None
 }
 
+/// Whether a library is the address sanitizer's, which ends a program unless it comes first in it.
+pub fn is_sanitizer(library: &OsStr) -> bool {
+    let name = Path::new(library).file_name().unwrap_or_default().as_bytes();
+    [&b"libasan.so"[..], b"libclang_rt.asan"].iter().any(|known| name.starts_with(known))
+}
+
+/// The address sanitizer's library, if a command's program is linked with it.
+pub fn sanitizer(program: &OsStr) -> Option<OsString> {
+    let program = on_path(program)?;
+    let elf = Elf::of(&program).ok()??;
+    elf.needed(&program).ok()?.into_iter().find(|name| is_sanitizer(name))
+}
+
 /// What a command's program needs to be executed, and is not there: the interpreter that a script's first line names, or a binary's loader.
 pub fn missing_interpreter(program: &OsStr) -> Option<PathBuf> {
     let mut program = on_path(program)?;
@@ -155,6 +168,11 @@ fn has_capabilities(path: &Path) -> bool {
     unsafe { libc::getxattr(name.as_ptr(), c"security.capability".as_ptr(), std::ptr::null_mut(), 0) > 0 }
 }
 
+/// A number as it is in the file.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
 /// What the loader reads first.
 #[derive(Debug)]
 struct Elf {
@@ -163,6 +181,10 @@ struct Elf {
     machine: u16,
     /// `PT_INTERP`.
     interpreter: Option<PathBuf>,
+    /// `PT_DYNAMIC`: where it is in the file, and its length.
+    dynamic: Option<(u64, u64)>,
+    /// `PT_LOAD`: address, where it is in the file, and its length there.
+    segments: Vec<(u64, u64, u64)>,
     /// Where the last segment to be loaded ends in the file, and the file's length.
     ends_at: u64,
     bytes: u64,
@@ -172,6 +194,7 @@ impl Elf {
     /// `None`: the file is none.
     fn of(path: &Path) -> io::Result<Option<Self>> {
         const LOAD: u32 = 1;
+        const DYNAMIC: u32 = 2;
         const INTERPRETER: u32 = 3;
         let file = File::open(path)?;
         let mut header = [0; 64];
@@ -179,9 +202,16 @@ impl Elf {
         if read < 20 || !header.starts_with(b"\x7fELF") {
             return Ok(None);
         }
-        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number: u64, byte| number << 8 | u64::from(*byte));
         let bytes = file.metadata()?.len();
-        let mut elf = Self { class: header[4], machine: number(&header[18..20]) as u16, interpreter: None, ends_at: 64, bytes };
+        let mut elf = Self {
+            class: header[4],
+            machine: number(&header[18..20]) as u16,
+            interpreter: None,
+            dynamic: None,
+            segments: Vec::new(),
+            ends_at: 64,
+            bytes,
+        };
         if !elf.is_ours() || read < header.len() {
             return Ok(Some(elf));
         }
@@ -195,6 +225,9 @@ impl Elf {
             let (kind, offset, length) = (number(&entry[..4]) as u32, number(&entry[8..16]), number(&entry[32..40]));
             if kind == LOAD {
                 elf.ends_at = elf.ends_at.max(offset.saturating_add(length));
+                elf.segments.push((number(&entry[16..24]), offset, length));
+            } else if kind == DYNAMIC {
+                elf.dynamic = Some((offset, length));
             } else if kind == INTERPRETER {
                 let mut name = vec![0; length.min(4096) as usize];
                 let there = file.read_at(&mut name, offset)?;
@@ -203,6 +236,30 @@ impl Elf {
             }
         }
         Ok(Some(elf))
+    }
+
+    /// The names of the libraries that it is linked with. `path`: the file.
+    fn needed(&self, path: &Path) -> io::Result<Vec<OsString>> {
+        const NEEDED: u64 = 1;
+        const NAMES: u64 = 5;
+        const NAMES_BYTES: u64 = 10;
+        let file = File::open(path)?;
+        // What is longer is damaged.
+        let part = |offset, length: u64| {
+            let mut part = vec![0; length.min(1 << 20) as usize];
+            file.read_exact_at(&mut part, offset).map(|()| part)
+        };
+        let Some((offset, length)) = self.dynamic else { return Ok(Vec::new()) };
+        let section = part(offset, length)?;
+        let entries: Vec<_> = section.chunks_exact(16).map(|entry| (number(&entry[..8]), number(&entry[8..]))).collect();
+        let value = |wanted| entries.iter().find(|(tag, _)| *tag == wanted).map_or(0, |(_, value)| *value);
+        let address = value(NAMES);
+        let Some((start, at, _)) = self.segments.iter().find(|(start, _, length)| address.wrapping_sub(*start) < *length) else {
+            return Ok(Vec::new());
+        };
+        let names = part(at + (address - start), value(NAMES_BYTES))?;
+        let name = |at: u64| names.get(at as usize..)?.split(|byte| *byte == 0).next().map(|name| OsStr::from_bytes(name).to_owned());
+        Ok(entries.iter().filter(|(tag, _)| *tag == NEEDED).filter_map(|(_, at)| name(*at)).collect())
     }
 
     /// Whether it is for the kind of machine that this command is for.

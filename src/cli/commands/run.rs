@@ -65,8 +65,9 @@ pub const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let python = if args.no_python { Vec::new() } else { places::python_path()? };
     let library = places::library()?;
-    let mut variables = environment(args, &library, &python, |name| env::var_os(name))?;
     let (program, arguments) = args.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
+    let sanitizer = preloading::sanitizer(program);
+    let mut variables = environment(args, &library, sanitizer.as_deref(), &python, |name| env::var_os(name))?;
     check(&library)?;
     args.backup.iter().filter_map(|backup| mistyped(backup, args.tag.as_deref())).for_each(|text| output::complain("warning", &text));
     if let Some(Unmanaged { why, is_ended_by_it }) = preloading::unmanaged(program) {
@@ -146,11 +147,12 @@ fn check(library: &Path) -> Result<(), CommandError> {
 fn environment(
     args: &Args,
     library: &Path,
+    sanitizer: Option<&OsStr>,
     python: &[PathBuf],
     present: impl Fn(&str) -> Option<OsString>,
 ) -> Result<Vec<(&'static str, Option<OsString>)>, CommandError> {
     let filled = |name| present(name).filter(|value| !value.is_empty());
-    let mut variables = vec![("LD_PRELOAD", Some(preload(library, filled("LD_PRELOAD").as_deref())?))];
+    let mut variables = vec![("LD_PRELOAD", Some(preload(library, sanitizer, filled("LD_PRELOAD").as_deref())?))];
     if !python.is_empty() {
         variables.push(("PYTHONPATH", Some(python_path(python, filled("PYTHONPATH").as_deref())?)));
     }
@@ -190,19 +192,22 @@ fn environment(
     Ok(variables)
 }
 
-/// The library first, then the other preloaded libraries, without other copies of this one.
-pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, CommandError> {
+/// The library first, then the other preloaded libraries, without other copies of this one. The address sanitizer's comes before all: the one
+/// that is preloaded already, or else the one that the program is linked with.
+pub fn preload(library: &Path, sanitizer: Option<&OsStr>, present: Option<&OsStr>) -> Result<OsString, CommandError> {
     if library.as_os_str().as_bytes().iter().any(|byte| is_separator(*byte)) {
         let why = "a path in LD_PRELOAD cannot contain a space or colon";
         let way_out = "move the library, or set VRAMCTL_LIB to a symbolic link to it";
         return Err(CommandError::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
     }
-    let mut list = library.as_os_str().to_owned();
-    if let Some(others) = others(library, present) {
-        list.push(":");
-        list.push(others);
+    let others = others(library, present).unwrap_or_default();
+    let others = others.as_bytes().split(|byte| is_separator(*byte)).filter(|path| !path.is_empty()).map(OsStr::from_bytes);
+    let (mut first, rest): (Vec<_>, Vec<_>) = others.partition(|path| preloading::is_sanitizer(path));
+    if first.is_empty() {
+        first.extend(sanitizer);
     }
-    Ok(list)
+    let list: Vec<_> = first.into_iter().chain([library.as_os_str()]).chain(rest).collect();
+    Ok(list.join(OsStr::new(":")))
 }
 
 /// The other preloaded libraries, if any.
@@ -266,7 +271,7 @@ mod tests {
     fn variables(line: &[&str], present: &[(&str, &str)]) -> Vec<(&'static str, Option<String>)> {
         let args = Line::try_parse_from(["run"].iter().chain(line).chain(&["--", "x"])).unwrap().args;
         let lookup = |name: &str| present.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
-        let set = environment(&args, Path::new("/l/libvramctl.so"), &[], lookup).unwrap();
+        let set = environment(&args, Path::new("/l/libvramctl.so"), None, &[], lookup).unwrap();
         set.into_iter().map(|(name, value)| (name, value.map(|value| value.into_string().unwrap()))).collect()
     }
 
@@ -345,13 +350,19 @@ mod tests {
 
     #[test]
     fn other_preloaded_libraries_stay_and_ours_is_there_once() {
-        let list = |present: &str| preload(Path::new("/l/libvramctl.so"), Some(OsStr::new(present))).unwrap().into_string().unwrap();
+        let with = |sanitizer: Option<&str>, present: &str| {
+            let list = preload(Path::new("/l/libvramctl.so"), sanitizer.map(OsStr::new), Some(OsStr::new(present)));
+            list.unwrap().into_string().unwrap()
+        };
+        let list = |present: &str| with(None, present);
         assert_eq!(list("/a.so /b.so"), "/l/libvramctl.so:/a.so:/b.so");
         assert_eq!(list("/a.so:/l/libvramctl.so"), "/l/libvramctl.so:/a.so");
         assert_eq!(list("/old/libvramctl.so::/a.so"), "/l/libvramctl.so:/a.so");
         assert_eq!(list("/p/vramctl/dropin/torch_memory_saver_hook_mode_preload.abi3.so"), "/l/libvramctl.so", "a copy of ours");
+        assert_eq!(with(Some("libasan.so.8"), "/a.so"), "libasan.so.8:/l/libvramctl.so:/a.so", "what must come first");
+        assert_eq!(with(Some("libasan.so.8"), "/a.so:/g/libasan.so"), "/g/libasan.so:/l/libvramctl.so:/a.so", "and once");
         for wrong in ["/with space/libvramctl.so", "/with:colon/libvramctl.so"] {
-            assert!(preload(Path::new(wrong), None).is_err());
+            assert!(preload(Path::new(wrong), None, None).is_err());
         }
     }
 
