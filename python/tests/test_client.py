@@ -318,6 +318,16 @@ class Pretended(unittest.TestCase):
         threading.Thread(target=work, daemon=True).start()
         return path
 
+    def test_a_reply_without_an_end_is_refused(self) -> None:
+        def answer(connection: socket.socket, line: bytes) -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection.sendall(b"a" * (1 << 20))
+
+        with vramctl.Client(self.serve(answer), patience=None) as client:
+            with self.assertRaisesRegex(errors.Internal, "it does not end"):
+                client.hello()
+
     def test_what_it_asks_is_the_protocol(self) -> None:
         asked: list[Any] = []
 

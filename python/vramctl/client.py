@@ -35,6 +35,8 @@ _VERSION = 1
 #: How often to check, in seconds, that a silent process still exists. If it died while a forked child holds its socket, the
 #: connection neither answers nor closes.
 _LOOK_AFTER = 1.0
+#: Far more bytes than the longest reply has.
+_LONGEST_ANSWER = 64 << 20
 #: Default timeout, in seconds, for requests that a process answers at once.
 _PATIENCE = 5.0
 #: "No limit" in the protocol, in milliseconds.
@@ -458,7 +460,7 @@ class Client:
 
     def _replies(self, control: socket.socket, deadline: float | None, unsent: OSError | None) -> Iterator[dict[str, Any]]:
         """The replies, line by line, until the process closes the connection."""
-        unread = b""
+        unread = bytearray()
         while True:
             left = _LOOK_AFTER if deadline is None else min(_LOOK_AFTER, deadline - time.monotonic())
             if left <= 0:
@@ -475,7 +477,14 @@ class Client:
             if not part:
                 self._check_open()
                 return
-            *lines, unread = (unread + part).split(b"\n")
+            unread += part
+            if b"\n" not in part:
+                # Who answers may be another user's program, if root asks.
+                if len(unread) > _LONGEST_ANSWER:
+                    raise errors.Internal(f"invalid reply from {self._place}: it does not end")
+                continue
+            *lines, rest = bytes(unread).split(b"\n")
+            unread = bytearray(rest)
             for line in lines:
                 try:
                     yield dict(json.loads(line))

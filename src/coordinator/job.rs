@@ -448,8 +448,7 @@ impl Attempt<'_> {
     fn vote_in_turn(&self, clients: &mut [Option<Client>], error: &io::Error) -> Result<(), (usize, Stop)> {
         // Ranks on other nodes are heard of by a thread; and host memory passes between two that take their steps side by side.
         if self.job.nodes.is_some() || self.job.wanted.hand_over_host.is_some() {
-            let error = io::Error::new(error.kind(), error.to_string());
-            return Err((0, Stop::Failed(failed(self.ranks[0].pid, error))));
+            return Err((0, Stop::Failed(ClientError::Refused(parallel::refused(error).into_refusal()))));
         }
         let mut order: Vec<_> = (0..self.ranks.len()).collect();
         order.sort_by_key(|rank| !self.early.contains(rank));

@@ -1,6 +1,7 @@
 //! Work in threads of this command. Where the system starts no further thread (`ulimit -u`, `pids.max`), it is done one after the other on the
 //! calling thread, or fails with the limit's name: nothing waits for a thread that is not there.
 
+use crate::failure::CommandError;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -8,6 +9,7 @@ use std::thread::{self, Builder, JoinHandle, Scope, ScopedJoinHandle};
 use std::{io, iter};
 use vramctl_host::Unpoison;
 use vramctl_host::worker::with_signals_blocked;
+use vramctl_model::Error;
 
 /// A result, or what a thread has panicked with.
 pub type Joined<R> = Result<R, Box<dyn Any + Send>>;
@@ -52,7 +54,13 @@ fn no_thread(error: io::Error) -> io::Error {
     let text = format!(
         "this command gets no further thread: the limit of the user (ulimit -u) or of the container (pids.max) is reached ({error})"
     );
-    io::Error::new(error.kind(), text)
+    // Not of its kind: elsewhere, "try again" is said of a process.
+    io::Error::other(text)
+}
+
+/// What cannot be done without a thread is refused, as by a process that has none.
+pub fn refused(error: &io::Error) -> CommandError {
+    CommandError::from(&Error::NoThread(String::new())).saying(error.to_string())
 }
 
 #[cfg(test)]

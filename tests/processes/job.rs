@@ -8,10 +8,9 @@ use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
-use std::sync::{Condvar, Mutex, OnceLock};
+use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -821,30 +820,12 @@ fn only_a_shortage_that_lasts_is_reported() {
     eventually("a report", || count() > 0);
 }
 
-/// A command that gets only so many threads (`tests/apps/few_threads.c`). A hang ends it.
-fn with_few_threads(machine: &Machine, threads: usize, words: &str) -> Command {
-    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    let library = LIBRARY.get_or_init(|| {
-        let library = common::own_folder().join("few_threads.so");
-        common::compile(&library, &["few_threads.c"], &common::SHARED);
-        library
-    });
-    let words: Vec<_> = ["-k", "5", "60", "env", &format!("LD_PRELOAD={}", library.display()), common::command_line()]
-        .into_iter()
-        .chain(words.split(' '))
-        .map(str::to_owned)
-        .collect();
-    let mut command = machine.command("timeout", &words.iter().map(String::as_str).collect::<Vec<_>>());
-    command.env("FEW_THREADS", threads.to_string());
-    command
-}
-
 /// As at `ulimit -u`, or in a container with `pids.max`: what is paused must come back.
 #[test]
 fn a_job_is_paused_and_resumed_however_few_threads_the_command_gets() {
     let machine = Machine::new();
     let mut ranks: [Program; 3] = machine.job("engine");
-    let ran = |threads: usize, words: &str| Ran::of(&mut with_few_threads(&machine, threads, words));
+    let ran = |threads: usize, words: &str| Ran::of(&mut machine.with_few_threads(threads, words));
     // None at all; some for the search; for the ranks none, one, and all but one that needs none.
     for threads in [0, 4, 7, 8, 9] {
         ran(threads, "pause engine").expect(0, "paused job engine: 3 processes, ", "");
@@ -872,10 +853,10 @@ fn a_job_whose_ranks_are_asked_in_turn_is_undone_as_a_whole() {
     machine.vramctl("pause engine").expect(0, "", "");
     // Room for one.
     let hog = machine.hog(0, 1000);
-    Ran::of(&mut with_few_threads(&machine, 0, "resume engine --timeout 0.3")).expect(4, "", "nothing was resumed");
+    Ran::of(&mut machine.with_few_threads(0, "resume engine --timeout 0.3")).expect(4, "", "nothing was resumed");
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
     drop(hog);
-    Ran::of(&mut with_few_threads(&machine, 0, "resume engine")).expect(0, "", "");
+    Ran::of(&mut machine.with_few_threads(0, "resume engine")).expect(0, "", "");
     ranks.iter_mut().for_each(Program::verify);
 }
 
@@ -886,7 +867,7 @@ fn a_command_without_threads_can_be_interrupted() {
     let mut ranks: [Program; 2] = machine.job("engine");
     machine.vramctl("pause engine").expect(0, "", "");
     let hog = machine.hog(0, 1000);
-    let mut command = with_few_threads(&machine, 0, "resume engine --timeout 50");
+    let mut command = machine.with_few_threads(0, "resume engine --timeout 50");
     // `timeout` passes it on.
     let waiting = common::interruptible(&mut command).stderr(Stdio::piped()).spawn().unwrap();
     common::eventually_waits_for_memory(&machine.sockets());

@@ -68,6 +68,18 @@ fn two_jobs_that_do_not_both_fit_change_places() {
     b.verify();
 }
 
+/// As at `ulimit -u`: the steps of both are taken in turn.
+#[test]
+fn two_jobs_change_places_without_a_thread_for_each() {
+    let (machine, mut a, mut b) = one_of_two();
+    Ran::of(&mut machine.with_few_threads(0, "swap a b")).expect(0, "swapped in ", "");
+    b.verify();
+    // The last rank needs none.
+    Ran::of(&mut machine.with_few_threads(6, "swap b a")).expect(0, "swapped in ", "");
+    assert_eq!(running(&machine, &a, &b), "a");
+    a.verify();
+}
+
 /// A tag of one for a tag of the other; all else stays.
 #[test]
 fn tags_of_two_jobs_change_places() {
@@ -88,6 +100,7 @@ fn what_cannot_change_places_is_left_as_it_is() {
     machine.vramctl("swap a nobody").expect(3, "", "nobody");
     machine.vramctl("swap a b --out-tags kv_cache").expect(4, "", "Nothing has changed");
     let refused = machine.vramctl("swap a b --out-tags kv_cache --json").expect(4, "", "").json();
+    assert_eq!((&refused["committed"], &refused["jobs"]), (&json!(false), &json!([])), "{refused}");
     let (code, shortage) = (&refused["error"]["code"], &refused["error"]["shortage"]);
     assert_eq!((code, &shortage["needed"], &shortage["index"]), (&json!("device_memory"), &json!(90 << 20), &json!(0)), "{refused}");
     assert!(shortage["free"].as_u64() < shortage["needed"].as_u64() && shortage["free"].as_u64() > Some(0), "{refused}");
@@ -772,6 +785,19 @@ fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {
     host.leave(PLENTY);
     host.fail(if victim == Victim::Leaving { &a } else { &b }, call, 1, 0, 0);
     check_both(&machine, &mut a, &mut b);
+}
+
+/// Piece by piece: whoever waits for the next piece has to be heard meanwhile.
+#[test]
+fn host_memory_that_passes_needs_a_thread_for_each() {
+    let (machine, host, mut a, mut b) = one_of_two_on_a_small_host("240M", 160);
+    host.leave(130 * MIB);
+    let swap = |threads| Ran::of(&mut machine.with_few_threads(threads, "swap a b"));
+    swap(0).expect(4, "", "this command gets no further thread: the limit of the user (ulimit -u)").expect(4, "", "job a runs on");
+    a.verify();
+    host.leave(PLENTY);
+    swap(100).expect(0, "swapped in ", "");
+    b.verify();
 }
 
 /// The command dies while a part of each job is where it should not stay. Both go back, each taking what the other one gives up.

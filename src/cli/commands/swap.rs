@@ -80,11 +80,17 @@ pub struct Args {
 pub fn swap(args: &Args) -> Result<Exit, CommandError> {
     let ui = Ui::new(args.json, args.quiet);
     let [leaving, coming] = args.operations();
-    let plan = Swap::plan(leaving, coming, &ui)?;
+    let plan = Swap::plan(leaving, coming, &ui);
     if args.dry_run {
-        return print_forecast(&plan, args.json);
+        return print_forecast(&plan?, args.json);
     }
-    let consent = plan.consent(&ui)?;
+    let (plan, consent) = match plan.and_then(|plan| plan.consent(&ui).map(|consent| (plan, consent))) {
+        Err(failure) if args.json => {
+            let nothing = json!({ "committed": false, "processes": [], "jobs": [], "error": failure });
+            return output::told(output::answer(nothing), failure.exit());
+        }
+        planned => planned?,
+    };
     let (plan, ui) = (Arc::new(plan), Arc::new(ui));
     interrupt::hold();
     let interrupted = (Arc::clone(&plan), Arc::clone(&ui));

@@ -60,7 +60,7 @@ pub fn operate(_: &Args) -> Result<Exit, CommandError> {
         }
     });
     // Without a thread, nobody hears of a cancellation, or of the other nodes.
-    let deaf = listening.err().filter(|_| is_over_nodes).map(|error| CommandError::new(Exit::Failed, error.to_string()));
+    let deaf = listening.err().filter(|_| is_over_nodes).map(|error| parallel::refused(&error));
     let request = deaf.map_or(request, Err);
     let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
     let (outcome, exit) = match answer {

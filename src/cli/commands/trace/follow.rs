@@ -61,7 +61,7 @@ pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followe
         let lost = followed.clone();
         // Never joined: one that gets no answer is abandoned.
         if let Err(error) = parallel::spawn(move || _ = result.send(follow_one(client, followed, &stopped))) {
-            _ = ended.send(Followed { ended: Some(CommandError::new(Exit::Failed, error.to_string())), ..lost });
+            _ = ended.send(Followed { ended: Some(parallel::refused(&error)), ..lost });
         }
     }
     drop(ended);
