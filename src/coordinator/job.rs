@@ -20,13 +20,13 @@
 //! whatever limit a user or a container has reached, what is held or paused can be brought back.
 
 use crate::Reporter;
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, TURN_WITHIN};
 use crate::engine::Engines;
 use crate::nodes::{Aborted, Participant};
 use crate::parallel;
 use crate::processes::Found;
 use crate::queue::{Place, Ticket};
-use crate::retry::{FIRST_DRAIN, Failed, Retry, RetryPolicy, TURN_WITHIN, kind};
+use crate::retry::{FIRST_DRAIN, Failed, Retry, RetryPolicy, kind};
 use crate::shared::{self, Borrower};
 use crate::step::Step;
 use std::collections::{BTreeMap, BTreeSet};

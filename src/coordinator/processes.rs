@@ -1,6 +1,6 @@
 //! Finding the managed processes and choosing among them.
 
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, TURN_WITHIN};
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
@@ -9,7 +9,6 @@ use crate::proc;
 pub use crate::process::Process;
 use crate::queue::{Place, Ticket};
 use crate::reporter::Reporter;
-use crate::retry::TURN_WITHIN;
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;

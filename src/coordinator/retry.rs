@@ -3,7 +3,7 @@
 //! Two waits come before the first attempt and have loops of their own: for memory that others have open, before a pause (`plan.rs`), and for
 //! room on a GPU, before a restore (`checkpoint/mod.rs`).
 
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, TURN_WITHIN};
 use crate::engine::Engines;
 use crate::shared::Borrower;
 use std::collections::BTreeSet;
@@ -11,8 +11,6 @@ use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_model::{Kind, Verb};
 
-/// How long to wait at least while another client uses a process, and, without a limit, while it resumes a job on the same GPUs.
-pub const TURN_WITHIN: Duration = Duration::from_secs(10);
 /// How long the first attempt waits for the work of several processes to drain. No attempt waits less, unless the limit is shorter.
 pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 
