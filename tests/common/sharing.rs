@@ -8,6 +8,8 @@ use std::process::Command;
 pub const PROGRAM: &str = r#"
 import ctypes, os, resource, signal, sys, threading
 ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+# The runtime loads the driver for itself alone.
+ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 cuda = ctypes.CDLL(None)
 
 class Handle(ctypes.Structure):
