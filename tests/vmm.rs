@@ -132,6 +132,40 @@ fn a_handle_with_two_mappings_comes_back_at_both() {
     assert_eq!(gpu.footprint().without_streams(), before.without_streams());
 }
 
+/// An allocator that grows on demand has one page stand behind all of a large reservation. If each call looked at all mappings, this would
+/// take minutes.
+#[test]
+fn one_page_stands_behind_a_large_reservation() {
+    const PAGES: usize = 40_000;
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let place = Reserved::new(PAGES * PAGE);
+    let handle = create("zero", None, PAGE).unwrap();
+    let at = |page: usize| place.0 + (page * PAGE) as u64;
+    for page in 0..PAGES {
+        assert_eq!((map(at(page), PAGE, handle), open(at(page), PAGE)), (0, 0));
+    }
+    assert_eq!(open(place.0, PAGES * PAGE), 0);
+    assert_eq!(write(at(PAGES / 2), &pattern(1, 64)), 0);
+    // A page gets memory of its own, and gives it back.
+    for page in (0..PAGES).step_by(97) {
+        assert_eq!(unmap(at(page), PAGE), 0);
+        let own = create("own", None, PAGE).unwrap();
+        assert_eq!((map(at(page), PAGE, own), open(at(page), PAGE), release(own)), (0, 0, 0));
+        assert_eq!((unmap(at(page), PAGE), map(at(page), PAGE, handle), open(at(page), PAGE)), (0, 0, 0));
+    }
+    pause(&["zero"]).unwrap();
+    assert_eq!((access(at(0), 0), access(at(PAGES - 1), 0)), (Ok(3), Ok(3)));
+    resume(&["zero"]).unwrap();
+    for page in [0, 97, PAGES - 1] {
+        assert_eq!((read(at(page), 64), retain(at(page) + 5)), (Ok(pattern(1, 64)), Ok(handle)));
+        assert_eq!(release(handle), 0);
+    }
+    assert_eq!((unmap(place.0, PAGES * PAGE), release(handle)), (0, 0));
+    drop(place);
+    assert_eq!(gpu.footprint().without_streams(), before.without_streams());
+}
+
 /// Changes that a program makes to its mappings while the memory is paused must be in effect when it is back.
 #[test]
 fn changes_while_paused_take_effect_at_the_resume() {

@@ -8,6 +8,7 @@ use super::extras::{self, Extras, WithExtras};
 use super::properties::{Access, BY_DESCRIPTOR, Properties};
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{CUdevice_attribute, CUmemAllocationGranularity_flags, CUmemGenericAllocationHandle, CUpointer_attribute};
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -167,7 +168,10 @@ impl Place {
 #[derive(Debug, Default)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    mappings: Vec<Mapped>,
+    /// By address: one handle may stand behind each page of a large reservation.
+    mappings: BTreeMap<CUdeviceptr, Mapped>,
+    /// At how many of these it is not mapped now.
+    away: usize,
     /// The block whose pieces are mapped, if not its own.
     of: Option<Arc<Physical>>,
     /// Where its pieces are counted, if they are.
@@ -217,7 +221,7 @@ impl Physical {
         if left > 0 {
             return Err(Failure { call: "cuMemMap", code: code::NOT_SUPPORTED });
         }
-        Ok(Self { pieces, mappings: Vec::new(), of: Some(Arc::clone(block)), account: None, is_import: false })
+        Ok(Self { pieces, mappings: BTreeMap::new(), away: 0, of: Some(Arc::clone(block)), account: None, is_import: false })
     }
 
     /// The block that it repeats.
@@ -246,7 +250,7 @@ impl Physical {
 
     fn in_pieces(wanted: &Properties, sizes: impl Iterator<Item = usize>, account: Option<Account>) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new(), of: None, account, is_import: false };
+        let mut memory = Self { pieces: Vec::new(), mappings: BTreeMap::new(), away: 0, of: None, account, is_import: false };
         for piece in sizes {
             let mut handle = 0;
             // SAFETY: `handle` is writable, and the properties have the layout of CUDA's.
@@ -261,13 +265,13 @@ impl Physical {
 
     /// Memory behind a handle that the program has got from `cuMemImportFromShareableHandle`, which it takes over.
     pub fn of_import(handle: CUmemGenericAllocationHandle, bytes: usize) -> Self {
-        Self { pieces: vec![(handle, bytes)], mappings: Vec::new(), of: None, account: None, is_import: true }
+        Self { pieces: vec![(handle, bytes)], mappings: BTreeMap::new(), away: 0, of: None, account: None, is_import: true }
     }
 
     /// Memory that another process has exported: its pieces, in order.
     pub fn import(pieces: &[(Held, usize)]) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new(), of: None, account: None, is_import: true };
+        let mut memory = Self { pieces: Vec::new(), mappings: BTreeMap::new(), away: 0, of: None, account: None, is_import: true };
         for (file, bytes) in pieces {
             let file = file.get().map_err(|_| Failure { call: "cuMemImportFromShareableHandle", code: code::OPERATING_SYSTEM })?;
             let (mut handle, file) = (0, file.as_raw_fd() as usize as *mut c_void);
@@ -322,17 +326,27 @@ impl Physical {
 
     /// Records that the program has mapped the memory.
     pub fn is_mapped_at(&mut self, place: Place) {
-        self.mappings.push(Mapped { place, mapped: true });
+        self.mappings.insert(place.span.address, Mapped { place, mapped: true });
+    }
+
+    fn forget(&mut self, address: CUdeviceptr) -> Option<Mapped> {
+        let mapping = self.mappings.remove(&address)?;
+        self.away -= usize::from(!mapping.mapped);
+        Some(mapping)
+    }
+
+    fn count_away(&mut self) {
+        self.away = self.mappings.values().filter(|mapping| !mapping.mapped).count();
     }
 
     /// Records that the program has unmapped the memory from `address`, or that it need not be mapped there again.
     pub fn is_unmapped_from(&mut self, address: CUdeviceptr) {
-        self.mappings.retain(|mapping| mapping.place.span.address != address);
+        self.forget(address);
     }
 
     /// Unmaps it from `address` for good. If the driver refuses, it is tried again later.
     pub fn unmap_from(&mut self, address: CUdeviceptr) {
-        for mapping in self.mappings.extract_if(.., |mapping| mapping.place.span.address == address) {
+        if let Some(mapping) = self.forget(address) {
             let mappings = if mapping.mapped { vec![mapping.place.span] } else { Vec::new() };
             let (at, is_import) = (mapping.place.ours.into_iter().collect(), self.is_import);
             undo(Leftover { mappings, at, is_import, ..Leftover::default() });
@@ -341,28 +355,29 @@ impl Physical {
 
     /// Maps it wherever [`unmap`] has unmapped it. After an error, it may be mapped at some of the places.
     pub fn map_again(&mut self) -> Result<(), Failure> {
-        for mapping in self.mappings.iter_mut().filter(|mapping| !mapping.mapped) {
+        for mapping in self.mappings.values_mut().filter(|mapping| !mapping.mapped) {
             map_pieces(&self.pieces, &mapping.place, self.is_import)?;
             mapping.mapped = true;
+            self.away -= 1;
         }
         Ok(())
     }
 
     /// Whether it is mapped at all its places.
     pub fn is_mapped(&self) -> bool {
-        self.mappings.iter().all(|mapping| mapping.mapped)
+        self.away == 0
     }
 
     /// Where it is mapped now.
     pub fn spans(&self) -> impl Iterator<Item = Span> {
-        self.mappings.iter().filter(|mapping| mapping.mapped).map(|mapping| mapping.place.span)
+        self.mappings.values().filter(|mapping| mapping.mapped).map(|mapping| mapping.place.span)
     }
 }
 
 impl Drop for Physical {
     fn drop(&mut self) {
         let mappings = self.spans().collect();
-        let at = mem::take(&mut self.mappings).into_iter().filter_map(|mapping| mapping.place.ours).collect();
+        let at = mem::take(&mut self.mappings).into_values().filter_map(|mapping| mapping.place.ours).collect();
         let of = self.of.take();
         let handles = if of.is_none() { mem::take(&mut self.pieces) } else { Vec::new() };
         let (account, is_import) = (self.account.take(), self.is_import);
@@ -414,7 +429,13 @@ pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(
 ///
 /// The caller must make sure that no device work uses the addresses: the driver does not wait.
 pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
-    let mut mapped: Vec<_> = memories.iter_mut().flat_map(|memory| memory.mappings.iter_mut().filter(|mapping| mapping.mapped)).collect();
+    let unmapped = unmap_all(memories);
+    memories.iter_mut().for_each(|memory| memory.count_away());
+    unmapped
+}
+
+fn unmap_all(memories: &mut [&mut Physical]) -> Result<(), Failure> {
+    let mut mapped: Vec<_> = memories.iter_mut().flat_map(|memory| memory.mappings.values_mut().filter(|mapping| mapping.mapped)).collect();
     mapped.sort_unstable_by_key(|mapping| mapping.place.span.address);
     let mut rest = &mut mapped[..];
     loop {

@@ -14,7 +14,7 @@ use super::registrant::{Registrant, RegistrantMark};
 use super::{Placement, Requester};
 use crate::contexts;
 use crate::events::{self, Change, Owner};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Backup;
 use vramctl_config::CpuBackupBackend;
@@ -88,8 +88,8 @@ pub struct Contents {
     pub paused_by: PausedBy,
     /// While paused: the contents, or `None` if they were discarded. While active: the last saved contents, if retained.
     pub saved: Option<Arc<Backup>>,
-    /// Where it is mapped when active.
-    pub mappings: Vec<Mapping>,
+    /// Where it is mapped when active, by address: one handle may stand behind each page of a large reservation.
+    pub mappings: BTreeMap<CUdeviceptr, Mapping>,
     /// How often the program must still release its handle.
     pub references: usize,
     /// How often it has been paused.
@@ -151,6 +151,17 @@ impl Mapping {
 }
 
 impl Contents {
+    /// Where it is mapped, too.
+    pub fn add(&mut self, mapping: Mapping) {
+        self.mappings.insert(mapping.address(), mapping);
+    }
+
+    /// The mapping around an address.
+    pub fn at(&self, address: CUdeviceptr) -> Option<&Mapping> {
+        let (base, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - base < mapping.place.span().bytes as u64).then_some(mapping)
+    }
+
     /// The registrant of the physical memory, if any; then the memory cannot be replaced.
     pub fn registrant(&self) -> Option<&'static str> {
         let marked = self.marks.iter().find_map(Weak::upgrade).map(|registrant| registrant.call);
@@ -191,7 +202,7 @@ impl Allocation {
     ) -> Self {
         let made = Self::with(policy, at.bytes(), current.device(), current.owner(), memory, at.base(), Origin::Malloc);
         let made = Self { requested, from_pool, ..made };
-        made.contents().mappings.push(Mapping { place: Place::of(at), access: None });
+        made.contents().add(Mapping { place: Place::of(at), access: None });
         made.record(Change::Allocated);
         made
     }
@@ -232,7 +243,7 @@ impl Allocation {
             guard: None,
             paused_by: PausedBy::default(),
             saved: None,
-            mappings: Vec::new(),
+            mappings: BTreeMap::new(),
             references: 1,
             pauses: 0,
             known_to: None,
@@ -321,7 +332,7 @@ impl Allocation {
         if self.origin.is_malloc() {
             return self.key;
         }
-        self.contents().mappings.iter().find(|mapping| mapping.is_open_to(self.device)).map_or(self.key, Mapping::address)
+        self.contents().mappings.values().find(|mapping| mapping.is_open_to(self.device)).map_or(self.key, Mapping::address)
     }
 
     /// Bytes of device memory when active: the request rounded up to the device's granularity.
@@ -337,11 +348,7 @@ impl Allocation {
     /// The offset of `address` in it.
     pub fn offset_of(&self, address: CUdeviceptr) -> Option<usize> {
         let inside = |base: CUdeviceptr| (base..base + self.bytes as u64).contains(&address).then(|| (address - base) as usize);
-        if self.origin.is_malloc() {
-            inside(self.key)
-        } else {
-            self.contents().mappings.iter().find_map(|mapping| inside(mapping.address()))
-        }
+        if self.origin.is_malloc() { inside(self.key) } else { self.contents().at(address).and_then(|mapping| inside(mapping.address())) }
     }
 
     /// The program's address range around `address` (the whole `cudaMalloc` allocation, or one mapping), and whether any device has access.
@@ -351,9 +358,9 @@ impl Allocation {
             return is_inside.then_some((Span { address: self.key, bytes: self.requested }, true));
         }
         let contents = self.contents();
-        let of_program = contents.mappings.iter().filter_map(|mapping| Some((mapping.place.span(), mapping.access.as_ref()?)));
-        let mut around = of_program.filter(|(span, _)| (span.address..span.address + span.bytes as u64).contains(&address));
-        around.next().map(|(span, access)| (span, access.iter().any(|access| access.is_any())))
+        let mapping = contents.at(address)?;
+        let access = mapping.access.as_ref()?;
+        Some((mapping.place.span(), access.iter().any(|access| access.is_any())))
     }
 
     /// The context it was allocated in, or another of its device if that was destroyed and the memory was not.
@@ -418,7 +425,7 @@ impl Allocation {
     /// Of an import: puts memory that has just been imported where the program has the mappings now, with their access.
     pub(super) fn take_up(&self, mut memory: Physical) -> Result<(), Failure> {
         let mut contents = self.contents();
-        for Mapping { place, access } in &contents.mappings {
+        for Mapping { place, access } in contents.mappings.values() {
             memory.map(place)?;
             driver::open([(place.span(), access.clone().unwrap_or_default())])?;
         }
@@ -434,7 +441,7 @@ impl Allocation {
             Origin::Malloc if self.from_pool => Physical::create_with(account, self.bytes, Extras::OF_POOLS)?,
             Origin::Malloc => Physical::create(account, self.bytes)?,
         };
-        let places: Vec<_> = self.contents().mappings.iter().map(|mapping| mapping.place.clone()).collect();
+        let places: Vec<_> = self.contents().mappings.values().map(|mapping| mapping.place.clone()).collect();
         places.iter().try_for_each(|place| memory.map(place))?;
         Ok(memory)
     }
@@ -443,24 +450,26 @@ impl Allocation {
     /// read-only. If it has physical memory now, that is mapped there, not accessible until opened. Returns whether it has.
     pub fn make_reachable(&self) -> Result<bool, Failure> {
         let mut contents = self.contents();
-        if contents.mappings.iter().any(|mapping| mapping.is_open_to(self.device)) {
+        if contents.mappings.values().any(|mapping| mapping.is_open_to(self.device)) {
             return Ok(false);
         }
         let place = Place::of(&Arc::new(Addresses::reserve(self.bytes)?));
         if let Some(memory) = &mut contents.memory {
             memory.map(&place)?;
         }
-        contents.mappings.push(Mapping { place, access: None });
+        contents.add(Mapping { place, access: None });
         Ok(contents.memory.is_some())
     }
 
     /// Undoes [`make_reachable`](Self::make_reachable).
     pub fn make_unreachable(&self) {
         let mut contents = self.contents();
-        let added: Vec<_> = contents.mappings.extract_if(.., |mapping| mapping.access.is_none()).collect();
-        for mapping in &added {
+        let is_added = |mapping: &Mapping| mapping.access.is_none();
+        let added: Vec<_> = contents.mappings.values().filter(|mapping| is_added(mapping)).map(Mapping::address).collect();
+        contents.mappings.retain(|_, mapping| !is_added(mapping));
+        for address in added {
             if let Some(memory) = &mut contents.memory {
-                memory.unmap_from(mapping.address());
+                memory.unmap_from(address);
             }
         }
     }
@@ -468,13 +477,13 @@ impl Allocation {
     /// The addresses and the devices with access. `usual`: those of memory with no access of its own.
     pub fn ranges(&self, usual: &Arc<[Access]>) -> Vec<(Span, Arc<[Access]>)> {
         let access = |mapping: &Mapping| Arc::clone(mapping.access.as_ref().unwrap_or(usual));
-        self.contents().mappings.iter().map(|mapping| (mapping.place.span(), access(mapping))).collect()
+        self.contents().mappings.values().map(|mapping| (mapping.place.span(), access(mapping))).collect()
     }
 
     /// The other devices to which the program has given access.
     pub fn guests(&self) -> Vec<CUdevice> {
         let contents = self.contents();
-        let listed = contents.mappings.iter().filter_map(|mapping| mapping.access.as_ref()).flat_map(|access| access.iter());
+        let listed = contents.mappings.values().filter_map(|mapping| mapping.access.as_ref()).flat_map(|access| access.iter());
         listed
             .filter(|access| access.is_any())
             .filter_map(|access| access.location.device())
@@ -498,7 +507,7 @@ impl Allocation {
     /// Whether nobody needs memory of `cuMemCreate` any more: the driver keeps it while a handle or a mapping refers to it, in any process.
     pub(super) fn is_unused(&self) -> bool {
         let contents = self.contents();
-        contents.references == 0 && !contents.lending.is_open() && contents.mappings.iter().all(|mapping| mapping.access.is_none())
+        contents.references == 0 && !contents.lending.is_open() && contents.mappings.values().all(|mapping| mapping.access.is_none())
     }
 
     /// Whether it is paused, so its addresses must not be used.

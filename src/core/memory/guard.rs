@@ -141,7 +141,7 @@ impl Drop for Unguarded<'_> {
 fn put_under(allocation: &Allocation, block: &Arc<Physical>) -> Result<(), Failure> {
     let mut contents = allocation.contents();
     let mut guard = Physical::repeated(block, allocation.bytes())?;
-    contents.mappings.iter().try_for_each(|mapping| guard.map(&mapping.place))?;
+    contents.mappings.values().try_for_each(|mapping| guard.map(&mapping.place))?;
     contents.guard = Some(guard);
     Ok(())
 }

@@ -99,7 +99,7 @@ impl Memory {
             return Some(code::INVALID_VALUE);
         }
         // Nobody has access to a new mapping.
-        contents.mappings.push(Mapping { place, access: Some(Arc::default()) });
+        contents.add(Mapping { place, access: Some(Arc::default()) });
         drop(contents);
         self.mapped.insert(span.address, allocation);
         Some(code::SUCCESS)
@@ -141,7 +141,7 @@ impl Memory {
         for (base, allocation) in found {
             {
                 let mut contents = allocation.contents();
-                contents.mappings.retain(|mapping| mapping.address() != base);
+                contents.mappings.remove(&base);
                 contents.there().for_each(|memory| memory.is_unmapped_from(base));
             }
             self.end_if_unused(&allocation);
@@ -208,7 +208,7 @@ impl Memory {
     pub fn access_of_paused(&self, address: CUdeviceptr, location: Location) -> Option<u64> {
         let (base, allocation) = self.mapped.at(address).filter(|(_, allocation)| allocation.is_paused())?;
         let contents = allocation.contents();
-        let mapping = contents.mappings.iter().find(|mapping| mapping.address() == base)?;
+        let mapping = contents.mappings.get(&base)?;
         let listed = mapping.access.as_ref()?.iter().find(|access| access.location == location).copied();
         Some(listed.map_or(0, Access::flags))
     }
@@ -382,7 +382,7 @@ fn note_access(mappings: &[MappedPiece], access: &[Access]) {
 /// Records access, by location.
 fn note_access_at(base: CUdeviceptr, allocation: &Allocation, access: &[Access]) {
     let mut contents = allocation.contents();
-    let Some(mapping) = contents.mappings.iter_mut().find(|mapping| mapping.address() == base) else { return };
+    let Some(mapping) = contents.mappings.get_mut(&base) else { return };
     let mut all: Vec<_> = mapping.access.iter().flat_map(|access| access.iter().copied()).collect();
     for new in access {
         match all.iter_mut().find(|old| old.location == new.location) {

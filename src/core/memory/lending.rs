@@ -1,12 +1,12 @@
 //! The loans of an allocation to other processes: what identifies it to them, and who has it open.
 
 use super::registrant::{Registrant, RegistrantMark};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::sync::Arc;
-use vramctl_host::{Held, is_held, is_one_file, system};
+use std::sync::{Arc, Mutex};
+use vramctl_host::{Held, PerProcess, Unpoison, is_held, is_one_file, system};
 use vramctl_model::TransitionRequest;
 
 /// The size of a [`Token`].
@@ -39,6 +39,33 @@ impl Token {
             let _ = write!(text, "{byte:02x}");
             text
         })
+    }
+}
+
+/// The keys of the allocations that have tokens. A process may open thousands.
+static KEYS: PerProcess<Mutex<HashMap<Token, u64>>> = PerProcess::new(Mutex::default);
+
+/// The key of the allocation that has, or had, this token.
+pub fn key_of(token: &Token) -> Option<u64> {
+    KEYS.existing()?.lock().unpoisoned().get(token).copied()
+}
+
+/// A token whose allocation can be found, until this is dropped.
+#[derive(Debug)]
+struct KnownToken(Token);
+
+impl KnownToken {
+    fn of(token: Token, key: u64) -> Self {
+        KEYS.get().lock().unpoisoned().insert(token, key);
+        Self(token)
+    }
+}
+
+impl Drop for KnownToken {
+    fn drop(&mut self) {
+        if let Some(keys) = KEYS.existing() {
+            keys.lock().unpoisoned().remove(&self.0);
+        }
     }
 }
 
@@ -87,24 +114,24 @@ pub struct Lending {
     /// Of the physical memory that there is now.
     exports: Vec<Export>,
     /// Set once a handle was requested.
-    token: Option<Token>,
+    token: Option<KnownToken>,
     /// The borrowers that have the memory open, by connection, each with the number of pauses that the memory had had when the borrower got
     /// it. A borrower that got the memory before the last pause has set it aside.
     open: BTreeMap<u64, (Borrower, u64)>,
 }
 
 impl Lending {
-    /// The allocation's token, made on first use.
-    pub fn token(&mut self) -> io::Result<Token> {
-        match self.token {
-            Some(token) => Ok(token),
-            None => Ok(*self.token.insert(Token::random()?)),
+    /// The token of the allocation with this key, made on first use.
+    pub fn token(&mut self, key: u64) -> io::Result<Token> {
+        match &self.token {
+            Some(token) => Ok(token.0),
+            None => Ok(self.token.insert(KnownToken::of(Token::random()?, key)).0),
         }
     }
 
     /// Whether this is the allocation's token.
     pub fn is(&self, token: &Token) -> bool {
-        self.token.as_ref() == Some(token)
+        self.token.as_ref().is_some_and(|own| own.0 == *token)
     }
 
     /// Whether another process may know it.

@@ -8,7 +8,7 @@
 pub use super::lending::{Borrower, Token};
 
 use super::lending::TOKEN_BYTES;
-use super::{Allocation, Memory, check_not_quiesced};
+use super::{Allocation, Memory, check_not_quiesced, lending};
 use crate::door;
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -78,7 +78,7 @@ impl Memory {
         if !driver::is_shareable(allocation.device) {
             return None;
         }
-        let token = allocation.contents().lending.token();
+        let token = allocation.contents().lending.token(allocation.key());
         Some(token.map(|token| Ticket { owner: std::process::id(), token, door: door::number() }).map_err(|error| {
             log::debug!("getrandom: {error}");
             code::OPERATING_SYSTEM
@@ -86,7 +86,9 @@ impl Memory {
     }
 
     fn with_token(&self, token: &Token) -> Option<Arc<Allocation>> {
-        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.is(token))
+        let allocation = self.allocations.get(&lending::key_of(token)?).map(|entry| Arc::clone(&entry))?;
+        let has_it = allocation.contents().lending.is(token);
+        has_it.then_some(allocation)
     }
 
     /// Whether this process has given out the token.
@@ -122,7 +124,8 @@ impl Memory {
         let invalid = Failure { call: "cuMemImportFromShareableHandle", code: code::INVALID_HANDLE };
         let allocation = self.with_export(file).ok_or(invalid)?;
         admit()?;
-        let token = allocation.contents().lending.token().map_err(|_| Failure { code: code::OPERATING_SYSTEM, ..invalid })?;
+        let token =
+            allocation.contents().lending.token(allocation.key()).map_err(|_| Failure { code: code::OPERATING_SYSTEM, ..invalid })?;
         let loan = lend_to(&allocation, borrower)?;
         allocation.contents().lending.claimed(file);
         Ok((token, loan))
