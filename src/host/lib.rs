@@ -3,6 +3,7 @@
 //! driver while the program exits ([`exit`]), its descriptors are not confused with the program's ([`Held`]), all output goes through one
 //! [`logger`], and it finds other libraries' functions past its own ([`symbols`]). This crate knows no CUDA.
 
+pub mod allocator;
 mod boundary;
 mod descriptor;
 pub mod directory;

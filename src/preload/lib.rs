@@ -60,6 +60,9 @@ export!(dlerror, resolve::dlerror);
 export!(dlopen, opens::dlopen);
 export!(dlmopen, opens::dlmopen);
 
+#[global_allocator]
+static ALLOCATOR: vramctl_host::allocator::Allocator = vramctl_host::allocator::Allocator;
+
 /// Runs when the library is loaded: two system calls.
 #[used]
 #[unsafe(link_section = ".init_array")]

@@ -43,6 +43,17 @@ static void turn(const char *line)
 /* Whether this thread has been interrupted in malloc, so that memory can be neither taken nor freed. */
 static _Thread_local bool in_malloc;
 
+/* Whether the preloaded library gets no memory any more, as when the process is at a limit of its own. */
+static volatile bool is_library_without_memory;
+
+#define REFUSED (is_library_without_memory && is_library(__builtin_return_address(0)))
+
+static bool is_library(const void *caller)
+{
+	Dl_info its;
+	return dladdr(caller, &its) != 0 && strstr(its.dli_fname, "libvramctl") != NULL;
+}
+
 static void only_outside_of_malloc(void)
 {
 	static const char wrong[] = "wrong: memory in the middle of malloc\n";
@@ -59,31 +70,32 @@ void __libc_free(void *memory);
 void *malloc(size_t bytes)
 {
 	only_outside_of_malloc();
-	return __libc_malloc(bytes);
+	return REFUSED ? NULL : __libc_malloc(bytes);
 }
 
 void *calloc(size_t count, size_t bytes)
 {
 	only_outside_of_malloc();
-	return __libc_calloc(count, bytes);
+	return REFUSED ? NULL : __libc_calloc(count, bytes);
 }
 
 void *realloc(void *memory, size_t bytes)
 {
 	only_outside_of_malloc();
-	return __libc_realloc(memory, bytes);
+	return REFUSED ? NULL : __libc_realloc(memory, bytes);
 }
 
 void *aligned_alloc(size_t alignment, size_t bytes)
 {
 	only_outside_of_malloc();
-	return __libc_memalign(alignment, bytes);
+	return REFUSED ? NULL : __libc_memalign(alignment, bytes);
 }
 
 int posix_memalign(void **memory, size_t alignment, size_t bytes)
 {
-	*memory = aligned_alloc(alignment, bytes);
-	return *memory == NULL;
+	only_outside_of_malloc();
+	*memory = REFUSED ? NULL : __libc_memalign(alignment, bytes);
+	return *memory == NULL ? ENOMEM : 0;
 }
 
 void free(void *memory)
@@ -323,6 +335,29 @@ static void save_result(void *device)
 	check(contents[0] == 7 && contents[BYTES - 1] == 7, "the contents are others");
 }
 
+/* Makes calls while the library gets no memory: those that plain CUDA needs none for succeed. */
+static void host_memory_short(void)
+{
+	void *more[8], *small;
+	size_t free_bytes, all_bytes;
+	allocate_result();
+	turn("ready");
+	is_library_without_memory = true;
+	for (size_t i = 0; i < sizeof more / sizeof *more; i++) {
+		check(cudaMalloc(&more[i], BYTES) == cudaSuccess, "cudaMalloc");
+		check(cudaMemsetAsync(more[i], 1, BYTES, NULL) == cudaSuccess, "cudaMemsetAsync");
+	}
+	check(cudaMalloc(&small, 1000) == cudaSuccess && cudaFree(small) == cudaSuccess, "a small request");
+	check(cudaMemGetInfo(&free_bytes, &all_bytes) == cudaSuccess, "cudaMemGetInfo");
+	save_result(result);
+	for (size_t i = 0; i < sizeof more / sizeof *more; i++)
+		check(cudaFree(more[i]) == cudaSuccess, "cudaFree");
+	check(cudaMalloc(&small, (size_t)1 << 40) == cudaErrorMemoryAllocation, "more than there is");
+	is_library_without_memory = false;
+	turn("done");
+	save_result(result);
+}
+
 /* Has no memory until the test says so. */
 static void memory_comes_late(void)
 {
@@ -542,6 +577,7 @@ int main(int argc, char **argv)
 		{"held-at-limit-and-asking", held_at_limit_and_asking},
 		{"held-at-soft-limit", held_at_soft_limit},
 		{"held-without-threads", held_without_threads},
+		{"host-memory-short", host_memory_short},
 		{"in-the-background", in_the_background},
 		{"memory-comes-late", memory_comes_late},
 		{"no-space", no_space},

@@ -264,6 +264,20 @@ fn the_librarys_threads_run_as_the_process_was_started() {
     program.end();
 }
 
+/// Rust ends a process that gets no memory. CUDA answers an error, if it needs any.
+#[test]
+fn a_program_at_its_limit_of_memory_goes_on() {
+    let machine = Machine::new();
+    let mut program = machine.start("short", "guest host-memory-short");
+    machine.done("pause short");
+    machine.done("resume short");
+    assert_eq!(program.ask("go on"), "done");
+    machine.done("pause short --backup host");
+    machine.done("resume short");
+    program.tell("end");
+    program.end();
+}
+
 /// A program whose signal handlers make calls, and pauses of it that hold it.
 struct Interrupted {
     machine: Machine,

@@ -32,7 +32,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_config as config;
 use vramctl_core::events::{self, FailedRequest};
-use vramctl_host::{PerProcess, Unpoison, exit, stack, worker};
+use vramctl_host::{PerProcess, Unpoison, allocator, exit, stack, worker};
 use vramctl_model::Bytes;
 
 /// How long after a failure the same request counts as the same episode, in milliseconds.
@@ -183,9 +183,11 @@ pub fn settle() {
     }
 }
 
-/// Whether anybody would read it.
+/// Whether anybody would read it, and there is host memory to make it.
 fn is_wanted() -> bool {
-    log::log_enabled!(log::Level::Warn) || config::report_directory().is_some()
+    /// More than a report needs.
+    const NEEDED: usize = 4 << 20;
+    (log::log_enabled!(log::Level::Warn) || config::report_directory().is_some()) && allocator::has_beside_reserve(NEEDED)
 }
 
 impl Reports {
