@@ -1,13 +1,17 @@
 //! Where and how the library's threads run: as the process did when it was started.
 //!
 //! A thread inherits from the one that starts it, and a thread of the program may be bound to one processor, or run in real time
-//! (`OMP_PROC_BIND`, an audio thread). All copies would run there, and before everything else.
+//! (`OMP_PROC_BIND`, an audio thread). All copies would run there, and before everything else. A thread that is bound to many, such as those of a
+//! NUMA node, is followed: that is meant for the process.
 
 use std::process;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 /// More than a kernel has processors, in words.
 const WORDS: usize = 128;
+
+/// As many as copies keep busy.
+const ENOUGH: u32 = 8;
 
 /// As the process was started.
 struct AtStart {
@@ -52,11 +56,19 @@ pub(crate) fn run_as_at_start() {
     let parameters = libc::sched_param { sched_priority: AT_START.priority.load(Ordering::Relaxed) };
     // SAFETY: only the calling thread is meant. The words are only read. What the kernel refuses stays as it is.
     unsafe {
-        if bytes > 0 {
+        if bytes > 0 && inherited() < ENOUGH {
             libc::syscall(libc::SYS_sched_setaffinity, 0, bytes, AT_START.processors.as_ptr());
         }
         if policy != libc::sched_getscheduler(0) {
             libc::sched_setscheduler(0, policy, &raw const parameters);
         }
     }
+}
+
+/// The number of processors that the calling thread may use.
+fn inherited() -> u32 {
+    let mut words = [0_u64; WORDS];
+    // SAFETY: the words are writable. The kernel leaves those alone that it does not use.
+    unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, size_of_val(&words), words.as_mut_ptr()) };
+    words.iter().map(|word| word.count_ones()).sum()
 }

@@ -63,7 +63,7 @@ export!(dlmopen, opens::dlmopen);
 #[global_allocator]
 static ALLOCATOR: vramctl_host::allocator::Allocator = vramctl_host::allocator::Allocator;
 
-/// Runs when the library is loaded: two system calls.
+/// Runs when the library is loaded: three system calls.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static AT_LOAD: extern "C" fn() = {
