@@ -150,7 +150,7 @@ impl Memory {
         };
         observer.vote(&mut waiting).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
         aside::set_aside(request);
-        if request.leaves && gate::is_held() {
+        if request.leaves && !request.is_borrower && gate::is_held() {
             hold::leave();
         }
         owed::forget(&already);
