@@ -69,8 +69,9 @@ impl ProcessOutcome {
 
     /// Why the program stays held after this.
     pub fn stays_held(&self) -> Vec<String> {
-        let of_report = || self.report().map_or(&[][..], |report| &report.missing[..]);
-        stays_held(&self.process, self.device.as_ref().map_or_else(of_report, |done| &done.missing[..]))
+        let of_tags = self.report().map(|report| &report.missing);
+        let of_device = self.device.as_ref().map(|done| &done.missing);
+        of_tags.into_iter().chain(of_device).flat_map(|missing| stays_held(&self.process, missing)).collect()
     }
 
     /// What the program has lost.
