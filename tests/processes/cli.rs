@@ -1546,8 +1546,7 @@ fn a_full_stdout_hides_nothing() {
     let engine = Fake::new(&machine, "engine", &["weights"]);
     let full = |words: &str| {
         let full = fs::File::options().write(true).open("/dev/full").unwrap();
-        let output = machine.cli(words).stdout(full).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
-        Ran::new(&output)
+        Ran::end_of(machine.cli(words).stdout(full).stderr(Stdio::piped()).spawn().unwrap())
     };
     for words in ["pause", "resume --json", "pause --json", "resume"] {
         full(words).expect(1, "", "stdout: No space left on device (os error 28); what was asked for is done all the same");
