@@ -785,12 +785,17 @@ fn a_free_ends_although_there_is_always_work() {
         let (busy, is_busy) = mpsc::channel();
         let checked = std::thread::scope(|scope| {
             scope.spawn(|| {
-                let streams = [Stream::create(), Stream::create()];
-                assert_eq!(streams[0].fill(used, 1, 4096), 0);
-                let _ = busy.send(());
-                for turn in (0..2).cycle().take_while(|_| !stop.load(Ordering::SeqCst)) {
-                    assert_eq!((streams[1 - turn].fill(used, 1, 4096), streams[turn].synchronize()), (0, 0));
+                // Some operations are always queued.
+                let (stream, gates) = (Stream::create(), [(); 16].map(|()| Gate::new()));
+                gates.iter().for_each(Gate::open);
+                for turn in (0..16).cycle().take_while(|_| !stop.load(Ordering::SeqCst)) {
+                    gates[turn].shut();
+                    assert_eq!(stream.fill(used, 1, 4096), 0);
+                    stream.open(&gates[turn]);
+                    let _ = busy.send(());
+                    common::eventually("the work goes on", || gates[(turn + 2) % 16].is_open() || stop.load(Ordering::SeqCst));
                 }
+                assert_eq!(stream.synchronize(), 0);
             });
             is_busy.recv().unwrap();
             let checked = panic::catch_unwind(|| in_time("a free", move || free(freed)));

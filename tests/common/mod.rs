@@ -642,6 +642,14 @@ impl Gate {
     pub fn open(&self) {
         self.word().store(1, Ordering::Release);
     }
+
+    pub fn shut(&self) {
+        self.word().store(0, Ordering::Release);
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.word().load(Ordering::Acquire) == 1
+    }
 }
 
 impl Drop for Gate {
