@@ -12,6 +12,7 @@ flock -w 120 9 || echo "vramctl: another prolog or epilog takes long" >&2
 suspended=$(cat "$list")
 rm -f "$list"
 echo "$suspended" | while IFS= read -r name; do
+  [ -n "$name" ] || continue
   cat "$place"/job-*.suspended 2>/dev/null | grep -Fxq -e "$name" && continue
   # The driver takes a moment to clean up after the job.
   vramctl resume --name "$name" --timeout "${VRAMCTL_SLURM_PATIENCE:-60}" --quiet </dev/null ||

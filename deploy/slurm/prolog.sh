@@ -22,9 +22,13 @@ for one in json.load(sys.stdin)["processes"]:
     else:
         print("vramctl: process", one["pid"], "does not answer, and stays on its GPUs", file=sys.stderr)'
 done | sort -u | while IFS= read -r name; do
-  echo "$name" >>"$place/job-$SLURM_JOB_ID.suspended"
+  list="$place/job-$SLURM_JOB_ID.suspended"
+  echo "$name" >>"$list"
   # What the driver cannot restore is only paused, and its CUDA context stays.
-  vramctl suspend --name "$name" --quiet </dev/null || vramctl pause --name "$name" --quiet </dev/null ||
+  vramctl suspend --name "$name" --quiet </dev/null || vramctl pause --name "$name" --quiet </dev/null || {
     echo "vramctl: $name stays on its GPUs" >&2
+    grep -Fxv -e "$name" "$list" >"$list.new"
+    mv "$list.new" "$list"
+  }
 done
 exit 0

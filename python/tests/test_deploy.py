@@ -155,7 +155,7 @@ class Deploy(unittest.TestCase):
             # One that does not answer keeps no other from leaving.
             with Program(None, VRAMCTL_DIR=str(resident)) as stopped:
                 os.kill(stopped.pid, signal.SIGSTOP)
-                self.assertIn(f"process {stopped.pid} does not answer", script("prolog.sh", 1, 0))
+                self.assertIn("stays on its GPUs", script("prolog.sh", 1, 0))
                 self.assertEqual(states(), ["suspended"] * 2)
             for name, job, gpu, wanted in (
                 ("prolog", 2, 1, "suspended"),
