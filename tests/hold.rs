@@ -8,6 +8,7 @@ use common::{
 };
 use std::ffi::{CStr, c_void};
 use std::mem::transmute;
+use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, quiet};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
-use vramctl_driver::Activity;
+use vramctl_driver::{Activity, CopyBetween, CopySide, Current};
 use vramctl_intercept::{entries, hooks, launch};
 use vramctl_model::{Error, Kind, Observer, Policy, Progress, Report, TagState, TransitionRequest, code};
 
@@ -139,11 +140,36 @@ fn stream_ordered_allocations_wait_while_held() {
     });
 }
 
-/// Calls a function of up to four arguments as the program does: through its entry, which it must have.
-fn call_entry(symbol: &CStr, arguments: [usize; 4]) -> u32 {
+/// Calls a function of up to six arguments as the program does: through its entry, which it must have.
+fn call_entry(symbol: &CStr, arguments: &[usize]) -> u32 {
+    type Function = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
     let function = entries::of_symbol(symbol).unwrap_or_else(|| panic!("{symbol:?} has no entry"));
-    let [a, b, c, d] = arguments;
-    unsafe { transmute::<*const c_void, unsafe extern "C" fn(usize, usize, usize, usize) -> u32>(function.entry)(a, b, c, d) }
+    let argument = |index: usize| arguments.get(index).copied().unwrap_or(0);
+    let [a, b, c, d, e, f] = std::array::from_fn(argument);
+    unsafe { transmute::<*const c_void, Function>(function.entry)(a, b, c, d, e, f) }
+}
+
+/// Makes these calls in the held program, each in a thread of its own. They must all wait for the resume. Returns what they answer then.
+fn answers_after_the_resume(calls: &[(&CStr, Vec<usize>)]) -> Vec<u32> {
+    thread::scope(|scope| {
+        let started: Vec<_> = calls
+            .iter()
+            .map(|(symbol, arguments)| {
+                scope.spawn(move || {
+                    common::set_device(0);
+                    call_entry(symbol, arguments)
+                })
+            })
+            .collect();
+        common::eventually("all wait, or one does not", || {
+            Memory::get().status().waiting_threads == calls.len() || started.iter().any(thread::ScopedJoinHandle::is_finished)
+        });
+        let passed: Vec<_> = calls.iter().zip(&started).filter(|(_, call)| call.is_finished()).map(|((symbol, _), _)| symbol).collect();
+        resume(&[]).unwrap();
+        let answers = started.into_iter().map(|call| call.join().unwrap()).collect();
+        assert!(passed.is_empty(), "{passed:?} did not wait");
+        answers
+    })
 }
 
 /// What loads code lazily, uploads a graph, or queues work on the host is work, whatever its name suggests.
@@ -161,41 +187,94 @@ fn calls_that_load_or_start_work_in_passing_wait_while_held() {
     // `CUDA_GRAPH_INSTANTIATE_PARAMS`, with the flag for an upload.
     let mut params = [[2_usize, stream.0 as usize, 0, 9]; 2];
     let [plain, per_thread] = &mut params;
-    let queue = [stream.0 as usize, count as *const () as usize, (&raw const called) as usize, 0];
-    let calls: [(&CStr, [usize; 4]); 7] = [
-        (c"cuModuleGetFunction", [(&raw mut function) as usize, module, c"nothing".as_ptr() as usize, 0]),
-        (c"cuGraphInstantiateWithParams", [(&raw mut executable) as usize, graph.0 as usize, plain.as_mut_ptr() as usize, 0]),
+    let queue = vec![stream.0 as usize, count as *const () as usize, (&raw const called) as usize, 0];
+    let calls = [
+        (c"cuModuleGetFunction", vec![(&raw mut function) as usize, module, c"nothing".as_ptr() as usize]),
+        (c"cuGraphInstantiateWithParams", vec![(&raw mut executable) as usize, graph.0 as usize, plain.as_mut_ptr() as usize]),
         (
             c"cuGraphInstantiateWithParams_ptsz",
-            [(&raw mut executable_per_thread) as usize, graph.0 as usize, per_thread.as_mut_ptr() as usize, 0],
+            vec![(&raw mut executable_per_thread) as usize, graph.0 as usize, per_thread.as_mut_ptr() as usize],
         ),
-        (c"cuStreamAddCallback", queue),
+        (c"cuStreamAddCallback", queue.clone()),
         (c"cuStreamAddCallback_ptsz", queue),
         // The simulated driver lacks these.
-        (c"cuMemMapArrayAsync", [0; 4]),
-        (c"cuMemMapArrayAsync_ptsz", [0; 4]),
+        (c"cuMemMapArrayAsync", Vec::new()),
+        (c"cuMemMapArrayAsync_ptsz", Vec::new()),
     ];
     pause_held(&[], LONG).unwrap();
-    thread::scope(|scope| {
-        let started: Vec<_> = calls
-            .iter()
-            .map(|(symbol, arguments)| {
-                scope.spawn(move || {
-                    common::set_device(0);
-                    call_entry(symbol, *arguments)
-                })
-            })
-            .collect();
-        common::eventually("all wait, or one does not", || {
-            Memory::get().status().waiting_threads == calls.len() || started.iter().any(thread::ScopedJoinHandle::is_finished)
-        });
-        let passed: Vec<_> = calls.iter().zip(&started).filter(|(_, call)| call.is_finished()).map(|((symbol, _), _)| symbol).collect();
-        resume(&[]).unwrap();
-        let answers: Vec<_> = started.into_iter().map(|call| call.join().unwrap()).collect();
-        assert!(passed.is_empty(), "{passed:?} did not wait");
-        assert_eq!(answers, [0, 0, 0, 0, 0, 500, 500]);
-    });
+    assert_eq!(answers_after_the_resume(&calls), [0, 0, 0, 0, 0, 500, 500]);
     assert_eq!((stream.synchronize(), called.load(Ordering::SeqCst)), (0, 2));
+    assert_eq!(common::free(address), 0);
+}
+
+/// An engine warms up: it builds graphs, for which the driver looks whether their memory is there.
+#[test]
+fn graphs_are_built_while_held() {
+    let _gpu = Gpu::take();
+    let (address, stream, built) = (malloc_tagged("one", None, 2 * MIB).unwrap(), Stream::create(), EmptyGraph::create());
+    let (mut captured, mut executables, mut node, from) = (std::ptr::null_mut(), [0_usize; 2], 0_usize, [9_u8; 16]);
+    unsafe {
+        assert_eq!(entries::cuStreamBeginCapture_v2(stream.handle(), 2), 0);
+        assert_eq!(launch::cuMemsetD8Async(address as usize + 16, 7, 16, stream.0 as usize), 0);
+        assert_eq!(entries::cuStreamEndCapture(stream.handle(), &raw mut captured), 0);
+    }
+    let captured = EmptyGraph(captured);
+    let [first, second] = &mut executables;
+    let copy = CopyBetween::linear(CopySide::of_device(address), CopySide::of_host(from.as_ptr() as u64), from.len());
+    let context = Current::of_thread().unwrap().unwrap().context().handle().address() as usize;
+    let calls = [
+        (c"cuGraphInstantiateWithFlags", vec![ptr::from_mut(first) as usize, captured.0 as usize, 0]),
+        (c"cuGraphInstantiate_v2", vec![ptr::from_mut(second) as usize, captured.0 as usize, 0, 0, 0]),
+        (c"cuGraphAddMemcpyNode", vec![(&raw mut node) as usize, built.0 as usize, 0, 0, (&raw const copy) as usize, context]),
+    ];
+    pause_held(&[], LONG).unwrap();
+    assert_eq!(answers_after_the_resume(&calls), [0, 0, 0]);
+    let mut with_copy = 0_usize;
+    let instantiate = [(&raw mut with_copy) as usize, built.0 as usize, 0];
+    assert_eq!(call_entry(c"cuGraphInstantiateWithFlags", &instantiate), 0);
+    for executable in [executables[0], with_copy] {
+        assert_eq!(unsafe { launch::cuGraphLaunch(executable, stream.0 as usize) }, 0);
+    }
+    assert_eq!(stream.synchronize(), 0);
+    assert_eq!(read(address, 32).unwrap(), [[9; 16], [7; 16]].concat());
+    assert_eq!(common::free(address), 0);
+}
+
+/// A library registers memory, or asks what only the driver knows. What the library knows itself, it answers at once.
+#[test]
+fn memory_is_registered_while_held() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("one", None, 2 * MIB).unwrap();
+    let (at, on, mut file) = (address as usize, 1_u32, -1_i32);
+    let (mut number, mut together, mut kind) = ([0_u64; 2], [0_u64; 2], 0_u32);
+    let [first, second] = &mut together;
+    let (asked, mut places) = ([2_u32, 7], [ptr::from_mut(first), ptr::from_mut(second)]);
+    let calls = [
+        (c"cuPointerSetAttribute", vec![(&raw const on) as usize, 6, at]),
+        (c"cuMemGetHandleForAddressRange", vec![(&raw mut file) as usize, at, 2 * MIB, 1, 0]),
+        (c"cuPointerGetAttribute", vec![number.as_mut_ptr() as usize, 7, at]),
+        (c"cuPointerGetAttributes", vec![2, asked.as_ptr() as usize, places.as_mut_ptr() as usize, at]),
+    ];
+    pause_held(&[], LONG).unwrap();
+    assert_eq!(call_entry(c"cuPointerGetAttribute", &[(&raw mut kind) as usize, 2, at]), 0);
+    assert_eq!(answers_after_the_resume(&calls), [0, 0, 0, 0]);
+    assert_eq!((kind, together[0], together[1]), (2, 2, number[0]));
+    assert!(number[0] != 0 && file >= 0, "{number:?} {file}");
+    assert!(matches!(pause_held(&[], LONG), Err(Error::Registered(_))), "it is registered now");
+    unsafe { libc::close(file) };
+    assert_eq!(common::free(address), 0);
+}
+
+/// Nobody resumes a program that has paused its memory itself but the program: its calls do not wait.
+#[test]
+fn nothing_waits_in_a_program_that_is_not_held() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("one", None, 2 * MIB).unwrap();
+    common::pause(&[]).unwrap();
+    let (on, mut number) = (1_u32, 0_u64);
+    assert_eq!(call_entry(c"cuPointerSetAttribute", &[(&raw const on) as usize, 6, address as usize]), 1);
+    assert_eq!(call_entry(c"cuPointerGetAttribute", &[(&raw mut number) as usize, 7, address as usize]), 1);
+    resume(&[]).unwrap();
     assert_eq!(common::free(address), 0);
 }
 
@@ -910,7 +989,7 @@ fn a_pause_beside_a_full_stream_holds_up_no_other_device() {
     let code = c".version 7.0\n.target sm_70\n.entry nothing() { ret; }";
     assert_eq!(unsafe { launch::cuModuleLoadData((&raw mut module) as usize, code.as_ptr() as usize) }, 0);
     let get = [(&raw mut function) as usize, module, c"nothing".as_ptr() as usize, 0];
-    assert_eq!(call_entry(c"cuModuleGetFunction", get), 0);
+    assert_eq!(call_entry(c"cuModuleGetFunction", &get), 0);
     let (full, beside, gate, launched) = (Stream::create(), Stream::create(), Gate::new(), AtomicUsize::new(0));
     full.wait_for(&gate);
     let goes_on_elsewhere = || {

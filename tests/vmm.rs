@@ -254,6 +254,10 @@ fn what_the_driver_refuses_is_refused_while_paused() {
     assert_eq!((map(at(0), PAGE, handle), map(at(1), PAGE, handle), open(at(0), 2 * PAGE)), (0, 0, 0));
     let bytes = pattern(1, PAGE);
     assert_eq!(write(at(0), &bytes), 0);
+    let (freed, plain) = (Reserved::new(PAGE).0, malloc_tagged("own", None, PAGE).unwrap());
+    let mut other = 0;
+    assert_eq!(unsafe { entries::cuMemCreate(&raw mut other, PAGE, properties(0).as_ptr().cast(), 0) }, 0);
+    assert_eq!((is_ours(other), map(at(6), PAGE, other)), (false, 0));
     let allow_host = || {
         let access = [2, 0, 3];
         unsafe { entries::cuMemSetAccess(at(0), PAGE, access.as_ptr().cast(), 1) }
@@ -265,10 +269,12 @@ fn what_the_driver_refuses_is_refused_while_paused() {
             [allow(at(0), PAGE, 99, 3), allow(at(0), PAGE, 99, 0), allow(at(0), PAGE, 0, 2), allow(at(0), PAGE, 0, 8), allow_host()];
         let map_at = |address, flags| unsafe { entries::cuMemMap(address, PAGE, 0, handle, flags) };
         let maps = [map_at(at(4) + 4096, 0), map_at(at(4), 1), map_at(at(4) + 4096, 1)];
-        (parts, accesses, maps)
+        // Behind the reservation, where addresses have been freed, where memory that is not managed is mapped, and where other memory is.
+        let taken = [at(8), freed, at(6), plain].map(|address| map_at(address, 0));
+        (parts, accesses, maps, taken)
     };
     let active = answers();
-    assert_eq!(active, ([1; 4], [1, 1, 1, 1, 801], [801, 1, 1]));
+    assert_eq!(active, ([1; 4], [1, 1, 1, 1, 801], [1; 3], [1; 4]));
     for guard in [false, true] {
         Memory::get().pause(&TransitionRequest { guard, ..common::request(&[]) }, &mut ()).unwrap();
         assert_eq!(answers(), active, "guard: {guard}");
@@ -278,7 +284,39 @@ fn what_the_driver_refuses_is_refused_while_paused() {
         assert_eq!((read(at(0), PAGE), access(at(0), 1)), (Ok(bytes.clone()), Ok(3)));
         assert_eq!(allow(at(0), PAGE, 1, 0), 0);
     }
-    assert_eq!((unmap(at(0), 2 * PAGE), release(handle)), (0, 0));
+    assert_eq!((unmap(at(0), 8 * PAGE), release(handle), release(other), common::free(plain)), (0, 0, 0, 0));
+}
+
+/// What the library could not know: the memory and its contents come back, and the report names what does not.
+#[test]
+fn memory_comes_back_without_a_mapping_that_the_driver_refuses() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(8 * PAGE);
+    let at = |page: u64| place.0 + page * PAGE as u64;
+    let (handle, other) = (create("own", None, PAGE).unwrap(), create("own", None, PAGE).unwrap());
+    assert_eq!((map(at(0), PAGE, handle), open(at(0), PAGE)), (0, 0));
+    let bytes = pattern(1, PAGE);
+    assert_eq!(write(at(0), &bytes), 0);
+    for (call, what) in [("cuMemMap", "mapping"), ("cuMemSetAccess", "access")] {
+        pause(&["own"]).unwrap();
+        assert_eq!((map(at(4), PAGE, other), open(at(4), PAGE), map(at(2), PAGE, handle), open(at(2), PAGE)), (0, 0, 0, 0));
+        // A refusal that does not last is no reason.
+        gpu.fail(call, 1, 1, 1);
+        gpu.fail(call, 3, 1, 2);
+        let report = resume(&["own"]).unwrap();
+        let [refused] = &report.refused[..] else { panic!("{what}: {:?}", report.refused) };
+        let [mapped, not] = if refused.contains(&format!("{:#x}", at(4))) { [at(2), at(4)] } else { [at(4), at(2)] };
+        assert!(
+            refused.starts_with(&format!("2.00 MiB of tag own at {not:#x}, ")) && refused.contains(&format!("{call} returned 1")),
+            "{refused}"
+        );
+        assert_eq!((read(at(0), PAGE), read(mapped, PAGE).is_ok(), read(not, PAGE).is_ok()), (Ok(bytes.clone()), true, false), "{what}");
+        assert_eq!(access(not, 0), if call == "cuMemMap" { Err(1) } else { Ok(0) });
+        pause(&["own"]).and_then(|_| resume(&["own"])).map(|report| assert_eq!(report.refused, [""; 0])).unwrap();
+        assert_eq!(unmap(at(2), 6 * PAGE), 0);
+    }
+    assert_eq!((unmap(at(0), PAGE), release(handle), release(other)), (0, 0, 0));
+    assert_eq!(pages_in_use(&gpu), 0);
 }
 
 /// A handle that is mapped nowhere, or only for reading, has contents too.
@@ -835,7 +873,7 @@ fn the_attributes_of_managed_memory_are_those_of_plain_memory_also_while_it_is_p
     assert_eq!(all(managed)[1] as u32, 0);
 }
 
-/// The same of memory that the program has mapped itself, but for the reservation around it, which only the driver knows.
+/// The same of memory that the program has mapped itself.
 #[test]
 fn the_attributes_of_mapped_memory_are_the_same_while_it_is_paused() {
     let gpu = Gpu::take();
@@ -852,7 +890,7 @@ fn the_attributes_of_mapped_memory_are_the_same_while_it_is_paused() {
     assert_eq!(open(place.0, PAGE), 0);
     let asked = || {
         [place.0, place.0 + 100, place.0 + PAGE as u64 + 5, place.0 + 2 * PAGE as u64].map(|at| {
-            let each = [1, 2, 3, 8, 9, 10, 13, 14, 18, 19].map(|which| {
+            let each = [1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 18, 19].map(|which| {
                 let mut value = 0xCCCC_CCCC_CCCC_CCCC_u64;
                 (unsafe { entries::cuPointerGetAttribute((&raw mut value).cast(), which, at) }, value)
             });
@@ -862,7 +900,7 @@ fn the_attributes_of_mapped_memory_are_the_same_while_it_is_paused() {
         })
     };
     let before = asked();
-    assert_eq!((before[1].0[7], before[1].1, before[1].2, before[1].3), ((0, 1), 0, place.0, PAGE));
+    assert_eq!((before[1].0[9], before[1].1, before[1].2, before[1].3), ((0, 1), 0, place.0, PAGE));
     assert_eq!((before[2].0[2].0, before[2].1), (1, 500), "no device pointer where nobody has access");
     pause(&["asked"]).unwrap();
     assert_eq!(asked(), before, "paused");

@@ -70,6 +70,8 @@ class Report:
     missing: tuple[Borrowed, ...] = ()
     #: After a resume: such memory that is lost, because its owner has ended, or has freed it while it was paused. The process runs on without it.
     lost: tuple[Borrowed, ...] = ()
+    #: After a resume: texts about mappings made, and access given, while the memory was paused, which the driver refuses. It is back without them.
+    refused: tuple[str, ...] = ()
     #: After a pause with a guard: the bytes that have one.
     guarded_bytes: int = 0
     #: After a pause with a guard: the bytes for which the guard failed.
@@ -90,6 +92,7 @@ class Report:
             reply,
             missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())),
             lost=tuple(_read(Borrowed, lost) for lost in reply.get("lost", ())),
+            refused=tuple(reply.get("refused", ())),
         )
 
 

@@ -157,8 +157,13 @@ impl Driver {
     /// This process's driver: the `libcuda.so.1` that is loaded already, else the one that the loader finds.
     pub fn get() -> Result<&'static Self, Failure> {
         static TABLE: PerProcess<OnceCell<Driver>> = PerProcess::new(OnceCell::new);
-        // A failure is not remembered: the program may load its driver later.
-        TABLE.get().get_or_try_init(Self::load)
+        let table = TABLE.get();
+        // Two threads may look the functions up at once. If one waited for the other, and had the loader's lock, neither would go on.
+        if table.get().is_none() {
+            // A failure is not remembered: the program may load its driver later.
+            let _ = table.set(Self::load()?);
+        }
+        table.get().ok_or(Failure { call: "dlopen(libcuda.so.1)", code: code::NOT_FOUND })
     }
 
     fn load() -> Result<Self, Failure> {

@@ -31,7 +31,7 @@ impl Stack {
         &self.python
     }
 
-    /// The native frames by name. The names are looked up here, which takes the loader's lock.
+    /// The native frames by name. The names are looked up here, which takes the loader's lock: on a thread of the library's.
     pub fn native(&self) -> Vec<String> {
         self.native.iter().map(|address| named(*address)).collect()
     }
@@ -186,12 +186,11 @@ fn python_frame(line: &str) -> Option<String> {
     Some(format!("{}:{number} in {function}", file.trim_matches('"')))
 }
 
-/// A function of the interpreter. A failed lookup is repeated, because Python may be loaded later.
+/// A function of the interpreter, which is the program or a library. A failed lookup is repeated, because Python may be loaded later.
 fn function(known: &AtomicUsize, name: &CStr) -> Option<usize> {
     let mut found = known.load(Ordering::Relaxed);
     if found == 0 {
-        // SAFETY: a NUL-terminated name.
-        found = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, name) } as usize;
+        found = symbols::in_program_or(b"libpython", name) as usize;
         known.store(found, Ordering::Relaxed);
     }
     (found != 0).then_some(found)

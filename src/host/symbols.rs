@@ -4,13 +4,14 @@
 //! own function. So every lookup of ours goes through this module. It finds the C library's functions by reading its symbol table, which
 //! needs no memory, and works in programs that are not preloaded.
 //!
-//! Objects are found by an address or a handle, never by walking through the loader's list: `dl_iterate_phdr` takes a lock that a forked
-//! child may inherit locked forever, and without a lock the list may change. `dladdr` takes the lock that `dlsym` takes too, which glibc
-//! resets in forked children.
+//! Objects are found by an address or a handle, and with an old C library (before glibc 2.35) by `dladdr`, which takes the lock that `dlsym` takes,
+//! too. While a constructor of a library runs, its thread has that lock, and may wait for another thread. So what a thread of the program's does
+//! in a call of CUDA uses `dl_iterate_phdr` instead, whose lock is another one. That is done as rarely as possible: a forked child may inherit it
+//! locked forever, while glibc resets the first one.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::{mem, ptr};
+use std::{mem, ptr, slice};
 
 /// `dlsym`.
 pub type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
@@ -78,13 +79,98 @@ pub fn is_ours(address: *const c_void) -> bool {
 }
 
 /// The path of the library that contains an address, or null. Valid as long as the library is loaded.
-#[allow(clippy::not_unsafe_ptr_arg_deref)] // an address, which is not read
+///
+/// Takes no lock, or with an old C library one that the loader has for moments only: a thread in a constructor of a library that is being loaded
+/// may wait for this one, and has the loader's lock meanwhile.
 pub fn path_around(address: *const c_void) -> *const c_char {
-    // SAFETY: `info` is plain data and writable.
-    unsafe {
-        let mut info: libc::Dl_info = mem::zeroed();
-        if libc::dladdr(address, &raw mut info) == 0 { ptr::null() } else { info.dli_fname }
+    unsafe extern "C" {
+        static program_invocation_name: *const c_char;
     }
+    let path = match find_object() {
+        // SAFETY: null, or the loader's own entry.
+        Some(find) => unsafe { found_by(find, address).as_ref() }.map_or(ptr::null(), |map| map.name),
+        None => in_list(|object| object.contains(address)).map_or(ptr::null(), |object| object.name),
+    };
+    // SAFETY: null, or NUL-terminated. The C library's variable is set before anything else runs; a program may change it, to a text.
+    let is_program = !path.is_null() && unsafe { *path } == 0;
+    // SAFETY: as above.
+    if is_program { unsafe { program_invocation_name } } else { path }
+}
+
+/// A function that the program itself or a library exports whose file name begins like this; null if there is none. Takes the same lock for
+/// moments.
+pub fn in_program_or(library: &[u8], name: &CStr) -> *mut c_void {
+    let exported = |object: ListedObject| {
+        let file = object.file_name();
+        // SAFETY: the object is loaded.
+        (file.is_empty() || file.starts_with(library)).then(|| unsafe { Loaded::at(object.base, object.dynamic) })??.symbol(name)
+    };
+    let mut found = ptr::null_mut();
+    in_list(|object| {
+        found = exported(*object).unwrap_or(ptr::null_mut());
+        !found.is_null()
+    });
+    found
+}
+
+/// An object in the loader's list.
+#[derive(Clone, Copy)]
+struct ListedObject {
+    base: usize,
+    name: *const c_char,
+    segments: *const libc::Elf64_Phdr,
+    count: usize,
+    /// The address of its dynamic section.
+    dynamic: usize,
+}
+
+impl ListedObject {
+    /// # Safety
+    /// The loader's own description.
+    unsafe fn of(info: &libc::dl_phdr_info) -> Self {
+        let (base, segments, count) = (info.dlpi_addr as usize, info.dlpi_phdr, info.dlpi_phnum.into());
+        let mut object = Self { base, name: info.dlpi_name, segments, count, dynamic: 0 };
+        let dynamic = object.segments().iter().find(|segment| segment.p_type == libc::PT_DYNAMIC);
+        object.dynamic = dynamic.map_or(0, |segment| base.wrapping_add(segment.p_vaddr as usize));
+        object
+    }
+
+    fn segments(&self) -> &[libc::Elf64_Phdr] {
+        // SAFETY: the loader's own table, as long as it says.
+        if self.segments.is_null() { &[] } else { unsafe { slice::from_raw_parts(self.segments, self.count) } }
+    }
+
+    fn contains(&self, address: *const c_void) -> bool {
+        let offset = address.addr().wrapping_sub(self.base);
+        let is_in = |segment: &libc::Elf64_Phdr| offset.wrapping_sub(segment.p_vaddr as usize) < segment.p_memsz as usize;
+        self.segments().iter().any(|segment| segment.p_type == libc::PT_LOAD && is_in(segment))
+    }
+
+    /// Empty for the program itself.
+    fn file_name(&self) -> &[u8] {
+        // SAFETY: null, or NUL-terminated.
+        let path = if self.name.is_null() { &[] } else { unsafe { CStr::from_ptr(self.name) }.to_bytes() };
+        path.rsplit(|byte| *byte == b'/').next().unwrap_or_default()
+    }
+}
+
+/// The first object in the loader's list that is wanted, which must neither allocate nor wait. The list's lock is not the one that the loader has
+/// while it runs constructors.
+fn in_list(mut is_wanted: impl FnMut(&ListedObject) -> bool) -> Option<ListedObject> {
+    struct Search<'a> {
+        is_wanted: &'a mut dyn FnMut(&ListedObject) -> bool,
+        found: Option<ListedObject>,
+    }
+    unsafe extern "C" fn look(info: *mut libc::dl_phdr_info, _size: libc::size_t, search: *mut c_void) -> c_int {
+        // SAFETY: the loader passes its description and what is passed below.
+        let (object, search) = unsafe { (ListedObject::of(&*info), &mut *search.cast::<Search<'_>>()) };
+        search.found = Some(object).filter(|object| (search.is_wanted)(object));
+        search.found.is_some().into()
+    }
+    let mut search = Search { is_wanted: &mut is_wanted, found: None };
+    // SAFETY: the callback gets what it expects, which outlives the call, and does not unwind.
+    unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut search).cast()) };
+    search.found
 }
 
 /// Whether the object that contains `address` was loaded before this library, like the program itself and libraries that are preloaded
@@ -580,13 +666,15 @@ struct LinkMap {
 
 /// The loader's entry of the object that contains an address, or null.
 fn map_of(address: *const c_void) -> *const LinkMap {
+    let found = find_object().map_or(ptr::null(), |find| found_by(find, address));
+    // An older C library, or an object that is being loaded.
+    if found.is_null() { map_by_symbol(address) } else { found }
+}
+
+fn found_by(find: FindObject, address: *const c_void) -> *const LinkMap {
     let mut found = FoundObject { flags: 0, start: ptr::null(), end: ptr::null(), map: ptr::null(), rest: [0; 16] };
-    match find_object() {
-        // SAFETY: `found` is writable. The function takes no lock.
-        Some(find) if unsafe { find(address, &raw mut found) } == 0 => found.map,
-        // An older C library, or an object that is being loaded.
-        _ => map_by_symbol(address),
-    }
+    // SAFETY: `found` is writable. The function takes no lock.
+    if unsafe { find(address, &raw mut found) } == 0 { found.map } else { ptr::null() }
 }
 
 /// `struct dl_find_object`, and room for more.
@@ -607,6 +695,7 @@ fn find_object() -> Option<FindObject> {
     const NONE: *mut c_void = ptr::without_provenance_mut(1);
     let mut known = KNOWN.load(Ordering::Relaxed);
     if known.is_null() {
+        // The first look-up comes before CUDA has started. Sanitizers have a `dl_iterate_phdr` of their own, which cannot be called as early.
         let library = map_by_symbol(libc::gnu_get_libc_version as *const c_void);
         // SAFETY: the loader's own entry, or null.
         known = unsafe { Loaded::of_map(library) }.and_then(|library| library.symbol(c"_dl_find_object")).unwrap_or(NONE);

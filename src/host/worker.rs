@@ -1,8 +1,9 @@
 //! The library's threads in somebody else's process: named, with all signals blocked, scheduled as the process is, and known to [`exit`].
 
-use crate::{exit, schedule, symbols};
+use crate::symbols::Loaded;
+use crate::{exit, schedule};
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::{io, mem, ptr};
 
@@ -86,20 +87,25 @@ pub fn step_back() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
+/// glibc's `__pthread_get_minstack`, or null. Found without the loader's lock. The standard library looks it up, too, when it starts a thread.
+pub fn get_minstack() -> *mut libc::c_void {
+    static FOUND: AtomicPtr<libc::c_void> = AtomicPtr::new(ptr::null_mut());
+    const NONE: *mut libc::c_void = ptr::without_provenance_mut(1);
+    let mut found = FOUND.load(Ordering::Relaxed);
+    if found.is_null() {
+        let library = Loaded::around(libc::pthread_getattr_np as *const libc::c_void);
+        found = library.and_then(|library| library.symbol(c"__pthread_get_minstack")).unwrap_or(NONE);
+        FOUND.store(found, Ordering::Relaxed);
+    }
+    if found == NONE { ptr::null_mut() } else { found }
+}
+
 /// What glibc takes from a thread's stack before the thread starts. A program's large thread-local arrays could use up a
 /// stack of fixed size.
 ///
-/// Looked up once: this takes the loader's lock, and while the program is held, a thread that waits may have that.
+/// Looked up without the loader's lock: while the program is held, a thread that waits may have that.
 fn thread_overhead() -> usize {
-    const UNKNOWN: usize = usize::MAX;
-    static FOUND: AtomicUsize = AtomicUsize::new(UNKNOWN);
-    let mut symbol = FOUND.load(Ordering::Relaxed);
-    if symbol == UNKNOWN {
-        // SAFETY: a NUL-terminated name.
-        symbol = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack") } as usize;
-        FOUND.store(symbol, Ordering::Relaxed);
-    }
-    let symbol = symbol as *mut libc::c_void;
+    let symbol = get_minstack();
     if symbol.is_null() {
         return 0;
     }

@@ -10,7 +10,7 @@ use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::mem;
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
-    ContextHandle, CopyBetween, Green, NodeParameters, StreamHandle,
+    ContextHandle, Green, StreamHandle,
 };
 use vramctl_model::{StatusCode, code};
 

@@ -11,12 +11,12 @@ use crate::call::{call, passes};
 use crate::driver_functions;
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, proc_address, queries, reach, register, share, streams, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, proc_address, queries, ready, register, share, streams, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
-    ContextHandle, CopyBetween, Green, NodeParameters, StreamHandle,
+    ContextHandle, Green, StreamHandle,
 };
 use vramctl_host::guarded;
 use vramctl_model::{StatusCode, code};
@@ -94,6 +94,13 @@ macro_rules! guard {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
             guarded(|| unsafe { $($handler)::+($($argument,)* caller, all()) }).unwrap_or(code::UNKNOWN)
+        }
+    };
+    (Starts $symbol:ident ($($argument:ident: $type:ty),*) ($($handler:ident)::+)) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
+            guarded(|| $($handler)::+(all()));
+            // SAFETY: the arguments are passed on unchanged.
+            unsafe { driver_originals::$symbol($($argument),*) }
         }
     };
     (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {

@@ -2,13 +2,12 @@
 //! some libraries is accessed directly by other processes, network cards or disks, so it must be left to CUDA; `VRAMCTL_EXCLUDE` names more
 //! such libraries.
 //!
-//! The library is found by the return address, once per call site.
+//! The library is found by the return address, without a lock.
 
-use std::ffi::{CStr, c_void};
-use std::path::Path;
-use std::ptr::{self, NonNull};
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use vramctl_config::Config;
 use vramctl_core::memory::NCCL;
 use vramctl_host::{PerProcess, Unpoison, symbols};
@@ -42,57 +41,48 @@ impl Library {
     }
 }
 
-/// A call site. A thread that finds its address set but not its library yet does the lookup itself.
-struct Site {
-    address: AtomicUsize,
-    library: AtomicPtr<Library>,
-}
+/// The known libraries, by the address of the path that the loader has of them. A library that is loaded later may get the place of one that has been
+/// unloaded, so the name is compared each time. If there is no place left, the look-up takes a lock.
+static KNOWN: [AtomicPtr<Library>; 512] = [const { AtomicPtr::new(ptr::null_mut()) }; 512];
 
-/// The known call sites. If the table is full, other call sites need a lookup each time.
-static SITES: [Site; 512] = [const { Site { address: AtomicUsize::new(0), library: AtomicPtr::new(ptr::null_mut()) } }; 512];
-
-/// The library that contains a return address. It stays known after it is unloaded.
+/// The library that contains a return address.
 #[inline]
 pub fn library_at(caller: *const c_void) -> &'static Library {
-    let site = caller as usize;
-    for known in places_of(site) {
-        match known.address.load(Ordering::Acquire) {
-            0 => break,
-            address if address == site => {
-                // SAFETY: null, or a library of `known_as`, none of which is ever freed.
-                if let Some(library) = unsafe { known.library.load(Ordering::Acquire).as_ref() } {
-                    return library;
-                }
-                break;
-            }
-            _ => (),
-        }
-    }
-    look_up(site)
+    let path = symbols::path_around(caller);
+    // SAFETY: the path of a loaded library: it contains the caller.
+    let file = if path.is_null() { &b"unknown"[..] } else { file_name(unsafe { CStr::from_ptr(path) }) };
+    // SAFETY: null, or a library of `known_as`, none of which is ever freed.
+    let known = places_of(path).filter_map(|place| unsafe { place.load(Ordering::Acquire).as_ref() });
+    known.into_iter().find(|library| library.name.as_bytes() == file).unwrap_or_else(|| look_up(path, file))
 }
 
-/// Where a call site may be in the table.
-fn places_of(site: usize) -> impl Iterator<Item = &'static Site> {
-    let first = (site >> 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (usize::BITS - 9);
-    (first..first + 8).map(|place| &SITES[place % SITES.len()])
+/// Where the library with this path may be in the table.
+fn places_of(path: *const c_char) -> impl Iterator<Item = &'static AtomicPtr<Library>> {
+    let first = path.addr().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (usize::BITS - 9);
+    (first..first + 4).map(|place| &KNOWN[place % KNOWN.len()])
+}
+
+fn file_name(path: &CStr) -> &[u8] {
+    path.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default()
 }
 
 #[cold]
-fn look_up(site: usize) -> &'static Library {
-    let library = known_as(library_of(site as *const c_void).unwrap_or_else(|| "unknown".to_owned()));
-    let free = |place: &&Site| place.address.compare_exchange(0, site, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    if site != 0
-        && let Some(place) = places_of(site).find(free)
+fn look_up(path: *const c_char, file: &[u8]) -> &'static Library {
+    let library = known_as(String::from_utf8_lossy(file).into_owned());
+    let entry = ptr::from_ref(library).cast_mut();
+    let free = |place: &&AtomicPtr<_>| place.compare_exchange(ptr::null_mut(), entry, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    if places_of(path).find(free).is_none()
+        && let Some(place) = places_of(path).next()
     {
-        place.library.store(ptr::from_ref(library).cast_mut(), Ordering::Release);
+        place.store(entry, Ordering::Release);
     }
     library
 }
 
 /// The entry of the library with this name. There are few, and they are never freed.
 fn known_as(name: String) -> &'static Library {
-    static KNOWN: PerProcess<Mutex<Vec<&'static Library>>> = PerProcess::new(Mutex::default);
-    let mut known = KNOWN.get().lock().unpoisoned();
+    static BY_NAME: PerProcess<Mutex<Vec<&'static Library>>> = PerProcess::new(Mutex::default);
+    let mut known = BY_NAME.get().lock().unpoisoned();
     if let Some(library) = known.iter().find(|library| library.name == name) {
         return library;
     }
@@ -116,14 +106,6 @@ fn is_of_job() -> bool {
     Config::get().job.is_some()
 }
 
-/// The file name of the library that contains an address.
-fn library_of(address: *const c_void) -> Option<String> {
-    let path = NonNull::new(symbols::path_around(address).cast_mut())?;
-    // SAFETY: the name of a loaded library.
-    let path = unsafe { CStr::from_ptr(path.as_ptr()) }.to_string_lossy();
-    Path::new(&*path).file_name().map(|name| name.to_string_lossy().into_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,13 +116,13 @@ mod tests {
         assert!(!is_named("libtorch_cuda.so") && !is_named("mylibnccl.so"));
     }
 
-    /// The second time, the answer comes from the table, which must not confuse call sites.
+    /// The second time, the answer comes from the table, which must not confuse libraries.
     #[test]
     fn a_call_site_keeps_its_library() {
         let own = library_at(is_named as *const c_void);
         for _ in 0..2 {
             assert!(ptr::eq(library_at(is_named as *const c_void), own));
-            assert!(ptr::eq(library_at(library_of as *const c_void), own));
+            assert!(ptr::eq(library_at(known_as as *const c_void), own));
             let other = library_at(libc::malloc as *const c_void);
             assert!(other.name() != own.name() && !other.is_excluded(), "{}", other.name());
             assert_eq!(library_at(ptr::null()).name(), "unknown");

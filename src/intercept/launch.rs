@@ -1,5 +1,5 @@
-//! Functions that start device work or change device memory, generated from the table `gated_functions!`. They wait at the gate, and are
-//! otherwise unchanged, except that copies which the driver refuses may be made in another way (`reach.rs`).
+//! Functions that start device work, change device memory or describe work on memory, generated from the table `gated_functions!`. They wait at
+//! the gate, and are otherwise unchanged, except that copies which the driver refuses may be made in another way (`reach.rs`).
 
 use crate::entry::{DriverFunction, symbol};
 use crate::real::Symbol;
@@ -104,6 +104,7 @@ macro_rules! gated {
     (@after Copies $symbol:ident $answer:ident $($argument:ident)*) => {
         if $answer == code::INVALID_VALUE { refused::$symbol($($argument),*) } else { $answer }
     };
+    (@after Describes $symbol:ident $answer:ident $($argument:ident)*) => { gated!(@after Copies $symbol $answer $($argument)*) };
     (@after Crosses $symbol:ident $answer:ident $($argument:ident)*) => { gated!(@after Copies $symbol $answer $($argument)*) };
     (@after $effect:ident $symbol:ident $answer:ident $($argument:ident)*) => { $answer };
     (@refused Copies $symbol:ident $($argument:ident)*) => {
@@ -113,6 +114,7 @@ macro_rules! gated {
             unsafe { reach::again(stringify!($symbol), &names::$symbol, &[$($argument),*], || call::$symbol($($argument),*)) }
         }
     };
+    (@refused Describes $symbol:ident $($argument:ident)*) => { gated!(@refused Copies $symbol $($argument)*); };
     (@refused Crosses $symbol:ident $($argument:ident)*) => { gated!(@refused Copies $symbol $($argument)*); };
     (@refused $effect:ident $symbol:ident $($argument:ident)*) => {};
 }

@@ -60,9 +60,9 @@ unsafe fn replace_if(
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
-        let mut same = entries.filter(|line| line.name.as_bytes() == name.to_bytes());
+        let mut same = entries.filter_map(|line| Some((line, version_as(name, line)?)));
         if !found.is_null()
-            && let Some(line) = same.find(|line| driver_function(name, line) == found)
+            && let Some((line, _)) = same.find(|(line, version)| driver_function(name, *version, line.flavour) == found)
             && !line.is_behind(caller)
         {
             *function = line.entry.cast_mut();
@@ -70,17 +70,24 @@ unsafe fn replace_if(
     }
 }
 
-/// The driver's function for a line of the table.
-unsafe fn driver_function(name: &CStr, line: &DriverFunction) -> *mut c_void {
+/// The CUDA version since which a name stands for a line of the table, if it does: since CUDA 12, one name also stands for the function of
+/// another, as in `cuda.h`.
+fn version_as(name: &CStr, line: &DriverFunction) -> Option<c_int> {
+    let is_alias = || name == c"cuGraphInstantiate" && line.name == "cuGraphInstantiateWithFlags";
+    if line.name.as_bytes() == name.to_bytes() { Some(line.version) } else { is_alias().then_some(12000) }
+}
+
+/// The driver's function of a name, for programs built with this version of CUDA.
+unsafe fn driver_function(name: &CStr, version: c_int, flavour: Flavour) -> *mut c_void {
     /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 0 is the default.
     const PER_THREAD: c_ulonglong = 2;
     let (mut found, mut status) = (ptr::null_mut(), 0);
-    let flags = if line.flavour == Flavour::PerThread { PER_THREAD } else { 0 };
+    let flags = if flavour == Flavour::PerThread { PER_THREAD } else { 0 };
     // SAFETY: the name is NUL-terminated, and both outputs are writable.
     unsafe {
         // Before CUDA 12 there is only the first version.
-        match driver_originals::cuGetProcAddress_v2(name.as_ptr(), &raw mut found, line.version, flags, &raw mut status) {
-            code::NOT_FOUND => driver_originals::cuGetProcAddress(name.as_ptr(), &raw mut found, line.version, flags),
+        match driver_originals::cuGetProcAddress_v2(name.as_ptr(), &raw mut found, version, flags, &raw mut status) {
+            code::NOT_FOUND => driver_originals::cuGetProcAddress(name.as_ptr(), &raw mut found, version, flags),
             answer => answer,
         };
     }

@@ -5,15 +5,16 @@
 //! callers that do not ask. Otherwise NCCL (`ipcRegisterBuffer`) would open buffers of captured collectives in the other ranks, and a rank
 //! could no longer be paused alone, as engines' own calls do.
 //!
-//! Not answered while memory of `cuMemCreate` is paused: the reservation around it (`RANGE_START_ADDR`, `RANGE_SIZE`, `BUFFER_ID`), which
-//! only the driver knows.
+//! What only the driver knows waits for the resume in a held program ([`paused`](crate::paused)), such as the numbers of the memory, which are
+//! others after a pause. In a program that is not held, the driver answers that it knows no such memory.
 
 use crate::driver_originals;
+use crate::paused::{once_there, once_useful};
 use std::ffi::{c_uint, c_void};
 use std::slice;
 use std::sync::Arc;
 use vramctl_core::memory::borrow::{self, OpenMemory};
-use vramctl_core::memory::{Allocation, Memory};
+use vramctl_core::memory::{Allocation, Memory, reserved};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Properties};
 use vramctl_model::{Span, StatusCode, code};
 
@@ -22,6 +23,7 @@ mod attribute {
     pub const CONTEXT: u32 = 1;
     pub const MEMORY_TYPE: u32 = 2;
     pub const DEVICE_POINTER: u32 = 3;
+    pub const HOST_POINTER: u32 = 4;
     pub const IS_MANAGED: u32 = 8;
     pub const DEVICE_ORDINAL: u32 = 9;
     pub const IS_LEGACY_IPC_CAPABLE: u32 = 10;
@@ -148,14 +150,49 @@ fn own_answer(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<V
         attribute::MAPPED => Some(Narrow(1)),
         attribute::ALLOWED_HANDLE_TYPES => Some(Wide(known.properties().map_or(0, Properties::handle_types).into())),
         attribute::MEMPOOL_HANDLE => Some(Wide(known.pool())),
-        attribute::RANGE_START | attribute::RANGE_SIZE if !is_plain => None,
+        // Of the program's own mappings, the reservation.
+        attribute::RANGE_START if !is_plain => reserved::around(pointer).map(|span| Wide(span.address)),
+        attribute::RANGE_SIZE if !is_plain => reserved::around(pointer).map(|span| Wide(span.bytes as u64)),
         attribute::RANGE_START | attribute::MAPPING_BASE => place().map(|(span, _)| Wide(span.address)),
         attribute::RANGE_SIZE | attribute::MAPPING_SIZE => place().map(|(span, _)| Wide(span.bytes as u64)),
         _ => None,
     }
 }
 
+/// Whether only the driver can answer this, and only once the memory is back.
+fn is_paused_for(known: &Pointed, attribute: u32) -> bool {
+    use attribute::{
+        ALLOWED_HANDLE_TYPES, CONTEXT, DEVICE_ORDINAL, DEVICE_POINTER, HOST_POINTER, IS_LEGACY_IPC_CAPABLE, IS_MANAGED, MAPPED,
+        MAPPING_BASE, MAPPING_SIZE, MEMORY_TYPE, MEMPOOL_HANDLE, RANGE_SIZE, RANGE_START,
+    };
+    let is_known = match attribute {
+        // The device's memory has none.
+        HOST_POINTER => !known.is_on_host(),
+        CONTEXT
+        | MEMORY_TYPE
+        | DEVICE_POINTER
+        | IS_MANAGED
+        | DEVICE_ORDINAL
+        | IS_LEGACY_IPC_CAPABLE
+        | RANGE_START
+        | RANGE_SIZE
+        | MAPPED
+        | ALLOWED_HANDLE_TYPES
+        | MEMPOOL_HANDLE
+        | MAPPING_SIZE
+        | MAPPING_BASE => true,
+        _ => false,
+    };
+    !is_known && known.is_paused()
+}
+
 pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
+    let is_paused = || Pointed::at(pointer).0.is_some_and(|known| is_paused_for(&known, attribute));
+    // SAFETY: the program's promises.
+    once_there(is_paused, || unsafe { pointer_attribute_now(value, attribute, pointer) })
+}
+
+unsafe fn pointer_attribute_now(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
     let (known, asked) = Pointed::at(pointer);
     // SAFETY: the real function gets the program's arguments, or a pointer that it does not know.
     let answer = unsafe { driver_originals::cuPointerGetAttribute(value, attribute, asked) };
@@ -172,6 +209,20 @@ pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: 
 }
 
 pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) -> StatusCode {
+    let is_paused = || {
+        Pointed::at(pointer).0.is_some_and(|known| {
+            // SAFETY: the real function has accepted the arrays.
+            let attributes = unsafe { slice::from_raw_parts(attributes, count as usize) };
+            attributes.iter().any(|attribute| is_paused_for(&known, *attribute))
+        })
+    };
+    // The driver succeeds for unknown memory, too.
+    let may_be_in_vain = |answer: &StatusCode| *answer == code::SUCCESS && count > 0;
+    // SAFETY: the program's promises.
+    once_useful(|| unsafe { pointer_attributes_now(count, attributes, values, pointer) }, may_be_in_vain, is_paused)
+}
+
+unsafe fn pointer_attributes_now(count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) -> StatusCode {
     let (known, asked) = Pointed::at(pointer);
     // SAFETY: as above.
     let answer = unsafe { driver_originals::cuPointerGetAttributes(count, attributes, values, asked) };

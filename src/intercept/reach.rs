@@ -18,17 +18,14 @@
 //! Nothing is looked up before a call, so a call that is accepted costs one comparison. Memsets and stream memory operations are not here:
 //! CUDA refuses them for plain memory, too, and so it does copies of memory from pools and of the program's own virtual memory.
 
-use crate::{copies, driver_originals};
+use crate::copies;
 use std::collections::BTreeSet;
-use std::ffi::c_void;
 use std::ptr;
 use vramctl_backup as backup;
 use vramctl_core::contexts;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, borrow, note_crossing};
-use vramctl_driver::{
-    CUdevice, CUdeviceptr, Context, ContextHandle, CopyBetween, CopySide, Current, NodeParameters, Plane, RelaxedCapture, StreamHandle,
-};
+use vramctl_driver::{CUdevice, CUdeviceptr, Context, CopyBetween, CopySide, Current, NodeParameters, Plane, RelaxedCapture, StreamHandle};
 use vramctl_host::{exit, guarded};
 use vramctl_model::{StatusCode, code};
 
@@ -53,8 +50,8 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
     if (touched.is_empty() && !leaves_a_piece) || touched.iter().any(|home| home.is_paused) {
         return None;
     }
-    let current = Current::of_thread().ok()??.context();
     if !call.copies.is_empty() && !call.stream.is_capturing() {
+        let current = Current::of_thread().ok()??.context();
         if !leaves_a_piece && !call.is_away_from(&touched, current) {
             return None;
         }
@@ -75,68 +72,6 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
         return Some(answer);
     }
     open(memory, &touched).then(repeat)
-}
-
-macro_rules! nodes {
-    ($($(#[$doc:meta])* $handler:ident calls $symbol:ident($($argument:ident: $type:ty),*) about $what:ident as $addresses:path;)*) => {
-        $(
-            /// The driver's function; called again if managed memory may be the reason for its refusal.
-            pub unsafe fn $handler($($argument: $type),*) -> StatusCode {
-                // SAFETY: the real function gets the arguments unchanged.
-                let real = || unsafe { driver_originals::$symbol($($argument),*) };
-                let answer = real();
-                if answer != code::INVALID_VALUE || $what.is_null() {
-                    return answer;
-                }
-                // SAFETY: not null, and readable by the program's promise.
-                node_with(&unsafe { $addresses($what) }, answer, real)
-            }
-        )*
-    };
-}
-
-type Graph = *mut c_void;
-type Node = *mut c_void;
-
-nodes! {
-    add_copy_node calls cuGraphAddMemcpyNode(node: *mut Node, graph: Graph, after: *const Node, count: usize, copy: *const CopyBetween, context: ContextHandle) about copy as of_copy;
-    add_set_node calls cuGraphAddMemsetNode(node: *mut Node, graph: Graph, after: *const Node, count: usize, set: *const CUdeviceptr, context: ContextHandle) about set as of_set;
-    add_node calls cuGraphAddNode(node: *mut Node, graph: Graph, after: *const Node, count: usize, parameters: *const NodeParameters) about parameters as of_node;
-    add_node_v2 calls cuGraphAddNode_v2(node: *mut Node, graph: Graph, after: *const Node, edges: *const c_void, count: usize, parameters: *const NodeParameters) about parameters as of_node;
-    add_node_v3 calls cuGraphAddNode_v3(node: *mut Node, graph: Graph, after: *const Node, edges: *const c_void, count: usize, parameters: *const NodeParameters) about parameters as of_node;
-    change_copy_node calls cuGraphMemcpyNodeSetParams(node: Node, copy: *const CopyBetween) about copy as of_copy;
-    change_set_node calls cuGraphMemsetNodeSetParams(node: Node, set: *const CUdeviceptr) about set as of_set;
-    change_node calls cuGraphNodeSetParams(node: Node, parameters: *const NodeParameters) about parameters as of_node;
-    change_node_v2 calls cuGraphNodeSetParams_v2(node: Node, parameters: *const NodeParameters) about parameters as of_node;
-    change_copy_in calls cuGraphExecMemcpyNodeSetParams(executable: Graph, node: Node, copy: *const CopyBetween, context: ContextHandle) about copy as of_copy;
-    change_set_in calls cuGraphExecMemsetNodeSetParams(executable: Graph, node: Node, set: *const CUdeviceptr, context: ContextHandle) about set as of_set;
-    change_node_in calls cuGraphExecNodeSetParams(executable: Graph, node: Node, parameters: *const NodeParameters) about parameters as of_node;
-}
-
-/// The addresses of a copy.
-///
-/// # Safety
-/// Here and below: the pointer must be readable.
-unsafe fn of_copy(copy: *const CopyBetween) -> Vec<CUdeviceptr> {
-    // SAFETY: the caller's promise.
-    unsafe { copy.read_unaligned() }.addresses().collect()
-}
-
-/// The address of a memset, the first field of its parameters. As a node, it reaches plain memory of other devices.
-unsafe fn of_set(set: *const CUdeviceptr) -> Vec<CUdeviceptr> {
-    // SAFETY: the caller's promise.
-    vec![unsafe { set.read_unaligned() }]
-}
-
-unsafe fn of_node(parameters: *const NodeParameters) -> Vec<CUdeviceptr> {
-    // SAFETY: the caller's promise.
-    unsafe { parameters.read_unaligned() }.addresses()
-}
-
-fn node_with(addresses: &[CUdeviceptr], answer: StatusCode, real: impl Fn() -> StatusCode) -> StatusCode {
-    let Some(memory) = Memory::existing() else { return answer };
-    let touched: Vec<_> = addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
-    if !touched.is_empty() && open(memory, &touched) { real() } else { answer }
 }
 
 /// Opens the memory to the process's other devices. Returns whether it was closed to one of them before.
@@ -284,12 +219,27 @@ impl CopyCall {
             let all = words(index, count * size_of::<BatchOperation>() / 8);
             all.chunks(size_of::<BatchOperation>() / 8).flat_map(|one| [one[1], one[6]]).collect()
         };
+        // SAFETY: as above.
+        let copy = |index| unsafe { structure::<CopyBetween>(argument(index)) }.map(|copy| copy.addresses().collect());
+        // SAFETY: as above.
+        let node = |index| unsafe { structure::<NodeParameters>(argument(index)) }.map(|node| node.addresses());
         let addresses = match name {
             "cuMemcpyAtoD_v2" => vec![argument(0) as u64],
             "cuMemcpyDtoA_v2" => vec![argument(2) as u64],
             "cuMemcpyWithAttributesAsync" => vec![argument(0) as u64, argument(1) as u64],
             "cuMemcpy3DBatchAsync" | "cuMemcpy3DBatchAsync_v2" => operations(1, argument(0)),
             "cuMemcpy3DWithAttributesAsync" => operations(0, 1),
+            "cuGraphAddMemcpyNode" => copy(4)?,
+            "cuGraphMemcpyNodeSetParams" => copy(1)?,
+            "cuGraphExecMemcpyNodeSetParams" => copy(2)?,
+            // A memset as a node reaches plain memory of other devices. Its address is the first field of its parameters.
+            "cuGraphAddMemsetNode" => words(4, 1),
+            "cuGraphMemsetNodeSetParams" => words(1, 1),
+            "cuGraphExecMemsetNodeSetParams" => words(2, 1),
+            "cuGraphAddNode" => node(4)?,
+            "cuGraphAddNode_v2" | "cuGraphAddNode_v3" => node(5)?,
+            "cuGraphNodeSetParams" | "cuGraphNodeSetParams_v2" => node(1)?,
+            "cuGraphExecNodeSetParams" => node(2)?,
             _ => return None,
         };
         Some(Self { addresses, copies: Vec::new(), stream: StreamHandle::of_argument(0), waits: false })

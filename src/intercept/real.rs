@@ -1,6 +1,6 @@
 //! The real functions of the driver. They are looked up lazily, because a preloaded library is loaded before the driver.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use vramctl_host::symbols;
@@ -47,8 +47,10 @@ impl Symbol {
 
 /// Pins the library that contains `address`, because the cached address must stay valid.
 fn keep_loaded(address: NonNull<c_void>) {
-    let path = symbols::path_around(address.as_ptr());
-    if !path.is_null() {
+    /// The path of the last one, which stays where it is with its library.
+    static LAST: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
+    let path = symbols::path_around(address.as_ptr()).cast_mut();
+    if !path.is_null() && LAST.swap(path, Ordering::Relaxed) != path {
         // SAFETY: NUL-terminated. The library is loaded already, so no initialiser runs.
         unsafe { libc::dlopen(path, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
     }

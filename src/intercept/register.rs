@@ -2,6 +2,7 @@
 
 use crate::driver_memory;
 use crate::driver_originals;
+use crate::paused::once_there;
 use crate::vmm::{noting_multicast, part_of_endpoint};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
@@ -43,7 +44,7 @@ pub unsafe fn bind_multicast_address(
     let real = || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
     let until = RegisteredUntil::Unbound(Binding { object: multicast, offset, bytes, device: None });
     let call = "cuMulticastBindAddr";
-    noting_multicast(multicast, call, || register(Span { address: pointer, bytes }, call, until, real))
+    register_in(multicast, Span { address: pointer, bytes }, call, until, real)
 }
 
 pub unsafe fn bind_multicast_address_v2(
@@ -58,7 +59,7 @@ pub unsafe fn bind_multicast_address_v2(
     let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
     let until = RegisteredUntil::Unbound(Binding { object: multicast, offset, bytes, device: Some(device) });
     let call = "cuMulticastBindAddr";
-    noting_multicast(multicast, call, || register(Span { address: pointer, bytes }, call, until, real))
+    register_in(multicast, Span { address: pointer, bytes }, call, until, real)
 }
 
 pub unsafe fn bind_endpoint_address(
@@ -75,7 +76,26 @@ pub unsafe fn bind_endpoint_address(
     register(Span { address: pointer as CUdeviceptr, bytes: bytes as usize }, "cuLogicalEndpointBindAddr", until, real)
 }
 
-fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
+fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl Fn() -> StatusCode) -> StatusCode {
+    once_there(|| is_paused(span), || register_now(span, call, until, &real))
+}
+
+/// The same with a multicast object.
+fn register_in(
+    multicast: CUmemGenericAllocationHandle,
+    span: Span,
+    call: &'static str,
+    until: RegisteredUntil,
+    real: impl Fn() -> StatusCode,
+) -> StatusCode {
+    once_there(|| is_paused(span), || noting_multicast(multicast, call, || register_now(span, call, until, &real)))
+}
+
+fn is_paused(span: Span) -> bool {
+    Memory::existing().is_some_and(|memory| memory.is_paused_in(span))
+}
+
+fn register_now(span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
     sightings::making(ObstacleKind::Registered, || {
         let answer = match Memory::existing() {
             Some(memory) => memory.register(span, call, until, real),

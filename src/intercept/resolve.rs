@@ -33,6 +33,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::panic;
 use std::ptr;
 use vramctl_host::symbols::{self, Loaded};
+use vramctl_host::worker;
 
 /// The names of this module's functions that are exported in addition to the entries.
 pub const RESOLVERS: [&str; 3] = ["dlsym", "dlvsym", "dlerror"];
@@ -223,6 +224,10 @@ pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, versio
 }
 
 unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, caller: *const c_void) -> Ruling {
+    // SAFETY: the program promises that the name is null or NUL-terminated.
+    if let Some(own) = panic::catch_unwind(|| unsafe { asked_by_us(name, caller) }).ok().flatten() {
+        return Ruling::answer(own);
+    }
     // Without a real function there is nothing to find.
     let Some(real) = symbols::next_dlsym() else { return Ruling::answer(ptr::null_mut()) };
     let onward = real as *mut c_void;
@@ -231,6 +236,16 @@ unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, calle
         unsafe { judge(name, handle, caller, onward, |handle| real(handle, name)) }
     })
     .unwrap_or(Ruling::onward(onward))
+}
+
+/// What Rust's standard library asks when a thread of this library's starts. A call of the program waits for that, so it must not need the loader's
+/// lock, which the program's other thread may have.
+unsafe fn asked_by_us(name: *const c_char, caller: *const c_void) -> Option<*mut c_void> {
+    // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
+    let letter = |at| unsafe { *name.add(at) as u8 };
+    let is_asked =
+        !name.is_null() && c"__pthread_get_minstack".to_bytes_with_nul().iter().enumerate().all(|(at, wanted)| letter(at) == *wanted);
+    (is_asked && symbols::is_ours(caller)).then(worker::get_minstack)
 }
 
 unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char, caller: *const c_void) -> Ruling {

@@ -125,6 +125,8 @@ pub enum Effect {
     Shares,
     /// Queries it.
     Queries,
+    /// Starts the driver. Its handler gets the functions that have entries, and runs before it.
+    Starts,
     /// Creates a context.
     Begins,
     /// Destroys a context, and with it the memory in it.
@@ -143,6 +145,8 @@ pub enum Effect {
     Writes,
     /// Waits for or writes a value in stream order.
     Signals,
+    /// Describes work on memory: a graph or its nodes. Starts nothing, but the driver looks whether the memory is there.
+    Describes,
     /// Waits for work on the host. Its handler runs after it.
     Synchronizes,
     /// Loads code onto the device.
@@ -189,7 +193,7 @@ macro_rules! driver_functions {
         Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async_ptsz;
         Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: CUmemGenericAllocationHandle) => vmm::release;
 
-        Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain (pointer: *mut CUdeviceptr, bytes: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong) => forward;
+        Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain (pointer: *mut CUdeviceptr, bytes: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong) => vmm::address_reserve;
         Maps cuMemAddressFree "cuMemAddressFree" 10020 Plain (pointer: CUdeviceptr, bytes: usize) => vmm::address_free;
         Maps cuMemMap "cuMemMap" 10020 Plain (pointer: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong) => vmm::map;
         Maps cuMemUnmap "cuMemUnmap" 10020 Plain (pointer: CUdeviceptr, bytes: usize) => vmm::unmap;
@@ -243,6 +247,7 @@ macro_rules! driver_functions {
         Synchronizes cuStreamSynchronize_ptsz "cuStreamSynchronize" 7000 PerThread (stream: StreamHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
         Frees cuMemPoolTrimTo "cuMemPoolTrimTo" 11020 Plain (pool: *mut c_void, keep: usize) => pools::trim;
 
+        Starts cuInit "cuInit" 2000 Plain (flags: c_uint) => ready::look_up;
         Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
         Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) => forward;
@@ -278,31 +283,22 @@ macro_rules! driver_functions {
         Streams cuStreamEndCapture "cuStreamEndCapture" 10000 Plain (stream: StreamHandle, graph: *mut *mut c_void) => streams::end;
         Streams cuStreamEndCapture_ptsz "cuStreamEndCapture" 10000 PerThread (stream: StreamHandle, graph: *mut *mut c_void) => streams::end_ptsz;
 
-        Copies cuGraphAddMemcpyNode "cuGraphAddMemcpyNode" 10000 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize, copy: *const CopyBetween, context: ContextHandle) => reach::add_copy_node;
-        Copies cuGraphAddMemsetNode "cuGraphAddMemsetNode" 10000 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize, set: *const CUdeviceptr, context: ContextHandle) => reach::add_set_node;
-        Copies cuGraphAddNode "cuGraphAddNode" 12020 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize, parameters: *const NodeParameters) => reach::add_node;
-        Copies cuGraphAddNode_v2 "cuGraphAddNode" 12030 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, edges: *const c_void, count: usize, parameters: *const NodeParameters) => reach::add_node_v2;
-        Copies cuGraphAddNode_v3 "cuGraphAddNode" 13040 Plain (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, edges: *const c_void, count: usize, parameters: *const NodeParameters) => reach::add_node_v3;
-        Copies cuGraphMemcpyNodeSetParams "cuGraphMemcpyNodeSetParams" 10000 Plain (node: *mut c_void, copy: *const CopyBetween) => reach::change_copy_node;
-        Copies cuGraphMemsetNodeSetParams "cuGraphMemsetNodeSetParams" 10000 Plain (node: *mut c_void, set: *const CUdeviceptr) => reach::change_set_node;
-        Copies cuGraphNodeSetParams "cuGraphNodeSetParams" 12020 Plain (node: *mut c_void, parameters: *const NodeParameters) => reach::change_node;
-        Copies cuGraphNodeSetParams_v2 "cuGraphNodeSetParams" 13040 Plain (node: *mut c_void, parameters: *const NodeParameters) => reach::change_node_v2;
-        Copies cuGraphExecMemcpyNodeSetParams "cuGraphExecMemcpyNodeSetParams" 10020 Plain (executable: *mut c_void, node: *mut c_void, copy: *const CopyBetween, context: ContextHandle) => reach::change_copy_in;
-        Copies cuGraphExecMemsetNodeSetParams "cuGraphExecMemsetNodeSetParams" 10020 Plain (executable: *mut c_void, node: *mut c_void, set: *const CUdeviceptr, context: ContextHandle) => reach::change_set_in;
-        Copies cuGraphExecNodeSetParams "cuGraphExecNodeSetParams" 12020 Plain (executable: *mut c_void, node: *mut c_void, parameters: *const NodeParameters) => reach::change_node_in;
 
         Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => proc_address::get_proc_address;
         Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => proc_address::get_proc_address_v2;
     } };
 }
 
-/// The functions that start device work or change device memory, and so wait at the gate
+/// The functions that start device work, change device memory or describe work on memory, and so wait at the gate
 /// ([`vramctl_core::gate`]) while the program is held. Each line: what the function does, its exported symbol, name and version for
 /// `cuGetProcAddress`, flavour, and a letter for each argument. All arguments are as wide as a register or narrower, and none is in
 /// floating point, so that they can be passed on without knowing what they mean. Expands to `$with! { … }`.
 ///
 /// Those that load include some that look like queries: with lazy loading, the default since CUDA 12.2, code and global variables
 /// reach the device when a function or variable is first asked for in a context. What has no context (`cuLibraryGetKernel`) cannot load.
+///
+/// Those that describe work start none. But the driver refuses nodes that copy or set memory that is not there (observed with 580), and graphs of
+/// captured sets, and a program that builds its graphs while it is held would get that error. Whether it looks at other nodes is its own affair.
 ///
 /// The runtime has locks of its own, and may hold one when it makes such a call: it loads a kernel at its first launch. If a thread then
 /// waits at the gate, another thread's `cudaFree` or `cudaEventQuery` may wait for that lock until the program is resumed, although it
@@ -487,6 +483,37 @@ macro_rules! gated_functions {
             Signals cuStreamWriteValue64_v2_ptsz "cuStreamWriteValue64" 11070 PerThread (a b c d);
             Signals cuWaitExternalSemaphoresAsync "cuWaitExternalSemaphoresAsync" 10000 Plain (a b c d);
             Signals cuWaitExternalSemaphoresAsync_ptsz "cuWaitExternalSemaphoresAsync" 10000 PerThread (a b c d);
+
+            Describes cuGraphAddBatchMemOpNode "cuGraphAddBatchMemOpNode" 11070 Plain (a b c d e);
+            Describes cuGraphAddChildGraphNode "cuGraphAddChildGraphNode" 10000 Plain (a b c d e);
+            Describes cuGraphAddKernelNode "cuGraphAddKernelNode" 10000 Plain (a b c d e);
+            Describes cuGraphAddKernelNode_v2 "cuGraphAddKernelNode" 12000 Plain (a b c d e);
+            Describes cuGraphAddMemAllocNode "cuGraphAddMemAllocNode" 11040 Plain (a b c d e);
+            Describes cuGraphAddMemFreeNode "cuGraphAddMemFreeNode" 11040 Plain (a b c d e);
+            Describes cuGraphAddMemcpyNode "cuGraphAddMemcpyNode" 10000 Plain (a b c d e f);
+            Describes cuGraphAddMemsetNode "cuGraphAddMemsetNode" 10000 Plain (a b c d e f);
+            Describes cuGraphAddNode "cuGraphAddNode" 12020 Plain (a b c d e);
+            Describes cuGraphAddNode_v2 "cuGraphAddNode" 12030 Plain (a b c d e f);
+            Describes cuGraphAddNode_v3 "cuGraphAddNode" 13040 Plain (a b c d e f);
+            Describes cuGraphBatchMemOpNodeSetParams "cuGraphBatchMemOpNodeSetParams" 11070 Plain (a b);
+            Describes cuGraphExecBatchMemOpNodeSetParams "cuGraphExecBatchMemOpNodeSetParams" 11070 Plain (a b c);
+            Describes cuGraphExecChildGraphNodeSetParams "cuGraphExecChildGraphNodeSetParams" 11010 Plain (a b c);
+            Describes cuGraphExecKernelNodeSetParams "cuGraphExecKernelNodeSetParams" 10010 Plain (a b c);
+            Describes cuGraphExecKernelNodeSetParams_v2 "cuGraphExecKernelNodeSetParams" 12000 Plain (a b c);
+            Describes cuGraphExecMemcpyNodeSetParams "cuGraphExecMemcpyNodeSetParams" 10020 Plain (a b c d);
+            Describes cuGraphExecMemsetNodeSetParams "cuGraphExecMemsetNodeSetParams" 10020 Plain (a b c d);
+            Describes cuGraphExecNodeSetParams "cuGraphExecNodeSetParams" 12020 Plain (a b c);
+            Describes cuGraphExecUpdate "cuGraphExecUpdate" 10020 Plain (a b c d);
+            Describes cuGraphExecUpdate_v2 "cuGraphExecUpdate" 12000 Plain (a b c);
+            Describes cuGraphInstantiate "cuGraphInstantiate" 10000 Plain (a b c d e);
+            Describes cuGraphInstantiate_v2 "cuGraphInstantiate" 11000 Plain (a b c d e);
+            Describes cuGraphInstantiateWithFlags "cuGraphInstantiateWithFlags" 11040 Plain (a b c);
+            Describes cuGraphKernelNodeSetParams "cuGraphKernelNodeSetParams" 10000 Plain (a b);
+            Describes cuGraphKernelNodeSetParams_v2 "cuGraphKernelNodeSetParams" 12000 Plain (a b);
+            Describes cuGraphMemcpyNodeSetParams "cuGraphMemcpyNodeSetParams" 10000 Plain (a b);
+            Describes cuGraphMemsetNodeSetParams "cuGraphMemsetNodeSetParams" 10000 Plain (a b);
+            Describes cuGraphNodeSetParams "cuGraphNodeSetParams" 12020 Plain (a b);
+            Describes cuGraphNodeSetParams_v2 "cuGraphNodeSetParams" 13040 Plain (a b);
 
             Loads cuFuncLoad "cuFuncLoad" 12040 Plain (a);
             Loads cuKernelGetFunction "cuKernelGetFunction" 12000 Plain (a b);

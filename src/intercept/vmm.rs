@@ -2,6 +2,7 @@
 //! function.
 
 use crate::alloc::{forward_unmanaged, has_memory, managed, placement};
+use crate::paused::once_there;
 use crate::share::BY_DESCRIPTOR;
 use crate::{driver_memory, driver_originals};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
@@ -11,7 +12,7 @@ use vramctl_core::contexts;
 use vramctl_core::events;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
-use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, unmanaged};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, reserved, unmanaged};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -181,10 +182,27 @@ pub unsafe fn get_access(flags: *mut c_ulonglong, location: *const CUmemLocation
     }
 }
 
-pub unsafe fn address_free(address: CUdeviceptr, bytes: usize) -> StatusCode {
+pub unsafe fn address_reserve(
+    pointer: *mut CUdeviceptr,
+    bytes: usize,
+    alignment: usize,
+    hint: CUdeviceptr,
+    flags: c_ulonglong,
+) -> StatusCode {
     // SAFETY: as above.
-    existing(|memory| memory.keeps_addresses(Span { address, bytes }))
-        .unwrap_or_else(|| unsafe { driver_originals::cuMemAddressFree(address, bytes) })
+    let answer = unsafe { driver_originals::cuMemAddressReserve(pointer, bytes, alignment, hint, flags) };
+    if answer == code::SUCCESS && !pointer.is_null() {
+        // SAFETY: not null, and written by the real function.
+        reserved::note(Span { address: unsafe { pointer.read() }, bytes });
+    }
+    answer
+}
+
+pub unsafe fn address_free(address: CUdeviceptr, bytes: usize) -> StatusCode {
+    let span = Span { address, bytes };
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuMemAddressFree(address, bytes) };
+    existing(|memory| memory.keeps_addresses(span)).unwrap_or_else(|| reserved::freeing(span, real))
 }
 
 pub unsafe fn retain_handle(handle: *mut Handle, address: *mut c_void) -> StatusCode {
@@ -224,19 +242,35 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
-    if kind == BY_DESCRIPTOR && is_ours(handle) && !shared.is_null() {
-        // SAFETY: not null, and writable for a descriptor by the program's promise.
-        return unsafe { export_descriptor(shared.cast(), handle, real) };
-    }
+    once_there(
+        || is_paused(handle),
+        || {
+            if kind == BY_DESCRIPTOR && is_ours(handle) && !shared.is_null() {
+                // SAFETY: not null, and writable for a descriptor by the program's promise.
+                unsafe { export_descriptor(shared.cast(), handle, real) }
+            } else {
+                export_otherwise(handle, real)
+            }
+        },
+    )
+}
+
+fn export_otherwise(handle: Handle, real: impl Fn(Handle) -> StatusCode) -> StatusCode {
+    const CALL: &str = "cuMemExportToShareableHandle";
     sightings::making(ObstacleKind::Shared, || {
-        existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd, real)).unwrap_or_else(|| {
+        existing(|memory| memory.share_handle(handle, CALL, RegisteredUntil::ItsEnd, &real)).unwrap_or_else(|| {
             let answer = real(handle);
             if answer == code::SUCCESS {
-                sightings::note(ObstacleKind::Shared, "cuMemExportToShareableHandle", ObstacleKey::Handle(handle));
+                sightings::note(ObstacleKind::Shared, CALL, ObstacleKey::Handle(handle));
             }
             answer
         })
     })
+}
+
+/// Whether the memory behind a handle is paused.
+fn is_paused(handle: Handle) -> bool {
+    Memory::existing().is_some_and(|memory| memory.is_handle_paused(handle))
 }
 
 /// # Safety
@@ -289,10 +323,9 @@ pub unsafe fn bind_multicast_v2(
 /// Binds memory to a multicast object. `real` gets the driver's handle.
 fn bind(binding: Binding, handle: Handle, real: impl Fn(Handle) -> StatusCode) -> StatusCode {
     const CALL: &str = "cuMulticastBindMem";
-    noting_multicast(binding.object, CALL, || {
-        let until = RegisteredUntil::Unbound(binding);
-        existing(|memory| memory.share_handle(handle, CALL, until, &real)).unwrap_or_else(|| real(handle))
-    })
+    let until = RegisteredUntil::Unbound(binding);
+    let make = || existing(|memory| memory.share_handle(handle, CALL, until, &real)).unwrap_or_else(|| real(handle));
+    once_there(|| is_paused(handle), || noting_multicast(binding.object, CALL, make))
 }
 
 pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usize, bytes: usize) -> StatusCode {
@@ -318,7 +351,8 @@ pub unsafe fn bind_endpoint(
         unsafe { driver_originals::cuLogicalEndpointBindMem(endpoint, device, endpoint_offset, handle, offset, bytes, flags) }
     };
     let until = RegisteredUntil::Unbound(part_of_endpoint(endpoint, device, endpoint_offset, bytes));
-    existing(|memory| memory.share_handle(handle, "cuLogicalEndpointBindMem", until, real)).unwrap_or_else(|| real(handle))
+    let make = || existing(|memory| memory.share_handle(handle, "cuLogicalEndpointBindMem", until, real)).unwrap_or_else(|| real(handle));
+    once_there(|| is_paused(handle), make)
 }
 
 /// The part of a logical endpoint to which memory is bound. Its id has 32 bits, so it is no multicast object's handle.

@@ -116,6 +116,10 @@ pub struct Report {
     /// freed the memory while it was paused. The program runs on without it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<Borrowed>,
+    /// After a resume: what the driver refuses of what the program has mapped or opened while it was paused, in words. The memory is back without
+    /// that.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refused: Vec<String>,
     /// After a pause with a guard: the guarded bytes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guarded_bytes: u64,

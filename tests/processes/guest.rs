@@ -6,7 +6,7 @@ use crate::common::{SHARED, compile, own_folder, programs};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Mutex;
 use std::thread;
@@ -68,6 +68,48 @@ fn a_library_is_opened_while_its_program_is_held() {
     machine.vramctl("suspend").expect(0, "", "");
     machine.vramctl("resume").expect(0, "", "");
     assert_eq!(program.ask("end"), "ok");
+    program.end();
+}
+
+/// `loading.c` as a program, and as libraries of these names.
+fn loading<const N: usize>(libraries: [&str; N]) -> (PathBuf, [PathBuf; N]) {
+    let (folder, driver) = (own_folder().join(format!("loading-{}", libraries.concat())), "-l:libcuda.so.1");
+    std::fs::create_dir(&folder).unwrap();
+    let program = folder.join("loading");
+    compile(&program, &["loading.c"], &[driver]);
+    let libraries = libraries.map(|name| {
+        let built = folder.join(name);
+        compile(&built, &["loading.c"], &["-shared", "-fPIC", "-DLIBRARY", driver]);
+        built
+    });
+    (program, libraries)
+}
+
+/// The constructor has the loader's lock, so the thread that it waits for must not need that: CUDA itself does not.
+#[test]
+fn a_constructor_waits_for_a_thread_that_calls_cuda() {
+    let machine = Machine::new();
+    let (program, [plugin]) = loading(["libplugin.so"]);
+    let run = |libraries: &[&Path]| {
+        let mut command = machine.preloaded(libraries, &program, &["waits", plugin.to_str().unwrap()]);
+        Ran::of(command.env("VRAMCTL_LOG", "warn"))
+    };
+    run(&[]).expect(0, "ok", "");
+    let report = run(&[&common::library()]).expect(0, "ok", "out of memory").err;
+    assert!(report.contains("libplugin.so+0x"), "the frames have names: {report}");
+}
+
+/// A plug-in of NCCL's is closed, and the library that comes in its place allocates: that is not NCCL's memory.
+#[test]
+fn memory_is_that_of_the_library_that_is_there_now() {
+    let machine = Machine::new();
+    let (program, [plugin, model]) = loading(["libnccl-plugin.so", "libmodel.so"]);
+    let paths = [&plugin, &model].map(|path| path.to_str().unwrap());
+    let program = machine.start_with("loading", program.to_str().unwrap(), |command| _ = command.arg("closes").args(paths));
+    let status = machine.status("loading");
+    let tags: Vec<_> =
+        status["processes"][0]["tags"].as_array().unwrap().iter().map(|tag| (tag["tag"].clone(), tag["bytes"].clone())).collect();
+    assert_eq!(tags, [("default".into(), (8 << 20).into()), ("nccl".into(), (4 << 20).into())]);
     program.end();
 }
 

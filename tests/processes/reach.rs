@@ -88,7 +88,7 @@ fn symbols() -> Vec<&'static str> {
 #[test]
 fn through_dlsym_on_the_drivers_handle() {
     let ours = symbols();
-    let others = ["cuInit", "cuDeviceGetCount", "cuStreamQuery", "cuGetExportTable", "cuNoSuchThing"];
+    let others = ["cuDeviceGet", "cuDeviceGetCount", "cuStreamQuery", "cuGetExportTable", "cuNoSuchThing"];
     let text = reach(&[&["dlsym"], &ours[..], &others[..]].concat());
     for name in &ours {
         assert!(text.contains(&format!("{name} libvramctl.so\n")), "{name}: {text}");
@@ -185,7 +185,7 @@ maps = [line.split() for line in open("/proc/self/maps")]
 def owner(address):
     return [line[-1].split("/")[-1] for line in maps if int(line[0].split("-")[0], 16) <= address < int(line[0].split("-")[1], 16)][0]
 maps = [line.split() for line in open("/proc/self/maps")]
-print(owner(ours), owner(function.value), owner(ctypes.cast(driver.cuInit, ctypes.c_void_p).value))
+print(owner(ours), owner(function.value), owner(ctypes.cast(driver.cuDeviceGet, ctypes.c_void_p).value))
 "#;
     let ran = Ran::of(&mut Machine::new().preloaded(&[&library()], "python3", &["-c", program]));
     assert_eq!(said(ran), "libvramctl.so libvramctl.so libsimgpu.so\n");
@@ -197,8 +197,8 @@ fn through_another_librarys_handle() {
     let path = |name: &str| programs().join(name).display().to_string();
     let text = reach(&["library", &path("libown_names.so"), "cudnnCreate", "cuMemAlloc_v2", "cuMemFree_v2"]);
     assert_eq!(text, "cudnnCreate libown_names.so\ncuMemAlloc_v2 libown_names.so\ncuMemFree_v2 null\n");
-    let text = reach(&["library", &path("libneeds_driver.so"), "cuMemAlloc_v2", "cuInit", "needs_driver"]);
-    assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuInit libcuda.so.1\nneeds_driver libneeds_driver.so\n");
+    let text = reach(&["library", &path("libneeds_driver.so"), "cuMemAlloc_v2", "cuDeviceGet", "needs_driver"]);
+    assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuDeviceGet libcuda.so.1\nneeds_driver libneeds_driver.so\n");
     assert_eq!(reach(&["library", "libc.so.6", "cuMemAlloc_v2", "malloc"]), "cuMemAlloc_v2 null\nmalloc libc.so.6\n");
 }
 
@@ -261,10 +261,10 @@ fn threads_and_forked_children_look_up_at_once() {
 fn with_another_library_that_answers_dlsym() {
     let (ours, other) = (library(), programs().join("libinterposer.so"));
     for (order, freed_by) in [([&*other, &*ours], "libinterposer.so"), ([&*ours, &*other], "libvramctl.so")] {
-        let output = run(&order, "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]);
+        let output = run(&order, "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuDeviceGet"]);
         assert_eq!(output.err, "interposer: lookups, frees\n", "{order:?}");
         let text = said(output);
-        assert_eq!(text, format!("cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 {freed_by}\ncuInit libcuda.so.1\nuse 0\n"));
+        assert_eq!(text, format!("cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 {freed_by}\ncuDeviceGet libcuda.so.1\nuse 0\n"));
         for program in ["static_runtime", "linked", "next"] {
             said(run(&order, program, &[]));
         }
@@ -306,8 +306,8 @@ fn with_a_library_that_stands_in_for_the_driver() {
 fn with_a_second_copy() {
     let copy = own_folder().join("libsecondcopy.so");
     fs::copy(library(), &copy).unwrap();
-    let text = said(run(&[&library(), &copy], "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]));
-    assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 libvramctl.so\ncuInit libcuda.so.1\nuse 0\n");
+    let text = said(run(&[&library(), &copy], "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuDeviceGet"]));
+    assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 libvramctl.so\ncuDeviceGet libcuda.so.1\nuse 0\n");
     let text = said(run(&[&copy, &library()], "reach", &["proc", "13000", "0", "cuMemAlloc"]));
     assert_eq!(text, "cuMemAlloc 0 libsecondcopy.so, 0 libsecondcopy.so status 0\nuse 0\n");
 }

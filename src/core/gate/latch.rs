@@ -164,6 +164,11 @@ impl ThreadMark {
         (inside != NOTHING || self.nested.load(Ordering::Acquire) != 0).then_some(inside)
     }
 
+    /// Whether the thread is inside a call, or about to be.
+    pub fn is_inside(&self) -> bool {
+        self.inside.load(Ordering::Relaxed) != NOTHING
+    }
+
     /// Whether the thread waits for the latch to open.
     pub fn is_waiting(&self) -> bool {
         self.waits.load(Ordering::Relaxed) > 0

@@ -67,6 +67,14 @@ pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
     })
 }
 
+/// Waits until the gate is open. `false`, at once, in a call that is inside already, and in the thread that ends the process.
+pub fn wait(gated: &'static Gated) -> bool {
+    threads::with_mark(|mark| {
+        let outside = mark.filter(|mark| !mark.is_inside());
+        outside.inspect(|mark| mark.pass(&LATCH, number(gated), || ())).is_some()
+    })
+}
+
 /// Calls `make`, whose calls all pass even if the gate is closed: for the library's own work that goes through hooked entries.
 pub fn unheld<R>(make: impl FnOnce() -> R) -> R {
     static UNHELD: Gated = Gated("NCCL, for the library");

@@ -136,6 +136,9 @@ pub struct Mapping {
     pub place: Place,
     /// The devices with access; `None`: those that have it to all such memory of the device (`peers`).
     pub access: Option<Arc<[Access]>>,
+    /// Whether the driver has mapped it, or will without doubt. It could not be asked if the program mapped or opened the memory while it was
+    /// paused.
+    pub is_tried: bool,
 }
 
 impl Mapping {
@@ -202,7 +205,7 @@ impl Allocation {
     ) -> Self {
         let made = Self::with(policy, at.bytes(), current.device(), current.owner(), memory, at.base(), Origin::Malloc);
         let made = Self { requested, from_pool, ..made };
-        made.contents().add(Mapping { place: Place::of(at), access: None });
+        made.contents().add(Mapping { place: Place::of(at), access: None, is_tried: true });
         made.record(Change::Allocated);
         made
     }
@@ -425,7 +428,7 @@ impl Allocation {
     /// Of an import: puts memory that has just been imported where the program has the mappings now, with their access.
     pub(super) fn take_up(&self, mut memory: Physical) -> Result<(), Failure> {
         let mut contents = self.contents();
-        for Mapping { place, access } in contents.mappings.values() {
+        for Mapping { place, access, .. } in contents.mappings.values() {
             memory.map(place)?;
             driver::open([(place.span(), access.clone().unwrap_or_default())])?;
         }
@@ -457,7 +460,7 @@ impl Allocation {
         if let Some(memory) = &mut contents.memory {
             memory.map(&place)?;
         }
-        contents.add(Mapping { place, access: None });
+        contents.add(Mapping { place, access: None, is_tried: true });
         Ok(contents.memory.is_some())
     }
 

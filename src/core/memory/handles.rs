@@ -10,7 +10,7 @@
 use super::allocation::{Contents, Mapping};
 use super::keyed::Keyed;
 use super::registered::RegisteredUntil;
-use super::{Allocation, Memory, Placement, borrow};
+use super::{Allocation, Memory, Placement, borrow, reserved};
 use crate::contexts;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use vramctl_driver::{
     self as driver, Access, Account, CUdevice, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture,
 };
 use vramctl_host::Held;
-use vramctl_model::{Error, Failure, Span, StatusCode, code};
+use vramctl_model::{Bytes, Error, Failure, Span, StatusCode, code};
 
 /// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
 const FIRST: u64 = 0x7672_0000_0000_0000;
@@ -92,14 +92,18 @@ impl Memory {
             memory.is_mapped_at(place.clone());
         } else if flags != 0 {
             return Some(code::INVALID_VALUE);
-        } else if offset != 0 || span.bytes != allocation.bytes() || !is_aligned(span.address, allocation.device) {
+        } else if offset != 0 || span.bytes != allocation.bytes() {
             // As driver 580 answers for a part of a handle.
             return Some(code::NOT_SUPPORTED);
-        } else if !self.mapped.touched_by(span).is_empty() {
+        } else if !is_aligned(span.address, allocation.device)
+            || !self.mapped.touched_by(span).is_empty()
+            || !reserved::is_free(span, allocation.device)
+        {
             return Some(code::INVALID_VALUE);
         }
         // Nobody has access to a new mapping.
-        contents.add(Mapping { place, access: Some(Arc::default()) });
+        let is_tried = contents.memory.is_some();
+        contents.add(Mapping { place, access: Some(Arc::default()), is_tried });
         drop(contents);
         self.mapped.insert(span.address, allocation);
         Some(code::SUCCESS)
@@ -204,6 +208,45 @@ impl Memory {
         std::iter::from_fn(next).collect()
     }
 
+    /// Before a resume: tries the mappings that the program has made, and the access that it has given, while the memory was paused. What the
+    /// driver refuses now, it would have refused then: the memory comes back without that. Returns what it is, in words. Under the exclusive
+    /// transition lock.
+    pub(crate) fn try_mappings(&self, paused: &[Arc<Allocation>]) -> Vec<String> {
+        let mut refused = Vec::new();
+        for allocation in paused.iter().filter(|one| one.contents().mappings.values().any(|mapping| !mapping.is_tried)) {
+            let Some(wanted) = allocation.origin().properties() else { continue };
+            let account = Account { device: allocation.device, label: None };
+            // Without memory for it, the resume says so.
+            let Ok(mut memory) = Physical::create_as(wanted, account, allocation.bytes()) else { continue };
+            let untried: Vec<_> = allocation.contents().mappings.values().filter(|mapping| !mapping.is_tried).cloned().collect();
+            for mapping in untried {
+                let Some(tried) = Tried::of(&mapping, &mut memory) else { continue };
+                self.keep_of_mapping(allocation, mapping.address(), tried.access);
+                let Some(failure) = tried.refused else { continue };
+                let what = Bytes(allocation.bytes() as u64);
+                let text =
+                    format!("{what} of tag {} at {:#x}, mapped or opened while paused: {failure}", allocation.tag, mapping.address());
+                log::warn!("the memory comes back without what the driver refuses: {text}");
+                refused.push(text);
+            }
+        }
+        refused
+    }
+
+    /// Keeps these of the devices with access to a mapping or, for `None`, does without the mapping.
+    fn keep_of_mapping(&self, allocation: &Allocation, base: CUdeviceptr, access: Option<Arc<[Access]>>) {
+        let mut contents = allocation.contents();
+        if let Some(access) = access {
+            if let Some(mapping) = contents.mappings.get_mut(&base) {
+                (mapping.access, mapping.is_tried) = (Some(access), true);
+            }
+        } else {
+            contents.mappings.remove(&base);
+            drop(contents);
+            self.mapped.remove([base]);
+        }
+    }
+
     /// `cuMemGetAccess`, of paused memory: the driver has no mapping to ask.
     pub fn access_of_paused(&self, address: CUdeviceptr, location: Location) -> Option<u64> {
         let (base, allocation) = self.mapped.at(address).filter(|(_, allocation)| allocation.is_paused())?;
@@ -256,6 +299,11 @@ impl Memory {
             return None;
         }
         Some(self.of_handle(handle).and_then(|allocation| allocation.origin().properties().copied().ok_or(code::INVALID_VALUE)))
+    }
+
+    /// Whether the memory behind a handle of the library's is paused.
+    pub fn is_handle_paused(&self, handle: u64) -> bool {
+        is_ours(handle) && self.of_handle(handle).is_ok_and(|allocation| allocation.is_paused())
     }
 
     /// Passes the driver's handle to a call that shares it: with another process, a multicast object, a sparse array. From then on the
@@ -348,6 +396,38 @@ impl Memory {
     }
 }
 
+/// What the driver says to a mapping.
+struct Tried {
+    refused: Option<Failure>,
+    /// The access that it grants; `None` if it refuses the mapping.
+    access: Option<Arc<[Access]>>,
+}
+
+impl Tried {
+    /// `None` if the driver fails for another reason than the mapping.
+    fn of(mapping: &Mapping, memory: &mut Physical) -> Option<Self> {
+        fn is_refusal(failure: &Failure) -> bool {
+            matches!(failure.code, code::INVALID_VALUE | code::INVALID_DEVICE | code::NOT_SUPPORTED)
+        }
+        let place = &mapping.place;
+        // What a driver refuses once, it may grant a moment later.
+        if let Err(failure) = memory.map(place).or_else(|_| memory.map(place)) {
+            return is_refusal(&failure).then_some(Self { refused: Some(failure), access: None });
+        }
+        let mut refused = None;
+        let is_granted = |access: &Access| {
+            let open = || driver::open([(place.span(), [*access].into())]);
+            let failure = open().or_else(|_| open()).err().filter(is_refusal);
+            let is_granted = failure.is_none();
+            refused = refused.take().or(failure);
+            is_granted
+        };
+        let access = mapping.access.iter().flat_map(|all| all.iter()).copied().filter(is_granted).collect();
+        memory.unmap_from(mapping.address());
+        Some(Self { refused, access: Some(access) })
+    }
+}
+
 /// A mapping of the program's, and its allocation if it is managed.
 struct MappedPiece {
     span: Span,
@@ -382,7 +462,9 @@ fn note_access(mappings: &[MappedPiece], access: &[Access]) {
 /// Records access, by location.
 fn note_access_at(base: CUdeviceptr, allocation: &Allocation, access: &[Access]) {
     let mut contents = allocation.contents();
+    let is_there = contents.memory.is_some();
     let Some(mapping) = contents.mappings.get_mut(&base) else { return };
+    mapping.is_tried &= is_there;
     let mut all: Vec<_> = mapping.access.iter().flat_map(|access| access.iter().copied()).collect();
     for new in access {
         match all.iter_mut().find(|old| old.location == new.location) {

@@ -23,6 +23,7 @@ pub mod region;
 mod registered;
 mod registrant;
 mod requester;
+pub mod reserved;
 pub mod share;
 pub mod sightings;
 mod under_way;

@@ -7,7 +7,7 @@
 
 use super::allocation::Contents;
 use super::registrant::{Registrant, RegistrantMark};
-use super::{Allocation, Memory};
+use super::{Allocation, Memory, borrow};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::mem;
@@ -135,6 +135,11 @@ impl Memory {
             }
         }
         answer
+    }
+
+    /// Whether any memory in a range is paused, or is another process's that is.
+    pub fn is_paused_in(&self, span: Span) -> bool {
+        self.touched_by(span).iter().any(|allocation| allocation.is_paused()) || borrow::at(span.address).is_some_and(|seen| seen.is_paused)
     }
 
     /// Records that memory is registered.

@@ -186,6 +186,7 @@ impl Memory {
             late_bytes: driver::leftover_bytes(),
             missing: if request.is_borrower { aside::missing(request) } else { Vec::new() },
             lost: Vec::new(),
+            refused: Vec::new(),
             guarded_bytes,
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),

@@ -116,6 +116,7 @@ impl Memory {
         if !unguarded.is_empty() {
             clock.add(Stage::Guard, unguarding.elapsed());
         }
+        let refused = self.try_mappings(&paused);
         // Without the vote, the new memory is released; the backups are untouched, but for those whose memory has gone over.
         let mut came = Vec::new();
         let brought = self
@@ -137,7 +138,7 @@ impl Memory {
             allocation.contents().paused_by = PausedBy::Program;
         }
 
-        let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
+        let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, refused, ..Report::default() };
         report.guard_bytes = guard::all_bytes(&all);
         report.guard_written_bytes = self.take_written();
         report.kept_bytes = came.iter().map(Came::kept_bytes).sum();
@@ -150,6 +151,8 @@ impl Memory {
             report.disk_bytes += disk_bytes;
             done_with.extend(activate(allocation, memory));
         }
+        // What the program has only had in a mapping that is refused.
+        self.end_unused();
         report.discarded_bytes = report.bytes - report.kept_bytes;
         report.self_paused_bytes = left.iter().map(|allocation| allocation.bytes() as u64).sum();
         report.late_bytes = driver::leftover_bytes();

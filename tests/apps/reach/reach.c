@@ -184,7 +184,7 @@ static int garbage(void)
 static void *look_up(void *driver)
 {
 	for (int round = 0; round < 2000; round++) {
-		void *found = dlsym(driver, round % 2 ? "cuMemAlloc_v2" : "cuInit");
+		void *found = dlsym(driver, round % 2 ? "cuMemAlloc_v2" : "cuDeviceGet");
 		void *none = dlsym(driver, "cuNoSuchThing");
 		if (found == NULL || none != NULL || strcmp(owner(found), round % 2 ? "libvramctl.so" : "libcuda.so.1") != 0)
 			return found;

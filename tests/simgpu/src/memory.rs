@@ -226,7 +226,7 @@ pub fn set_pointer_attribute(value: In<u32>, which: i32, address: Address) -> Ou
 }
 
 /// `cuPointerGetAttributes`: "will not return `CUDA_ERROR_INVALID_VALUE` for an unknown pointer"; the attributes are zero
-/// then.
+/// then. The range is that of the reservation even where nothing is mapped; without one, it is left as it was.
 pub fn pointer_attributes(count: u32, which: In<i32>, data: In<*mut c_void>, address: Address) -> Outcome {
     let which = which.get_all(count as usize)?;
     let data = data.get_all(count as usize)?;
@@ -241,6 +241,11 @@ pub fn pointer_attributes(count: u32, which: In<i32>, data: In<*mut c_void>, add
                 | attribute::IS_MANAGED
                 | attribute::IS_LEGACY_IPC_CAPABLE
                 | attribute::MAPPED => Value::Narrow(0),
+                attribute::RANGE_START | attribute::RANGE_SIZE => match state.space.reserved_at(address) {
+                    Some((start, _)) if which == attribute::RANGE_START => Value::Wide(start),
+                    Some((_, bytes)) => Value::Wide(bytes as u64),
+                    None => continue,
+                },
                 _ => Value::Wide(0),
             },
         };

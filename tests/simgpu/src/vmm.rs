@@ -404,6 +404,11 @@ impl Space {
         (address - base < reservation.bytes.max(1) as u64).then_some((base, reservation))
     }
 
+    /// The program's reservation around an address: its start and its length.
+    pub fn reserved_at(&self, address: Address) -> Option<(Address, usize)> {
+        self.reservation(address).filter(|(_, range)| range.purpose == Purpose::Virtual).map(|(base, range)| (base, range.bytes))
+    }
+
     fn mapping(&self, address: Address) -> Option<(Address, &Mapping)> {
         let (&base, mapping) = self.mappings.range(..=address).next_back()?;
         (address - base < mapping.bytes as u64).then_some((base, mapping))
@@ -862,7 +867,8 @@ pub fn properties(prop: Out<AllocationProp>, handle: Handle) -> Outcome {
     prop.put(created.physical.prop.ok_or(INVALID_VALUE)?)
 }
 
-/// `cuMemMap`: into one reservation, where nothing is mapped. Only a whole handle can be mapped; a part is "not supported".
+/// `cuMemMap`: into one reservation, where nothing is mapped. (The driver lets it end behind the reservation.) Only a whole handle can be mapped; a part
+/// is "not supported".
 /// The mapping has no access yet.
 pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags: u64) -> Outcome {
     if bytes == 0 || flags != 0 {
@@ -871,8 +877,11 @@ pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags:
     let mut state = state();
     let space = &mut state.space;
     let physical = Arc::clone(&space.handles.get(&handle).ok_or(INVALID_VALUE)?.physical);
-    if offset != 0 || bytes != physical.bytes || !address.is_multiple_of(GRANULARITY as u64) {
+    if offset != 0 || bytes != physical.bytes {
         return Err(NOT_SUPPORTED);
+    }
+    if !address.is_multiple_of(GRANULARITY as u64) {
+        return Err(INVALID_VALUE);
     }
     let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
     match space.reservation(address) {

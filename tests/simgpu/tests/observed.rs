@@ -868,6 +868,26 @@ fn access_stops_at_the_first_hole() {
     });
 }
 
+/// Observed with driver 580 on an H200.
+#[test]
+fn the_range_of_an_address_is_its_reservation_whatever_is_mapped() {
+    isolated("the_range_of_an_address_is_its_reservation_whatever_is_mapped", &[], || {
+        let gpu = Gpu::start();
+        let base = gpu.reserve(2 * MIB2);
+        let range = |at: u64| {
+            let (attributes, mut values) = ([11, 12], [9_u64; 2]);
+            let mut places = values.each_mut().map(|value| std::ptr::from_mut(value) as usize);
+            ok!(gpu.cuPointerGetAttributes(2, attributes.as_ptr(), places.as_mut_ptr().cast(), at));
+            values
+        };
+        let around = [base, 2 * MIB2 as u64];
+        assert_eq!([range(base), range(base + 5), range(base + 2 * MIB2 as u64 - 1)], [around; 3]);
+        gpu.put_new(base, MIB2);
+        assert_eq!([range(base), range(base + MIB2 as u64)], [around; 2]);
+        assert_eq!(range(0x1000), [9; 2], "nothing is known of it");
+    });
+}
+
 #[test]
 fn only_whole_handles_can_be_mapped() {
     isolated("only_whole_handles_can_be_mapped", &[], || {
@@ -876,10 +896,11 @@ fn only_whole_handles_can_be_mapped() {
         let next = base + MIB2 as u64;
         let handle = gpu.create(2 * MIB2);
         for (pointer, bytes, offset) in
-            [(base, MIB2, 0), (base, MIB2, MIB2), (base, 4 * MIB2, 0), (base, MIB2 / 2, 0), (base + 4096, 2 * MIB2, 0)]
+            [(base, MIB2, 0), (base, MIB2, MIB2), (base, 4 * MIB2, 0), (base, MIB2 / 2, 0), (base + 4096, MIB2, 0)]
         {
             fails!(801, gpu.cuMemMap(pointer, bytes, offset, handle, 0));
         }
+        fails!(1, gpu.cuMemMap(base + 4096, 2 * MIB2, 0, handle, 0));
         fails!(1, gpu.cuMemMap(base, 0, 0, handle, 0));
         fails!(1, gpu.cuMemMap(base, 2 * MIB2, 0, handle, 1));
         fails!(1, gpu.cuMemMap(gpu.alloc(4 * MIB2), 2 * MIB2, 0, handle, 0));

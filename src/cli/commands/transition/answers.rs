@@ -107,7 +107,7 @@ impl Printing<'_> {
                     let text = format!("{process}: the driver has not taken {late} back yet; every pause and resume retries");
                     output::complain("warning", &text);
                 }
-                for text in guard_warnings(report) {
+                for text in guard_warnings(report).into_iter().chain(refusals(report)) {
                     output::complain("warning", &format!("{process}: {text}"));
                 }
                 for why in report.missing.iter().map(|missing| process.stays_held(missing)).chain(one.has_lost()) {
@@ -224,6 +224,11 @@ fn fate_of_contents(direction: Verb, report: &Report) -> Vec<String> {
     texts
 }
 
+/// Warnings about what the program runs on without.
+fn refusals(report: &Report) -> impl Iterator<Item = String> {
+    report.refused.iter().map(|what| format!("the memory is back without what the driver refuses: {what}"))
+}
+
 /// Warnings about guards.
 fn guard_warnings(report: &Report) -> Vec<String> {
     let mut warnings = Vec::new();
@@ -298,6 +303,7 @@ mod tests {
             late_bytes: 0,
             missing: Vec::new(),
             lost: Vec::new(),
+            refused: Vec::new(),
             guarded_bytes: 0,
             unguarded_bytes: 0,
             guard_bytes: 0,

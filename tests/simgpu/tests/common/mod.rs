@@ -206,6 +206,7 @@ library! {
     cuMemGetAddressRange_v2(*mut u64, *mut usize, u64) -> u32;
     cuPointerGetAttribute(*mut c_void, i32, u64) -> u32;
     cuPointerSetAttribute(*const u32, i32, u64) -> u32;
+    cuPointerGetAttributes(u32, *const i32, *mut *mut c_void, u64) -> u32;
     cuMemAllocAsync(*mut u64, usize, u64) -> u32;
     cuMemFreeAsync(u64, u64) -> u32;
     cuMemAllocManaged(*mut u64, usize, u32) -> u32;
