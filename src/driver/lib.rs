@@ -40,8 +40,8 @@ pub use properties::{Access, Location, Properties};
 pub use survey::{Gpu, Survey, cuda_version, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{
-    Addresses, PHYSICAL_PIECE, Physical, Place, free_spare_addresses, granularity, has_leftover_imports, is_shareable, leftover_bytes,
-    open, supports_vmm, sweep, unmap,
+    Addresses, PHYSICAL_PIECE, Physical, Place, free_spare_addresses, granularity, has_leftover_imports, is_shareable, is_spare,
+    leftover_bytes, open, supports_vmm, sweep, unmap,
 };
 
 pub use work::{Activity, Manner, activity, wait_for_work};

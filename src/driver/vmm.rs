@@ -113,6 +113,11 @@ impl Addresses {
     }
 }
 
+/// Whether an address is in a range that is kept for pools. The driver knows the range, and the program does not.
+pub fn is_spare(address: CUdeviceptr) -> bool {
+    SPARE.get().lock().unpoisoned().iter().any(|(base, bytes)| (*base..base + *bytes as u64).contains(&address))
+}
+
 /// Frees the ranges that are kept for pools. For tests: what is reserved then is in use.
 pub fn free_spare_addresses() {
     for range in mem::take(&mut *SPARE.get().lock().unpoisoned()) {

@@ -72,10 +72,12 @@ enum Pointed {
 
 impl Pointed {
     /// What is at a pointer, and about which pointer to ask the driver: about none where CUDA would know nothing, which is behind the last byte
-    /// that the program has asked for. Virtual memory is larger.
+    /// that the program has asked for, because virtual memory is larger, and where freed memory was.
     fn at(pointer: CUdeviceptr) -> (Option<Self>, CUdeviceptr) {
         let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer)) else {
-            return (borrow::at(pointer).map(Self::Opened), pointer);
+            let opened = borrow::at(pointer).map(Self::Opened);
+            let is_unknown = opened.is_none() && driver::is_spare(pointer);
+            return (opened, if is_unknown { 0 } else { pointer });
         };
         let is_behind = allocation.origin().is_malloc() && allocation.place_of(pointer).is_none();
         if is_behind { (None, 0) } else { (Some(Self::Managed(allocation)), pointer) }
