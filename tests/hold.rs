@@ -145,8 +145,8 @@ fn call_entry(symbol: &CStr, arguments: &[usize]) -> u32 {
     type Function = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
     let function = entries::of_symbol(symbol).unwrap_or_else(|| panic!("{symbol:?} has no entry"));
     let argument = |index: usize| arguments.get(index).copied().unwrap_or(0);
-    let [a, b, c, d, e, f] = std::array::from_fn(argument);
-    unsafe { transmute::<*const c_void, Function>(function.entry)(a, b, c, d, e, f) }
+    let [one, two, three, four, five, six] = std::array::from_fn(argument);
+    unsafe { transmute::<*const c_void, Function>(function.entry)(one, two, three, four, five, six) }
 }
 
 /// Makes these calls in the held program, each in a thread of its own. They must all wait for the resume. Returns what they answer then.

@@ -435,7 +435,9 @@ pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(
 /// The caller must make sure that no device work uses the addresses: the driver does not wait.
 pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
     let unmapped = unmap_all(memories);
-    memories.iter_mut().for_each(|memory| memory.count_away());
+    for memory in memories.iter_mut() {
+        memory.count_away();
+    }
     unmapped
 }
 

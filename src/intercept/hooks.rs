@@ -2,7 +2,7 @@
 //!
 //! They are generated from one table, `hooked_functions!`. A handler forwards to [`vramctl_core::memory`] or, for anything that
 //! is not managed, to the real function, whose result is returned unchanged. Which runtime that is depends on the caller
-//! ([`Runtime::of`]), so each function is a few instructions that pass the return address, in front of one in Rust.
+//! (`Runtime::of`), so each function is a few instructions that pass the return address, in front of one in Rust.
 //!
 //! If several copies of the library are loaded, all but the first only forward (`copies`).
 

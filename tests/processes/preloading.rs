@@ -206,7 +206,7 @@ fn a_program_for_another_machine_is_named() {
     assert!(ran.err.contains("narrow is not managed: it is for 32-bit machines"), "{}", ran.err);
 }
 
-/// AddressSanitizer ends a program in which it does not come first.
+/// `AddressSanitizer` ends a program in which it does not come first.
 #[test]
 fn a_program_with_address_sanitizer_runs() {
     let runs = Runs::new();
