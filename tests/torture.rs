@@ -23,7 +23,7 @@ use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -64,6 +64,16 @@ fn rounds(usual: u64) -> u64 {
 
 fn run(machine: &Machine, arguments: &str) -> Ran {
     Ran::end_of(machine.begin(arguments))
+}
+
+/// Begins a command, now and then where it gets few threads or none, as at `ulimit -u`.
+fn begin_anyhow(machine: &Machine, arguments: &str, random: &mut Random) -> Child {
+    if random.one_in(4) {
+        let mut command = machine.with_few_threads(random.below(12) as usize, arguments);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    } else {
+        machine.begin(arguments)
+    }
 }
 
 fn numbers(line: &str) -> Vec<u64> {
@@ -133,7 +143,7 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
             failed += u64::from(answer["reply"] == "error");
             assert_eq!(program.ask("clear"), "ok");
         }
-        run(&machine, "resume --name busy").expect(0, "", "");
+        Ran::end_of(begin_anyhow(&machine, "resume --name busy", random)).expect(0, "", "");
         let status = machine.connect(&program).ask(&json!({"request": "status"}));
         let is_active = |tag: &Value| tag["state"] == "active";
         assert!(status["held"] != true && status["tags"].as_array().unwrap().iter().all(is_active), "{status}");
@@ -246,13 +256,13 @@ fn a_job_in_collectives(random: &mut Random, with_faults: bool) {
         if with_faults {
             let before = machine.settled(&ranks.each_ref());
             let case = fail_some(&mut ranks, &OF_RESUME, random);
-            let ran = run(&machine, "resume --name ring");
+            let ran = Ran::end_of(begin_anyhow(&machine, "resume --name ring", random));
             let state = machine.settled(&ranks.each_ref());
             assert_eq!(state, if ran.code == Some(0) { "active" } else { before.as_str() }, "{case}: {}{}", ran.out, ran.err);
             failed[1] += u64::from(ran.code != Some(0));
             clear_faults(&mut ranks);
         }
-        run(&machine, "resume --name ring").expect(0, "", "");
+        Ran::end_of(begin_anyhow(&machine, "resume --name ring", random)).expect(0, "", "");
         assert_eq!(machine.settled(&ranks.each_ref()), "active");
     }
     all_get_on(&mut ranks);
@@ -587,7 +597,7 @@ fn end_as_one(machine: &Machine, ranks: &[Program]) -> &'static str {
 }
 
 /// Everything at once: programs that do everything, in one job, paused, suspended, moved and resumed at any moment, while commands are
-/// killed, ranks stop, drivers fail, sockets are deleted and guests misbehave. Whatever happens, a resume brings the whole job back.
+/// killed or get no threads, ranks stop, drivers fail, sockets are deleted and guests misbehave. Whatever happens, a resume brings the whole job back.
 #[test]
 fn a_job_that_does_everything_survives_everything() {
     let mut random = Random::new(20);
@@ -605,8 +615,8 @@ fn a_job_that_does_everything_survives_everything() {
     for round in 0..rounds(16) {
         let event = Event::of(&mut random);
         let line = event.command(&mut random);
-        let mut command = machine.begin(&line);
         let is_killed = random.one_in(4);
+        let mut command = if is_killed { machine.begin(&line) } else { begin_anyhow(&machine, &line, &mut random) };
         random.sleep(60);
         let disturbance = disturb(&machine, &mut ranks, &mut random);
         if is_killed {
@@ -629,7 +639,7 @@ fn a_job_that_does_everything_survives_everything() {
             assert_eq!(state, wanted, "{case}");
         }
         println!("{case} -> {state}");
-        let back = run(&machine, "resume --name busy --timeout 20");
+        let back = Ran::end_of(begin_anyhow(&machine, "resume --name busy --timeout 20", &mut random));
         assert_eq!(back.code, Some(0), "{case}: {}{}", back.out, back.err);
         assert_eq!(end_as_one(&machine, &ranks), "active", "{case}");
         all_get_on(&mut ranks);

@@ -3,7 +3,8 @@
  *
  *   torture threads SEED THREADS [ahead|both]
  *                                   threads that at random launch, capture, replay, allocate, free,
- *                                   fork, load modules and queue host functions. With `ahead`, they also
+ *                                   fork, load modules, build graphs, have contexts of their own and queue
+ *                                   host functions. With `ahead`, they also
  *                                   allocate and free in stream order without waiting, with `both` they
  *                                   copy while a second device is current, too
  *   torture rank ID RANK RANKS [ROUNDS]
@@ -38,6 +39,21 @@ static const char ptx[] = ".version 7.0\n.target sm_50\n.address_size 64\n"
                           ".visible .entry simgpu_collective(\n"
                           ".visible .entry simgpu_persistent(\n";
 
+/* CUDA_MEMCPY3D. */
+struct side {
+	size_t x, y, z, lod;
+	int type;
+	const void *host;
+	CUdeviceptr device;
+	void *array, *reserved;
+	size_t pitch, height;
+};
+
+struct copy {
+	struct side from, to;
+	size_t width, height, depth;
+};
+
 static struct {
 	CUresult (*load)(CUmodule *, const void *);
 	CUresult (*unload)(CUmodule);
@@ -48,6 +64,14 @@ static struct {
 	CUresult (*to_host)(void *, CUdeviceptr, size_t);
 	CUresult (*alloc_async)(CUdeviceptr *, size_t, cudaStream_t);
 	CUresult (*free_async)(CUdeviceptr, cudaStream_t);
+	CUresult (*context)(CUcontext *, unsigned, CUdevice);
+	CUresult (*end_context)(CUcontext);
+	CUresult (*current)(CUcontext *);
+	CUresult (*make_current)(CUcontext);
+	CUresult (*alloc)(CUdeviceptr *, size_t);
+	CUresult (*free)(CUdeviceptr);
+	CUresult (*graph)(cudaGraph_t *, unsigned);
+	CUresult (*add_copy)(cudaGraphNode_t *, cudaGraph_t, const cudaGraphNode_t *, size_t, const struct copy *, CUcontext);
 	int (*fail)(const char *, uint64_t, uint32_t, uint64_t);
 	void (*clear)(void);
 	int32_t (*region_begin)(const char *, int32_t);
@@ -111,6 +135,14 @@ static void look_all_up(void)
 	look_up(driver, &cu.to_host, "cuMemcpyDtoH_v2");
 	look_up(driver, &cu.alloc_async, "cuMemAllocAsync");
 	look_up(driver, &cu.free_async, "cuMemFreeAsync");
+	look_up(driver, &cu.context, "cuCtxCreate_v2");
+	look_up(driver, &cu.end_context, "cuCtxDestroy_v2");
+	look_up(driver, &cu.current, "cuCtxGetCurrent");
+	look_up(driver, &cu.make_current, "cuCtxSetCurrent");
+	look_up(driver, &cu.alloc, "cuMemAlloc_v2");
+	look_up(driver, &cu.free, "cuMemFree_v2");
+	look_up(driver, &cu.graph, "cuGraphCreate");
+	look_up(driver, &cu.add_copy, "cuGraphAddMemcpyNode");
 	look_up(driver, &cu.fail, "simgpu_fail");
 	look_up(driver, &cu.clear, "simgpu_clear_faults");
 	look_up(RTLD_DEFAULT, &cu.region_begin, "vramctl_region_begin");
@@ -244,6 +276,56 @@ static void replay(struct worker *w)
 		wrong("a graph's host function was not called as often as the graph was launched", 0);
 }
 
+/* Builds a graph node by node, which the driver checks against the memory that is there, and runs it once. */
+static void build(struct worker *w)
+{
+	cudaGraph_t graph;
+	cudaGraphExec_t executable;
+	cudaGraphNode_t node;
+	CUcontext own;
+	struct copy copy = {.from.type = 2, .to.type = 2, .width = BYTES, .height = 1, .depth = 1};
+	settle(w);
+	memcpy(&copy.from.device, &w->blocks[0].at, sizeof copy.from.device);
+	memcpy(&copy.to.device, &w->blocks[1].at, sizeof copy.to.device);
+	TRY(cu.current(&own));
+	TRY(cu.graph(&graph, 0));
+	TRY(cu.add_copy(&node, graph, NULL, 0, &copy, own));
+	if (below(w, 4) == 0)
+		usleep(2000);
+	TRY(cudaGraphInstantiateWithFlags(&executable, graph, 0));
+	TRY(cudaGraphLaunch(executable, w->stream));
+	w->blocks[1].value = w->blocks[0].value;
+	verify(w, &w->blocks[1]);
+	TRY(cudaGraphExecDestroy(executable));
+	TRY(cudaGraphDestroy(graph));
+}
+
+/* Has a context for a while, and leaves half of its memory to the end of the context. */
+static void have_a_context(struct worker *w)
+{
+	CUcontext usual, own;
+	CUdeviceptr at[2];
+	int value = (int)below(w, 256);
+	TRY(cu.current(&usual));
+	TRY(cu.context(&own, 0, 0));
+	for (int i = 0; i < 2; i++)
+		TRY(cu.alloc(&at[i], ROOM));
+	memset(w->found, value, BYTES);
+	TRY(cu.to_device(at[0], w->found, BYTES));
+	if (below(w, 4) == 0)
+		usleep(below(w, 3000));
+	memset(w->found, value + 1, BYTES);
+	TRY(cu.to_host(w->found, at[0], BYTES));
+	if (w->found[0] != value || memcmp(w->found, w->found + 1, BYTES - 1) != 0)
+		wrong("the contents in a context of its own", value);
+	/* Both wait for all work of the device: see `launching`. */
+	pthread_rwlock_wrlock(&launching);
+	TRY(cu.free(at[1]));
+	TRY(cu.end_context(own));
+	pthread_rwlock_unlock(&launching);
+	TRY(cu.make_current(usual));
+}
+
 static void use_module(struct worker *w)
 {
 	CUmodule module;
@@ -360,7 +442,7 @@ static void use_second_device(struct worker *w)
 static void turn(struct worker *w)
 {
 	struct block *block = &w->blocks[2 + below(w, BLOCKS - 2)];
-	unsigned what = below(w, 40);
+	unsigned what = below(w, 44);
 	if (what < 14) {
 		if (block->at == NULL) {
 			allocate(w, block);
@@ -385,6 +467,10 @@ static void turn(struct worker *w)
 		use_host_function(w);
 	} else if (what < 36) {
 		have_a_child(w);
+	} else if (what >= 42) {
+		have_a_context(w);
+	} else if (what >= 40) {
+		build(w);
 	} else if (what < 38 || !runs_ahead) {
 		use_stream_order(w);
 	} else if (what < 39 || !uses_both_devices) {
