@@ -1,14 +1,15 @@
 //! CUDA IPC of managed memory, between real processes under the preloaded library on a simulated machine.
 
 use crate::common;
-use crate::common::machine::{Machine, Program, Ran};
+use crate::common::machine::{Machine, NEVER, Program, Ran, Wire, proxy};
 use crate::common::sharing::{MIB, PIECE, PROGRAM};
 use crate::common::{LONG_MS, eventually};
 use proptest::prelude::*;
 use serde_json::json;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
+use std::process::{self, Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -495,6 +496,57 @@ fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
     machine.goes_on(&other);
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
     assert_ne!(other.ask(&format!("read({lost}, 100)")), "[7]");
+}
+
+/// A question that is on its way when the owner is resumed has been answered already.
+#[test]
+fn a_resume_asks_again_for_what_was_refused_before_it() {
+    let machine = Machine::pair();
+    let (mut owner, held) = (machine.python("owner"), Arc::new((Mutex::new(None), Condvar::new())));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
+    let handle = owner.ask(&format!("get({pointer})"));
+    // Once there is `Some(false)`, the next refusal stays on its way until there is `None`, and makes it `Some(true)`.
+    let between = {
+        let held = Arc::clone(&held);
+        proxy(&machine, [&owner], move |_, request, line, is_answer| {
+            let (state, changed) = &*held;
+            let mut now = state.lock().unwrap();
+            if *now == Some(false) && is_answer && request == "open" && String::from_utf8_lossy(line).contains("\"error\"") {
+                *now = Some(true);
+                changed.notify_all();
+                drop(changed.wait_while(now, |now| now.is_some()).unwrap());
+            }
+            true
+        })
+    };
+    let mut other = machine.python_with("other", |command| _ = command.env("VRAMCTL_DIR", between.path()));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    let connect = || {
+        let stream = UnixStream::connect(between.path().join(format!("{}.sock", other.pid()))).unwrap();
+        stream.set_read_timeout(Some(NEVER)).unwrap();
+        Wire(BufReader::new(stream))
+    };
+    // The owner knows the proxy, which is in this process, for the borrower.
+    let pause = json!({ "request": "pause", "partners": [process::id()], "hold_ms": 60_000 });
+    assert_eq!(machine.answer(&owner, &pause)["reply"], "done");
+    let paused = connect().ask(&json!({ "request": "pause", "partners": [owner.pid()], "hold_ms": 60_000 }));
+    assert_eq!(paused["reply"], "done", "{paused}");
+    let (state, changed) = &*held;
+    *state.lock().unwrap() = Some(false);
+    let refused = changed.wait_timeout_while(state.lock().unwrap(), NEVER, |now| *now != Some(true)).unwrap();
+    assert!(!refused.1.timed_out(), "it asks until it has its memory");
+    drop(refused);
+    assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
+    let mut resumes = connect();
+    resumes.send(&json!({ "request": "resume" }), None);
+    // By then, the resume waits. If it comes later, the memory is back.
+    thread::sleep(Duration::from_millis(200));
+    *state.lock().unwrap() = None;
+    changed.notify_all();
+    let answer = resumes.answer();
+    assert!(answer["reply"] == "done" && answer.get("missing").is_none(), "{answer}");
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
 }
 
 /// The process that is resumed first waits for the other, but not for a process that is gone.
