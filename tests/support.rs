@@ -162,7 +162,11 @@ fn an_obstacle_is_told_alike_by_dry_run_status_help_and_the_pages() {
         assert!(help.contains(word), "{kind:?}: the help does not say {word}: {help}");
     }
     let limits = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/limits.md")).unwrap();
-    for words in ["exit code 7", "(support.md#refused)", "frees, closes or unmaps the memory, destroys the pool or withdraws the access"] {
+    for words in [
+        "exit code 7",
+        "(support.md#refused)",
+        "frees, closes or unmaps the memory, destroys the pool or the memory's context, or withdraws the access",
+    ] {
         assert!(limits.split_whitespace().collect::<Vec<_>>().join(" ").contains(words), "{words}");
     }
 
