@@ -8,6 +8,7 @@ mod common;
 mod cli;
 mod deepbind;
 mod descriptors;
+mod differential;
 mod guest;
 mod imports;
 mod job;
