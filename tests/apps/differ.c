@@ -209,6 +209,8 @@ static struct Memory {
 	int context;
 	/* A graph may use it. */
 	bool in_graph;
+	/* It has no contents yet. */
+	bool is_raw;
 } memory[MEMORY];
 
 static struct {
@@ -406,7 +408,8 @@ static int some_memory(bool device_only)
 	for (int i = 0; i < MEMORY; i++) {
 		/* A pool's memory is open to its own device: under the library, to those that it finds a way to. */
 		bool reaches = memory[i].kind != IN_ORDER || (now >= 0 && memory[i].context >= 0 && contexts[now].device == contexts[memory[i].context].device);
-		if (memory[i].kind != NONE && reaches && !(device_only && memory[i].kind == UNIFIED) && any(++seen) == 0)
+		bool fits = !device_only || (memory[i].kind != UNIFIED && !memory[i].is_raw);
+		if (memory[i].kind != NONE && reaches && fits && any(++seen) == 0)
 			found = i;
 	}
 	return found;
@@ -431,11 +434,20 @@ static void have(int slot, enum Kind kind, Address at, size_t bytes)
 {
 	static char contents[16 * MIB];
 	memory[slot] = (struct Memory){.kind = kind, .at = at, .bytes = bytes, .context = current()};
+	memory[slot].is_raw = capturing >= 0;
 	if (capturing >= 0)
 		return;
 	settle();
 	memset(contents, 1 + (int)any(250), bytes);
 	CALL(cuMemcpyHtoD_v2, at, contents, bytes);
+}
+
+/* What was allocated during a capture gets its contents after it. */
+static void fill_raw(void)
+{
+	for (int i = 0; i < MEMORY && capturing < 0; i++)
+		if (memory[i].kind != NONE && memory[i].is_raw && memory[i].context == current())
+			have(i, memory[i].kind, memory[i].at, memory[i].bytes);
 }
 
 static uint32_t hash(const char *bytes, size_t count)
@@ -590,6 +602,9 @@ static void free_some(void)
 	int stream = -1;
 	if (what->kind == IN_ORDER || one_in(4))
 		stream = some_stream();
+	/* In the default stream during another stream's capture, which error comes first is the driver's business. */
+	if (stream >= 0 && stream < 2 && capturing >= 0)
+		return;
 	if (stream >= 0 && stream != capturing && what->kind != UNIFIED) {
 		code = one_in(2) ? CALL(cudaFreeAsync, what->at, streams[stream].handle) : CALL(cuMemFreeAsync, what->at, streams[stream].handle);
 		if (code == SUCCESS)
@@ -737,7 +752,7 @@ static int some_rows(void)
 {
 	int found = -1, seen = 0;
 	for (int i = 0; i < MEMORY; i++)
-		if (memory[i].kind == PLAIN && memory[i].pitch != 0 && any(++seen) == 0)
+		if (memory[i].kind == PLAIN && memory[i].pitch != 0 && !memory[i].is_raw && any(++seen) == 0)
 			found = i;
 	return found;
 }
@@ -1209,7 +1224,7 @@ static void reset(void)
 
 static void ask_about_pools(void)
 {
-	/* The release threshold; what is reserved and used now, and at most. */
+	/* The release threshold; what is used now, and at most. */
 	static const int attributes[] = {4, 7, 8};
 	int now = current(), i = (int)any(POOLS);
 	Handle pool = NULL;
@@ -1230,8 +1245,9 @@ static void ask_about_pools(void)
 		say(" to %llu", (unsigned long long)value);
 		CALL(cuMemPoolSetAttribute, pool, attribute, &value);
 	} else if (CALL(cuMemPoolGetAttribute, pool, attribute, &value) == SUCCESS) {
-		/* CUDA reserves in its own steps. What is used is exact. */
-		say(" %llu", (unsigned long long)value);
+		/* Under the library, the most that was used is that of managed memory and that of the rest, at any two moments. */
+		if (attribute != 8)
+			say(" %llu", (unsigned long long)value);
 	}
 }
 
@@ -1470,6 +1486,7 @@ static void act(void)
 	bool second = one_in(2);
 	choose_runtime(second);
 	say("%u.%d %s%s:", step, thread, actions[i].name, second ? "'" : "");
+	fill_raw();
 	actions[i].act();
 	turn = one_in(6) ? 1 - thread : thread;
 	/* The default streams of another thread may be other ones. */
