@@ -1375,7 +1375,9 @@ static void use_range(void)
 	if (mapped < 0 || !range->open[part])
 		return;
 	if (one_in(2)) {
+		/* Does not wait for the device. */
 		CALL(cuMemsetD8_v2, at + 512, (unsigned char)any(256), 1024);
+		busy = 0;
 	} else if (CALL(cuMemcpyDtoH_v2, scratch[1], at, 2048) == SUCCESS) {
 		say(" hash %08x", hash(scratch[1], 2048));
 	}
