@@ -264,6 +264,7 @@ static struct {
 } host[HOST];
 
 static int devices;
+static bool has_two_runtimes;
 /* The stream that is being captured, or -1; and who began. */
 static int capturing = -1, capturing_thread, capture_mode;
 /* The stream in which work may be under way, or -1. */
@@ -1205,7 +1206,8 @@ static void change_contexts(void)
 static void reset(void)
 {
 	int now = current();
-	if (capturing >= 0 || now < 0 || now >= devices || !one_in(4))
+	/* A second runtime would go on with the context that is gone. */
+	if (capturing >= 0 || now < 0 || now >= devices || has_two_runtimes || !one_in(4))
 		return;
 	settle();
 	forget_graphs();
@@ -1530,6 +1532,7 @@ int main(int argc, char **argv)
 	state = strtoull(argv[1], NULL, 10) * 0x9E3779B97F4A7C15u | 1;
 	steps = atoi(argv[2]);
 	rest = (useconds_t)atoi(argv[3]);
+	has_two_runtimes = argc > 5;
 	void *driver = dlopen("libcuda.so.1", RTLD_NOW);
 	if (driver == NULL) {
 		fprintf(stderr, "differ: %s\n", dlerror());
