@@ -266,7 +266,7 @@ static struct {
 static int devices;
 static bool has_two_runtimes;
 /* The stream that is being captured, or -1; and who began. */
-static int capturing = -1, capturing_thread, capture_mode;
+static int capturing = -1, capturing_thread;
 /* The stream in which work may be under way, or -1. */
 static int busy = -1;
 static uint64_t state;
@@ -1063,7 +1063,6 @@ static void capture(void)
 	if (CALL(cuStreamBeginCapture_v2, streams[i].handle, mode) == SUCCESS) {
 		capturing = i;
 		capturing_thread = thread;
-		capture_mode = mode;
 	}
 }
 
