@@ -113,6 +113,19 @@ pub fn in_program_or(library: &[u8], name: &CStr) -> *mut c_void {
     found
 }
 
+/// The only loaded library that is wanted; `None` if none is, or several. `is_wanted` must neither allocate nor wait. Takes the same lock for moments.
+pub fn only_library(is_wanted: impl Fn(Loaded) -> bool) -> Option<Loaded> {
+    let (mut only, mut are_several) = (None, false);
+    in_list(|object| {
+        // SAFETY: the object is loaded.
+        let wanted = unsafe { Loaded::at(object.base, object.dynamic) }.filter(|library| is_wanted(*library));
+        are_several = only.is_some() && wanted.is_some();
+        only = only.or(wanted);
+        are_several
+    });
+    only.filter(|_| !are_several)
+}
+
 /// An object in the loader's list.
 #[derive(Clone, Copy)]
 struct ListedObject {
@@ -336,6 +349,11 @@ impl Loaded {
             }
         }
         None
+    }
+
+    /// Whether it is linked with such a function of another's.
+    pub fn uses(self, is_meant: impl Fn(&CStr) -> bool) -> bool {
+        self.references().any(|reference| is_meant(reference.name))
     }
 
     fn references(self) -> impl Iterator<Item = Reference> {

@@ -15,7 +15,12 @@ const MARK: &CStr = c"vramctl_version";
 
 /// Whether a function is in a copy of the library, this one included.
 pub fn contain(function: *const c_void) -> bool {
-    Loaded::around(function).is_some_and(|library| library.symbol(MARK).is_some())
+    Loaded::around(function).is_some_and(is_one)
+}
+
+/// Whether a library is a copy of this one, or itself.
+pub fn is_one(library: Loaded) -> bool {
+    library.symbol(MARK).is_some()
 }
 
 /// Whether another copy precedes this one in symbol lookup order. Checked once: copies loaded later come later in the order.

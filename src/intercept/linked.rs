@@ -6,6 +6,15 @@ use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 use vramctl_host::symbols::{self, Loaded};
 
+/// The only library that has any of these functions, for one that is linked with this version of them. Then that is the one which the caller's is
+/// linked with, wherever the loader would look. `None` if there are several, or none.
+///
+/// Unlike all else here, this does without the lock that a thread has while it opens a library: the library's constructors may wait for this thread.
+pub fn only_one_with(names: &[&CStr], version: Option<&CStr>) -> Option<Loaded> {
+    let fits = |library: Loaded, name| library.symbol(name).is_some() && version.is_none_or(|version| library.has_version(name, version));
+    symbols::only_library(|library| names.iter().any(|name| fits(library, name)) && !copies::is_one(library))
+}
+
 /// Where the functions of a caller's library come from.
 #[derive(Debug)]
 pub struct Linked {

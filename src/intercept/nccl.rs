@@ -6,8 +6,8 @@
 //! torch. So a call must reach exactly the one that it would have reached without this library.
 //!
 //! - A linked call reaches the exported function first. Its original is in the NCCL that has made the communicator. If that is not known, or
-//!   the call makes the communicator, it is searched in the linker's order: after this library, then in the libraries that the calling
-//!   library was loaded with. A call by a jump seems to come from the library before.
+//!   the call makes the communicator, it is the only one that is there. If there are several, it is searched in the linker's order: after this
+//!   library, then in the libraries that the calling library was loaded with. A call by a jump seems to come from the library before.
 //! - NCCL's functions may call each other by their exported names. Such a call is recognised because its thread is already inside an NCCL
 //!   function, and stays in the same NCCL. The return address does not help: the call may be a jump.
 //! - A lookup (`dlsym`) returns a different function, which calls the one that was found. There is one of these for each NCCL, up to a
@@ -19,7 +19,7 @@
 
 use crate::copies;
 use crate::entry::{jump, pass_caller, symbol};
-use crate::linked::in_loaded;
+use crate::linked::{in_loaded, only_one_with};
 use crate::nccl_functions;
 use std::arch::naked_asm;
 use std::cell::Cell;
@@ -359,6 +359,11 @@ pub(crate) fn linked_for(caller: *const c_void, name: &CStr) -> *mut c_void {
     around.into_iter().find(|found| !found.is_null() && !copies::contain(*found)).unwrap_or(next)
 }
 
+/// The same without the loader's lock, if only one library has the function.
+fn only_one(name: &CStr) -> Option<*mut c_void> {
+    only_one_with(&[name], None)?.symbol(name)
+}
+
 /// The first argument of NCCL's functions.
 trait OfCommunicator {
     /// The function of this name in the NCCL that has made the communicator, if it exists already and is known.
@@ -444,8 +449,8 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name, and its own arguments.
                     return unsafe { types::$symbol(same)($($argument),*) };
                 }
-                let of_its_own = || first!($($argument)*).in_its_nccl(names::$symbol).unwrap_or_else(|| linked_for(caller, names::$symbol));
-                let found = guarded(of_its_own).unwrap_or(ptr::null_mut());
+                let of_its_own = || first!($($argument)*).in_its_nccl(names::$symbol).or_else(|| only_one(names::$symbol));
+                let found = guarded(|| of_its_own().unwrap_or_else(|| linked_for(caller, names::$symbol))).unwrap_or(ptr::null_mut());
                 // SAFETY: as above, with the arguments of the program.
                 unsafe { behind::$symbol(found, $($argument),*) }
             } )*

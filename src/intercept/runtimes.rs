@@ -2,11 +2,12 @@
 //!
 //! A process may have several: a wheel bundles one, another library is linked with that of an older release. Each has a last error and a
 //! current device of its own, so a call goes on to the runtime that the caller's library is linked with ([`Linked`]). That is found once
-//! for each library and, without a lock, known by the return address from then on.
+//! for each library and, without a lock, known by the return address from then on. If only one runtime fits, it is also found without the loader's
+//! lock, which another thread may have that waits for this one; to choose among several takes that lock.
 
 use crate::decided::{self, pass_by};
 use crate::hooked_functions;
-use crate::linked::Linked;
+use crate::linked::{Linked, only_one_with};
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -21,6 +22,8 @@ use vramctl_model::code;
 #[derive(Debug)]
 pub struct Runtime {
     functions: [*mut c_void; NAMES.len()],
+    /// Its library, if nothing but its users keeps it loaded.
+    loaded: Option<ObjectId>,
     next: AtomicPtr<Runtime>,
 }
 
@@ -133,10 +136,26 @@ impl Runtime {
         Loaded::around(self.functions[Function::cudaGetLastError as usize]).is_some_and(|library| library.is_named(soname))
     }
 
+    /// Those that are loaded.
     fn list() -> impl Iterator<Item = &'static Self> {
         let mut next = &FIRST;
         // SAFETY: null, or never freed.
         iter::from_fn(move || unsafe { next.load(Ordering::Acquire).as_ref() }.inspect(|runtime| next = &runtime.next))
+            .filter(|runtime| runtime.is_loaded())
+    }
+
+    fn is_loaded(&self) -> bool {
+        let is_there = |library| ObjectId::around(self.functions[Function::cudaGetLastError as usize]) == Some(library);
+        self.loaded.is_none_or(is_there)
+    }
+
+    /// The runtime in this library, which is loaded as long as its callers are. To keep it longer, as plain CUDA does not, would need the
+    /// loader's lock.
+    fn within(library: Loaded) -> Option<&'static Self> {
+        let functions = NAMES.map(|name| library.symbol(name).unwrap_or(ptr::null_mut()));
+        let loaded = ObjectId::around(functions[Function::cudaGetLastError as usize])?;
+        let known = Self::list().find(|runtime| runtime.functions == functions);
+        Some(known.unwrap_or_else(|| Self::add(functions, Some(loaded))))
     }
 
     /// The runtime with these functions, which stay loaded.
@@ -153,7 +172,11 @@ impl Runtime {
                 kept = path;
             }
         }
-        let new: &'static Self = Box::leak(Box::new(Self { functions, next: AtomicPtr::default() }));
+        Self::add(functions, None)
+    }
+
+    fn add(functions: [*mut c_void; NAMES.len()], loaded: Option<ObjectId>) -> &'static Self {
+        let new: &'static Self = Box::leak(Box::new(Self { functions, loaded, next: AtomicPtr::default() }));
         let mut last = &FIRST;
         while let Err(other) = last.compare_exchange(ptr::null_mut(), ptr::from_ref(new).cast_mut(), Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: never freed.
@@ -195,7 +218,8 @@ impl Caller {
         // SAFETY: null, or never freed.
         while let Some(known) = unsafe { place.load(Ordering::Acquire).as_ref() } {
             if known.object == object {
-                if known.is_guess.load(Ordering::Relaxed) {
+                // One that has come in the place of another may have brought its runtime along.
+                if known.is_guess.load(Ordering::Relaxed) || !known.runtime().is_loaded() {
                     let (runtime, is_guess) = make()?;
                     known.runtime.store(ptr::from_ref(runtime).cast_mut(), Ordering::Release);
                     known.is_guess.store(is_guess, Ordering::Relaxed);
@@ -262,8 +286,13 @@ fn find(caller: *const c_void, begun: u64) -> Option<&'static Runtime> {
 /// The runtime that a library is linked with, or else one that is a guess.
 fn search(caller: *const c_void) -> Option<(&'static Runtime, bool)> {
     // Without the loader's lock, with which another thread of the program's may wait for this one.
-    let known =
-        Loaded::around(caller).and_then(|library| Runtime::list().find(|runtime| library.needed().any(|name| runtime.is_named(name))));
+    let library = Loaded::around(caller);
+    let known = library.and_then(|library| Runtime::list().find(|runtime| library.needed().any(|name| runtime.is_named(name))));
+    let only_one = || {
+        let is_meant = |name: &CStr| NAMES.contains(&name);
+        let library = library.filter(|library| library.uses(is_meant))?;
+        only_one_with(&NAMES, library.version_needed(is_meant)).and_then(Runtime::within)
+    };
     let linked = || {
         let linked = Linked::of(caller, |name| NAMES.contains(&name));
         let mut functions = NAMES.map(|name| linked.function(name));
@@ -275,7 +304,7 @@ fn search(caller: *const c_void) -> Option<(&'static Runtime, bool)> {
         }
         functions.iter().any(|function| !function.is_null()).then(|| Runtime::with(functions))
     };
-    known.or_else(linked).map(|runtime| (runtime, false)).or_else(|| guess().map(|runtime| (runtime, true)))
+    known.or_else(only_one).or_else(linked).map(|runtime| (runtime, false)).or_else(|| guess().map(|runtime| (runtime, true)))
 }
 
 /// For a caller that is linked with no runtime: it has got the function from another, or by a look-up.

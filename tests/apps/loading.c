@@ -1,12 +1,14 @@
 /* Opens libraries that call CUDA: itself, compiled with -DLIBRARY.
  *
- *   loading waits LIBRARY          the constructor waits for a thread that makes its first calls of CUDA. Prints ok
+ *   loading waits LIBRARY          the constructor waits for a thread that makes its first calls of CUDA's driver and runtime and of NCCL.
+ *                                  The program has started CUDA, but has not made such calls. Prints ok
  *   loading closes LIBRARY OTHER   the first one allocates 4 MiB and is closed, then the other one allocates 8 MiB, most likely from the same
  *                                  addresses. Prints ready, and ends with its input
  */
 #define _GNU_SOURCE
 #include "check.h"
 #include "cudadriver.h"
+#include "cudart.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -16,6 +18,8 @@
 enum { SUCCESS, OUT_OF_MEMORY = 2 };
 
 #ifdef LIBRARY
+
+extern const char *ncclGetErrorString(int code);
 
 CUdeviceptr take(size_t bytes)
 {
@@ -29,12 +33,17 @@ static void *works(void *nothing)
 	CUcontext context;
 	CUdeviceptr address;
 	CUmemGenericAllocationHandle handle;
+	void *memory;
 	CUmemAllocationProp wanted = { .type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = { CU_MEM_LOCATION_TYPE_DEVICE, 0 } };
 	check(cuDevicePrimaryCtxRetain(&context, 0) == SUCCESS && cuCtxSetCurrent(context) == SUCCESS, "the context");
 	check(cuMemFree_v2(take(4 << 20)) == SUCCESS, "cuMemFree");
 	check(cuMemAlloc_v2(&address, (size_t)1 << 40) == OUT_OF_MEMORY, "a refused cuMemAlloc");
 	check(cuMemCreate(&handle, (size_t)1 << 40, &wanted, 0) == OUT_OF_MEMORY, "a refused cuMemCreate");
 	check(cuCtxSynchronize() == SUCCESS, "cuCtxSynchronize");
+	check(cudaMalloc(&memory, 4 << 20) == cudaSuccess && cudaFree(memory) == cudaSuccess, "cudaMalloc");
+	check(cudaMalloc(&memory, (size_t)1 << 40) == cudaErrorMemoryAllocation, "a refused cudaMalloc");
+	check(cudaGetLastError() == cudaErrorMemoryAllocation, "the last error");
+	check(strcmp(ncclGetErrorString(0), "no error") == 0, "ncclGetErrorString");
 	return nothing;
 }
 
@@ -66,7 +75,7 @@ int main(int count, char **arguments)
 	char line[16];
 	/* For a constructor that waits for ever. */
 	alarm(300);
-	check(cuInit(0) == SUCCESS, "cuInit");
+	check(cuInit(0) == SUCCESS && cudaDeviceSynchronize() == cudaSuccess, "CUDA");
 	check(cuDevicePrimaryCtxRetain(&context, 0) == SUCCESS && cuCtxSetCurrent(context) == SUCCESS, "the context");
 	if (strcmp(arguments[1], "waits") == 0) {
 		setenv("LOADING_WAITS", "1", 1);

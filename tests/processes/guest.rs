@@ -73,13 +73,15 @@ fn a_library_is_opened_while_its_program_is_held() {
 
 /// `loading.c` as a program, and as libraries of these names.
 fn loading<const N: usize>(libraries: [&str; N]) -> (PathBuf, [PathBuf; N]) {
-    let (folder, driver) = (own_folder().join(format!("loading-{}", libraries.concat())), "-l:libcuda.so.1");
+    let (folder, cuda) = (own_folder().join(format!("loading-{}", libraries.concat())), ["-l:libcuda.so.1", "-l:libcudart.so.13"]);
     std::fs::create_dir(&folder).unwrap();
-    let program = folder.join("loading");
-    compile(&program, &["loading.c"], &[driver]);
+    let (program, nccl) = (folder.join("loading"), folder.join("libnccl.so.2"));
+    compile(&program, &["loading.c"], &cuda);
+    compile(&nccl, &["nccl/nccl.c"], &[&SHARED[..], &["-Wl,-soname,libnccl.so.2"]].concat());
+    let options = [&SHARED[..], &["-DLIBRARY", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN"], &cuda].concat();
     let libraries = libraries.map(|name| {
         let built = folder.join(name);
-        compile(&built, &["loading.c"], &["-shared", "-fPIC", "-DLIBRARY", driver]);
+        compile(&built, &["loading.c"], &options);
         built
     });
     (program, libraries)

@@ -18,21 +18,24 @@ fn built() -> &'static Path {
         let compile = |name: &str, source: &str, options: &[&str]| {
             compile(&folder.join(name), &[&format!("runtimes/{source}")], options);
         };
-        let runtime = |name: &str, version: &str, number: &str| {
+        let built = |name: &str, version: &str, number: &str, options: &[&str]| {
             let script = format!("-Wl,--version-script={}/{version}.map", sources.display());
             let (number, soname) = (format!("-DVERSION={number}"), format!("-Wl,-soname,{name}"));
             // Like the real one, it calls its own functions, not a preloaded library's.
-            compile(name, "runtime.c", &[&SHARED[..], &["-Wl,-Bsymbolic", "-Wl,-z,nodelete", &number, &soname, &script]].concat());
+            compile(name, "runtime.c", &[&SHARED[..], &["-Wl,-Bsymbolic", &number, &soname, &script], options].concat());
         };
+        let runtime = |name, version, number| built(name, version, number, &["-Wl,-z,nodelete"]);
         runtime("libcudart-5ac09b38.so.12", "12", "12040");
         runtime("libcudart-d0da41ae.so.11.0", "11.0", "11080");
         runtime("libmine.so", "12", "12090");
+        built("libgoes.so", "12", "12060", &[]);
         let plugin = |name: &str, runtime: &str| {
             compile(name, "plugin.c", &[&SHARED[..], &[&format!("-l:{runtime}"), "-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]].concat());
         };
         plugin("liba.so", "libcudart-d0da41ae.so.11.0");
         plugin("libb.so", "libcudart-5ac09b38.so.12");
         plugin("libc.so", "libmine.so");
+        plugin("libd.so", "libgoes.so");
         compile("main", "main.c", &[]);
         folder
     })
@@ -90,4 +93,13 @@ fn a_runtime_is_found_whatever_its_file_is_called() {
 fn a_library_in_anothers_place_is_not_taken_for_it() {
     let first = ["old=/liba.so", "old:set_device=1", "old:allocate", "old:close"];
     is_the_same(&[], &[&first[..], &["new=/libb.so", "new:set_device=0", "new:allocate", "new:fail"]].concat());
+}
+
+/// It is unloaded with the library, and comes again, to another place or to the same.
+#[test]
+fn a_runtime_goes_with_its_library_and_comes_again() {
+    let first = ["one=/libd.so", "one:set_device=1", "one:allocate", "one:close"];
+    let last = ["two=/libd.so", "two:set_device=1", "two:allocate", "two:fail", "two:look"];
+    is_the_same(&[], &[&first[..], &last].concat());
+    is_the_same(&[], &[&first[..], &["old=/liba.so", "old:allocate", "old:fail"], &last, &["old:look"]].concat());
 }
