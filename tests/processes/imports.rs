@@ -502,6 +502,28 @@ fn a_rank_that_dies_while_its_job_is_away_is_named() {
     }
 }
 
+/// A rank may ask for memory that its owner is about to pause: it would have that as it was before the pause.
+#[test]
+fn what_an_owner_has_not_paused_yet_comes_back_with_the_resume_only() {
+    let machine = Machine::pair();
+    let (mut owner, mut other) = (Rank::start(&machine, 0), Rank::start(&machine, 1));
+    let (_, address) = other.import(&mut owner);
+    // With memory of its own that is paused, it does not ask.
+    let (pointer, handle) = (other.pointer, other.handle);
+    assert_eq!(other.program.ask(&format!("unmap({pointer}, {BYTES}), release({handle})")), "(0, 0)");
+    assert_eq!(machine.request(&other.program, "pause", &[&owner.program])["reply"], "done");
+    let imports = |other: &mut Rank| other.program.number("int(calls('cuMemImportFromShareableHandle'))");
+    let before = imports(&mut other);
+    common::eventually("it has got it twice", || {
+        let status = machine.request(&other.program, "status", &[]);
+        assert!(status["held"] == true && status["borrowed"][0]["paused_bytes"] == BYTES, "{status}");
+        imports(&mut other) >= before + 2
+    });
+    let resumed = machine.request(&other.program, "resume", &[]);
+    assert!(resumed["reply"] == "done" && resumed.get("missing").is_none(), "{resumed}");
+    assert_eq!(other.read(address), "[1]");
+}
+
 /// A rank that has too few descriptors for what the others pass it stays held, and gets the memory once it has more.
 #[test]
 fn descriptors_may_be_lost_on_the_way_back() {

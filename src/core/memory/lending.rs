@@ -201,6 +201,7 @@ impl Lending {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::net::UnixDatagram;
 
     #[test]
     fn tokens_round_trip() {
@@ -210,5 +211,21 @@ mod tests {
         for wrong in [&text[1..], &text[2..], &format!("{text}00"), "", "zz", "ääää"] {
             assert_eq!(Token::parse(wrong), None, "{wrong}");
         }
+    }
+
+    /// A descriptor that one process has imported can be imported by others.
+    #[test]
+    #[cfg_attr(miri, ignore = "compares open files")]
+    fn a_claim_takes_one_mark_and_no_export() {
+        let [file, other] = [(); 2].map(|()| Held::new(UnixDatagram::unbound().unwrap()).unwrap());
+        let mut lending = Lending::default();
+        let marks = [0, 1].map(|number| Arc::downgrade(&lending.exported(file.copy().unwrap(), number)));
+        let left = || marks.iter().filter(|mark| mark.strong_count() > 0).count();
+        for (claimed, remaining) in [(&other, 2), (&file, 1), (&file, 0), (&file, 0)] {
+            lending.claimed(claimed.get().unwrap());
+            assert_eq!(left(), remaining);
+            assert!(lending.has_exported(file.get().unwrap()) && !lending.has_exported(other.get().unwrap()));
+        }
+        assert_eq!(lending.forget_exports().len(), 2);
     }
 }
