@@ -1716,10 +1716,12 @@ fn a_call_in_the_driver_prevents_a_suspend() {
         thread::sleep(Duration::from_millis(30));
         let waits = !suspended.is_finished();
         blocked.open();
-        (waits, suspended.join().unwrap().is_ok())
+        let is_suspended = suspended.join().unwrap().is_ok();
+        // The worker's next call waits for that.
+        Memory::get().awake();
+        (waits, is_suspended)
     });
     assert_eq!(opened, (true, true));
-    Memory::get().awake();
     assert_eq!((common::free(address), common::free(paused)), (0, 0));
     drop(gpu);
 }
