@@ -18,7 +18,7 @@ fuzz_target!(|text: &[u8]| {
     let mut file = File::create(&ahead).expect("a file");
     file.write_all(text).expect("room for it");
     assert!(try_lock(&file, Sharing::Exclusive).expect("a lock"));
-    let ticket = Ticket { who: "next".into(), gpus: vec!["GPU-1".into()], command: 1, waits: false, within: None };
+    let ticket = Ticket { who: "next".into(), gpus: vec!["GPU-1".into()], command: 1, waits: false, has_turn: false, within: None, pid: 0 };
     let place = Place::take(&directory, ticket).expect("a place");
     let before = place.wait(Instant::now(), true, &mut |_| ());
     if let Ok(ticket) = serde_json::from_slice::<Ticket>(text) {

@@ -431,7 +431,15 @@ impl Plan {
         };
         let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
         let within = self.queue_place.as_ref().map(Place::command);
-        Ticket { who, gpus: gpus.into_iter().collect(), command: within.unwrap_or(self.command), waits: false, within, pid: process::id() }
+        Ticket {
+            who,
+            gpus: gpus.into_iter().collect(),
+            command: within.unwrap_or(self.command),
+            waits: false,
+            has_turn: false,
+            within,
+            pid: process::id(),
+        }
     }
 
     /// Waits for a place in the queue, for the contexts and the memory of all suspended jobs of this operation.

@@ -2,7 +2,7 @@
 //! a part, and neither enough.
 //!
 //! A ticket is a file in the socket directory, locked while its owner is in the queue. The lock is released when the owner dies, so nobody
-//! waits for a dead process. Nor for a stopped one (^Z), which takes no memory: it has its place again when it goes on.
+//! waits for a dead process. Nor for one that is stopped (^Z) while it waits: it has its place again when it goes on.
 
 use crate::deadline::Deadline;
 use crate::lock::FileLock;
@@ -41,6 +41,9 @@ pub struct Ticket {
     /// Whether it waits for memory that others hold, which may take long.
     #[serde(default)]
     pub waits: bool,
+    /// Whether it has its turn, and may be in the middle of taking memory.
+    #[serde(default)]
+    pub has_turn: bool,
     /// It queues only among the jobs of this command, whose own place in the queue is for all of them.
     #[serde(default)]
     pub within: Option<u64>,
@@ -63,7 +66,7 @@ impl Ticket {
             return Ok(None);
         }
         // Continue without the queue if the directory is not writable.
-        let Ok(place) = Place::take(directory, self) else { return Ok(None) };
+        let Ok(mut place) = Place::take(directory, self) else { return Ok(None) };
         let until = deadline.at().unwrap_or(deadline.begun + turn_within);
         place.wait(until, deadline.timeout.is_some(), report).map_err(|before| {
             let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
@@ -75,6 +78,7 @@ impl Ticket {
             );
             Box::new(Refusal { message: why, ..Refusal::from(&Error::Busy(deadline.begun.elapsed())) })
         })?;
+        place.change(|ticket| ticket.has_turn = true);
         Ok(Some(place))
     }
 }
@@ -145,10 +149,14 @@ impl Place {
     /// Marks the ticket as waiting for memory, which may take long.
     pub fn waits_for_memory(&mut self) {
         if !self.ticket.waits {
-            let _lock = lock(&self.directory);
-            self.ticket.waits = true;
-            let _ = self.write();
+            self.change(|ticket| (ticket.waits, ticket.has_turn) = (true, false));
         }
+    }
+
+    fn change(&mut self, change: impl FnOnce(&mut Ticket)) {
+        let _lock = lock(&self.directory);
+        change(&mut self.ticket);
+        let _ = self.write();
     }
 
     fn write(&self) -> io::Result<()> {
@@ -176,7 +184,7 @@ fn numbers(folder: &Path) -> io::Result<Vec<u64>> {
     Ok(numbers)
 }
 
-/// The ticket in a file. Removes the file of an owner that has died. `None` for one that is stopped, too.
+/// The ticket in a file. Removes the file of an owner that has died. `None` for one that is stopped while it waits, too.
 fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     let file = directory.file(name, File::options().read(true)).ok()?;
     if try_lock(&file, Sharing::Shared).unwrap_or(false) {
@@ -187,7 +195,7 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     file.take(LONGEST_TICKET).read_to_end(&mut text).ok()?;
     let ticket: Ticket = serde_json::from_slice(&text).ok()?;
     // In another PID namespace, the number may be another process's here.
-    let is_stopped = ticket.pid != 0 && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
+    let is_stopped = !ticket.has_turn && ticket.pid != 0 && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
     (!is_stopped).then_some(ticket)
 }
 
@@ -203,7 +211,15 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     fn ticket(command: u64, who: &str, gpus: &[&str]) -> Ticket {
-        Ticket { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false, within: None, pid: 0 }
+        Ticket {
+            who: who.into(),
+            gpus: gpus.iter().map(ToString::to_string).collect(),
+            command,
+            waits: false,
+            has_turn: false,
+            within: None,
+            pid: 0,
+        }
     }
 
     #[test]
@@ -379,6 +395,9 @@ mod tests {
         let soon = |is_so: &dyn Fn() -> bool| assert!(std::iter::repeat_with(|| thread::sleep(LOOK_EVERY)).take(3000).any(|()| is_so()));
         signal(libc::SIGSTOP);
         soon(&is_first);
+        // In the middle of taking memory, it is waited for.
+        fs::write(&path, serde_json::to_vec(&Ticket { pid: owner.id(), has_turn: true, ..ticket(1, "stopped", &["a"]) }).unwrap()).unwrap();
+        assert!(!is_first());
         signal(libc::SIGCONT);
         soon(&|| !is_first());
         owner.kill().unwrap();
