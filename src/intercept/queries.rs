@@ -11,8 +11,8 @@
 use crate::driver_originals;
 use crate::paused::{once_there, once_useful};
 use std::ffi::{c_uint, c_void};
-use std::slice;
 use std::sync::Arc;
+use std::{ptr, slice};
 use vramctl_core::memory::borrow::{self, OpenMemory};
 use vramctl_core::memory::{Allocation, Memory, reserved};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Properties};
@@ -244,6 +244,16 @@ unsafe fn pointer_attributes_now(count: c_uint, attributes: *const c_uint, value
         }
     }
     answer
+}
+
+/// The device's address of host memory. The driver takes virtual memory of a device for such, and memory of `cudaMalloc` not (observed with 580).
+pub unsafe fn host_device_pointer(pointer: *mut CUdeviceptr, host: *mut c_void, flags: c_uint) -> StatusCode {
+    let asked = match Pointed::at(host as CUdeviceptr) {
+        (Some(known), _) if known.properties().is_none() => ptr::null_mut(),
+        (_, asked) => asked as *mut c_void,
+    };
+    // SAFETY: the program's arguments, or no host memory.
+    unsafe { driver_originals::cuMemHostGetDevicePointer_v2(pointer, asked, flags) }
 }
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {

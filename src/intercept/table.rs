@@ -231,6 +231,7 @@ macro_rules! driver_functions {
 
         Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
         Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => queries::address_range;
+        Queries cuMemHostGetDevicePointer_v2 "cuMemHostGetDevicePointer" 3020 Plain (pointer: *mut CUdeviceptr, host: *mut c_void, flags: c_uint) => queries::host_device_pointer;
         Queries cuPointerGetAttribute "cuPointerGetAttribute" 4000 Plain (value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) => queries::pointer_attribute;
         Queries cuPointerGetAttributes "cuPointerGetAttributes" 7000 Plain (count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) => queries::pointer_attributes;
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;

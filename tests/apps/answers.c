@@ -418,7 +418,7 @@ static void look_at(const char *what, Word base, Word offset)
 	printf(" all %d:", answer);
 	for (int i = 0; i < 3; i++)
 		printf(" %lld", (long long)(values[i] >= base ? values[i] - base : values[i]));
-	putchar('\n');
+	printf("; of the host %d\n", DRIVER("cuMemHostGetDevicePointer_v2", W(&size), base + offset, 0));
 }
 
 static void ranges(void)

@@ -440,7 +440,9 @@ static void have(int slot, enum Kind kind, Address at, size_t bytes)
 		return;
 	settle();
 	memset(contents, 1 + (int)any(250), bytes);
+	/* Returns before the memory has all of it. */
 	CALL(cuMemcpyHtoD_v2, at, contents, bytes);
+	busy = 0;
 }
 
 /* What was allocated during a capture gets its contents after it. */
@@ -603,6 +605,9 @@ static void free_some(void)
 	int stream = -1;
 	if (what->kind == IN_ORDER || one_in(4))
 		stream = some_stream();
+	/* A real driver may crash later where memory of a pool is freed in the order of another context's stream. */
+	if (what->kind == IN_ORDER && what->context != current())
+		return;
 	/* In the default stream during another stream's capture, which error comes first is the driver's business. */
 	if (stream >= 0 && stream < 2 && capturing >= 0)
 		return;

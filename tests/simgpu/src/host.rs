@@ -5,6 +5,7 @@ use crate::abi::{Address, Handle, Out};
 use crate::codes::{HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Outcome};
 use crate::context;
 use crate::driver::state;
+use crate::vmm::Purpose;
 use std::collections::BTreeMap;
 use std::io;
 use vramctl_host::stack;
@@ -154,7 +155,9 @@ pub fn unregister(address: Address) -> Outcome {
 
 /// `cuMemHostGetDevicePointer`: the same address.
 pub fn device_pointer(pointer: Out<Address>, address: Address, flags: u32) -> Outcome {
-    if flags != 0 || state().host.find(address).is_none() {
+    let state = state();
+    let is_virtual = || state.space.find(address).is_some_and(|range| range.purpose == Purpose::Virtual);
+    if flags != 0 || !(state.host.find(address).is_some() || is_virtual()) {
         return Err(INVALID_VALUE);
     }
     pointer.put(address)

@@ -1007,6 +1007,10 @@ fn pointers_of_virtual_memory() {
         let (mut start, mut size) = (0, 0);
         ok!(gpu.cuMemGetAddressRange_v2(&raw mut start, &raw mut size, second + 5));
         assert_eq!((start, size), (second, MIB2));
+        // As that of the host; plain memory is not.
+        ok!(gpu.cuMemHostGetDevicePointer_v2(&raw mut start, second, 0));
+        let plain = gpu.alloc(4096);
+        fails!(1, gpu.cuMemHostGetDevicePointer_v2(&raw mut start, plain, 0));
         // Without access: known as device memory, but not as a device pointer.
         gpu.access(second, MIB2, 0);
         assert_eq!([2, 3].map(|which| attribute(which, second)), [Ok(2), Err(1)]);

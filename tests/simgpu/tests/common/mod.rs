@@ -204,6 +204,7 @@ library! {
     cuMemPoolGetAttribute(u64, u32, *mut c_void) -> u32;
     cuMemPoolSetAccess(u64, *const Access, usize) -> u32;
     cuMemGetAddressRange_v2(*mut u64, *mut usize, u64) -> u32;
+    cuMemHostGetDevicePointer_v2(*mut u64, u64, u32) -> u32;
     cuPointerGetAttribute(*mut c_void, i32, u64) -> u32;
     cuPointerSetAttribute(*const u32, i32, u64) -> u32;
     cuPointerGetAttributes(u32, *const i32, *mut *mut c_void, u64) -> u32;
