@@ -412,6 +412,46 @@ mod tests {
     }
 
     #[test]
+    fn an_ending_thread_has_a_mark_for_each_call() {
+        static STEP: AtomicU32 = AtomicU32::new(0);
+        fn come_to(step: u32) {
+            while STEP.load(Ordering::SeqCst) < step {
+                thread::yield_now();
+            }
+        }
+        fn stay(step: u32) {
+            call(|| {
+                STEP.store(step, Ordering::SeqCst);
+                come_to(4);
+            });
+        }
+        extern "C" fn last(_: *mut libc::c_void) {
+            call(|| ());
+            STEP.store(1, Ordering::SeqCst);
+            come_to(2);
+            stay(3);
+        }
+        let _turn = turn();
+        let mut key = 0;
+        // SAFETY: the destructor stays valid.
+        assert_eq!(unsafe { libc::pthread_key_create(&raw mut key, Some(last)) }, 0);
+        let ending = thread::spawn(move || {
+            call(|| ());
+            // SAFETY: the key exists. Its value only has to be other than null.
+            assert_eq!(unsafe { libc::pthread_setspecific(key, (&raw const STEP).cast()) }, 0);
+        });
+        come_to(1);
+        // It gets the mark that the other has given back.
+        let other = thread::spawn(|| stay(2));
+        come_to(3);
+        let both = inside();
+        STEP.store(4, Ordering::SeqCst);
+        ending.join().unwrap();
+        other.join().unwrap();
+        assert_eq!(both.values().flatten().count(), 2, "{both:?}");
+    }
+
+    #[test]
     fn a_call_ends_the_programs_rest_once() {
         let _turn = turn();
         call(|| ());
