@@ -1131,7 +1131,8 @@ static void free_in_order(int context)
 {
 	for (int i = 0; i < MEMORY; i++) {
 		if (memory[i].kind == IN_ORDER && memory[i].context == context) {
-			CALL(cuMemFree_v2, memory[i].at);
+			CALL(cuMemFreeAsync, memory[i].at, NULL);
+			CALL(cuStreamSynchronize, NULL);
 			memory[i].kind = NONE;
 		}
 	}

@@ -7,6 +7,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Which CUDA it is of, as 1000 times the major version. */
+#ifndef VERSION
+#define VERSION 12000
+#endif
+
 typedef uint64_t address;
 typedef struct { char bytes[64]; } ipc_handle;
 
