@@ -173,13 +173,11 @@ impl Exporting {
             Step::Share { which } if count > 0 => {
                 let piece = &mut self.pieces[chosen(which)];
                 let (owner, other) = (piece.owner, 1 - piece.owner);
-                if let Some(handle) = piece.uses[owner].handles.first().filter(|_| !piece.uses[other].is_any()) {
+                // The export of paused memory waits for the resume, and the program with it.
+                if let Some(handle) = piece.uses[owner].handles.first().filter(|_| !piece.is_paused && !piece.uses[other].is_any()) {
                     let path = listens_at(&self.machine, other);
-                    let sent = programs[owner].ask(&format!("send({handle}, '{path}')"));
-                    prop_assert_eq!(sent, if piece.is_paused { "1" } else { "0" });
-                    if !piece.is_paused {
-                        piece.uses[other].handles.push(programs[other].number("receive()"));
-                    }
+                    prop_assert_eq!(programs[owner].ask(&format!("send({handle}, '{path}')")), "0");
+                    piece.uses[other].handles.push(programs[other].number("receive()"));
                 }
             }
             Step::Map { by, which } if count > 0 => {
