@@ -60,7 +60,7 @@ unsafe fn replace_if(
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
-        let mut same = entries.filter_map(|line| Some((line, version_as(name, line)?)));
+        let mut same = versions_of(name, entries);
         if !found.is_null()
             && let Some((line, _)) = same.find(|(line, version)| driver_function(name, *version, line.flavour) == found)
             && !line.is_behind(caller)
@@ -70,11 +70,19 @@ unsafe fn replace_if(
     }
 }
 
-/// The CUDA version since which a name stands for a line of the table, if it does: since CUDA 12, one name also stands for the function of
-/// another, as in `cuda.h`.
-fn version_as(name: &CStr, line: &DriverFunction) -> Option<c_int> {
-    let is_alias = || name == c"cuGraphInstantiate" && line.name == "cuGraphInstantiateWithFlags";
-    if line.name.as_bytes() == name.to_bytes() { Some(line.version) } else { is_alias().then_some(12000) }
+/// The lines of the table that a name stands for, and the CUDA version since which it does: since CUDA 12, one name also stands for the function
+/// of another, as in `cuda.h`.
+fn versions_of(
+    name: &CStr,
+    entries: impl Iterator<Item = &'static DriverFunction>,
+) -> impl Iterator<Item = (&'static DriverFunction, c_int)> {
+    // Once, not for each line.
+    let alias = (name == c"cuGraphInstantiate").then_some("cuGraphInstantiateWithFlags");
+    let name = name.to_bytes();
+    entries.filter_map(move |line| {
+        let version = if line.name.as_bytes() == name { Some(line.version) } else { (alias == Some(line.name)).then_some(12000) };
+        Some((line, version?))
+    })
 }
 
 /// The driver's function of a name, for programs built with this version of CUDA.
