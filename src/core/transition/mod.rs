@@ -22,7 +22,6 @@
 
 mod came;
 mod choose;
-pub mod cleaning;
 mod contents;
 mod hand_over;
 mod hold;

@@ -3,7 +3,7 @@
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::hand_over::{HandOver, release};
-use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, cleaning, flow_of, hold, milliseconds, owed, tags_text, unless_ending};
+use super::{Clock, WAIT_LOCKED, busy_since, flow_of, hold, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
 use crate::{drain, events, gate, quiet};
@@ -171,9 +171,6 @@ impl Memory {
         clock.time(Stage::Release, || release(&victims, &kept.items, |_| true));
         let wants_guard = request.guard || Config::get().guard;
         let guarded_bytes = if wants_guard { clock.time(Stage::Guard, || self.guard(&victims)) } else { 0 };
-        if !victims.is_empty() {
-            cleaning::expect(&bytes_of_devices(victims.iter().map(|allocation| &**allocation)));
-        }
         Ok(Report {
             allocations: victims.len() as u64,
             bytes,
