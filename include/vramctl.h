@@ -217,15 +217,6 @@ VramctlResult vramctl_pause(const char *tag,
 // ranges.
 VramctlResult vramctl_pause_with(const struct VramctlPauseOptions *options);
 
-// Deprecated: goes with the next release. Use `vramctl_pause_with`.
-//
-// As `vramctl_pause_with`.
-VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
-                                 size_t count,
-                                 int64_t timeout_ms,
-                                 const struct VramctlRange *unused,
-                                 size_t unused_count);
-
 // Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
 // nothing. Resuming active memory is a no-op.
 //
@@ -240,11 +231,6 @@ VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
 //
 // `options` must be null or readable for its size, and `tags` for as many pointers, each null or to a NUL-terminated string.
 VramctlResult vramctl_resume_with(const struct VramctlResumeOptions *options);
-
-// Deprecated: goes with the next release. Use `vramctl_resume_with`.
-//
-// As `vramctl_resume_with`.
-VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t timeout_ms);
 
 // Writes the report of the calling thread's last successful pause, resume or trim to `buffer`, as a NUL-terminated JSON
 // object: the fields of the control protocol's `done` or `trimmed` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if

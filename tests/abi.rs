@@ -360,15 +360,10 @@ fn several_tags_are_paused_and_resumed_at_once() {
     assert!(read(weights, 4096).unwrap() == [0; 4096] && read(other, 4096).unwrap() == [0; 4096]);
 
     // None means all, and so do no options.
-    for (paused, resumed) in
-        [(pause(&[]), resume(&[], 0)), unsafe { (vramctl_pause_with(ptr::null()), vramctl_resume_with(ptr::null())) }, unsafe {
-            (vramctl_pause_tags(&others(VramctlBackup::Host), 1, -1, ptr::null(), 0), vramctl_resume_tags(&ptr::null(), 1, 0))
-        }]
+    for (paused, resumed) in [(pause(&[]), resume(&[], 0)), unsafe { (vramctl_pause_with(ptr::null()), vramctl_resume_with(ptr::null())) }]
     {
         assert_eq!((paused, resumed), (VramctlResult::OK, VramctlResult::OK));
     }
-    assert_eq!(unsafe { vramctl_resume_tags(ptr::null(), 2, 0) }, Kind::Invalid);
-    assert_eq!(unsafe { vramctl_pause_tags(ptr::null(), 0, -1, ptr::null(), 0) }, Kind::Invalid);
     assert_eq!(pause(&[VramctlTag { tag: ptr::null(), backup: 9 }]), Kind::Invalid);
     assert_eq!([weights, cache, other].map(free), [0; 3]);
 }

@@ -227,7 +227,7 @@ except vramctl.errors.Invalid as error:
                 os.kill(unnamed.pid, signal.SIGCONT)
 
     def test_a_process_whose_name_cannot_be_known_may_be_the_one_that_is_meant(self) -> None:
-        # Its library is an older one: the address of its socket does not have the name.
+        # The address of its socket does not have the name, as if the name were too long.
         source = """
 import os, signal, socket
 listener = socket.socket(socket.AF_UNIX)
@@ -576,18 +576,10 @@ time.sleep(60)
         with Program("engine", VRAMCTL_DIR=str(deep)) as engine, vramctl.Client(deep / f"{engine.pid}.sock") as client:
             self.assertEqual(client.hello().name, "engine")
 
-    def test_old_spellings_work_with_a_warning(self) -> None:
-        with self.assertWarnsRegex(DeprecationWarning, "vramctl.types.Report now"):
-            self.assertIs(vramctl.Report, vramctl.types.Report)
-        with self.assertRaises(AttributeError):
-            vramctl.Reports  # noqa: B018
-        for hold, timeout, limit in ((True, 5.0, 5.0), (False, 5.0, None)):
-            self.assertEqual(_request.hold_limit(hold, timeout), limit)
-        for hold, instead, limit in ((None, "hold=False", None), (2.5, "hold_timeout=2.5", 2.5)):
-            with self.assertWarnsRegex(DeprecationWarning, instead):
-                self.assertEqual(_request.hold_limit(hold, 10.0), limit)
-        with self.assertRaises(errors.Invalid):
-            _request.hold_limit("yes", 10.0)
+    def test_hold_is_true_or_false(self) -> None:
+        for wrong in (None, 2.5, "yes"):
+            with self.assertRaisesRegex(errors.Invalid, "hold_timeout is a number of seconds"):
+                _request.held(wrong)
 
     def test_the_way_out_is_said_where_nothing_is_managed(self) -> None:
         source = "import vramctl; vramctl.Client()"

@@ -479,7 +479,7 @@ class Script(unittest.TestCase):
                 command = sys.argv[sys.argv.index("--") + 1:]
                 os.execvp(command[0], command)
             if what == "--version": print("vramctl 9.9.9")
-            if "--ledger" in sys.argv:
+            if "gpus" in sys.argv:
                 shares = lambda mib: [dict(what="tag", of="weights", bytes=mib - 50 << 20), dict(what="unexplained", bytes=50 << 20)]
                 print(json.dumps({{"gpus": [{{"index": n, "shares": shares(mib)}} for n, mib in enumerate((700, 2048))]}}))
             elif what == "status":
@@ -703,7 +703,7 @@ class Running(Script):
             engine: self.gpu_engines("--dry-run", "--part", "long", "--engine", engine).stdout for engine in ("vllm", "sglang")
         }
         self.assertIn("suspend gpu-engines --json", planned["vllm"])
-        for line in ("pause --hold --force --backup host --name gpu-engines", "suspend gpu-engines --backup host --json"):
+        for line in ("pause --force --backup host --name gpu-engines", "suspend gpu-engines --backup host --json"):
             self.assertIn(line, planned["sglang"])
 
     def test_a_dry_run_of_a_feature_says_how_its_models_are_made(self):

@@ -287,8 +287,8 @@ class Jobs(unittest.TestCase):
         source = HOLDER.replace(
             'print("ready", flush=True)',
             """import os
-job, client = vramctl.Job("own"), vramctl.Client(os.getpid())
-held = [job.pause, job.suspend, lambda: job.move(1), lambda: client.pause(shared=True), job.paused().__enter__]
+job = vramctl.Job("own")
+held = [job.pause, job.suspend, lambda: job.move(1), job.paused().__enter__]
 for hold in held:
     try:
         hold()
@@ -882,21 +882,6 @@ class Sharing(unittest.TestCase):
         job.resume()
         self.assertEqual(self.engine.ask("check"), "True")
 
-    def test_so_is_a_single_process(self) -> None:
-        with vramctl.Client("trainer") as client:
-            with self.assertRaises(errors.Shared):
-                client.pause()
-            report = client.pause("default", shared=True, backup="host")
-            self.assertEqual((report.bytes, report.kept_bytes), (4 * MIB, 4 * MIB))
-            self.assertEqual([one.owner for one in self.held_up()], [self.trainer.pid])
-            client.resume()
-            self.assertEqual(self.engine.ask("check"), "True")
-            for wrong in ({"hold": False}, {"progress": print}):
-                with self.assertRaises(errors.Invalid):
-                    client.pause(shared=True, **wrong)  # type: ignore[arg-type]
-            with self.assertRaises(errors.Invalid):
-                client.pause({"default": "host"}, shared=True)
-
 
 #: Stands in for NCCL: tests/apps/nccl/communicators.c, loaded by ctypes.
 COMMUNICATING = """
@@ -980,16 +965,6 @@ class Communicators(unittest.TestCase):
         with self.assertRaisesRegex(errors.Error, "1 of 3 ranks elsewhere"):
             job.pause(nccl=True)
         self.assertEqual(self.states(), {("default", "active"), ("nccl", "active")})
-
-    def test_so_does_a_single_process(self) -> None:
-        self.assertEqual(self.ranks[0].ask("join 0 1 one"), "0")
-        with vramctl.Client(self.ranks[0].pid) as client:
-            client.pause(nccl=True)
-            self.assertEqual({tag.state for tag in client.status().tags}, {"paused"})
-            client.resume()
-            for wrong in ({"hold": False}, {"progress": print}, {"tags": {"default": "host"}}):
-                with self.assertRaisesRegex(errors.Invalid, "nccl=True"):
-                    client.pause(nccl=True, **wrong)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -458,7 +458,6 @@ print(dict(vramctl.status().tag("default").backup), os.path.isdir(os.environ["TM
                 TMS_INIT_ENABLE="1",
                 TMS_INIT_ENABLE_DISK_BACKUP="1",
                 TMS_DISK_BACKUP_DIR=os.path.join(folder, "cell0", "rank0"),
-                TMS_DISK_BACKUP_CHUNK_MB="64",
             )
         self.assertEqual(found, f"{{'disk': {4 * MIB}}} True\n")
 

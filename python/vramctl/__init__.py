@@ -70,35 +70,6 @@ __all__ = [
 ]
 
 
-_TYPES = {
-    "Borrowed",
-    "Cached",
-    "Communicator",
-    "Cycle",
-    "Device",
-    "Growth",
-    "Hello",
-    "Host",
-    "JobReport",
-    "Ledger",
-    "LeftAlone",
-    "Progress",
-    "Report",
-    "Share",
-    "Status",
-    "StepsReport",
-    "Tag",
-    "Trimmed",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _TYPES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"vramctl.{name} is vramctl.types.{name} now", DeprecationWarning, stacklevel=2)
-    return getattr(types, name)
-
-
 #: The version of this package and of the library and command line installed with it.
 __version__ = "0.1.0"
 
@@ -329,8 +300,8 @@ def set_memory_margin(bytes: int) -> None:
 
 def set_watch(below: int, *, trim: bool = False) -> None:
     """Watches how much of each device is free, whoever uses the rest. When less than `below` bytes are free, the library logs once who
-    uses the memory and, with `trim`, does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` and ``VRAMCTL_WATCH_TRIM`` set this
-    from the start. Raises `errors.NotPreloaded`.
+    uses the memory and, with `trim`, does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` sets this from the start.
+    Raises `errors.NotPreloaded`.
     """
     if not 0 <= below < 1 << 64:
         raise errors.Invalid(f"the watch is for a number of bytes from 0 to 2**64 - 1, not {below!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Literal, Optional, Union, get_args
 
@@ -60,17 +59,10 @@ def policies(tags: Tags, backup: str) -> dict[str | None, str]:
     return {tag: checked(policy) for tag, policy in tags.items()}
 
 
-def hold_limit(hold: object, hold_timeout: float) -> float | None:
-    """How many seconds to wait for the work of a process that is held; None if it is not held.
-
-    `hold` was that number itself, or None, until 0.1.
-    """
-    if isinstance(hold, bool):
-        return hold_timeout if hold else None
-    if hold is not None and not isinstance(hold, (int, float)):
-        raise errors.Invalid(f"hold is True or False, not {hold!r}")
-    instead = "hold=False" if hold is None else f"hold_timeout={hold!r}"
-    warnings.warn(f"hold={hold!r} is {instead} now", DeprecationWarning, stacklevel=4)
+def held(hold: object) -> bool:
+    """Returns unchanged whether a pause holds the process."""
+    if not isinstance(hold, bool):
+        raise errors.Invalid(f"hold is True or False, not {hold!r}; hold_timeout is a number of seconds")
     return hold
 
 

@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 import urllib.parse
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,8 +270,6 @@ class Client:
         hold: bool = True,
         hold_timeout: float = 10.0,
         guard: bool = False,
-        shared: bool = False,
-        nccl: bool = False,
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -298,8 +295,6 @@ class Client:
         only without `hold`, does not destroy the CUDA context. Best effort: see `Report.unguarded_bytes`. The report of the resume says
         if something wrote there (`Report.guard_written_bytes`).
 
-        `shared`, `nccl`: deprecated, because they concern other processes: see `Job.pause`.
-
         `timeout`: seconds to wait for the device's work; None waits for `hold_timeout`, or indefinitely. It does not limit copying.
 
         `progress`: called in this thread, at most every 50 ms. If it raises, the pause continues but this call ends.
@@ -308,23 +303,6 @@ class Client:
         `errors.Work`, and `errors.Disconnected` if the process goes away.
         """
         policies = _request.policies(tags, backup)
-        limit = _request.hold_limit(hold, hold_timeout)
-        if shared or nccl:
-            given = "shared=True" if shared else "nccl=True"
-            warnings.warn(f"Client.pause({given}) runs the command line: use Job.pause", DeprecationWarning, stacklevel=2)
-            if isinstance(tags, Mapping) or progress is not None or limit is None:
-                raise errors.Invalid(f"{given} goes with hold, and with neither progress nor a mapping of tags to policies")
-            return self._pause_by_command(
-                list(policies),
-                backup=backup,
-                force=force,
-                registered=registered,
-                hold_timeout=limit,
-                guard=guard,
-                shared=shared,
-                nccl=nccl,
-                timeout=timeout,
-            )
         request: dict[str, Any] = {"request": "pause"}
         if None not in policies:
             request["tags"] = list(policies)
@@ -341,8 +319,8 @@ class Client:
             request["registered"] = registered
         if guard:
             request["guard"] = True
-        if limit is not None:
-            request["hold_ms"] = _request.milliseconds(limit if timeout is None else min(limit, timeout))
+        if _request.held(hold):
+            request["hold_ms"] = _request.milliseconds(hold_timeout if timeout is None else min(hold_timeout, timeout))
         return self._transition(request, _request.milliseconds(timeout), progress)
 
     def resume(
@@ -375,15 +353,6 @@ class Client:
         """
         timeout_ms = _request.milliseconds(timeout)
         return Trimmed._from(self._ask({"request": "trim", "timeout_ms": timeout_ms}, "trimmed", None, None))
-
-    def _pause_by_command(self, tags: list[str | None], **options: Any) -> Report:
-        from .job import Job  # which runs the command line
-
-        with self._connection():
-            pass  # it is still the same process
-        folder, pid = self._place.folder, int(self._place.file.partition(".")[0])
-        named = [tag for tag in tags if tag is not None]
-        return Job._of_process(pid, folder).pause(named or None, **options).processes[pid]
 
     def set_tag(self, tag: str | None) -> str | None:
         """Sets the tag of future allocations outside regions; None leaves them to CUDA. Existing allocations keep their tag.
@@ -606,7 +575,7 @@ def _may_be_called(name: str, pid: int) -> bool:
 
 
 def _name_in_address(address: str) -> tuple[str, str]:
-    """The kind and the name; empty for sockets of older libraries."""
+    """The kind and the name; empty if the name is too long."""
     _, _, rest = os.path.basename(address).partition(".")
     if not rest.endswith(".new") or rest[0] not in "+-":
         return "", ""

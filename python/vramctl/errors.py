@@ -224,7 +224,7 @@ class Registered(Error):
 
 
 class Shared(Error):
-    """Other processes have memory open that would be paused. Have them close it, or end them, first; or pass ``shared=True``."""
+    """Other processes have memory open that would be paused. Have them close it, or end them, first; or pass ``shared=True`` to `Job.pause`."""
 
     code = "shared"
     number = 17

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Callable, Generic, TypeVar
 
 from . import _request, errors
 from ._request import Backup
+from .client import processes
 from .types import JobReport, Ledger, Report, Status, StepsReport
 
 if TYPE_CHECKING:
@@ -58,15 +59,7 @@ class Job:
             raise TypeError(f"ranks must be the number of the job's processes, or None, not {ranks!r}")
         self._target: str | dict[str, Any] = "only" if name is None else {"name": name}
         self._ranks = ranks
-        self._folder: str | None = None
         _commands()  # an interpreter that ends imports nothing any more
-
-    @classmethod
-    def _of_process(cls, pid: int, folder: str) -> Job:
-        """A single process, whose socket is in this folder."""
-        job = cls()
-        job._target, job._folder = {"pid": pid}, folder
-        return job
 
     def pause(
         self,
@@ -85,8 +78,8 @@ class Job:
     ) -> JobReport:
         """Returns the GPU memory of the tags (None: all) to the driver.
 
-        `hold`: seconds to wait for the processes' calls and work in flight. They need not be idle: they are held until everything is
-        resumed. None: they are not held and must be idle, and `timeout` is how long to wait for work in flight.
+        `hold`: hold the processes, which then need not be idle, until everything is resumed; `hold_timeout` is how many seconds to wait for
+        their calls and work in flight. False: they are not held and must be idle, and `timeout` is how long to wait for work in flight.
 
         `engine`: the URL of the inference engine. If its KV cache is to be discarded, it must be idle, else `errors.Busy` is raised,
         and it resets its prefix cache first.
@@ -100,7 +93,6 @@ class Job:
         """
         if isinstance(tags, Mapping):
             raise errors.Invalid("a job has one policy for all tags: pass backup, and pause the others by themselves")
-        limit = _request.hold_limit(hold, hold_timeout)
         return self._transition(
             "pause",
             tags,
@@ -111,8 +103,8 @@ class Job:
             guard=guard,
             shared=shared,
             nccl=nccl,
-            hold=limit is not None,
-            hold_ms=None if limit is None else _limit(limit),
+            hold=_request.held(hold),
+            hold_ms=_limit(hold_timeout) if hold else None,
             timeout_ms=None if timeout is None else _limit(timeout),
         )
 
@@ -221,13 +213,11 @@ class Job:
         return self._operation(operation, **fields).ended()
 
     def _operation(self, operation: str, **fields: Any) -> _Work[dict[str, Any]]:
-        return _Operation({"operation": operation, "target": self._target, **fields}, self._folder)
+        return _Operation({"operation": operation, "target": self._target, **fields})
 
 
 def _choose_a_name(pids: Iterable[int]) -> str:
     """What to tell a program that has not said which of several jobs it means."""
-    from .client import processes  # that module uses this one
-
     names = sorted({process.name for process in processes() if process.name is not None and process.pid in set(pids)})
     if not names:
         return "several jobs are managed; choose one by its name: vramctl.Job(NAME)"
@@ -528,17 +518,17 @@ class _Operation(_Work[dict[str, Any]]):
     end of this program. Then it ends what it waits for, and undoes what it has begun.
     """
 
-    def __init__(self, request: Mapping[str, Any], folder: str | None = None) -> None:
+    def __init__(self, request: Mapping[str, Any]) -> None:
         super().__init__(self._run_command)
         given = {name: value for name, value in request.items() if value is not None}
-        self._request, self._folder = {"version": _VERSION, **given}, folder
+        self._request = {"version": _VERSION, **given}
         self._command: _Command | None = None
         self._is_told = self._stopped = False
         self._changing = threading.Lock()
 
     def prepare(self) -> _Operation:
         try:
-            self._command = _Command(self._folder)
+            self._command = _Command()
         except OSError as error:
             failed = errors.Internal(f"vramctl {self._request['operation']} cannot be started: {error.strerror or error}")
             failed.committed = False
@@ -601,14 +591,13 @@ class _Operation(_Work[dict[str, Any]]):
 class _Command:
     """``vramctl operate``, which waits for its request. Without one, it ends with this program."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self) -> None:
         self._child = subprocess.Popen(
             [_commands().command(), "operate"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env=None if folder is None else {**os.environ, "VRAMCTL_DIR": folder},
             start_new_session=True,
         )
         self._complaints = b""

@@ -1,4 +1,4 @@
-"""Compares `vramctl status --ledger` with nvidia-smi: a PyTorch program with a captured graph, active and paused, next to a trainer
+"""Compares `vramctl gpus` with nvidia-smi: a PyTorch program with a captured graph, active and paused, next to a trainer
 with the library and a program without it; on two GPUs, the ranks of two.py, for NCCL.
 
 usage: ledger.py VRAMCTL          prints a line `ok: …` or `FAILED: …` for each check, and the ledgers
@@ -77,7 +77,7 @@ def table(gpu):
 def ledgers(vramctl, when):
     """The ledger of each GPU, compared with nvidia-smi."""
     used = settled()
-    done = subprocess.run([vramctl, "status", "--ledger", "--json"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([vramctl, "gpus", "--json"], capture_output=True, text=True, timeout=60)
     gpus = json.loads(done.stdout).get("gpus", [])
     check(f"{when}: every GPU has a ledger", len(gpus) == len(used), "" if len(gpus) == len(used) else (done.stdout + done.stderr)[:500])
     for gpu in gpus:

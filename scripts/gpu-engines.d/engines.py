@@ -284,7 +284,7 @@ class Engines(Check):
         """Compares the ledger of each GPU with nvidia-smi. On those that the engine does not use, others may come and go meanwhile."""
         own = [self.options.gpu] if self.options.gpus == 1 else range(self.options.gpus)
         used = ledger.settled()
-        code, answer, text, _ = self.vramctl("status", "--ledger")
+        code, answer, text, _ = self.vramctl("gpus")
         gpus = answer.get("gpus", []) if code == 0 and isinstance(answer, dict) else []
         self.expect(f"{when}: every GPU has a ledger", len(gpus) == len(used), text)
         told = []
@@ -485,7 +485,7 @@ class Engines(Check):
     def held_pause(self, part=None):
         # With several ranks, each has torch's symmetric memory, which is registered with the others.
         keep = ["--registered", "keep"] if self.options.gpus > 1 else []
-        return ["pause", "--hold", "--force", *keep, *self.kept(part), "--name", NAME]
+        return ["pause", "--force", *keep, *self.kept(part), "--name", NAME]
 
     def kept(self, part=None):
         """SGLang's own API has every pause drop the KV cache, which requests in flight need."""

@@ -1,7 +1,7 @@
 //! Contents in host memory, and copying only what has changed.
 //!
 //! With `VRAMCTL_RETAIN`, a backup stays after the resume. The next pause hashes the device memory and copies only the
-//! pieces whose digests differ from the backup's (`docs/unchanged.md`).
+//! pieces whose digests differ from the backup's (`docs/performance.md`).
 
 use super::arena::{Arena, Range};
 use super::digest::{self, DIGEST_PIECE, Digest, Hasher};

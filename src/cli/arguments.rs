@@ -1,7 +1,6 @@
 //! Arguments that several commands have.
 
 use crate::completions;
-use crate::ui::output;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap_complete::ArgValueCandidates;
@@ -76,19 +75,15 @@ pub struct BackupArgs {
 impl BackupArgs {
     /// `None`: as the tags' policies say.
     pub fn policy(&self) -> Option<Policy> {
-        if self.backup == Some(Policy::Discard) {
-            output::outdated("--backup discard", "--discard");
-        }
         self.discard.then_some(Policy::Discard).or(self.backup)
     }
 }
 
 fn backup() -> impl TypedValueParser<Value = Policy> {
-    let choice = |policy: Policy| PossibleValue::new(policy.name()).hide(policy == Policy::Discard);
-    OnePolicy(PossibleValuesParser::new([Policy::Host, Policy::Disk, Policy::Discard].map(choice))).try_map(|name| name.parse())
+    OnePolicy(PossibleValuesParser::new([Policy::Host, Policy::Disk].map(Policy::name))).try_map(|name| name.parse())
 }
 
-/// Explains where `TAG=POLICY`, which `vramctl run --backup` takes, goes in a pause.
+/// Explains what a pause has for `discard` and `TAG=POLICY`, which `vramctl run --backup` takes.
 #[derive(Clone)]
 struct OnePolicy(PossibleValuesParser);
 
@@ -96,12 +91,15 @@ impl TypedValueParser for OnePolicy {
     type Value = String;
 
     fn parse_ref(&self, command: &clap::Command, argument: Option<&clap::Arg>, value: &OsStr) -> Result<String, clap::Error> {
+        let refused = |text: String| Err(clap::Error::raw(ErrorKind::ValueValidation, text).with_cmd(command));
+        if value == Policy::Discard.name() {
+            return refused("to drop the contents, `--discard` in place of `--backup`\n".into());
+        }
         if let Some((tag, policy)) = value.to_str().and_then(|text| text.split_once('=')) {
-            let text = format!(
+            return refused(format!(
                 "a pause has one policy for all that it pauses: to pause the tag {tag} alone, `vramctl pause {tag} --backup {policy}`; \
                  for the policy of each tag, `vramctl run --backup TAG=POLICY`\n"
-            );
-            return Err(clap::Error::raw(ErrorKind::ValueValidation, text).with_cmd(command));
+            ));
         }
         self.0.parse_ref(command, argument, value)
     }

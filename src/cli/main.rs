@@ -283,6 +283,7 @@ mod tests {
             ("suspend --registered keep", "[possible values: refuse, take]"),
             ("pause --registered all", "[possible values: refuse, keep, take]"),
             ("pause --backup tape", "[possible values: host, disk]"),
+            ("pause --backup discard", "`--discard` in place of `--backup`"),
         ] {
             let text = refusal(&format!("vramctl {line}"));
             assert!(text.contains(choices), "{text}");

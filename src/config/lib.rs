@@ -1,65 +1,4 @@
-//! The environment variables. Each is read once. `scripts/settings` makes `docs/settings.md` of what follows.
-//!
-//! # What is managed
-//!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `VRAMCTL_TAG` | tag for allocations outside regions; empty: leave them to CUDA | unset; `vramctl run` sets `default` |
-//! | `VRAMCTL_MIN_BYTES` | leave smaller requests to CUDA | `1M` |
-//! | `VRAMCTL_EXCLUDE` | `NAME,…`: also leave to CUDA the requests of libraries whose file names start with one of these | none; NVSHMEM and cuFile are always left to CUDA, and NCCL outside `vramctl run` |
-//!
-//! # Contents
-//!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…`, where a policy is `host`, `disk` or `discard`: what a pause does with a tag's contents | `host` for every tag |
-//! | `VRAMCTL_HOST_CAP` | limit on host memory for backups, which is allocated in pieces of 64 MiB | what the host has |
-//! | `VRAMCTL_HOST_KEEP` | seconds that host memory stays pinned after a resume, so that the next pause is fast; `0`: release it at once. Released earlier if others need it; never while the program is at work | `60` |
-//! | `VRAMCTL_PREWARM` | how much host memory to pin in the background when the program first allocates; it stays pinned | `0` |
-//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: keep the saved contents after a resume, so that the next pause copies only what has changed | none |
-//! | `VRAMCTL_DISK_DIR` | directory for contents with the policy `disk` | `$TMPDIR`, else `/tmp` |
-//! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does (`docs/limits.md`) | `0` |
-//!
-//! # Names and places
-//!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `VRAMCTL_NAME` | name by which the command line finds the process | the program's own |
-//! | `VRAMCTL_JOB` | the run: identifies the job if it has no name, and tells two runs of one name apart | unset; `vramctl run` generates it |
-//! | `VRAMCTL_DIR` | directory of the control sockets, for the program and the command line alike | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
-//! | `VRAMCTL_LOG` | log level of the library, which logs to stderr: `off`, `error`, `warn`, `info`, `debug` | `warn` |
-//! | `VRAMCTL_REPORT_DIR` | where a process that runs out of GPU memory writes its reports as JSON (`docs/out-of-memory.md`); each process keeps its last ten | none are written |
-//!
-//! # Watching
-//!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `VRAMCTL_TRACE` | `1`: record memory events for `vramctl trace` in 16 MiB of host memory (`docs/trace.md`); or a size from `64K` to `16M` | `0` |
-//! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a GPU is free, log who uses it (`docs/memory-watch.md`); `0`: do not watch | `0` |
-//! | `VRAMCTL_WATCH_TRIM` | `1`: when `VRAMCTL_WATCH` logs, also return what torch has cached | `0` |
-//!
-//! # The command line
-//!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `VRAMCTL_ENGINE` | URLs of inference engines that `vramctl pause` asks first, separated by commas (`docs/engines.md`) | none |
-//! | `VRAMCTL_ENGINE_KEY` | API key for those engines | none |
-//! | `VRAMCTL_LIB` | library that `vramctl run` preloads | beside the binary, else in `../lib`, else in the Python package that the binary came with |
-//! | `VRAMCTL_PYTHON` | Python package whose directories `vramctl run` puts on `PYTHONPATH` | the one that the binary came with, else the checkout's |
-//!
-//! # `torch_memory_saver`
-//!
-//! They are fallbacks for those above (`docs/torch_memory_saver.md`).
-//!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` | `0` |
-//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: keep contents of allocations outside regions in host memory | `0` |
-//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: keep them on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded | `0` |
-//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: a resume frees host memory before it returns; `pinned`: it is kept as `VRAMCTL_HOST_KEEP` says | `pinned` |
-//! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` | `0` |
-//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`, but created if missing, and with one named file per paused allocation | unset |
-//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the chunk size needs no tuning | |
+//! The environment variables. Each is read once. `docs/settings.md` lists them, for people and for this crate.
 
 use std::ffi::{CStr, OsString};
 use std::path::{Path, PathBuf};
@@ -68,38 +7,20 @@ use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
 use vramctl_model::{DEFAULT_TAG, Policy, checked_name, checked_tag, parse_bytes};
 
-/// All variables of this name that the project reads.
-const VARIABLES: [&str; 22] = [
-    "VRAMCTL_BACKUP",
-    "VRAMCTL_DIR",
-    "VRAMCTL_DISK_DIR",
-    "VRAMCTL_ENGINE",
-    "VRAMCTL_ENGINE_KEY",
-    "VRAMCTL_EXCLUDE",
-    "VRAMCTL_GUARD",
-    "VRAMCTL_HOST_CAP",
-    "VRAMCTL_HOST_KEEP",
-    "VRAMCTL_JOB",
-    "VRAMCTL_LIB",
-    "VRAMCTL_LOG",
-    "VRAMCTL_MIN_BYTES",
-    "VRAMCTL_NAME",
-    "VRAMCTL_PREWARM",
-    "VRAMCTL_PYTHON",
-    "VRAMCTL_REPORT_DIR",
-    "VRAMCTL_RETAIN",
-    "VRAMCTL_TAG",
-    "VRAMCTL_TRACE",
-    "VRAMCTL_WATCH",
-    "VRAMCTL_WATCH_TRIM",
-];
+/// The page that lists the variables.
+const SETTINGS: &str = include_str!("../../docs/settings.md");
 
-/// Whether a variable looks like one of the project's and is none; then the one that may be meant.
+/// All variables that the project reads.
+fn variables() -> impl Iterator<Item = &'static str> {
+    SETTINGS.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`')).map(|(name, _)| name)
+}
+
+/// If a variable looks like one of the project's and is none: the one that may be meant, if any is near.
 pub fn is_unknown(name: &str) -> Option<Option<&'static str>> {
-    if !name.starts_with("VRAMCTL_") || VARIABLES.contains(&name) {
+    if !name.starts_with("VRAMCTL_") || variables().any(|known| known == name) {
         return None;
     }
-    let near = VARIABLES.into_iter().map(|known| (edits(name, known), known)).min();
+    let near = variables().map(|known| (edits(name, known), known)).min();
     Some(near.filter(|(edits, _)| *edits <= 2).map(|(_, known)| known))
 }
 
@@ -169,10 +90,8 @@ pub struct Config {
     pub guard: bool,
     /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded.
     pub trace: usize,
-    /// `VRAMCTL_WATCH`: the ledger is logged when fewer bytes are free on a device. 0: nothing is watched.
-    pub watch: u64,
-    /// `VRAMCTL_WATCH_TRIM`.
-    pub watch_trims: bool,
+    /// `VRAMCTL_WATCH`.
+    pub watch: Watch,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
     /// The job that this process belongs to: its name, else `VRAMCTL_JOB`.
@@ -183,6 +102,22 @@ pub struct Config {
     pub directories: Directories,
     /// Errors in the variables, to be logged once.
     pub complaints: Vec<String>,
+}
+
+/// When a process logs who uses the memory of a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Watch {
+    /// When fewer bytes are free. 0: never.
+    pub below: u64,
+    /// Whether the program's own allocator then returns what it has cached.
+    pub trims: bool,
+}
+
+impl Watch {
+    fn parse(text: &str) -> Option<Self> {
+        let (size, trims) = text.strip_suffix(",trim").map_or((text, false), |size| (size, true));
+        Some(Self { below: parse_bytes(size)? as u64, trims })
+    }
 }
 
 /// The library's directories. They are read once, because another thread of the program may call `setenv` at any time, which
@@ -254,8 +189,7 @@ impl Config {
             exclude: variables.list("VRAMCTL_EXCLUDE").unwrap_or_default(),
             guard: variables.switch("VRAMCTL_GUARD") == Some(true),
             trace: variables.trace(),
-            watch: variables.size("VRAMCTL_WATCH", 0) as u64,
-            watch_trims: variables.switch("VRAMCTL_WATCH_TRIM") == Some(true),
+            watch: variables.parsed("VRAMCTL_WATCH", Watch::parse, "not a size such as 5G, nor 5G,trim; ignored").unwrap_or_default(),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),
             run: variables.set("VRAMCTL_JOB"),
             name,
@@ -471,14 +405,26 @@ mod tests {
     }
 
     #[test]
-    fn every_variable_that_is_read_is_known() {
+    fn every_variable_that_is_read_is_listed() {
         let code = include_str!("lib.rs").split("mod tests").next().unwrap();
-        let read = code.split(['"', '`']).filter(|word| word.starts_with("VRAMCTL_") && word.len() > "VRAMCTL_".len());
-        let names: Vec<_> = read.filter(|word| word.bytes().all(|letter| letter.is_ascii_uppercase() || letter == b'_')).collect();
-        assert!(names.len() > 60, "{}", names.len());
-        for name in names {
-            assert!(VARIABLES.contains(&name), "{name}");
+        let is_name =
+            |word: &&str| word.len() > "VRAMCTL_".len() && word.bytes().all(|letter| letter.is_ascii_uppercase() || letter == b'_');
+        let read: Vec<_> =
+            code.split('"').filter(is_name).filter(|name| name.starts_with("VRAMCTL_") || name.starts_with("TMS_")).collect();
+        assert!(read.len() >= 24, "{read:?}");
+        for name in read {
+            assert!(variables().any(|known| known == name), "{name} is not in docs/settings.md");
         }
+    }
+
+    #[test]
+    fn a_watch_may_trim() {
+        let watch = |text: &str| {
+            let config = config(&[("VRAMCTL_WATCH", text)]);
+            (config.watch.below, config.watch.trims, config.complaints.len())
+        };
+        assert_eq!((watch(""), watch("0"), watch("5G")), ((0, false, 0), (0, false, 0), (5 << 30, false, 0)));
+        assert_eq!((watch("64M,trim"), watch("trim"), watch("1G,tirm")), ((64 << 20, true, 0), (0, false, 1), (0, false, 1)));
     }
 
     #[test]

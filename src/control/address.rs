@@ -243,7 +243,7 @@ impl ListenerName {
         config::Config::get().name.clone().map_or_else(|| Self::Program(program_of(process::id()).unwrap_or_default()), Self::Given)
     }
 
-    /// The name in the address of the socket that this is a connection to. `None` if the library is an older one, or the name is too long.
+    /// The name in the address of the socket that this is a connection to. `None` if the name is too long.
     pub fn of_listener(stream: &UnixStream) -> Option<Self> {
         let address = stream.peer_addr().ok()?;
         let file = address.as_pathname()?.file_name()?.to_str()?;

@@ -47,8 +47,7 @@ pub struct Ticket {
     /// It queues only among the jobs of this command, whose own place in the queue is for all of them.
     #[serde(default)]
     pub within: Option<u64>,
-    /// The process of its owner. 0 in a ticket of an older command.
-    #[serde(default)]
+    /// The process of its owner.
     pub pid: u32,
 }
 
@@ -195,7 +194,7 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     file.take(LONGEST_TICKET).read_to_end(&mut text).ok()?;
     let ticket: Ticket = serde_json::from_slice(&text).ok()?;
     // In another PID namespace, the number may be another process's here.
-    let is_stopped = !ticket.has_turn && ticket.pid != 0 && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
+    let is_stopped = !ticket.has_turn && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
     (!is_stopped).then_some(ticket)
 }
 

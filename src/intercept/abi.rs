@@ -192,26 +192,6 @@ unsafe fn pause_request(tags: &[VramctlTag], timeout_ms: i64, unused: &[VramctlR
     Ok(request)
 }
 
-/// Deprecated: goes with the next release. Use `vramctl_pause_with`.
-///
-/// # Safety
-/// As `vramctl_pause_with`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramctl_pause_tags(
-    tags: *const VramctlTag,
-    count: usize,
-    timeout_ms: i64,
-    unused: *const VramctlRange,
-    unused_count: usize,
-) -> VramctlResult {
-    if count == 0 {
-        return answer(|| Err(Error::Invalid("no tags given; a null tag means all".into())));
-    }
-    let size = size_of::<VramctlPauseOptions>();
-    // SAFETY: the caller's promise.
-    unsafe { vramctl_pause_with(&VramctlPauseOptions { size, tags, tag_count: count, timeout_ms, unused, unused_count }) }
-}
-
 /// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
 /// nothing. Resuming active memory is a no-op.
 ///
@@ -264,20 +244,6 @@ pub unsafe extern "C" fn vramctl_resume_with(options: *const VramctlResumeOption
         keep_report(&Memory::get().resume(&TransitionRequest { tags, timeout, ..TransitionRequest::default() }, &mut ())?);
         Ok(())
     })
-}
-
-/// Deprecated: goes with the next release. Use `vramctl_resume_with`.
-///
-/// # Safety
-/// As `vramctl_resume_with`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: usize, timeout_ms: i64) -> VramctlResult {
-    if count == 0 {
-        return answer(|| Err(Error::Invalid("no tags given; a null tag means all".into())));
-    }
-    let size = size_of::<VramctlResumeOptions>();
-    // SAFETY: the caller's promise.
-    unsafe { vramctl_resume_with(&VramctlResumeOptions { size, tags, tag_count: count, timeout_ms }) }
 }
 
 /// Writes the report of the calling thread's last successful pause, resume or trim to `buffer`, as a NUL-terminated JSON

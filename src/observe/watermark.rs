@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::thread::Thread;
-use vramctl_config::Config;
+use vramctl_config::{Config, Watch};
 use vramctl_core::events::Change;
 use vramctl_driver::CUdevice;
 use vramctl_host::PerProcess;
@@ -27,10 +27,10 @@ pub struct Watermark {
 }
 
 static LEVEL: PerProcess<Watermark> = PerProcess::new(|| {
-    let Config { watch, watch_trims, .. } = Config::get();
+    let Watch { below, trims } = Config::get().watch;
     Watermark {
-        below: AtomicU64::new(*watch),
-        trims: AtomicBool::new(*watch_trims),
+        below: AtomicU64::new(below),
+        trims: AtomicBool::new(trims),
         free: [const { AtomicI64::new(UNKNOWN) }; MOST],
         watcher: OnceLock::new(),
     }

@@ -1681,23 +1681,10 @@ fn a_pip_installation_is_found() {
     }
 }
 
-/// For one release.
+/// They are for programs, or for the project.
 #[test]
-fn old_spellings_work_with_a_warning() {
-    let machine = Machine::without_gpus();
-    let _engine = Fake::new(&machine, "engine", &["kv_cache"]);
-    for (old, new) in
-        [("pause --backup discard", "--discard"), ("suspend --dry-run --backup discard", "--discard"), ("status --ledger", "vramctl gpus")]
-    {
-        let told = machine.vramctl(old).err;
-        assert_eq!(told.matches("warning: `").count(), 1, "{told}");
-        assert!(told.contains(&format!("` is `{new}` now")), "{told}");
-    }
-    for new in ["pause --discard", "gpus"] {
-        let told = machine.vramctl(new).err;
-        assert!(!told.contains("spelling"), "{told}");
-    }
-    let help = machine.vramctl("--help").out;
+fn help_leaves_out_what_nobody_types() {
+    let help = Machine::without_gpus().vramctl("--help").out;
     assert!(help.contains("gpus") && !help.contains("python-path") && !help.contains("operate"), "{help}");
 }
 
@@ -2114,7 +2101,7 @@ impl Http {
 fn an_engines_kv_cache_is_not_discarded_without_asking() {
     let machine = Machine::without_gpus();
     let engine = Fake::new(&machine, "engine", &["kv_cache", "weights"]).with_engine("vllm");
-    for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
+    for line in ["pause --discard", "pause kv_cache --discard"] {
         machine.vramctl(line).expect(1, "", "--engine URL");
     }
     let trainer = Fake::new(&machine, "trainer", &["weights"]);
@@ -2252,12 +2239,9 @@ fn an_engine_with_requests_is_held() {
 fn a_program_is_held_unless_told_otherwise() {
     let machine = Machine::without_gpus();
     let engine = Fake::new(&machine, "engine", &["cache"]);
-    for (line, wanted) in [
-        ("pause --no-hold", None),
-        ("pause --no-hold --hold", Some(10)),
-        ("pause --hold-timeout 300 --timeout 100", Some(300)),
-        ("pause --timeout 100", Some(100)),
-    ] {
+    for (line, wanted) in
+        [("pause --no-hold", None), ("pause --hold-timeout 300 --timeout 100", Some(300)), ("pause --timeout 100", Some(100))]
+    {
         machine.vramctl(line).expect(0, "paused cache", "");
         machine.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();

@@ -26,7 +26,7 @@ fn a_job_is_paused_and_resumed_as_one() {
         let line = ps.out.lines().find(|line| of_rank(line)).unwrap_or_else(|| panic!("{}", ps.out));
         assert!(line.contains(" GiB  0    engine") || line.contains(" MiB  0    engine"), "GPU 0: {line}");
     }
-    let paused = machine.vramctl("pause --name engine --hold --json").expect(0, "", "").json();
+    let paused = machine.vramctl("pause --name engine --json").expect(0, "", "").json();
     assert_eq!(paused["processes"].as_array().unwrap().len(), 3, "{paused}");
     assert_eq!((&paused["jobs"][0]["job"], &paused["jobs"][0]["committed"]), (&json!("engine"), &json!(true)), "{paused}");
     assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
@@ -592,7 +592,7 @@ fn the_command_retries_and_may_be_killed_at_any_time() {
     let mut ranks: [Program; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let start = || machine.cli("pause --hold --hold-timeout 60 --json").stdout(Stdio::piped()).spawn().unwrap();
+    let start = || machine.cli("pause --hold-timeout 60 --json").stdout(Stdio::piped()).spawn().unwrap();
     let is_held = |rank: &Program| machine.state(rank).ends_with("held");
     for _ in 0..5 {
         let mut command = start();
@@ -620,7 +620,7 @@ fn the_command_waits_for_another_coordinator() {
     let mut ranks: [Program; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let command = machine.cli("pause --hold --hold-timeout 100 --json").stdout(Stdio::piped()).spawn().unwrap();
+    let command = machine.cli("pause --hold-timeout 100 --json").stdout(Stdio::piped()).spawn().unwrap();
     // The attempts as the first process sees them, or some of them.
     let (mut seen, mut was_held) = (0, false);
     eventually("many attempts", || {
@@ -675,7 +675,7 @@ fn a_rank_that_stops_in_the_middle_is_named() {
     let mut ranks: [Program; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let command = machine.cli("pause --hold --hold-timeout 60").stderr(Stdio::piped()).spawn().unwrap();
+    let command = machine.cli("pause --hold-timeout 60").stderr(Stdio::piped()).spawn().unwrap();
     eventually("it is held", || machine.state(&ranks[0]).ends_with("held"));
     ranks[1].signal(libc::SIGSTOP);
     let said = format!("engine (pid {}): no answer within", ranks[1].pid());

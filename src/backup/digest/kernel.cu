@@ -1,4 +1,4 @@
-// Digests of pieces of device memory, at the speed of the memory. docs/unchanged.md says what is computed and why, and how
+// Digests of pieces of device memory, at the speed of the memory. docs/performance.md says what is computed and why, and how
 // likely it is to miss a change; src/backup/digest/mod.rs computes the same on the CPU.
 //
 // scripts/build-kernel compiles this file to kernel.ptx.

@@ -1,7 +1,6 @@
 //! `vramctl status`.
 
 use crate::arguments::{GpuArgs, ProcessesOrAll};
-use crate::commands;
 use crate::ui::output;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -34,21 +33,13 @@ pub struct Args {
     /// Also show who kept how much GPU memory in the last pauses; without this, only if something grows
     #[arg(long)]
     history: bool,
-    /// The old spelling of `vramctl gpus`
-    #[arg(long, hide = true)]
-    ledger: bool,
     /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
     #[arg(long)]
     pub json: bool,
 }
 
 pub fn status(args: &Args) -> Result<Exit, CommandError> {
-    // Reading is harmless, so show all processes.
     let target = args.processes.target();
-    if args.ledger {
-        output::outdated("vramctl status --ledger", "vramctl gpus");
-        return commands::gpus::show(&target, &args.gpu.gpu, args.json);
-    }
     let mut found = Found::look(&target)?;
     found.keep_on(&args.gpu.gpu)?;
     let mut chosen = found.choose(&target)?;

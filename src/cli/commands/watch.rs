@@ -11,7 +11,7 @@ use vramctl_model::Bytes;
 #[command(after_long_help = "\
 Has processes watch how much memory is free on their GPUs. When less than SIZE is free, each logs once, to its stderr, who uses \
 the memory. It logs again only after free memory has recovered to a tenth above SIZE, or 64 MiB above it if that is more. \
-VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's environment do the same from its start. Without --below and --off, prints the \
+VRAMCTL_WATCH=SIZE or SIZE,trim in a program's environment does the same from its start. Without --below and --off, prints the \
 current setting.
 
 Examples:

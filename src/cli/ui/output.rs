@@ -71,11 +71,6 @@ pub fn complain(what: &str, text: &str) {
     let _ = writeln!(io::stderr(), "{} {}", colours::label(what), plain(&gpus::with_indices(text)));
 }
 
-/// Warns of an old spelling.
-pub fn outdated(old: &str, new: &str) {
-    complain("warning", &format!("`{old}` is `{new}` now; the next release refuses the old spelling"));
-}
-
 /// How wide the terminal is, if stdout is one and reports it.
 pub fn width() -> Option<u16> {
     terminal::size().ok().map(|(width, _)| width).filter(|width| *width > 0 && stdout().is_terminal())

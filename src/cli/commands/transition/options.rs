@@ -139,9 +139,6 @@ pub struct HoldArgs {
     /// Do not hold the program while it is paused. It must be idle, or not use the paused memory
     #[arg(long)]
     no_hold: bool,
-    /// The default; overrides an earlier --no-hold
-    #[arg(long, hide = true, overrides_with = "no_hold")]
-    hold: bool,
     /// How long to wait for GPU work in flight [default: --timeout, or 10]
     ///
     /// After that, nothing is paused and the program continues.
