@@ -327,7 +327,7 @@ fn several_tags_are_paused_and_resumed_at_once() {
         address
     };
     let (weights, cache, other) = (allocate("weights"), allocate("kv_cache"), allocate("other"));
-    let is_paused = || [weights, cache, other].map(|address| Memory::get().find(address).unwrap().is_paused());
+    let is_paused = || [weights, cache, other].map(|address| Memory::get().find(address).unwrap().is_unmapped());
     let tag = |tag: &'static CStr, backup: VramctlBackup| VramctlTag { tag: tag.as_ptr(), backup: backup as i32 };
     let others = |backup: VramctlBackup| VramctlTag { tag: ptr::null(), backup: backup as i32 };
     let pause = |tags: &[VramctlTag]| unsafe {

@@ -141,7 +141,11 @@ fn small_requests_and_odd_arguments_are_left_to_the_runtime() {
     assert!(Memory::get().find(small).is_none());
     let large = malloc(MIB).unwrap();
     let allocation = Memory::get().find(large).unwrap();
-    assert_eq!((allocation.requested, allocation.bytes()), (MIB, 2 * MIB), "rounded up to the granularity");
+    assert_eq!(
+        (allocation.origin().malloc().map(|malloc| malloc.requested), allocation.bytes()),
+        (Some(MIB), 2 * MIB),
+        "rounded up to the granularity"
+    );
     assert_eq!(malloc(0), Ok(0));
     assert_eq!(unsafe { interpose::cudaMalloc(ptr::null_mut(), 4 * MIB) }, 1);
     assert_eq!(last_error(), 1);

@@ -1,6 +1,7 @@
 //! The status of this process, by tag and by device.
 
-use crate::memory::{Memory, PausedBy, UnderWay, borrow, communicators, unmanaged};
+use crate::memory::state::Released;
+use crate::memory::{Memory, PausedBy, State, UnderWay, borrow, communicators, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
 use crate::{contexts, events, gate};
@@ -88,7 +89,7 @@ impl Memory {
     /// The current status, queried from the driver.
     pub(crate) fn status_now(&self) -> Status {
         let under_way = self.under_way().clone();
-        let (tags, devices) = self.tags_and_devices(under_way.as_ref());
+        let (tags, devices) = self.tags_and_devices();
         events::complete(Status {
             held: gate::is_held(),
             waiting_threads: gate::waiting(),
@@ -113,33 +114,32 @@ impl Memory {
     }
 
     /// What is allocated, by tag and by device.
-    fn tags_and_devices(&self, under_way: Option<&UnderWay>) -> (BTreeMap<String, TagStatus>, BTreeMap<CUdevice, DeviceStatus>) {
+    fn tags_and_devices(&self) -> (BTreeMap<String, TagStatus>, BTreeMap<CUdevice, DeviceStatus>) {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
         for allocation in &self.snapshot() {
             let bytes = allocation.bytes() as u64;
-            let (paused_bytes, paused_by, host_bytes, disk_bytes) = {
+            let (paused_by, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
-                let (host, disk) = match contents.saved.as_deref() {
-                    Some(saved @ Backup::Host(_)) => (saved.kept_bytes(), 0),
-                    Some(Backup::Disk(_)) => (0, bytes),
-                    None => (0, 0),
+                let paused_by = match &contents.state {
+                    State::Active(_) | State::Unmapped(..) => None,
+                    State::Stranded(_, by) | State::Released(Released { by, .. }) => Some(*by),
+                    State::Freed => continue,
                 };
-                // Until a pause is complete, it can be undone.
-                let is_being_paused = || under_way.is_some_and(|it| it.is_pausing(&allocation.tag));
-                let is_there = contents.memory.as_ref().is_some_and(|memory| memory.is_mapped() || is_being_paused());
-                (if is_there { 0 } else { bytes }, contents.paused_by, host, disk)
+                match contents.state.backup().map(|saved| &**saved) {
+                    Some(saved @ Backup::Host(_)) => (paused_by, saved.kept_bytes(), 0),
+                    Some(Backup::Disk(_)) => (paused_by, 0, bytes),
+                    None => (paused_by, 0, 0),
+                }
             };
-            if paused_bytes > 0 && !self.has(allocation) {
-                continue;
-            }
-            let self_paused_bytes = if paused_by.is_self_paused() { paused_bytes } else { 0 };
+            let paused_bytes = if paused_by.is_some() { bytes } else { 0 };
+            let self_paused_bytes = if paused_by.is_some_and(PausedBy::is_self_paused) { bytes } else { 0 };
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
             tag.bytes += bytes;
             tag.paused_bytes += paused_bytes;
             tag.self_paused_bytes += self_paused_bytes;
-            tag.both_paused_bytes += if paused_by == PausedBy::Both { paused_bytes } else { 0 };
+            tag.both_paused_bytes += if paused_by == Some(PausedBy::Both) { bytes } else { 0 };
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;

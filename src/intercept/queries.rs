@@ -90,7 +90,7 @@ impl Pointed {
 
     fn is_paused(&self) -> bool {
         match self {
-            Self::Managed(allocation) => allocation.is_paused(),
+            Self::Managed(allocation) => allocation.is_unmapped(),
             Self::Opened(seen) => seen.is_paused,
         }
     }
@@ -98,7 +98,7 @@ impl Pointed {
     /// 0 for virtual memory and that of pools, which belong to no context.
     fn context(&self) -> u64 {
         match self {
-            Self::Managed(allocation) if allocation.origin().is_malloc() && !allocation.from_pool => {
+            Self::Managed(allocation) if allocation.origin().malloc().is_some_and(|malloc| !malloc.from_pool) => {
                 allocation.context().handle().address()
             }
             Self::Managed(_) => 0,
@@ -120,7 +120,7 @@ impl Pointed {
     /// The pool that it is from; 0 if it is from none.
     fn pool(&self) -> u64 {
         match self {
-            Self::Managed(allocation) if allocation.from_pool => driver::default_pool(allocation.device).map_or(0, |pool| pool as u64),
+            Self::Managed(allocation) if allocation.is_from_pool() => driver::default_pool(allocation.device).map_or(0, |pool| pool as u64),
             Self::Managed(_) | Self::Opened(_) => 0,
         }
     }

@@ -98,8 +98,13 @@ impl Home {
     /// `None` for memory that CUDA would not copy from everywhere, and for what is not the library's.
     fn of(memory: &Memory, address: CUdeviceptr) -> Option<Self> {
         if let Some(found) = memory.find(address) {
-            let (context, device, is_paused) = (found.context_for_copies(), found.device, found.is_paused());
-            return (found.origin().is_malloc() && !found.from_pool).then_some(Self { context, device, is_paused, is_ours: true });
+            let (context, device, is_paused) = (found.context_for_copies(), found.device, found.is_unmapped());
+            return found.origin().malloc().is_some_and(|malloc| !malloc.from_pool).then_some(Self {
+                context,
+                device,
+                is_paused,
+                is_ours: true,
+            });
         }
         let opened = borrow::at(address)?;
         let context = contexts::for_copies(opened.device, opened.context?);

@@ -11,10 +11,12 @@
 use super::freed::FreedAt;
 use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
+use super::state::{PausedBy, Released, State};
 use super::{Placement, Requester};
 use crate::contexts;
 use crate::events::{self, Change, Owner};
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Backup;
 use vramctl_config::CpuBackupBackend;
@@ -33,61 +35,81 @@ pub struct Allocation {
     pub backup: Policy,
     /// The kind of host memory for its contents.
     pub backend: CpuBackupBackend,
-    /// Bytes the program asked for.
-    pub requested: usize,
     /// The memory's device. Of the host's memory: the device of the context that it was made in.
     pub device: CUdevice,
-    /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
-    pub from_pool: bool,
-    /// The place in a stream at which the memory was freed before, if it was.
-    pub(super) order: Option<Arc<FreedAt>>,
-    /// Of memory that the program has imported (`imports`): what its owner calls it. It is neither counted nor paused here.
-    pub(super) import: Option<Token>,
     /// Who asked for it, if known.
     pub requester: OnceLock<Requester>,
     bytes: usize,
-    key: u64,
     origin: Origin,
     contents: Mutex<Contents>,
 }
 
-/// How the program has got memory.
+/// How the program got the memory.
 #[derive(Debug)]
 pub enum Origin {
-    /// From `cudaMalloc` or the like, which gave it one address.
-    Malloc,
-    /// From its own `cuMemCreate`, with these properties. It maps the memory itself.
-    Create(Properties),
+    /// From `cudaMalloc` or the like.
+    Malloc(Malloc),
+    /// From its own `cuMemCreate`. It maps the memory itself.
+    Created {
+        /// The program's handle.
+        handle: u64,
+        /// What it asked for.
+        properties: Properties,
+    },
+    /// From `cuMemImportFromShareableHandle`: another process owns it (`imports`). It is neither counted nor paused here.
+    Imported {
+        /// The program's handle.
+        handle: u64,
+        /// What the owner asked for.
+        properties: Properties,
+        /// The owner's name for it.
+        token: Token,
+    },
+}
+
+/// Memory from `cudaMalloc` or the like, which returned one address.
+#[derive(Debug)]
+pub struct Malloc {
+    /// That address.
+    pub address: CUdeviceptr,
+    /// Bytes that the program asked for.
+    pub requested: usize,
+    /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
+    pub from_pool: bool,
+    /// The place in a stream at which the memory was freed before, if it was.
+    pub(super) order: Option<Arc<FreedAt>>,
 }
 
 impl Origin {
     /// Whether it is from `cudaMalloc` or the like.
     pub fn is_malloc(&self) -> bool {
-        matches!(self, Self::Malloc)
+        matches!(self, Self::Malloc(_))
     }
 
-    /// What the program asked `cuMemCreate` for.
+    /// What `cudaMalloc` or the like was asked for.
+    pub fn malloc(&self) -> Option<&Malloc> {
+        if let Self::Malloc(malloc) = self { Some(malloc) } else { None }
+    }
+
+    /// What `cuMemCreate` was asked for.
     pub fn properties(&self) -> Option<&Properties> {
         match self {
-            Self::Malloc => None,
-            Self::Create(properties) => Some(properties),
+            Self::Malloc(_) => None,
+            Self::Created { properties, .. } | Self::Imported { properties, .. } => Some(properties),
         }
+    }
+
+    /// The owner's name for imported memory.
+    pub(super) fn token(&self) -> Option<&Token> {
+        if let Self::Imported { token, .. } = self { Some(token) } else { None }
     }
 }
 
-/// Where the contents are. Changes only under the transition lock (exclusive for `memory` and `saved`, shared for changes by the program
-/// itself), or after the allocation has been removed from the registry.
+/// What changes during the life of an allocation.
 #[derive(Debug)]
 pub struct Contents {
-    /// The physical memory. It is unmapped only during a pause, and after a failed pause that could not map it again; then it still has the
-    /// contents.
-    pub memory: Option<Physical>,
-    /// While paused with a guard: the block that is mapped in place of the memory (`guard`).
-    pub guard: Option<Physical>,
-    /// While paused: who wants that.
-    pub paused_by: PausedBy,
-    /// While paused: the contents, or `None` if they were discarded. While active: the last saved contents, if retained.
-    pub saved: Option<Arc<Backup>>,
+    /// Where the contents are.
+    pub state: State,
     /// Where it is mapped when active, by address: one handle may stand behind each page of a large reservation.
     pub mappings: BTreeMap<CUdeviceptr, Mapping>,
     /// How often the program must still release its handle.
@@ -102,31 +124,6 @@ pub struct Contents {
     pub lending: Lending,
     /// A context of the device, for copies.
     context: Context,
-}
-
-/// Who wants paused memory to be away.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub enum PausedBy {
-    /// Another process; or nobody, if a failed pause could not map it again. A held program stays held until it is back.
-    #[default]
-    Others,
-    /// Only the program itself.
-    Program,
-    /// Both: when the other one resumes it, it stays paused.
-    Both,
-}
-
-impl PausedBy {
-    /// With another pause of the same memory.
-    #[must_use]
-    pub fn and(self, other: Self) -> Self {
-        if self == other { self } else { Self::Both }
-    }
-
-    /// Whether the program itself wants it to be away.
-    pub fn is_self_paused(self) -> bool {
-        self != Self::Others
-    }
 }
 
 /// One place where the program has the memory.
@@ -176,11 +173,6 @@ impl Contents {
         self.lending.to_others(request, self.pauses)
     }
 
-    /// What the driver currently maps for it, if anything.
-    pub(super) fn there(&mut self) -> impl Iterator<Item = &mut Physical> {
-        self.memory.iter_mut().chain(self.guard.iter_mut())
-    }
-
     /// Records a permanent registrant.
     pub(super) fn registered_by(&mut self, registrant: &'static str) {
         self.known_to = Some(registrant);
@@ -194,59 +186,19 @@ impl Contents {
 }
 
 impl Allocation {
-    /// An active allocation whose memory is mapped at `at`.
-    pub fn new(
-        policy: Placement,
-        requested: usize,
-        current: &driver::Current,
-        memory: Physical,
-        at: &Arc<Addresses>,
-        from_pool: bool,
-    ) -> Self {
-        let made = Self::with(policy, at.bytes(), current.device(), current.owner(), memory, at.base(), Origin::Malloc);
-        let made = Self { requested, from_pool, ..made };
-        made.contents().add(Mapping { place: Place::of(at), access: None, is_tried: true });
-        made.record(Change::Allocated);
-        made
-    }
-
-    /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
-    pub fn with_handle(
-        policy: Placement,
-        bytes: usize,
-        device: CUdevice,
-        current: &driver::Current,
-        memory: Physical,
-        handle: u64,
-        wanted: Properties,
-    ) -> Self {
-        let made = Self::with(policy, bytes, device, current.owner(), memory, handle, Origin::Create(wanted));
-        made.record(Change::Allocated);
-        made
-    }
-
-    /// Memory of another process, which the program has imported and not mapped yet.
-    pub(super) fn imported(
-        policy: Placement,
+    /// Active memory with these mappings. `context`: of the device, for copies.
+    pub(super) fn new(
+        placement: Placement,
         device: CUdevice,
         context: Context,
         memory: Physical,
-        handle: u64,
-        wanted: Properties,
-        token: Token,
+        mappings: BTreeMap<CUdeviceptr, Mapping>,
+        origin: Origin,
     ) -> Self {
         let bytes = memory.bytes();
-        Self { import: Some(token), ..Self::with(policy, bytes, device, context, memory, handle, Origin::Create(wanted)) }
-    }
-
-    /// Active, and not mapped yet.
-    fn with(policy: Placement, bytes: usize, device: CUdevice, context: Context, memory: Physical, key: u64, origin: Origin) -> Self {
         let contents = Contents {
-            memory: Some(memory),
-            guard: None,
-            paused_by: PausedBy::default(),
-            saved: None,
-            mappings: BTreeMap::new(),
+            state: State::active(memory, None),
+            mappings,
             references: 1,
             pauses: 0,
             known_to: None,
@@ -254,45 +206,42 @@ impl Allocation {
             lending: Lending::default(),
             context,
         };
-        Self {
-            tag: policy.tag,
-            backup: policy.backup,
-            backend: policy.backend,
-            requested: bytes,
+        let made = Self {
+            tag: placement.tag,
+            backup: placement.backup,
+            backend: placement.backend,
             device,
-            from_pool: false,
-            order: None,
-            import: None,
             requester: OnceLock::new(),
             bytes,
-            key,
             origin,
             contents: Mutex::new(contents),
-        }
+        };
+        made.record(Change::Allocated);
+        made
     }
 
-    /// Hands active memory, which the program has freed at this place, on to a new allocation in a context. `None` if it is paused, or if anybody outside
-    /// the program may know the physical memory.
-    pub(super) fn hand_on(&self, policy: Placement, requested: usize, context: Context, order: &Arc<FreedAt>) -> Option<Self> {
+    /// Hands active memory, which the program has freed at this place in a stream, on to a new allocation in a context. `None` if it is not
+    /// active, or if anybody outside the program may know the physical memory.
+    pub(super) fn hand_on(&self, placement: Placement, requested: usize, context: Context, order: &Arc<FreedAt>) -> Option<Self> {
+        let malloc = self.origin.malloc()?;
         let mut contents = self.contents();
-        let is_plain = contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun();
-        let mut memory = contents.memory.take_if(|memory| is_plain && memory.is_mapped())?;
-        if policy.tag != self.tag {
-            memory.count_for(Account::of(self.device, &policy.tag));
+        if !contents.state.is_active() || contents.registrant().is_some() || contents.lending.has_begun() {
+            return None;
+        }
+        let State::Active(mut present) = mem::replace(&mut contents.state, State::Freed) else { return None };
+        let mappings = mem::take(&mut contents.mappings);
+        drop(contents);
+        if placement.tag != self.tag {
+            present.memory.count_for(Account::of(self.device, &placement.tag));
         }
         self.record(Change::Freed);
-        let (mappings, saved) = (std::mem::take(&mut contents.mappings), contents.saved.take());
-        drop(contents);
-        drop(saved);
-        let made = Self::with(policy, self.bytes, self.device, context, memory, self.key, Origin::Malloc);
-        let made = Self { requested, from_pool: self.from_pool, order: Some(Arc::clone(order)), ..made };
-        made.contents().mappings = mappings;
-        made.record(Change::Allocated);
-        Some(made)
+        let origin = Malloc { address: malloc.address, requested, from_pool: malloc.from_pool, order: Some(Arc::clone(order)) };
+        Some(Self::new(placement, self.device, context, present.memory, mappings, Origin::Malloc(origin)))
     }
 
+    /// Tells whoever counts the memory of this process. Imports are their owners'.
     fn record(&self, change: Change) {
-        if let Some(device) = self.on_device() {
+        if let Some(device) = self.on_device().filter(|_| self.origin.token().is_none()) {
             events::change(change, Owner::Tag(&self.tag), Some(device), self.bytes);
         }
     }
@@ -321,7 +270,10 @@ impl Allocation {
 
     /// Its key in the registry: the address that `cudaMalloc` returned, or the handle that `cuMemCreate` did.
     pub fn key(&self) -> u64 {
-        self.key
+        match &self.origin {
+            Origin::Malloc(malloc) => malloc.address,
+            Origin::Created { handle, .. } | Origin::Imported { handle, .. } => *handle,
+        }
     }
 
     /// How the program has got it.
@@ -329,13 +281,18 @@ impl Allocation {
         &self.origin
     }
 
-    /// The address of its first byte for copies: the first mapping that its device may read and write. The handle, which is no
-    /// address, if there is none (see [`make_reachable`](Self::make_reachable)).
-    pub fn address(&self) -> CUdeviceptr {
-        if self.origin.is_malloc() {
-            return self.key;
+    /// Whether it stands for memory from the device's default pool.
+    pub fn is_from_pool(&self) -> bool {
+        self.origin.malloc().is_some_and(|malloc| malloc.from_pool)
+    }
+
+    /// The address of its first byte for copies: that of the first mapping that its device may read and write. `None` if there is no such
+    /// mapping (see [`make_reachable`](Self::make_reachable)).
+    pub fn address(&self) -> Option<CUdeviceptr> {
+        match self.origin.malloc() {
+            Some(malloc) => Some(malloc.address),
+            None => self.contents().mappings.values().find(|mapping| mapping.is_open_to(self.device)).map(Mapping::address),
         }
-        self.contents().mappings.values().find(|mapping| mapping.is_open_to(self.device)).map_or(self.key, Mapping::address)
     }
 
     /// Bytes of device memory when active: the request rounded up to the device's granularity.
@@ -343,22 +300,26 @@ impl Allocation {
         self.bytes
     }
 
-    /// Its location.
+    /// Its location. The address is 0 while there is none.
     pub fn extent(&self) -> Extent {
-        Extent { context: self.context_for_copies(), device: self.device, address: self.address(), bytes: self.bytes }
+        let address = self.address().unwrap_or_default();
+        Extent { context: self.context_for_copies(), device: self.device, address, bytes: self.bytes }
     }
 
     /// The offset of `address` in it.
     pub fn offset_of(&self, address: CUdeviceptr) -> Option<usize> {
-        let inside = |base: CUdeviceptr| (base..base + self.bytes as u64).contains(&address).then(|| (address - base) as usize);
-        if self.origin.is_malloc() { inside(self.key) } else { self.contents().at(address).and_then(|mapping| inside(mapping.address())) }
+        let base = match self.origin.malloc() {
+            Some(malloc) => malloc.address,
+            None => self.contents().at(address)?.address(),
+        };
+        address.checked_sub(base).filter(|offset| *offset < self.bytes as u64).map(|offset| offset as usize)
     }
 
     /// The program's address range around `address` (the whole `cudaMalloc` allocation, or one mapping), and whether any device has access.
     pub fn place_of(&self, address: CUdeviceptr) -> Option<(Span, bool)> {
-        if self.origin.is_malloc() {
-            let is_inside = address.checked_sub(self.key).is_some_and(|offset| offset < self.requested as u64);
-            return is_inside.then_some((Span { address: self.key, bytes: self.requested }, true));
+        if let Some(malloc) = self.origin.malloc() {
+            let is_inside = address.checked_sub(malloc.address).is_some_and(|offset| offset < malloc.requested as u64);
+            return is_inside.then_some((Span { address: malloc.address, bytes: malloc.requested }, true));
         }
         let contents = self.contents();
         let mapping = contents.at(address)?;
@@ -400,39 +361,47 @@ impl Allocation {
         }
     }
 
-    /// Replaces the memory and the saved contents. The old ones are freed after the lock is released.
-    pub fn replace(&self, memory: Option<Physical>, saved: Option<Arc<Backup>>) {
-        self.record(if memory.is_none() { Change::Paused } else { Change::Resumed });
-        let before = {
-            let mut contents = self.contents();
-            let mut exports = Vec::new();
-            if memory.is_some() {
-                contents.paused_by = PausedBy::default();
-            } else {
-                exports = contents.lending.forget_exports();
-                contents.pauses += 1;
-                // The registration was of these pages.
-                contents.known_to = None;
-                contents.marks.retain(|mark| mark.upgrade().is_some_and(|registrant| registrant.knows_addresses));
-            }
-            (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved), exports)
-        };
-        drop(before);
+    /// Releases memory that a pause has unmapped. From here on, the contents are only where they were `saved`.
+    pub(crate) fn release(&self, saved: Option<Arc<Backup>>) {
+        self.record(Change::Paused);
+        let mut contents = self.contents();
+        let by = contents.state.paused_by().unwrap_or(PausedBy::Others);
+        let before = mem::replace(&mut contents.state, State::Released(Released { saved, guard: None, by }));
+        let exports = contents.lending.forget_exports();
+        contents.pauses += 1;
+        // The registration was of these pages.
+        contents.known_to = None;
+        contents.marks.retain(|mark| mark.upgrade().is_some_and(|registrant| registrant.knows_addresses));
+        // The driver and the kernel free these without the lock.
+        drop(contents);
+        drop((before, exports));
     }
 
-    /// Of an import: takes the memory away, to be dropped without a lock. The addresses and the handle stay the program's.
+    /// Makes released memory active again. Returns the state before: dropping that frees the backup, unless it is `retained`.
+    pub(crate) fn activate(&self, memory: Physical, retained: Option<Arc<Backup>>) -> State {
+        self.record(Change::Resumed);
+        mem::replace(&mut self.contents().state, State::active(memory, retained))
+    }
+
+    /// Takes the memory of an import away, to be dropped without a lock. The addresses and the handle stay the program's.
     pub(super) fn give_up(&self) -> Option<Physical> {
-        self.contents().memory.take()
+        let mut contents = self.contents();
+        if !contents.state.is_active() {
+            return None;
+        }
+        let released = Released { saved: None, guard: None, by: PausedBy::Others };
+        let State::Active(present) = mem::replace(&mut contents.state, State::Released(released)) else { return None };
+        Some(present.memory)
     }
 
-    /// Of an import: puts memory that has just been imported where the program has the mappings now, with their access.
+    /// Puts memory that has just been imported where the program has the mappings of an import now, with their access.
     pub(super) fn take_up(&self, mut memory: Physical) -> Result<(), Failure> {
         let mut contents = self.contents();
         for Mapping { place, access, .. } in contents.mappings.values() {
             memory.map(place)?;
             driver::open([(place.span(), access.clone().unwrap_or_default())])?;
         }
-        contents.memory = Some(memory);
+        contents.state = State::active(memory, None);
         Ok(())
     }
 
@@ -440,9 +409,11 @@ impl Allocation {
     pub fn create_again(&self) -> Result<Physical, Failure> {
         let account = Account::of(self.device, &self.tag);
         let mut memory = match &self.origin {
-            Origin::Create(wanted) => Physical::create_as(wanted, account, self.bytes)?,
-            Origin::Malloc if self.from_pool => Physical::create_with(account, self.bytes, Extras::OF_POOLS)?,
-            Origin::Malloc => Physical::create(account, self.bytes)?,
+            Origin::Malloc(malloc) if malloc.from_pool => Physical::create_with(account, self.bytes, Extras::OF_POOLS)?,
+            Origin::Malloc(_) => Physical::create(account, self.bytes)?,
+            Origin::Created { properties, .. } | Origin::Imported { properties, .. } => {
+                Physical::create_as(properties, account, self.bytes)?
+            }
         };
         let places: Vec<_> = self.contents().mappings.values().map(|mapping| mapping.place.clone()).collect();
         places.iter().try_for_each(|place| memory.map(place))?;
@@ -457,11 +428,11 @@ impl Allocation {
             return Ok(false);
         }
         let place = Place::of(&Arc::new(Addresses::reserve(self.bytes)?));
-        if let Some(memory) = &mut contents.memory {
+        if let Some(memory) = contents.state.memory_mut() {
             memory.map(&place)?;
         }
         contents.add(Mapping { place, access: None, is_tried: true });
-        Ok(contents.memory.is_some())
+        Ok(contents.state.memory().is_some())
     }
 
     /// Undoes [`make_reachable`](Self::make_reachable).
@@ -471,7 +442,7 @@ impl Allocation {
         let added: Vec<_> = contents.mappings.values().filter(|mapping| is_added(mapping)).map(Mapping::address).collect();
         contents.mappings.retain(|_, mapping| !is_added(mapping));
         for address in added {
-            if let Some(memory) = &mut contents.memory {
+            if let Some(memory) = contents.state.memory_mut() {
                 memory.unmap_from(address);
             }
         }
@@ -498,12 +469,11 @@ impl Allocation {
     /// program it is freed, as after `cudaFree`, which has nothing to refuse.
     pub fn end(&self) {
         let mut contents = self.contents();
-        if self.import.is_none() {
-            self.record(if contents.memory.is_some() { Change::Freed } else { Change::FreedPaused });
-        }
-        let before = (contents.memory.take(), contents.guard.take(), contents.saved.take(), contents.lending.forget_exports());
-        // Free outside the lock, so that readers need not wait.
+        let is_released = matches!(contents.state, State::Released(_));
+        let before = (mem::replace(&mut contents.state, State::Freed), contents.lending.forget_exports());
+        // Readers need not wait until the driver has freed these.
         drop(contents);
+        self.record(if is_released { Change::FreedPaused } else { Change::Freed });
         drop(before);
     }
 
@@ -513,8 +483,20 @@ impl Allocation {
         contents.references == 0 && !contents.lending.is_open() && contents.mappings.values().all(|mapping| mapping.access.is_none())
     }
 
-    /// Whether it is paused, so its addresses must not be used.
-    pub fn is_paused(&self) -> bool {
-        !self.contents().memory.as_ref().is_some_and(Physical::is_mapped)
+    /// Whether its addresses must not be used: whatever it is, it is not active.
+    pub fn is_unmapped(&self) -> bool {
+        !self.contents().state.is_active()
     }
+}
+
+/// Unmaps active memory for a pause, adjacent ranges in one call; it keeps its contents. On error, some may be unmapped.
+pub(crate) fn unmap(allocations: &[Arc<Allocation>], by: PausedBy) -> Result<(), Failure> {
+    let mut contents: Vec<_> = allocations.iter().map(|allocation| allocation.contents()).collect();
+    let unmapped = driver::unmap(&mut contents.iter_mut().filter_map(|contents| contents.state.memory_mut()).collect::<Vec<_>>());
+    for contents in &mut contents {
+        if unmapped.is_ok() || contents.state.memory().is_some_and(|memory| !memory.is_mapped()) {
+            contents.state.unmapped(by);
+        }
+    }
+    unmapped
 }

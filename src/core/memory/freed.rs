@@ -62,7 +62,7 @@ impl Freed {
 
     /// Whether it stands for memory of a pool of the device, large enough for a request, and at most a `1 / waste` larger.
     fn fits(&self, device: CUdevice, bytes: usize, access: u64, waste: usize) -> bool {
-        let is_alike = self.allocation.from_pool && self.allocation.device == device && self.access == access;
+        let is_alike = self.allocation.is_from_pool() && self.allocation.device == device && self.access == access;
         is_alike && self.bytes() >= bytes && self.bytes() - bytes < (bytes / waste).max(SMALL)
     }
 }
@@ -144,7 +144,7 @@ impl Memory {
     /// The same for memory that was freed before in the order of the same stream, and has been handed on: with few calls of the driver.
     /// `false` if it is other memory, or if the driver refuses; nothing has changed then.
     pub fn free_again(&self, address: CUdeviceptr, stream: StreamHandle) -> bool {
-        let order = self.allocations.get(&address).and_then(|allocation| allocation.order.clone());
+        let order = self.allocations.get(&address).and_then(|allocation| allocation.origin().malloc()?.order.clone());
         let Some(order) = order.filter(|order| order.is_in(stream.id())) else { return false };
         // Before taking the lock, as above.
         order.before.record_again(stream).is_ok() && self.free_at(address, order)
@@ -257,7 +257,7 @@ impl Memory {
             self.keep(Arc::clone(freed));
             return None;
         };
-        let address = made.address();
+        let address = made.key();
         self.enter(Arc::new(made));
         Some(address)
     }
@@ -288,7 +288,7 @@ impl Memory {
     /// Releases what the streams have passed on a device and its pool has above a limit: so many bytes.
     fn release_above(&self, device: CUdevice, above: u64) {
         let above = Cell::new(above);
-        let is_meant = |freed: &Freed| freed.allocation.device == device && (!freed.allocation.from_pool || above.get() > 0);
+        let is_meant = |freed: &Freed| freed.allocation.device == device && (!freed.allocation.is_from_pool() || above.get() > 0);
         self.release(is_meant, |freed| {
             above.set(above.get().saturating_sub(freed.bytes() as u64));
             false
@@ -297,8 +297,8 @@ impl Memory {
 
     /// Bytes of managed memory that stands for a device's default pool.
     fn bytes_of_pool(&self, device: CUdevice) -> u64 {
-        let of_pool = |allocation: &Allocation| allocation.from_pool && allocation.device == device;
-        let used = self.all().into_iter().filter(|allocation| of_pool(allocation) && !allocation.is_paused());
+        let of_pool = |allocation: &Allocation| allocation.is_from_pool() && allocation.device == device;
+        let used = self.all().into_iter().filter(|allocation| of_pool(allocation) && !allocation.is_unmapped());
         let freed = self.freed.all().into_iter().filter(|freed| of_pool(&freed.allocation));
         let sum = used.map(|allocation| allocation.bytes()).chain(freed.map(|freed| freed.bytes())).sum::<usize>();
         sum as u64

@@ -7,7 +7,8 @@
 //! Best effort: without memory for the block, the paused addresses stay unmapped. All guarded memory of a device shares the block, so a
 //! write at one address shows at others. Writes are detected when a guard is removed; reads are not detected.
 
-use super::{Allocation, Memory};
+use super::allocation::Contents;
+use super::{Allocation, Memory, State};
 use crate::drain;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -34,7 +35,7 @@ impl Memory {
             match self.guard_on(device, &on_device) {
                 Ok(()) => guarded += bytes,
                 Err(failure) => {
-                    let without: Vec<_> = on_device.iter().map(|allocation| allocation.contents().guard.take()).collect();
+                    let without: Vec<_> = on_device.iter().map(|allocation| take_guard(allocation)).collect();
                     drop(without);
                     log::warn!("{} of paused memory has no guard: {failure}", Bytes(bytes));
                 }
@@ -73,13 +74,12 @@ impl Memory {
         if let Err(failure) = unmap(&guarded) {
             // A guard that cannot be mapped again is removed at the next try.
             for allocation in &guarded {
-                let _ = allocation.contents().guard.as_mut().map_or(Ok(()), Physical::map_again);
+                let _ = allocation.contents().state.backing_mut().map_or(Ok(()), Physical::map_again);
             }
             let _ = self.open(guarded.iter().map(|allocation| &**allocation));
             return Err(failure.into());
         }
-        let guards: Vec<_> =
-            guarded.iter().map(|allocation| (allocation.context_for_copies(), allocation.contents().guard.take())).collect();
+        let guards: Vec<_> = guarded.iter().map(|allocation| (allocation.context_for_copies(), take_guard(allocation))).collect();
         let blocks: BTreeMap<_, _> = guards
             .iter()
             .filter_map(|(context, guard)| guard.as_ref()?.block().map(|block| (Arc::as_ptr(block), (*context, Arc::clone(block)))))
@@ -139,16 +139,20 @@ impl Drop for Unguarded<'_> {
 
 /// Maps a block in place of an allocation's memory, not accessible yet.
 fn put_under(allocation: &Allocation, block: &Arc<Physical>) -> Result<(), Failure> {
-    let mut contents = allocation.contents();
+    let Contents { state: State::Released(released), mappings, .. } = &mut *allocation.contents() else { return Ok(()) };
     let mut guard = Physical::repeated(block, allocation.bytes())?;
-    contents.mappings.values().try_for_each(|mapping| guard.map(&mapping.place))?;
-    contents.guard = Some(guard);
+    mappings.values().try_for_each(|mapping| guard.map(&mapping.place))?;
+    released.guard = Some(guard);
     Ok(())
+}
+
+fn take_guard(allocation: &Allocation) -> Option<Physical> {
+    allocation.contents().state.guard_mut().and_then(Option::take)
 }
 
 /// Those that have a guard.
 fn guarded(allocations: &[Arc<Allocation>]) -> Vec<Arc<Allocation>> {
-    allocations.iter().filter(|allocation| allocation.contents().guard.is_some()).map(Arc::clone).collect()
+    allocations.iter().filter(|allocation| allocation.contents().state.guard().is_some()).map(Arc::clone).collect()
 }
 
 /// Device memory that guards take on a device.
@@ -160,7 +164,8 @@ fn bytes(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
 pub(crate) fn bytes_left_by(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
     let Some(block) = block_of(allocations, device) else { return 0 };
     let leave: BTreeSet<_> = allocations.iter().map(Arc::as_ptr).collect();
-    let stays = |one: &Arc<Allocation>| one.device == device && !leave.contains(&Arc::as_ptr(one)) && one.contents().guard.is_some();
+    let stays =
+        |one: &Arc<Allocation>| one.device == device && !leave.contains(&Arc::as_ptr(one)) && one.contents().state.guard().is_some();
     if Memory::get().snapshot().iter().any(stays) { 0 } else { block.bytes() as u64 }
 }
 
@@ -172,7 +177,7 @@ pub(crate) fn all_bytes(allocations: &[Arc<Allocation>]) -> u64 {
 
 fn block_of(allocations: &[Arc<Allocation>], device: CUdevice) -> Option<Arc<Physical>> {
     let mut on_device = allocations.iter().filter(|allocation| allocation.device == device);
-    on_device.find_map(|allocation| allocation.contents().guard.as_ref()?.block().map(Arc::clone))
+    on_device.find_map(|allocation| allocation.contents().state.guard()?.block().map(Arc::clone))
 }
 
 fn by_device(allocations: &[Arc<Allocation>]) -> BTreeMap<CUdevice, Vec<&Arc<Allocation>>> {
@@ -188,7 +193,7 @@ fn by_device(allocations: &[Arc<Allocation>]) -> BTreeMap<CUdevice, Vec<&Arc<All
 /// Unmaps the guards. On error, some may be unmapped.
 fn unmap(guarded: &[Arc<Allocation>]) -> Result<(), Failure> {
     let mut contents: Vec<_> = guarded.iter().map(|allocation| allocation.contents()).collect();
-    driver::unmap(&mut contents.iter_mut().filter_map(|contents| contents.guard.as_mut()).collect::<Vec<_>>())
+    driver::unmap(&mut contents.iter_mut().filter_map(|contents| contents.state.guard_mut()?.as_mut()).collect::<Vec<_>>())
 }
 
 /// A new block, which is also mapped at addresses of its own, for copies.

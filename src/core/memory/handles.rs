@@ -10,8 +10,9 @@
 use super::allocation::{Contents, Mapping};
 use super::keyed::Keyed;
 use super::registered::RegisteredUntil;
-use super::{Allocation, Memory, Placement, borrow, reserved};
+use super::{Allocation, Memory, Origin, Placement, borrow, reserved};
 use crate::contexts;
+use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,7 +52,8 @@ impl Memory {
             }
             let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &placement.tag), bytes))?;
             let handle = next_handle();
-            self.enter(Arc::new(Allocation::with_handle(placement.clone(), bytes, device, current, memory, handle, *wanted)));
+            let origin = Origin::Created { handle, properties: *wanted };
+            self.enter(Arc::new(Allocation::new(placement.clone(), device, current.owner(), memory, BTreeMap::new(), origin)));
             Ok(handle)
         };
         let released = self.released();
@@ -84,7 +86,7 @@ impl Memory {
         }
         let place = Place::of_program(span);
         let mut contents = allocation.contents();
-        if let Some(memory) = &mut contents.memory {
+        if let Some(memory) = contents.state.memory_mut() {
             let answer = memory.handle().map_or(code::INVALID_VALUE, real);
             if answer != code::SUCCESS {
                 return Some(answer);
@@ -102,7 +104,7 @@ impl Memory {
             return Some(code::INVALID_VALUE);
         }
         // Nobody has access to a new mapping.
-        let is_tried = contents.memory.is_some();
+        let is_tried = contents.state.memory().is_some();
         contents.add(Mapping { place, access: Some(Arc::default()), is_tried });
         drop(contents);
         self.mapped.insert(span.address, allocation);
@@ -111,7 +113,7 @@ impl Memory {
 
     /// Whether the program has paused memory in a range.
     fn is_reserved_by_paused(&self, span: Span) -> bool {
-        self.mapped.touched_by(span).iter().any(|(_, allocation)| allocation.is_paused())
+        self.mapped.touched_by(span).iter().any(|(_, allocation)| allocation.is_unmapped())
     }
 
     /// `cuMemUnmap`. `real` unmaps the range.
@@ -131,9 +133,7 @@ impl Memory {
         let covered: usize = found.iter().map(|(_, one)| one.bytes()).sum();
         // The driver ignores the holes that paused memory leaves.
         let is_there = |(base, one): &(CUdeviceptr, Arc<Allocation>)| {
-            let contents = one.contents();
-            let is_guarded = || contents.guard.as_ref().is_some_and(|guard| guard.spans().any(|span| span.address == *base));
-            contents.memory.is_some() || is_guarded()
+            one.contents().state.backing().is_some_and(|memory| memory.spans().any(|span| span.address == *base))
         };
         if covered < span.bytes || found.iter().any(is_there) {
             let answer = real();
@@ -146,7 +146,9 @@ impl Memory {
             {
                 let mut contents = allocation.contents();
                 contents.mappings.remove(&base);
-                contents.there().for_each(|memory| memory.is_unmapped_from(base));
+                if let Some(memory) = contents.state.backing_mut() {
+                    memory.is_unmapped_from(base);
+                }
             }
             self.end_if_unused(&allocation);
         }
@@ -159,7 +161,7 @@ impl Memory {
             return None;
         }
         let _shared = self.share();
-        if !self.mapped.touched_by(span).iter().any(|(_, one)| one.is_paused()) {
+        if !self.mapped.touched_by(span).iter().any(|(_, one)| one.is_unmapped()) {
             let answer = real(span);
             if answer == code::SUCCESS {
                 note_access(&self.leading_mappings(span), access);
@@ -249,7 +251,7 @@ impl Memory {
 
     /// `cuMemGetAccess`, of paused memory: the driver has no mapping to ask.
     pub fn access_of_paused(&self, address: CUdeviceptr, location: Location) -> Option<u64> {
-        let (base, allocation) = self.mapped.at(address).filter(|(_, allocation)| allocation.is_paused())?;
+        let (base, allocation) = self.mapped.at(address).filter(|(_, allocation)| allocation.is_unmapped())?;
         let contents = allocation.contents();
         let mapping = contents.mappings.get(&base)?;
         let listed = mapping.access.as_ref()?.iter().find(|access| access.location == location).copied();
@@ -303,7 +305,7 @@ impl Memory {
 
     /// Whether the memory behind a handle of the library's is paused.
     pub fn is_handle_paused(&self, handle: u64) -> bool {
-        is_ours(handle) && self.of_handle(handle).is_ok_and(|allocation| allocation.is_paused())
+        is_ours(handle) && self.of_handle(handle).is_ok_and(|allocation| allocation.is_unmapped())
     }
 
     /// Passes the driver's handle to a call that shares it: with another process, a multicast object, a sparse array. From then on the
@@ -327,7 +329,7 @@ impl Memory {
         real: impl FnOnce(u64) -> StatusCode,
         copied: impl FnOnce() -> Option<(Held, RawFd)>,
     ) -> Option<StatusCode> {
-        self.with_driver_handle(handle, real, |allocation, contents| match copied().filter(|_| allocation.import.is_none()) {
+        self.with_driver_handle(handle, real, |allocation, contents| match copied().filter(|_| allocation.origin().token().is_none()) {
             Some((file, number)) => {
                 let mark = contents.lending.exported(file, number);
                 contents.mark(&mark);
@@ -352,7 +354,7 @@ impl Memory {
             Err(code) => return Some(code),
         };
         let mut contents = allocation.contents();
-        let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
+        let Some(driver_handle) = contents.state.memory().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
         let answer = real(driver_handle);
         if answer == code::SUCCESS {
             note(&allocation, &mut contents);
@@ -366,10 +368,10 @@ impl Memory {
             return;
         }
         // Exactly one of two threads removes it.
-        if let Some(token) = allocation.import {
+        if let Some(token) = allocation.origin().token() {
             if self.imports.remove(&allocation.key()).is_some() {
                 allocation.end();
-                borrow::released(&token);
+                borrow::released(token);
             }
         } else if self.take_out(allocation.key()).is_some() {
             allocation.end();
@@ -437,7 +439,7 @@ struct MappedPiece {
 impl MappedPiece {
     /// Its allocation, if it is paused.
     fn paused(&self) -> Option<&Allocation> {
-        self.allocation.as_deref().filter(|allocation| allocation.is_paused())
+        self.allocation.as_deref().filter(|allocation| allocation.is_unmapped())
     }
 }
 
@@ -462,7 +464,7 @@ fn note_access(mappings: &[MappedPiece], access: &[Access]) {
 /// Records access, by location.
 fn note_access_at(base: CUdeviceptr, allocation: &Allocation, access: &[Access]) {
     let mut contents = allocation.contents();
-    let is_there = contents.memory.is_some();
+    let is_there = contents.state.memory().is_some();
     let Some(mapping) = contents.mappings.get_mut(&base) else { return };
     mapping.is_tried &= is_there;
     let mut all: Vec<_> = mapping.access.iter().flat_map(|access| access.iter().copied()).collect();

@@ -9,7 +9,7 @@ use super::borrow::{Behind, Claimed, LeaseState, Opened, Passed, Site, borrowed}
 use super::handles::next_handle;
 use super::lender::Refused;
 use super::lending::Token;
-use super::{Allocation, Memory, Placement, region};
+use super::{Allocation, Memory, Origin, Placement, region};
 use crate::contexts;
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -166,7 +166,8 @@ fn imported(token: &Token, passed: &Passed, handle: u64, current: &Current) -> O
     };
     let policy = Placement { tag: passed.tag.as_deref().unwrap_or("imported").into(), ..region::prospective() };
     let device = wanted.device().unwrap_or(current.device());
-    Some(Arc::new(Allocation::imported(policy, device, current.owner(), memory, next_handle(), wanted, *token)))
+    let origin = Origin::Imported { handle: next_handle(), properties: wanted, token: *token };
+    Some(Arc::new(Allocation::new(policy, device, current.owner(), memory, BTreeMap::new(), origin)))
 }
 
 /// The import that a token stands for, if it is set aside.

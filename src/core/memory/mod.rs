@@ -26,20 +26,24 @@ mod requester;
 pub mod reserved;
 pub mod share;
 pub mod sightings;
+pub mod state;
 mod under_way;
 pub mod unmanaged;
 
-pub use allocation::{Allocation, Origin, PausedBy};
+pub(crate) use allocation::unmap;
+pub use allocation::{Allocation, Malloc, Origin};
 pub use handles::is_ours;
 pub use peers::note_crossing;
 pub use pools::{Level, PoolUse};
 pub use region::Placement;
 pub use registered::{Binding, RegisteredUntil};
 pub use requester::Requester;
+pub use state::{PausedBy, State};
 pub(crate) use under_way::UnderWay;
 
 use crate::{contexts, drain, quiet};
 use address_index::AddressIndex;
+use allocation::Mapping;
 use freed::{InOrder, Unreleased};
 use keyed::Keyed;
 use peers::Peers;
@@ -155,8 +159,8 @@ impl Memory {
         self.set_retain_in_resumes(tag, keep)?;
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            let done_with = |allocation: &&Arc<Allocation>| !allocation.is_paused() && !backup::retains(&allocation.tag);
-            self.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().saved.take()).collect()
+            let done_with = |allocation: &&Arc<Allocation>| !backup::retains(&allocation.tag);
+            self.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().state.take_retained()).collect()
         };
         drop(given_up);
         Ok(())
@@ -271,9 +275,10 @@ impl Memory {
         };
         self.refusals.note(device, &taken);
         let (memory, addresses) = taken?;
-        let allocation = Allocation::new(placement.clone(), bytes, current, memory, &addresses, from_pool);
-        let address = allocation.address();
-        self.enter(Arc::new(allocation));
+        let (place, address) = (Place::of(&addresses), addresses.base());
+        let origin = Origin::Malloc(Malloc { address, requested: bytes, from_pool, order: None });
+        let mappings = BTreeMap::from([(address, Mapping { place, access: None, is_tried: true })]);
+        self.enter(Arc::new(Allocation::new(placement.clone(), device, current.owner(), memory, mappings, origin)));
         Ok(address)
     }
 
@@ -337,7 +342,7 @@ impl Memory {
     /// Waits for what `cudaFree` waits for: work in the allocating context and in peers' contexts. A program that uses the
     /// memory in other contexts synchronizes them itself, and may rely on `cudaFree` not blocking on them.
     fn wait_before_free(&self, allocation: &Allocation) -> Result<(), Failure> {
-        if allocation.is_paused() && allocation.contents().guard.is_none() {
+        if matches!(&allocation.contents().state, State::Released(released) if released.guard.is_none()) {
             return Ok(());
         }
         let mut contexts = BTreeSet::from([allocation.context()]);
@@ -420,21 +425,24 @@ impl Memory {
         let mut usual = BTreeMap::new();
         let mut ranges = Vec::new();
         for allocation in allocations {
-            let kind = (allocation.device, allocation.from_pool);
-            let usual = usual.entry(kind).or_insert_with(|| self.peers.usual_access(allocation.device, allocation.from_pool));
+            let kind = (allocation.device, allocation.is_from_pool());
+            let usual = usual.entry(kind).or_insert_with(|| self.peers.usual_access(kind.0, kind.1));
             ranges.extend(allocation.ranges(usual));
         }
         ranges.sort_unstable_by_key(|(span, _)| span.address);
         driver::open(ranges)
     }
 
-    /// Maps memory where it was last, accessible as before. On error it is not mapped: mapped memory without access would be
-    /// taken for active.
+    /// Maps unmapped memory where it was last, accessible as before: it is active again. On error it is not mapped.
     pub(crate) fn map_again(&self, allocation: &Allocation) -> Result<(), Failure> {
-        let mapped = { allocation.contents().memory.as_mut().map_or(Ok(()), Physical::map_again) };
-        mapped.and_then(|()| self.open([allocation])).inspect_err(|_| {
-            let _ = driver::unmap(&mut allocation.contents().memory.iter_mut().collect::<Vec<_>>());
-        })
+        let mapped = { allocation.contents().state.memory_mut().map_or(Ok(()), Physical::map_again) };
+        let opened = mapped.and_then(|()| self.open([allocation]));
+        let mut contents = allocation.contents();
+        match opened {
+            Ok(()) => contents.state.mapped_again(),
+            Err(_) => _ = driver::unmap(&mut contents.state.memory_mut().into_iter().collect::<Vec<_>>()),
+        }
+        opened
     }
 
     /// Whether an allocation starts at `address`.
@@ -491,15 +499,14 @@ impl Memory {
         self.allocations.iter().map(|entry| Arc::clone(&entry)).collect()
     }
 
-    /// The same in address order.
+    /// The same in address order; those without an address, whose handles are above all addresses, come last.
     pub fn snapshot(&self) -> Vec<Arc<Allocation>> {
         let mut all = self.all();
-        all.sort_by_cached_key(|allocation| allocation.address());
+        all.sort_by_cached_key(|allocation| allocation.address().unwrap_or(allocation.key()));
         all
     }
 
-    /// Whether an allocation still belongs to the program. A snapshot may contain one that has been freed since: it has no memory, but is
-    /// not paused.
+    /// Whether an allocation still belongs to the program. A snapshot may contain one that has been freed since.
     pub(crate) fn has(&self, allocation: &Arc<Allocation>) -> bool {
         self.allocations.get(&allocation.key()).is_some_and(|entry| Arc::ptr_eq(&entry, allocation))
     }

@@ -53,7 +53,7 @@ impl Memory {
         for allocation in self.snapshot().iter().filter(|allocation| !paused.contains(&Arc::as_ptr(allocation))) {
             let (bytes, contents) = (allocation.bytes() as u64, allocation.contents());
             // Paused allocations have no memory that anybody could refer to.
-            if contents.memory.is_none() {
+            if contents.state.memory().is_none() {
                 continue;
             }
             if !contents.lent_to_others(&TransitionRequest::default()).is_empty() {

@@ -235,8 +235,9 @@ impl Memory {
     /// Sets access to a device's active memory of `cudaMalloc`, or from its pool. On error it is `before` again, as far as the driver
     /// permits. Under the exclusive transition lock.
     fn set_device_access(&self, owner: CUdevice, from_pool: bool, access: &[Access], before: &[Access]) -> Result<(), Failure> {
-        let is_meant =
-            |one: &&Arc<Allocation>| one.device == owner && one.from_pool == from_pool && one.origin().is_malloc() && !one.is_paused();
+        let is_meant = |one: &&Arc<Allocation>| {
+            one.device == owner && one.is_from_pool() == from_pool && one.origin().is_malloc() && !one.is_unmapped()
+        };
         let all = self.snapshot();
         let active: Vec<_> = all.iter().filter(is_meant).collect();
         let set = |access: &[Access]| {

@@ -44,33 +44,34 @@ pub(super) struct Pools(Mutex<BTreeMap<CUdevice, PoolUse>>);
 impl Pools {
     /// The program has got an allocation.
     pub fn allocated(&self, allocation: &Allocation) {
-        self.change(allocation, |of| {
-            of.used.rise(allocation.requested);
+        self.change(allocation, |of, requested| {
+            of.used.rise(requested);
             of.reserved.rise(allocation.bytes());
         });
     }
 
     /// The program has freed it.
     pub fn freed(&self, allocation: &Allocation) {
-        self.change(allocation, |of| {
-            of.used.fall(allocation.requested);
+        self.change(allocation, |of, requested| {
+            of.used.fall(requested);
             of.reserved.fall(allocation.bytes());
         });
     }
 
     /// What the program has freed is kept.
     pub fn kept(&self, allocation: &Allocation) {
-        self.change(allocation, |of| of.reserved.rise(allocation.bytes()));
+        self.change(allocation, |of, _| of.reserved.rise(allocation.bytes()));
     }
 
     /// It is no longer kept.
     pub fn given(&self, allocation: &Allocation) {
-        self.change(allocation, |of| of.reserved.fall(allocation.bytes()));
+        self.change(allocation, |of, _| of.reserved.fall(allocation.bytes()));
     }
 
-    fn change(&self, allocation: &Allocation, change: impl FnOnce(&mut PoolUse)) {
-        if allocation.from_pool {
-            change(self.0.lock().unpoisoned().entry(allocation.device).or_default());
+    /// Passes `change` the bytes that the program asked for.
+    fn change(&self, allocation: &Allocation, change: impl FnOnce(&mut PoolUse, usize)) {
+        if let Some(malloc) = allocation.origin().malloc().filter(|malloc| malloc.from_pool) {
+            change(self.0.lock().unpoisoned().entry(allocation.device).or_default(), malloc.requested);
         }
     }
 }

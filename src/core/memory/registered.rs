@@ -125,7 +125,7 @@ impl Memory {
         let _shared = self.share();
         let touched = self.touched_by(span);
         // The driver would register what guards it.
-        if touched.iter().any(|allocation| allocation.is_paused()) {
+        if touched.iter().any(|allocation| allocation.is_unmapped()) {
             return code::INVALID_VALUE;
         }
         let answer = real();
@@ -139,7 +139,8 @@ impl Memory {
 
     /// Whether any memory in a range is paused, or is another process's that is.
     pub fn is_paused_in(&self, span: Span) -> bool {
-        self.touched_by(span).iter().any(|allocation| allocation.is_paused()) || borrow::at(span.address).is_some_and(|seen| seen.is_paused)
+        self.touched_by(span).iter().any(|allocation| allocation.is_unmapped())
+            || borrow::at(span.address).is_some_and(|seen| seen.is_paused)
     }
 
     /// Records that memory is registered.

@@ -8,6 +8,7 @@
 pub use super::lending::{Borrower, Token};
 
 use super::lending::TOKEN_BYTES;
+use super::state::{Present, State};
 use super::{Allocation, Memory, check_not_quiesced, lending};
 use crate::door;
 use std::collections::BTreeMap;
@@ -174,7 +175,7 @@ fn refusal(code: StatusCode) -> Failure {
 fn lend_to(allocation: &Allocation, borrower: &Borrower) -> Result<Loan, Error> {
     let _relaxed = RelaxedCapture::enter();
     let mut contents = allocation.contents();
-    let memory = contents.memory.as_ref().filter(|memory| memory.is_mapped()).ok_or(refusal(code::ILLEGAL_STATE))?;
+    let State::Active(Present { memory, .. }) = &contents.state else { return Err(refusal(code::ILLEGAL_STATE).into()) };
     // What a driver refuses once, it may grant a moment later.
     let pieces = memory.export().or_else(|failure| if failure.is_refusal() { memory.export() } else { Err(failure) })?;
     if pieces.len() > descriptors::MOST {

@@ -21,11 +21,6 @@ impl UnderWay {
         let state = if self.is_undone { TagState::Undoing } else { self.state };
         self.tags.contains(tag).then_some((state, self.progress))
     }
-
-    /// Whether a tag is being paused.
-    pub fn is_pausing(&self, tag: &str) -> bool {
-        self.state == TagState::Pausing && self.tags.contains(tag)
-    }
 }
 
 /// Shows a transition in status until dropped.
@@ -85,7 +80,6 @@ mod tests {
         assert_eq!(pausing.of("weights"), Some((TagState::Pausing, None)));
         let undone = UnderWay { is_undone: true, ..pausing };
         assert_eq!(undone.of("weights"), Some((TagState::Undoing, None)));
-        assert!(undone.is_pausing("weights"), "its memory counts as active: nothing has been given up");
         assert_eq!(undone.of("kv_cache"), None);
     }
 }

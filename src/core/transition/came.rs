@@ -1,6 +1,7 @@
 //! What has come in a swap in which host memory goes over.
 
-use crate::memory::Allocation;
+use crate::memory::state::Released;
+use crate::memory::{Allocation, PausedBy, State};
 use std::ops::Range;
 use std::sync::Arc;
 use vramctl_backup as backup;
@@ -18,7 +19,7 @@ pub(super) struct Came {
 impl Came {
     /// Of one that still has its backup.
     pub fn of(allocation: &Arc<Allocation>) -> Self {
-        let live = allocation.contents().saved.as_ref().map_or_else(Vec::new, |saved| saved.live().to_vec());
+        let live = allocation.contents().state.saved().map_or_else(Vec::new, |saved| saved.live().to_vec());
         Self { allocation: Arc::clone(allocation), live }
     }
 
@@ -29,7 +30,7 @@ impl Came {
 
     /// Whether it is still to be saved.
     pub fn is_due(&self) -> bool {
-        !self.allocation.is_paused()
+        !self.allocation.is_unmapped()
     }
 
     /// To save it again.
@@ -40,11 +41,9 @@ impl Came {
 }
 
 /// Whether a backup's host memory may go over before the commit: it is in host memory, and nobody takes note of the new device memory before
-/// that is certain to stay.
+/// that is certain to stay. If that is undone, the memory is paused by others only, so the program must not have paused it itself.
 pub(super) fn goes_over(allocation: &Allocation) -> bool {
     let contents = allocation.contents();
-    let is_in_host_memory = contents.saved.as_ref().is_some_and(|saved| saved.place().is_some());
-    // Undone, it would be paused by others only.
-    let is_self_paused = contents.paused_by.is_self_paused();
-    is_in_host_memory && !is_self_paused && contents.guard.is_none() && contents.registrant().is_none() && !contents.lending.has_begun()
+    let State::Released(Released { saved: Some(saved), guard: None, by: PausedBy::Others }) = &contents.state else { return false };
+    saved.place().is_some() && contents.registrant().is_none() && !contents.lending.has_begun()
 }

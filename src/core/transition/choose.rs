@@ -3,7 +3,7 @@
 use super::contents::policy_for;
 use crate::engine;
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory};
+use crate::memory::{Allocation, Memory, PausedBy};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -40,7 +40,7 @@ impl Memory {
             });
         }
         let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
-        let (paused, mut active): (Vec<_>, Vec<_>) = meant.partition(|allocation| allocation.is_paused());
+        let (paused, mut active): (Vec<_>, Vec<_>) = meant.partition(|allocation| allocation.is_unmapped());
         active.retain(|allocation| request.selects(&allocation.tag) && (!allocation.is_on_host() || request.leaves_nothing()));
         Ok(Chosen { all, active, paused })
     }
@@ -60,7 +60,7 @@ impl Memory {
     fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<bool, Error> {
         let mut any = false;
         for allocation in paused {
-            if allocation.contents().memory.is_some() {
+            if allocation.contents().state.memory().is_some() {
                 self.map_again(allocation)?;
                 any = true;
             }
@@ -116,7 +116,7 @@ impl Chosen {
 
 /// Whether a resume brings back this paused allocation that it selects: what the program has paused itself, the program resumes.
 pub(super) fn comes_back(request: &TransitionRequest, allocation: &Allocation) -> bool {
-    !request.is_from_outside || request.self_paused || !allocation.contents().paused_by.is_self_paused()
+    !request.is_from_outside || request.self_paused || !allocation.contents().state.paused_by().is_some_and(PausedBy::is_self_paused)
 }
 
 /// Whether the request selects this allocation.

@@ -23,14 +23,14 @@ pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) ->
         _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
     };
     let at_once = allocation.backend == CpuBackupBackend::Mmap;
-    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
+    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().state.backup().cloned(), live }
 }
 
 /// The whole pages of an allocation inside a span, as offsets into the allocation. Less than a page is not worth its own
 /// copy.
 fn pages_inside(span: Span, allocation: &Allocation) -> Option<Range<usize>> {
     const PAGE: usize = 2 << 20;
-    let base = allocation.address();
+    let base = allocation.address()?;
     let offset = |address: u64| address.saturating_sub(base).min(allocation.bytes() as u64) as usize;
     let start = offset(span.address).next_multiple_of(PAGE);
     let end = offset(span.address.saturating_add(span.bytes as u64)) / PAGE * PAGE;

@@ -40,9 +40,9 @@ impl<'a> HandOver<'a> {
     pub fn are_saved(&mut self, saved: &[Arc<Allocation>], items: &[&backup::Item]) {
         release(saved, items.iter().copied(), |allocation| self.takes(allocation, |lacks| lacks.for_contents));
         let (allocations, of_them) = &mut self.withheld;
-        for allocation in saved.iter().filter(|allocation| is_free_to_go(allocation) && allocation.contents().memory.is_some()) {
+        for allocation in saved.iter().filter(|allocation| is_free_to_go(allocation) && allocation.contents().state.memory().is_some()) {
             allocations.push(Arc::clone(allocation));
-            of_them.extend(items.iter().filter(|(extent, _)| extent.address == allocation.address()).map(|item| (*item).clone()));
+            of_them.extend(items.iter().filter(|(extent, _)| Some(extent.address) == allocation.address()).map(|item| (*item).clone()));
         }
     }
 
@@ -60,7 +60,7 @@ impl<'a> HandOver<'a> {
     /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
     pub fn all_are_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
         self.withheld = Default::default();
-        let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| extent.address).collect();
+        let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| Some(extent.address)).collect();
         // What is discarded goes last: if the pause is undone, it is zero. Given back first, it is zeroed during the copies, and the same swap
         // takes 805 ms. That is not worth zeros after each swap that fails.
         let (saved, discarded): (Vec<_>, Vec<_>) = victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
@@ -103,9 +103,9 @@ pub(super) fn release<'a>(
 ) {
     let saved: BTreeMap<_, &Arc<Backup>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {
-        let is_there = allocation.contents().memory.is_some();
+        let is_there = allocation.contents().state.memory().is_some();
         if is_there && which(allocation) {
-            allocation.replace(None, saved.get(&allocation.address()).map(|saved| Arc::clone(saved)));
+            allocation.release(allocation.address().and_then(|address| saved.get(&address).map(|saved| Arc::clone(saved))));
         }
     }
 }

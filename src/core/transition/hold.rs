@@ -216,14 +216,15 @@ struct PausedBefore {
 
 impl PausedBefore {
     fn of(memory: &Memory) -> Self {
-        let allocations = memory.snapshot().into_iter().filter(|allocation| allocation.is_paused()).collect();
+        let allocations = memory.snapshot().into_iter().filter(|allocation| allocation.is_unmapped()).collect();
         Self { allocations, is_set_aside: aside::any() }
     }
 
     /// Whether anything else is paused now.
     fn are_more_now(&self, memory: &Memory) -> bool {
         let known: BTreeSet<_> = self.allocations.iter().map(Arc::as_ptr).collect();
-        let is_new = |allocation: &Arc<Allocation>| !known.contains(&Arc::as_ptr(allocation)) && allocation.is_paused();
-        aside::any() && !self.is_set_aside || memory.snapshot().iter().any(|allocation| is_new(allocation) && memory.has(allocation))
+        let is_paused = |allocation: &Arc<Allocation>| allocation.contents().state.paused_by().is_some();
+        aside::any() && !self.is_set_aside
+            || memory.snapshot().iter().any(|allocation| !known.contains(&Arc::as_ptr(allocation)) && is_paused(allocation))
     }
 }

@@ -93,7 +93,7 @@ impl Drop for Uncommitted {
 impl Owed {
     /// How much there is to do.
     pub fn count(&self) -> usize {
-        let is_paused = |one: &&Weak<Allocation>| one.upgrade().is_some_and(|one| one.is_paused());
+        let is_paused = |one: &&Weak<Allocation>| one.upgrade().is_some_and(|one| one.is_unmapped());
         self.to_come.iter().filter(is_paused).count() + self.to_go.iter().filter(|one| one.is_due()).count()
     }
 

@@ -5,7 +5,7 @@ use super::contents::{policy_for, wanted_of};
 use super::hand_over::{HandOver, release};
 use super::{Clock, WAIT_LOCKED, busy_since, flow_of, hold, milliseconds, owed, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
+use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard, unmap};
 use crate::{drain, events, gate, quiet};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -118,11 +118,6 @@ impl Memory {
         if by_piece {
             drop_retained(request, &all);
         }
-        // From now on, other threads may find them unmapped.
-        let by = if request.is_from_outside { PausedBy::Others } else { PausedBy::Program };
-        for allocation in &victims {
-            allocation.contents().paused_by = by;
-        }
         let shown = self.show(TagState::Pausing, &victims);
         let mut hand_over = HandOver::of(request);
         let follower = RefCell::new(&mut *observer);
@@ -134,7 +129,8 @@ impl Memory {
             &mut || follower.borrow_mut().is_wanted(),
             clock,
         );
-        let unmapped = saved.and_then(|kept| clock.time(Stage::Unmap, || unmap(&victims)).map(|()| kept).map_err(Error::from));
+        let unmapped =
+            saved.and_then(|kept| clock.time(Stage::Unmap, || unmap(&victims, wanted_by(request))).map(|()| kept).map_err(Error::from));
         let kept = unmapped.map_err(|error| {
             // What was handed over comes back only when the other job does not take it any more.
             observer.give_up();
@@ -160,7 +156,7 @@ impl Memory {
                 let mut contents = allocation.contents();
                 // What others may have open comes back with them: the program alone could not have paused it.
                 if request.is_from_outside || !contents.lending.has_begun() {
-                    contents.paused_by = contents.paused_by.and(by);
+                    contents.state.set_paused_by(|by| by.and(wanted_by(request)));
                 }
             }
         }
@@ -212,9 +208,10 @@ impl Memory {
         wanted.retain(|wanted| !wanted.live.is_empty());
         let handing = RefCell::new((hand_over, is_wanted));
         let mut saved_already = |items: &[&backup::Item]| {
-            let saved: Vec<_> = items.iter().filter_map(|(extent, _)| of_address.get(&extent.address).map(|one| Arc::clone(one))).collect();
+            let saved: Vec<_> =
+                items.iter().filter_map(|(extent, _)| of_address.get(&Some(extent.address)).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
-            let unmapped = unmap(&saved);
+            let unmapped = unmap(&saved, wanted_by(request));
             let (hand_over, is_wanted) = &mut *handing.borrow_mut();
             if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && is_wanted()) {
                 hand_over.are_saved(&saved, items);
@@ -239,9 +236,9 @@ impl Memory {
         self.show_undoing();
         let (gone, unmapped): (Vec<_>, Vec<_>) = victims
             .iter()
-            .filter(|allocation| allocation.is_paused())
+            .filter(|allocation| allocation.is_unmapped())
             .cloned()
-            .partition(|allocation| allocation.contents().memory.is_none());
+            .partition(|allocation| allocation.contents().state.memory().is_none());
         let mut stranded = 0;
         let mut why = None;
         for allocation in &unmapped {
@@ -251,7 +248,7 @@ impl Memory {
             }
         }
         let undone = self.undo_hand_over(&gone, TAKEN_BACK_WITHIN, by_piece);
-        let left = gone.iter().filter(|allocation| allocation.is_paused()).count();
+        let left = gone.iter().filter(|allocation| allocation.is_unmapped()).count();
         match undone {
             Ok(()) if gone.is_empty() => (),
             Ok(()) => log::info!("took back {} allocations that were handed over", gone.len()),
@@ -285,13 +282,14 @@ impl Memory {
         }
     }
 
-    /// Maps memory again that was unmapped. At the second failure it stays paused, alone of its job, and its memory still has the contents.
+    /// Maps memory again that was unmapped. At the second failure it is stranded: it stays paused, alone of its job, with its contents.
     pub(super) fn map_at_last(&self, allocation: &Allocation) -> Result<(), Failure> {
         let mapped = self.map_again(allocation).or_else(|_| self.map_again(allocation));
-        if let Err(second) = &mapped
-            && !exit::is_ending()
-        {
-            log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
+        if let Err(second) = &mapped {
+            allocation.contents().state.strand();
+            if !exit::is_ending() {
+                log::error!("{:#x} ({}) stays paused: {second}", allocation.key(), allocation.tag);
+            }
         }
         mapped
     }
@@ -302,7 +300,7 @@ impl Memory {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
             let Some(allocations) = self.retained_in_the_way(request) else { return false };
-            allocations.into_iter().filter_map(|allocation| allocation.contents().saved.take()).collect()
+            allocations.into_iter().filter_map(|allocation| allocation.contents().state.take_retained()).collect()
         };
         if !given_up.is_empty() {
             log::info!("host memory is short: dropped the retained backups of {} allocations", given_up.len());
@@ -313,9 +311,9 @@ impl Memory {
     /// The active allocations whose retained backups a pause would drop to make room. `None` if that would not be enough.
     pub(super) fn retained_in_the_way(&self, request: &TransitionRequest) -> Option<Vec<Arc<Allocation>>> {
         let (mut wanted, mut retained) = (Vec::new(), Vec::new());
-        for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_paused()) {
+        for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_unmapped()) {
             let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(request, &allocation) && !new.live.is_empty());
-            let saved = allocation.contents().saved.clone();
+            let saved = allocation.contents().state.backup().cloned();
             if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
                 retained.push((allocation, saved));
             }
@@ -327,18 +325,16 @@ impl Memory {
     }
 }
 
-/// Unmaps memory, adjacent ranges in one call; it keeps its contents. On error, some may be unmapped.
-pub(super) fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
-    let mut contents: Vec<_> = allocations.iter().map(|allocation| allocation.contents()).collect();
-    let mut memories: Vec<_> = contents.iter_mut().filter_map(|contents| contents.memory.as_mut()).collect();
-    driver::unmap(&mut memories)
+/// Who wants the memory of a request to be paused.
+fn wanted_by(request: &TransitionRequest) -> PausedBy {
+    if request.is_from_outside { PausedBy::Others } else { PausedBy::Program }
 }
 
 /// Drops the retained backups of active memory, which only save time, but for those that the pause writes to.
 fn drop_retained(request: &TransitionRequest, all: &[Arc<Allocation>]) {
-    for allocation in all.iter().filter(|allocation| !allocation.is_paused()) {
+    for allocation in all.iter().filter(|allocation| !allocation.is_unmapped()) {
         let is_written = is_meant(request, allocation) && wanted_of(request, allocation).saved_over().is_some();
-        let dropped = if is_written { None } else { allocation.contents().saved.take() };
+        let dropped = if is_written { None } else { allocation.contents().state.take_retained() };
         drop(dropped);
     }
 }

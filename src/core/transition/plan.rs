@@ -71,7 +71,7 @@ fn hand_over(chosen: &Chosen, request: &TransitionRequest, needed: u64) -> HandO
     };
     let leaving: Vec<_> = chosen.active.iter().filter(is_saved).collect();
     let coming: Vec<_> = chosen.paused.iter().filter(|one| goes_over(one) && comes_back(request, one)).collect();
-    let backups: Vec<_> = coming.iter().filter_map(|allocation| allocation.contents().saved.clone()).collect();
+    let backups: Vec<_> = coming.iter().filter_map(|allocation| allocation.contents().state.saved().cloned()).collect();
     HandOver {
         late_bytes: leaving.iter().filter(|allocation| !is_free_to_go(allocation)).map(|allocation| allocation.bytes() as u64).sum(),
         leaving: moving(&leaving, needed),

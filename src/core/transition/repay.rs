@@ -29,7 +29,7 @@ impl Memory {
     /// Resumes what is owed, if there is room.
     fn bring_back_owed(&self) {
         // Allocations that were freed or resumed meanwhile are not due. The list changes only under the transition lock.
-        let is_due = |one: &Arc<Allocation>| self.has(one) && one.contents().memory.is_none();
+        let is_due = |one: &Arc<Allocation>| self.has(one) && one.contents().state.memory().is_none();
         let gone: Vec<_> = owed().to_come.iter().filter_map(Weak::upgrade).filter(is_due).collect();
         let by_piece = owed().by_piece;
         if gone.is_empty() {

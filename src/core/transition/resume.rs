@@ -5,7 +5,7 @@ use super::choose::Chosen;
 use super::{Clock, WAIT_LOCKED, busy_since, bytes_of_devices, hold, milliseconds, owed, tags_text, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
-use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
+use crate::memory::{Allocation, Memory, PausedBy, State, aside, check_not_quiesced, guard};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -135,7 +135,7 @@ impl Memory {
             hold::stay();
         }
         for allocation in &left {
-            allocation.contents().paused_by = PausedBy::Program;
+            allocation.contents().state.set_paused_by(|_| PausedBy::Program);
         }
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, refused, ..Report::default() };
@@ -146,10 +146,10 @@ impl Memory {
         // The rest is active already.
         for (allocation, memory) in paused.iter().zip(memories).filter_map(|(allocation, memory)| Some((allocation, memory?))) {
             let bytes = |saved: &Arc<Backup>| (saved.kept_bytes(), saved.disk_bytes());
-            let (kept_bytes, disk_bytes) = allocation.contents().saved.as_ref().map_or((0, 0), bytes);
+            let (kept_bytes, disk_bytes) = allocation.contents().state.saved().map_or((0, 0), bytes);
             report.kept_bytes += kept_bytes;
             report.disk_bytes += disk_bytes;
-            done_with.extend(activate(allocation, memory));
+            done_with.push(activate(allocation, memory));
         }
         // What the program has only had in a mapping that is refused.
         self.end_unused();
@@ -177,9 +177,9 @@ impl Memory {
         progress: &mut backup::OnProgress<'_>,
     ) -> Result<Vec<Option<Physical>>, Error> {
         let started = Instant::now();
-        let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().saved.is_some()).map(Arc::clone).collect();
+        let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().state.saved().is_some()).map(Arc::clone).collect();
         self.make_reachable(&kept)?;
-        let item = |allocation: &Arc<Allocation>| Some((allocation.extent(), allocation.contents().saved.clone()?));
+        let item = |allocation: &Arc<Allocation>| Some((allocation.extent(), allocation.contents().state.saved().cloned()?));
         let mut due = backup::Due::default();
         paused.iter().filter_map(item).for_each(|item| due.add(item));
         let place_of: BTreeMap<_, _> = paused.iter().enumerate().map(|(place, allocation)| (allocation.address(), place)).collect();
@@ -187,13 +187,13 @@ impl Memory {
         // What is taken is filled at once if another process waits for the host memory.
         let (flow, batch) = if came.is_some() { (Flow::Pieces { within: Duration::MAX }, 0) } else { (Flow::Whole, arrival.batch()) };
         let mut landed = |address| {
-            if let (Some(came), Some(&place)) = (&mut came, place_of.get(&address))
+            if let (Some(came), Some(&place)) = (&mut came, place_of.get(&Some(address)))
                 && let allocation = &paused[place]
                 && goes_over(allocation)
                 && let Some(memory) = memories.borrow_mut().get_mut(place).and_then(Option::take)
             {
                 came.push(Came::of(allocation));
-                allocation.replace(Some(memory), None);
+                drop(allocation.activate(memory, None));
             }
         };
         let brought = backup::restore(&due, flow, idle, progress, &mut landed, |give| {
@@ -301,7 +301,7 @@ impl<'a> Arrival<'a> {
 /// the order of the host memory, because backups share it with their neighbours.
 fn turn_of(allocation: &Allocation, by_piece: bool) -> (u8, usize) {
     let goes_over = by_piece && goes_over(allocation);
-    match &allocation.contents().saved {
+    match allocation.contents().state.saved() {
         None => (2, 0),
         Some(saved) => saved.place().filter(|_| goes_over).map_or((1, 0), |place| (0, place)),
     }
@@ -321,7 +321,7 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
     let mut bytes = BTreeMap::<Context, (usize, usize)>::new();
     for allocation in all {
         let (paused, total) = bytes.entry(allocation.context()).or_default();
-        *paused += if allocation.is_paused() { allocation.bytes() } else { 0 };
+        *paused += if allocation.is_unmapped() { allocation.bytes() } else { 0 };
         *total += allocation.bytes();
     }
     bytes.into_iter().filter(|(_, (paused, total))| *paused >= total / 8 * 7).map(|(context, _)| context).collect()
@@ -336,15 +336,13 @@ fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
     allocation.create_again().map_err(short)
 }
 
-/// Marks a paused allocation active again. Returns the backup if it is not retained, to be dropped without the lock: that may
-/// wait for the device's work, and the program may need to allocate in order to finish that work.
-fn activate(allocation: &Allocation, memory: Physical) -> Option<Arc<Backup>> {
-    let saved = allocation.contents().saved.take();
+/// Makes a paused allocation active again, and retains its backup if that is wanted. Returns the state before, to be dropped without the
+/// lock: freeing a backup may wait for the device's work, and the program may need to allocate in order to finish that work.
+fn activate(allocation: &Allocation, memory: Physical) -> State {
     // Comparing with a file would be slower than writing a new one.
-    let retained = |saved: &Arc<Backup>| backup::retains(&allocation.tag) && matches!(**saved, Backup::Host(_));
-    let (saved, done_with) = if saved.as_ref().is_some_and(retained) { (saved, None) } else { (None, saved) };
-    allocation.replace(Some(memory), saved);
-    done_with
+    let is_retained = |saved: &&Arc<Backup>| backup::retains(&allocation.tag) && matches!(***saved, Backup::Host(_));
+    let retained = allocation.contents().state.saved().filter(is_retained).cloned();
+    allocation.activate(memory, retained)
 }
 
 /// Where to interrupt mapping to enable access and start restoring. Access to adjacent memory is set in one call, so a call
@@ -354,7 +352,7 @@ fn batches(allocations: &[Arc<Allocation>], batch: usize) -> Vec<usize> {
     let mut bytes = 0;
     for (at, allocation) in allocations.iter().enumerate() {
         // Memory with nothing to restore delays no copy.
-        bytes += if allocation.contents().saved.is_some() { allocation.bytes() } else { 0 };
+        bytes += if allocation.contents().state.saved().is_some() { allocation.bytes() } else { 0 };
         let last = allocations.get(at + 1).is_none_or(|next| next.device != allocation.device);
         if bytes >= batch || last {
             ends.push(at + 1);

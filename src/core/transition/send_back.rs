@@ -2,9 +2,9 @@
 
 use super::came::Came;
 use super::hand_over::release;
-use super::pause::{TAKEN_BACK_WITHIN, unmap};
+use super::pause::TAKEN_BACK_WITHIN;
 use super::{WAIT_LOCKED, owed};
-use crate::memory::{Allocation, Memory};
+use crate::memory::{Allocation, Memory, PausedBy, State, unmap};
 use crate::{drain, gate, quiet};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -74,19 +74,20 @@ impl Memory {
             if exit::is_ending() { Err(Error::Ending) } else { Ok(()) }
         };
         let mut saved_already = |items: &[&backup::Item]| {
-            let saved: Vec<_> = items.iter().filter_map(|(extent, _)| of_address.get(&extent.address).map(|one| Arc::clone(one))).collect();
+            let saved: Vec<_> =
+                items.iter().filter_map(|(extent, _)| of_address.get(&Some(extent.address)).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
-            if unmap(&saved).is_ok() {
+            if unmap(&saved, PausedBy::Others).is_ok() {
                 release(&saved, items.iter().copied(), |_| true);
             }
         };
         let wanted = due.iter().map(|one| one.wanted()).collect();
         let saved = backup::save(wanted, Flow::Pieces { within }, &mut progress, &mut saved_already);
-        let saved = saved.and_then(|kept| unmap(&allocations).map(|()| kept).map_err(Error::from));
+        let saved = saved.and_then(|kept| unmap(&allocations, PausedBy::Others).map(|()| kept).map_err(Error::from));
         match saved {
             Ok(kept) => release(&allocations, &kept.items, |_| true),
             Err(error) => {
-                let is_unmapped = |one: &&Arc<Allocation>| one.is_paused() && one.contents().memory.is_some();
+                let is_unmapped = |one: &&Arc<Allocation>| matches!(one.contents().state, State::Unmapped(..));
                 for allocation in allocations.iter().filter(is_unmapped) {
                     let _ = self.map_at_last(allocation);
                 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, SystemTime};
 use vramctl_core::events::{Cause, FailedRequest};
 use vramctl_core::memory::{Memory, Requester, unmanaged};
-use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
+use vramctl_driver::{self as driver, CUdevice, Current, RelaxedCapture};
 use vramctl_host::stack::{self, Stack};
 use vramctl_host::{exit, worker};
 use vramctl_model::{Bytes, gpu_in_words};
@@ -75,7 +75,7 @@ impl Scene {
             }
             let bytes = allocation.bytes() as u64;
             // If the lock is taken, it is being mapped or unmapped, so it still exists.
-            let is_active = allocation.try_contents().is_none_or(|contents| contents.memory.as_ref().is_some_and(Physical::is_mapped));
+            let is_active = allocation.try_contents().is_none_or(|contents| contents.state.is_active());
             let share = tags.entry(Arc::clone(&allocation.tag)).or_default();
             if is_active {
                 share.active += bytes;
