@@ -11,7 +11,7 @@
 #ifndef VRAMCTL_H
 #define VRAMCTL_H
 
-// Generated from src/intercept/abi.rs and src/model/kind.rs by `UPDATE=1 cargo test --test header`. Do not edit.
+// Generated from src/intercept/abi.rs and src/model/kind.rs by `UPDATE=1 cargo test --test tree header`. Do not edit.
 
 #include <stddef.h>
 #include <stdint.h>

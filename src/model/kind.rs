@@ -1,5 +1,5 @@
 //! The table of the error codes: the only one. From it come the protocol's codes, those of C (`include/vramctl.h`) and the table in
-//! `docs/protocol.md`; `tests/errors.rs` makes the documents, and compares Python's exceptions.
+//! `docs/protocol.md`; `tests/tree/errors.rs` makes the documents, and compares Python's exceptions.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,5 +1,5 @@
 //! What vramctl needs of the driver, what it was run with, what is expected to work, and what is refused. The coordinator refuses by these
-//! tables, `vramctl doctor` compares the machine with them, and docs/support.md is made of them (`UPDATE=1 cargo test --test support`).
+//! tables, `vramctl doctor` compares the machine with them, and docs/support.md is made of them (`UPDATE=1 cargo test --test tree support`).
 
 use crate::ObstacleKind;
 use serde::Serialize;

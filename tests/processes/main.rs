@@ -5,7 +5,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod answers;
 mod cli;
+mod communicators;
 mod deepbind;
 mod descriptors;
 mod differential;

@@ -1,15 +1,12 @@
 //! What is supported: docs/support.md is made of the tables in `src/model/support.rs` (`UPDATE=1` writes it), and the doctor, a dry run, status
 //! and the operation itself refuse the same, in the same words.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::Machine;
+use crate::common;
+use crate::common::machine::Machine;
 use serde_json::Value;
 use std::fmt::Write;
 use std::fs;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use vramctl_model::ObstacleKind;
 use vramctl_model::support::{self, ARCHITECTURE, DRIVER, EXPECTED, MOVE, REFUSED, REQUIREMENTS, RUNS, SUSPEND};
 
@@ -23,7 +20,7 @@ fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
 
 fn page() -> String {
     let mut text = String::from(
-        "# Support\n\n`UPDATE=1 cargo test --test support` makes this page of `src/model/support.rs`; `vramctl doctor` compares your machine with the same tables.\n\n",
+        "# Support\n\n`UPDATE=1 cargo test --test tree support` makes this page of `src/model/support.rs`; `vramctl doctor` compares your machine with the same tables.\n\n",
     );
     let none = |text: &str| if text.is_empty() { "–".to_owned() } else { text.to_owned() };
     let (driver, cuda) = DRIVER;
@@ -64,7 +61,7 @@ fn the_page_is_current() {
 /// The README's summary says the same.
 #[test]
 fn the_readme_agrees() {
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    let readme = fs::read_to_string(crate::root().join("README.md")).unwrap();
     assert!(readme.contains(&format!("`suspend` needs driver {}, `move` {}", SUSPEND.driver, MOVE.driver)));
     assert!(readme.contains(&format!("before CUDA {}, the library unpins", support::UNPIN.cuda)));
     assert!(readme.contains(&format!("{} (CUDA {}) or later", support::PAUSE.driver, support::PAUSE.cuda)));
@@ -161,7 +158,7 @@ fn an_obstacle_is_told_alike_by_dry_run_status_help_and_the_pages() {
         assert!(support::obstacle(kind).0.contains(word), "{kind:?}: docs/support.md does not say {word}");
         assert!(help.contains(word), "{kind:?}: the help does not say {word}: {help}");
     }
-    let limits = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/limits.md")).unwrap();
+    let limits = fs::read_to_string(crate::root().join("docs/limits.md")).unwrap();
     for words in [
         "exit code 7",
         "(support.md#refused)",

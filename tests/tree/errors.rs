@@ -1,18 +1,15 @@
 //! The table of the error codes in `src/model/kind.rs`, and what is told of it elsewhere; `UPDATE=1` writes the documents.
-#![allow(missing_docs)]
 
-#[path = "common/generated.rs"]
-mod generated;
-
+use crate::common;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use vramctl_coordinator::failure::Exit;
 use vramctl_model::{Kind, Surface};
 
 fn path(of: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(of)
+    crate::root().join(of)
 }
 
 /// A kind's code in the protocol.
@@ -35,12 +32,12 @@ fn table() -> String {
 
 #[test]
 fn the_protocols_page_has_them() {
-    const FROM: &str = "<!-- Made of src/model/kind.rs by `UPDATE=1 cargo test --test errors`. -->\n";
+    const FROM: &str = "<!-- Made of src/model/kind.rs by `UPDATE=1 cargo test --test tree errors`. -->\n";
     let found = fs::read_to_string(path("docs/protocol.md")).unwrap();
     let (before, rest) = found.split_once(FROM).expect("the place of the table");
     let (_, after) = rest.split_once("\n\n").expect("an empty line after the table");
     let wanted = format!("{before}{FROM}{}\n{after}", table());
-    generated::check("docs/protocol.md", &wanted, "src/model/kind.rs");
+    common::generated::check("docs/protocol.md", &wanted, "src/model/kind.rs");
 }
 
 /// Each has an exception of the same name, code and number, and no other exception has a number.

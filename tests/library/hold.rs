@@ -1,10 +1,8 @@
 //! Pauses of programs that are not idle: their calls wait at the gate, and the program notices only a delay.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{
-    EmptyGraph, Gate, Gpu, MIB, OwnContext, SetOnDrop, Stream, malloc_tagged, pattern, read, request, resume, state, without_waiting, write,
+use crate::common::{
+    self, EmptyGraph, Gate, Gpu, MIB, OwnContext, SetOnDrop, Stream, malloc_tagged, pattern, read, request, resume, state, without_waiting,
+    write,
 };
 use std::ffi::{CStr, c_void};
 use std::mem::transmute;

@@ -1,9 +1,6 @@
 //! What a pause gives back before its commit, as part of a swap: as much as the other job lacks.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, read, request, resume, state, write};
+use crate::common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, read, request, resume, state, write};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use std::{fs, mem, thread};

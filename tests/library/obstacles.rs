@@ -1,11 +1,8 @@
 //! What the driver could not restore is known before a suspend, also if it is left to CUDA, until it ends.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program};
-use common::sharing::MIB;
-use common::{Gpu, OwnContext, free, malloc, reset_unseen, use_again};
+use crate::common::machine::{Machine, Program};
+use crate::common::sharing::MIB;
+use crate::common::{self, Gpu, OwnContext, free, malloc, reset_unseen, use_again};
 use std::ptr;
 use vramctl_core::memory::{Memory, is_ours};
 use vramctl_driver::StreamHandle;

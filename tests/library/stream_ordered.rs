@@ -1,10 +1,7 @@
 //! Memory allocated and freed in the order of a stream, as CUDA's own pools do it: reused at once in the same stream, seen as free after a
 //! synchronisation, and no caller waits for somebody else's stream.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{Gate, Gpu, MIB, Stream, free, malloc, malloc_tagged, pause, read, resume, set_device, synchronize};
+use crate::common::{self, Gate, Gpu, MIB, Stream, free, malloc, malloc_tagged, pause, read, resume, set_device, synchronize};
 use std::ffi::{CString, c_void};
 use std::sync::mpsc;
 use std::time::Duration;

@@ -1,11 +1,8 @@
 //! NCCL's communicators: which of their ranks are where, their memory in jobs that leave their GPUs, and what the log says of NCCL's failures.
 //! `tests/apps/nccl/communicators.c` stands in for NCCL.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Program};
-use common::{SHARED, compile, eventually, own_folder, simulated_libraries};
+use crate::common::machine::{Machine, Program};
+use crate::common::{self, SHARED, compile, eventually, own_folder, simulated_libraries};
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Write;

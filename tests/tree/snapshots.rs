@@ -1,11 +1,8 @@
 //! What people see of the command line: the help of each command, its tables and its refusals, as files in `tests/snapshots`. `UPDATE=1` writes
 //! them; `git diff` then shows what a change looks like.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::generated;
-use common::machine::Machine;
+use crate::common::generated;
+use crate::common::machine::Machine;
 use std::process::Command;
 
 #[track_caller]

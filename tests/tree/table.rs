@@ -1,12 +1,11 @@
 //! The table of driver functions against the headers of several releases of CUDA.
-#![allow(missing_docs)]
 
 use std::collections::BTreeSet;
 use vramctl_intercept::entries;
 use vramctl_intercept::table::Flavour;
 
 /// Written by `scripts/driver-functions`.
-const HEADERS: &str = include_str!("data/driver-functions.txt");
+const HEADERS: &str = include_str!("../data/driver-functions.txt");
 
 /// A variant of a function in the headers.
 struct Variant {

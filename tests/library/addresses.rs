@@ -1,9 +1,6 @@
 //! Address reservation.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::{Gpu, MIB, free, malloc};
+use crate::common::{Gpu, MIB, free, malloc};
 use vramctl_driver::Addresses;
 
 #[test]

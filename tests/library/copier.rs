@@ -1,10 +1,7 @@
 //! Restoring contents with a kernel instead of the copy engines. The result must be the same, whichever copies and whatever
 //! fails.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
+use crate::common::{self, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vramctl_backup::{CopyBy, set_copy_by};

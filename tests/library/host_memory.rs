@@ -1,10 +1,7 @@
 //! Unused host memory stays ready for the next pause for a while, and is freed as soon as somebody needs it.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::Machine;
-use common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
+use crate::common::machine::Machine;
+use crate::common::{self, Gpu, MIB, eventually, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
 use proptest::prelude::*;
 use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, set_host_keep};

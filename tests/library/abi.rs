@@ -1,9 +1,6 @@
 //! The C ABI, called the way C calls it.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{Gpu, MIB, free, malloc, pattern, read, write};
+use crate::common::{self, Gpu, MIB, free, malloc, pattern, read, write};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use vramctl_core::memory::Memory;

@@ -1,6 +1,7 @@
 //! The modules of a crate do not depend on each other in circles: neither its top-level modules nor those beside each other in a folder.
 //! Found by a parser, so that no way to write an import is missed.
 
+use crate::{files, root};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,21 +11,10 @@ use syn::visit::{self, Visit};
 type Module = Vec<String>;
 
 /// The files of a crate, by module.
-fn modules(root: &Path) -> BTreeMap<Module, syn::File> {
-    fn walk(folder: &Path, into: &mut Vec<PathBuf>) {
-        for entry in fs::read_dir(folder).unwrap().flatten() {
-            let path = entry.path();
-            if path.is_dir() {
-                walk(&path, into);
-            } else if path.extension().is_some_and(|ending| ending == "rs") {
-                into.push(path);
-            }
-        }
-    }
-    let mut files = Vec::new();
-    walk(root, &mut files);
+fn modules(folder: &str) -> BTreeMap<Module, syn::File> {
+    let root = root().join(folder);
     let module = |path: &Path| {
-        let mut parts: Module = path.strip_prefix(root).unwrap().iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+        let mut parts: Module = path.strip_prefix(&root).unwrap().iter().map(|part| part.to_str().unwrap().to_owned()).collect();
         let last = parts.pop().unwrap();
         if !matches!(&*last, "mod.rs" | "lib.rs" | "main.rs") {
             parts.push(last.trim_end_matches(".rs").to_owned());
@@ -32,7 +22,7 @@ fn modules(root: &Path) -> BTreeMap<Module, syn::File> {
         parts
     };
     let parse = |path: PathBuf| (module(&path), syn::parse_file(&fs::read_to_string(&path).unwrap()).unwrap());
-    files.into_iter().map(parse).collect()
+    files(folder, &["rs"]).into_iter().map(parse).collect()
 }
 
 fn is_for_tests(attributes: &[syn::Attribute]) -> bool {
@@ -180,11 +170,11 @@ fn circles(files: &BTreeMap<Module, syn::File>) -> Vec<String> {
 
 #[test]
 fn no_modules_depend_on_each_other_in_circles() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let crates = fs::read_dir(source).unwrap().flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
+    let crates = fs::read_dir(root().join("src")).unwrap().map(|entry| entry.unwrap()).filter(|entry| entry.path().is_dir());
     let found: Vec<_> = crates
-        .flat_map(|root| {
-            circles(&modules(&root)).into_iter().map(move |text| format!("src/{} {text}", root.file_name().unwrap().display()))
+        .flat_map(|entry| {
+            let folder = format!("src/{}", entry.file_name().display());
+            circles(&modules(&folder)).into_iter().map(move |text| format!("{folder} {text}"))
         })
         .collect();
     assert!(found.is_empty(), "{}", found.join("\n"));

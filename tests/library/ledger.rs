@@ -1,9 +1,6 @@
 //! What a process reports of its device memory is what the device shows, at every moment.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{DEVICES, Gate, Gpu, MIB, Stream, malloc_tagged, pause, request, resume, set_device};
+use crate::common::{self, DEVICES, Gate, Gpu, MIB, Stream, malloc_tagged, pause, request, resume, set_device};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;

@@ -1,11 +1,7 @@
 //! `include/vramctl.h` is generated from `src/intercept/abi.rs` and the table of the error codes; `UPDATE=1` writes it.
-#![allow(missing_docs)]
 
-#[path = "common/generated.rs"]
-mod generated;
-
+use crate::common;
 use std::fmt::Write;
-use std::path::Path;
 use std::process::Command;
 use vramctl_model::{Kind, Surface};
 
@@ -21,7 +17,7 @@ fn results() -> String {
 }
 
 fn header() -> String {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = crate::root();
     let folder = tempfile::tempdir().unwrap();
     let codes = folder.path().join("result.rs");
     std::fs::write(&codes, results()).unwrap();
@@ -35,7 +31,7 @@ fn header() -> String {
 
 #[test]
 fn the_header_is_current() {
-    generated::check("include/vramctl.h", &header(), "src/intercept/abi.rs, with src/model/kind.rs,");
+    common::generated::check("include/vramctl.h", &header(), "src/intercept/abi.rs, with src/model/kind.rs,");
 }
 
 /// It is read by people who know C: no headings of Rust's documents, no paths, no variants of an enum.
@@ -54,7 +50,7 @@ fn the_header_shows_no_rust() {
 #[test]
 fn the_header_compiles_as_c_and_cpp() {
     for (compiler, language, standard) in [("cc", "c", "c99"), ("c++", "c++", "c++11")] {
-        let header = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/vramctl.h");
+        let header = crate::root().join("include/vramctl.h");
         let standard = format!("-std={standard}");
         let done = Command::new(compiler)
             .args(["-x", language, &standard, "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only"])

@@ -1,12 +1,9 @@
 //! Memory registered with NCCL never gets new pages silently until it is deregistered, and each call reaches the NCCL that it was meant
 //! for. `tests/apps/nccl/nccl.c` stands in for NCCL.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks, clippy::missing_transmute_annotations)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
-use common::{
-    Gpu, MIB, SHARED, compile, free, library, malloc_tagged, own_folder, pattern, pause, read, resume, simulated_libraries, write,
+use crate::common::machine::{Machine, Ran};
+use crate::common::{
+    self, Gpu, MIB, SHARED, compile, free, library, malloc_tagged, own_folder, pattern, pause, read, resume, simulated_libraries, write,
 };
 use std::ffi::{CString, c_int, c_void};
 use std::path::{Path, PathBuf};

@@ -1,9 +1,6 @@
 //! Memory left to CUDA is counted, by the library that asked for it.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{Gpu, MIB, OwnContext, SHARED, free, malloc, malloc_tagged};
+use crate::common::{self, Gpu, MIB, OwnContext, SHARED, free, malloc, malloc_tagged};
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
 use std::{env, mem, ptr};

@@ -1,10 +1,7 @@
 //! What a program is told and what it is refused: with the library as without it. The sample program `answers` asks.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
-use common::{compile, library, own_folder};
+use crate::common::machine::{Machine, Ran};
+use crate::common::{compile, library, own_folder};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 

@@ -1,22 +1,13 @@
 //! The documentation's links resolve, and its environment variables are those that the code reads.
-#![allow(missing_docs)]
 
+use crate::{files, root};
 use std::fs;
 use std::path::{Path, PathBuf};
-
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
 
 fn pages() -> Vec<PathBuf> {
     let mut pages =
         ["README.md", "ARCHITECTURE.md", "tests/simgpu/README.md", "tests/apps/README.md"].map(|page| root().join(page)).to_vec();
-    pages.extend(
-        fs::read_dir(root().join("docs"))
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .filter(|path| path.extension().is_some_and(|e| e == "md")),
-    );
+    pages.extend(files("docs", &["md"]));
     pages
 }
 
@@ -81,13 +72,10 @@ fn the_simulated_gpus_controls_are_documented() {
     let page = fs::read_to_string(root().join("tests/simgpu/README.md")).unwrap();
     let word = |text: &str| text.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect::<String>();
     let mut found = Vec::new();
-    for entry in fs::read_dir(root().join("tests/simgpu/src")).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_file() {
-            let text = fs::read_to_string(path).unwrap();
-            found.extend(text.split("\"C\" fn ").map(word).filter(|name| name.starts_with("simgpu_")));
-            found.extend(text.match_indices("SIMGPU_").map(|(at, _)| word(&text[at..])));
-        }
+    for path in files("tests/simgpu/src", &["rs"]) {
+        let text = fs::read_to_string(path).unwrap();
+        found.extend(text.split("\"C\" fn ").map(word).filter(|name| name.starts_with("simgpu_")));
+        found.extend(text.match_indices("SIMGPU_").map(|(at, _)| word(&text[at..])));
     }
     assert!(found.len() > 20, "{found:?}");
     for name in found {
@@ -113,19 +101,8 @@ fn functions_that_the_documentation_names_exist() {
 /// Each message that the page explains is one that the code has. `…` on the page stands for what differs.
 #[test]
 fn explained_messages_exist() {
-    fn sources(folder: &Path) -> String {
-        let mut text = String::new();
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                text += &sources(&path);
-            } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "py") {
-                text += &fs::read_to_string(path).unwrap();
-            }
-        }
-        text
-    }
-    let text = sources(&root().join("src")) + &sources(&root().join("python/vramctl"));
+    let sources = files("src", &["rs", "py"]).into_iter().chain(files("python/vramctl", &["rs", "py"]));
+    let text: String = sources.map(|path| fs::read_to_string(path).unwrap()).collect();
     // Long texts go on in the next line, after a backslash in Rust and as another string in Python.
     let text: String = text.split('\n').map(str::trim).map(|line| line.strip_suffix('\\').unwrap_or(line)).collect();
     let text = text.replace("\"\"", "").replace("\"f\"", "");

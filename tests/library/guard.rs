@@ -1,9 +1,8 @@
 //! Paused memory with a guard: stray work finds memory there, keeps its context, and is reported.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{DEVICE_BYTES, Gate, Gpu, Graph, MIB, SetOnDrop, Stream, free, malloc_tagged, pattern, read, request, resume, write};
+use crate::common::{
+    self, DEVICE_BYTES, Gate, Gpu, Graph, MIB, SetOnDrop, Stream, free, malloc_tagged, pattern, read, request, resume, write,
+};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;

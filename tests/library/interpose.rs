@@ -1,11 +1,8 @@
 //! The hooked functions as a program sees them: managed where they should be, and otherwise like the real ones.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::{
-    Gate, Gpu, LONG_MS, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, reset_unseen,
-    resume, set_device, state, use_again, without_waiting, write,
+use crate::common::{
+    self, Gate, Gpu, LONG_MS, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request,
+    reset_unseen, resume, set_device, state, use_again, without_waiting, write,
 };
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
@@ -1900,7 +1897,7 @@ fn a_mistake_in_the_environment_is_reported_even_if_nothing_is_managed() {
         assert!(ran.status.success(), "{ran:?}");
         String::from_utf8(ran.stderr).unwrap().lines().filter(|line| line.contains("vramctl[")).collect::<String>()
     };
-    let allocating = |variable| said(&std::env::current_exe().unwrap(), &["--ignored", "--exact", "one_allocation"], variable);
+    let allocating = |variable| said(&std::env::current_exe().unwrap(), &["--ignored", "--exact", "interpose::one_allocation"], variable);
     assert_eq!(allocating(("VRAMCTL_TAG", "")), "");
     let library = common::library();
     for wrong in [("VRAMCTL_TAG", "a,b"), ("TMS_INIT_ENABLE", "maybe")] {
@@ -1995,7 +1992,9 @@ fn what_managed_memory_is_made_for() {
 fn managed_memory_is_made_for_the_decompression_engine_of_devices_that_have_one() {
     for (has_engine, usage) in [("1", "usage 2"), ("0", "usage 0")] {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "--nocapture", "what_managed_memory_is_made_for"]).env("SIMGPU_DECOMPRESSION", has_engine);
+        command
+            .args(["--ignored", "--exact", "--nocapture", "interpose::what_managed_memory_is_made_for"])
+            .env("SIMGPU_DECOMPRESSION", has_engine);
         let output = command.output().unwrap();
         assert!(String::from_utf8_lossy(&output.stdout).contains(usage), "{output:?}");
     }

@@ -1,10 +1,7 @@
 //! The C functions of `torch_memory_saver`, called the way its users call them.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod common;
-
-use common::machine::{Machine, Ran};
-use common::{Gpu, MIB, free, library, malloc, pattern, read, write};
+use crate::common::machine::{Machine, Ran};
+use crate::common::{self, Gpu, MIB, free, library, malloc, pattern, read, write};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr;
