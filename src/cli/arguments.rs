@@ -1,23 +1,28 @@
 //! Arguments that several commands have.
 
-use crate::completions;
+use crate::candidates;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap_complete::ArgValueCandidates;
+use std::env;
 use std::ffi::OsStr;
 use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
+use vramctl_coordinator::engine::{self, checked_address};
+use vramctl_coordinator::operation::PauseOptions;
 use vramctl_coordinator::processes::Target;
-use vramctl_model::{self as model, Policy, Registered, parse_bytes};
+use vramctl_coordinator::{Operation, Scope};
+use vramctl_model::{self as model, Policy, Registered, Verb, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
 #[group(id = "target", multiple = true)]
 pub struct TargetArgs {
     /// The process with this id; may be repeated
-    #[arg(long, value_name = "PID", add = ArgValueCandidates::new(completions::pids))]
+    #[arg(long, value_name = "PID", add = ArgValueCandidates::new(candidates::pids))]
     pid: Vec<u32>,
     /// All processes with this name (`vramctl run --name`, else the program's name), or a pattern: 'eng*'; may be repeated
-    #[arg(long, short, add = ArgValueCandidates::new(completions::names))]
+    #[arg(long, short, add = ArgValueCandidates::new(candidates::names))]
     name: Vec<String>,
     /// All managed processes
     #[arg(long, conflicts_with_all = ["pid", "name"])]
@@ -27,7 +32,7 @@ pub struct TargetArgs {
 /// Processes as words, or as options. Without either, all of them or the only job.
 #[derive(clap::Args)]
 pub struct ProcessArgs<const ALL: bool> {
-    #[arg(value_name = "NAME", help = Self::HELP, conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    #[arg(value_name = "NAME", help = Self::HELP, conflicts_with = "target", add = ArgValueCandidates::new(candidates::targets))]
     words: Vec<String>,
     #[command(flatten)]
     options: TargetArgs,
@@ -57,8 +62,61 @@ impl<const ALL: bool> ProcessArgs<ALL> {
 #[derive(clap::Args)]
 pub struct GpuArgs {
     /// Only what is on this GPU: its index in `nvidia-smi`, its UUID or a prefix of it; may be repeated
-    #[arg(long, value_name = "GPU", value_parser = checked_gpu, add = ArgValueCandidates::new(completions::gpus))]
+    #[arg(long, value_name = "GPU", value_parser = checked_gpu, add = ArgValueCandidates::new(candidates::gpus))]
     pub gpu: Vec<String>,
+}
+
+/// The options that pauses and resumes share.
+#[derive(clap::Args)]
+pub struct TransitionArgs {
+    /// Tags [default: all]. Without --name, --pid or --all, words that are no tags are processes, by name, pattern ('eng*') or id
+    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(candidates::tags_and_names))]
+    pub words: Vec<String>,
+    #[command(flatten)]
+    pub target: TargetArgs,
+    #[command(flatten)]
+    pub gpu: GpuArgs,
+    /// How many processes there must be [default: as many as when the job was last paused or resumed]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub ranks: Option<usize>,
+    /// Wait at most this many seconds, all in all, for what is in the way (for another command, at least 10); fractions are allowed
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub timeout: Option<Duration>,
+    /// Print errors and warnings only
+    #[arg(long, short, conflicts_with = "json")]
+    pub quiet: bool,
+}
+
+impl TransitionArgs {
+    /// The operation that they ask for.
+    pub fn operation(&self, verb: Verb, pause: PauseOptions) -> Operation {
+        let scope = Scope::Tags { words: self.words.clone(), may_name: true, gpus: self.gpu.gpu.clone() };
+        Operation { ranks: self.ranks, ..Operation::new(verb, self.target.clone().into(), scope, Deadline::new(self.timeout), pause) }
+    }
+}
+
+/// The options of a pause that concern engines.
+#[derive(clap::Args)]
+pub struct EngineArgs {
+    /// Ask the inference engine at this address first (docs/engines.md); may be repeated
+    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", hide_env_values = true, value_delimiter = ',', value_parser = checked_address)]
+    engine: Vec<String>,
+    /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
+    #[arg(long)]
+    pub force: bool,
+}
+
+impl EngineArgs {
+    pub fn addresses(&self) -> engine::Addresses {
+        // An empty variable counts as unset.
+        let addresses = self.engine.iter().filter(|address| !address.is_empty()).cloned().collect();
+        engine::Addresses { addresses, key: engine_key() }
+    }
+}
+
+/// The API key of the engines. It is no option: every user of the machine can read command lines.
+pub fn engine_key() -> Option<String> {
+    env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty())
 }
 
 /// The options that choose where contents go.
@@ -120,6 +178,9 @@ impl From<TargetArgs> for Target {
         Self::of(parts).unwrap_or(if all { Self::All } else { Self::Only })
     }
 }
+
+/// The levels of `VRAMCTL_LOG`.
+pub const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
 
 /// A tag as an argument.
 pub fn checked_tag(text: &str) -> Result<String, String> {

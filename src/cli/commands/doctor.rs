@@ -1,8 +1,9 @@
 //! `vramctl doctor`.
 
-use crate::commands::places;
-use crate::commands::preloading;
-use crate::commands::run;
+use crate::arguments::LEVELS;
+use crate::execute::Execute;
+use crate::installation;
+use crate::preloading;
 use crate::ui::output;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -37,7 +38,7 @@ Examples:
 pub struct Args {
     /// Print JSON: {"checks": [{"check", "verdict": "ok", "warning" or "failed", "message", "data"}]}
     #[arg(long)]
-    pub json: bool,
+    json: bool,
 }
 
 /// The result of one check.
@@ -80,41 +81,47 @@ impl Finding {
     }
 }
 
-pub fn doctor(args: &Args) -> Result<Exit, CommandError> {
-    let mut findings = vec![library(), python_package()];
-    let packages = python_packages();
-    match driver::survey() {
-        Ok(survey) => {
-            findings.extend(gpus(&survey));
-            findings.extend(operations(&survey));
-            findings.push(tried(&survey, packages.as_ref().unwrap_or(&BTreeMap::new())));
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let mut findings = vec![library(), python_package()];
+        let packages = python_packages();
+        match driver::survey() {
+            Ok(survey) => {
+                findings.extend(gpus(&survey));
+                findings.extend(operations(&survey));
+                findings.push(tried(&survey, packages.as_ref().unwrap_or(&BTreeMap::new())));
+            }
+            Err(failure) => {
+                findings.push(Finding::new("driver", Verdict::Failed, format!("{failure}: programs started from here find no GPU")));
+            }
         }
-        Err(failure) => {
-            findings.push(Finding::new("driver", Verdict::Failed, format!("{failure}: programs started from here find no GPU")));
+        findings.push(nvml());
+        findings.extend([shared_memory(), host_memory(), limits(), sockets(), disk()]);
+        findings.extend(reports());
+        findings.push(variables());
+        findings.extend(engines(packages.as_ref()));
+        if self.json {
+            output::print(&format!("{}\n", json!({ "checks": findings })))?;
+        } else {
+            let line = |finding: &Finding| format!("{:<8} {:<15} {}", finding.verdict.name(), finding.check, finding.message);
+            output::say(&findings.iter().map(line).collect::<Vec<_>>().join("\n"))?;
         }
+        let failed = findings.iter().any(|finding| finding.verdict == Verdict::Failed);
+        Ok(if failed { Exit::Failed } else { Exit::Done })
     }
-    findings.push(nvml());
-    findings.extend([shared_memory(), host_memory(), limits(), sockets(), disk()]);
-    findings.extend(reports());
-    findings.push(variables());
-    findings.extend(engines(packages.as_ref()));
-    if args.json {
-        output::print(&format!("{}\n", json!({ "checks": findings })))?;
-    } else {
-        let line = |finding: &Finding| format!("{:<8} {:<15} {}", finding.verdict.name(), finding.check, finding.message);
-        output::say(&findings.iter().map(line).collect::<Vec<_>>().join("\n"))?;
+
+    fn wants_json(&self) -> bool {
+        self.json
     }
-    let failed = findings.iter().any(|finding| finding.verdict == Verdict::Failed);
-    Ok(if failed { Exit::Failed } else { Exit::Done })
 }
 
 fn library() -> Finding {
     let finding = |verdict, message: String| Finding::new("library", verdict, message);
-    let path = match places::library() {
+    let path = match installation::library() {
         Ok(path) => path,
         Err(failure) => return finding(Verdict::Failed, failure.to_string()),
     };
-    let checked = run::preload(&path, None, None).map_err(|failure| failure.to_string()).and_then(|_| {
+    let checked = preloading::preload(&path, None, None).map_err(|failure| failure.to_string()).and_then(|_| {
         let version = preloading::version_of(&path)?;
         try_preloading(&path)?;
         Ok(version)
@@ -144,7 +151,7 @@ fn try_preloading(path: &Path) -> Result<(), String> {
 
 fn python_package() -> Finding {
     let finding = |verdict, message: String| Finding::new("Python package", verdict, message);
-    match places::python_path() {
+    match installation::python_path() {
         Err(failure) => finding(Verdict::Failed, failure.to_string()),
         Ok(folders) if folders.is_empty() => {
             finding(Verdict::Warning, "not found: all memory of inference engines gets the tag default".into())
@@ -374,9 +381,9 @@ fn variables() -> Finding {
     let mut wrong = Config::get().complaints.clone();
     if let Ok(level) = env::var("VRAMCTL_LOG")
         && !level.is_empty()
-        && !run::LEVELS.contains(&level.to_ascii_lowercase().as_str())
+        && !LEVELS.contains(&level.to_ascii_lowercase().as_str())
     {
-        wrong.push(format!("VRAMCTL_LOG={level} is none of {}; using warn", run::LEVELS.join(", ")));
+        wrong.push(format!("VRAMCTL_LOG={level} is none of {}; using warn", LEVELS.join(", ")));
     }
     let mut foreign = Vec::new();
     for name in env::vars_os().filter_map(|(name, _)| name.into_string().ok()) {

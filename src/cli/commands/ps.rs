@@ -1,6 +1,7 @@
 //! `vramctl ps`.
 
 use crate::arguments::{GpuArgs, ProcessesOrAll};
+use crate::execute::Execute;
 use crate::ui::output;
 use clap::ValueEnum;
 use std::cmp::Reverse;
@@ -59,35 +60,38 @@ enum Column {
     Gpu,
 }
 
-impl Args {
-    /// Whether to print JSON.
-    pub fn wants_json(&self) -> bool {
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let target = self.processes.target();
+        let mut found = Found::look(&Target::All)?;
+        let jobs = Jobs::of(&found.processes);
+        found.keep_on(&self.gpu.gpu)?;
+        let mut chosen = if target == Target::All { found.processes.clone() } else { found.choose(&target)? };
+        let indices = gpus::indices();
+        sort(&mut chosen, self.sort, &indices);
+        if self.wants_json() {
+            output::json(&chosen)?;
+        } else if chosen.is_empty() {
+            output::complain("note", &found.nothing());
+        } else if self.output == Some(Format::Name) {
+            output::say(&names(&chosen).join("\n"))?;
+        } else {
+            let states = checkpoint::states(&found, &chosen);
+            let rows = chosen.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
+            let shown = if self.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() };
+            let rows = rows.map(|row| row.into_iter().take(shown).collect());
+            output::show(&output::table(&COLUMNS[..shown], rows))?;
+        }
+        Ok(Exit::Done)
+    }
+
+    fn wants_json(&self) -> bool {
         self.json || self.output == Some(Format::Json)
     }
-}
 
-pub fn ps(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.processes.target();
-    let mut found = Found::look(&Target::All)?;
-    let jobs = Jobs::of(&found.processes);
-    found.keep_on(&args.gpu.gpu)?;
-    let mut chosen = if target == Target::All { found.processes.clone() } else { found.choose(&target)? };
-    let indices = gpus::indices();
-    sort(&mut chosen, args.sort, &indices);
-    if args.wants_json() {
-        output::json(&chosen)?;
-    } else if chosen.is_empty() {
-        output::complain("note", &found.nothing());
-    } else if args.output == Some(Format::Name) {
-        output::say(&names(&chosen).join("\n"))?;
-    } else {
-        let states = checkpoint::states(&found, &chosen);
-        let rows = chosen.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
-        let shown = if args.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() };
-        let rows = rows.map(|row| row.into_iter().take(shown).collect());
-        output::show(&output::table(&COLUMNS[..shown], rows))?;
+    fn drives_checkpoints(&self) -> bool {
+        true
     }
-    Ok(Exit::Done)
 }
 
 /// Each name once, in order; the id of a process without a name.

@@ -1,6 +1,7 @@
 //! `vramctl python-path`.
 
-use crate::commands::places;
+use crate::execute::Execute;
+use crate::installation;
 use crate::ui::output;
 use std::env;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -17,12 +18,14 @@ Examples:
   vramctl python-path | xargs -d : -n 1   # one per line")]
 pub struct Args {}
 
-pub fn python_path(_: &Args) -> Result<Exit, CommandError> {
-    let folders = places::python_path()?;
-    if folders.is_empty() {
-        return Err(places::no_package());
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let folders = installation::python_path()?;
+        if folders.is_empty() {
+            return Err(installation::no_package());
+        }
+        let joined = env::join_paths(&folders).map_err(|error| CommandError::new(Exit::Failed, error.to_string()))?;
+        output::say(&joined.to_string_lossy())?;
+        Ok(Exit::Done)
     }
-    let joined = env::join_paths(&folders).map_err(|error| CommandError::new(Exit::Failed, error.to_string()))?;
-    output::say(&joined.to_string_lossy())?;
-    Ok(Exit::Done)
 }

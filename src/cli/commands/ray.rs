@@ -1,6 +1,7 @@
 //! `vramctl ray`: jobs over the nodes of a Ray cluster. The Python package does it, in the Python that has Ray.
 
-use crate::commands::places;
+use crate::execute::Execute;
+use crate::installation;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -33,10 +34,15 @@ except ModuleNotFoundError as error:
 sys.exit(_main())
 ";
 
-/// Does not return unless it fails.
-pub fn ray(args: &Args) -> Result<Exit, CommandError> {
-    let package = places::package()?.ok_or_else(places::no_package)?;
-    let folder = package.parent().unwrap_or(&package);
-    let error = Command::new("python3").args(["-c", HAND_OVER]).arg(folder).args(&args.words).exec();
-    Err(CommandError::new(Exit::Failed, format!("cannot start python3: {error}; `vramctl ray` needs the one that Ray runs with on PATH")))
+impl Execute for Args {
+    /// Does not return unless it fails.
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let package = installation::package()?.ok_or_else(installation::no_package)?;
+        let folder = package.parent().unwrap_or(&package);
+        let error = Command::new("python3").args(["-c", HAND_OVER]).arg(folder).args(&self.words).exec();
+        Err(CommandError::new(
+            Exit::Failed,
+            format!("cannot start python3: {error}; `vramctl ray` needs the one that Ray runs with on PATH"),
+        ))
+    }
 }

@@ -1,11 +1,10 @@
 //! `vramctl move`.
 
 use crate::arguments::{ProcessesOrOnly, checked_gpu, count, seconds};
-use crate::commands::suspend::print;
-use crate::completions;
+use crate::candidates;
+use crate::execute::Execute;
 use crate::ui::Ui;
-use crate::ui::interrupt;
-use crate::ui::output;
+use crate::ui::{interrupt, outcome, output};
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::time::Duration;
@@ -38,7 +37,7 @@ pub struct Args {
     #[command(flatten)]
     processes: ProcessesOrOnly,
     /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
-    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(completions::other_gpus))]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(candidates::other_gpus))]
     to: Vec<String>,
     /// Only check that it can be moved, and show from where to where
     #[arg(long, conflicts_with = "quiet")]
@@ -47,36 +46,46 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = count)]
     ranks: Option<usize>,
     /// Swap GPUs with the processes of this name
-    #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::names))]
+    #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(candidates::names))]
     swap: Option<String>,
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
     /// Print JSON: {"processes": [{"pid", "name", "report"}]}; with --dry-run, "from", "to" and "bytes" in place of "report"
     #[arg(long)]
-    pub json: bool,
+    json: bool,
     /// Print errors and warnings only
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
 }
 
-pub fn relocate(args: &Args) -> Result<Exit, CommandError> {
-    let ui = Ui::new(args.json, args.quiet);
-    let plan = Move::plan(&args.operation(), &ui)?;
-    if args.dry_run {
-        return print_forecast(&plan, args.json);
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let ui = Ui::new(self.json, self.quiet);
+        let plan = Move::plan(&self.operation(), &ui)?;
+        if self.dry_run {
+            return print_forecast(&plan, self.json);
+        }
+        interrupt::hold();
+        let back = plan.way_on();
+        interrupt::watch(move || {
+            let next = format!("`vramctl status` shows how far it has come; to continue where the job is: {back}");
+            output::complain("interrupted", &format!("the move is not complete; {next}"));
+        });
+        let outcome = plan.run(&ui)?;
+        outcome::print_device(&outcome, &ui, |process, done| {
+            let was = if process.suspended().is_some() { ", which was suspended and is resumed," } else { "" };
+            format!("moved {process}{was} to {}: {} {}", list(&done.now_on), Bytes(done.bytes()), done.took())
+        })
     }
-    interrupt::hold();
-    let back = plan.way_on();
-    interrupt::watch(move || {
-        let next = format!("`vramctl status` shows how far it has come; to continue where the job is: {back}");
-        output::complain("interrupted", &format!("the move is not complete; {next}"));
-    });
-    let outcome = plan.run(&ui)?;
-    print(&outcome, &ui, |process, done| {
-        let was = if process.suspended().is_some() { ", which was suspended and is resumed," } else { "" };
-        format!("moved {process}{was} to {}: {} {}", list(&done.now_on), Bytes(done.bytes()), done.took())
-    })
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
+
+    fn drives_checkpoints(&self) -> bool {
+        true
+    }
 }
 
 /// Prints what the move would do.

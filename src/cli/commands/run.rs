@@ -1,16 +1,16 @@
 //! `vramctl run`.
 
-use crate::arguments::{checked_tag, size};
-use crate::commands::places::{self, LIBRARY};
-use crate::commands::preloading::{self, Unmanaged};
-use crate::completions;
+use crate::arguments::{LEVELS, checked_tag, size};
+use crate::candidates;
+use crate::execute::Execute;
+use crate::installation;
+use crate::preloading::{self, Unmanaged};
 use crate::ui::output;
 use clap_complete::engine::ArgValueCompleter;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, ErrorKind};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{self, Path, PathBuf};
 use std::process::Command;
@@ -55,42 +55,45 @@ pub struct Args {
     #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
     log: Option<String>,
     /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, add = ArgValueCompleter::new(completions::CommandLine))]
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, add = ArgValueCompleter::new(candidates::CommandLine))]
     command: Vec<OsString>,
 }
 
-/// The levels of `VRAMCTL_LOG`.
-pub const LEVELS: [&str; 5] = ["off", "error", "warn", "info", "debug"];
-
-pub fn run(args: &Args) -> Result<Exit, CommandError> {
-    let python = if args.no_python { Vec::new() } else { places::python_path()? };
-    let library = places::library()?;
-    let (program, arguments) = args.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
-    let sanitizer = preloading::sanitizer(program);
-    let mut variables = environment(args, &library, sanitizer.as_deref(), &python, |name| env::var_os(name))?;
-    check(&library)?;
-    args.backup.iter().filter_map(|backup| mistyped(backup, args.tag.as_deref())).for_each(|text| output::complain("warning", &text));
-    if let Some(Unmanaged { why, is_ended_by_it }) = preloading::unmanaged(program) {
-        output::complain("warning", &why);
-        if is_ended_by_it {
-            variables.push(("LD_PRELOAD", others(&library, env::var_os("LD_PRELOAD").as_deref())));
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let python = if self.no_python { Vec::new() } else { installation::python_path()? };
+        let library = installation::library()?;
+        let (program, arguments) = self.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
+        let sanitizer = preloading::sanitizer(program);
+        let mut variables = environment(self, &library, sanitizer.as_deref(), &python, |name| env::var_os(name))?;
+        check(&library)?;
+        self.backup.iter().filter_map(|backup| mistyped(backup, self.tag.as_deref())).for_each(|text| output::complain("warning", &text));
+        if let Some(Unmanaged { why, is_ended_by_it }) = preloading::unmanaged(program) {
+            output::complain("warning", &why);
+            if is_ended_by_it {
+                variables.push(("LD_PRELOAD", preloading::others(&library, env::var_os("LD_PRELOAD").as_deref())));
+            }
         }
+        let mut command = Command::new(program);
+        command.args(arguments);
+        for (name, value) in variables {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        // Everything that the command starts belongs to one run. Commands that are given the same one are ranks of one job.
+        if env::var_os("VRAMCTL_JOB").is_none_or(|run| run.is_empty()) {
+            command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
+            self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
+        }
+        let error = command.exec();
+        Err(not_started(program, &error))
     }
-    let mut command = Command::new(program);
-    command.args(arguments);
-    for (name, value) in variables {
-        match value {
-            Some(value) => command.env(name, value),
-            None => command.env_remove(name),
-        };
+
+    fn becomes_program(&self) -> bool {
+        true
     }
-    // Everything that the command starts belongs to one run. Commands that are given the same one are ranks of one job.
-    if env::var_os("VRAMCTL_JOB").is_none_or(|run| run.is_empty()) {
-        command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
-        args.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
-    }
-    let error = command.exec();
-    Err(not_started(program, &error))
 }
 
 /// As a shell has it: what is there and cannot be executed is something else than what is not there.
@@ -152,7 +155,7 @@ fn environment(
     present: impl Fn(&str) -> Option<OsString>,
 ) -> Result<Vec<(&'static str, Option<OsString>)>, CommandError> {
     let filled = |name| present(name).filter(|value| !value.is_empty());
-    let mut variables = vec![("LD_PRELOAD", Some(preload(library, sanitizer, filled("LD_PRELOAD").as_deref())?))];
+    let mut variables = vec![("LD_PRELOAD", Some(preloading::preload(library, sanitizer, filled("LD_PRELOAD").as_deref())?))];
     if !python.is_empty() {
         variables.push(("PYTHONPATH", Some(python_path(python, filled("PYTHONPATH").as_deref())?)));
     }
@@ -190,43 +193,6 @@ fn environment(
     }
     variables.extend(given.into_iter().filter_map(|(name, value)| Some((name, Some(value?.into())))));
     Ok(variables)
-}
-
-/// The library first, then the other preloaded libraries, without other copies of this one. The address sanitizer's comes before all: the one
-/// that is preloaded already, or else the one that the program is linked with.
-pub fn preload(library: &Path, sanitizer: Option<&OsStr>, present: Option<&OsStr>) -> Result<OsString, CommandError> {
-    if library.as_os_str().as_bytes().iter().any(|byte| is_separator(*byte)) {
-        let why = "a path in LD_PRELOAD cannot contain a space or colon";
-        let way_out = "move the library, or set VRAMCTL_LIB to a symbolic link to it";
-        return Err(CommandError::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
-    }
-    let others = others(library, present).unwrap_or_default();
-    let others = others.as_bytes().split(|byte| is_separator(*byte)).filter(|path| !path.is_empty()).map(OsStr::from_bytes);
-    let (mut first, rest): (Vec<_>, Vec<_>) = others.partition(|path| preloading::is_sanitizer(path));
-    if first.is_empty() {
-        first.extend(sanitizer);
-    }
-    let list: Vec<_> = first.into_iter().chain([library.as_os_str()]).chain(rest).collect();
-    Ok(list.join(OsStr::new(":")))
-}
-
-/// The other preloaded libraries, if any.
-fn others(library: &Path, present: Option<&OsStr>) -> Option<OsString> {
-    let ours = |path: &[u8]| {
-        let path = Path::new(OsStr::from_bytes(path));
-        // `dropin` has copies of it under the names that torch_memory_saver uses.
-        path == library
-            || path.file_name() == Some(OsStr::new(LIBRARY))
-            || path.parent().is_some_and(|folder| folder.ends_with("vramctl/dropin"))
-    };
-    let all = present.unwrap_or_default().as_bytes().split(|byte| is_separator(*byte));
-    let others: Vec<_> = all.filter(|path| !path.is_empty() && !ours(path)).collect();
-    if others.is_empty() { None } else { Some(OsString::from_vec(others.join(&b':'))) }
-}
-
-/// The loader's separators. They cannot be quoted.
-fn is_separator(byte: u8) -> bool {
-    matches!(byte, b' ' | b':')
 }
 
 /// The package's directories first, then the existing ones, without those of other installations of the package.
@@ -346,24 +312,6 @@ mod tests {
         }
         assert!(Line::try_parse_from(["run", "--tag", "a", "--no-tag", "--", "x"]).is_err());
         assert!(Line::try_parse_from(["run"]).is_err());
-    }
-
-    #[test]
-    fn other_preloaded_libraries_stay_and_ours_is_there_once() {
-        let with = |sanitizer: Option<&str>, present: &str| {
-            let list = preload(Path::new("/l/libvramctl.so"), sanitizer.map(OsStr::new), Some(OsStr::new(present)));
-            list.unwrap().into_string().unwrap()
-        };
-        let list = |present: &str| with(None, present);
-        assert_eq!(list("/a.so /b.so"), "/l/libvramctl.so:/a.so:/b.so");
-        assert_eq!(list("/a.so:/l/libvramctl.so"), "/l/libvramctl.so:/a.so");
-        assert_eq!(list("/old/libvramctl.so::/a.so"), "/l/libvramctl.so:/a.so");
-        assert_eq!(list("/p/vramctl/dropin/torch_memory_saver_hook_mode_preload.abi3.so"), "/l/libvramctl.so", "a copy of ours");
-        assert_eq!(with(Some("libasan.so.8"), "/a.so"), "libasan.so.8:/l/libvramctl.so:/a.so", "what must come first");
-        assert_eq!(with(Some("libasan.so.8"), "/a.so:/g/libasan.so"), "/g/libasan.so:/l/libvramctl.so:/a.so", "and once");
-        for wrong in ["/with space/libvramctl.so", "/with:colon/libvramctl.so"] {
-            assert!(preload(Path::new(wrong), None, None).is_err());
-        }
     }
 
     #[test]

@@ -1,18 +1,17 @@
 //! `vramctl suspend`.
 
 use crate::arguments::{BackupArgs, ProcessesOrOnly, count, registered, seconds};
+use crate::execute::Execute;
 use crate::ui::Ui;
 use crate::ui::dry_run;
 use crate::ui::interrupt;
+use crate::ui::outcome;
 use crate::ui::output;
-use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
-use vramctl_coordinator::outcome::{Done, ProcessOutcome};
-use vramctl_coordinator::processes::Process;
-use vramctl_coordinator::{Operation, Outcome, Reporter, Scope, Suspend};
+use vramctl_coordinator::{Operation, Scope, Suspend};
 use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
@@ -64,48 +63,39 @@ pub struct Args {
     hold_timeout: Duration,
     /// Print JSON: {"processes": [{"pid", "name", "report" or "error"}]}
     #[arg(long)]
-    pub json: bool,
+    json: bool,
     /// Print errors and warnings only
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
 }
 
-pub fn suspend(args: &Args) -> Result<Exit, CommandError> {
-    let ui = Ui::new(args.json, args.quiet);
-    let mut plan = Suspend::plan(&args.operation(), &ui)?;
-    if args.dry_run {
-        return dry_run::print(&plan.forecast(&ui), args.json);
-    }
-    interrupt::hold();
-    let [suspend, resume] = ["suspend", "resume"].map(|command| plan.target().command(command));
-    interrupt::watch(move || {
-        let next = format!("`vramctl status` shows how far it has come, `{suspend}` continues it, and `{resume}` undoes it");
-        output::complain("interrupted", &format!("the suspend is not complete; {next}"));
-    });
-    let outcome = plan.check(&ui)?.run(&ui)?;
-    print(&outcome, &ui, |process, done| match process.suspended() {
-        Some(_) if done.bytes() == 0 => format!("nothing to do: {process} is already suspended"),
-        _ => format!("suspended {process}: {} freed {}", Bytes(done.bytes()), done.took()),
-    })
-}
-
-/// Prints what came of a suspend or move, as JSON or one line per process from `line`. Returns the exit code.
-pub fn print(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> String) -> Result<Exit, CommandError> {
-    let own = || outcome.processes.iter().filter_map(|one| Some((&one.process, one.device.as_ref()?)));
-    let held: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::stays_held).collect();
-    let lost: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::has_lost).collect();
-    let written = if ui.json {
-        let answer = |process: &Process, done: &Done| json!({ "pid": process.pid, "name": process.name(), "report": done });
-        let borrowers = outcome.borrowers.iter().filter_map(|one| Some(answer(&one.process, &Done::of_borrower(one.report()?))));
-        output::json(&own().map(|(process, done)| answer(process, done)).chain(borrowers).collect::<Vec<_>>())
-    } else {
-        let written = own().filter(|_| !ui.quiet).try_for_each(|(process, done)| output::say(&line(process, done)));
-        for why in held.iter().chain(&lost) {
-            ui.fail(why);
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let ui = Ui::new(self.json, self.quiet);
+        let mut plan = Suspend::plan(&self.operation(), &ui)?;
+        if self.dry_run {
+            return dry_run::print(&plan.forecast(&ui), self.json);
         }
-        written
-    };
-    output::told(written, outcome.exit())
+        interrupt::hold();
+        let [suspend, resume] = ["suspend", "resume"].map(|command| plan.target().command(command));
+        interrupt::watch(move || {
+            let next = format!("`vramctl status` shows how far it has come, `{suspend}` continues it, and `{resume}` undoes it");
+            output::complain("interrupted", &format!("the suspend is not complete; {next}"));
+        });
+        let outcome = plan.check(&ui)?.run(&ui)?;
+        outcome::print_device(&outcome, &ui, |process, done| match process.suspended() {
+            Some(_) if done.bytes() == 0 => format!("nothing to do: {process} is already suspended"),
+            _ => format!("suspended {process}: {} freed {}", Bytes(done.bytes()), done.took()),
+        })
+    }
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
+
+    fn drives_checkpoints(&self) -> bool {
+        true
+    }
 }
 
 impl Args {

@@ -1,19 +1,19 @@
 //! `vramctl swap`.
 
-use crate::arguments::{BackupArgs, checked_tag, registered, seconds};
-use crate::commands::transition::answers::{self, job_json, process_json};
-use crate::commands::transition::{EngineArgs, give_up};
-use crate::completions;
-use crate::ui::{Ui, dry_run, interrupt, output};
+use crate::arguments::{BackupArgs, EngineArgs, checked_tag, registered, seconds};
+use crate::candidates;
+use crate::execute::Execute;
+use crate::transition::give_up;
+use crate::ui::{Ui, dry_run, interrupt, outcome, output};
 use clap_complete::ArgValueCandidates;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::{Operation, Outcome, Passing, Room, Scope, Swap, Swapped};
+use vramctl_coordinator::{Operation, Passing, Room, Scope, Swap, Swapped};
 use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
@@ -35,16 +35,16 @@ Examples:
   vramctl swap a b --out-tags optimizer,gradients --in-tags kv_cache")]
 pub struct Args {
     /// The processes to pause, by name, pattern ('eng*') or id
-    #[arg(value_name = "OUT", add = ArgValueCandidates::new(completions::targets))]
+    #[arg(value_name = "OUT", add = ArgValueCandidates::new(candidates::targets))]
     leaving: String,
     /// The processes to resume, by name, pattern or id
-    #[arg(value_name = "IN", add = ArgValueCandidates::new(completions::targets))]
+    #[arg(value_name = "IN", add = ArgValueCandidates::new(candidates::targets))]
     coming: String,
     /// The tags of OUT [default: all]
-    #[arg(long, value_name = "TAG,…", value_delimiter = ',', value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
+    #[arg(long, value_name = "TAG,…", value_delimiter = ',', value_parser = checked_tag, add = ArgValueCandidates::new(candidates::tags))]
     out_tags: Vec<String>,
     /// The tags of IN [default: all]
-    #[arg(long, value_name = "TAG,…", value_delimiter = ',', value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
+    #[arg(long, value_name = "TAG,…", value_delimiter = ',', value_parser = checked_tag, add = ArgValueCandidates::new(candidates::tags))]
     in_tags: Vec<String>,
     /// Only show what would leave and come, and whether there is room
     #[arg(long, conflicts_with = "quiet")]
@@ -71,40 +71,46 @@ pub struct Args {
     /// which of the two runs. If host memory has passed from IN to OUT, it says how much was in use for both at most. With --dry-run:
     /// {"out": […], "in": […], "gpus": […]}, and "host" if it would pass.
     #[arg(long)]
-    pub json: bool,
+    json: bool,
     /// Print errors and warnings only
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
 }
 
-pub fn swap(args: &Args) -> Result<Exit, CommandError> {
-    let ui = Ui::new(args.json, args.quiet);
-    let [leaving, coming] = args.operations();
-    let plan = Swap::plan(leaving, coming, &ui);
-    if args.dry_run {
-        return print_forecast(&plan?, args.json);
-    }
-    let (plan, consent) = match plan.and_then(|plan| plan.consent(&ui).map(|consent| (plan, consent))) {
-        Err(failure) if args.json => {
-            let nothing = json!({ "committed": false, "processes": [], "jobs": [], "error": failure });
-            return output::told(output::answer(nothing), failure.exit());
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let ui = Ui::new(self.json, self.quiet);
+        let [leaving, coming] = self.operations();
+        let plan = Swap::plan(leaving, coming, &ui);
+        if self.dry_run {
+            return print_forecast(&plan?, self.json);
         }
-        planned => planned?,
-    };
-    let (plan, ui) = (Arc::new(plan), Arc::new(ui));
-    interrupt::hold();
-    let interrupted = (Arc::clone(&plan), Arc::clone(&ui));
-    interrupt::watch(move || give_up(&interrupted.0.plans(), &interrupted.1));
-    ui.show(&plan.plans());
-    let swapped = plan.run(&consent, &*ui);
-    ui.end();
-    print(&plan, swapped, &ui)
+        let (plan, consent) = match plan.and_then(|plan| plan.consent(&ui).map(|consent| (plan, consent))) {
+            Err(failure) if self.json => {
+                let nothing = json!({ "committed": false, "processes": [], "jobs": [], "error": failure });
+                return output::told(output::answer(nothing), failure.exit());
+            }
+            planned => planned?,
+        };
+        let (plan, ui) = (Arc::new(plan), Arc::new(ui));
+        interrupt::hold();
+        let interrupted = (Arc::clone(&plan), Arc::clone(&ui));
+        interrupt::watch(move || give_up(&interrupted.0.plans(), &interrupted.1));
+        ui.show(&plan.plans());
+        let swapped = plan.run(&consent, &*ui);
+        ui.end();
+        print(&plan, swapped, &ui)
+    }
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
 }
 
 fn print(plan: &Swap, mut swapped: Swapped, ui: &Ui) -> Result<Exit, CommandError> {
     let exit = swapped.exit();
     let written = if ui.json {
-        output::answer(json_of(&swapped))
+        output::answer(outcome::swap_json(&swapped))
     } else {
         if swapped.whereabouts.is_some() {
             // That says how each job is.
@@ -113,7 +119,7 @@ fn print(plan: &Swap, mut swapped: Swapped, ui: &Ui) -> Result<Exit, CommandErro
             }
         }
         let of_both = plan.plans().into_iter().zip([&swapped.left, &swapped.came]);
-        let written = of_both.map(|(plan, outcome)| answers::write(plan, outcome, ui)).fold(Ok(()), Result::and);
+        let written = of_both.map(|(plan, outcome)| outcome::write(plan, outcome, ui)).fold(Ok(()), Result::and);
         if let Some(whereabouts) = &swapped.whereabouts {
             output::complain("note", whereabouts);
             written
@@ -129,27 +135,6 @@ fn print(plan: &Swap, mut swapped: Swapped, ui: &Ui) -> Result<Exit, CommandErro
         }
     };
     output::told(written, exit)
-}
-
-/// As JSON, without a failure of both.
-pub fn json_of(swapped: &Swapped) -> Value {
-    let (mut processes, mut jobs) = (Vec::new(), Vec::new());
-    for (verb, Outcome { processes: all, borrowers, jobs: of }) in [(Verb::Pause, &swapped.left), (Verb::Resume, &swapped.came)] {
-        let with_verb = |mut answer: Value| {
-            answer["verb"] = json!(verb.name());
-            answer
-        };
-        processes.extend(all.iter().chain(borrowers).map(|one| with_verb(process_json(one))));
-        jobs.extend(of.iter().map(|job| with_verb(job_json(job))));
-    }
-    let mut answer = json!({ "committed": swapped.committed, "processes": processes, "jobs": jobs });
-    if let Some(whereabouts) = &swapped.whereabouts {
-        answer["whereabouts"] = json!(whereabouts);
-    }
-    if let Some(peak) = swapped.host_peak {
-        answer["host_peak_bytes"] = json!(peak);
-    }
-    answer
 }
 
 /// Prints what the swap would do.

@@ -1,7 +1,8 @@
 //! `vramctl trim`.
 
 use crate::arguments::{ProcessesOrAll, seconds};
-use crate::commands::each;
+use crate::ask;
+use crate::execute::Execute;
 use std::fmt::Write;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -30,19 +31,25 @@ pub struct Args {
     timeout: Duration,
     /// Print JSON: {"processes": [{"pid", "name", "trimmed" or "error"}]}, with the fields of a `trimmed` reply (docs/protocol.md)
     #[arg(long)]
-    pub json: bool,
+    json: bool,
 }
 
-pub fn trim(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.processes.target();
-    let found = Found::look(&target)?;
-    // Nothing here has to be done for all or for none: one that is stopped keeps no other from it.
-    let mut chosen = found.choose(&target)?;
-    if target == Target::All && chosen.iter().any(trims) {
-        chosen.retain(|process| trims(process) || process.status.is_err());
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let target = self.processes.target();
+        let found = Found::look(&target)?;
+        // Nothing here has to be done for all or for none: one that is stopped keeps no other from it.
+        let mut chosen = found.choose(&target)?;
+        if target == Target::All && chosen.iter().any(trims) {
+            chosen.retain(|process| trims(process) || process.status.is_err());
+        }
+        let done = all(&found, &chosen, self.timeout);
+        ask::print(chosen.into_iter().zip(done), self.json, "trimmed", describe)
     }
-    let done = all(&found, &chosen, args.timeout);
-    each::print(chosen.into_iter().zip(done), args.json, "trimmed", describe)
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
 }
 
 fn trims(process: &Process) -> bool {

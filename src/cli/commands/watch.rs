@@ -1,7 +1,8 @@
 //! `vramctl watch`.
 
 use crate::arguments::{self, ProcessesOrOnly};
-use crate::commands::each;
+use crate::ask;
+use crate::execute::Execute;
 use serde::Serialize;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::Found;
@@ -32,7 +33,7 @@ pub struct Args {
     off: bool,
     /// Print JSON: {"processes": [{"pid", "name", "watch" or "error"}]}, with the fields of a `watch` reply (docs/protocol.md)
     #[arg(long)]
-    pub json: bool,
+    json: bool,
 }
 
 fn size(text: &str) -> Result<u64, String> {
@@ -49,18 +50,24 @@ struct Watching {
     trim: bool,
 }
 
-pub fn watch(args: &Args) -> Result<Exit, CommandError> {
-    let target = args.processes.target();
-    let found = Found::look(&target)?;
-    let below = if args.off { Some(0) } else { args.below };
-    let answers = each::ask(&found, found.choose_answering(&target)?, |client| {
-        client.watch(below, args.trim).map(|(below_bytes, trim)| Watching { below_bytes, trim })
-    });
-    each::print(answers, args.json, "watch", |process, watching| match watching {
-        Watching { below_bytes: 0, .. } => format!("{process}: does not watch"),
-        Watching { below_bytes, trim } => {
-            let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };
-            format!("{process}: logs when less than {} is free{trims}", Bytes(*below_bytes))
-        }
-    })
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let target = self.processes.target();
+        let found = Found::look(&target)?;
+        let below = if self.off { Some(0) } else { self.below };
+        let answers = ask::each(&found, found.choose_answering(&target)?, |client| {
+            client.watch(below, self.trim).map(|(below_bytes, trim)| Watching { below_bytes, trim })
+        });
+        ask::print(answers, self.json, "watch", |process, watching| match watching {
+            Watching { below_bytes: 0, .. } => format!("{process}: does not watch"),
+            Watching { below_bytes, trim } => {
+                let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };
+                format!("{process}: logs when less than {} is free{trims}", Bytes(*below_bytes))
+            }
+        })
+    }
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
 }

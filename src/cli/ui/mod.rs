@@ -5,8 +5,10 @@ mod connections;
 pub mod dry_run;
 pub mod interrupt;
 pub mod lines;
+pub mod outcome;
 pub mod output;
 mod progress;
+pub mod status;
 
 use connections::Connections;
 use progress::{Bar, Bars};

@@ -1,6 +1,6 @@
 //! The metrics, and their values on a page.
 
-use crate::commands::ledger::{self, Ledger, Share, What};
+use crate::ledger::{self, Ledger, Share, What};
 use prometheus::core::Collector;
 use prometheus::{CounterVec, GaugeVec, Opts, Registry, TextEncoder};
 use serde_json::json;

@@ -3,7 +3,8 @@
 mod families;
 mod serve;
 
-use crate::commands::ledger;
+use crate::execute::Execute;
+use crate::ledger;
 use crate::ui::output;
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::Write;
@@ -38,16 +39,18 @@ pub struct Args {
     textfile: Option<PathBuf>,
 }
 
-pub fn metrics(args: &Args) -> Result<Exit, CommandError> {
-    match (args.listen, &args.textfile) {
-        (Some(address), _) => {
-            keep_nvml([]);
-            serve::serve(address, &|| page().map_err(|failure| failure.to_string()))
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        match (self.listen, &self.textfile) {
+            (Some(address), _) => {
+                keep_nvml([]);
+                serve::serve(address, &|| page().map_err(|failure| failure.to_string()))
+            }
+            (None, Some(path)) => replace(path, &page()?)
+                .map(|()| Exit::Done)
+                .map_err(|error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", path.display()))),
+            (None, None) => output::print(&page()?).map(|()| Exit::Done),
         }
-        (None, Some(path)) => replace(path, &page()?)
-            .map(|()| Exit::Done)
-            .map_err(|error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", path.display()))),
-        (None, None) => output::print(&page()?).map(|()| Exit::Done),
     }
 }
 

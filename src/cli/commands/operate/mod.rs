@@ -3,10 +3,10 @@
 
 mod request;
 
-use crate::commands::gpus;
-use crate::commands::swap;
-use crate::commands::transition::answers::{job_json, process_json};
+use crate::execute::Execute;
+use crate::ledger::Usage;
 use crate::ui::lines::Lines;
+use crate::ui::outcome::{job_json, process_json, swap_json};
 use crate::ui::output;
 use request::{Nothing, Request, Which};
 use serde_json::{Value, json};
@@ -38,43 +38,53 @@ enum Answer {
     Found(Value),
 }
 
-pub fn operate(_: &Args) -> Result<Exit, CommandError> {
-    let mut line = String::new();
-    io::stdin().lock().read_line(&mut line).map_err(|error| CommandError::new(Exit::Failed, format!("stdin: {error}")))?;
-    let request = Request::parse(&line);
-    let progress = request.as_ref().is_ok_and(Request::wants_progress);
-    let is_detached = request.as_ref().is_ok_and(Request::is_detached);
-    let lines = Arc::new(Lines::new(progress, Box::new(|| cancelled(Some(false), &[]))));
-    let nodes = request.as_ref().ok().and_then(Request::participant);
-    let (cancelling, listening) = (Arc::clone(&lines), nodes.clone());
-    let is_over_nodes = nodes.is_some();
-    let listening = parallel::spawn(move || {
-        let is_cancelled = match listening {
-            Some(nodes) => listen(&nodes),
-            // Another line says the same as the end: the program may have forked, and its child keeps the pipe open.
-            None => !(next_line().is_empty() && is_detached),
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let mut line = String::new();
+        io::stdin().lock().read_line(&mut line).map_err(|error| CommandError::new(Exit::Failed, format!("stdin: {error}")))?;
+        let request = Request::parse(&line);
+        let progress = request.as_ref().is_ok_and(Request::wants_progress);
+        let is_detached = request.as_ref().is_ok_and(Request::is_detached);
+        let lines = Arc::new(Lines::new(progress, Box::new(|| cancelled(Some(false), &[]))));
+        let nodes = request.as_ref().ok().and_then(Request::participant);
+        let (cancelling, listening) = (Arc::clone(&lines), nodes.clone());
+        let is_over_nodes = nodes.is_some();
+        let listening = parallel::spawn(move || {
+            let is_cancelled = match listening {
+                Some(nodes) => listen(&nodes),
+                // Another line says the same as the end: the program may have forked, and its child keeps the pipe open.
+                None => !(next_line().is_empty() && is_detached),
+            };
+            if is_cancelled {
+                cancelling.cancel();
+                process::exit(i32::from(Exit::Failed as u8));
+            }
+        });
+        // Without a thread, nobody hears of a cancellation, or of the other nodes.
+        let deaf = listening.err().filter(|_| is_over_nodes).map(|error| parallel::refused(&error));
+        let request = deaf.map_or(request, Err);
+        let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
+        let (outcome, exit) = match answer {
+            Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
+            Ok(Answer::Tags(outcome)) => outcome_and_exit(&outcome, process_json),
+            Ok(Answer::Places(swapped)) => swap_outcome(&swapped),
+            Ok(Answer::Device(outcome)) => outcome_and_exit(&outcome, device_json),
+            Err((failure, committed)) => {
+                let mut outcome = outcome_of(json!({ "processes": [], "jobs": [] }), committed);
+                outcome["error"] = json!(failure);
+                (outcome, failure.exit())
+            }
         };
-        if is_cancelled {
-            cancelling.cancel();
-            process::exit(i32::from(Exit::Failed as u8));
-        }
-    });
-    // Without a thread, nobody hears of a cancellation, or of the other nodes.
-    let deaf = listening.err().filter(|_| is_over_nodes).map(|error| parallel::refused(&error));
-    let request = deaf.map_or(request, Err);
-    let answer = request.map_err(|failure| (failure, Some(false))).and_then(|request| request.run(nodes, &lines));
-    let (outcome, exit) = match answer {
-        Ok(Answer::Found(found)) => (outcome_of(found, Some(true)), Exit::Done),
-        Ok(Answer::Tags(outcome)) => outcome_and_exit(&outcome, process_json),
-        Ok(Answer::Places(swapped)) => swap_outcome(&swapped),
-        Ok(Answer::Device(outcome)) => outcome_and_exit(&outcome, device_json),
-        Err((failure, committed)) => {
-            let mut outcome = outcome_of(json!({ "processes": [], "jobs": [] }), committed);
-            outcome["error"] = json!(failure);
-            (outcome, failure.exit())
-        }
-    };
-    output::told(lines.end(&outcome), exit)
+        output::told(lines.end(&outcome), exit)
+    }
+
+    fn wants_json(&self) -> bool {
+        true
+    }
+
+    fn drives_checkpoints(&self) -> bool {
+        true
+    }
 }
 
 /// Passes on what the coordinator of the nodes says, until it says nothing any more. Returns whether that cancels the operation.
@@ -157,7 +167,7 @@ impl Request {
                 plan.run(&**lines).map(Answer::Device).map_err(|failure| (failure, None))
             }
             Self::Status(Which { target }) => status(&Target::from(target)).map_err(unchanged),
-            Self::Gpus(Nothing {}) => gpus::ledgers().map(Answer::Found).map_err(unchanged),
+            Self::Gpus(Nothing {}) => gpus().map_err(unchanged),
         }
     }
 }
@@ -174,6 +184,11 @@ fn transition(plan: Plan, consent: &Consent, lines: &Arc<Lines>) -> Answer {
     let cancelled_plan = Arc::clone(&plan);
     lines.leaves(move || left_behind(&[&cancelled_plan]));
     Answer::Tags(plan.run(consent, &**lines))
+}
+
+fn gpus() -> Result<Answer, CommandError> {
+    let Usage { ledgers, failure, .. } = Usage::take(&Target::All, &[])?;
+    failure.map_or(Ok(Answer::Found(json!({ "gpus": ledgers }))), Err)
 }
 
 fn status(target: &Target) -> Result<Answer, CommandError> {
@@ -217,7 +232,7 @@ fn outcome_and_exit(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> V
 
 /// What came of a swap, as its last line, and the exit code.
 fn swap_outcome(swapped: &Swapped) -> (Value, Exit) {
-    let mut answer = outcome_of(swap::json_of(swapped), Some(swapped.committed));
+    let mut answer = outcome_of(swap_json(swapped), Some(swapped.committed));
     if let Some(failure) = swapped.failure() {
         answer["error"] = json!(failure);
     }

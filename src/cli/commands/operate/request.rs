@@ -1,6 +1,6 @@
 //! The request of a program, and the operation that it asks for.
 
-use crate::commands::transition::engine_key;
+use crate::arguments::engine_key;
 use crate::ui::lines::Lines;
 use serde::Deserialize;
 use serde_json::{Map, Value};

@@ -6,6 +6,7 @@ mod page;
 mod timeline;
 
 use crate::arguments::{ProcessesOrAll, seconds};
+use crate::execute::Execute;
 use crate::ui::output;
 use follow::{Followed, Until};
 use std::collections::BTreeMap;
@@ -55,38 +56,40 @@ fn output_file(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-pub fn trace(args: &Args) -> Result<Exit, CommandError> {
-    // Looking is harmless, so there is no need to choose.
-    let target = args.processes.target();
-    let found = Found::look(&target)?;
-    let chosen = found.choose(&target)?;
-    // Check this before the recording, which may take long.
-    let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", args.output.display()));
-    let mut file = OpenOptions::new().append(true).create(true).open(&args.output).map_err(failed)?;
-    let until = match args.seconds {
-        Some(time) => Until::After(time),
-        None if args.follow => Until::Interrupted,
-        None => Until::Now,
-    };
-    if until == Until::Interrupted {
-        output::complain("note", "recording; ^C writes the trace");
-    }
-    let recording = Recording::of(&follow::follow(&found, &chosen, until));
-    if recording.processes.is_empty() {
-        // Only what this command has made: neither a link nor a device.
-        if fs::symlink_metadata(&args.output).is_ok_and(|it| it.is_file() && it.len() == 0) {
-            let _ = fs::remove_file(&args.output);
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        // Looking is harmless, so there is no need to choose.
+        let target = self.processes.target();
+        let found = Found::look(&target)?;
+        let chosen = found.choose(&target)?;
+        // Check this before the recording, which may take long.
+        let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", self.output.display()));
+        let mut file = OpenOptions::new().append(true).create(true).open(&self.output).map_err(failed)?;
+        let until = match self.seconds {
+            Some(time) => Until::After(time),
+            None if self.follow => Until::Interrupted,
+            None => Until::Now,
+        };
+        if until == Until::Interrupted {
+            output::complain("note", "recording; ^C writes the trace");
         }
-        return Err(recording.nothing());
+        let recording = Recording::of(&follow::follow(&found, &chosen, until));
+        if recording.processes.is_empty() {
+            // Only what this command has made: neither a link nor a device.
+            if fs::symlink_metadata(&self.output).is_ok_and(|it| it.is_file() && it.len() == 0) {
+                let _ = fs::remove_file(&self.output);
+            }
+            return Err(recording.nothing());
+        }
+        file.set_len(0).map_err(failed)?;
+        let mut out = BufWriter::new(&mut file);
+        let is_page = self.output.extension().is_some_and(|extension| extension == "html");
+        let written = if is_page { page::write(&recording, &mut out) } else { chrome::write(&recording, &mut out) };
+        written.and_then(|()| out.flush()).map_err(failed)?;
+        recording.ended().iter().for_each(|text| output::complain("note", text));
+        output::say(&recording.summary(&self.output))?;
+        Ok(Exit::Done)
     }
-    file.set_len(0).map_err(failed)?;
-    let mut out = BufWriter::new(&mut file);
-    let is_page = args.output.extension().is_some_and(|extension| extension == "html");
-    let written = if is_page { page::write(&recording, &mut out) } else { chrome::write(&recording, &mut out) };
-    written.and_then(|()| out.flush()).map_err(failed)?;
-    recording.ended().iter().for_each(|text| output::complain("note", text));
-    output::say(&recording.summary(&args.output))?;
-    Ok(Exit::Done)
 }
 
 /// The events of all processes, on one time axis.

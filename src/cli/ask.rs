@@ -8,7 +8,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Process};
 
 /// Asks one after the other, as the answers are taken.
-pub fn ask<T>(
+pub fn each<T>(
     found: &Found,
     processes: Vec<Process>,
     question: impl Fn(&mut Client) -> Result<T, ClientError>,

@@ -1,7 +1,7 @@
 //! Polls the processes and NVML, each in its own thread, so that one that does not answer delays nobody.
 
 use super::model::{Gpus, Sample, is_under_way};
-use crate::commands::ledger;
+use crate::ledger;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

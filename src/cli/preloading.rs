@@ -1,6 +1,7 @@
 //! Whether the library can be preloaded, and whether a program's loader will do it. A loader that does not says so on stderr at most, and
 //! starts the program without it.
 
+use crate::installation::LIBRARY;
 use std::env;
 use std::ffi::{CStr, CString, OsStr, OsString};
 use std::fs::{self, File, Metadata};
@@ -8,6 +9,7 @@ use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_host::symbols;
 use vramctl_host::system::user;
 
@@ -168,6 +170,43 @@ fn has_capabilities(path: &Path) -> bool {
     unsafe { libc::getxattr(name.as_ptr(), c"security.capability".as_ptr(), std::ptr::null_mut(), 0) > 0 }
 }
 
+/// The library first, then the other preloaded libraries, without other copies of this one. The address sanitizer's comes before all: the one
+/// that is preloaded already, or else the one that the program is linked with.
+pub fn preload(library: &Path, sanitizer: Option<&OsStr>, present: Option<&OsStr>) -> Result<OsString, CommandError> {
+    if library.as_os_str().as_bytes().iter().any(|byte| is_separator(*byte)) {
+        let why = "a path in LD_PRELOAD cannot contain a space or colon";
+        let way_out = "move the library, or set VRAMCTL_LIB to a symbolic link to it";
+        return Err(CommandError::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
+    }
+    let others = others(library, present).unwrap_or_default();
+    let others = others.as_bytes().split(|byte| is_separator(*byte)).filter(|path| !path.is_empty()).map(OsStr::from_bytes);
+    let (mut first, rest): (Vec<_>, Vec<_>) = others.partition(|path| is_sanitizer(path));
+    if first.is_empty() {
+        first.extend(sanitizer);
+    }
+    let list: Vec<_> = first.into_iter().chain([library.as_os_str()]).chain(rest).collect();
+    Ok(list.join(OsStr::new(":")))
+}
+
+/// The other preloaded libraries, if any.
+pub fn others(library: &Path, present: Option<&OsStr>) -> Option<OsString> {
+    let ours = |path: &[u8]| {
+        let path = Path::new(OsStr::from_bytes(path));
+        // `dropin` has copies of it under the names that torch_memory_saver uses.
+        path == library
+            || path.file_name() == Some(OsStr::new(LIBRARY))
+            || path.parent().is_some_and(|folder| folder.ends_with("vramctl/dropin"))
+    };
+    let all = present.unwrap_or_default().as_bytes().split(|byte| is_separator(*byte));
+    let others: Vec<_> = all.filter(|path| !path.is_empty() && !ours(path)).collect();
+    if others.is_empty() { None } else { Some(OsString::from_vec(others.join(&b':'))) }
+}
+
+/// The loader's separators. They cannot be quoted.
+fn is_separator(byte: u8) -> bool {
+    matches!(byte, b' ' | b':')
+}
+
 /// A number as it is in the file.
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
@@ -274,6 +313,29 @@ impl Elf {
             (_, 62) => "x86-64".into(),
             (_, 183) => "aarch64".into(),
             (_, other) => format!("another machine (ELF machine {other})"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_preloaded_libraries_stay_and_ours_is_there_once() {
+        let with = |sanitizer: Option<&str>, present: &str| {
+            let list = preload(Path::new("/l/libvramctl.so"), sanitizer.map(OsStr::new), Some(OsStr::new(present)));
+            list.unwrap().into_string().unwrap()
+        };
+        let list = |present: &str| with(None, present);
+        assert_eq!(list("/a.so /b.so"), "/l/libvramctl.so:/a.so:/b.so");
+        assert_eq!(list("/a.so:/l/libvramctl.so"), "/l/libvramctl.so:/a.so");
+        assert_eq!(list("/old/libvramctl.so::/a.so"), "/l/libvramctl.so:/a.so");
+        assert_eq!(list("/p/vramctl/dropin/torch_memory_saver_hook_mode_preload.abi3.so"), "/l/libvramctl.so", "a copy of ours");
+        assert_eq!(with(Some("libasan.so.8"), "/a.so"), "libasan.so.8:/l/libvramctl.so:/a.so", "what must come first");
+        assert_eq!(with(Some("libasan.so.8"), "/a.so:/g/libasan.so"), "/g/libasan.so:/l/libvramctl.so:/a.so", "and once");
+        for wrong in ["/with space/libvramctl.so", "/with:colon/libvramctl.so"] {
+            assert!(preload(Path::new(wrong), None, None).is_err());
         }
     }
 }

@@ -1,8 +1,9 @@
 //! `vramctl set-tag`.
 
 use crate::arguments::{TargetArgs, checked_tag};
-use crate::commands::each;
-use crate::completions;
+use crate::ask;
+use crate::candidates;
+use crate::execute::Execute;
 use clap_complete::ArgValueCandidates;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
@@ -21,7 +22,7 @@ Examples:
 )]
 pub struct Args {
     /// The tag
-    #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags), required_unless_present = "none")]
+    #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(candidates::tags), required_unless_present = "none")]
     tag: Option<String>,
     /// No tag: leave future allocations outside regions to CUDA
     #[arg(long, conflicts_with = "tag")]
@@ -30,15 +31,21 @@ pub struct Args {
     target: TargetArgs,
     /// Print JSON: {"processes": [{"pid", "name", "tag" or "error"}]}
     #[arg(long)]
-    pub json: bool,
+    json: bool,
 }
 
-pub fn set_tag(args: Args) -> Result<Exit, CommandError> {
-    let target = Target::from(args.target);
-    let found = Found::look(&target)?;
-    let answers = each::ask(&found, found.choose_answering(&target)?, |client| client.set_tag(args.tag.clone()));
-    each::print(answers, args.json, "tag", |process, tag| match tag {
-        Some(tag) => format!("{process}: allocations outside regions get the tag {tag} from now on"),
-        None => format!("{process}: allocations outside regions are left to CUDA from now on"),
-    })
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let target = Target::from(self.target.clone());
+        let found = Found::look(&target)?;
+        let answers = ask::each(&found, found.choose_answering(&target)?, |client| client.set_tag(self.tag.clone()));
+        ask::print(answers, self.json, "tag", |process, tag| match tag {
+            Some(tag) => format!("{process}: allocations outside regions get the tag {tag} from now on"),
+            None => format!("{process}: allocations outside regions are left to CUDA from now on"),
+        })
+    }
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
 }

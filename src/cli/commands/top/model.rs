@@ -1,6 +1,6 @@
 //! The state of `vramctl top`, and the rows to show. Does no drawing and no I/O; the time is passed in.
 
-use crate::commands::ledger::{self, What};
+use crate::ledger::{self, What};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 use vramctl_coordinator::processes::Process;

@@ -1,55 +1,19 @@
-//! `vramctl completions`. Its scripts call `vramctl` back to complete tags and processes.
+//! What a shell can complete: tags, processes, GPUs. The scripts of `vramctl completions` call `vramctl` for it.
 
-use crate::ui::output;
 use clap::CommandFactory;
+use clap_complete::CompleteEnv;
 use clap_complete::engine::{CompletionCandidate, PathCompleter, ValueCompleter};
-use clap_complete::env::Shells;
-use clap_complete::{CompleteEnv, Shell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, DirEntry};
 use std::os::unix::fs::PermissionsExt;
-use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_driver::{Card, cards};
 use vramctl_model::Bytes;
 
 /// The variable that a script sets when it asks for candidates.
-const VARIABLE: &str = "VRAMCTL_COMPLETE";
-
-/// zsh runs the script at the first Tab, as the function `_vramctl`, and expects it to complete. clap's only prepares that.
-const ZSH_AT_ONCE: &str = "
-if [ \"$funcstack[1]\" = \"_vramctl\" ]; then
-    _clap_dynamic_completer_vramctl \"$@\"
-fi
-";
-
-#[derive(clap::Args)]
-#[command(after_long_help = "\
-The shell then also completes tags, names, process ids and GPUs. It asks `vramctl`, which must be on PATH.
-
-Examples:
-  vramctl completions bash > ~/.local/share/bash-completion/completions/vramctl
-  vramctl completions zsh > \"${fpath[1]}/_vramctl\"
-  vramctl completions fish > ~/.config/fish/completions/vramctl.fish")]
-pub struct Args {
-    /// The shell
-    shell: Shell,
-}
-
-pub fn completions(args: &Args) -> Result<Exit, CommandError> {
-    let failed = |why: String| CommandError::new(Exit::Failed, format!("no completions for {}: {why}", args.shell));
-    let shells = Shells::builtins();
-    let shell = shells.completer(&args.shell.to_string()).ok_or_else(|| failed("unknown shell".into()))?;
-    let mut script = Vec::new();
-    shell.write_registration(VARIABLE, "vramctl", "vramctl", "vramctl", &mut script).map_err(|error| failed(error.to_string()))?;
-    if args.shell == Shell::Zsh {
-        script.extend_from_slice(ZSH_AT_ONCE.as_bytes());
-    }
-    output::print(&String::from_utf8_lossy(&script))?;
-    Ok(Exit::Done)
-}
+pub const VARIABLE: &str = "VRAMCTL_COMPLETE";
 
 /// If a shell asks for candidates, answers it and ends the process. Must run first.
 pub fn answer_shell() {

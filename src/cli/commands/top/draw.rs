@@ -400,7 +400,7 @@ fn codes(colour: Color, modifier: Modifier) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::top::model::{Gpus, Sample};
+    use crate::commands::top::model::{Gpus, Sample};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::time::Duration;
@@ -709,7 +709,7 @@ Link   out none yet, in none yet
 
     #[test]
     fn rows_come_in_order() {
-        use crate::top::model::Order;
+        use crate::commands::top::model::Order;
         let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
         model.put(sample(process(1, "b", &[("x", TagState::Active)])), now);
         model.put(sample(process(2, "a", &[("x", TagState::Paused)])), now);

@@ -1,19 +1,17 @@
-//! `vramctl gpus`: who uses the memory of each GPU. The rows add up to NVML's total.
+//! Who uses the memory of each GPU. The rows add up to NVML's total.
 //!
 //! A process with the library reports its memory by tag and what its libraries got from CUDA. NVML reports each process's total. The
 //! difference is the driver's: the context, loaded code, small allocations.
 
+use super::share::{Cache, Share, What, rows, signed};
 use crate::ui::output;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt::Write;
-use std::fs;
 use vramctl_control::protocol::ProcessStatus;
-use vramctl_coordinator::proc;
 use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards, cards, holders_of};
-use vramctl_host::limits;
-use vramctl_model::{Bytes, Holder, TagState, checked_name, unmanaged_of};
+use vramctl_model::{Bytes, Holder};
 
 /// Pinned host memory per byte of its page tables: eight bytes for each page of 4 KiB.
 const PAGE_TABLES: u64 = 512;
@@ -32,147 +30,6 @@ pub struct Ledger {
     /// Memory that the driver reserves in addition. `None` if it counts as used.
     pub reserved_bytes: Option<u64>,
     pub shares: Vec<Share>,
-}
-
-/// A part of the memory in use.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Share {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pid: Option<u32>,
-    /// The process's name.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    pub what: What,
-    /// The tag, or the library that has asked CUDA for it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub of: Option<String>,
-    /// For a tag: its state, or nothing if the program has freed all of it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub state: Option<TagState>,
-    /// Negative if the other shares add up to more than NVML counts.
-    pub bytes: i64,
-    /// Its smallest size in the last cycles.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub least_bytes: Option<u64>,
-    /// For a tag: how the program's own allocator uses it.
-    #[serde(flatten, skip_serializing_if = "Option::is_none")]
-    pub cache: Option<Cache>,
-}
-
-/// Bytes of the program's own allocator, such as torch's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[allow(clippy::struct_field_names)] // as in the protocol
-pub struct Cache {
-    /// In use.
-    live_bytes: u64,
-    /// Free, in whole segments.
-    cached_bytes: u64,
-    /// Free, in segments partly in use.
-    fragmented_bytes: u64,
-}
-
-/// Whose a share is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(into = "&str")]
-pub enum What {
-    /// Managed, by tag.
-    Tag,
-    /// Left to CUDA, by the library that has asked for it.
-    Unmanaged,
-    /// The guard under paused memory.
-    Guard,
-    /// Page tables for the library's pinned host memory. An estimate; NVML attributes them to no process.
-    PageTables,
-    /// The rest of a process with the library.
-    Driver,
-    /// A process without the library, or one that does not answer.
-    Process,
-    /// Processes that NVML lists and that are not visible here, minus the known memory of processes that it does not list.
-    OutOfSight,
-    /// Memory that NVML attributes to nobody.
-    Unexplained,
-    /// Host memory: contents of paused memory, by tag.
-    Policy,
-    /// Host memory: contents of active memory, by tag, kept for the next pause.
-    Retained,
-    /// Host memory for the next backups.
-    Ready,
-    /// All other private host memory of the process.
-    Own,
-    /// Host memory that may be shared with other processes.
-    Shared,
-    /// Private host memory of the job's processes without the library.
-    RestOfJob,
-}
-
-impl What {
-    /// Those of a GPU's memory.
-    #[cfg(test)]
-    pub const OF_A_GPU: [Self; 8] =
-        [Self::Tag, Self::Unmanaged, Self::Guard, Self::PageTables, Self::Driver, Self::Process, Self::OutOfSight, Self::Unexplained];
-
-    /// As programs read it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tag => "tag",
-            Self::Unmanaged => "left_alone",
-            Self::Guard => "guard",
-            Self::PageTables => "page_tables",
-            Self::Driver => "driver",
-            Self::Process => "process",
-            Self::OutOfSight => "out_of_sight",
-            Self::Unexplained => "unexplained",
-            Self::Policy => "backup",
-            Self::Retained => "retained",
-            Self::Ready => "ready",
-            Self::Own => "own",
-            Self::Shared => "shared",
-            Self::RestOfJob => "rest_of_job",
-        }
-    }
-}
-
-impl From<What> for &'static str {
-    fn from(what: What) -> Self {
-        what.name()
-    }
-}
-
-impl Share {
-    /// Nobody's yet.
-    pub fn new(what: What, bytes: i64) -> Self {
-        Self { pid: None, name: None, what, of: None, state: None, bytes, least_bytes: None, cache: None }
-    }
-
-    /// As people read it.
-    fn text(&self) -> String {
-        let of = self.of.as_deref().unwrap_or_default();
-        match self.what {
-            What::Tag => match self.state {
-                Some(TagState::Active | TagState::Mixed) => of.to_owned(),
-                Some(TagState::Paused) => format!("{of} (paused, but not given back yet)"),
-                Some(under_way) => format!("{of} ({})", under_way.name()),
-                None => format!("{of} (freed, but not given back yet)"),
-            },
-            What::Unmanaged => unmanaged_of(of),
-            What::Guard => "guard under paused memory".into(),
-            What::PageTables => "page tables of pinned host memory (estimate)".into(),
-            What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
-            What::Driver => {
-                let least = self.least_bytes.map_or_else(String::new, |bytes| format!(" (lowest at a pause: {})", Bytes(bytes)));
-                format!("context, loaded code, small allocations{least}")
-            }
-            What::Process => "all of it".into(),
-            What::OutOfSight => "processes out of sight".into(),
-            What::Unexplained => "unexplained".into(),
-            What::Policy => format!("backup of {of}"),
-            What::Retained => format!("backup of {of}, which is active (retained)"),
-            What::Ready => "ready for backups".into(),
-            What::Own => "all else of its own".into(),
-            What::Shared => "shared memory".into(),
-            What::RestOfJob => "other processes of the job".into(),
-        }
-    }
 }
 
 /// The ledgers of these GPUs, by UUID, or of all. `processes`: all processes with the library, not only the selected ones.
@@ -261,104 +118,6 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     shares
 }
 
-fn signed(bytes: u64) -> i64 {
-    i64::try_from(bytes).unwrap_or(i64::MAX)
-}
-
-fn text_of(bytes: i64) -> String {
-    let sign = if bytes < 0 { "-" } else { "" };
-    format!("{sign}{}", Bytes(bytes.unsigned_abs()))
-}
-
-/// The host memory of processes.
-#[derive(Debug, Serialize)]
-pub struct Host {
-    /// The tightest limit on any of them, such as their container's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub limit_bytes: Option<u64>,
-    /// What is free within it, or without one, on the machine.
-    pub free_bytes: u64,
-    pub shares: Vec<Share>,
-}
-
-/// The host memory of these processes, and of those of their jobs that are not `managed`.
-pub fn host(processes: &[Process], managed: &[Process]) -> Host {
-    let answering: Vec<_> = processes.iter().filter_map(|process| process.status.as_ref().ok()).collect();
-    let limit = answering.iter().filter_map(|status| limits::limit_of(status.process.pid)).min_by_key(|room| room.free);
-    let mut shares = Vec::new();
-    let mut jobs = BTreeSet::new();
-    for status in answering {
-        shares.extend(host_of(status, resident(status.process.pid)));
-        jobs.extend(status.process.job.as_deref());
-    }
-    for job in jobs {
-        let rest = of_job(job).into_iter().filter(|pid| managed.iter().all(|process| process.pid != *pid));
-        let bytes: u64 = rest.map(|pid| resident(pid).0).sum();
-        shares.push(Share { name: Some(job.into()), ..Share::new(What::RestOfJob, signed(bytes)) });
-    }
-    shares.retain(|share| share.bytes > 0);
-    let free = limit.map_or_else(limits::available_bytes, |room| room.free);
-    Host { limit_bytes: limit.map(|room| room.all), free_bytes: free, shares }
-}
-
-/// The second argument: resident memory of its own, and memory that may be shared.
-fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
-    let (process, memory) = (&status.process, &status.memory);
-    let part = |what, of: Option<&String>, bytes| {
-        let (pid, name) = (Some(process.pid), Some(process.name.clone()));
-        Share { pid, name, of: of.cloned(), ..Share::new(what, signed(bytes)) }
-    };
-    let backups = memory.tags.iter().map(|tag| {
-        let what = if tag.paused_bytes == 0 { What::Retained } else { What::Policy };
-        part(what, Some(&tag.tag), tag.host_bytes)
-    });
-    let mut shares: Vec<_> = backups.collect();
-    let ready = memory.host.ready_bytes;
-    shares.extend([
-        part(What::Ready, None, ready.saturating_sub(memory.tags.iter().map(|tag| tag.host_bytes).sum())),
-        part(What::Own, None, own.saturating_sub(ready)),
-        part(What::Shared, None, common),
-    ]);
-    shares
-}
-
-/// A process's private host memory, and memory that may be shared, without files. Zero if `/proc` does not have the process.
-pub fn resident(pid: u32) -> (u64, u64) {
-    let [own, common] = proc::bytes(pid, ["RssAnon", "RssShmem"]);
-    (own.unwrap_or(0), common.unwrap_or(0))
-}
-
-/// The processes of a job, by their environment.
-fn of_job(job: &str) -> Vec<u32> {
-    let is_of_job = |pid: &u32| {
-        let [name, id] = proc::variables(*pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
-        name.filter(|name| checked_name(name).is_ok()).or(id).is_some_and(|its| its == job)
-    };
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_of_job).collect()
-}
-
-/// For people.
-pub fn describe_host(host: &Host) -> String {
-    let text = match host.limit_bytes {
-        Some(limit) => format!(
-            "Host memory: {} free within the limit of {} (the container's, or another cgroup's)\n",
-            Bytes(host.free_bytes),
-            Bytes(limit)
-        ),
-        None => format!("Host memory: {} free, and no limit\n", Bytes(host.free_bytes)),
-    };
-    if host.shares.is_empty() {
-        return text.trim_end().to_owned();
-    }
-    text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], host.shares.iter().map(row))
-}
-
-fn row(share: &Share) -> Vec<String> {
-    let pid = share.pid.map_or_else(String::new, |pid| pid.to_string());
-    vec![pid, share.name.clone().unwrap_or_default(), share.text(), text_of(share.bytes)]
-}
-
 /// For people.
 pub fn describe(ledger: &Ledger) -> String {
     let Ledger { index, uuid, name, total_bytes, free_bytes, used_bytes, reserved_bytes, shares } = ledger;
@@ -370,27 +129,12 @@ pub fn describe(ledger: &Ledger) -> String {
     text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().flat_map(rows))
 }
 
-/// A share's row, and below it how an allocator uses it.
-fn rows(share: &Share) -> Vec<Vec<String>> {
-    let cache = share.cache.unwrap_or_default();
-    let parts = [
-        ("live", cache.live_bytes),
-        ("cached by the allocator (vramctl trim)", cache.cached_bytes),
-        ("free in partly used segments", cache.fragmented_bytes),
-    ];
-    let below = parts
-        .iter()
-        .filter(|_| share.cache.is_some())
-        .map(|(what, bytes)| vec![String::new(), String::new(), format!("  {what}"), format!("  {}", Bytes(*bytes))]);
-    [row(share)].into_iter().chain(below).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use vramctl_coordinator::failure::{CommandError, Exit};
     use vramctl_coordinator::process::made_up::process;
-    use vramctl_model::{Cycle, DeviceStatus, GpuUse, TagStatus, Unmanaged};
+    use vramctl_model::{Cycle, DeviceStatus, GpuUse, TagState, TagStatus, Unmanaged};
 
     const UUID: &str = "GPU-0";
     const MIB: u64 = 1 << 20;
@@ -505,28 +249,5 @@ mod tests {
         silent.status = Err(CommandError::new(Exit::Busy, "no answer"));
         let shares = account(&card(304 * MIB), &[holder(2, 300 * MIB, Some("python"))], &[suspended, silent]);
         assert_eq!(rows(&shares), [line("engine all of it", 300), line(" unexplained", 4)]);
-    }
-
-    /// The library's arena contains the backups, and is part of the resident memory.
-    #[test]
-    fn host_memory_is_split_by_the_librarys_figures() {
-        let mut engine = process(1, "engine", &[("kv", TagState::Active), ("weights", TagState::Paused)]);
-        let status = engine.status.as_mut().unwrap();
-        status.memory.tags[0].host_bytes = 100 * MIB;
-        status.memory.tags[1].host_bytes = 1000 * MIB;
-        status.memory.host.ready_bytes = 1280 * MIB;
-        let wanted = [
-            line("engine backup of kv, which is active (retained)", 100),
-            line("engine backup of weights", 1000),
-            line("engine ready for backups", 180),
-            line("engine all else of its own", 220),
-            line("engine shared memory", 7),
-        ];
-        assert_eq!(rows(&host_of(status, (1500 * MIB, 7 * MIB))), wanted);
-    }
-
-    #[test]
-    fn negative_bytes_have_a_sign() {
-        assert_eq!((text_of(-3 << 20), text_of(0)), ("-3.00 MiB".into(), "0 B".into()));
     }
 }

@@ -9,6 +9,7 @@ mod model;
 mod poll;
 
 use crate::arguments::seconds;
+use crate::execute::Execute;
 use crate::ui::{colours, interrupt, output};
 use keys::Wish;
 use model::Model;
@@ -73,28 +74,30 @@ impl Listener for Sender<Incoming> {
     }
 }
 
-pub fn top(args: &Args) -> Result<Exit, CommandError> {
-    if args.once {
-        return once(args.interval);
-    }
-    if !stdin().is_terminal() || !stdout().is_terminal() {
-        let text = "stdin or stdout is not a terminal; `vramctl top --once` prints one frame, `vramctl status --json` is for programs";
-        return Err(CommandError::new(Exit::Usage, text));
-    }
-    let (happen, incomings) = channel();
-    let ends = happen.clone();
-    interrupt::catch_end(move |signal| _ = ends.send(Incoming::Signal(signal)));
-    let interval = Interval::new(args.interval);
-    poll::start(&happen, &interval);
-    let ended = Screen::take().and_then(|mut screen| {
-        let inputs = happen.clone();
-        parallel::spawn(move || while inputs.send(event::read().map_or_else(Incoming::NoInput, Incoming::Input)).is_ok() {})?;
-        watch(&mut screen, Model::new(args.interval), &incomings, &happen, &interval)
-    });
-    match ended {
-        Ok(None) => Ok(Exit::Done),
-        Ok(Some(signal)) => interrupt::end_by(signal),
-        Err(error) => Err(CommandError::new(Exit::Failed, format!("the terminal cannot be used: {error}"))),
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        if self.once {
+            return once(self.interval);
+        }
+        if !stdin().is_terminal() || !stdout().is_terminal() {
+            let text = "stdin or stdout is not a terminal; `vramctl top --once` prints one frame, `vramctl status --json` is for programs";
+            return Err(CommandError::new(Exit::Usage, text));
+        }
+        let (happen, incomings) = channel();
+        let ends = happen.clone();
+        interrupt::catch_end(move |signal| _ = ends.send(Incoming::Signal(signal)));
+        let interval = Interval::new(self.interval);
+        poll::start(&happen, &interval);
+        let ended = Screen::take().and_then(|mut screen| {
+            let inputs = happen.clone();
+            parallel::spawn(move || while inputs.send(event::read().map_or_else(Incoming::NoInput, Incoming::Input)).is_ok() {})?;
+            watch(&mut screen, Model::new(self.interval), &incomings, &happen, &interval)
+        });
+        match ended {
+            Ok(None) => Ok(Exit::Done),
+            Ok(Some(signal)) => interrupt::end_by(signal),
+            Err(error) => Err(CommandError::new(Exit::Failed, format!("the terminal cannot be used: {error}"))),
+        }
     }
 }
 
@@ -298,7 +301,7 @@ mod tests {
             modes.c_lflag & (libc::ICANON | libc::ECHO) == 0
         };
         let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", "top::tests::a_panic_in_a_terminal", "--ignored", "--nocapture"]);
+        command.args(["--exact", "commands::top::tests::a_panic_in_a_terminal", "--ignored", "--nocapture"]);
         command.stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap()).stderr(theirs.try_clone().unwrap());
         // SAFETY: both are async-signal-safe. The terminal becomes the child's own.
         unsafe {

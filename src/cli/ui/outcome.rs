@@ -1,13 +1,13 @@
-//! The outcome of a pause or resume, as text and as JSON.
+//! The outcome of an operation, as text and as JSON.
 
 use crate::ui::Ui;
 use crate::ui::output;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::outcome::{JobOutcome, ProcessOutcome};
+use vramctl_coordinator::outcome::{Done, JobOutcome, ProcessOutcome};
 use vramctl_coordinator::processes::Process;
-use vramctl_coordinator::{Hold, Operation, Outcome, Plan, Scope, shared};
+use vramctl_coordinator::{Hold, Operation, Outcome, Plan, Reporter, Scope, Swapped, shared};
 use vramctl_model::{Bytes, Kind, Registered, Report, Verb};
 
 /// Prints what came of the plan. Returns the exit code.
@@ -47,6 +47,46 @@ pub fn process_json(one: &ProcessOutcome) -> Value {
 /// What came of it for a job.
 pub fn job_json(JobOutcome { job, pids, committed, attempts, ms }: &JobOutcome) -> Value {
     json!({ "job": job, "pids": pids, "committed": committed, "attempts": attempts, "ms": ms })
+}
+
+/// Prints what came of a suspend or move, as JSON or one line per process from `line`. Returns the exit code.
+pub fn print_device(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> String) -> Result<Exit, CommandError> {
+    let own = || outcome.processes.iter().filter_map(|one| Some((&one.process, one.device.as_ref()?)));
+    let held: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::stays_held).collect();
+    let lost: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::has_lost).collect();
+    let written = if ui.json {
+        let answer = |process: &Process, done: &Done| json!({ "pid": process.pid, "name": process.name(), "report": done });
+        let borrowers = outcome.borrowers.iter().filter_map(|one| Some(answer(&one.process, &Done::of_borrower(one.report()?))));
+        output::json(&own().map(|(process, done)| answer(process, done)).chain(borrowers).collect::<Vec<_>>())
+    } else {
+        let written = own().filter(|_| !ui.quiet).try_for_each(|(process, done)| output::say(&line(process, done)));
+        for why in held.iter().chain(&lost) {
+            ui.fail(why);
+        }
+        written
+    };
+    output::told(written, outcome.exit())
+}
+
+/// As JSON, without a failure of both.
+pub fn swap_json(swapped: &Swapped) -> Value {
+    let (mut processes, mut jobs) = (Vec::new(), Vec::new());
+    for (verb, Outcome { processes: all, borrowers, jobs: of }) in [(Verb::Pause, &swapped.left), (Verb::Resume, &swapped.came)] {
+        let with_verb = |mut answer: Value| {
+            answer["verb"] = json!(verb.name());
+            answer
+        };
+        processes.extend(all.iter().chain(borrowers).map(|one| with_verb(process_json(one))));
+        jobs.extend(of.iter().map(|job| with_verb(job_json(job))));
+    }
+    let mut answer = json!({ "committed": swapped.committed, "processes": processes, "jobs": jobs });
+    if let Some(whereabouts) = &swapped.whereabouts {
+        answer["whereabouts"] = json!(whereabouts);
+    }
+    if let Some(peak) = swapped.host_peak {
+        answer["host_peak_bytes"] = json!(peak);
+    }
+    answer
 }
 
 fn job_text(verb: Verb, job: &JobOutcome, processes: &[ProcessOutcome]) -> String {

@@ -1,0 +1,155 @@
+//! The command line's grammar, and what `vramctl --help` says after it.
+
+use crate::Cli;
+use clap::CommandFactory;
+use std::fmt::Write;
+use vramctl_coordinator::failure::Exit;
+
+/// The commands and their options. A negative number after an option is its value, so that the option can say what is wrong with it; clap
+/// would take it for another option. One with a unit, such as `-5G`, is no number to clap, so all that follows such an option is its value.
+pub fn syntax() -> clap::Command {
+    let takes_value = |option: &clap::Arg| !option.is_positional() && option.get_action().takes_values();
+    let takes_unit = |option: &clap::Arg| option.get_value_names().is_some_and(|names| names == ["SIZE"] || names == ["SECONDS"]);
+    let option = |option: clap::Arg| match &option {
+        measured if takes_unit(measured) => option.allow_hyphen_values(true),
+        other if takes_value(other) => option.allow_negative_numbers(true),
+        _ => option,
+    };
+    Cli::command().mut_subcommands(|command| command.mut_args(option))
+}
+
+/// The examples, variables and exit codes.
+pub fn after_help() -> String {
+    let mut text = String::from(
+        "Examples:
+  vramctl run --name engine -- python serve.py # start a program
+  vramctl status engine                        # show its memory, by tag
+  vramctl gpus                                 # who uses the memory of each GPU
+  vramctl top                                  # all of it, live
+  vramctl pause kv_cache --discard             # free a tag, drop its contents
+  vramctl pause engine 'other-*'               # all of several processes
+  vramctl pause && vramctl resume              # all of the only managed process
+  vramctl swap trainer engine                  # one leaves, the other comes
+  vramctl suspend engine && vramctl resume     # leave the GPU, and come back
+  vramctl trim engine                          # return what torch has cached
+  vramctl watch engine --below 5G              # log who uses it if it runs low
+  vramctl move engine --to 1                   # continue on another GPU
+  vramctl trace engine -o page.html            # a timeline of its memory
+  vramctl metrics --listen 9977                # serve metrics for Prometheus
+  vramctl doctor                               # check this machine
+
+Environment:
+  VRAMCTL_DIR     directory of the control sockets [$XDG_RUNTIME_DIR/vramctl,
+                  else /tmp/vramctl-<uid>]
+  VRAMCTL_LIB     library that `run` preloads [libvramctl.so beside this binary,
+                  in ../lib, or in the Python package that it came with]
+  VRAMCTL_PYTHON  Python package that `run` puts on PYTHONPATH [the one that
+                  this binary came with, or python/vramctl of the checkout]
+
+Exit codes:",
+    );
+    for exit in Exit::ALL {
+        let _ = write!(text, "\n  {:>3}  {}", exit as u8, exit.meaning().replace('\n', "\n       "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+    use std::{env, fs};
+
+    /// Among other things: no duplicate option names, no conflict with an unknown option.
+    #[test]
+    fn the_options_are_sound() {
+        syntax().debug_assert();
+    }
+
+    /// `MANUAL=DIR` writes them there, for a release.
+    #[test]
+    fn there_are_manual_pages() {
+        let own = tempfile::tempdir().unwrap();
+        let folder = env::var_os("MANUAL").map_or(own.path().to_owned(), PathBuf::from);
+        let versioned = |command: clap::Command| command.version(env!("CARGO_PKG_VERSION")).disable_version_flag(true);
+        clap_mangen::generate_to(syntax().mut_subcommands(versioned), &folder).unwrap();
+        let page = |name: &str| fs::read_to_string(folder.join(name)).unwrap().replace('\\', "");
+        let overview = page("vramctl.1");
+        for command in syntax().get_subcommands().filter(|command| !command.is_hide_set()) {
+            let name = command.get_name();
+            assert!(overview.contains(&format!("vramctl-{name}(1)")), "{overview}");
+            let page = page(&format!("vramctl-{name}.1"));
+            for option in command.get_arguments().filter(|option| !option.is_hide_set()).filter_map(clap::Arg::get_long) {
+                assert!(page.contains(&format!("--{option}")), "{page}");
+            }
+        }
+    }
+
+    /// What clap or an option says of a wrong command line.
+    fn refusal(line: &str) -> String {
+        syntax().try_get_matches_from(line.split(' ')).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_negative_value_is_refused_by_its_option() {
+        for (line, why) in [
+            ("pause --timeout -1", "seconds must not be negative"),
+            ("pause --timeout -5s", "seconds must not be negative"),
+            ("suspend --hold-timeout -0.5", "seconds must not be negative"),
+            ("trace -o a.json --seconds -1e3", "seconds must not be negative"),
+            ("trace -o a.json --seconds -1m", "seconds must not be negative"),
+            ("trim --timeout --json", "not a number of seconds"),
+            ("watch engine --below -5G", "a size must not be negative"),
+            ("watch engine --below -5", "a size must not be negative"),
+            ("run --min-bytes -1.5M -- true", "a size must not be negative"),
+            ("watch engine --below --trim", "not a size: give bytes"),
+            ("watch engine --below 0", "the size must be more than 0"),
+        ] {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains(why) && !text.contains("'-- -"), "{text}");
+        }
+    }
+
+    /// It would be a prefix of every UUID.
+    #[test]
+    fn an_empty_gpu_is_refused() {
+        for line in ["pause --all --gpu=", "ps --gpu -1", "move engine --to=", "move engine --to 0,"] {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains("not a GPU: give its index"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_choice_is_answered_with_the_choices() {
+        for (line, choices) in [
+            ("suspend --registered keep", "[possible values: refuse, take]"),
+            ("pause --registered all", "[possible values: refuse, keep, take]"),
+            ("pause --backup tape", "[possible values: host, disk]"),
+            ("pause --backup discard", "`--discard` in place of `--backup`"),
+        ] {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains(choices), "{text}");
+        }
+    }
+
+    /// The text of help is a doc comment, in which nothing is escaped.
+    #[test]
+    fn help_has_no_escapes() {
+        let mut whole = Cli::command();
+        for command in whole.get_subcommands_mut() {
+            let text = command.render_long_help().to_string();
+            assert!(!text.contains('\\'), "{text}");
+        }
+    }
+
+    /// A terminal of 80 columns would break these lines in the middle of a column, or of a command.
+    #[test]
+    fn columns_and_examples_fit_a_terminal() {
+        let whole = Cli::command();
+        let epilogue = |command: &clap::Command| command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+        let all: Vec<_> = std::iter::once(&whole).chain(whole.get_subcommands()).map(epilogue).collect();
+        let long: Vec<_> =
+            all.iter().flat_map(|text| text.lines()).filter(|line| line.starts_with("  ") && line.chars().count() > 80).collect();
+        assert_eq!(long, [""; 0]);
+    }
+}
