@@ -325,12 +325,12 @@ impl Physical {
     /// Maps the memory at a place of the same length. It is not accessible until [`open`]. After an error it is not mapped there.
     pub fn map(&mut self, place: &Place) -> Result<(), Failure> {
         map_pieces(&self.pieces, place, self.is_import)?;
-        self.is_mapped_at(place.clone());
+        self.note_mapped(place.clone());
         Ok(())
     }
 
     /// Records that the program has mapped the memory.
-    pub fn is_mapped_at(&mut self, place: Place) {
+    pub fn note_mapped(&mut self, place: Place) {
         self.mappings.insert(place.span.address, Mapped { place, mapped: true });
     }
 
@@ -345,7 +345,7 @@ impl Physical {
     }
 
     /// Records that the program has unmapped the memory from `address`, or that it need not be mapped there again.
-    pub fn is_unmapped_from(&mut self, address: CUdeviceptr) {
+    pub fn note_unmapped(&mut self, address: CUdeviceptr) {
         self.forget(address);
     }
 

@@ -48,8 +48,8 @@ pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
     listed(|opened| opened.is_paused() && opened.is_meant(&meant))
 }
 
-/// What is gone, and was not reported before.
-pub(crate) fn lost() -> Vec<model::Borrowed> {
+/// What is gone and was not reported before. From now on it counts as reported.
+pub(crate) fn take_lost() -> Vec<model::Borrowed> {
     let Some(existing) = BORROWED.existing() else { return Vec::new() };
     let mut borrowed = existing.lock().unpoisoned();
     let lost = borrowed.listed(|opened| opened.behind == Behind::Gone { is_reported: false });

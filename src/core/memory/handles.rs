@@ -91,7 +91,7 @@ impl Memory {
             if answer != code::SUCCESS {
                 return Some(answer);
             }
-            memory.is_mapped_at(place.clone());
+            memory.note_mapped(place.clone());
         } else if flags != 0 {
             return Some(code::INVALID_VALUE);
         } else if offset != 0 || span.bytes != allocation.bytes() {
@@ -147,7 +147,7 @@ impl Memory {
                 let mut contents = allocation.contents();
                 contents.mappings.remove(&base);
                 if let Some(memory) = contents.state.backing_mut() {
-                    memory.is_unmapped_from(base);
+                    memory.note_unmapped(base);
                 }
             }
             self.end_if_unused(&allocation);
@@ -317,7 +317,7 @@ impl Memory {
         until: RegisteredUntil,
         real: impl FnOnce(u64) -> StatusCode,
     ) -> Option<StatusCode> {
-        self.with_driver_handle(handle, real, |allocation, contents| self.is_registered(allocation, contents, call, until))
+        self.with_driver_handle(handle, real, |allocation, contents| self.record_registrant(allocation, contents, call, until))
     }
 
     /// `cuMemExportToShareableHandle`, to a descriptor. `copied`: another descriptor of it, and the program's number for it. The memory counts as
@@ -334,7 +334,7 @@ impl Memory {
                 let mark = contents.lending.exported(file, number);
                 contents.mark(&mark);
             }
-            None => self.is_registered(allocation, contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
+            None => self.record_registrant(allocation, contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
         })
     }
 

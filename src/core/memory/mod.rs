@@ -213,7 +213,7 @@ impl Memory {
         if !driver::supports_vmm(device) {
             return Err(Error::Unsupported);
         }
-        if let Some(refused) = self.refusals.expected_on(device) {
+        if let Some(refused) = self.refusals.skip(device) {
             return Err(refused.into());
         }
         contexts::note(current);

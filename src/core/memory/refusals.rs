@@ -31,8 +31,8 @@ impl Refusals {
         self.0.lock().unpoisoned()
     }
 
-    /// Whether the next request is left to CUDA without asking the driver; then what it has refused last.
-    pub fn expected_on(&self, device: CUdevice) -> Option<Failure> {
+    /// Counts the next request as left to CUDA without asking the driver, if it is; then what the driver has refused last.
+    pub fn skip(&self, device: CUdevice) -> Option<Failure> {
         let mut all = self.all();
         let refused = all.get_mut(&device).filter(|refused| refused.unasked > 0)?;
         refused.unasked -= 1;
@@ -88,7 +88,7 @@ mod tests {
     /// How many of so many requests the driver is asked for.
     fn asked(refusals: &Refusals, requests: u32, answer: Result<(), Failure>) -> u32 {
         let ask = |_: &u32| {
-            let is_asked = refusals.expected_on(0).is_none();
+            let is_asked = refusals.skip(0).is_none();
             if is_asked {
                 refusals.note(0, &answer);
             }
@@ -115,6 +115,6 @@ mod tests {
         refusals.note(0, &Err::<(), _>(Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY }));
         assert!(refusals.now().is_empty());
         asked(&refusals, 50, REFUSED);
-        assert!(refusals.expected_on(0).is_some() && refusals.expected_on(1).is_none());
+        assert!(refusals.skip(0).is_some() && refusals.skip(1).is_none());
     }
 }

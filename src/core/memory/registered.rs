@@ -131,7 +131,7 @@ impl Memory {
         let answer = real();
         if answer == code::SUCCESS {
             for allocation in touched {
-                self.is_registered(&allocation, &mut allocation.contents(), call, until);
+                self.record_registrant(&allocation, &mut allocation.contents(), call, until);
             }
         }
         answer
@@ -144,7 +144,7 @@ impl Memory {
     }
 
     /// Records that memory is registered.
-    pub(super) fn is_registered(&self, allocation: &Allocation, contents: &mut Contents, call: &'static str, until: RegisteredUntil) {
+    pub(super) fn record_registrant(&self, allocation: &Allocation, contents: &mut Contents, call: &'static str, until: RegisteredUntil) {
         match until {
             RegisteredUntil::ItsEnd => contents.registered_by(call),
             RegisteredUntil::Unbound(binding) => {

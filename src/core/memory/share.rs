@@ -145,12 +145,13 @@ impl Memory {
     /// Records that another process has closed memory.
     pub fn take_back(&self, token: &str, connection: u64) {
         if let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) {
-            self.is_closed(&allocation, connection);
+            self.close_loan(&allocation, connection);
         }
     }
 
-    /// The program may have given the memory up before. During a pause or a resume and in a suspended process, the next one ends it.
-    fn is_closed(&self, allocation: &Arc<Allocation>, connection: u64) {
+    /// Ends a loan. The program may have given the memory up before: then that ends too, unless a pause or resume is in progress or the process is
+    /// suspended; then the next transition ends it.
+    fn close_loan(&self, allocation: &Arc<Allocation>, connection: u64) {
         allocation.contents().lending.close(connection);
         let Ok(_shared) = self.transition.try_read() else { return };
         if check_not_quiesced().is_ok() {
@@ -161,7 +162,7 @@ impl Memory {
     /// Records that another process has closed everything, or has ended.
     pub fn take_all_back(&self, connection: u64) {
         for allocation in self.snapshot() {
-            self.is_closed(&allocation, connection);
+            self.close_loan(&allocation, connection);
         }
     }
 }

@@ -37,8 +37,8 @@ impl<'a> HandOver<'a> {
     /// These are saved while others are not yet: gives back what the other job lacks for its contents. With all that it lacks, a swap of 84 GiB
     /// (33 kept) on an H200 takes 946 ms, not 849; and 972, not 862, if that job asks for memory without contents only after its copies. For the
     /// driver zeroes with the engines that copy: each GiB that is given back costs the other job's copies 5 ms, also if nobody lacks it.
-    pub fn are_saved(&mut self, saved: &[Arc<Allocation>], items: &[&backup::Item]) {
-        release(saved, items.iter().copied(), |allocation| self.takes(allocation, |lacks| lacks.for_contents));
+    pub fn release_saved(&mut self, saved: &[Arc<Allocation>], items: &[&backup::Item]) {
+        release(saved, items.iter().copied(), |allocation| self.count_given(allocation, |lacks| lacks.for_contents));
         let (allocations, of_them) = &mut self.withheld;
         for allocation in saved.iter().filter(|allocation| is_free_to_go(allocation) && allocation.contents().state.memory().is_some()) {
             allocations.push(Arc::clone(allocation));
@@ -46,38 +46,38 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Others are still being saved. Returns whether that takes so long that [`all_saved_goes`](Self::all_saved_goes).
+    /// Others are still being saved. Returns whether that takes so long that [`release_withheld`](Self::release_withheld).
     pub fn is_slow(&self) -> bool {
         self.began.elapsed() >= SLOW && !self.withheld.0.is_empty()
     }
 
     /// Gives back what is saved and was not lacking for contents.
-    pub fn all_saved_goes(&mut self) {
+    pub fn release_withheld(&mut self) {
         let (saved, items) = mem::take(&mut self.withheld);
         release(&saved, &items, is_free_to_go);
     }
 
     /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
-    pub fn all_are_saved(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
+    pub fn release_rest_of_lacking(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
         self.withheld = Default::default();
         let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| Some(extent.address)).collect();
         // What is discarded goes last: if the pause is undone, it is zero. Given back first, it is zeroed during the copies, and the same swap
         // takes 805 ms. That is not worth zeros after each swap that fails.
         let (saved, discarded): (Vec<_>, Vec<_>) = victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
         for victims in [saved, discarded] {
-            release(&victims, &kept.items, |allocation| self.takes(allocation, |lacks| lacks.for_all));
+            release(&victims, &kept.items, |allocation| self.count_given(allocation, |lacks| lacks.for_all));
         }
     }
 
-    /// The commit has not come yet.
-    pub fn has_waited(waited: Duration, victims: &[Arc<Allocation>], kept: &Kept) {
+    /// Gives back the rest as well if the commit is late.
+    pub fn release_if_late(waited: Duration, victims: &[Arc<Allocation>], kept: &Kept) {
         if waited >= LATE {
             release(victims, &kept.items, is_free_to_go);
         }
     }
 
-    /// Whether to give the memory of this allocation back now, up to a `limit` on each device. It then counts as given.
-    fn takes(&mut self, allocation: &Allocation, limit: impl Fn(&Lacking) -> u64) -> bool {
+    /// Counts the memory of this allocation as given, up to a `limit` on each device. Returns whether it is to be given back now.
+    fn count_given(&mut self, allocation: &Allocation, limit: impl Fn(&Lacking) -> u64) -> bool {
         if !is_free_to_go(allocation) {
             return false;
         }

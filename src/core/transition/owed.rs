@@ -53,14 +53,14 @@ pub(super) fn send_back_later(came: Vec<Came>) {
 }
 
 /// A client has paused these: they stay paused.
-pub(super) fn forget(paused: &[Arc<Allocation>]) {
+pub(super) fn keep_paused(paused: &[Arc<Allocation>]) {
     if let Some(existing) = OWED.existing() {
         existing.lock().unpoisoned().to_come.retain(|one| !paused.iter().any(|paused| std::ptr::eq(one.as_ptr(), Arc::as_ptr(paused))));
     }
 }
 
 /// A client has resumed these: they stay active.
-pub(super) fn stays(active: &[Arc<Allocation>]) {
+pub(super) fn keep_active(active: &[Arc<Allocation>]) {
     if let Some(existing) = OWED.existing() {
         existing.lock().unpoisoned().to_go.retain(|one| !active.iter().any(|active| Arc::ptr_eq(&one.allocation, active)));
     }

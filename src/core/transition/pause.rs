@@ -137,11 +137,11 @@ impl Memory {
             self.map_back(&victims, by_piece, error)
         })?;
         if let Some(hand_over) = hand_over.as_mut().filter(|_| observer.is_wanted()) {
-            hand_over.all_are_saved(&victims, &kept);
+            hand_over.release_rest_of_lacking(&victims, &kept);
         }
         let mut waiting = |waited| {
             if request.hand_over {
-                HandOver::has_waited(waited, &victims, &kept);
+                HandOver::release_if_late(waited, &victims, &kept);
             }
         };
         observer.vote(&mut waiting).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
@@ -149,7 +149,7 @@ impl Memory {
         if request.leaves && !request.is_borrower && gate::is_held() {
             hold::leave();
         }
-        owed::forget(&already);
+        owed::keep_paused(&already);
         // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
         if !request.is_from_outside || !request.tags.is_empty() || !self.is_paused_by_others() {
             for allocation in &already {
@@ -214,7 +214,7 @@ impl Memory {
             let unmapped = unmap(&saved, wanted_by(request));
             let (hand_over, is_wanted) = &mut *handing.borrow_mut();
             if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && is_wanted()) {
-                hand_over.are_saved(&saved, items);
+                hand_over.release_saved(&saved, items);
             }
         };
         let mut goes_on = |now| {
@@ -222,7 +222,7 @@ impl Memory {
                 // The other job waits for what the driver has refused to take back.
                 driver::sweep();
                 if hand_over.is_slow() && is_wanted() {
-                    hand_over.all_saved_goes();
+                    hand_over.release_withheld();
                 }
             }
             progress(now)

@@ -33,7 +33,7 @@ impl Memory {
                 if !self.is_paused_by_others() {
                     // Without the lock: the owner may be waiting for memory of this process.
                     aside::reopen(&mut || !exit::is_ending() && observer.is_wanted());
-                    (report.missing, report.lost) = (aside::missing(request), aside::lost());
+                    (report.missing, report.lost) = (aside::missing(request), aside::take_lost());
                 }
                 Ok(report)
             })
@@ -130,7 +130,7 @@ impl Memory {
             self.send_back(std::mem::take(&mut came), error)
         })?;
         unguarded.for_good();
-        owed::stays(&already);
+        owed::keep_active(&already);
         if request.is_from_outside {
             hold::stay();
         }
