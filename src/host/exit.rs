@@ -10,7 +10,7 @@
 //!
 //! Nothing here takes a lock: a program may exit in a signal handler, no matter what code that has interrupted.
 
-use crate::{PerProcess, fork};
+use crate::{PerProcess, fork, futex};
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::panic::AssertUnwindSafe;
@@ -66,7 +66,7 @@ pub struct InDriver(Option<&'static AtomicUsize>);
 #[inline]
 pub fn enter_driver() -> Option<InDriver> {
     enter(|quiesced| {
-        sleep_until_woken(quiesced);
+        futex::wait(quiesced, 1);
         true
     })
 }
@@ -118,8 +118,7 @@ pub fn quiesce(limit: Duration) -> bool {
 pub fn unquiesce() {
     let quiesced = &WORK.get().quiesced;
     quiesced.store(0, Ordering::SeqCst);
-    // SAFETY: as in `sleep_until_woken`.
-    unsafe { libc::syscall(libc::SYS_futex, quiesced.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
+    futex::wake_all(quiesced);
 }
 
 /// Whether the library's work stays out of the driver, or is about to.
@@ -130,14 +129,6 @@ pub fn is_quiesced() -> bool {
 /// How often the library's work has been quiesced so far. Meanwhile, the process may have moved to another GPU.
 pub fn quiesced_times() -> u32 {
     WORK.existing().map_or(0, |work| work.quiesced_times.load(Ordering::SeqCst))
-}
-
-fn sleep_until_woken(quiesced: &AtomicU32) {
-    // SAFETY: the word lives as long as the process. After a signal or a spurious wakeup, the caller checks again.
-    unsafe {
-        let nothing = std::ptr::null::<libc::timespec>();
-        libc::syscall(libc::SYS_futex, quiesced.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, 1, nothing);
-    }
 }
 
 impl Drop for InDriver {

@@ -10,6 +10,7 @@ pub mod directory;
 pub mod exit;
 pub mod file_lock;
 mod fork;
+pub mod futex;
 mod hash;
 pub mod limits;
 mod lock;

@@ -1,53 +1,169 @@
 //! How a hooked call is answered.
 
-use crate::alloc;
-use crate::copies;
-use crate::decided::{self, pass_by};
-use crate::table::Effect;
+use crate::runtimes::Runtime;
+use crate::table::{Effect, Flavour};
+use crate::{copies, reentrancy};
+use std::ffi::c_void;
 use vramctl_core::contexts::note_current;
+use vramctl_core::memory::Memory;
+use vramctl_driver::{Current, StreamHandle};
 use vramctl_host::guarded;
 use vramctl_model::{StatusCode, code};
 
-/// Answers a call with its handler. If the handler panics, the call fails.
+/// The functions through which a call came.
+#[derive(Clone, Copy)]
+pub enum Api {
+    Driver,
+    Runtime(&'static Runtime),
+}
+
+/// What is known about a call before its arguments.
+#[derive(Clone, Copy)]
+pub struct Origin {
+    pub api: Api,
+    pub effect: Effect,
+    pub flavour: Flavour,
+    /// The return address; null if nobody needs it.
+    pub caller: *const c_void,
+}
+
+/// A call of the program's, as its handler sees it.
+pub struct Call<'a> {
+    origin: Origin,
+    real: &'a mut dyn FnMut() -> StatusCode,
+    was_forwarded: bool,
+}
+
+impl<'a> Call<'a> {
+    /// `real` calls the real function with the program's arguments.
+    pub fn new(origin: Origin, real: &'a mut dyn FnMut() -> StatusCode) -> Self {
+        Self { origin, real, was_forwarded: false }
+    }
+
+    /// Calls the real function with the program's arguments.
+    pub fn real(&mut self) -> StatusCode {
+        self.was_forwarded = true;
+        (self.real)()
+    }
+
+    /// Calls the real function; if it finds no memory for as many bytes, once more after releasing what has been freed in stream order.
+    pub fn real_with_room(&mut self, bytes: usize) -> StatusCode {
+        let Some(memory) = Memory::existing() else { return self.real() };
+        let released = memory.released();
+        let answer = self.real();
+        if answer == code::OUT_OF_MEMORY && free_up(memory, bytes, released) { self.real() } else { answer }
+    }
+
+    /// Whether the real function has been called.
+    pub fn was_forwarded(&self) -> bool {
+        self.was_forwarded
+    }
+
+    pub fn caller(&self) -> *const c_void {
+        self.origin.caller
+    }
+
+    /// The runtime that the program has called; `None` if it has called the driver.
+    pub fn runtime(&self) -> Option<&'static Runtime> {
+        match self.origin.api {
+            Api::Runtime(runtime) => Some(runtime),
+            Api::Driver => None,
+        }
+    }
+
+    /// The stream that the program means: a null stream depends on how the program was built.
+    pub fn stream(&self, stream: StreamHandle) -> StreamHandle {
+        match self.origin.flavour {
+            Flavour::Plain => stream,
+            Flavour::PerThread => stream.of_per_thread_program(),
+        }
+    }
+
+    /// The context in which a call without a stream allocates on this thread. `None` if there is none: then the real function is to be called,
+    /// and returns the error.
+    pub fn context(&self) -> Result<Option<Current>, StatusCode> {
+        match self.origin.api {
+            Api::Driver => Current::of_thread().map_err(|failure| failure.code),
+            Api::Runtime(runtime) => runtime.current_context().map(Some),
+        }
+    }
+
+    /// Has the handler answer. If it panics, the call fails.
+    fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> StatusCode {
+        let body = || {
+            if copies::another_is_first() {
+                return self.real();
+            }
+            let answer = handler(&mut self);
+            if answer == code::SUCCESS && self.origin.effect.shows_the_context() {
+                note_current();
+            }
+            answer
+        };
+        guarded(body).unwrap_or(code::UNKNOWN)
+    }
+}
+
+/// Answers a call with its handler.
 ///
-/// `passes`: the library has nothing to do with the call, so the original answers directly, outside [`guarded`], which costs more than all
-/// else here. A thread that is cancelled in the original then unwinds through this function and its callers. They have nothing to
-/// clean up, and are `C-unwind` functions, as the original is.
+/// `passes`: the library has nothing to do with the call, so the real function answers directly, outside [`guarded`], which costs more than all
+/// else here. A thread that is cancelled in the real function then unwinds through this function and its callers. They have nothing to clean up,
+/// and are `C-unwind` functions, as the real one is.
 #[inline]
-pub fn call(effect: Effect, passes: bool, mut original: impl FnMut() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn answer(
+    origin: Origin,
+    passes: bool,
+    mut real: impl FnMut() -> StatusCode,
+    mut handler: impl FnMut(&mut Call) -> StatusCode,
+) -> StatusCode {
     if passes {
-        let mut answer = pass_by(&mut original);
-        if answer == code::OUT_OF_MEMORY && effect == Effect::Allocates && !decided::is_decided() {
-            if guarded(alloc::makes_room) == Some(true) {
-                answer = pass_by(original);
-            }
-            // A handler reports the failure.
-            if answer == code::OUT_OF_MEMORY {
-                guarded(|| decided::answered(answer, handler));
-            }
+        let answer = reentrancy::forward(&mut real);
+        if answer == code::OUT_OF_MEMORY && origin.effect == Effect::Allocates && !reentrancy::is_nested() {
+            return answer_without_memory(origin, &mut real, &mut handler);
         }
         return answer;
     }
-    let body = || {
-        if copies::another_is_first() {
-            return original();
-        }
-        let answer = handler();
-        if answer == code::SUCCESS && effect.shows_the_context() {
-            note_current();
-        }
-        answer
-    };
-    guarded(body).unwrap_or(code::UNKNOWN)
+    Call::new(origin, &mut real).answer(&mut handler)
 }
 
-/// Whether a call passes the library by: the condition that the table states, if any.
-macro_rules! passes {
-    () => {
-        false
+/// Answers a call for which CUDA has no memory: tries again if some can be released, and otherwise has the handler report the failure.
+#[cold]
+fn answer_without_memory(
+    origin: Origin,
+    real: &mut dyn FnMut() -> StatusCode,
+    handler: &mut dyn FnMut(&mut Call) -> StatusCode,
+) -> StatusCode {
+    if guarded(|| Memory::existing().is_some_and(|memory| free_up(memory, 0, memory.released()))) == Some(true) {
+        let answer = reentrancy::forward(real);
+        if answer != code::OUT_OF_MEMORY {
+            return answer;
+        }
+    }
+    guarded(|| handler(&mut Call::new(origin, &mut || code::OUT_OF_MEMORY)));
+    code::OUT_OF_MEMORY
+}
+
+/// Has what was freed in stream order released on the thread's device. `released`: how often that had been done before the request. Returns whether
+/// the request may find memory now.
+fn free_up(memory: &Memory, bytes: usize, released: u64) -> bool {
+    matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), bytes, released))
+}
+
+/// The handler of calls that are only of interest when they have succeeded.
+pub fn forward(call: &mut Call) -> StatusCode {
+    call.real()
+}
+
+/// Answers a call as its line in the table says.
+macro_rules! answer_as {
+    ({ $($handler:ident)::+ ($($passed:expr),*) unless $passes:expr } $origin:expr, $real:expr, $arguments:tt) => {
+        answer($origin, $passes, || $real, |call| $($handler)::+(call, $($passed),*))
     };
-    ($condition:tt) => {
-        $condition
+    ({ $($handler:ident)::+ ($($passed:expr),*) } $origin:expr, $real:expr, $arguments:tt) => {
+        answer($origin, false, || $real, |call| $($handler)::+(call, $($passed),*))
+    };
+    ({ $($handler:ident)::+ } $origin:expr, $real:expr, ($($argument:ident),*)) => {
+        answer($origin, false, || $real, |_| $($handler)::+($($argument),*))
     };
 }
-pub(crate) use passes;
+pub(crate) use answer_as;

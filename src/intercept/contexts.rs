@@ -1,64 +1,36 @@
 //! Contexts that end, and the memory that is destroyed with them.
 
-use crate::driver_originals;
-use crate::runtimes::Runtime;
-use crate::table::CudaError;
-use std::ffi::{c_uint, c_void};
+use crate::call::Call;
 use vramctl_core::memory::Memory;
 use vramctl_driver::{CUdevice, ContextHandle, Ending, Green};
 use vramctl_host::exit;
 use vramctl_model::{StatusCode, code};
 
-pub unsafe fn destroy_v1(context: ContextHandle) -> StatusCode {
-    // SAFETY: here and below, the real function gets the arguments unchanged.
-    ending(|| Ending::of(context), || unsafe { driver_originals::cuCtxDestroy(context) })
+/// Also for `cuCtxDetach`, which ends a context to which nobody else has attached.
+pub fn destroy(call: &mut Call, context: ContextHandle) -> StatusCode {
+    end(call, || Ending::of(context))
 }
 
-pub unsafe fn destroy(context: ContextHandle) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of(context), || unsafe { driver_originals::cuCtxDestroy_v2(context) })
-}
-
-/// Ends it if nobody else has attached to it.
-pub unsafe fn detach(context: ContextHandle) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of(context), || unsafe { driver_originals::cuCtxDetach(context) })
-}
-
-pub unsafe fn reset_primary_v1(device: CUdevice) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of_primary(device), || unsafe { driver_originals::cuDevicePrimaryCtxReset(device) })
-}
-
-pub unsafe fn reset_primary(device: CUdevice) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of_primary(device), || unsafe { driver_originals::cuDevicePrimaryCtxReset_v2(device) })
-}
-
-pub unsafe fn release_primary_v1(device: CUdevice) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of_primary(device), || unsafe { driver_originals::cuDevicePrimaryCtxRelease(device) })
-}
-
-pub unsafe fn release_primary(device: CUdevice) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of_primary(device), || unsafe { driver_originals::cuDevicePrimaryCtxRelease_v2(device) })
+/// Also for `cuDevicePrimaryCtxRelease`.
+pub fn reset_primary(call: &mut Call, device: CUdevice) -> StatusCode {
+    end(call, || Ending::of_primary(device))
 }
 
 /// The runtime's reset of the current device. What the runtime does for that may be hidden from the library.
-pub unsafe fn reset_device(runtime: &Runtime) -> CudaError {
-    // SAFETY: no arguments.
-    let real = || unsafe { runtime.cudaDeviceReset() };
+pub fn reset_device(call: &mut Call) -> StatusCode {
     // Without memory of ours, nobody has to know the device, which the runtime may create a context to tell.
-    match Memory::existing().and_then(|_| runtime.current_device()) {
-        Some(device) => ending(|| Ending::of_primary(device), real),
-        None => real(),
+    match Memory::existing().and_then(|_| call.runtime()?.current_device()) {
+        Some(device) => reset_primary(call, device),
+        None => call.real(),
     }
 }
 
-pub unsafe fn create_green(green: *mut Green, resources: *const c_void, device: CUdevice, flags: c_uint) -> StatusCode {
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuGreenCtxCreate(green, resources, device, flags) };
+pub fn destroy_green(call: &mut Call, green: Green) -> StatusCode {
+    end(call, || Ending::of_green(green))
+}
+
+pub unsafe fn create_green(call: &mut Call, green: *const Green, device: CUdevice) -> StatusCode {
+    let answer = call.real();
     if answer == code::SUCCESS
         // SAFETY: the program promises that a non-null pointer is writable, and the real function has succeeded.
         && let Some(green) = unsafe { green.as_ref() }
@@ -68,16 +40,10 @@ pub unsafe fn create_green(green: *mut Green, resources: *const c_void, device: 
     answer
 }
 
-pub unsafe fn destroy_green(green: Green) -> StatusCode {
-    // SAFETY: as above.
-    ending(|| Ending::of_green(green), || unsafe { driver_originals::cuGreenCtxDestroy(green) })
-}
-
-pub unsafe fn from_green(context: *mut ContextHandle, green: Green) -> StatusCode {
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuCtxFromGreenCtx(context, green) };
+pub unsafe fn from_green(call: &mut Call, context: *const ContextHandle, green: Green) -> StatusCode {
+    let answer = call.real();
     if answer == code::SUCCESS
-        // SAFETY: the program promises that a non-null pointer is writable, and the real function has succeeded.
+        // SAFETY: as in `create_green`.
         && let Some(handle) = unsafe { context.as_ref() }
         && let Ok(context) = handle.context()
     {
@@ -87,17 +53,17 @@ pub unsafe fn from_green(context: *mut ContextHandle, green: Green) -> StatusCod
 }
 
 /// Destroys contexts and, at once, the managed memory that belongs to them, as CUDA does with its own memory.
-fn ending(announce: impl FnOnce() -> Ending, real: impl FnOnce() -> StatusCode) -> StatusCode {
+fn end(call: &mut Call, announce: impl FnOnce() -> Ending) -> StatusCode {
     // While the program exits, interrupted code may hold our locks; and the memory is freed with the process anyway.
     if exit::is_ending() {
-        return real();
+        return call.real();
     }
     if let Some(memory) = Memory::existing() {
-        return memory.ending_context(announce, real);
+        return memory.ending_context(announce, || call.real());
     }
     let ending = announce();
     ending.wait_until_unused();
-    let answer = real();
+    let answer = call.real();
     drop(ending);
     answer
 }

@@ -9,13 +9,13 @@ use crate::table::IpcHandle;
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::mem;
 use vramctl_driver::{
-    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle as Handle, CUmemLocation,
     ContextHandle, Green, StreamHandle,
 };
 use vramctl_model::{StatusCode, code};
 
 macro_rules! originals {
-    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) => $($handler:ident)::+ $(, unless $passes:tt)?;)*) => {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) $handler:tt;)*) => {
         /// Where they are.
         #[allow(non_upper_case_globals)]
         pub mod symbols {

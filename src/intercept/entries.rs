@@ -1,21 +1,24 @@
 //! The functions that the program calls instead of the driver's, generated from the table `driver_functions!`.
 //!
 //! A program reaches these whether it links against the driver or looks the functions up, by `dlsym` or `cuGetProcAddress` (`resolve`).
-//! An entry calls its handler or, if the table says `forward`, the original.
 //!
 //! Allocating entries also pass the return address to their handler, which identifies the calling library. Lookup entries do the same,
 //! because the answer may depend on the caller. A Rust function cannot see its return address, so these entries are a few instructions in
 //! front of one.
 
-use crate::call::{call, passes};
-use crate::driver_functions;
+use crate::call::{Api, Origin, answer, answer_as};
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
+use crate::peers::Peer;
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, peers, pools, proc_address, queries, ready, register, share, streams, vmm};
+use crate::vmm::part_of_endpoint;
+use crate::{alloc, call, contexts, copies, driver_functions, driver_originals, launch};
+use crate::{peers, pools, proc_address, queries, ready, register, share, streams, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ptr;
+use vramctl_core::memory::Binding;
 use vramctl_driver::{
-    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle as Handle, CUmemLocation,
     ContextHandle, Green, StreamHandle,
 };
 use vramctl_host::guarded;
@@ -32,14 +35,14 @@ pub fn of_symbol(symbol: &CStr) -> Option<&'static DriverFunction> {
 }
 
 macro_rules! entries {
-    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt => $($handler:ident)::+ $(, unless $passes:tt)?;)*) => {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt $handler:tt;)*) => {
         $( entry! { $effect $symbol $arguments } )*
 
         /// The Rust functions behind the entries.
         #[allow(non_snake_case, clippy::too_many_arguments, clippy::wildcard_imports)]
         mod guarded {
             use super::*;
-            $( guard! { $effect $symbol $arguments ($($handler)::+) $($passes)? } )*
+            $( guard! { $effect $symbol $flavour $arguments $handler } )*
         }
 
         /// The table.
@@ -90,59 +93,45 @@ macro_rules! entry {
 
 /// The Rust function behind an entry.
 macro_rules! guard {
-    (Resolves $symbol:ident ($($argument:ident: $type:ty),*) ($($handler:ident)::+)) => {
+    (Resolves $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ }) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
             guarded(|| unsafe { $($handler)::+($($argument,)* caller, all()) }).unwrap_or(code::UNKNOWN)
         }
     };
-    (Starts $symbol:ident ($($argument:ident: $type:ty),*) ($($handler:ident)::+)) => {
+    (Starts $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ }) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             guarded(|| $($handler)::+(all()));
             // SAFETY: the arguments are passed on unchanged.
             unsafe { driver_originals::$symbol($($argument),*) }
         }
     };
-    (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {
-        pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
-            // SAFETY: the arguments are passed on unchanged.
-            unsafe {
-                let original = || driver_originals::$symbol($($argument),*);
-                call(Effect::Allocates, passes!($($passes)?), original, || handle!($handler $symbol($($argument),*) caller))
-            }
-        }
-    };
-    (Synchronizes $symbol:ident ($($argument:ident: $type:ty),*) ($($handler:ident)::+) $($passes:tt)?) => {
+    (Synchronizes $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ unless $passes:expr }) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             // Outside `guarded`: a thread may be cancelled while it waits.
             // SAFETY: the arguments are passed on unchanged.
             let answer = unsafe { driver_originals::$symbol($($argument),*) };
-            if !(passes!($($passes)?) || copies::another_is_first()) {
+            if !($passes || copies::another_is_first()) {
                 guarded($($handler)::+);
             }
             answer
         }
     };
-    ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {
-        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
-            // SAFETY: the arguments are passed on unchanged.
-            unsafe {
-                let original = || driver_originals::$symbol($($argument),*);
-                call(Effect::$effect, passes!($($passes)?), original, || handle!($handler $symbol($($argument),*)))
-            }
+    (Allocates $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
+            guard! { @answer Allocates $symbol $flavour ($($argument),*) $handler caller }
         }
     };
-}
-
-/// Calls the handler or, for `forward`, the original.
-macro_rules! handle {
-    ((forward) $symbol:ident($($argument:ident),*) $caller:ident) => {{
-        let _ = $caller;
-        driver_originals::$symbol($($argument),*)
+    ($effect:ident $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
+            guard! { @answer $effect $symbol $flavour ($($argument),*) $handler ptr::null() }
+        }
+    };
+    (@answer $effect:ident $symbol:ident $flavour:ident ($($argument:ident),*) $handler:tt $caller:expr) => {{
+        let origin = Origin { api: Api::Driver, effect: Effect::$effect, flavour: Flavour::$flavour, caller: $caller };
+        // SAFETY: the arguments are passed on unchanged.
+        unsafe { answer_as!($handler origin, driver_originals::$symbol($($argument),*), ($($argument),*)) }
     }};
-    ((forward) $symbol:ident($($argument:ident),*)) => { driver_originals::$symbol($($argument),*) };
-    (($($handler:ident)::+) $symbol:ident($($argument:ident),*) $caller:ident) => { $($handler)::+($($argument,)* $caller) };
-    (($($handler:ident)::+) $symbol:ident($($argument:ident),*)) => { $($handler)::+($($argument),*) };
 }
 
 macro_rules! count {

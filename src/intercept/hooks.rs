@@ -1,28 +1,30 @@
-//! The functions that the program calls instead of the CUDA runtime's.
+//! The functions that the program calls instead of the CUDA runtime's, generated from the table `hooked_functions!`.
 //!
-//! They are generated from one table, `hooked_functions!`. A handler forwards to [`vramctl_core::memory`] or, for anything that
-//! is not managed, to the real function, whose result is returned unchanged. Which runtime that is depends on the caller
-//! (`Runtime::of`), so each function is a few instructions that pass the return address, in front of one in Rust.
+//! A handler forwards to [`vramctl_core::memory`] or, for anything that is not managed, to the real function, whose result is returned
+//! unchanged. Which runtime that is depends on the caller (`Runtime::of`), so each function is a few instructions that pass the return
+//! address, in front of one in Rust.
 //!
 //! If several copies of the library are loaded, all but the first only forward (`copies`).
 
-use crate::call::{call, passes};
+use crate::call::{Api, Origin, answer, answer_as};
 use crate::entry::{jump, pass_caller};
+use crate::peers::Peer;
 use crate::runtimes::Runtime;
-use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, Effect, IpcHandle};
-use crate::{alloc, contexts, copies, handlers, hooked_functions, peers, share};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, Effect, Flavour, IpcHandle};
+use crate::{alloc, contexts, copies, hooked_functions, peers, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
+use vramctl_driver::StreamHandle;
 use vramctl_host::guarded;
 use vramctl_model::code;
 
 macro_rules! exports {
-    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path $(, unless $passes:tt)?;)*) => {
+    ($($effect:ident $name:ident $flavour:ident ($($argument:ident: $type:ty),*) $handler:tt;)*) => {
         $(
-            $(#[$doc])*
+            /// The runtime's function of this name.
             ///
             /// # Safety
-            /// As the CUDA runtime's function of this name.
+            /// As the runtime's.
             #[allow(non_snake_case)]
             #[unsafe(naked)]
             pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> CudaError {
@@ -37,11 +39,9 @@ macro_rules! exports {
             $(
                 pub unsafe extern "C-unwind" fn $name($($argument: $type,)* caller: *const c_void) -> CudaError {
                     let Some(runtime) = Runtime::of(caller) else { return without_runtime() };
+                    let origin = Origin { api: Api::Runtime(runtime), effect: Effect::$effect, flavour: Flavour::$flavour, caller };
                     // SAFETY: the arguments are passed on unchanged.
-                    let answer = unsafe {
-                        let original = || runtime.$name($($argument),*);
-                        call(Effect::$effect, passes!($($passes)?), original, || handle!($effect $handler, runtime $($argument)*, caller))
-                    };
+                    let answer = unsafe { answer_as!($handler origin, runtime.$name($($argument),*), ($($argument),*)) };
                     if answer != code::SUCCESS {
                         runtime.has_answered(answer);
                     }
@@ -61,12 +61,6 @@ fn without_runtime() -> CudaError {
     // The first call tells of mistakes in the environment.
     guarded(copies::another_is_first);
     code::SHARED_OBJECT_SYMBOL_NOT_FOUND
-}
-
-/// Calls the handler, which gets the return address if it allocates.
-macro_rules! handle {
-    (Allocates $handler:path, $runtime:ident $($argument:ident)*, $caller:ident) => { $handler($runtime, $($argument,)* $caller) };
-    ($effect:ident $handler:path, $runtime:ident $($argument:ident)*, $caller:ident) => { $handler($runtime $(, $argument)*) };
 }
 
 hooked_functions!(exports);

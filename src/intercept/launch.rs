@@ -11,6 +11,21 @@ use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::note_crossing;
 use vramctl_model::{StatusCode, code};
 
+/// A function that waits at the gate.
+struct GatedFunction {
+    effect: Effect,
+    /// The mark of threads inside it.
+    gated: Gated,
+    original: Symbol,
+}
+
+impl Effect {
+    /// Whether such a call may be made in another way if the driver refuses it.
+    const fn is_made_again(self) -> bool {
+        matches!(self, Self::Copies | Self::Crosses | Self::Describes)
+    }
+}
+
 macro_rules! gated {
     ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident)*);)*) => {
         $(
@@ -21,69 +36,35 @@ macro_rules! gated {
             /// the stack, both on the way in and on the way out.
             #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names)]
             pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
-                // The fast path saves nothing that only the slow path needs: the slow path gets all arguments unchanged. SAFETY: the
-                // driver's function takes these arguments, as `cuda.h` says.
+                // SAFETY: the driver's function takes these arguments, as `cuda.h` says.
                 unsafe {
-                    if let Some(driver) = originals::$symbol.known() && let Some(inside) = gate::enter(&names::$symbol) {
-                        gated!(@before $effect);
-                        let answer = mem::transmute::<*mut c_void, gated!(@type $($argument)*)>(driver.as_ptr())($($argument),*);
+                    if let Some(driver) = functions::$symbol.original.known() && let Some(inside) = gate::enter(&functions::$symbol.gated) {
+                        if let Effect::Crosses = Effect::$effect {
+                            note_crossing();
+                        }
+                        let answer = as_function!(driver.as_ptr(), $($argument)*)($($argument),*);
                         drop(inside);
-                        return gated!(@after $effect $symbol answer $($argument)*);
+                        if const { Effect::$effect.is_made_again() } && answer == code::INVALID_VALUE {
+                            return make_again(&functions::$symbol, &[$($argument),*]);
+                        }
+                        return answer;
                     }
-                    otherwise::$symbol($($argument),*)
+                    wait_and_call(&functions::$symbol, &[$($argument),*])
                 }
             }
         )*
 
-        /// The slow path: the first call of a thread or of the function, a nested call, a closed gate.
-        #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names, clippy::wildcard_imports)]
-        mod otherwise {
-            use super::*;
-            $(
-                #[cold]
-                pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
-                    let answer = call::$symbol($($argument),*);
-                    gated!(@after $effect $symbol answer $($argument)*)
-                }
-            )*
-        }
-
-        /// The calls themselves, once the gate is open.
-        #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names, clippy::wildcard_imports)]
-        mod call {
-            use super::*;
-            $(
-                pub fn $symbol($($argument: usize),*) -> StatusCode {
-                    let Some(driver) = originals::$symbol.address() else { return code::NOT_FOUND };
-                    // SAFETY: only the entry calls this, with the program's arguments.
-                    gate::pass(&names::$symbol, || unsafe {
-                        gated!(@before $effect);
-                        mem::transmute::<*mut c_void, gated!(@type $($argument)*)>(driver.as_ptr())($($argument),*)
-                    })
-                }
-            )*
-        }
-
-        /// What becomes of calls that the driver has refused.
-        #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names, clippy::wildcard_imports)]
-        mod refused {
-            use super::*;
-            $( gated!(@refused $effect $symbol $($argument)*); )*
-        }
-
-        /// The marks of threads inside these functions.
         #[allow(non_upper_case_globals)]
-        mod names {
-            use super::Gated;
-            $( pub static $symbol: Gated = Gated(stringify!($symbol)); )*
+        mod functions {
+            use super::{Effect, Gated, GatedFunction, Symbol};
+            $( pub static $symbol: GatedFunction = GatedFunction {
+                effect: Effect::$effect,
+                gated: Gated(stringify!($symbol)),
+                original: Symbol::of_driver(concat!(stringify!($symbol), "\0")),
+            }; )*
         }
 
-        /// The driver's functions.
-        #[allow(non_upper_case_globals)]
-        mod originals {
-            use super::Symbol;
-            $( pub static $symbol: Symbol = Symbol::of_driver(concat!(stringify!($symbol), "\0")); )*
-        }
+        const _: () = assert!(true $( && [$(stringify!($argument)),*].len() <= 11 )*, "more arguments than `call` passes");
 
         /// The table.
         pub static GATED: &[DriverFunction] = &[$( DriverFunction {
@@ -94,29 +75,65 @@ macro_rules! gated {
             flavour: Flavour::$flavour,
             arguments: [$(stringify!($argument)),*].len(),
             entry: $symbol as *const c_void,
-            original: &originals::$symbol,
+            original: &functions::$symbol.original,
         } ),*];
     };
-    (@type $($argument:ident)*) => { unsafe extern "C" fn($(gated!(@width $argument)),*) -> StatusCode };
+}
+
+/// An address as a function with as many arguments.
+macro_rules! as_function {
+    ($address:expr, $($argument:ident)*) => {
+        mem::transmute::<*mut c_void, unsafe extern "C" fn($(as_function!(@width $argument)),*) -> StatusCode>($address)
+    };
     (@width $argument:ident) => { usize };
-    (@before Crosses) => { note_crossing() };
-    (@before $effect:ident) => {};
-    (@after Copies $symbol:ident $answer:ident $($argument:ident)*) => {
-        if $answer == code::INVALID_VALUE { refused::$symbol($($argument),*) } else { $answer }
-    };
-    (@after Describes $symbol:ident $answer:ident $($argument:ident)*) => { gated!(@after Copies $symbol $answer $($argument)*) };
-    (@after Crosses $symbol:ident $answer:ident $($argument:ident)*) => { gated!(@after Copies $symbol $answer $($argument)*) };
-    (@after $effect:ident $symbol:ident $answer:ident $($argument:ident)*) => { $answer };
-    (@refused Copies $symbol:ident $($argument:ident)*) => {
-        #[cold]
-        pub fn $symbol($($argument: usize),*) -> StatusCode {
-            // SAFETY: only the entry calls this, with arguments that the driver has got from the program.
-            unsafe { reach::again(stringify!($symbol), &names::$symbol, &[$($argument),*], || call::$symbol($($argument),*)) }
-        }
-    };
-    (@refused Describes $symbol:ident $($argument:ident)*) => { gated!(@refused Copies $symbol $($argument)*); };
-    (@refused Crosses $symbol:ident $($argument:ident)*) => { gated!(@refused Copies $symbol $($argument)*); };
-    (@refused $effect:ident $symbol:ident $($argument:ident)*) => {};
 }
 
 gated_functions!(gated);
+
+/// The slow path: the first call of a thread or of the function, a nested call, a closed gate.
+///
+/// # Safety
+/// The function takes these arguments.
+#[cold]
+unsafe fn wait_and_call(function: &'static GatedFunction, arguments: &[usize]) -> StatusCode {
+    // SAFETY: the caller's promise.
+    let answer = unsafe { call(function, arguments) };
+    // SAFETY: as above.
+    if function.effect.is_made_again() && answer == code::INVALID_VALUE { unsafe { make_again(function, arguments) } } else { answer }
+}
+
+/// Makes a call that the driver has refused in another way, if the library is the reason.
+///
+/// # Safety
+/// As for [`wait_and_call`].
+#[cold]
+unsafe fn make_again(function: &'static GatedFunction, arguments: &[usize]) -> StatusCode {
+    // SAFETY: the arguments are those that the driver has got from the program.
+    unsafe { reach::again(function.gated.0, &function.gated, arguments, &|| call(function, arguments)) }
+}
+
+/// The call itself, once the gate is open.
+///
+/// # Safety
+/// As for [`wait_and_call`].
+unsafe fn call(function: &'static GatedFunction, arguments: &[usize]) -> StatusCode {
+    let Some(driver) = function.original.address() else { return code::NOT_FOUND };
+    macro_rules! by_count {
+        ($(($($argument:ident)*))*) => {
+            match *arguments {
+                $( [$($argument),*] => as_function!(driver.as_ptr(), $($argument)*)($($argument),*), )*
+                _ => unreachable!("no function has more, as is checked with the table"),
+            }
+        };
+    }
+    // SAFETY: the caller's promise.
+    gate::pass(&function.gated, || unsafe {
+        if function.effect == Effect::Crosses {
+            note_crossing();
+        }
+        by_count! {
+            (a) (a b) (a b c) (a b c d) (a b c d e) (a b c d e f) (a b c d e f g) (a b c d e f g h) (a b c d e f g h i)
+            (a b c d e f g h i j) (a b c d e f g h i j k)
+        }
+    })
+}

@@ -1,10 +1,10 @@
 //! Memory pools. Managed memory stands for that of the devices' default pools, and the memory of all others is left to CUDA, so they are known
 //! only for what the program shares.
 
+use crate::call::Call;
 use crate::driver_memory;
-use crate::driver_originals;
 use std::collections::BTreeMap;
-use std::ffi::{c_uint, c_ulonglong, c_void};
+use std::ffi::{c_uint, c_void};
 use std::sync::{Mutex, MutexGuard};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Level, Memory, PoolUse};
@@ -38,9 +38,8 @@ struct PoolProperties {
     location: Location,
 }
 
-pub unsafe fn create(pool: *mut *mut c_void, properties: *const c_void) -> StatusCode {
-    // SAFETY: here and below, the real function gets the arguments unchanged.
-    let answer = unsafe { driver_originals::cuMemPoolCreate(pool, properties) };
+pub unsafe fn create(call: &mut Call, pool: *mut *mut c_void, properties: *const c_void) -> StatusCode {
+    let answer = call.real();
     if answer == code::SUCCESS {
         // SAFETY: the real function has read the one, and written the other.
         let (made, location) = unsafe { (pool.read() as usize, (*properties.cast::<PoolProperties>()).location) };
@@ -49,17 +48,15 @@ pub unsafe fn create(pool: *mut *mut c_void, properties: *const c_void) -> Statu
     answer
 }
 
-pub unsafe fn destroy(pool: *mut c_void) -> StatusCode {
+pub fn destroy(call: &mut Call, pool: *mut c_void) -> StatusCode {
     let key = ObstacleKey::Pool(pool as usize);
     let kept = pools().remove(&(pool as usize));
     // Imported memory is recorded for itself. Other memory in use outlives its pool, and its end cannot be seen.
-    let ends = || {
+    let ends = sightings::knows(key)
         // SAFETY: the program has shared it, so it is one.
-        matches!(kept, Some(Pool::Imported)) || unsafe { driver::is_pool_in_use(pool) }.is_ok_and(|is_used| !is_used)
-    };
-    let real = || {
-        // SAFETY: as above.
-        let answer = unsafe { driver_originals::cuMemPoolDestroy(pool) };
+        && (matches!(kept, Some(Pool::Imported)) || unsafe { driver::is_pool_in_use(pool) }.is_ok_and(|is_used| !is_used));
+    let mut real = || {
+        let answer = call.real();
         if answer != code::SUCCESS
             && let Some(kept) = kept
         {
@@ -67,12 +64,11 @@ pub unsafe fn destroy(pool: *mut c_void) -> StatusCode {
         }
         answer
     };
-    if sightings::knows(key) && ends() { sightings::ending(key, real) } else { real() }
+    if ends { sightings::ending(key, real) } else { real() }
 }
 
-pub unsafe fn trim(pool: *mut c_void, keep: usize) -> StatusCode {
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMemPoolTrimTo(pool, keep) };
+pub fn trim(call: &mut Call, pool: *mut c_void, keep: usize) -> StatusCode {
+    let answer = call.real();
     if answer == code::SUCCESS
         && let Some((memory, device)) = managed(pool)
     {
@@ -96,9 +92,8 @@ mod attribute {
 }
 
 /// `cuMemPoolGetAttribute`: what is managed counts, too. The highest sum is not known, so it is the sum of the highest: neither is lower than it was.
-pub unsafe fn get_attribute(pool: *mut c_void, attribute: c_uint, value: *mut c_void) -> StatusCode {
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMemPoolGetAttribute(pool, attribute, value) };
+pub unsafe fn get_attribute(call: &mut Call, pool: *mut c_void, attribute: c_uint, value: *mut c_void) -> StatusCode {
+    let answer = call.real();
     if answer != code::SUCCESS || !(attribute::RESERVED..=attribute::USED_HIGH).contains(&attribute) {
         return answer;
     }
@@ -118,9 +113,8 @@ pub unsafe fn get_attribute(pool: *mut c_void, attribute: c_uint, value: *mut c_
 }
 
 /// `cuMemPoolSetAttribute`: the high-water marks can be reset.
-pub unsafe fn set_attribute(pool: *mut c_void, attribute: c_uint, value: *mut c_void) -> StatusCode {
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMemPoolSetAttribute(pool, attribute, value) };
+pub fn set_attribute(call: &mut Call, pool: *mut c_void, attribute: c_uint) -> StatusCode {
+    let answer = call.real();
     let level: fn(&mut PoolUse) -> &mut Level = match attribute {
         attribute::RESERVED_HIGH => |of| &mut of.reserved,
         attribute::USED_HIGH => |of| &mut of.used,
@@ -151,21 +145,12 @@ pub fn note_access(pool: *mut c_void, access: &[Access]) {
     }
 }
 
-/// Makes a call that shares memory, and records that with `note` if it has succeeded.
-fn sharing(real: impl FnOnce() -> StatusCode, note: impl FnOnce()) -> StatusCode {
-    sightings::noting(ObstacleKind::Shared, real, note)
+pub fn export(call: &mut Call, pool: *mut c_void) -> StatusCode {
+    note_shared(call, || sightings::note(ObstacleKind::Shared, "cuMemPoolExportToShareableHandle", ObstacleKey::Pool(pool as usize)))
 }
 
-pub unsafe fn export(shared: *mut c_void, pool: *mut c_void, kind: c_uint, flags: c_ulonglong) -> StatusCode {
-    // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemPoolExportToShareableHandle(shared, pool, kind, flags) };
-    sharing(real, || sightings::note(ObstacleKind::Shared, "cuMemPoolExportToShareableHandle", ObstacleKey::Pool(pool as usize)))
-}
-
-pub unsafe fn import(pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, flags: c_ulonglong) -> StatusCode {
-    // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemPoolImportFromShareableHandle(pool, shared, kind, flags) };
-    sharing(real, || {
+pub unsafe fn import(call: &mut Call, pool: *mut *mut c_void) -> StatusCode {
+    note_shared(call, || {
         // SAFETY: written by the real function.
         let made = unsafe { pool.read() } as usize;
         pools().insert(made, Pool::Imported);
@@ -173,17 +158,18 @@ pub unsafe fn import(pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, 
     })
 }
 
-pub unsafe fn export_pointer(data: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
-    // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemPoolExportPointer(data, pointer) };
-    sharing(real, || {
+pub fn export_pointer(call: &mut Call, pointer: CUdeviceptr) -> StatusCode {
+    note_shared(call, || {
         sightings::note(ObstacleKind::Shared, "cuMemPoolExportPointer", ObstacleKey::Address(driver_memory::start_of(pointer)));
     })
 }
 
-pub unsafe fn import_pointer(pointer: *mut CUdeviceptr, pool: *mut c_void, data: *mut c_void) -> StatusCode {
-    // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemPoolImportPointer(pointer, pool, data) };
+pub unsafe fn import_pointer(call: &mut Call, pointer: *mut CUdeviceptr) -> StatusCode {
     // SAFETY: written by the real function.
-    sharing(real, || sightings::note_opened("cuMemPoolImportPointer", ObstacleKey::Address(unsafe { pointer.read() })))
+    note_shared(call, || sightings::note_opened("cuMemPoolImportPointer", ObstacleKey::Address(unsafe { pointer.read() })))
+}
+
+/// Makes a call that shares memory, and records that with `note` if it has succeeded.
+fn note_shared(call: &mut Call, note: impl FnOnce()) -> StatusCode {
+    sightings::noting(ObstacleKind::Shared, || call.real(), note)
 }

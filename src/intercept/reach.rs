@@ -34,13 +34,13 @@ use vramctl_model::{StatusCode, code};
 /// # Safety
 /// `arguments` are those of the driver's function `symbol`. Their pointers to structures and arrays are null, or readable by the program's
 /// promise.
-pub unsafe fn again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: impl Fn() -> StatusCode) -> StatusCode {
+pub unsafe fn again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: &dyn Fn() -> StatusCode) -> StatusCode {
     // SAFETY: the caller's promise.
     let answer = guarded(|| unsafe { try_again(symbol, gated, arguments, repeat) });
     answer.flatten().unwrap_or(code::INVALID_VALUE)
 }
 
-unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: impl Fn() -> StatusCode) -> Option<StatusCode> {
+unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: &dyn Fn() -> StatusCode) -> Option<StatusCode> {
     let memory = Memory::existing().filter(|_| !copies::another_is_first() && !exit::is_ending())?;
     // SAFETY: the caller's promise.
     let call = unsafe { CopyCall::of(symbol, arguments)? };

@@ -1,12 +1,9 @@
-//! The lookup functions `dlsym` and `dlvsym`, and `dlerror`. If a lookup finds a driver function that has an entry ([`entries`]), it returns the entry
-//! instead; the same goes for functions of NCCL ([`nccl`]).
+//! The lookup functions `dlsym` and `dlvsym`, and `dlerror`. If a lookup finds a driver function that has an entry ([`entries`]), it returns the
+//! entry instead; the same goes for functions of NCCL ([`nccl`]).
 //!
 //! The real lookup always comes first. Its result is replaced only if it is exactly the function that the entry stands for. There is no
-//! caching, and no lookup finds more than it would otherwise: this library's own export only if another library has the function, too. Nothing here allocates or takes a lock of ours: a lookup may come from
-//! anywhere, including a constructor or an allocator.
-//!
-//! The meaning of `RTLD_NEXT` and `RTLD_DEFAULT` depends on the caller. So [`dlsym`] does not call the real one but jumps to it, which
-//! leaves the program's return address in place.
+//! caching, and no lookup finds more than it would otherwise: this library's own export only if another library has the function, too.
+//! Nothing here allocates or takes a lock of ours: a lookup may come from anywhere, including a constructor or an allocator.
 //!
 //! A library that an entry calls gets the real function: it comes later in the search order, has a function of that name of its own or
 //! stands in for `libcuda.so.1`, and with our entry the two would call each other forever. It is recognised by the return address, so it
@@ -24,6 +21,7 @@
 
 use crate::entry::DriverFunction;
 use crate::hooks::HOOKED;
+use crate::jump::{Ruling, jumps};
 use crate::nccl::NcclFunction;
 use crate::real::DRIVER;
 use crate::{copies, entries, linked, nccl, runtimes};
@@ -38,35 +36,16 @@ use vramctl_host::worker;
 /// The names of this module's functions that are exported in addition to the entries.
 pub const RESOLVERS: [&str; 3] = ["dlsym", "dlvsym", "dlerror"];
 
-/// The outcome of a lookup. Returned in two registers.
-#[repr(C)]
-struct Ruling {
-    /// The answer, if `onward` is null.
-    answer: *mut c_void,
-    /// The real function to jump to, as if this library were not there; or null.
-    onward: *mut c_void,
-}
-
-impl Ruling {
-    fn answer(answer: *mut c_void) -> Self {
-        Self { answer, onward: ptr::null_mut() }
+/// Nothing is found, in the name of the program itself or of the calling library.
+fn missing(name: &CStr, caller: *const c_void, is_program: bool) -> Ruling {
+    if is_program || symbols::is_in_program(caller) {
+        // The error names this library; `dlerror` knows that it is about the program.
+        // SAFETY: `RTLD_NEXT` needs no handle.
+        unsafe { symbols::dlsym(libc::RTLD_NEXT, name) };
+    } else {
+        linked::in_loaded(symbols::path_around(caller), name);
     }
-
-    /// Nothing is found, in the name of the program itself or of the calling library.
-    fn missing(name: &CStr, caller: *const c_void, is_program: bool) -> Self {
-        if is_program || symbols::is_in_program(caller) {
-            // The error names this library; `dlerror` knows that it is about the program.
-            // SAFETY: `RTLD_NEXT` needs no handle.
-            unsafe { symbols::dlsym(libc::RTLD_NEXT, name) };
-        } else {
-            linked::in_loaded(symbols::path_around(caller), name);
-        }
-        Self::answer(ptr::null_mut())
-    }
-
-    fn onward(real: *mut c_void) -> Self {
-        Self { answer: ptr::null_mut(), onward: real }
-    }
+    Ruling::answer(ptr::null_mut())
 }
 
 thread_local! {
@@ -110,120 +89,10 @@ fn as_of_program(text: *const c_char) -> Option<*mut c_char> {
     })
 }
 
-/// `dlsym`.
-///
-/// # Safety
-/// As the C library's.
-#[unsafe(naked)]
-pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    #[cfg(target_arch = "x86_64")]
-    naked_asm!(
-        ".cfi_startproc",
-        // Who asks.
-        "mov rdx, [rsp]",
-        "push rdi",
-        ".cfi_adjust_cfa_offset 8",
-        "push rsi",
-        ".cfi_adjust_cfa_offset 8",
-        // Aligns the stack.
-        "push rdx",
-        ".cfi_adjust_cfa_offset 8",
-        "call {judge}",
-        "mov r11, rdx",
-        "pop rdx",
-        ".cfi_adjust_cfa_offset -8",
-        "pop rsi",
-        ".cfi_adjust_cfa_offset -8",
-        "pop rdi",
-        ".cfi_adjust_cfa_offset -8",
-        "test r11, r11",
-        "jz 2f",
-        "jmp r11",
-        "2: ret",
-        ".cfi_endproc",
-        judge = sym judge_dlsym,
-    );
-    #[cfg(target_arch = "aarch64")]
-    naked_asm!(
-        ".cfi_startproc",
-        "stp x29, x30, [sp, #-32]!",
-        ".cfi_def_cfa_offset 32",
-        ".cfi_offset 29, -32",
-        ".cfi_offset 30, -24",
-        "stp x0, x1, [sp, #16]",
-        // Who asks.
-        "mov x2, x30",
-        "bl {judge}",
-        "cbz x1, 2f",
-        "mov x16, x1",
-        "ldp x0, x1, [sp, #16]",
-        "ldp x29, x30, [sp], #32",
-        "br x16",
-        "2: ldp x29, x30, [sp], #32",
-        "ret",
-        ".cfi_endproc",
-        judge = sym judge_dlsym,
-    );
-}
+jumps!(dlsym(handle: *mut c_void, name: *const c_char) => judge_dlsym);
+jumps!(dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) => judge_dlvsym);
 
-/// `dlvsym`.
-///
-/// # Safety
-/// As the C library's.
-#[unsafe(naked)]
-pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void {
-    #[cfg(target_arch = "x86_64")]
-    naked_asm!(
-        ".cfi_startproc",
-        // Who asks.
-        "mov rcx, [rsp]",
-        "push rdi",
-        ".cfi_adjust_cfa_offset 8",
-        "push rsi",
-        ".cfi_adjust_cfa_offset 8",
-        "push rdx",
-        ".cfi_adjust_cfa_offset 8",
-        "call {judge}",
-        "mov r11, rdx",
-        "pop rdx",
-        ".cfi_adjust_cfa_offset -8",
-        "pop rsi",
-        ".cfi_adjust_cfa_offset -8",
-        "pop rdi",
-        ".cfi_adjust_cfa_offset -8",
-        "test r11, r11",
-        "jz 2f",
-        "jmp r11",
-        "2: ret",
-        ".cfi_endproc",
-        judge = sym judge_dlvsym,
-    );
-    #[cfg(target_arch = "aarch64")]
-    naked_asm!(
-        ".cfi_startproc",
-        "stp x29, x30, [sp, #-48]!",
-        ".cfi_def_cfa_offset 48",
-        ".cfi_offset 29, -48",
-        ".cfi_offset 30, -40",
-        "stp x0, x1, [sp, #16]",
-        "str x2, [sp, #32]",
-        // Who asks.
-        "mov x3, x30",
-        "bl {judge}",
-        "cbz x1, 2f",
-        "mov x16, x1",
-        "ldp x0, x1, [sp, #16]",
-        "ldr x2, [sp, #32]",
-        "ldp x29, x30, [sp], #48",
-        "br x16",
-        "2: ldp x29, x30, [sp], #48",
-        "ret",
-        ".cfi_endproc",
-        judge = sym judge_dlvsym,
-    );
-}
-
-unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, caller: *const c_void) -> Ruling {
+unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, _: usize, caller: *const c_void) -> Ruling {
     // SAFETY: the program promises that the name is null or NUL-terminated.
     if let Some(own) = panic::catch_unwind(|| unsafe { asked_by_us(name, caller) }).ok().flatten() {
         return Ruling::answer(own);
@@ -343,13 +212,13 @@ unsafe fn judge(
     let _errno = Errno::keep();
     if handle == libc::RTLD_NEXT {
         let is_missing = symbols::is_next_after(caller, name) && !is_behind_us(name);
-        return if is_missing { Ruling::missing(name, caller, false) } else { Ruling::onward(onward) };
+        return if is_missing { missing(name, caller, false) } else { Ruling::onward(onward) };
     }
     let found = real(handle);
     // SAFETY: the caller's promise.
     if symbols::is_ours(found) && !unsafe { is_there(&function, name, handle, caller) } {
         // SAFETY: the caller's promise.
-        return Ruling::missing(name, caller, unsafe { symbols::is_program(handle) });
+        return missing(name, caller, unsafe { symbols::is_program(handle) });
     }
     let is_default = handle == libc::RTLD_DEFAULT;
     match function {

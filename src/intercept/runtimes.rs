@@ -5,15 +5,14 @@
 //! for each library and, without a lock, known by the return address from then on. If only one runtime fits, it is also found without the loader's
 //! lock, which another thread may have that waits for this one; to choose among several takes that lock.
 
-use crate::decided::{self, pass_by};
-use crate::hooked_functions;
 use crate::linked::{Linked, only_one_with};
-use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, IpcHandle};
+use crate::{hooked_functions, reentrancy};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::{iter, mem};
-use vramctl_driver::{CUdevice, Current, RelaxedCapture};
+use vramctl_driver::{CUdevice, Current, RelaxedCapture, StreamHandle};
 use vramctl_host::symbols::{self, Loaded, ObjectId};
 use vramctl_host::{guarded, opens};
 use vramctl_model::code;
@@ -33,8 +32,9 @@ unsafe impl Send for Runtime {}
 unsafe impl Sync for Runtime {}
 
 macro_rules! runtime {
-    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path $(, unless $passes:tt)?;)*) => {
-        runtime! { @functions $($name($($argument: $type),*))* cudaGetDevice(device: *mut c_int) cudaSetDevice(device: c_int) cudaGetLastError() cudaPeekAtLastError() }
+    ($($effect:ident $name:ident $flavour:ident $arguments:tt $handler:tt;)*) => {
+        runtime! { @functions $($name $arguments)*
+            cudaGetDevice(device: *mut c_int) cudaSetDevice(device: c_int) cudaGetLastError() cudaPeekAtLastError() }
     };
     (@functions $($name:ident($($argument:ident: $type:ty),*))*) => {
         /// The indices of the functions.
@@ -96,7 +96,7 @@ impl Runtime {
     pub fn current_context(&self) -> Result<Current, CudaError> {
         let _relaxed = RelaxedCapture::enter();
         // SAFETY: freeing null only initialises the context.
-        match pass_by(|| unsafe { self.cudaFree(ptr::null_mut()) }) {
+        match reentrancy::forward(|| unsafe { self.cudaFree(ptr::null_mut()) }) {
             code::SUCCESS => Current::of_thread().map_err(|failure| failure.code)?.ok_or(code::INVALID_CONTEXT),
             error => Err(error),
         }
@@ -123,7 +123,8 @@ impl Runtime {
         let _relaxed = RelaxedCapture::enter();
         let mut never = ptr::null_mut();
         // SAFETY: `never` is writable.
-        let is_taken = decided::next_answers(error, || pass_by(|| unsafe { self.cudaMalloc(&raw mut never, usize::MAX >> 2) }));
+        let is_taken =
+            reentrancy::answer_next(error, || reentrancy::forward(|| unsafe { self.cudaMalloc(&raw mut never, usize::MAX >> 2) }));
         if !is_taken && error != code::OUT_OF_MEMORY {
             // No error rather than a wrong one.
             // SAFETY: no arguments.

@@ -1,10 +1,9 @@
-//! CUDA IPC: handles of managed memory, and memory of other processes. `real` is the function that the program called.
+//! CUDA IPC: handles of managed memory, and memory of other processes.
 
-use crate::decided;
-use crate::driver_memory;
-use crate::driver_originals;
+use crate::call::Call;
 use crate::runtimes::Runtime;
-use crate::table::{CudaError, IpcHandle};
+use crate::table::IpcHandle;
+use crate::{driver_memory, reentrancy};
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::BorrowedFd;
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
@@ -25,13 +24,13 @@ pub const BY_DESCRIPTOR: c_uint = 1;
 ///
 /// # Safety
 /// `handle` must be null or writable for a handle.
-pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub unsafe fn get(call: &mut Call, handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
     if handle.is_null() {
-        return real();
+        return call.real();
     }
     let memory = Memory::existing();
     match memory.and_then(|memory| memory.ipc_handle(pointer)) {
-        Some(_) if !Current::works() => real(),
+        Some(_) if !Current::works() => call.real(),
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { handle.cast::<[u8; HANDLE_BYTES]>().write_unaligned(made.bytes()) };
@@ -44,9 +43,13 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         }
         Some(Err(error)) => error,
         None => {
-            let answer = sightings::noting(ObstacleKind::Shared, real, || {
-                sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(driver_memory::start_of(pointer)));
-            });
+            let answer = sightings::noting(
+                ObstacleKind::Shared,
+                || call.real(),
+                || {
+                    sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(driver_memory::start_of(pointer)));
+                },
+            );
             if answer != code::SUCCESS
                 // CUDA itself shares no memory of `cuMemCreate` this way.
                 && let Some(allocation) = memory.and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.origin().is_malloc())
@@ -68,27 +71,34 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 ///
 /// # Safety
 /// `pointer` must be null or writable.
-pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub unsafe fn open(call: &mut Call, pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint) -> StatusCode {
     let Some(handle) = Ticket::parse(&handle.reserved) else {
         // The runtime's function calls the driver's: one opening.
-        if decided::is_decided() {
-            return real();
+        if reentrancy::is_nested() {
+            return call.real();
         }
-        let note = || {
-            if !pointer.is_null() {
-                // SAFETY: not null, and written by the real function.
-                sightings::note_opened("cuIpcOpenMemHandle", ObstacleKey::Address(unsafe { pointer.read() }));
-            }
-        };
-        return sightings::noting(ObstacleKind::Shared, || decided::pass_by(real), note);
+        return sightings::noting(
+            ObstacleKind::Shared,
+            || reentrancy::forward(|| call.real()),
+            || {
+                if !pointer.is_null() {
+                    // SAFETY: not null, and written by the real function.
+                    sightings::note_opened("cuIpcOpenMemHandle", ObstacleKey::Address(unsafe { pointer.read() }));
+                }
+            },
+        );
     };
+    // The runtime creates the context, as its own function does.
+    if let Some(Err(error)) = call.runtime().map(Runtime::current_context) {
+        return error;
+    }
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
     // If the driver is not initialised, or there is no context that works, the real function returns the right error.
-    let Ok(Some(current)) = Current::of_thread() else { return real() };
+    let Ok(Some(current)) = Current::of_thread() else { return call.real() };
     if !Current::works() {
-        return real();
+        return call.real();
     }
     match sightings::making(ObstacleKind::Shared, || borrow::open(&handle, &current)) {
         Ok(address) => {
@@ -103,9 +113,16 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
 }
 
 /// `cuIpcCloseMemHandle`.
-pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    if decided::is_decided() {
-        return real();
+pub fn close(call: &mut Call, pointer: CUdeviceptr) -> StatusCode {
+    if reentrancy::is_nested() {
+        return call.real();
+    }
+    // As the runtime's own call does, on a thread without a context.
+    if let Some(runtime) = call.runtime()
+        && borrow::at(pointer).is_some()
+        && let Err(error) = runtime.current_context()
+    {
+        return error;
     }
     if Current::works()
         && let Some(closed) = borrow::close(pointer)
@@ -114,25 +131,27 @@ pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusC
         Memory::get().let_go();
         return closed.err().unwrap_or(code::SUCCESS);
     }
-    sightings::ending(ObstacleKey::Address(pointer), || decided::pass_by(real))
+    sightings::ending(ObstacleKey::Address(pointer), || reentrancy::forward(|| call.real()))
 }
 
 /// `cuMemImportFromShareableHandle`.
-pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) -> StatusCode {
-    // SAFETY: the arguments are passed on unchanged.
-    let real = || unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
-    sightings::noting(ObstacleKind::Shared, real, || {
-        if handle.is_null() {
-            return;
-        }
-        // SAFETY: not null, and written by the real function.
-        let made = unsafe { handle.read() };
-        match adopt(shared, kind, made) {
-            // SAFETY: as above.
-            Some(ours) => unsafe { handle.write(ours) },
-            None => sightings::note(ObstacleKind::Shared, "cuMemImportFromShareableHandle", ObstacleKey::Handle(made)),
-        }
-    })
+pub unsafe fn import(call: &mut Call, handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) -> StatusCode {
+    sightings::noting(
+        ObstacleKind::Shared,
+        || call.real(),
+        || {
+            if handle.is_null() {
+                return;
+            }
+            // SAFETY: not null, and written by the real function.
+            let made = unsafe { handle.read() };
+            match adopt(shared, kind, made) {
+                // SAFETY: as above.
+                Some(ours) => unsafe { handle.write(ours) },
+                None => sightings::note(ObstacleKind::Shared, "cuMemImportFromShareableHandle", ObstacleKey::Handle(made)),
+            }
+        },
+    )
 }
 
 /// The library's handle for memory that the program has imported, if the process that has exported it is known.
@@ -149,52 +168,4 @@ fn adopt(shared: *mut c_void, kind: c_uint, made: CUmemGenericAllocationHandle) 
         server::ensure_running();
     }
     adopted
-}
-
-pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
-    // SAFETY: here and below, the program promises that non-null pointers are writable, and the real function gets the arguments
-    // unchanged.
-    unsafe { get(handle, pointer, || driver_originals::cuIpcGetMemHandle(handle, pointer)) }
-}
-
-pub unsafe fn driver_open_v1(pointer: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint) -> StatusCode {
-    // SAFETY: as above.
-    unsafe { open(pointer, &handle, flags, || driver_originals::cuIpcOpenMemHandle(pointer, handle, flags)) }
-}
-
-pub unsafe fn driver_open(pointer: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint) -> StatusCode {
-    // SAFETY: as above.
-    unsafe { open(pointer, &handle, flags, || driver_originals::cuIpcOpenMemHandle_v2(pointer, handle, flags)) }
-}
-
-pub unsafe fn driver_close(pointer: CUdeviceptr) -> StatusCode {
-    // SAFETY: as above.
-    close(pointer, || unsafe { driver_originals::cuIpcCloseMemHandle(pointer) })
-}
-
-pub unsafe fn cuda_get(runtime: &Runtime, handle: *mut c_void, pointer: *mut c_void) -> CudaError {
-    // SAFETY: as above.
-    unsafe { get(handle, pointer as CUdeviceptr, || runtime.cudaIpcGetMemHandle(handle, pointer)) }
-}
-
-pub unsafe fn cuda_open(runtime: &Runtime, pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) -> CudaError {
-    if Ticket::parse(&handle.reserved).is_some()
-        && let Err(error) = runtime.current_context()
-    {
-        return error;
-    }
-    // SAFETY: as above.
-    unsafe { open(pointer.cast(), &handle, flags, || runtime.cudaIpcOpenMemHandle(pointer, handle, flags)) }
-}
-
-pub unsafe fn cuda_close(runtime: &Runtime, pointer: *mut c_void) -> CudaError {
-    // As the runtime's own call does, on a thread without a context.
-    if !decided::is_decided()
-        && borrow::at(pointer as CUdeviceptr).is_some()
-        && let Err(error) = runtime.current_context()
-    {
-        return error;
-    }
-    // SAFETY: as above.
-    close(pointer as CUdeviceptr, || unsafe { runtime.cudaIpcCloseMemHandle(pointer) })
 }

@@ -8,8 +8,6 @@ use std::ffi::c_void;
 
 /// `cudaError_t` as a number, so that codes added by newer runtimes pass through unchanged.
 pub type CudaError = u32;
-/// `cudaStream_t`, which is the driver's handle.
-pub type CudaStream = vramctl_driver::StreamHandle;
 
 /// `cudaPitchedPtr` (`driver_types.h`).
 #[repr(C)]
@@ -45,48 +43,33 @@ pub struct IpcHandle {
     pub reserved: [u8; 64],
 }
 
-/// The runtime's functions. Each line: what the function does, its arguments and its handler. The handler takes the runtime, the arguments and, if the
-/// function allocates, the return address. If the condition after `unless` is true, the real function answers, and the handler hears
-/// only of an answer "out of memory", which it reports; the condition must not panic. Expands to `$with! { … }`.
+/// The runtime's functions. Each line: what the function does, its symbol, its flavour, its arguments and its handler. A handler gets the
+/// `Call` (`call.rs`) and what stands in brackets. If the condition after `unless` is true, the real function answers, and the
+/// handler hears only of an answer "out of memory", which it reports; the condition must not panic. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
-        /// `cudaMalloc`.
-        Allocates fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc, unless (alloc::can_forward(bytes));
-        /// `cudaMallocPitch`.
-        Allocates fn cudaMallocPitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) => handlers::malloc_pitch;
-        /// `cudaMalloc3D`.
-        Allocates fn cudaMalloc3D(pitched: *mut CudaPitchedPtr, extent: CudaExtent) => handlers::malloc_3d;
-        /// `cudaMallocManaged`: always left to CUDA, because unified memory migrates by itself.
-        Allocates fn cudaMallocManaged(pointer: *mut *mut c_void, bytes: usize, flags: c_uint) => handlers::malloc_managed;
-        /// `cudaMallocAsync`.
-        Allocates fn cudaMallocAsync(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async;
-        /// `cudaMallocAsync` in programs built for per-thread default streams.
-        Allocates fn cudaMallocAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async_ptsz;
-        /// `cudaMallocFromPoolAsync`.
-        Allocates fn cudaMallocFromPoolAsync(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async;
-        /// `cudaMallocFromPoolAsync` in programs built for per-thread default streams.
-        Allocates fn cudaMallocFromPoolAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async_ptsz;
-        /// `cudaFree`.
-        Frees fn cudaFree(pointer: *mut c_void) => handlers::free, unless (alloc::is_unknown(pointer as u64));
-        /// `cudaFreeAsync`.
-        Frees fn cudaFreeAsync(pointer: *mut c_void, stream: CudaStream) => handlers::free_async;
-        /// `cudaFreeAsync` in programs built for per-thread default streams.
-        Frees fn cudaFreeAsync_ptsz(pointer: *mut c_void, stream: CudaStream) => handlers::free_async_ptsz;
-        /// `cudaDeviceReset`: forgets the managed memory that it destroys.
-        Ends fn cudaDeviceReset() => contexts::reset_device;
-        /// `cudaDeviceEnablePeerAccess`: also gives the peer access to managed memory.
-        Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => peers::cuda_enable;
-        /// `cudaDeviceDisablePeerAccess`.
-        Shares fn cudaDeviceDisablePeerAccess(peer: c_int) => peers::cuda_disable;
-        /// `cudaMemPoolSetAccess`: also gives devices access to managed memory that stands for the pool's.
-        Shares fn cudaMemPoolSetAccess(pool: *mut c_void, access: *const c_void, count: usize) => peers::cuda_set_pool_access;
-        /// `cudaIpcGetMemHandle`: the handle for managed memory is the library's.
-        Shares fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
-        /// `cudaIpcOpenMemHandle`: gets managed memory from its owner.
-        Shares fn cudaIpcOpenMemHandle(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) => share::cuda_open;
-        /// `cudaIpcCloseMemHandle`.
-        Shares fn cudaIpcCloseMemHandle(pointer: *mut c_void) => share::cuda_close;
+        Allocates cudaMalloc Plain (pointer: *mut *mut c_void, bytes: usize) { alloc::malloc(pointer.cast(), bytes) unless alloc::can_forward(bytes) };
+        Allocates cudaMallocPitch Plain (pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize)
+            { alloc::malloc_pitch(pointer.cast(), pitch, width, height) };
+        Allocates cudaMalloc3D Plain (pitched: *mut CudaPitchedPtr, extent: CudaExtent) { alloc::malloc_3d(pitched, extent) };
+        Allocates cudaMallocManaged Plain (pointer: *mut *mut c_void, bytes: usize, flags: c_uint) { alloc::malloc_managed(bytes) };
+        Allocates cudaMallocAsync Plain (pointer: *mut *mut c_void, bytes: usize, stream: StreamHandle) { alloc::malloc_async(pointer.cast(), bytes, stream) };
+        Allocates cudaMallocAsync_ptsz PerThread (pointer: *mut *mut c_void, bytes: usize, stream: StreamHandle) { alloc::malloc_async(pointer.cast(), bytes, stream) };
+        Allocates cudaMallocFromPoolAsync Plain (pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: StreamHandle)
+            { alloc::malloc_from_pool_async(pointer.cast(), bytes, pool, stream) };
+        Allocates cudaMallocFromPoolAsync_ptsz PerThread (pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: StreamHandle)
+            { alloc::malloc_from_pool_async(pointer.cast(), bytes, pool, stream) };
+        Frees cudaFree Plain (pointer: *mut c_void) { alloc::free(pointer as u64) unless alloc::is_unknown(pointer as u64) };
+        Frees cudaFreeAsync Plain (pointer: *mut c_void, stream: StreamHandle) { alloc::free_async(pointer as u64, stream) };
+        Frees cudaFreeAsync_ptsz PerThread (pointer: *mut c_void, stream: StreamHandle) { alloc::free_async(pointer as u64, stream) };
+        Ends cudaDeviceReset Plain () { contexts::reset_device() };
+        Shares cudaDeviceEnablePeerAccess Plain (peer: c_int, flags: c_uint) { peers::enable(Peer::Device(peer)) };
+        Shares cudaDeviceDisablePeerAccess Plain (peer: c_int) { peers::disable(Peer::Device(peer)) };
+        Shares cudaMemPoolSetAccess Plain (pool: *mut c_void, access: *const c_void, count: usize) { peers::set_pool_access(pool, access.cast(), count) };
+        Shares cudaIpcGetMemHandle Plain (handle: *mut c_void, pointer: *mut c_void) { share::get(handle, pointer as u64) };
+        Shares cudaIpcOpenMemHandle Plain (pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) { share::open(pointer.cast(), &handle, flags) };
+        Shares cudaIpcCloseMemHandle Plain (pointer: *mut c_void) { share::close(pointer as u64) };
     } };
 }
 
@@ -171,122 +154,157 @@ pub enum Flavour {
 }
 
 /// The driver's functions. Each line: what the function does, its exported symbol, the name and CUDA version under which
-/// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`, perhaps with a condition, as above. Expands to
-/// `$with! { … }`.
+/// `cuGetProcAddress` knows it, its flavour, its arguments and its handler, perhaps with a condition, as above. A handler without brackets
+/// calls the driver itself, with arguments of its own, and gets those of the program. Expands to `$with! { … }`.
 ///
-/// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`. A handler takes the function's arguments
-/// and, if it allocates or looks up functions, the return address.
+/// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`.
 #[macro_export]
 macro_rules! driver_functions {
     ($with:ident) => { $with! {
-        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) => alloc::mem_alloc, unless (alloc::can_forward(bytes));
-        Allocates cuMemAllocPitch_v2 "cuMemAllocPitch" 3020 Plain (pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) => alloc::mem_alloc_pitch;
-        Allocates cuMemAllocAsync "cuMemAllocAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async;
-        Allocates cuMemAllocAsync_ptsz "cuMemAllocAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async_ptsz;
-        Allocates cuMemAllocFromPoolAsync "cuMemAllocFromPoolAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) => alloc::mem_alloc_from_pool_async;
-        Allocates cuMemAllocFromPoolAsync_ptsz "cuMemAllocFromPoolAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) => alloc::mem_alloc_from_pool_async_ptsz;
-        Allocates cuMemCreate "cuMemCreate" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) => vmm::create;
-        Allocates cuMemAllocManaged "cuMemAllocManaged" 6000 Plain (pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint) => alloc::mem_alloc_managed;
+        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) { alloc::mem_alloc(pointer, bytes) unless alloc::can_forward(bytes) };
+        Allocates cuMemAllocPitch_v2 "cuMemAllocPitch" 3020 Plain (pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint)
+            { alloc::mem_alloc_pitch(pointer, pitch, width, height, element) };
+        Allocates cuMemAllocAsync "cuMemAllocAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) { alloc::malloc_async(pointer, bytes, stream) };
+        Allocates cuMemAllocAsync_ptsz "cuMemAllocAsync" 11020 PerThread
+            (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) { alloc::malloc_async(pointer, bytes, stream) };
+        Allocates cuMemAllocFromPoolAsync "cuMemAllocFromPoolAsync" 11020 Plain
+            (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) { alloc::malloc_from_pool_async(pointer, bytes, pool, stream) };
+        Allocates cuMemAllocFromPoolAsync_ptsz "cuMemAllocFromPoolAsync" 11020 PerThread
+            (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) { alloc::malloc_from_pool_async(pointer, bytes, pool, stream) };
+        Allocates cuMemCreate "cuMemCreate" 10020 Plain
+            (handle: *mut Handle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) { vmm::create(handle, bytes, properties, flags) };
+        Allocates cuMemAllocManaged "cuMemAllocManaged" 6000 Plain (pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint) { alloc::mem_alloc_managed(pointer, bytes) };
 
-        Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) => alloc::mem_free, unless (alloc::is_unknown(pointer));
-        Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async;
-        Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async_ptsz;
-        Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: CUmemGenericAllocationHandle) => vmm::release;
+        Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) { alloc::free(pointer) unless alloc::is_unknown(pointer) };
+        Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) { alloc::free_async(pointer, stream) };
+        Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) { alloc::free_async(pointer, stream) };
+        Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: Handle) { vmm::release(handle) };
 
-        Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain (pointer: *mut CUdeviceptr, bytes: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong) => vmm::address_reserve;
-        Maps cuMemAddressFree "cuMemAddressFree" 10020 Plain (pointer: CUdeviceptr, bytes: usize) => vmm::address_free;
-        Maps cuMemMap "cuMemMap" 10020 Plain (pointer: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong) => vmm::map;
-        Maps cuMemUnmap "cuMemUnmap" 10020 Plain (pointer: CUdeviceptr, bytes: usize) => vmm::unmap;
-        Maps cuMemSetAccess "cuMemSetAccess" 10020 Plain (pointer: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize) => vmm::set_access;
-        Maps cuMemMapArrayAsync "cuMemMapArrayAsync" 11010 Plain (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) => vmm::map_array;
-        Maps cuMemMapArrayAsync_ptsz "cuMemMapArrayAsync" 11010 PerThread (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) => vmm::map_array_ptsz;
-        Maps cuMulticastBindMem "cuMulticastBindMem" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast;
-        Maps cuMulticastBindMem_v2 "cuMulticastBindMem" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast_v2;
-        Maps cuMulticastBindAddr "cuMulticastBindAddr" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address;
-        Maps cuMulticastBindAddr_v2 "cuMulticastBindAddr" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address_v2;
-        Maps cuLogicalEndpointBindMem "cuLogicalEndpointBindMem" 13030 Plain (endpoint: c_uint, device: CUdevice, endpoint_offset: c_ulonglong, handle: CUmemGenericAllocationHandle, offset: c_ulonglong, bytes: c_ulonglong, flags: c_ulonglong) => vmm::bind_endpoint;
-        Maps cuLogicalEndpointBindAddr "cuLogicalEndpointBindAddr" 13030 Plain (endpoint: c_uint, device: CUdevice, offset: c_ulonglong, pointer: *mut c_void, bytes: c_ulonglong, flags: c_ulonglong) => register::bind_endpoint_address;
-        Maps cuLogicalEndpointUnbind "cuLogicalEndpointUnbind" 13030 Plain (endpoint: c_uint, device: CUdevice, offset: c_ulonglong, bytes: c_ulonglong) => vmm::unbind_endpoint;
-        Maps cuLogicalEndpointDestroy "cuLogicalEndpointDestroy" 13030 Plain (endpoint: c_uint) => vmm::destroy_endpoint;
-        Maps cuMulticastUnbind "cuMulticastUnbind" 12010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, bytes: usize) => vmm::unbind_multicast;
+        Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain
+            (pointer: *mut CUdeviceptr, bytes: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong) { vmm::address_reserve(pointer, bytes) };
+        Maps cuMemAddressFree "cuMemAddressFree" 10020 Plain (pointer: CUdeviceptr, bytes: usize) { vmm::address_free(pointer, bytes) };
+        Maps cuMemMap "cuMemMap" 10020 Plain (pointer: CUdeviceptr, bytes: usize, offset: usize, handle: Handle, flags: c_ulonglong) { vmm::map };
+        Maps cuMemUnmap "cuMemUnmap" 10020 Plain (pointer: CUdeviceptr, bytes: usize) { vmm::unmap(pointer, bytes) };
+        Maps cuMemSetAccess "cuMemSetAccess" 10020 Plain (pointer: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize) { vmm::set_access };
+        Maps cuMemMapArrayAsync "cuMemMapArrayAsync" 11010 Plain (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) { vmm::map_array(list, count) };
+        Maps cuMemMapArrayAsync_ptsz "cuMemMapArrayAsync" 11010 PerThread (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) { vmm::map_array(list, count) };
+        Maps cuMulticastBindMem "cuMulticastBindMem" 12010 Plain
+            (multicast: Handle, multicast_offset: usize, handle: Handle, offset: usize, bytes: usize, flags: c_ulonglong) { vmm::bind_multicast };
+        Maps cuMulticastBindMem_v2 "cuMulticastBindMem" 13010 Plain
+            (multicast: Handle, device: CUdevice, multicast_offset: usize, handle: Handle, offset: usize, bytes: usize, flags: c_ulonglong) { vmm::bind_multicast_v2 };
+        Maps cuMulticastBindAddr "cuMulticastBindAddr" 12010 Plain (multicast: Handle, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong)
+            { register::bind_multicast_address(Binding { object: multicast, offset: multicast_offset, bytes, device: None }, pointer) };
+        Maps cuMulticastBindAddr_v2 "cuMulticastBindAddr" 13010 Plain
+            (multicast: Handle, device: CUdevice, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong)
+            { register::bind_multicast_address(Binding { object: multicast, offset: multicast_offset, bytes, device: Some(device) }, pointer) };
+        Maps cuLogicalEndpointBindMem "cuLogicalEndpointBindMem" 13030 Plain
+            (endpoint: c_uint, device: CUdevice, endpoint_offset: c_ulonglong, handle: Handle, offset: c_ulonglong, bytes: c_ulonglong, flags: c_ulonglong)
+            { vmm::bind_endpoint };
+        Maps cuLogicalEndpointBindAddr "cuLogicalEndpointBindAddr" 13030 Plain
+            (endpoint: c_uint, device: CUdevice, offset: c_ulonglong, pointer: *mut c_void, bytes: c_ulonglong, flags: c_ulonglong)
+            { register::bind_endpoint_address(part_of_endpoint(endpoint, device, offset, bytes), pointer as u64) };
+        Maps cuLogicalEndpointUnbind "cuLogicalEndpointUnbind" 13030 Plain
+            (endpoint: c_uint, device: CUdevice, offset: c_ulonglong, bytes: c_ulonglong) { vmm::unbind(part_of_endpoint(endpoint, device, offset, bytes)) };
+        Maps cuLogicalEndpointDestroy "cuLogicalEndpointDestroy" 13030 Plain (endpoint: c_uint) { vmm::destroy_endpoint(endpoint) };
+        Maps cuMulticastUnbind "cuMulticastUnbind" 12010 Plain
+            (multicast: Handle, device: CUdevice, offset: usize, bytes: usize) { vmm::unbind(Binding { object: multicast, offset, bytes, device: Some(device) }) };
 
-        Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
-        Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => share::import;
-        Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => register::handle_for_range;
-        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => share::driver_get;
-        Shares cuIpcOpenMemHandle "cuIpcOpenMemHandle" 4010 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open_v1;
-        Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
-        Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) => share::driver_close;
-        Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => register::pointer_set_attribute;
-        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => peers::driver_enable;
-        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => peers::driver_disable;
+        Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: Handle, kind: c_uint, flags: c_ulonglong) { vmm::export };
+        Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain
+            (handle: *mut Handle, shared: *mut c_void, kind: c_uint) { share::import(handle, shared, kind) };
+        Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain
+            (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) { register::handle_for_range(pointer, bytes) };
+        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) { share::get(shared, pointer) };
+        Shares cuIpcOpenMemHandle "cuIpcOpenMemHandle" 4010 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) { share::open(pointer, &shared, flags) };
+        Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) { share::open(pointer, &shared, flags) };
+        Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) { share::close(pointer) };
+        Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain
+            (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) { register::pointer_set_attribute(value, attribute, pointer) };
+        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) { peers::enable(Peer::Context(peer)) };
+        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) { peers::disable(Peer::Context(peer)) };
 
-        Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => peers::driver_set_pool_access;
-        Shares cuMemPoolCreate "cuMemPoolCreate" 11020 Plain (pool: *mut *mut c_void, properties: *const c_void) => pools::create;
-        Shares cuMemPoolDestroy "cuMemPoolDestroy" 11020 Plain (pool: *mut c_void) => pools::destroy;
-        Shares cuMemPoolExportToShareableHandle "cuMemPoolExportToShareableHandle" 11020 Plain (shared: *mut c_void, pool: *mut c_void, kind: c_uint, flags: c_ulonglong) => pools::export;
-        Shares cuMemPoolImportFromShareableHandle "cuMemPoolImportFromShareableHandle" 11020 Plain (pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, flags: c_ulonglong) => pools::import;
-        Shares cuMemPoolExportPointer "cuMemPoolExportPointer" 11020 Plain (data: *mut c_void, pointer: CUdeviceptr) => pools::export_pointer;
-        Shares cuMemPoolImportPointer "cuMemPoolImportPointer" 11020 Plain (pointer: *mut CUdeviceptr, pool: *mut c_void, data: *mut c_void) => pools::import_pointer;
+        Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain
+            (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) { peers::set_pool_access(pool, access.cast(), count) };
+        Shares cuMemPoolCreate "cuMemPoolCreate" 11020 Plain (pool: *mut *mut c_void, properties: *const c_void) { pools::create(pool, properties) };
+        Shares cuMemPoolDestroy "cuMemPoolDestroy" 11020 Plain (pool: *mut c_void) { pools::destroy(pool) };
+        Shares cuMemPoolExportToShareableHandle "cuMemPoolExportToShareableHandle" 11020 Plain
+            (shared: *mut c_void, pool: *mut c_void, kind: c_uint, flags: c_ulonglong) { pools::export(pool) };
+        Shares cuMemPoolImportFromShareableHandle "cuMemPoolImportFromShareableHandle" 11020 Plain
+            (pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, flags: c_ulonglong) { pools::import(pool) };
+        Shares cuMemPoolExportPointer "cuMemPoolExportPointer" 11020 Plain (data: *mut c_void, pointer: CUdeviceptr) { pools::export_pointer(pointer) };
+        Shares cuMemPoolImportPointer "cuMemPoolImportPointer" 11020 Plain (pointer: *mut CUdeviceptr, pool: *mut c_void, data: *mut c_void) { pools::import_pointer(pointer) };
 
-        Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
-        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => queries::address_range;
-        Queries cuMemHostGetDevicePointer_v2 "cuMemHostGetDevicePointer" 3020 Plain (pointer: *mut CUdeviceptr, host: *mut c_void, flags: c_uint) => queries::host_device_pointer;
-        Queries cuPointerGetAttribute "cuPointerGetAttribute" 4000 Plain (value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) => queries::pointer_attribute;
-        Queries cuPointerGetAttributes "cuPointerGetAttributes" 7000 Plain (count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) => queries::pointer_attributes;
-        Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
-        Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
+        Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain
+            (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) { vmm::get_access(flags, location, pointer) };
+        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) { queries::address_range };
+        Queries cuMemHostGetDevicePointer_v2 "cuMemHostGetDevicePointer" 3020 Plain
+            (pointer: *mut CUdeviceptr, host: *mut c_void, flags: c_uint) { queries::host_device_pointer };
+        Queries cuPointerGetAttribute "cuPointerGetAttribute" 4000 Plain (value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) { queries::pointer_attribute };
+        Queries cuPointerGetAttributes "cuPointerGetAttributes" 7000 Plain
+            (count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) { queries::pointer_attributes };
+        Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut Handle, pointer: *mut c_void) { vmm::retain_handle(handle, pointer) };
+        Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain
+            (properties: *mut CUmemAllocationProp, handle: Handle) { vmm::properties_of(properties, handle) };
 
-        Queries cuMemPoolGetAttribute "cuMemPoolGetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) => pools::get_attribute;
-        Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) => pools::set_attribute;
-        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) => alloc::mem_get_info, unless (alloc::has_nothing_freed());
+        Queries cuMemPoolGetAttribute "cuMemPoolGetAttribute" 11020 Plain
+            (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::get_attribute(pool, attribute, value) };
+        Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::set_attribute(pool, attribute) };
+        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) { alloc::mem_get_info() unless alloc::has_nothing_freed() };
 
-        Synchronizes cuCtxSynchronize "cuCtxSynchronize" 2000 Plain () => alloc::synchronised, unless (alloc::has_nothing_freed());
-        Synchronizes cuCtxSynchronize_v2 "cuCtxSynchronize" 13000 Plain (context: ContextHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
-        Synchronizes cuEventSynchronize "cuEventSynchronize" 2000 Plain (event: *mut c_void) => alloc::synchronised, unless (alloc::has_nothing_freed());
-        Synchronizes cuStreamSynchronize "cuStreamSynchronize" 2000 Plain (stream: StreamHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
-        Synchronizes cuStreamSynchronize_ptsz "cuStreamSynchronize" 7000 PerThread (stream: StreamHandle) => alloc::synchronised, unless (alloc::has_nothing_freed());
-        Frees cuMemPoolTrimTo "cuMemPoolTrimTo" 11020 Plain (pool: *mut c_void, keep: usize) => pools::trim;
+        Synchronizes cuCtxSynchronize "cuCtxSynchronize" 2000 Plain () { alloc::synchronised unless alloc::has_nothing_freed() };
+        Synchronizes cuCtxSynchronize_v2 "cuCtxSynchronize" 13000 Plain (context: ContextHandle) { alloc::synchronised unless alloc::has_nothing_freed() };
+        Synchronizes cuEventSynchronize "cuEventSynchronize" 2000 Plain (event: *mut c_void) { alloc::synchronised unless alloc::has_nothing_freed() };
+        Synchronizes cuStreamSynchronize "cuStreamSynchronize" 2000 Plain (stream: StreamHandle) { alloc::synchronised unless alloc::has_nothing_freed() };
+        Synchronizes cuStreamSynchronize_ptsz "cuStreamSynchronize" 7000 PerThread (stream: StreamHandle) { alloc::synchronised unless alloc::has_nothing_freed() };
+        Frees cuMemPoolTrimTo "cuMemPoolTrimTo" 11020 Plain (pool: *mut c_void, keep: usize) { pools::trim(pool, keep) };
 
-        Starts cuInit "cuInit" 2000 Plain (flags: c_uint) => ready::look_up;
-        Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
-        Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
-        Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) => forward;
-        Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) => forward;
-        Begins cuGreenCtxCreate "cuGreenCtxCreate" 12040 Plain (green: *mut Green, resources: *const c_void, device: CUdevice, flags: c_uint) => contexts::create_green;
-        Begins cuCtxFromGreenCtx "cuCtxFromGreenCtx" 12040 Plain (context: *mut ContextHandle, green: Green) => contexts::from_green;
-        Ends cuGreenCtxDestroy "cuGreenCtxDestroy" 12040 Plain (green: Green) => contexts::destroy_green;
-        Ends cuCtxDestroy "cuCtxDestroy" 2000 Plain (context: ContextHandle) => contexts::destroy_v1;
-        Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => contexts::destroy;
-        Ends cuCtxDetach "cuCtxDetach" 2000 Plain (context: ContextHandle) => contexts::detach;
-        Ends cuDevicePrimaryCtxReset "cuDevicePrimaryCtxReset" 7000 Plain (device: CUdevice) => contexts::reset_primary_v1;
-        Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => contexts::reset_primary;
-        Ends cuDevicePrimaryCtxRelease "cuDevicePrimaryCtxRelease" 7000 Plain (device: CUdevice) => contexts::release_primary_v1;
-        Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => contexts::release_primary;
+        Starts cuInit "cuInit" 2000 Plain (flags: c_uint) { ready::look_up };
+        Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) { call::forward() };
+        Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) { call::forward() };
+        Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) { call::forward() };
+        Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) { call::forward() };
+        Begins cuGreenCtxCreate "cuGreenCtxCreate" 12040 Plain
+            (green: *mut Green, resources: *const c_void, device: CUdevice, flags: c_uint) { contexts::create_green(green, device) };
+        Begins cuCtxFromGreenCtx "cuCtxFromGreenCtx" 12040 Plain (context: *mut ContextHandle, green: Green) { contexts::from_green(context, green) };
+        Ends cuGreenCtxDestroy "cuGreenCtxDestroy" 12040 Plain (green: Green) { contexts::destroy_green(green) };
+        Ends cuCtxDestroy "cuCtxDestroy" 2000 Plain (context: ContextHandle) { contexts::destroy(context) };
+        Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) { contexts::destroy(context) };
+        Ends cuCtxDetach "cuCtxDetach" 2000 Plain (context: ContextHandle) { contexts::destroy(context) };
+        Ends cuDevicePrimaryCtxReset "cuDevicePrimaryCtxReset" 7000 Plain (device: CUdevice) { contexts::reset_primary(device) };
+        Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) { contexts::reset_primary(device) };
+        Ends cuDevicePrimaryCtxRelease "cuDevicePrimaryCtxRelease" 7000 Plain (device: CUdevice) { contexts::reset_primary(device) };
+        Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) { contexts::reset_primary(device) };
 
-        Streams cuStreamCreate "cuStreamCreate" 2000 Plain (stream: *mut StreamHandle, flags: c_uint) => streams::create;
-        Streams cuStreamCreateWithPriority "cuStreamCreateWithPriority" 5050 Plain (stream: *mut StreamHandle, flags: c_uint, priority: c_int) => streams::create_with_priority;
-        Streams cuGreenCtxStreamCreate "cuGreenCtxStreamCreate" 12050 Plain (stream: *mut StreamHandle, green: *mut c_void, flags: c_uint, priority: c_int) => streams::create_in_green;
-        Streams cuStreamDestroy "cuStreamDestroy" 2000 Plain (stream: StreamHandle) => streams::destroy_v1;
-        Streams cuStreamDestroy_v2 "cuStreamDestroy" 4000 Plain (stream: StreamHandle) => streams::destroy;
-        Streams cuStreamBeginCapture "cuStreamBeginCapture" 10000 Plain (stream: StreamHandle) => streams::begin_v1;
-        Streams cuStreamBeginCapture_ptsz "cuStreamBeginCapture" 10000 PerThread (stream: StreamHandle) => streams::begin_v1_ptsz;
-        Streams cuStreamBeginCapture_v2 "cuStreamBeginCapture" 10010 Plain (stream: StreamHandle, mode: c_uint) => streams::begin;
-        Streams cuStreamBeginCapture_v2_ptsz "cuStreamBeginCapture" 10010 PerThread (stream: StreamHandle, mode: c_uint) => streams::begin_ptsz;
-        Streams cuStreamBeginCaptureToGraph "cuStreamBeginCaptureToGraph" 12030 Plain (stream: StreamHandle, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: c_uint) => streams::begin_to_graph;
-        Streams cuStreamBeginCaptureToGraph_ptsz "cuStreamBeginCaptureToGraph" 12030 PerThread (stream: StreamHandle, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: c_uint) => streams::begin_to_graph_ptsz;
-        Streams cuStreamBeginCaptureToCig "cuStreamBeginCaptureToCig" 13010 Plain (stream: StreamHandle, parameters: *mut c_void) => streams::begin_to_cig;
-        Streams cuStreamBeginCaptureToCig_ptsz "cuStreamBeginCaptureToCig" 13010 PerThread (stream: StreamHandle, parameters: *mut c_void) => streams::begin_to_cig_ptsz;
-        Streams cuStreamBeginRecaptureToGraph "cuStreamBeginRecaptureToGraph" 13030 Plain (stream: StreamHandle, second: usize, third: usize, fourth: usize, fifth: usize) => streams::begin_again;
-        Streams cuStreamBeginRecaptureToGraph_ptsz "cuStreamBeginRecaptureToGraph" 13030 PerThread (stream: StreamHandle, second: usize, third: usize, fourth: usize, fifth: usize) => streams::begin_again_ptsz;
-        Streams cuStreamEndCaptureToCig "cuStreamEndCaptureToCig" 13010 Plain (stream: StreamHandle) => streams::end_to_cig;
-        Streams cuStreamEndCaptureToCig_ptsz "cuStreamEndCaptureToCig" 13010 PerThread (stream: StreamHandle) => streams::end_to_cig_ptsz;
-        Streams cuStreamEndCapture "cuStreamEndCapture" 10000 Plain (stream: StreamHandle, graph: *mut *mut c_void) => streams::end;
-        Streams cuStreamEndCapture_ptsz "cuStreamEndCapture" 10000 PerThread (stream: StreamHandle, graph: *mut *mut c_void) => streams::end_ptsz;
+        Streams cuStreamCreate "cuStreamCreate" 2000 Plain (stream: *mut StreamHandle, flags: c_uint) { streams::create(stream) };
+        Streams cuStreamCreateWithPriority "cuStreamCreateWithPriority" 5050 Plain (stream: *mut StreamHandle, flags: c_uint, priority: c_int) { streams::create(stream) };
+        Streams cuGreenCtxStreamCreate "cuGreenCtxStreamCreate" 12050 Plain
+            (stream: *mut StreamHandle, green: *mut c_void, flags: c_uint, priority: c_int) { streams::create(stream) };
+        Streams cuStreamDestroy "cuStreamDestroy" 2000 Plain (stream: StreamHandle) { streams::destroy(stream) };
+        Streams cuStreamDestroy_v2 "cuStreamDestroy" 4000 Plain (stream: StreamHandle) { streams::destroy(stream) };
+        Streams cuStreamBeginCapture "cuStreamBeginCapture" 10000 Plain (stream: StreamHandle) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCapture_ptsz "cuStreamBeginCapture" 10000 PerThread (stream: StreamHandle) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCapture_v2 "cuStreamBeginCapture" 10010 Plain (stream: StreamHandle, mode: c_uint) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCapture_v2_ptsz "cuStreamBeginCapture" 10010 PerThread (stream: StreamHandle, mode: c_uint) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCaptureToGraph "cuStreamBeginCaptureToGraph" 12030 Plain
+            (stream: StreamHandle, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: c_uint) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCaptureToGraph_ptsz "cuStreamBeginCaptureToGraph" 12030 PerThread
+            (stream: StreamHandle, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: c_uint) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCaptureToCig "cuStreamBeginCaptureToCig" 13010 Plain (stream: StreamHandle, parameters: *mut c_void) { streams::begin_capture(stream) };
+        Streams cuStreamBeginCaptureToCig_ptsz "cuStreamBeginCaptureToCig" 13010 PerThread (stream: StreamHandle, parameters: *mut c_void) { streams::begin_capture(stream) };
+        Streams cuStreamBeginRecaptureToGraph "cuStreamBeginRecaptureToGraph" 13030 Plain
+            (stream: StreamHandle, second: usize, third: usize, fourth: usize, fifth: usize) { streams::begin_capture(stream) };
+        Streams cuStreamBeginRecaptureToGraph_ptsz "cuStreamBeginRecaptureToGraph" 13030 PerThread
+            (stream: StreamHandle, second: usize, third: usize, fourth: usize, fifth: usize) { streams::begin_capture(stream) };
+        Streams cuStreamEndCaptureToCig "cuStreamEndCaptureToCig" 13010 Plain (stream: StreamHandle) { streams::end_capture(stream) };
+        Streams cuStreamEndCaptureToCig_ptsz "cuStreamEndCaptureToCig" 13010 PerThread (stream: StreamHandle) { streams::end_capture(stream) };
+        Streams cuStreamEndCapture "cuStreamEndCapture" 10000 Plain (stream: StreamHandle, graph: *mut *mut c_void) { streams::end_capture(stream) };
+        Streams cuStreamEndCapture_ptsz "cuStreamEndCapture" 10000 PerThread (stream: StreamHandle, graph: *mut *mut c_void) { streams::end_capture(stream) };
 
 
-        Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => proc_address::get_proc_address;
-        Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => proc_address::get_proc_address_v2;
+        Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain
+            (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) { proc_address::get_proc_address };
+        Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain
+            (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) { proc_address::get_proc_address_v2 };
     } };
 }
 

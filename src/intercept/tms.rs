@@ -7,9 +7,11 @@
 //! [`abi::vramctl_last_error`] has them too.
 
 use crate::abi::{self, VramctlResult};
+use crate::call::{Api, Call, Origin};
 use crate::entry::{jump, pass_caller};
-use crate::handlers;
 use crate::runtimes::Runtime;
+use crate::table::{Effect, Flavour};
+use crate::{alloc, copies};
 use std::arch::naked_asm;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
@@ -19,7 +21,8 @@ use std::ptr;
 use vramctl_backup as backup;
 use vramctl_config::{self as config, CpuBackupBackend};
 use vramctl_core::memory::{Memory, region};
-use vramctl_model::{Error, Kind, Policy};
+use vramctl_driver::RelaxedCapture;
+use vramctl_model::{self as model, Error, Kind, Policy, StatusCode};
 
 thread_local! {
     /// The string that [`tms_get_current_tag`] last returned.
@@ -201,23 +204,53 @@ extern "C" fn torch_malloc(bytes: isize, device: c_int, _stream: *mut c_void, ca
     let none = ptr::null_mut();
     let Ok(bytes) = usize::try_from(bytes) else { return none };
     guarded(none, || {
-        Runtime::of(caller).map_or_else(
-            || {
-                log::error!("cannot allocate on device {device}: no CUDA runtime is loaded");
-                none
-            },
-            |runtime| handlers::torch_malloc(runtime, bytes, device),
-        )
+        let Some(runtime) = Runtime::of(caller) else {
+            log::error!("cannot allocate on device {device}: no CUDA runtime is loaded");
+            return none;
+        };
+        // For its own allocator, torch allows allocations in a capture, too.
+        let _relaxed = RelaxedCapture::enter();
+        let before = runtime.current_device();
+        if before != Some(device) && !runtime.set_device(device) {
+            log::error!("cannot allocate on device {device}: it does not exist");
+            return none;
+        }
+        let mut pointer = none;
+        let place = &raw mut pointer;
+        // SAFETY: `pointer` is writable.
+        let answer = as_hooked(Effect::Allocates, runtime, &mut || unsafe { runtime.cudaMalloc(place, bytes) }, |call| unsafe {
+            alloc::malloc(call, place.cast(), bytes)
+        });
+        if let Some(before) = before.filter(|before| *before != device) {
+            runtime.set_device(before);
+        }
+        if answer == model::code::SUCCESS { pointer } else { none }
     })
 }
 
 unsafe extern "C" fn torch_free(pointer: *mut c_void, _bytes: isize, _device: c_int, _stream: *mut c_void, caller: *const c_void) {
-    // SAFETY: the caller's promise.
-    guarded((), || unsafe {
-        if let Some(runtime) = Runtime::of(caller) {
-            handlers::torch_free(runtime, pointer);
+    guarded((), || {
+        let Some(runtime) = Runtime::of(caller) else { return };
+        let _relaxed = RelaxedCapture::enter();
+        // SAFETY: the caller's promise.
+        let answer =
+            as_hooked(Effect::Frees, runtime, &mut || unsafe { runtime.cudaFree(pointer) }, |call| alloc::free(call, pointer as u64));
+        // At exit the runtime may shut down before torch's pools; everything is freed then anyway.
+        if !matches!(answer, model::code::SUCCESS | model::code::DEINITIALIZED) {
+            log::error!("cannot free the memory at {pointer:p} (CUDA error {answer})");
         }
     });
+}
+
+/// Makes a call of the runtime's as if the program had made it.
+fn as_hooked(
+    effect: Effect,
+    runtime: &'static Runtime,
+    real: &mut dyn FnMut() -> StatusCode,
+    handler: impl FnOnce(&mut Call) -> StatusCode,
+) -> StatusCode {
+    let origin = Origin { api: Api::Runtime(runtime), effect, flavour: Flavour::Plain, caller: ptr::null() };
+    if copies::another_is_first() { real() } else { handler(&mut Call::new(origin, real)) }
 }
 
 /// Switches a policy on or off. The policies exclude each other: switching one on switches the other off, and switching the

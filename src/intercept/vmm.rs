@@ -1,7 +1,8 @@
 //! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and related functions. Calls about other memory go to the real
 //! function.
 
-use crate::alloc::{forward_unmanaged, has_memory, managed, placement};
+use crate::alloc::{announce_memory, finish, forward_unmanaged, placement};
+use crate::call::{Call, forward};
 use crate::paused::once_there;
 use crate::share::BY_DESCRIPTOR;
 use crate::{driver_memory, driver_originals};
@@ -15,7 +16,7 @@ use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, reserved, unmanaged};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
-    Current, Location, Properties, StreamHandle,
+    Current, Location, Properties,
 };
 use vramctl_host::Held;
 use vramctl_model::{Error, Failure, ObstacleKind, Span, StatusCode, code};
@@ -23,45 +24,40 @@ use vramctl_model::{Error, Failure, ObstacleKind, Span, StatusCode, code};
 type Handle = CUmemGenericAllocationHandle;
 
 pub unsafe fn create(
+    call: &mut Call,
     handle: *mut Handle,
     bytes: usize,
     properties: *const CUmemAllocationProp,
     flags: c_ulonglong,
-    caller: *const c_void,
 ) -> StatusCode {
-    // SAFETY: here and below, the real function gets the arguments unchanged.
-    let real = || unsafe { driver_originals::cuMemCreate(handle, bytes, properties, flags) };
     // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Properties` has the layout of.
     let wanted = unsafe { properties.cast::<Properties>().as_ref() };
-    let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
+    let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return call.real() };
     let Some(device) = wanted.device() else {
-        return create_on_host(wanted, bytes, caller).map_or_else(real, |made| {
-            // SAFETY: not null, and writable by the program's promise.
-            unsafe { handle.write(made) };
-            code::SUCCESS
-        });
+        let made = create_on_host(wanted, bytes, call.caller());
+        // SAFETY: not null, and writable by the program's promise.
+        return unsafe { answer_with(handle, made.map(Ok)) }.unwrap_or_else(|| call.real());
     };
-    // SAFETY: not null, and the real function has succeeded.
-    let note = |requester| unmanaged::note_handle(unsafe { handle.read() }, bytes, device, requester);
-    let real = || forward_unmanaged(caller, bytes, Some(device), real, note);
-    let Some(policy) = placement(bytes, caller) else { return real() };
-    let Some(current) = context_on(device) else { return real() };
-    let made = Memory::get().create(&policy, wanted, bytes, &current);
-    // The program has asked for virtual memory itself, and with these properties: the driver's answer is what it gets.
-    if let Err(Error::Driver(Failure { call: "cuMemCreate", code })) = made
-        && code != code::OUT_OF_MEMORY
+    if let Some(policy) = placement(bytes, call.caller())
+        && let Some(current) = context_on(device)
     {
-        return code;
-    }
-    match managed(&current, &policy.tag, made, bytes, device, caller) {
-        None => real(),
-        Some(Ok(made)) => {
-            // SAFETY: not null, and writable by the program's promise.
-            unsafe { handle.write(made) };
-            code::SUCCESS
+        let made = Memory::get().create(&policy, wanted, bytes, &current);
+        // The program has asked for virtual memory itself, and with these properties: the driver's answer is what it gets.
+        if let Err(Error::Driver(Failure { call: "cuMemCreate", code })) = made
+            && code != code::OUT_OF_MEMORY
+        {
+            return code;
         }
-        Some(Err(error)) => error,
+        let made = finish(&current, &policy.tag, made, bytes, device, call.caller());
+        // SAFETY: as above.
+        if let Some(answer) = unsafe { answer_with(handle, made) } {
+            return answer;
+        }
     }
+    // SAFETY: not null, and the real function has succeeded.
+    forward_unmanaged(call, bytes, Some(device), forward, |requester| unsafe {
+        unmanaged::note_handle(handle.read(), bytes, device, requester);
+    })
 }
 
 /// The handle for memory of the host that other processes can import, for which they are asked to give it up. `None` if the real function is to answer: it
@@ -73,7 +69,7 @@ fn create_on_host(wanted: &Properties, bytes: usize, caller: *const c_void) -> O
     let policy = placement(bytes, caller)?;
     let current = Current::of_thread().ok()??;
     let made = Memory::get().create(&policy, wanted, bytes, &current);
-    made.inspect(|_| has_memory()).inspect_err(|error| log::debug!("cannot manage {bytes} bytes of the host's memory: {error}")).ok()
+    made.inspect(|_| announce_memory()).inspect_err(|error| log::debug!("cannot manage {bytes} bytes of the host's memory: {error}")).ok()
 }
 
 /// A context of a device, for copies: the thread's current one, the primary one, or another. Creating memory needs no context, so there may
@@ -84,20 +80,18 @@ fn context_on(device: CUdevice) -> Option<Current> {
     current.or_else(primary).or_else(|| contexts::enter_any(device))
 }
 
-pub unsafe fn release(handle: Handle) -> StatusCode {
+pub fn release(call: &mut Call, handle: Handle) -> StatusCode {
     let _freeing = events::freeing();
-    // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemRelease(handle) };
     existing(|memory| {
         memory.releasing_object(handle);
         memory.release_handle(handle)
     })
-    .unwrap_or_else(|| unmanaged::release(handle, real))
+    .unwrap_or_else(|| unmanaged::release(handle, || call.real()))
 }
 
 pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Handle, flags: c_ulonglong) -> StatusCode {
     let real = |handle| {
-        // SAFETY: as above, but for the handle, for which the driver gets its own.
+        // SAFETY: the program's arguments, except the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemMap(address, bytes, offset, handle, flags) }
     };
     existing(|memory| memory.map(Span { address, bytes }, offset, handle, flags, real)).unwrap_or_else(|| {
@@ -109,13 +103,11 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
     })
 }
 
-pub unsafe fn unmap(address: CUdeviceptr, bytes: usize) -> StatusCode {
+pub fn unmap(call: &mut Call, address: CUdeviceptr, bytes: usize) -> StatusCode {
     let _freeing = events::freeing();
-    // SAFETY: as above.
-    let unmap = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
     let span = Span { address, bytes };
-    let real = || unmanaged::unmap(span, unmap);
-    existing(|memory| memory.unmap(span, real)).unwrap_or_else(real)
+    let mut real = || unmanaged::unmap(span, || call.real());
+    existing(|memory| memory.unmap(span, &mut real)).unwrap_or_else(real)
 }
 
 pub unsafe fn set_access(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
@@ -167,30 +159,16 @@ fn opened_to_others(span: Span, listed: &[Access]) -> Vec<(ObstacleKey, CUdevice
 /// More than there are locations. The real function rejects such a count.
 const MOST_LOCATIONS: usize = 4096;
 
-pub unsafe fn get_access(flags: *mut c_ulonglong, location: *const CUmemLocation, address: CUdeviceptr) -> StatusCode {
+pub unsafe fn get_access(call: &mut Call, flags: *mut c_ulonglong, location: *const CUmemLocation, address: CUdeviceptr) -> StatusCode {
     // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Location` has the layout of.
     let asked = unsafe { location.cast::<Location>().as_ref() };
     let paused = asked.filter(|_| !flags.is_null()).and_then(|asked| existing(|memory| memory.access_of_paused(address, *asked)));
-    match paused {
-        // SAFETY: not null, and writable by the program's promise.
-        Some(answer) => unsafe {
-            flags.write(answer);
-            code::SUCCESS
-        },
-        // SAFETY: as above.
-        None => unsafe { driver_originals::cuMemGetAccess(flags, location, address) },
-    }
+    // SAFETY: not null, and writable by the program's promise.
+    unsafe { answer_with(flags, paused.map(Ok)) }.unwrap_or_else(|| call.real())
 }
 
-pub unsafe fn address_reserve(
-    pointer: *mut CUdeviceptr,
-    bytes: usize,
-    alignment: usize,
-    hint: CUdeviceptr,
-    flags: c_ulonglong,
-) -> StatusCode {
-    // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMemAddressReserve(pointer, bytes, alignment, hint, flags) };
+pub unsafe fn address_reserve(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize) -> StatusCode {
+    let answer = call.real();
     if answer == code::SUCCESS && !pointer.is_null() {
         // SAFETY: not null, and written by the real function.
         reserved::note(Span { address: unsafe { pointer.read() }, bytes });
@@ -198,48 +176,49 @@ pub unsafe fn address_reserve(
     answer
 }
 
-pub unsafe fn address_free(address: CUdeviceptr, bytes: usize) -> StatusCode {
+pub fn address_free(call: &mut Call, address: CUdeviceptr, bytes: usize) -> StatusCode {
     let span = Span { address, bytes };
-    // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemAddressFree(address, bytes) };
-    existing(|memory| memory.keeps_addresses(span)).unwrap_or_else(|| reserved::freeing(span, real))
+    existing(|memory| memory.keeps_addresses(span)).unwrap_or_else(|| reserved::freeing(span, || call.real()))
 }
 
-pub unsafe fn retain_handle(handle: *mut Handle, address: *mut c_void) -> StatusCode {
+pub unsafe fn retain_handle(call: &mut Call, handle: *mut Handle, address: *mut c_void) -> StatusCode {
     let found = if handle.is_null() { None } else { existing(|memory| memory.retain_handle(address as CUdeviceptr)) };
     // SAFETY: not null, and writable by the program's promise.
-    answer_with(handle, found).unwrap_or_else(|| unsafe {
-        let answer = driver_originals::cuMemRetainAllocationHandle(handle, address);
-        if answer == code::SUCCESS && !handle.is_null() {
-            unmanaged::note_retained(handle.read(), address as CUdeviceptr);
-        }
-        answer
-    })
+    if let Some(answer) = unsafe { answer_with(handle, found) } {
+        return answer;
+    }
+    let answer = call.real();
+    if answer == code::SUCCESS && !handle.is_null() {
+        // SAFETY: not null, and written by the real function.
+        unmanaged::note_retained(unsafe { handle.read() }, address as CUdeviceptr);
+    }
+    answer
 }
 
-pub unsafe fn properties_of(properties: *mut CUmemAllocationProp, handle: Handle) -> StatusCode {
+pub unsafe fn properties_of(call: &mut Call, properties: *mut CUmemAllocationProp, handle: Handle) -> StatusCode {
     let found = if properties.is_null() { None } else { existing(|memory| memory.properties_of(handle)) };
-    // SAFETY: as above.
-    answer_with(properties.cast::<Properties>(), found)
-        .unwrap_or_else(|| unsafe { driver_originals::cuMemGetAllocationPropertiesFromHandle(properties, handle) })
+    // SAFETY: not null, and writable by the program's promise.
+    unsafe { answer_with(properties.cast::<Properties>(), found) }.unwrap_or_else(|| call.real())
 }
 
-/// Writes a value for the program, if there is an answer. `to` must be null or writable.
-fn answer_with<T>(to: *mut T, found: Option<Result<T, StatusCode>>) -> Option<StatusCode> {
+/// Writes a value for the program, if there is an answer.
+///
+/// # Safety
+/// `to` must be writable.
+unsafe fn answer_with<T>(to: *mut T, found: Option<Result<T, StatusCode>>) -> Option<StatusCode> {
     found.map(|found| match found {
-        Ok(value) if !to.is_null() => {
-            // SAFETY: not null, and writable by the program's promise.
+        Ok(value) => {
+            // SAFETY: the caller's promise.
             unsafe { to.write(value) };
             code::SUCCESS
         }
-        Ok(_) => code::INVALID_VALUE,
         Err(error) => error,
     })
 }
 
 pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c_ulonglong) -> StatusCode {
     let real = |handle| {
-        // SAFETY: as above, but for the handle, for which the driver gets its own.
+        // SAFETY: as in `map`.
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
     once_there(
@@ -285,7 +264,7 @@ unsafe fn export_descriptor(shared: *mut c_int, handle: Handle, real: impl FnOnc
 }
 
 /// Makes a call that uses a multicast object, and records that. `call`: its name.
-pub fn noting_multicast(multicast: Handle, call: &'static str, make: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn note_multicast(multicast: Handle, call: &'static str, make: impl FnOnce() -> StatusCode) -> StatusCode {
     sightings::noting(ObstacleKind::Multicast, make, || sightings::note(ObstacleKind::Multicast, call, ObstacleKey::Handle(multicast)))
 }
 
@@ -325,15 +304,14 @@ fn bind(binding: Binding, handle: Handle, real: impl Fn(Handle) -> StatusCode) -
     const CALL: &str = "cuMulticastBindMem";
     let until = RegisteredUntil::Unbound(binding);
     let make = || existing(|memory| memory.share_handle(handle, CALL, until, &real)).unwrap_or_else(|| real(handle));
-    once_there(|| is_paused(handle), || noting_multicast(binding.object, CALL, make))
+    once_there(|| is_paused(handle), || note_multicast(binding.object, CALL, make))
 }
 
-pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usize, bytes: usize) -> StatusCode {
-    // SAFETY: as in `create`.
-    let real = || unsafe { driver_originals::cuMulticastUnbind(multicast, device, offset, bytes) };
+/// Unbinds memory from a multicast object or a logical endpoint.
+pub fn unbind(call: &mut Call, binding: Binding) -> StatusCode {
     match Memory::existing() {
-        Some(memory) => memory.unbinding(Binding { object: multicast, offset, bytes, device: Some(device) }, real),
-        None => real(),
+        Some(memory) => memory.unbinding(binding, || call.real()),
+        None => call.real(),
     }
 }
 
@@ -360,37 +338,18 @@ pub fn part_of_endpoint(endpoint: c_uint, device: CUdevice, offset: c_ulonglong,
     Binding { object: endpoint.into(), offset: offset as usize, bytes: bytes as usize, device: Some(device) }
 }
 
-pub unsafe fn unbind_endpoint(endpoint: c_uint, device: CUdevice, offset: c_ulonglong, bytes: c_ulonglong) -> StatusCode {
-    // SAFETY: as in `create`.
-    let real = || unsafe { driver_originals::cuLogicalEndpointUnbind(endpoint, device, offset, bytes) };
-    match Memory::existing() {
-        Some(memory) => memory.unbinding(part_of_endpoint(endpoint, device, offset, bytes), real),
-        None => real(),
-    }
-}
-
-pub unsafe fn destroy_endpoint(endpoint: c_uint) -> StatusCode {
+pub fn destroy_endpoint(call: &mut Call, endpoint: c_uint) -> StatusCode {
     if let Some(memory) = Memory::existing() {
         memory.releasing_object(endpoint.into());
     }
-    // SAFETY: as in `create`.
-    unsafe { driver_originals::cuLogicalEndpointDestroy(endpoint) }
+    call.real()
 }
 
-pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
-    // SAFETY: the program's promise; the real function gets the list, with the driver's handles in it.
-    in_stream_order(|| unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync(list, count, stream)) })
-}
-
-pub unsafe fn map_array_ptsz(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
-    // SAFETY: as in `map_array`.
-    in_stream_order(|| unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync_ptsz(list, count, stream)) })
-}
-
-/// Makes a call that is work of its stream, like a launch: it waits while the program is held.
-fn in_stream_order(make: impl FnOnce() -> StatusCode) -> StatusCode {
+/// Work of its stream, like a launch: it waits while the program is held. The real function gets the list, with the driver's handles in it.
+pub unsafe fn map_array(call: &mut Call, list: *mut CUarrayMapInfo, count: c_uint) -> StatusCode {
     static GATED: Gated = Gated("cuMemMapArrayAsync");
-    gate::pass(&GATED, make)
+    // SAFETY: the program's promise.
+    gate::pass(&GATED, || unsafe { with_real_handles(list, count, || call.real()) })
 }
 
 /// Puts the driver's handles into a list of the program's for the duration of a call.

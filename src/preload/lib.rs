@@ -33,12 +33,12 @@ macro_rules! export {
 }
 
 macro_rules! runtime {
-    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path $(, unless $passes:tt)?;)*) => { $( export!($name, hooks::$name); )* };
+    ($($effect:ident $name:ident $flavour:ident $arguments:tt $handler:tt;)*) => { $( export!($name, hooks::$name); )* };
 }
 vramctl_intercept::hooked_functions!(runtime);
 
 macro_rules! driver {
-    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt => $($handler:ident)::+ $(, unless $passes:tt)?;)*) => {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt $handler:tt;)*) => {
         $( export!($symbol, entries::$symbol); )*
     };
 }

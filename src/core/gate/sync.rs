@@ -2,8 +2,8 @@
 
 pub use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
+pub use vramctl_host::futex::{wait, wake_all as wake};
 
-use std::ptr;
 use std::sync::atomic::compiler_fence;
 use std::thread;
 use std::time::Duration;
@@ -25,21 +25,4 @@ pub fn heavy_fence() -> bool {
 /// Sleeps longer than a store takes to become visible to other processors.
 pub fn rest() {
     thread::sleep(Duration::from_millis(10));
-}
-
-/// Waits while the word has this value, until woken. May return spuriously.
-pub fn wait(word: &AtomicU32, value: u32) {
-    // SAFETY: the word lives as long as the process.
-    unsafe {
-        let nothing = ptr::null::<libc::timespec>();
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, value, nothing);
-    }
-}
-
-/// Wakes all that wait.
-pub fn wake(word: &AtomicU32) {
-    // SAFETY: as in `wait`.
-    unsafe {
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
-    }
 }
