@@ -1,6 +1,6 @@
 //! Copies for which each side names its context.
 
-use super::{CUdeviceptr, Context, Driver, RelaxedCapture, StreamHandle, memory_at, pointer_attribute};
+use super::{CUdeviceptr, Context, CopyBetween, CopySide, Driver, RelaxedCapture, StreamHandle, memory_at, pointer_attribute};
 use cudarc::driver::sys::CUpointer_attribute;
 use vramctl_model::{Failure, Span, StatusCode, code};
 
@@ -10,36 +10,6 @@ const HOST: u32 = 1;
 const DEVICE: u32 = 2;
 /// `CU_MEMORYTYPE_UNIFIED`.
 const UNIFIED: u32 = 4;
-
-/// One side of a [`CopyBetween`].
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub struct CopySide {
-    x: usize,
-    y: usize,
-    z: usize,
-    level: usize,
-    kind: u32,
-    host: u64,
-    device: CUdeviceptr,
-    array: u64,
-    context: u64,
-    pitch: usize,
-    height: usize,
-}
-
-/// `CUDA_MEMCPY3D_PEER`, and `CUDA_MEMCPY3D`, which has no contexts.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub struct CopyBetween {
-    /// Where it reads.
-    pub from: CopySide,
-    /// Where it writes.
-    pub to: CopySide,
-    width: usize,
-    height: usize,
-    depth: usize,
-}
 
 /// One side of [`Plane`].
 #[repr(C)]

@@ -1,6 +1,7 @@
 //! The driver's checkpoint of another process: `cuCheckpointProcess*`, of drivers from 570 on.
 
 use super::Driver;
+use super::structures::{GpuPair, LockArgs, RestoreArgs};
 use cudarc::driver::sys::CUuuid;
 use std::ffi::{c_int, c_uint};
 use std::ptr;
@@ -19,37 +20,6 @@ pub enum ProcessState {
     /// A checkpoint or restore went wrong in the middle; the process is lost.
     Failed,
 }
-
-/// `CUcheckpointLockArgs`.
-#[repr(C)]
-pub struct LockArgs {
-    /// 0 is no limit.
-    timeout_ms: c_uint,
-    reserved: c_uint,
-    reserved_too: [u64; 7],
-}
-
-/// `CUcheckpointCheckpointArgs` and `CUcheckpointUnlockArgs`.
-#[repr(C)]
-pub struct NoArgs([u64; 8]);
-
-/// `CUcheckpointGpuPair`.
-#[repr(C)]
-pub struct GpuPair {
-    old: CUuuid,
-    new: CUuuid,
-}
-
-/// `CUcheckpointRestoreArgs`. Before CUDA 13, all of it was reserved.
-#[repr(C)]
-pub struct RestoreArgs {
-    pairs: *const GpuPair,
-    count: c_uint,
-    reserved: [u8; 52 - size_of::<*const GpuPair>()],
-    reserved_too: u64,
-}
-
-const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
 
 /// Maps old GPUs to new ones, as pairs of UUIDs (old, new). Empty: each GPU is restored to itself.
 pub type GpuMap = Vec<(String, String)>;

@@ -8,6 +8,7 @@ pub mod checkpoint;
 mod context;
 mod copy;
 mod ending;
+mod event;
 mod extras;
 mod kernel;
 mod life;
@@ -16,19 +17,21 @@ mod no_cards;
 mod nvml;
 mod properties;
 pub mod streams;
+mod structures;
 mod survey;
 mod table;
 mod vmm;
 mod work;
 
 pub use account::{Account, device_memory};
-pub use between::{CopyBetween, CopySide, NodeParameters, Plane};
+pub use between::{NodeParameters, Plane};
 pub use context::{Context, ContextHandle, Current, Green, RelaxedCapture, Stream, StreamHandle, StreamId};
-pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
+pub use copy::{Direction, Lane, Mark, Pinned, PinnedBuffer, device_address};
 pub use cudarc::driver::sys::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
 };
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
+pub use event::Event;
 pub use extras::{Extras, make_on};
 pub use kernel::{Image, Parts, Resident};
 pub use life::{Ending, Kept};
@@ -37,6 +40,7 @@ pub use nvml::{
     Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, uses, usual_uses, uuid, uuid_of_index,
 };
 pub use properties::{Access, Location, Properties};
+pub use structures::{CopyBetween, CopySide};
 pub use survey::{Gpu, Survey, cuda_version, survey, try_memory};
 pub use table::Driver;
 pub use vmm::{

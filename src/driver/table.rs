@@ -4,8 +4,7 @@
 //! [`code::NOT_FOUND`]. cudarc's loader would panic instead and take the host process down, so only its types and constants
 //! are used here.
 
-use crate::between::CopyBetween;
-use crate::checkpoint::{LockArgs, NoArgs, RestoreArgs};
+use crate::structures::{CopyBetween, LockArgs, NoArgs, RestoreArgs};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule,
     CUstream, CUuuid,

@@ -4,7 +4,7 @@
 //! It may have closed its standard streams, whose numbers the next file gets. And its forked children inherit what is open.
 //! Every descriptor of the library that outlives a call is a [`Held`].
 
-use crate::{fork, stack};
+use crate::{fork, system};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
@@ -104,7 +104,7 @@ pub fn is_one_file(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> io::Result<boo
     // SAFETY: touches no memory.
     let answer = unsafe {
         // The process's id is that of its main thread, which has no files any more if it has ended.
-        let own = stack::thread_id();
+        let own = system::thread_id();
         libc::syscall(libc::SYS_kcmp, own, own, KCMP_FILE, one.as_raw_fd() as libc::c_ulong, other.as_raw_fd() as libc::c_ulong)
     };
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer == 0) }

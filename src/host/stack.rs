@@ -3,6 +3,7 @@
 //! For messages, so best effort, and safe wherever a program may call us. Nothing waits. Of Python's data, only the calling thread's frames
 //! are read, by the interpreter itself, in the same way as its `faulthandler` does; that needs no interpreter lock.
 
+pub use crate::system::thread_id;
 use crate::{Held, symbols};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -35,12 +36,6 @@ impl Stack {
     pub fn native(&self) -> Vec<String> {
         self.native.iter().map(|address| named(*address)).collect()
     }
-}
-
-/// The calling thread's id.
-pub fn thread_id() -> u32 {
-    // SAFETY: touches no memory. (The function `gettid` would need glibc 2.30.)
-    unsafe { libc::syscall(libc::SYS_gettid) as u32 }
 }
 
 /// The name of a thread of this process; `None` if it has ended.

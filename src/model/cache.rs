@@ -1,6 +1,6 @@
 //! Memory that the program's own allocator, such as torch's, has cached.
 
-use crate::status::is_zero;
+use crate::units::is_zero;
 use serde::{Deserialize, Serialize};
 
 /// The memory of an allocator under one tag on one GPU.

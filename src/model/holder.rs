@@ -1,4 +1,4 @@
-//! Other processes that hold device memory.
+//! Other processes that hold device memory, or have memory of each other open.
 
 use crate::Bytes;
 use serde::{Deserialize, Serialize};
@@ -43,4 +43,18 @@ impl fmt::Display for Lent {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{} by {}", self.tag, self.by)
     }
+}
+
+/// Memory of another process that this one has open (CUDA IPC), on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Borrowed {
+    /// The owner's pid, as in the name of its socket.
+    pub owner: u32,
+    /// The UUID of the GPU; absent if the driver does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+    /// Bytes of device memory when active.
+    pub bytes: u64,
+    /// Of those, bytes that are paused.
+    pub paused_bytes: u64,
 }

@@ -23,25 +23,25 @@ mod status;
 pub mod support;
 mod totals;
 mod units;
+mod verb;
 
 pub use cache::{Cached, Trimmed};
 pub use communicator::Communicator;
 pub use error::{Error, Shortage};
 pub use event::{Events, Happening, MemoryOwner, OwnersBytes, TraceEvent};
 pub use failure::{Failure, StatusCode, code};
-pub use holder::{Holder, Lent};
+pub use holder::{Borrowed, Holder, Lent};
 pub use kind::{Kind, Surface};
 pub use obstacle::{GpuUse, Obstacle, ObstacleKind};
 pub use plan::{GpuPlan, HandOver, HostRoom, Moving, Plan, TagPlan};
-pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, checked_name, checked_tag};
+pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, Registered, checked_name, checked_tag};
 pub use refusal::RefusingDevice;
-pub use registration::{Registered, Registration};
-pub use report::{Observer, Progress, Report, Stage, Verb};
+pub use registration::Registration;
+pub use report::{Observer, Report};
 pub use request::{Lacking, NCCL, TransitionRequest};
 pub use residue::{Cycle, Growth, OF_DRIVER};
 pub use span::Span;
-pub use status::{
-    Borrowed, DeviceStatus, HostStatus, Status, TagState, TagStatus, Unmanaged, gpu_in_words, is_zero, short_uuid, unmanaged_of,
-};
+pub use status::{DeviceStatus, HostStatus, Status, TagStatus, Unmanaged};
 pub use totals::Totals;
-pub use units::{Bytes, milliseconds, parse_bytes};
+pub use units::{Bytes, gpu_in_words, is_zero, milliseconds, parse_bytes, short_uuid, unmanaged_of};
+pub use verb::{Progress, Stage, TagState, Verb};

@@ -1,7 +1,7 @@
 //! What prevents a process from being suspended, and the memory of a suspended one.
 
 use crate::Bytes;
-use crate::status::is_zero;
+use crate::units::is_zero;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

@@ -1,88 +1,11 @@
-//! A pause or resume: progress and report.
+//! What a pause or resume did, and who hears of it.
 
-use crate::status::is_zero;
-use crate::{Borrowed, Bytes, Error, TagState};
+use crate::units::is_zero;
+use crate::{Borrowed, Bytes, Error, Progress, Stage};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
-
-/// The two transitions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Verb {
-    /// Take memory away.
-    Pause,
-    /// Give it back.
-    Resume,
-}
-
-impl Verb {
-    /// The name used in the protocol and on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Pause => "pause",
-            Self::Resume => "resume",
-        }
-    }
-
-    /// The state of a tag afterwards.
-    pub fn end(self) -> TagState {
-        match self {
-            Self::Pause => TagState::Paused,
-            Self::Resume => TagState::Active,
-        }
-    }
-}
-
-/// A stage of a pause or resume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Stage {
-    /// Wait for the device's work, or for free memory.
-    Wait,
-    /// Copy contents to the backup.
-    Save,
-    /// Unmap physical memory from its addresses.
-    Unmap,
-    /// Give physical memory back to the driver.
-    Release,
-    /// Map the guard under paused addresses, or remove it.
-    Guard,
-    /// Map new physical memory at the addresses.
-    Map,
-    /// Copy contents back.
-    Restore,
-}
-
-impl Stage {
-    /// All of them, in order: a recorded stage is its place here.
-    pub const ALL: [Self; 7] = [Self::Wait, Self::Save, Self::Unmap, Self::Release, Self::Guard, Self::Map, Self::Restore];
-
-    /// The name used in the protocol.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Wait => "wait",
-            Self::Save => "save",
-            Self::Unmap => "unmap",
-            Self::Release => "release",
-            Self::Guard => "guard",
-            Self::Map => "map",
-            Self::Restore => "restore",
-        }
-    }
-}
-
-/// How far a stage has come, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Progress {
-    /// The stage.
-    pub stage: Stage,
-    /// Bytes done.
-    pub done: u64,
-    /// Bytes to do.
-    pub total: u64,
-}
 
 /// What a pause or resume did.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -1,6 +1,7 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Policy, Progress, RefusingDevice, Totals, Verb};
+use crate::units::is_zero;
+use crate::{Borrowed, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Policy, Progress, RefusingDevice, TagState, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -59,20 +60,6 @@ pub struct Status {
     pub cache: Vec<Cached>,
 }
 
-/// Memory of another process that this one has open (CUDA IPC), on one GPU.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Borrowed {
-    /// The owner's pid, as in the name of its socket.
-    pub owner: u32,
-    /// The UUID of the GPU; absent if the driver does not report it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gpu: Option<String>,
-    /// Bytes of device memory when active.
-    pub bytes: u64,
-    /// Of those, bytes that are paused.
-    pub paused_bytes: u64,
-}
-
 /// Memory of one owner that is left to CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unmanaged {
@@ -83,25 +70,6 @@ pub struct Unmanaged {
     /// The same by the UUID of the GPU.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpus: BTreeMap<String, u64>,
-}
-
-/// Memory left to CUDA as people read it everywhere, by who asked for it.
-pub fn unmanaged_of(owner: &str) -> String {
-    format!("{owner} (left to CUDA)")
-}
-
-/// Enough of a GPU's UUID to tell GPUs apart, and to name one in a command.
-pub fn short_uuid(uuid: &str) -> &str {
-    uuid.get(.."GPU-01234567".len()).unwrap_or(uuid)
-}
-
-/// A GPU in a message: by its index in `nvidia-smi` and its UUID, else by its ordinal in the process, as far as they are known.
-pub fn gpu_in_words(device: i32, uuid: Option<&str>, index: Option<u32>) -> String {
-    match (uuid.map(short_uuid), index) {
-        (Some(uuid), Some(index)) => format!("GPU {index} ({uuid})"),
-        (Some(uuid), None) => uuid.to_owned(),
-        (None, _) => format!("device {device}"),
-    }
 }
 
 /// One tag.
@@ -138,25 +106,6 @@ pub struct TagStatus {
     pub progress: Option<Progress>,
 }
 
-/// The state of a tag.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TagState {
-    /// Every allocation has physical memory.
-    #[default]
-    Active,
-    /// None has.
-    Paused,
-    /// Some have: they were allocated after the pause.
-    Mixed,
-    /// A pause is in progress.
-    Pausing,
-    /// A resume is in progress.
-    Resuming,
-    /// A pause or resume has failed, or was cancelled, and is taken back.
-    Undoing,
-}
-
 impl DeviceStatus {
     /// Bytes that a resume brings back which leaves what the program has paused itself.
     pub fn coming_bytes(&self) -> u64 {
@@ -182,25 +131,6 @@ impl TagStatus {
             TagState::Paused if self.is_only_self_paused() => "paused by itself",
             state => state.name(),
         }
-    }
-}
-
-impl TagState {
-    /// The name used in the protocol.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Active => "active",
-            Self::Paused => "paused",
-            Self::Mixed => "mixed",
-            Self::Pausing => "pausing",
-            Self::Resuming => "resuming",
-            Self::Undoing => "undoing",
-        }
-    }
-
-    /// Whether a pause or resume is in progress.
-    pub fn is_under_way(self) -> bool {
-        matches!(self, Self::Pausing | Self::Resuming | Self::Undoing)
     }
 }
 
@@ -241,10 +171,4 @@ pub struct HostStatus {
     pub ready_bytes: u64,
     /// Of those, pinned bytes.
     pub pinned_bytes: u64,
-}
-
-/// For numbers that are left out if they are 0.
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-pub fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
-    *number == N::default()
 }

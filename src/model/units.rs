@@ -1,4 +1,4 @@
-//! Sizes for people, and times as they go over the socket.
+//! Sizes and names for people, and numbers as they go over the socket.
 
 use std::fmt;
 use std::time::Duration;
@@ -46,6 +46,31 @@ impl fmt::Display for Bytes {
         };
         write!(out, "{:.2} {unit}", self.0 as f64 / f64::from(1u32 << shift))
     }
+}
+
+/// Memory left to CUDA as people read it everywhere, by who asked for it.
+pub fn unmanaged_of(owner: &str) -> String {
+    format!("{owner} (left to CUDA)")
+}
+
+/// Enough of a GPU's UUID to tell GPUs apart, and to name one in a command.
+pub fn short_uuid(uuid: &str) -> &str {
+    uuid.get(.."GPU-01234567".len()).unwrap_or(uuid)
+}
+
+/// A GPU in a message: by its index in `nvidia-smi` and its UUID, else by its ordinal in the process, as far as they are known.
+pub fn gpu_in_words(device: i32, uuid: Option<&str>, index: Option<u32>) -> String {
+    match (uuid.map(short_uuid), index) {
+        (Some(uuid), Some(index)) => format!("GPU {index} ({uuid})"),
+        (Some(uuid), None) => uuid.to_owned(),
+        (None, _) => format!("device {device}"),
+    }
+}
+
+/// For numbers that are left out if they are 0.
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+pub fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
+    *number == N::default()
 }
 
 #[cfg(test)]

@@ -31,10 +31,27 @@ fn is_for_tests(attributes: &[syn::Attribute]) -> bool {
         .any(|attribute| attribute.path().is_ident("cfg") && quote::ToTokens::to_token_stream(attribute).to_string().contains("test"))
 }
 
-/// Collects the paths that a module names, each as segments.
-struct Names(Vec<Vec<String>>);
+/// What a module names and has, as it is written.
+#[derive(Default)]
+struct Names {
+    /// Paths, each as segments.
+    paths: Vec<Vec<String>>,
+    /// What it imports, by the name that this has here.
+    imports: BTreeMap<String, Vec<String>>,
+    /// The modules that it imports as a whole (`*`).
+    globs: Vec<Vec<String>>,
+    /// The items at its top.
+    items: BTreeSet<String>,
+}
 
 impl Names {
+    fn of(file: &syn::File) -> Self {
+        let mut names = Self::default();
+        names.visit_file(file);
+        names.items = file.items.iter().filter_map(name_of).collect();
+        names
+    }
+
     fn tree(&mut self, mut before: Vec<String>, tree: &syn::UseTree) {
         match tree {
             syn::UseTree::Path(path) => {
@@ -42,36 +59,68 @@ impl Names {
                 self.tree(before, &path.tree);
             }
             syn::UseTree::Group(group) => group.items.iter().for_each(|tree| self.tree(before.clone(), tree)),
-            syn::UseTree::Name(name) => self.name(before, &name.ident),
-            syn::UseTree::Rename(name) => self.name(before, &name.ident),
-            syn::UseTree::Glob(_) => self.0.push(before),
-        }
-    }
-
-    fn name(&mut self, mut before: Vec<String>, name: &syn::Ident) {
-        if name != "self" {
-            before.push(name.to_string());
-        }
-        self.0.push(before);
-    }
-
-    /// Macros are tokens: every `crate::…` in them counts, too.
-    fn tokens(&mut self, tokens: proc_macro2::TokenStream) {
-        let mut path: Vec<String> = Vec::new();
-        for token in tokens {
-            match token {
-                proc_macro2::TokenTree::Ident(name) if path.is_empty() && !(name == "crate" || name == "super") => (),
-                proc_macro2::TokenTree::Ident(name) => path.push(name.to_string()),
-                proc_macro2::TokenTree::Punct(mark) if mark.as_char() == ':' => (),
-                proc_macro2::TokenTree::Group(group) => {
-                    self.0.push(std::mem::take(&mut path));
-                    self.tokens(group.stream());
-                }
-                _ => self.0.push(std::mem::take(&mut path)),
+            syn::UseTree::Name(name) => self.import(before, &name.ident, &name.ident),
+            syn::UseTree::Rename(name) => self.import(before, &name.ident, &name.rename),
+            syn::UseTree::Glob(_) => {
+                self.globs.push(before.clone());
+                self.paths.push(before);
             }
         }
-        self.0.push(path);
     }
+
+    fn import(&mut self, mut path: Vec<String>, name: &syn::Ident, here: &syn::Ident) {
+        let mut here = here.to_string();
+        if name != "self" {
+            path.push(name.to_string());
+        } else if here == "self" {
+            here = path.last().cloned().unwrap_or_default();
+        }
+        // `use name;` leads nowhere.
+        if path != [here.as_str()] {
+            self.imports.insert(here, path.clone());
+        }
+        self.paths.push(path);
+    }
+
+    /// Macros are tokens: every path in them counts, too.
+    fn tokens(&mut self, tokens: proc_macro2::TokenStream) {
+        let (mut path, mut colons) = (Vec::<String>::new(), 0);
+        for token in tokens {
+            match token {
+                proc_macro2::TokenTree::Punct(mark) if mark.as_char() == ':' => colons += 1,
+                proc_macro2::TokenTree::Ident(name) => {
+                    if colons != 2 {
+                        self.paths.push(std::mem::take(&mut path));
+                    }
+                    path.push(name.to_string());
+                    colons = 0;
+                }
+                other => {
+                    self.paths.push(std::mem::take(&mut path));
+                    colons = 0;
+                    if let proc_macro2::TokenTree::Group(group) = other {
+                        self.tokens(group.stream());
+                    }
+                }
+            }
+        }
+        self.paths.push(path);
+    }
+}
+
+fn name_of(item: &syn::Item) -> Option<String> {
+    let name = match item {
+        syn::Item::Const(item) => &item.ident,
+        syn::Item::Enum(item) => &item.ident,
+        syn::Item::Fn(item) => &item.sig.ident,
+        syn::Item::Static(item) => &item.ident,
+        syn::Item::Struct(item) => &item.ident,
+        syn::Item::Trait(item) => &item.ident,
+        syn::Item::Type(item) => &item.ident,
+        syn::Item::Union(item) => &item.ident,
+        _ => return None,
+    };
+    Some(name.to_string())
 }
 
 impl<'ast> Visit<'ast> for Names {
@@ -80,7 +129,7 @@ impl<'ast> Visit<'ast> for Names {
     }
 
     fn visit_path(&mut self, path: &'ast syn::Path) {
-        self.0.push(path.segments.iter().map(|segment| segment.ident.to_string()).collect());
+        self.paths.push(path.segments.iter().map(|segment| segment.ident.to_string()).collect());
         visit::visit_path(self, path);
     }
 
@@ -108,39 +157,80 @@ impl<'ast> Visit<'ast> for Names {
     }
 }
 
-/// The module that a path names, from within a module; `None` if it is another crate's.
-fn resolve(path: &[String], within: &Module, known: &BTreeSet<Module>) -> Option<Module> {
-    let (mut base, mut rest) = match path.first()?.as_str() {
-        "crate" => (Module::new(), &path[1..]),
-        "super" => (within.split_last()?.1.to_vec(), &path[1..]),
-        "self" => (within.clone(), &path[1..]),
-        _ => return None,
-    };
-    while let [first, more @ ..] = rest {
-        match first.as_str() {
-            "super" => _ = base.pop(),
-            name => {
-                base.push(name.to_owned());
-                if !known.contains(&base) {
-                    base.pop();
-                    break;
-                }
-            }
-        }
-        rest = more;
+/// The modules of a crate.
+struct Tree {
+    names: BTreeMap<Module, Names>,
+    /// The modules that each imports as a whole.
+    globs: BTreeMap<Module, Vec<Module>>,
+}
+
+/// How many imports of imports are followed: some lead in a circle.
+const MOST_STEPS: usize = 16;
+
+impl Tree {
+    fn of(files: &BTreeMap<Module, syn::File>) -> Self {
+        let names = files.iter().map(|(module, file)| (module.clone(), Names::of(file))).collect();
+        let plain = Self { names, globs: BTreeMap::new() };
+        let globs = |(module, names): (&Module, &Names)| {
+            let found = names.globs.iter().filter_map(|glob| plain.find(glob, module, 0)).filter(|of| of != module);
+            (module.clone(), found.collect())
+        };
+        let globs = plain.names.iter().map(globs).collect();
+        Self { globs, ..plain }
     }
-    Some(base)
+
+    /// The module that has what a path names from within a module, wherever it is imported or exported again. `None` if another crate has it.
+    fn find(&self, path: &[String], within: &Module, steps: usize) -> Option<Module> {
+        let (first, rest) = path.split_first()?;
+        match first.as_str() {
+            _ if steps > MOST_STEPS => None,
+            "crate" => self.walk(Module::new(), rest, steps),
+            "super" => self.walk(within.split_last()?.1.to_vec(), rest, steps),
+            "self" => self.walk(within.clone(), rest, steps),
+            _ if self.offers(within, first, steps) => self.walk(within.clone(), path, steps),
+            _ => None,
+        }
+    }
+
+    /// The module that has what a path names from a module on.
+    fn walk(&self, base: Module, path: &[String], steps: usize) -> Option<Module> {
+        let Some((first, rest)) = path.split_first() else { return Some(base) };
+        if first == "super" {
+            return self.walk(base.split_last()?.1.to_vec(), rest, steps);
+        }
+        if self.names.contains_key(&child(&base, first)) {
+            return self.walk(child(&base, first), rest, steps);
+        }
+        if let Some(import) = self.names[&base].imports.get(first) {
+            let whole: Vec<_> = import.iter().chain(rest).cloned().collect();
+            return self.find(&whole, &base, steps + 1);
+        }
+        let is_own = self.names[&base].items.contains(first);
+        match self.globs.get(&base).into_iter().flatten().find(|of| !is_own && self.offers(of, first, steps + 1)) {
+            Some(of) => self.walk(of.clone(), path, steps + 1),
+            None => Some(base),
+        }
+    }
+
+    /// Whether a module has this name: of an item, of a module in it, or of what it imports.
+    fn offers(&self, module: &Module, name: &String, steps: usize) -> bool {
+        let Names { items, imports, .. } = &self.names[module];
+        let has = items.contains(name) || imports.contains_key(name) || self.names.contains_key(&child(module, name));
+        has || steps <= MOST_STEPS && self.globs.get(module).into_iter().flatten().any(|of| self.offers(of, name, steps + 1))
+    }
+}
+
+fn child(module: &Module, name: &str) -> Module {
+    module.iter().cloned().chain([name.to_owned()]).collect()
 }
 
 /// Modules beside each other that depend on each other, as text.
 fn circles(files: &BTreeMap<Module, syn::File>) -> Vec<String> {
-    let known: BTreeSet<_> = files.keys().cloned().collect();
+    let tree = Tree::of(files);
     // By folder, then by module in it: the modules beside it that it uses.
     let mut uses = BTreeMap::<Module, BTreeMap<String, BTreeSet<String>>>::new();
-    for (module, file) in files {
-        let mut names = Names(Vec::new());
-        names.visit_file(file);
-        for used in names.0.iter().filter_map(|path| resolve(path, module, &known)) {
+    for (module, names) in &tree.names {
+        for used in names.paths.iter().filter_map(|path| tree.find(path, module, 0)) {
             let common = module.iter().zip(&used).take_while(|(one, other)| one == other).count();
             if let (Some(from), Some(to)) = (module.get(common), used.get(common)) {
                 uses.entry(module[..common].to_vec()).or_default().entry(from.clone()).or_default().insert(to.clone());
@@ -185,8 +275,10 @@ fn no_modules_depend_on_each_other_in_circles() {
 fn a_circle_is_found() {
     let file = |text: &str| syn::parse_file(text).unwrap();
     let there = |there: &str| {
-        let root = file("mod one; mod two;");
-        BTreeMap::from([(vec![], root), (vec!["one".into()], file(there)), (vec!["two".into()], file("use crate::one::One;"))])
+        let root = file("mod one; mod two; pub use two::Again; pub use two::deep::*;");
+        let deep = vec!["two".to_owned(), "deep".into()];
+        let two = file("use crate::one::One; pub mod deep;");
+        BTreeMap::from([(vec![], root), (vec!["one".into()], file(there)), (vec!["two".into()], two), (deep, file("pub struct Deep;"))])
     };
     for text in [
         "use crate::two::Two;",
@@ -197,10 +289,25 @@ fn a_circle_is_found() {
         "fn one() { crate::two::two() }",
         "fn one(two: super::two::Two) {}",
         "fn one() { println!(\"{}\", crate::two::two()) }",
+        "use crate as root; fn one() { root::two::two() }",
+        "use super as above; fn one() { println!(\"{}\", above::two::two()) }",
+        "use crate::Again;",
+        "use crate::Deep;",
+        "use crate::*; fn one(it: Deep) {}",
+        "use super::*; fn one() { two::two() }",
+        "fn one() { println!(\"{}\", crate::Again::new()) }",
     ] {
         assert_eq!(circles(&there(text)), ["in the root: one, two"], "{text}");
     }
-    for text in ["use std::two;", "#[cfg(test)] mod tests { use crate::two::Two; }", "// crate::two"] {
+    for text in [
+        "use std::two;",
+        "#[cfg(test)] mod tests { use crate::two::Two; }",
+        "// crate::two",
+        "use crate::Elsewhere;",
+        "use super::*; fn one(it: Two) {}",
+        "use std::deep; fn one() { deep::Deep::new() }",
+        "struct Deep; fn one(it: Deep) {}",
+    ] {
         assert!(circles(&there(text)).is_empty(), "{text}");
     }
 }

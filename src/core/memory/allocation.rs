@@ -8,7 +8,6 @@
 //! needs a handle for each allocation. An allocation that is copied although the program has it mapped nowhere, or read-only, gets
 //! addresses of the library's own.
 
-use super::freed::FreedAt;
 use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
 use super::state::{PausedBy, Released, State};
@@ -21,7 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use vramctl_backup::Backup;
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{
-    self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Extent, Extras, Physical, Place, Properties,
+    self as driver, Access, Account, Addresses, CUdevice, CUdeviceptr, Context, Event, Extent, Extras, Physical, Place, Properties,
+    StreamId,
 };
 use vramctl_host::Unpoison;
 use vramctl_model::{Failure, Policy, Span, StatusCode, TransitionRequest, code};
@@ -42,6 +42,23 @@ pub struct Allocation {
     bytes: usize,
     origin: Origin,
     contents: Mutex<Contents>,
+}
+
+/// A place in a stream.
+#[derive(Debug)]
+pub(super) struct FreedAt {
+    /// `None`: the driver does not distinguish streams.
+    pub(super) stream: Option<StreamId>,
+    /// Marks the work queued on the stream before that place.
+    pub(super) before: Event,
+    /// The context of allocations in the stream.
+    pub(super) owner: Context,
+}
+
+impl FreedAt {
+    pub(super) fn is_in(&self, stream: Option<StreamId>) -> bool {
+        stream.is_some() && self.stream == stream
+    }
 }
 
 /// How the program got the memory.

@@ -9,6 +9,7 @@
 //! - Nobody waits for a stream but a stream-ordered allocation that finds no memory: for its own stream, without a lock of ours. Without a
 //!   stream (`cudaMalloc`), the answer is out of memory at once (observed with driver 580).
 
+use super::allocation::FreedAt;
 use super::{Allocation, Memory, Placement};
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -17,23 +18,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle, StreamId};
 use vramctl_host::Unpoison;
 use vramctl_model::Failure;
-
-/// A place in a stream.
-#[derive(Debug)]
-pub(super) struct FreedAt {
-    /// `None`: the driver does not distinguish streams.
-    stream: Option<StreamId>,
-    /// Marks the work queued on the stream before that place.
-    before: Event,
-    /// The context of allocations in the stream.
-    owner: Context,
-}
-
-impl FreedAt {
-    fn is_in(&self, stream: Option<StreamId>) -> bool {
-        stream.is_some() && self.stream == stream
-    }
-}
 
 /// One such allocation.
 #[derive(Debug)]
