@@ -8,6 +8,7 @@
 
 use crate::call::{Api, Origin, answer, answer_as};
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
+use crate::index::{Index, Key};
 use crate::peers::Peer;
 use crate::table::{Effect, Flavour, IpcHandle};
 use crate::vmm::part_of_endpoint;
@@ -29,9 +30,12 @@ pub fn all() -> impl Iterator<Item = &'static DriverFunction> {
     FUNCTIONS.iter().chain(launch::GATED)
 }
 
+static BY_SYMBOL: Index = Index::new(Key::Symbol, [FUNCTIONS, launch::GATED]);
+static BY_NAME: Index = Index::new(Key::Name, [FUNCTIONS, launch::GATED]);
+
 /// The line of a symbol.
 pub fn of_symbol(symbol: &CStr) -> Option<&'static DriverFunction> {
-    all().find(|function| function.symbol == symbol)
+    BY_SYMBOL.find(symbol.to_bytes()).next()
 }
 
 macro_rules! entries {
@@ -96,7 +100,7 @@ macro_rules! guard {
     (Resolves $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ }) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
-            guarded(|| unsafe { $($handler)::+($($argument,)* caller, all()) }).unwrap_or(code::UNKNOWN)
+            guarded(|| unsafe { $($handler)::+($($argument,)* caller, &BY_NAME) }).unwrap_or(code::UNKNOWN)
         }
     };
     (Starts $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ }) => {

@@ -14,6 +14,7 @@ pub mod entries;
 mod entry;
 mod exclude;
 pub mod hooks;
+mod index;
 mod jump;
 pub mod launch;
 mod linked;

@@ -2,25 +2,26 @@
 //! `cudaGetDriverEntryPoint` uses it, so it needs no hook.
 
 use crate::entry::DriverFunction;
+use crate::index::Index;
 use crate::table::Flavour;
 use crate::{copies, driver_originals};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::ptr;
 use vramctl_model::{StatusCode, code};
 
-/// The handler of `cuGetProcAddress`. `entries`: all of them.
+/// The handler of `cuGetProcAddress`. `by_name` has all entries.
 pub(crate) unsafe fn get_proc_address(
     name: *const c_char,
     function: *mut *mut c_void,
     version: c_int,
     flags: c_ulonglong,
     caller: *const c_void,
-    entries: impl Iterator<Item = &'static DriverFunction>,
+    by_name: &'static Index,
 ) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged; the program promises that the pointers are valid.
     unsafe {
         let answer = driver_originals::cuGetProcAddress(name, function, version, flags);
-        replace_if(answer == code::SUCCESS, name, function, caller, entries);
+        replace_if(answer == code::SUCCESS, name, function, caller, by_name);
         answer
     }
 }
@@ -33,12 +34,12 @@ pub(crate) unsafe fn get_proc_address_v2(
     flags: c_ulonglong,
     status: *mut c_uint,
     caller: *const c_void,
-    entries: impl Iterator<Item = &'static DriverFunction>,
+    by_name: &'static Index,
 ) -> StatusCode {
     // SAFETY: as in `get_proc_address`.
     unsafe {
         let answer = driver_originals::cuGetProcAddress_v2(name, function, version, flags, status);
-        replace_if(answer == code::SUCCESS, name, function, caller, entries);
+        replace_if(answer == code::SUCCESS, name, function, caller, by_name);
         answer
     }
 }
@@ -47,20 +48,14 @@ pub(crate) unsafe fn get_proc_address_v2(
 ///
 /// The variant that a lookup gets depends on the requested version and flags, with rules that newer drivers extend. So the driver is asked
 /// again: an entry replaces only the function that the driver returns for exactly the entry's version and flavour.
-unsafe fn replace_if(
-    is_found: bool,
-    name: *const c_char,
-    function: *mut *mut c_void,
-    caller: *const c_void,
-    entries: impl Iterator<Item = &'static DriverFunction>,
-) {
+unsafe fn replace_if(is_found: bool, name: *const c_char, function: *mut *mut c_void, caller: *const c_void, by_name: &'static Index) {
     if !is_found || name.is_null() || function.is_null() || copies::another_answers() {
         return;
     }
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
-        let mut same = versions_of(name, entries);
+        let mut same = versions_of(name, by_name);
         if !found.is_null()
             && let Some((line, _)) = same.find(|(line, version)| driver_function(name, *version, line.flavour) == found)
             && !line.is_behind(caller)
@@ -72,17 +67,10 @@ unsafe fn replace_if(
 
 /// The lines of the table that a name stands for, and the CUDA version since which it does: since CUDA 12, one name also stands for the function
 /// of another, as in `cuda.h`.
-fn versions_of(
-    name: &CStr,
-    entries: impl Iterator<Item = &'static DriverFunction>,
-) -> impl Iterator<Item = (&'static DriverFunction, c_int)> {
-    // Once, not for each line.
-    let alias = (name == c"cuGraphInstantiate").then_some("cuGraphInstantiateWithFlags");
-    let name = name.to_bytes();
-    entries.filter_map(move |line| {
-        let version = if line.name.as_bytes() == name { Some(line.version) } else { (alias == Some(line.name)).then_some(12000) };
-        Some((line, version?))
-    })
+fn versions_of(name: &CStr, by_name: &'static Index) -> impl Iterator<Item = (&'static DriverFunction, c_int)> {
+    let also = if name == c"cuGraphInstantiate" { "cuGraphInstantiateWithFlags" } else { "" };
+    let own = by_name.find(name.to_bytes()).map(|line| (line, line.version));
+    own.chain(by_name.find(also.as_bytes()).map(|line| (line, 12000)))
 }
 
 /// The driver's function of a name, for programs built with this version of CUDA.

@@ -69,10 +69,7 @@ impl Runtime {
     #[inline]
     pub fn of(caller: *const c_void) -> Option<&'static Self> {
         let begun = opens::begun();
-        known_at(caller)
-            .filter(|library| library.is_current(begun))
-            .map(Caller::runtime)
-            .or_else(|| guarded(|| find(caller, begun)).flatten())
+        known_at(caller, begun).or_else(|| guarded(|| find(caller, begun)).flatten())
     }
 
     /// Its current device on this thread.
@@ -146,8 +143,7 @@ impl Runtime {
     }
 
     fn is_loaded(&self) -> bool {
-        let is_there = |library| ObjectId::around(self.functions[Function::cudaGetLastError as usize]) == Some(library);
-        self.loaded.is_none_or(is_there)
+        self.loaded.is_none_or(|library| ObjectId::around(self.functions[Function::cudaGetLastError as usize]) == Some(library))
     }
 
     /// The runtime in this library, which is loaded as long as its callers are. To keep it longer, as plain CUDA does not, would need the
@@ -196,18 +192,12 @@ struct Caller {
     runtime: AtomicPtr<Runtime>,
     /// It is linked with none, so that another may be better once more is loaded.
     is_guess: AtomicBool,
-    /// [`opens::begun`] when the library was last seen to be this one.
-    seen: AtomicU64,
     next: AtomicPtr<Caller>,
 }
 
 static FIRST_CALLER: AtomicPtr<Caller> = AtomicPtr::new(ptr::null_mut());
 
 impl Caller {
-    fn is_current(&self, begun: u64) -> bool {
-        self.seen.load(Ordering::Acquire) == begun
-    }
-
     fn runtime(&self) -> &'static Runtime {
         // SAFETY: never null, and never freed.
         unsafe { &*self.runtime.load(Ordering::Acquire) }
@@ -234,7 +224,6 @@ impl Caller {
             object,
             runtime: AtomicPtr::new(ptr::from_ref(runtime).cast_mut()),
             is_guess: is_guess.into(),
-            seen: AtomicU64::new(u64::MAX),
             next: AtomicPtr::default(),
         }));
         // Two threads may make the same one: then the later is not found again.
@@ -246,14 +235,35 @@ impl Caller {
     }
 }
 
-/// A call site.
+/// A call site, in one line of the processor's cache.
+#[repr(align(32))]
 struct Site {
+    /// 0 if there is none yet.
     address: AtomicUsize,
-    caller: AtomicPtr<Caller>,
+    /// [`opens::begun`] when the runtime was found: only as long as that stays the same, the address is in the same library.
+    begun: AtomicU64,
+    runtime: AtomicPtr<Runtime>,
+}
+
+/// [`Site::begun`] before the runtime is known, and while it is being written.
+const UNKNOWN: u64 = u64::MAX;
+const CHANGING: u64 = UNKNOWN - 1;
+
+impl Site {
+    const EMPTY: Self = Self { address: AtomicUsize::new(0), begun: AtomicU64::new(UNKNOWN), runtime: AtomicPtr::new(ptr::null_mut()) };
+
+    /// Notes the runtime, unless another thread is about to.
+    fn note(&self, runtime: &'static Runtime, begun: u64) {
+        let before = self.begun.load(Ordering::Relaxed);
+        if before != CHANGING && self.begun.compare_exchange(before, CHANGING, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            self.runtime.store(ptr::from_ref(runtime).cast_mut(), Ordering::Relaxed);
+            self.begun.store(begun, Ordering::Release);
+        }
+    }
 }
 
 /// The known call sites. If the table is full, other call sites need a search each time.
-static SITES: [Site; 512] = [const { Site { address: AtomicUsize::new(0), caller: AtomicPtr::new(ptr::null_mut()) } }; 512];
+static SITES: [Site; 512] = [const { Site::EMPTY }; 512];
 
 /// Where a call site may be in the table.
 fn places_of(site: usize) -> impl Iterator<Item = &'static Site> {
@@ -262,26 +272,33 @@ fn places_of(site: usize) -> impl Iterator<Item = &'static Site> {
 }
 
 #[inline]
-fn known_at(caller: *const c_void) -> Option<&'static Caller> {
-    let known = places_of(caller.addr()).map(|site| (site, site.address.load(Ordering::Acquire))).take_while(|(_, address)| *address != 0);
-    let (site, _) = known.into_iter().find(|(_, address)| *address == caller.addr())?;
-    // SAFETY: null, or never freed.
-    unsafe { site.caller.load(Ordering::Acquire).as_ref() }
+fn known_at(caller: *const c_void, begun: u64) -> Option<&'static Runtime> {
+    for site in places_of(caller.addr()) {
+        match site.address.load(Ordering::Relaxed) {
+            0 => break,
+            address if address == caller.addr() => {
+                let is_current = site.begun.load(Ordering::Acquire) == begun;
+                // SAFETY: written before, and never freed. The caller's library stays loaded meanwhile, so a later runtime is right, too.
+                return is_current.then(|| unsafe { &*site.runtime.load(Ordering::Relaxed) });
+            }
+            _ => (),
+        }
+    }
+    None
 }
 
 #[cold]
 fn find(caller: *const c_void, begun: u64) -> Option<&'static Runtime> {
     let Some(object) = ObjectId::around(caller) else { return guess() };
-    let library = Caller::of(object, || search(caller))?;
-    library.seen.store(begun, Ordering::Release);
-    let takes = |site: &&Site| match site.address.compare_exchange(0, caller.addr(), Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => true,
-        Err(address) => address == caller.addr(),
-    };
-    if let Some(site) = places_of(caller.addr()).find(takes) {
-        site.caller.store(ptr::from_ref(library).cast_mut(), Ordering::Release);
+    let runtime = Caller::of(object, || search(caller))?.runtime();
+    let site = places_of(caller.addr()).find(|site| {
+        let before = site.address.compare_exchange(0, caller.addr(), Ordering::Relaxed, Ordering::Relaxed);
+        before.is_ok() || before == Err(caller.addr())
+    });
+    if let Some(site) = site {
+        site.note(runtime, begun);
     }
-    Some(library.runtime())
+    Some(runtime)
 }
 
 /// The runtime that a library is linked with, or else one that is a guess.
