@@ -8,7 +8,7 @@
 //! Lock order: a connection, then `BorrowedMemory`. An owner may take long to answer, and driver calls may block, so meanwhile only the
 //! connection's lock is held.
 
-use super::lender::{Lender, Refused, patiently};
+use super::lender::{Answer, Lender, Refused, patiently};
 use super::lending::Token;
 use super::share::Ticket;
 use super::{Allocation, Memory};
@@ -18,7 +18,6 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::{io, process};
 use vramctl_control::door::Door;
-use vramctl_control::protocol::Reply;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Manner, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess, Unpoison, worker};
 use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRequest, code};
@@ -525,13 +524,13 @@ impl Lease {
             Refused::because(self.lender.pid, &error)
         })?;
         match reply {
-            Reply::Opened { pieces, tag, pauses, .. } if pieces.len() == files.len() => Ok(Passed::new(files, pieces, tag, pauses)),
-            Reply::Error(refusal) => {
-                log::debug!("process {} does not share its memory: {}", self.lender.pid, refusal.message);
+            Answer::Opened { pieces, tag, pauses, .. } if pieces.len() == files.len() => Ok(Passed::new(files, pieces, tag, pauses)),
+            Answer::Error { code: kind, message, cuda_code } => {
+                log::debug!("process {} does not share its memory: {message}", self.lender.pid);
                 self.retire_if_unused(state);
-                match refusal.cuda_code {
+                match cuda_code {
                     Some(code) => Err(Refused::Finally(code)),
-                    None if refusal.code == Kind::Busy => {
+                    None if kind == Kind::Busy => {
                         // It has hung up.
                         self.retire(state);
                         Err(Refused::ForNow)
@@ -552,16 +551,16 @@ impl Lease {
     /// Asks a process whether it has exported a descriptor.
     pub(super) fn claim(self: &Arc<Self>, state: &mut LeaseState, file: BorrowedFd<'_>) -> Claimed {
         let answer = match self.lender.claim(file) {
-            Ok((Reply::Opened { pieces, tag, pauses, token: Some(token) }, files)) if files.len() == pieces.len() => {
+            Ok((Answer::Opened { pieces, tag, pauses, token: Some(token) }, files)) if files.len() == pieces.len() => {
                 Token::parse(&token).map_or(Claimed::No, |token| Claimed::Yes(token, Passed::new(files, pieces, tag, pauses)))
             }
-            Ok((Reply::Opened { token, .. }, files)) => {
+            Ok((Answer::Opened { token, .. }, files)) => {
                 // Not all descriptors fit into this process.
                 drop(files);
                 token.as_deref().and_then(Token::parse).into_iter().for_each(|token| self.give_back(state, &token));
                 Claimed::No
             }
-            Ok((Reply::Error(refusal), _)) if refusal.code == Kind::Busy => Claimed::Busy,
+            Ok((Answer::Error { code: Kind::Busy, .. }, _)) => Claimed::Busy,
             Ok(_) => Claimed::No,
             Err(error) => {
                 self.retire(state);

@@ -1,6 +1,7 @@
 //! The owner of memory that this process borrows, as a server: requests over its control socket, and what its refusals mean.
 
 use super::lending::Token;
+use serde::Deserialize;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -8,9 +9,9 @@ use std::{io, thread};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::discovery::Directory;
 use vramctl_control::door::Door;
-use vramctl_control::protocol::{self, Reply, Request};
+use vramctl_control::protocol::{self, Request};
 use vramctl_host::Held;
-use vramctl_model::{Failure, StatusCode, code};
+use vramctl_model::{Failure, Kind, StatusCode, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -21,6 +22,27 @@ const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
 const NOTED_WITHIN: Duration = Duration::from_millis(500);
 /// The first and the longest delay before a busy owner is asked again.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(100));
+
+/// What is read of an owner's [`Reply`](protocol::Reply). Only that: the code to read all of them is large, and this one is in every process.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "reply", rename_all = "kebab-case")]
+pub(super) enum Answer {
+    Opened {
+        pieces: Vec<u64>,
+        tag: Option<String>,
+        #[serde(default)]
+        pauses: u64,
+        token: Option<String>,
+    },
+    Error {
+        code: Kind,
+        message: String,
+        cuda_code: Option<u32>,
+    },
+    #[serde(other)]
+    Other,
+}
+
 /// A connection to an owner.
 #[derive(Debug)]
 pub(super) struct Lender {
@@ -40,12 +62,12 @@ impl Lender {
     }
 
     /// Asks for the memory behind a descriptor that it may have exported.
-    pub(super) fn claim(&self, file: BorrowedFd<'_>) -> io::Result<(Reply, Vec<Held>)> {
+    pub(super) fn claim(&self, file: BorrowedFd<'_>) -> io::Result<(Answer, Vec<Held>)> {
         self.exchange_with(Request::Claim, &[file], CLAIMED_WITHIN)
     }
 
     /// Asks for the memory behind a handle.
-    pub(super) fn open(&self, token: &Token) -> io::Result<(Reply, Vec<Held>)> {
+    pub(super) fn open(&self, token: &Token) -> io::Result<(Answer, Vec<Held>)> {
         self.exchange(Request::Open { token: token.text() }, PATIENCE)
     }
 
@@ -66,12 +88,12 @@ impl Lender {
     }
 
     /// Sends a request and receives the answer, with the descriptors that come with it. `TimedOut` if there is none in time.
-    fn exchange(&self, request: Request, within: Duration) -> io::Result<(Reply, Vec<Held>)> {
+    fn exchange(&self, request: Request, within: Duration) -> io::Result<(Answer, Vec<Held>)> {
         self.exchange_with(request, &[], within)
     }
 
     /// The same; descriptors go with it.
-    fn exchange_with(&self, request: Request, files: &[BorrowedFd<'_>], within: Duration) -> io::Result<(Reply, Vec<Held>)> {
+    fn exchange_with(&self, request: Request, files: &[BorrowedFd<'_>], within: Duration) -> io::Result<(Answer, Vec<Held>)> {
         let stream = self.connection.as_type::<UnixStream>()?;
         stream.set_read_timeout(Some(within))?;
         stream.set_write_timeout(Some(within))?;
@@ -89,7 +111,7 @@ fn send(stream: &UnixStream, request: Request, files: &[BorrowedFd<'_>]) -> io::
     descriptors::send_line(stream, &protocol::request_line(request), files, 0)
 }
 
-fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<Held>)> {
+fn receive(stream: &UnixStream) -> io::Result<(Answer, Vec<Held>)> {
     let (mut answer, mut passed) = (Vec::new(), Passed::default());
     while answer.last() != Some(&b'\n') {
         let mut part = [0; 4096];

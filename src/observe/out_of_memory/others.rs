@@ -1,11 +1,13 @@
 //! Asks the other processes with the library on a GPU, over their sockets. Processes that do not answer soon are left out.
 
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
-use vramctl_control::protocol::{self, ProcessStatus, Reply, Request};
+use vramctl_control::protocol::{self, Request};
 use vramctl_host::Held;
 
 /// The time limit for all of them together.
@@ -13,6 +15,44 @@ const WITHIN: Duration = Duration::from_millis(150);
 
 /// The longest answer.
 const LONGEST: u64 = 4 << 20;
+
+/// What is read of a process's status. Only that: the code to read all of it is large, and this library is in every process of a job.
+#[derive(Deserialize)]
+struct PeerStatus {
+    pid: u32,
+    name: String,
+    #[serde(default)]
+    trims: bool,
+    suspended: Option<IgnoredAny>,
+    devices: Vec<PeerDevice>,
+    #[serde(default, rename = "left_alone")]
+    unmanaged: Vec<PeerUnmanaged>,
+}
+
+#[derive(Deserialize)]
+struct PeerDevice {
+    uuid: Option<String>,
+    #[serde(default)]
+    tags: BTreeMap<String, u64>,
+}
+
+#[derive(Deserialize)]
+struct PeerUnmanaged {
+    #[serde(default)]
+    gpus: BTreeMap<String, u64>,
+}
+
+/// The same of what its allocator has cached.
+#[derive(Deserialize)]
+struct PeerCache {
+    cache: Vec<PeerCached>,
+}
+
+#[derive(Deserialize)]
+struct PeerCached {
+    gpu: Option<String>,
+    cached_bytes: u64,
+}
 
 /// What another process has on a GPU.
 #[derive(Debug)]
@@ -43,16 +83,10 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     let answers = asked.into_iter().filter_map(|stream| {
         let stream = stream.as_type::<UnixStream>().ok()?;
         let mut answers = BufReader::new(&*stream);
-        let Reply::Status(status) = answer(&mut answers, deadline)? else { return None };
-        let cache = if status.process.trims { answer(&mut answers, deadline) } else { None };
-        let one = of_status(&status, uuid);
-        match cache {
-            Some(Reply::Cache { cache }) => {
-                let on_it = cache.iter().filter(|part| part.gpu.as_deref() == Some(uuid));
-                Some(Neighbour { cached: on_it.map(|part| part.cached_bytes).sum(), ..one })
-            }
-            _ => Some(one),
-        }
+        let status: PeerStatus = answer(&mut answers, deadline)?;
+        let cache: Option<PeerCache> = if status.trims { answer(&mut answers, deadline) } else { None };
+        let on_it = cache.into_iter().flat_map(|known| known.cache).filter(|part| part.gpu.as_deref() == Some(uuid));
+        Some(Neighbour { cached: on_it.map(|part| part.cached_bytes).sum(), ..of_status(status, uuid) })
     });
     answers.filter(|one| one.active() + one.unmanaged > 0).collect()
 }
@@ -68,7 +102,7 @@ fn ask(directory: &Directory, pid: u32) -> Option<Held> {
     Some(held)
 }
 
-fn answer(answers: &mut BufReader<&UnixStream>, deadline: Instant) -> Option<Reply> {
+fn answer<T: DeserializeOwned>(answers: &mut BufReader<&UnixStream>, deadline: Instant) -> Option<T> {
     // At least a moment: zero would mean without limit.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     answers.get_ref().set_read_timeout(Some(left)).ok()?;
@@ -77,16 +111,15 @@ fn answer(answers: &mut BufReader<&UnixStream>, deadline: Instant) -> Option<Rep
     serde_json::from_slice(&line).ok()
 }
 
-fn of_status(status: &ProcessStatus, uuid: &str) -> Neighbour {
-    let on_it = status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
-    let mut tags = BTreeMap::new();
+fn of_status(status: PeerStatus, uuid: &str) -> Neighbour {
+    let (mut tags, mut unmanaged) = (BTreeMap::new(), 0);
     // A suspended process has nothing on any GPU.
-    if status.memory.suspended.is_none() {
-        for (tag, bytes) in on_it.flat_map(|device| &device.tags) {
-            *tags.entry(tag.clone()).or_default() += bytes;
+    if status.suspended.is_none() {
+        let on_it = status.devices.into_iter().filter(|device| device.uuid.as_deref() == Some(uuid));
+        for (tag, bytes) in on_it.flat_map(|device| device.tags) {
+            *tags.entry(tag).or_default() += bytes;
         }
+        unmanaged = status.unmanaged.iter().filter_map(|left| left.gpus.get(uuid)).sum();
     }
-    let unmanaged =
-        if status.memory.suspended.is_none() { status.memory.unmanaged.iter().filter_map(|left| left.gpus.get(uuid)).sum() } else { 0 };
-    Neighbour { pid: status.process.pid, name: status.process.name.clone(), tags, unmanaged, cached: 0 }
+    Neighbour { pid: status.pid, name: status.name, tags, unmanaged, cached: 0 }
 }
