@@ -97,17 +97,20 @@ fn uses_by(nvml: Option<&Nvml>) -> Vec<GpuUse> {
         let asked = Driver::get().and_then(|driver| unsafe { driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active) });
         asked.is_ok() && active != 0
     };
-    let of = |device| {
-        let known = nvml.map_or_else(Vec::new, |nvml| nvml.processes(device));
-        let own = known.iter().find(|holder| holder.pid == process::id());
-        let uuid = uuid(device)?;
-        let guess = || {
-            let used = nvml.and_then(|nvml| nvml.used(&uuid)).unwrap_or(USUAL);
-            if has_context(device) { USUAL.min(used) } else { 0 }
-        };
-        Some(GpuUse { bytes: own.and_then(|own| own.bytes).unwrap_or_else(guess), uuid })
-    };
-    devices().filter_map(of).collect()
+    devices()
+        .filter_map(|device| {
+            let known = nvml.map_or_else(Vec::new, |nvml| nvml.processes(device));
+            let own = known.iter().find(|holder| holder.pid == process::id());
+            let uuid = uuid(device)?;
+            Some(GpuUse {
+                bytes: own.and_then(|own| own.bytes).unwrap_or_else(|| {
+                    let used = nvml.and_then(|nvml| nvml.used(&uuid)).unwrap_or(USUAL);
+                    if has_context(device) { USUAL.min(used) } else { 0 }
+                }),
+                uuid,
+            })
+        })
+        .collect()
 }
 
 /// `nvmlProcessInfo_t` of `nvml.h`, as `nvmlDeviceGetComputeRunningProcesses_v3` fills it.

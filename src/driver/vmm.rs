@@ -44,14 +44,13 @@ fn granularity_with(device: CUdevice, extras: Extras) -> Result<usize, Failure> 
 
 /// Makes, opens and releases a little memory on a device, as for `cudaMalloc`.
 pub(super) fn try_on(device: CUdevice) -> Result<WithExtras<()>, Failure> {
-    let with = |extras| {
+    extras::make(Extras::of(device), |extras| {
         let bytes = granularity_with(device, extras)?;
         let mut memory = Physical::create_for_a_moment(device, bytes, extras)?;
         let place = Place::of(&Arc::new(Addresses::reserve(bytes)?));
         memory.map(&place)?;
         open([(place.span(), [Access::of_device(device)].into())])
-    };
-    extras::make(Extras::of(device), with)
+    })
 }
 
 /// A reserved range of virtual addresses, freed when dropped.
@@ -290,17 +289,19 @@ impl Physical {
     /// A descriptor for each piece, with its length. A forked child finds it closed: it would keep the memory.
     pub fn export(&self) -> Result<Vec<(Held, usize)>, Failure> {
         let driver = Driver::get()?;
-        let export = |(handle, bytes): &(CUmemGenericAllocationHandle, usize)| {
-            let mut file: c_int = -1;
-            // SAFETY: `file` is writable and what this type of handle needs. The descriptor is new, and closed on `exec`.
-            let file = unsafe {
-                driver.cuMemExportToShareableHandle((&raw mut file).cast(), *handle, BY_DESCRIPTOR, 0)?;
-                OwnedFd::from_raw_fd(file)
-            };
-            let file = Held::new(file).map_err(|_| Failure { call: "cuMemExportToShareableHandle", code: code::OPERATING_SYSTEM })?;
-            Ok((file, *bytes))
-        };
-        self.pieces.iter().map(export).collect()
+        self.pieces
+            .iter()
+            .map(|(handle, bytes)| {
+                let mut file: c_int = -1;
+                // SAFETY: `file` is writable and what this type of handle needs. The descriptor is new, and closed on `exec`.
+                let file = unsafe {
+                    driver.cuMemExportToShareableHandle((&raw mut file).cast(), *handle, BY_DESCRIPTOR, 0)?;
+                    OwnedFd::from_raw_fd(file)
+                };
+                let file = Held::new(file).map_err(|_| Failure { call: "cuMemExportToShareableHandle", code: code::OPERATING_SYSTEM })?;
+                Ok((file, *bytes))
+            })
+            .collect()
     }
 
     /// The device that the memory is on, as the driver reports it; `None` for host memory.

@@ -155,8 +155,9 @@ static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 impl Slot {
     fn take(number: RawFd, (device, inode): Identity) -> &'static Self {
-        let free = |slot: &&Self| slot.number.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        let slot = Self::all().find(free).unwrap_or_else(Self::add);
+        let slot = Self::all()
+            .find(|slot| slot.number.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok())
+            .unwrap_or_else(Self::add);
         slot.identity[0].store(device, Ordering::Relaxed);
         slot.identity[1].store(inode, Ordering::Relaxed);
         slot.number.store(number, Ordering::Release);

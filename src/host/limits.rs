@@ -17,8 +17,10 @@ pub struct Room {
 /// The tightest limit of a process's cgroups, such as that of its container. `None` if nothing limits it.
 pub fn limit_of(pid: u32) -> Option<Room> {
     // In version 1 every cgroup has a limit; the highest value means none.
-    let is_limit = |room: &Room| of_system().is_none_or(|system| room.all < system.all);
-    of_groups(&folder_of(pid)).into_iter().filter(is_limit).min_by_key(|room| room.free)
+    of_groups(&folder_of(pid))
+        .into_iter()
+        .filter(|room| of_system().is_none_or(|system| room.all < system.all))
+        .min_by_key(|room| room.free)
 }
 
 /// Bytes of host memory available to this process: what the kernel calls available, within the limits of its cgroups. Taking

@@ -176,11 +176,10 @@ impl Object {
     }
 
     fn has(&self, text: &[u8]) -> bool {
-        let in_segment = |(start, length, is_read_only): &(usize, usize, bool)| {
+        self.segments.iter().any(|(start, length, is_read_only)| {
             // SAFETY: a mapped segment of a loaded object.
             *is_read_only && unsafe { !libc::memmem(*start as *const c_void, *length, text.as_ptr().cast(), text.len()).is_null() }
-        };
-        self.segments.iter().any(in_segment)
+        })
     }
 }
 
@@ -218,9 +217,10 @@ fn copies_of(soname: &CStr) -> usize {
     let Some(object) = objects.iter().find(|object| object.library.is_named(soname)) else { return 0 };
     let Ok(file) = Path::new(OsStr::from_bytes(&object.path)).canonicalize() else { return 0 };
     let maps = fs::read_to_string(own_folder().join("maps")).unwrap_or_default();
-    let is_beginning = |line: &&str| {
-        let mut words = line.split_ascii_whitespace();
-        words.nth(2) == Some("00000000") && words.nth(2).is_some_and(|path| Path::new(path) == file)
-    };
-    maps.lines().filter(is_beginning).count()
+    maps.lines()
+        .filter(|line| {
+            let mut words = line.split_ascii_whitespace();
+            words.nth(2) == Some("00000000") && words.nth(2).is_some_and(|path| Path::new(path) == file)
+        })
+        .count()
 }

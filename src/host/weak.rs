@@ -68,8 +68,7 @@ unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _size: libc::size_t, se
         let (page, read_only) = (page_size(), place(libc::PT_GNU_RELRO).unwrap_or_default());
         let read_only = read_only.start / page * page..read_only.end / page * page;
         if let Some(object) = place(libc::PT_DYNAMIC).and_then(|dynamic| Loaded::at(info.dlpi_addr as usize, dynamic.start)) {
-            let is_bound_here = |(name, place): &(&CStr, *mut *const c_void)| (search.is_in_place)(name) && symbols::is_ours(**place);
-            let bound = object.weak_references().filter(is_bound_here);
+            let bound = object.weak_references().filter(|(name, place)| (search.is_in_place)(name) && symbols::is_ours(**place));
             search.found.extend(bound.map(|(name, place)| Bound { name, place, read_only: read_only.clone() }));
         }
     }

@@ -473,9 +473,9 @@ pub unsafe extern "C" fn vramctl_set_engine(name: *const c_char) -> VramctlResul
     answer(|| {
         // SAFETY: the caller's promise.
         let name = unsafe { text(name)? };
-        let wrong =
-            |name: &str| name.is_empty() || name.len() > 64 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
-        if name.is_some_and(wrong) {
+        if name.is_some_and(|name| {
+            name.is_empty() || name.len() > 64 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+        }) {
             return Err(Error::Invalid("an engine's name has 1 to 64 letters, digits, dots, dashes and underscores".into()));
         }
         engine::set(name);

@@ -90,7 +90,7 @@ impl<'a> Call<'a> {
 
     /// Has the handler answer. If it panics, the call fails.
     fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> StatusCode {
-        let body = || {
+        guarded(|| {
             if copies::another_is_first() {
                 return self.real();
             }
@@ -99,8 +99,8 @@ impl<'a> Call<'a> {
                 note_current();
             }
             answer
-        };
-        guarded(body).unwrap_or(code::UNKNOWN)
+        })
+        .unwrap_or(code::UNKNOWN)
     }
 }
 

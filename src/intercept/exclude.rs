@@ -70,8 +70,7 @@ fn file_name(path: &CStr) -> &[u8] {
 fn look_up(path: *const c_char, file: &[u8]) -> &'static Library {
     let library = known_as(String::from_utf8_lossy(file).into_owned());
     let entry = ptr::from_ref(library).cast_mut();
-    let free = |place: &&AtomicPtr<_>| place.compare_exchange(ptr::null_mut(), entry, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    if places_of(path).find(free).is_none()
+    if places_of(path).find(|place| place.compare_exchange(ptr::null_mut(), entry, Ordering::AcqRel, Ordering::Relaxed).is_ok()).is_none()
         && let Some(place) = places_of(path).next()
     {
         place.store(entry, Ordering::Release);

@@ -479,7 +479,7 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name; the arguments are the caller's.
                     unsafe { types::$symbol(found)($($argument),*) }
                 };
-                let body = || {
+                guarded(|| {
                     if copies::another_is_first() {
                         return real();
                     }
@@ -488,8 +488,7 @@ macro_rules! functions {
                         events::publish(Event::NcclFailed(Some(names::$symbol), error));
                     }
                     answer
-                };
-                guarded(body).unwrap_or_else(|| NcclAnswer::instead(INTERNAL_ERROR))
+                }).unwrap_or_else(|| NcclAnswer::instead(INTERNAL_ERROR))
             } )*
         }
 

@@ -189,9 +189,11 @@ fn is_paused_for(known: &Pointed, attribute: u32) -> bool {
 }
 
 pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
-    let is_paused = || Pointed::at(pointer).0.is_some_and(|known| is_paused_for(&known, attribute));
     // SAFETY: the program's promises.
-    once_there(is_paused, || unsafe { pointer_attribute_now(value, attribute, pointer) })
+    once_there(
+        || Pointed::at(pointer).0.is_some_and(|known| is_paused_for(&known, attribute)),
+        || unsafe { pointer_attribute_now(value, attribute, pointer) },
+    )
 }
 
 unsafe fn pointer_attribute_now(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
@@ -261,8 +263,7 @@ pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: 
     // SAFETY: as above.
     let answer = unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, asked) };
     // The driver reports only one of the pieces of a large allocation, and nothing for paused memory. Other errors stay unchanged.
-    let is_ours = |known: &Pointed| known.properties().is_none() || known.is_paused();
-    let place = known.filter(is_ours).and_then(|known| known.place_of(pointer));
+    let place = known.filter(|known| known.properties().is_none() || known.is_paused()).and_then(|known| known.place_of(pointer));
     let (Some((place, true)), code::SUCCESS | code::NOT_FOUND | code::INVALID_VALUE) = (place, answer) else { return answer };
     // SAFETY: the program promises that pointers that are not null are writable.
     unsafe {

@@ -267,10 +267,10 @@ unsafe fn has_entry(function: &DriverFunction, found: *mut c_void, handle: *mut 
 
 /// Whether the found function is the driver's, through any handle, or the one that another library puts in its place.
 unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *mut c_void) -> bool {
-    let itself = |driver: Loaded| driver.is_named(DRIVER) && driver.symbol(function.symbol) == Some(found);
     // SAFETY: the caller's promise.
     let through_its_handle = || unsafe { Loaded::behind(handle) }.is_some_and(|library| library.is_named(DRIVER));
-    through_its_handle() || Loaded::around(found).is_some_and(itself)
+    through_its_handle()
+        || Loaded::around(found).is_some_and(|driver| driver.is_named(DRIVER) && driver.symbol(function.symbol) == Some(found))
 }
 
 /// Leaves the thread's error number as it is.

@@ -76,8 +76,7 @@ fn create_on_host(wanted: &Properties, bytes: usize, caller: *const c_void) -> O
 /// be none yet.
 fn context_on(device: CUdevice) -> Option<Current> {
     let current = Current::of_thread().ok().flatten().filter(|current| current.device() == device);
-    let primary = || Current::push(Current::primary_of(device).ok()??).ok();
-    current.or_else(primary).or_else(|| contexts::enter_any(device))
+    current.or_else(|| Current::push(Current::primary_of(device).ok()??).ok()).or_else(|| contexts::enter_any(device))
 }
 
 pub fn release(call: &mut Call, handle: Handle) -> StatusCode {
@@ -255,12 +254,14 @@ fn is_paused(handle: Handle) -> bool {
 /// # Safety
 /// `shared` must be writable.
 unsafe fn export_descriptor(shared: *mut c_int, handle: Handle, real: impl FnOnce(u64) -> StatusCode) -> StatusCode {
-    let copied = || {
-        // SAFETY: the real function has written a descriptor.
-        let (number, file) = unsafe { (shared.read(), BorrowedFd::borrow_raw(shared.read())) };
-        Some((Held::new(file.try_clone_to_owned().ok()?).ok()?, number))
-    };
-    existing(|memory| memory.export_handle(handle, real, copied)).unwrap_or(code::INVALID_VALUE)
+    existing(|memory| {
+        memory.export_handle(handle, real, || {
+            // SAFETY: the real function has written a descriptor.
+            let (number, file) = unsafe { (shared.read(), BorrowedFd::borrow_raw(shared.read())) };
+            Some((Held::new(file.try_clone_to_owned().ok()?).ok()?, number))
+        })
+    })
+    .unwrap_or(code::INVALID_VALUE)
 }
 
 /// Makes a call that uses a multicast object, and records that. `call`: its name.
@@ -276,11 +277,10 @@ pub unsafe fn bind_multicast(
     bytes: usize,
     flags: c_ulonglong,
 ) -> StatusCode {
-    let real = |handle| {
+    bind(Binding { object: multicast, offset: multicast_offset, bytes, device: None }, handle, |handle| {
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
-    };
-    bind(Binding { object: multicast, offset: multicast_offset, bytes, device: None }, handle, real)
+    })
 }
 
 pub unsafe fn bind_multicast_v2(
@@ -292,11 +292,10 @@ pub unsafe fn bind_multicast_v2(
     bytes: usize,
     flags: c_ulonglong,
 ) -> StatusCode {
-    let real = |handle| {
+    bind(Binding { object: multicast, offset: multicast_offset, bytes, device: Some(device) }, handle, |handle| {
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
-    };
-    bind(Binding { object: multicast, offset: multicast_offset, bytes, device: Some(device) }, handle, real)
+    })
 }
 
 /// Binds memory to a multicast object. `real` gets the driver's handle.
@@ -329,8 +328,10 @@ pub unsafe fn bind_endpoint(
         unsafe { driver_originals::cuLogicalEndpointBindMem(endpoint, device, endpoint_offset, handle, offset, bytes, flags) }
     };
     let until = RegisteredUntil::Unbound(part_of_endpoint(endpoint, device, endpoint_offset, bytes));
-    let make = || existing(|memory| memory.share_handle(handle, "cuLogicalEndpointBindMem", until, real)).unwrap_or_else(|| real(handle));
-    once_there(|| is_paused(handle), make)
+    once_there(
+        || is_paused(handle),
+        || existing(|memory| memory.share_handle(handle, "cuLogicalEndpointBindMem", until, real)).unwrap_or_else(|| real(handle)),
+    )
 }
 
 /// The part of a logical endpoint to which memory is bound. Its id has 32 bits, so it is no multicast object's handle.
@@ -370,13 +371,14 @@ unsafe fn with_real_handles(list: *mut CUarrayMapInfo, count: c_uint, real: impl
         if !is_ours(handle) {
             continue;
         }
-        let put = |own| {
-            // SAFETY: as above.
-            unsafe { place.write_unaligned(own) };
-            code::SUCCESS
-        };
-        let answer = existing(|memory| memory.share_handle(handle, "cuMemMapArrayAsync", RegisteredUntil::ItsEnd, put))
-            .unwrap_or(code::INVALID_VALUE);
+        let answer = existing(|memory| {
+            memory.share_handle(handle, "cuMemMapArrayAsync", RegisteredUntil::ItsEnd, |own| {
+                // SAFETY: as above.
+                unsafe { place.write_unaligned(own) };
+                code::SUCCESS
+            })
+        })
+        .unwrap_or(code::INVALID_VALUE);
         if answer != code::SUCCESS {
             restore(&before);
             return answer;

@@ -230,12 +230,14 @@ impl Reports {
 impl Books {
     /// The episode that this failure belongs to. A resume may be retried by another thread.
     fn same(&self, thread: u32, asked: &FailedRequest) -> Option<Arc<Episode>> {
-        let is_same = |episode: &&Arc<Episode>| {
-            (episode.library, episode.bytes) == (asked.library, asked.bytes)
-                && (episode.is_resume || episode.thread == thread)
-                && !episode.course().is_over
-        };
-        self.open.iter().find(is_same).cloned()
+        self.open
+            .iter()
+            .find(|episode: &&Arc<Episode>| {
+                (episode.library, episode.bytes) == (asked.library, asked.bytes)
+                    && (episode.is_resume || episode.thread == thread)
+                    && !episode.course().is_over
+            })
+            .cloned()
     }
 
     /// The calling thread's last episode.

@@ -301,8 +301,10 @@ fn groups(blocks: &[Placed]) -> Vec<Group> {
 fn by_line(groups: &[Group]) -> Vec<ProgramLine> {
     let mut lines: Vec<ProgramLine> = Vec::new();
     for Group { bytes, blocks, tag, library, at, .. } in groups {
-        let is_same = |line: &&mut ProgramLine| (&line.tag, line.library, &line.at) == (tag, *library, at);
-        match at.as_ref().and_then(|_| lines.iter_mut().find(is_same)) {
+        match at
+            .as_ref()
+            .and_then(|_| lines.iter_mut().find(|line: &&mut ProgramLine| (&line.tag, line.library, &line.at) == (tag, *library, at)))
+        {
             Some(line) => (line.bytes, line.blocks) = (line.bytes + bytes, line.blocks + blocks),
             None => lines.push(ProgramLine { bytes: *bytes, blocks: *blocks, tag: tag.clone(), library: *library, at: at.clone() }),
         }
@@ -391,19 +393,20 @@ fn changes(events: &Events) -> Vec<String> {
     }
     let mut changes: Vec<_> = owners.into_iter().filter(|(_, bytes)| *bytes != 0).collect();
     changes.sort_by_key(|(_, bytes)| std::cmp::Reverse(bytes.unsigned_abs()));
-    let change = |(owner, bytes): (u16, i64)| {
-        let owner = events.owners.iter().find(|known| known.owner == owner);
-        let tag = owner.and_then(|owner| owner.tag.as_ref()).map(|tag| format!("tag {tag}"));
-        let name = tag.or_else(|| owner?.library.clone()).unwrap_or_else(|| "others".to_owned());
-        format!("{name} {}{}", if bytes > 0 { '+' } else { '−' }, Bytes(bytes.unsigned_abs()))
-    };
-    changes.into_iter().map(change).collect()
+    changes
+        .into_iter()
+        .map(|(owner, bytes): (u16, i64)| {
+            let owner = events.owners.iter().find(|known| known.owner == owner);
+            let tag = owner.and_then(|owner| owner.tag.as_ref()).map(|tag| format!("tag {tag}"));
+            let name = tag.or_else(|| owner?.library.clone()).unwrap_or_else(|| "others".to_owned());
+            format!("{name} {}{}", if bytes > 0 { '+' } else { '−' }, Bytes(bytes.unsigned_abs()))
+        })
+        .collect()
 }
 
 /// For a shell.
 fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+".contains(c);
-    if !word.is_empty() && !word.starts_with('-') && word.chars().all(is_plain) {
+    if !word.is_empty() && !word.starts_with('-') && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:@%+".contains(c)) {
         word.to_owned()
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
