@@ -250,7 +250,9 @@ const UNKNOWN: u64 = u64::MAX;
 const CHANGING: u64 = UNKNOWN - 1;
 
 impl Site {
-    const EMPTY: Self = Self { address: AtomicUsize::new(0), begun: AtomicU64::new(UNKNOWN), runtime: AtomicPtr::new(ptr::null_mut()) };
+    const fn new() -> Self {
+        Self { address: AtomicUsize::new(0), begun: AtomicU64::new(UNKNOWN), runtime: AtomicPtr::new(ptr::null_mut()) }
+    }
 
     /// Notes the runtime, unless another thread is about to.
     fn note(&self, runtime: &'static Runtime, begun: u64) {
@@ -263,7 +265,7 @@ impl Site {
 }
 
 /// The known call sites. If the table is full, other call sites need a search each time.
-static SITES: [Site; 512] = [const { Site::EMPTY }; 512];
+static SITES: [Site; 512] = [const { Site::new() }; 512];
 
 /// Where a call site may be in the table.
 fn places_of(site: usize) -> impl Iterator<Item = &'static Site> {
