@@ -139,6 +139,10 @@ class Device:
     self_paused_bytes: int = 0
     #: The block that is mapped under guarded paused memory.
     guard_bytes: int = 0
+    #: The most memory that the process may take of the device; None without a limit.
+    limit_bytes: int | None = None
+    #: What counts against that: managed memory, also while it is paused, what is left to CUDA, and the context.
+    counted_bytes: int = 0
     #: Free memory on the whole device; None if the driver does not answer.
     free_bytes: int | None = None
     total_bytes: int | None = None

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
-use vramctl_model::{DEFAULT_TAG, Policy, checked_name, checked_tag, parse_bytes};
+use vramctl_model::{DEFAULT_TAG, Limit, Policy, checked_name, checked_tag, parse_bytes};
 
 /// The page that lists the variables.
 const SETTINGS: &str = include_str!("../../docs/settings.md");
@@ -82,6 +82,8 @@ pub struct Config {
     pub host_keep: Duration,
     /// `VRAMCTL_PREWARM`.
     pub prewarm: u64,
+    /// `VRAMCTL_LIMIT`.
+    pub limit: Option<Limit>,
     /// `VRAMCTL_MIN_BYTES`.
     pub min_bytes: usize,
     /// `VRAMCTL_EXCLUDE`: libraries whose allocations are left to CUDA, by the beginning of their file names.
@@ -185,6 +187,11 @@ impl Config {
             host_cap: variables.size("VRAMCTL_HOST_CAP", usize::MAX) as u64,
             host_keep: variables.host_keep(),
             prewarm: variables.size("VRAMCTL_PREWARM", 0) as u64,
+            limit: variables.parsed(
+                "VRAMCTL_LIMIT",
+                |text| text.parse().ok(),
+                "neither a size such as 20G nor a share such as 25%; ignored",
+            ),
             min_bytes: variables.size("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES),
             exclude: variables.list("VRAMCTL_EXCLUDE").unwrap_or_default(),
             guard: variables.switch("VRAMCTL_GUARD") == Some(true),

@@ -12,7 +12,7 @@ use vramctl_control::protocol::{Reply, Request};
 use vramctl_driver::CUdevice;
 use vramctl_driver::nccl::NcclResult;
 use vramctl_host::PerProcess;
-use vramctl_model::{Error, Holder, Report, Stage, Status, Verb};
+use vramctl_model::{Error, Holder, OverLimit, Report, Stage, Status, Verb};
 
 /// What has happened.
 #[derive(Debug)]
@@ -97,6 +97,8 @@ pub enum Cause {
     Refused(Option<&'static str>),
     /// It would have left less than the memory margin free.
     Margin,
+    /// The process has as much as its limit allows.
+    Limit(OverLimit),
     /// A resume needs more than is free. The other processes that NVML reports.
     Resume(Vec<Holder>),
 }

@@ -12,6 +12,7 @@ pub mod events;
 pub mod gate;
 mod holder;
 mod lease;
+pub mod limit;
 pub mod memory;
 mod quiet;
 pub mod server;

@@ -1,7 +1,8 @@
 //! The status of this process, by tag and by device.
 
+use crate::limit::Taken;
 use crate::memory::state::Released;
-use crate::memory::{Memory, PausedBy, State, UnderWay, borrow, communicators, unmanaged};
+use crate::memory::{Memory, PausedBy, State, UnderWay, borrow, communicators, limited, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
 use crate::{contexts, events, gate};
@@ -155,6 +156,10 @@ impl Memory {
                 Some(tag) => _ = device.tags.insert(tag.to_string(), bytes),
                 None => device.guard_bytes = bytes,
             }
+        }
+        for Taken { device: ordinal, limit, counted } in limited::all_taken() {
+            let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });
+            (device.limit_bytes, device.counted_bytes) = (Some(limit), counted);
         }
         (tags, devices)
     }

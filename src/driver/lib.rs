@@ -37,7 +37,7 @@ pub use kernel::{Image, Parts, Resident};
 pub use life::{Ending, Kept};
 pub use no_cards::NoCards;
 pub use nvml::{
-    Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, uses, usual_uses, uuid, uuid_of_index,
+    Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, own_use, uses, usual_uses, uuid, uuid_of_index,
 };
 pub use properties::{Access, Location, Properties};
 pub use structures::{CopyBetween, CopySide};
@@ -76,6 +76,14 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     Ok((free as u64, total as u64))
 }
 
+/// Bytes of memory of a device. Needs no context.
+pub fn total_memory(device: CUdevice) -> Result<u64, Failure> {
+    let mut total = 0;
+    // SAFETY: `total` is writable.
+    unsafe { Driver::get()?.cuDeviceTotalMem_v2(&raw mut total, device)? };
+    Ok(total as u64)
+}
+
 /// The pool from which a device serves stream-ordered allocations.
 pub fn current_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
     let mut pool = std::ptr::null_mut();
@@ -100,15 +108,27 @@ pub fn release_threshold(device: CUdevice) -> Result<u64, Failure> {
     unsafe { pool_attribute(default_pool(device)?, RELEASE_THRESHOLD) }
 }
 
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`.
+const RESERVED: u32 = 5;
+/// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
+const USED: u32 = 7;
+
 /// Whether memory of a pool is in use.
 ///
 /// # Safety
 /// `pool` must be a pool of the driver's.
 pub unsafe fn is_pool_in_use(pool: *mut c_void) -> Result<bool, Failure> {
-    /// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
-    const USED: u32 = 7;
     // SAFETY: the caller's promise.
     Ok(unsafe { pool_attribute(pool, USED) }? > 0)
+}
+
+/// How many bytes a pool has reserved, and how many of these are in use.
+///
+/// # Safety
+/// `pool` must be a pool of the driver's.
+pub unsafe fn extent_of_pool(pool: *mut c_void) -> Result<(u64, u64), Failure> {
+    // SAFETY: the caller's promise.
+    unsafe { Ok((pool_attribute(pool, RESERVED)?, pool_attribute(pool, USED)?)) }
 }
 
 /// An attribute of 64 bits. A capture forbids such questions, too (observed with driver 580).

@@ -1,5 +1,5 @@
 //! Other processes that hold a device's memory, as reported by NVML, and device UUIDs. A program's process asks NVML only for a
-//! suspend, and when memory is short: NVML takes locks that a fork by another thread would leave locked in the child.
+//! suspend, when memory is short, and with a limit once for its context: NVML takes locks that a fork by another thread would leave locked in the child.
 
 use super::{CUdevice, Driver, NoCards, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
@@ -78,6 +78,11 @@ pub fn keep_nvml<'a>(uuids: impl IntoIterator<Item = &'a str>) {
     }
 }
 
+/// This process's memory on a device. `None` if NVML cannot identify this process, as in some containers.
+pub fn own_use(device: CUdevice) -> Option<u64> {
+    Nvml::load().ok()?.own_use(device)
+}
+
 /// This process's memory on each GPU that it sees, as NVML tells.
 pub fn uses() -> Vec<GpuUse> {
     uses_by(Nvml::load().ok().as_ref())
@@ -99,11 +104,9 @@ fn uses_by(nvml: Option<&Nvml>) -> Vec<GpuUse> {
     };
     devices()
         .filter_map(|device| {
-            let known = nvml.map_or_else(Vec::new, |nvml| nvml.processes(device));
-            let own = known.iter().find(|holder| holder.pid == process::id());
             let uuid = uuid(device)?;
             Some(GpuUse {
-                bytes: own.and_then(|own| own.bytes).unwrap_or_else(|| {
+                bytes: nvml.and_then(|nvml| nvml.own_use(device)).unwrap_or_else(|| {
                     let used = nvml.and_then(|nvml| nvml.used(&uuid)).unwrap_or(USUAL);
                     if has_context(device) { USUAL.min(used) } else { 0 }
                 }),
@@ -292,6 +295,11 @@ impl Nvml {
         let answered =
             unsafe { (self.by_uuid)(uuid.as_ptr(), &raw mut handle) == SUCCESS && (self.memory)(handle, &raw mut memory) == SUCCESS };
         answered.then_some(memory.used)
+    }
+
+    /// This process's.
+    fn own_use(&self, device: CUdevice) -> Option<u64> {
+        self.processes(device).into_iter().find(|holder| holder.pid == process::id())?.bytes
     }
 
     fn processes(&self, device: CUdevice) -> Vec<Holder> {

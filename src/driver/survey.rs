@@ -1,7 +1,7 @@
 //! The driver and its devices, queried without creating a context.
 
 use super::extras::{Extras, WithExtras};
-use super::{CUdevice, Current, Driver, is_behind_mps, supports_vmm, uuid, vmm};
+use super::{CUdevice, Current, Driver, is_behind_mps, supports_vmm, total_memory, uuid, vmm};
 use serde::Serialize;
 use std::ffi::{CStr, c_char, c_int};
 use vramctl_model::support::CudaVersion;
@@ -53,16 +53,16 @@ pub fn cuda_version() -> Result<CudaVersion, Failure> {
 }
 
 fn look_at(driver: &Driver, ordinal: c_int) -> Result<Gpu, Failure> {
-    let (mut device, mut total, mut name): (CUdevice, usize, _) = (0, 0, [0 as c_char; 128]);
-    // SAFETY: all three are writable, and the driver gets the size of `name`.
+    let (mut device, mut name): (CUdevice, _) = (0, [0 as c_char; 128]);
+    // SAFETY: both are writable, and the driver gets the size of `name`.
     unsafe {
         driver.cuDeviceGet(&raw mut device, ordinal)?;
-        driver.cuDeviceTotalMem_v2(&raw mut total, device)?;
         driver.cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device)?;
     }
     // SAFETY: the driver NUL-terminates the name within the given size.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-    Ok(Gpu { name, uuid: uuid(device), total_bytes: total as u64, virtual_memory: supports_vmm(device), behind_mps: is_behind_mps(device) })
+    let total_bytes = total_memory(device)?;
+    Ok(Gpu { name, uuid: uuid(device), total_bytes, virtual_memory: supports_vmm(device), behind_mps: is_behind_mps(device) })
 }
 
 /// Makes and releases virtual memory on a device as the library does for a program's `cudaMalloc`. Returns what the driver refuses to do

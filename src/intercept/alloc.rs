@@ -5,6 +5,7 @@
 //! the hooked driver functions later ([`forward_unmanaged`]), which then forward it, too.
 
 use crate::call::{Call, forward};
+use crate::limited::{self, Admitted};
 use crate::table::{CudaExtent, CudaPitchedPtr};
 use crate::{exclude, reentrancy, refusal};
 use std::ffi::{c_uint, c_void};
@@ -113,9 +114,13 @@ pub unsafe fn malloc_3d(call: &mut Call, pitched: *mut CudaPitchedPtr, extent: C
     }
 }
 
-/// Unified memory is always left to CUDA: it migrates by itself, so its share on the device is unknown.
-pub fn malloc_managed(call: &mut Call, bytes: usize) -> StatusCode {
-    forward_reported(call, bytes, None, forward)
+/// Unified memory is always left to CUDA: it migrates by itself, so its share on the device is unknown. With a limit, all of it counts.
+pub unsafe fn malloc_managed(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize) -> StatusCode {
+    if limited::is_unlimited() || pointer.is_null() {
+        return forward_reported(call, bytes, None, forward);
+    }
+    // SAFETY: as in `malloc`.
+    unsafe { allocate_unmanaged(call, pointer, bytes, Source::Thread) }
 }
 
 pub unsafe fn mem_alloc_managed(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize) -> StatusCode {
@@ -123,7 +128,8 @@ pub unsafe fn mem_alloc_managed(call: &mut Call, pointer: *mut CUdeviceptr, byte
     let name = if reentrancy::is_nested() { "cudaMallocManaged" } else { "cuMemAllocManaged" };
     sightings::noting(
         ObstacleKind::Unified,
-        || malloc_managed(call, bytes),
+        // SAFETY: as in `malloc`.
+        || unsafe { malloc_managed(call, pointer, bytes) },
         || {
             if !pointer.is_null() {
                 // SAFETY: not null, and written by the real function.
@@ -145,6 +151,46 @@ pub fn free_async(call: &mut Call, pointer: CUdeviceptr, stream: StreamHandle) -
     free_managed_async(call, pointer, call.stream(stream)).unwrap_or_else(|| free_unmanaged(call, pointer))
 }
 
+/// Charges a request that CUDA serves, if need be once more after releasing what has been freed in stream order. If the limit refuses the request,
+/// that is reported.
+pub fn admit(call: &Call, device: CUdevice, bytes: usize, charge: impl Fn() -> Result<Admitted, Error>) -> Result<Admitted, StatusCode> {
+    if limited::is_unlimited() || reentrancy::is_nested() {
+        return Ok(Admitted::default());
+    }
+    let memory = Memory::existing();
+    let released = memory.map_or(0, Memory::released);
+    let again = |error| if memory.is_some_and(|memory| memory.free_up(device, bytes, released)) { charge() } else { Err(error) };
+    match charge().or_else(again) {
+        Err(Error::Limit(refused)) => {
+            report(bytes, call.caller(), Some(device), None, Cause::Limit(refused));
+            Err(code::OUT_OF_MEMORY)
+        }
+        // What the driver does not tell cannot count.
+        admitted => Ok(admitted.unwrap_or_default()),
+    }
+}
+
+/// The same for a request to the calling thread's device or to a pool.
+fn admit_from(call: &Call, bytes: usize, source: Source) -> Result<Admitted, StatusCode> {
+    if limited::is_unlimited() || reentrancy::is_nested() {
+        return Ok(Admitted::default());
+    }
+    let current = match source.stream() {
+        // It becomes part of the graph.
+        Some(stream) if stream.is_capturing() => Ok(None),
+        Some(stream) => context_of(call, stream),
+        None => call.context(),
+    };
+    // Without a context, the real function refuses the request.
+    let Ok(Some(current)) = current else { return Ok(Admitted::default()) };
+    let device = current.device();
+    admit(call, device, bytes, || match source {
+        Source::Thread => limited::on(device, bytes),
+        Source::Stream(_) => driver::current_pool(device).map_or_else(|failure| Err(failure.into()), |pool| limited::in_pool(pool, bytes)),
+        Source::Pool(pool, _) => limited::in_pool(pool, bytes),
+    })
+}
+
 /// Leaves a request to the real function; its own calls of driver functions are then left to CUDA as well. `note` counts the memory as
 /// unmanaged. It gets the requesting library, which only the first of our functions on the request's path knows.
 pub fn forward_unmanaged(
@@ -157,7 +203,7 @@ pub fn forward_unmanaged(
     if reentrancy::is_nested() {
         return call.real();
     }
-    if is_small(bytes) {
+    if is_small(bytes) && (limited::is_unlimited() || bytes == 0) {
         return forward_reported(call, bytes, device, real);
     }
     let caller = call.caller();
@@ -204,10 +250,11 @@ fn asker(caller: *const c_void) -> &'static str {
     if caller.is_null() { "a pool of torch's" } else { exclude::library_at(caller).name() }
 }
 
-/// Whether a request can go straight to the real function: it is too small to be managed, and nobody is waiting for the next request.
+/// Whether a request can go straight to the real function: it is too small to be managed, no limit counts it, and nobody is waiting for the
+/// next request.
 #[inline]
 pub fn can_forward(bytes: usize) -> bool {
-    is_small(bytes) && !events::is_retry_expected()
+    is_small(bytes) && limited::is_unlimited() && !events::is_retry_expected()
 }
 
 /// Whether a free can go straight to the real function: the address is not known here.
@@ -229,10 +276,15 @@ pub fn synchronised() {
     }
 }
 
-/// `cuMemGetInfo`: what has been freed in stream order counts as free.
-pub fn mem_get_info(call: &mut Call) -> StatusCode {
+/// `cuMemGetInfo`: what has been freed in stream order counts as free, and a limit as all there is.
+pub unsafe fn mem_get_info(call: &mut Call, free: *mut usize, total: *mut usize) -> StatusCode {
     synchronised();
-    call.real()
+    let answer = call.real();
+    if answer == code::SUCCESS {
+        // SAFETY: written by the real function.
+        unsafe { limited::show(free, total) };
+    }
+    answer
 }
 
 /// Whether a request is so small that it is left to CUDA and not even counted.
@@ -270,25 +322,40 @@ unsafe fn allocate(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize, sou
             pointer.write(address);
             code::SUCCESS
         },
-        Some(Err(error)) => {
-            // The runtime's function does that, too; the driver's does not.
-            if error == code::OUT_OF_MEMORY && call.runtime().is_some() {
-                // SAFETY: as above.
-                unsafe { pointer.write(0) };
-            }
-            error
-        }
-        // SAFETY: as above; the real function has succeeded.
-        None => forward_unmanaged(
-            call,
-            bytes,
-            None,
-            |call| call.real_with_room(bytes),
-            |requester| unsafe {
-                unmanaged::note(pointer.read(), bytes, requester);
-            },
-        ),
+        // SAFETY: as above.
+        Some(Err(error)) => unsafe { refused(call, pointer, error) },
+        // SAFETY: as above.
+        None => unsafe { allocate_unmanaged(call, pointer, bytes, source) },
     }
+}
+
+/// Has the real function allocate, within the limit.
+///
+/// # Safety
+/// `pointer` must be writable.
+unsafe fn allocate_unmanaged(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize, source: Source) -> StatusCode {
+    match admit_from(call, bytes, source) {
+        Ok(Admitted { charge, growth: _until_answered }) => {
+            // SAFETY: the real function has succeeded.
+            let note = |requester| unmanaged::note(unsafe { pointer.read() }, bytes, requester, charge);
+            forward_unmanaged(call, bytes, None, |call| call.real_with_room(bytes), note)
+        }
+        // SAFETY: the caller's promise.
+        Err(error) => unsafe { refused(call, pointer, error) },
+    }
+}
+
+/// The answer to a request that the library refuses.
+///
+/// # Safety
+/// `pointer` must be writable.
+unsafe fn refused(call: &Call, pointer: *mut CUdeviceptr, error: StatusCode) -> StatusCode {
+    // The runtime's function does that, too; the driver's does not.
+    if error == code::OUT_OF_MEMORY && call.runtime().is_some() {
+        // SAFETY: the caller's promise.
+        unsafe { pointer.write(0) };
+    }
+    error
 }
 
 /// Allocates managed memory; `None` if the real function must allocate.
@@ -375,6 +442,7 @@ pub fn finish(
             }
             let cause = match error {
                 Error::Driver(Failure { call, .. }) => Cause::Refused(Some(call)),
+                Error::Limit(refused) => Cause::Limit(refused),
                 _ => Cause::Margin,
             };
             report(bytes, caller, Some(device), Some(tag), cause);

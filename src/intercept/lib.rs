@@ -5,6 +5,7 @@
 
 pub mod abi;
 mod alloc;
+mod arrays;
 mod call;
 mod contexts;
 mod copies;
@@ -17,6 +18,7 @@ pub mod hooks;
 mod index;
 mod jump;
 pub mod launch;
+mod limited;
 mod linked;
 pub mod nccl;
 pub mod opens;

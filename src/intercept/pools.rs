@@ -6,6 +6,7 @@ use crate::driver_memory;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_void};
 use std::sync::{Mutex, MutexGuard};
+use vramctl_core::limit;
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Level, Memory, PoolUse};
 use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Location};
@@ -49,6 +50,7 @@ pub unsafe fn create(call: &mut Call, pool: *mut *mut c_void, properties: *const
 }
 
 pub fn destroy(call: &mut Call, pool: *mut c_void) -> StatusCode {
+    limit::forget_pool(pool);
     let key = ObstacleKey::Pool(pool as usize);
     let kept = pools().remove(&(pool as usize));
     // Imported memory is recorded for itself. Other memory in use outlives its pool, and its end cannot be seen.
@@ -79,8 +81,22 @@ pub fn trim(call: &mut Call, pool: *mut c_void, keep: usize) -> StatusCode {
 
 /// The managed memory, if any, and the device for whose default pool it stands.
 fn managed(pool: *mut c_void) -> Option<(&'static Memory, CUdevice)> {
-    let memory = Memory::existing()?;
-    Some((memory, driver::devices().find(|device| driver::default_pool(*device).ok() == Some(pool))?))
+    Some((Memory::existing()?, default_of(pool)?))
+}
+
+/// The device of which this is the default pool.
+fn default_of(pool: *mut c_void) -> Option<CUdevice> {
+    driver::devices().find(|device| driver::default_pool(*device).ok() == Some(pool))
+}
+
+/// The device whose memory a pool of this process has. `None` for host memory and for other processes' pools.
+pub fn device_of(pool: *mut c_void) -> Option<CUdevice> {
+    let known = pools().get(&(pool as usize)).copied();
+    match known {
+        Some(Pool::On(device)) => Some(device),
+        Some(Pool::Host | Pool::Imported) => None,
+        None => default_of(pool),
+    }
 }
 
 /// `CUmemPool_attribute`: the statistics.

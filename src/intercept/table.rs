@@ -53,7 +53,7 @@ macro_rules! hooked_functions {
         Allocates cudaMallocPitch Plain (pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize)
             { alloc::malloc_pitch(pointer.cast(), pitch, width, height) };
         Allocates cudaMalloc3D Plain (pitched: *mut CudaPitchedPtr, extent: CudaExtent) { alloc::malloc_3d(pitched, extent) };
-        Allocates cudaMallocManaged Plain (pointer: *mut *mut c_void, bytes: usize, flags: c_uint) { alloc::malloc_managed(bytes) };
+        Allocates cudaMallocManaged Plain (pointer: *mut *mut c_void, bytes: usize, flags: c_uint) { alloc::malloc_managed(pointer.cast(), bytes) };
         Allocates cudaMallocAsync Plain (pointer: *mut *mut c_void, bytes: usize, stream: StreamHandle) { alloc::malloc_async(pointer.cast(), bytes, stream) };
         Allocates cudaMallocAsync_ptsz PerThread (pointer: *mut *mut c_void, bytes: usize, stream: StreamHandle) { alloc::malloc_async(pointer.cast(), bytes, stream) };
         Allocates cudaMallocFromPoolAsync Plain (pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: StreamHandle)
@@ -173,11 +173,19 @@ macro_rules! driver_functions {
             (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) { alloc::malloc_from_pool_async(pointer, bytes, pool, stream) };
         Allocates cuMemCreate "cuMemCreate" 10020 Plain
             (handle: *mut Handle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) { vmm::create(handle, bytes, properties, flags) };
+        Allocates cuArrayCreate_v2 "cuArrayCreate" 3020 Plain
+            (array: *mut *mut c_void, descriptor: *const c_void) { arrays::create(array, descriptor.cast()) unless limited::is_unlimited() };
+        Allocates cuArray3DCreate_v2 "cuArray3DCreate" 3020 Plain
+            (array: *mut *mut c_void, descriptor: *const c_void) { arrays::create_3d(array, descriptor.cast(), 1) unless limited::is_unlimited() };
+        Allocates cuMipmappedArrayCreate "cuMipmappedArrayCreate" 5000 Plain
+            (array: *mut *mut c_void, descriptor: *const c_void, levels: c_uint) { arrays::create_3d(array, descriptor.cast(), levels) unless limited::is_unlimited() };
         Allocates cuMemAllocManaged "cuMemAllocManaged" 6000 Plain (pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint) { alloc::mem_alloc_managed(pointer, bytes) };
 
         Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) { alloc::free(pointer) unless alloc::is_unknown(pointer) };
         Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) { alloc::free_async(pointer, stream) };
         Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) { alloc::free_async(pointer, stream) };
+        Frees cuArrayDestroy "cuArrayDestroy" 2000 Plain (array: *mut c_void) { arrays::destroy(array) unless limited::is_unlimited() };
+        Frees cuMipmappedArrayDestroy "cuMipmappedArrayDestroy" 5000 Plain (array: *mut c_void) { arrays::destroy(array) unless limited::is_unlimited() };
         Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: Handle) { vmm::release(handle) };
 
         Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain
@@ -249,7 +257,9 @@ macro_rules! driver_functions {
         Queries cuMemPoolGetAttribute "cuMemPoolGetAttribute" 11020 Plain
             (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::get_attribute(pool, attribute, value) };
         Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::set_attribute(pool, attribute) };
-        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) { alloc::mem_get_info() unless alloc::has_nothing_freed() };
+        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) { alloc::mem_get_info(free, total) unless alloc::has_nothing_freed() && limited::is_unlimited() };
+        Queries cuDeviceTotalMem_v2 "cuDeviceTotalMem" 3020 Plain
+            (bytes: *mut usize, device: CUdevice) { limited::total_memory(bytes, device) unless limited::is_unlimited() };
 
         Synchronizes cuCtxSynchronize "cuCtxSynchronize" 2000 Plain () { alloc::synchronised unless alloc::has_nothing_freed() };
         Synchronizes cuCtxSynchronize_v2 "cuCtxSynchronize" 13000 Plain (context: ContextHandle) { alloc::synchronised unless alloc::has_nothing_freed() };

@@ -1,8 +1,9 @@
 //! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and related functions. Calls about other memory go to the real
 //! function.
 
-use crate::alloc::{announce_memory, finish, forward_unmanaged, placement};
+use crate::alloc::{admit, announce_memory, finish, forward_unmanaged, placement};
 use crate::call::{Call, forward};
+use crate::limited::{self, Admitted};
 use crate::paused::once_there;
 use crate::share::BY_DESCRIPTOR;
 use crate::{driver_memory, driver_originals};
@@ -54,10 +55,13 @@ pub unsafe fn create(
             return answer;
         }
     }
-    // SAFETY: not null, and the real function has succeeded.
-    forward_unmanaged(call, bytes, Some(device), forward, |requester| unsafe {
-        unmanaged::note_handle(handle.read(), bytes, device, requester);
-    })
+    match admit(call, device, bytes, || limited::on(device, bytes)) {
+        Ok(Admitted { charge, .. }) => forward_unmanaged(call, bytes, Some(device), forward, |requester| {
+            // SAFETY: not null, and the real function has succeeded.
+            unmanaged::note_handle(unsafe { handle.read() }, bytes, device, requester, charge);
+        }),
+        Err(error) => error,
+    }
 }
 
 /// The handle for memory of the host that other processes can import, for which they are asked to give it up. `None` if the real function is to answer: it

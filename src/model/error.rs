@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Kind, Lent, Obstacle, Registration, code, gpu_in_words};
+use crate::{Bytes, Failure, Holder, Kind, Lent, Obstacle, OverLimit, Registration, code, gpu_in_words};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -14,6 +14,8 @@ pub enum Error {
     Work(Failure),
     /// The device has too little free memory.
     DeviceMemory(Shortage),
+    /// The process has as much device memory as it may.
+    Limit(OverLimit),
     /// The host has too little memory for the backup.
     HostMemory {
         /// Bytes of contents to keep.
@@ -111,7 +113,7 @@ impl Error {
         match self {
             Self::Driver(_) => Kind::Driver,
             Self::Work(_) => Kind::Work,
-            Self::DeviceMemory(_) => Kind::DeviceMemory,
+            Self::DeviceMemory(_) | Self::Limit(_) => Kind::DeviceMemory,
             Self::HostMemory { .. } | Self::NoThread(_) => Kind::HostMemory,
             Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
@@ -143,7 +145,7 @@ impl Error {
     pub fn cuda_code(&self) -> u32 {
         match self {
             Self::Driver(failure) | Self::Work(failure) => failure.code,
-            Self::DeviceMemory(_) | Self::HostMemory { .. } => code::OUT_OF_MEMORY,
+            Self::DeviceMemory(_) | Self::Limit(_) | Self::HostMemory { .. } => code::OUT_OF_MEMORY,
             Self::NotUndone(why, _) => why.cuda_code(),
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
@@ -188,6 +190,7 @@ impl fmt::Display for Error {
                  Restart the program"
             ),
             Self::DeviceMemory(shortage) => shortage.fmt(out),
+            Self::Limit(refused) => refused.fmt(out),
             Self::HostMemory { needed, available, capped } => {
                 let short = Bytes(needed.saturating_sub(*available));
                 let there = Bytes(*available);

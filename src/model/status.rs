@@ -31,7 +31,7 @@ pub struct Status {
     pub process_tag: Option<String>,
     /// By tag, in alphabetical order.
     pub tags: Vec<TagStatus>,
-    /// The devices with managed allocations.
+    /// The devices with managed allocations, or with memory that counts against a limit.
     pub devices: Vec<DeviceStatus>,
     /// Memory of other processes that this one has open, by owner and GPU. While any of it is paused, the program is held.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -156,6 +156,12 @@ pub struct DeviceStatus {
     /// Bytes of the block that is mapped under guarded paused memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_bytes: u64,
+    /// The most memory that the process may take of the device; absent without a limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_bytes: Option<u64>,
+    /// What counts against the limit: managed memory, also while it is paused, what is left to CUDA, and the context.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub counted_bytes: u64,
     /// Bytes free on the device; absent if the driver does not answer.
     pub free_bytes: Option<u64>,
     /// The device's total memory in bytes; absent if the driver does not answer.

@@ -301,6 +301,8 @@ impl State {
             paused_bytes: 0,
             self_paused_bytes: 0,
             guard_bytes: 0,
+            limit_bytes: None,
+            counted_bytes: 0,
             free_bytes: Some(7 * GIB),
             total_bytes: Some(80 * GIB),
         };
@@ -925,7 +927,7 @@ fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
     assert_eq!(names("ps -o name --sort bytes"), ["big", "a-small-one"]);
     let titles = |line: &str| machine.vramctl(line).out.lines().next().unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB"]);
-    assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"]);
+    assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "PROGRAM"]);
     assert_eq!(machine.vramctl("ps -o json").only_json(), machine.vramctl("ps --json").only_json());
 }
 

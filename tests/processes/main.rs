@@ -14,6 +14,7 @@ mod differential;
 mod guest;
 mod imports;
 mod job;
+mod limit;
 mod metrics;
 mod nodes;
 mod preloading;

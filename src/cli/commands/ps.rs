@@ -12,7 +12,7 @@ use vramctl_coordinator::gpus;
 use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
-use vramctl_model::Bytes;
+use vramctl_model::{Bytes, DeviceStatus};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -22,7 +22,7 @@ paused and resumed as one. If a name has several runs, the column says which, an
 
 Examples:
   vramctl ps
-  vramctl ps engine --output wide # also its tags, and its command line
+  vramctl ps engine --output wide # also its limit and its tags, and its command line
   vramctl ps --gpu 0 --sort bytes
   vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]
@@ -149,7 +149,7 @@ impl Jobs {
 }
 
 /// The columns. Those that are shown at first fit a terminal.
-const COLUMNS: [&str; 8] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"];
+const COLUMNS: [&str; 9] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "PROGRAM"];
 const COLUMNS_AT_FIRST: usize = 6;
 
 /// `state`: what the driver says of a suspended process, if it can be asked.
@@ -159,7 +159,8 @@ fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &B
         Ok(status) => status,
         Err(failure) => {
             let (name, why) = (process.name().unwrap_or("?").to_owned(), failure.to_string());
-            return vec![pid, name, why, unknown(), unknown(), String::new(), String::new(), String::new()];
+            let rest = [(); 4].map(|()| String::new());
+            return [pid, name, why, unknown(), unknown()].into_iter().chain(rest).collect();
         }
     };
     let tags: Vec<_> = status.memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
@@ -169,6 +170,8 @@ fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &B
         Some(ProcessState::Running | ProcessState::Locked) => "partly suspended".into(),
         Some(ProcessState::Checkpointed) | None => process.state(),
     };
+    let limit = |device: &DeviceStatus| Some(format!("{} of {}", Bytes(device.counted_bytes), Bytes(device.limit_bytes?)));
+    let limits: Vec<_> = status.memory.devices.iter().filter_map(limit).collect();
     let bytes = status.memory.tags.iter().map(|tag| tag.bytes).sum();
     vec![
         pid,
@@ -177,6 +180,7 @@ fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &B
         Bytes(bytes).to_string(),
         gpus.join(", "),
         jobs.place_of(process),
+        limits.join(", "),
         tags.join(", "),
         status.process.program.clone(),
     ]

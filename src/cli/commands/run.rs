@@ -17,7 +17,7 @@ use std::process::Command;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::{target, text};
-use vramctl_model::{DEFAULT_TAG, Policy};
+use vramctl_model::{DEFAULT_TAG, Limit, Policy};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -42,6 +42,9 @@ pub struct Args {
     /// Where a pause keeps the contents of a tag: host (default), disk or discard; may be repeated
     #[arg(long, value_name = "TAG=POLICY", value_parser = checked_backup)]
     backup: Vec<String>,
+    /// The most memory that each process takes of each GPU, such as 20G or 25%: above it, allocations are out of memory
+    #[arg(long, value_name = "SIZE|PERCENT", value_parser = checked_limit)]
+    limit: Option<String>,
     /// Leave smaller allocations to CUDA: bytes, or a number with K, M or G [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = checked_size)]
     min_bytes: Option<String>,
@@ -177,8 +180,13 @@ fn environment(
         list.push(args.backup.join(","));
         variables.push(("VRAMCTL_BACKUP", Some(list)));
     }
+    // A limit that the library ignores would be none.
+    if let Some(limit) = filled("VRAMCTL_LIMIT").filter(|_| args.limit.is_none()) {
+        checked_limit(&limit.to_string_lossy()).map_err(|error| CommandError::new(Exit::Usage, format!("VRAMCTL_LIMIT: {error}")))?;
+    }
     let given = [
         ("VRAMCTL_NAME", args.name.as_deref()),
+        ("VRAMCTL_LIMIT", args.limit.as_deref()),
         ("VRAMCTL_MIN_BYTES", args.min_bytes.as_deref()),
         ("VRAMCTL_TRACE", args.trace.then_some("1")),
         ("VRAMCTL_LOG", args.log.as_deref()),
@@ -216,6 +224,10 @@ fn checked_backup(text: &str) -> Result<String, String> {
     let tag = checked_tag(tag)?;
     let policy: Policy = policy.parse().map_err(|error: vramctl_model::Error| error.to_string())?;
     Ok(format!("{tag}={policy}"))
+}
+
+fn checked_limit(text: &str) -> Result<String, String> {
+    text.parse::<Limit>().map(|_| text.to_owned())
 }
 
 fn checked_size(text: &str) -> Result<String, String> {
@@ -264,10 +276,23 @@ mod tests {
 
     #[test]
     fn options_become_variables() {
-        let set = variables(&["--name", "my engine", "--min-bytes", "64K", "--log", "debug"], &[]);
-        for (name, wanted) in [("VRAMCTL_NAME", "my engine"), ("VRAMCTL_MIN_BYTES", "64K"), ("VRAMCTL_LOG", "debug")] {
+        let set = variables(&["--name", "my engine", "--limit", "25%", "--min-bytes", "64K", "--log", "debug"], &[]);
+        for (name, wanted) in
+            [("VRAMCTL_NAME", "my engine"), ("VRAMCTL_LIMIT", "25%"), ("VRAMCTL_MIN_BYTES", "64K"), ("VRAMCTL_LOG", "debug")]
+        {
             assert_eq!(value(&set, name).as_deref(), Some(wanted));
         }
+    }
+
+    #[test]
+    fn a_limit_in_the_environment_is_checked_too() {
+        let args = || Line::try_parse_from(["run", "--", "x"]).unwrap().args;
+        let with = |limit: &str| {
+            environment(&args(), Path::new("/l/libvramctl.so"), None, &[], |name| (name == "VRAMCTL_LIMIT").then(|| limit.into()))
+        };
+        assert!(with("20G").is_ok() && with("").is_ok());
+        assert!(with("20").is_ok(), "bytes");
+        assert!(with("lots").unwrap_err().to_string().starts_with("VRAMCTL_LIMIT: lots is neither a size"));
     }
 
     #[test]
@@ -303,6 +328,8 @@ mod tests {
             ["--backup", "=host"],
             ["--tag", "a,b"],
             ["--tag", ""],
+            ["--limit", "half"],
+            ["--limit", "120%"],
             ["--min-bytes", "lots"],
             ["--log", "loud"],
             ["--name", ""],

@@ -107,10 +107,15 @@ fn notes(memory: &Status) -> String {
             let _ = write!(text, " {} could not be pinned and is slower.", Bytes(memory.host.ready_bytes - memory.host.pinned_bytes));
         }
     }
-    for device in memory.devices.iter().filter(|device| device.guard_bytes > 0) {
+    for device in &memory.devices {
         let index = device.uuid.as_ref().and_then(|uuid| indices.get(uuid)).copied();
         let gpu = gpu_in_words(device.device, device.uuid.as_deref(), index);
-        let _ = write!(text, "\nThe guard of paused memory takes {} of {gpu}.", Bytes(device.guard_bytes));
+        if let Some(limit) = device.limit_bytes {
+            let _ = write!(text, "\nThe limit on {gpu} is {}: {} is taken.", Bytes(limit), Bytes(device.counted_bytes));
+        }
+        if device.guard_bytes > 0 {
+            let _ = write!(text, "\nThe guard of paused memory takes {} of {gpu}.", Bytes(device.guard_bytes));
+        }
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));

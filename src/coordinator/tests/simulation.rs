@@ -14,7 +14,6 @@
 //! `SIMULATION_SEED` repeats a run, and `SIMULATION_STEPS` makes it longer.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::env;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader};
@@ -547,17 +546,8 @@ impl Rank {
         status.process.ranks.clone_from(&self.remembered.lock().unwrap());
         let (active_bytes, paused_bytes) = if is_paused { (0, TAG) } else { (TAG, 0) };
         status.memory.held = self.slot.held.load(SeqCst) != 0;
-        status.memory.devices = vec![DeviceStatus {
-            device: 0,
-            uuid: Some(UUID.into()),
-            active_bytes,
-            paused_bytes,
-            self_paused_bytes: 0,
-            tags: BTreeMap::new(),
-            guard_bytes: 0,
-            free_bytes: None,
-            total_bytes: None,
-        }];
+        status.memory.devices =
+            vec![DeviceStatus { device: 0, uuid: Some(UUID.into()), active_bytes, paused_bytes, ..DeviceStatus::default() }];
         let gpus = || vec![GpuUse { uuid: UUID.into(), bytes: CONTEXT }];
         status.memory.suspended = (self.slot.quiesced.load(SeqCst) != 0).then(gpus);
         status

@@ -14,6 +14,7 @@ use super::state::{PausedBy, Released, State};
 use super::{Placement, Requester};
 use crate::contexts;
 use crate::events::{self, Change, Owner};
+use crate::limit::Charge;
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
@@ -139,6 +140,8 @@ pub struct Contents {
     marks: Vec<Weak<Registrant>>,
     /// Which other processes have it open.
     pub lending: Lending,
+    /// What it counts of the limit, if there is one: also while it is paused.
+    pub charge: Option<Charge>,
     /// A context of the device, for copies.
     context: Context,
 }
@@ -221,6 +224,7 @@ impl Allocation {
             known_to: None,
             marks: Vec::new(),
             lending: Lending::default(),
+            charge: None,
             context,
         };
         let made = Self {
@@ -246,14 +250,16 @@ impl Allocation {
             return None;
         }
         let State::Active(mut present) = mem::replace(&mut contents.state, State::Freed) else { return None };
-        let mappings = mem::take(&mut contents.mappings);
+        let (mappings, charge) = (mem::take(&mut contents.mappings), contents.charge.take());
         drop(contents);
         if placement.tag != self.tag {
             present.memory.count_for(Account::of(self.device, &placement.tag));
         }
         self.record(Change::Freed);
         let origin = Malloc { address: malloc.address, requested, from_pool: malloc.from_pool, order: Some(Arc::clone(order)) };
-        Some(Self::new(placement, self.device, context, present.memory, mappings, Origin::Malloc(origin)))
+        let made = Self::new(placement, self.device, context, present.memory, mappings, Origin::Malloc(origin));
+        made.contents().charge = charge;
+        Some(made)
     }
 
     /// Tells whoever counts the memory of this process. Imports are their owners'.
@@ -487,7 +493,7 @@ impl Allocation {
     pub fn end(&self) {
         let mut contents = self.contents();
         let is_released = matches!(contents.state, State::Released(_));
-        let before = (mem::replace(&mut contents.state, State::Freed), contents.lending.forget_exports());
+        let before = (mem::replace(&mut contents.state, State::Freed), contents.lending.forget_exports(), contents.charge.take());
         // Readers need not wait until the driver has freed these.
         drop(contents);
         self.record(if is_released { Change::FreedPaused } else { Change::Freed });

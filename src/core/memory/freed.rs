@@ -11,6 +11,7 @@
 
 use super::allocation::FreedAt;
 use super::{Allocation, Memory, Placement};
+use crate::limit;
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -318,7 +319,10 @@ impl Memory {
     pub fn free_up(&self, device: CUdevice, bytes: usize, before: u64) -> bool {
         /// More than the driver needs for itself.
         const SLACK: u64 = 64 << 20;
-        let has_room = |_: &Freed| driver::memory_info().is_ok_and(|(free, _)| free >= (bytes as u64).saturating_add(SLACK));
+        let has_room = |_: &Freed| {
+            let is_free = driver::memory_info().is_ok_and(|(free, _)| free >= (bytes as u64).saturating_add(SLACK));
+            is_free && limit::has_room(device, bytes as u64)
+        };
         self.release(|freed| freed.allocation.device == device, has_room);
         self.released() != before
     }

@@ -10,7 +10,7 @@
 use super::allocation::{Contents, Mapping};
 use super::keyed::Keyed;
 use super::registered::RegisteredUntil;
-use super::{Allocation, Memory, Origin, Placement, borrow, reserved};
+use super::{Allocation, Memory, Origin, Placement, borrow, limited, reserved};
 use crate::contexts;
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
@@ -50,10 +50,13 @@ impl Memory {
             if !on_host {
                 self.check_margin(device, bytes)?;
             }
+            let charge = if on_host { None } else { limited::charge(device, bytes)? };
             let memory = self.physical(|| Physical::create_as(wanted, Account::of(device, &placement.tag), bytes))?;
             let handle = next_handle();
             let origin = Origin::Created { handle, properties: *wanted };
-            self.enter(Arc::new(Allocation::new(placement.clone(), device, current.owner(), memory, BTreeMap::new(), origin)));
+            let made = Allocation::new(placement.clone(), device, current.owner(), memory, BTreeMap::new(), origin);
+            made.contents().charge = charge;
+            self.enter(Arc::new(made));
             Ok(handle)
         };
         let released = self.released();

@@ -15,6 +15,7 @@ pub mod imports;
 mod keyed;
 mod lender;
 mod lending;
+pub mod limited;
 pub mod obstacles;
 mod peers;
 mod pools;
@@ -41,7 +42,7 @@ pub use requester::Requester;
 pub use state::{PausedBy, State};
 pub(crate) use under_way::UnderWay;
 
-use crate::{contexts, drain, quiet};
+use crate::{contexts, drain, limit, quiet};
 use address_index::AddressIndex;
 use allocation::Mapping;
 use freed::{InOrder, Unreleased};
@@ -223,7 +224,7 @@ impl Memory {
             let released = self.released();
             let made = self.reuse_or_create(placement, bytes, current, in_order.as_ref());
             let is_short = made.as_ref().is_err_and(|error| error.cuda_code() == code::OUT_OF_MEMORY);
-            if !is_short || !could_fit(bytes) {
+            if !is_short || !could_fit(device, bytes) {
                 return made;
             }
             // Without the lock, because the last of these waits.
@@ -267,6 +268,7 @@ impl Memory {
             return Err(too_large.into());
         }
         self.check_margin(device, size)?;
+        let charge = limited::charge(device, size)?;
         let account = Account::of(device, &placement.tag);
         let taken = if from_pool {
             self.take(&account, size, true, Extras::OF_POOLS)
@@ -278,7 +280,9 @@ impl Memory {
         let (place, address) = (Place::of(&addresses), addresses.base());
         let origin = Origin::Malloc(Malloc { address, requested: bytes, from_pool, order: None });
         let mappings = BTreeMap::from([(address, Mapping { place, access: None, is_tried: true })]);
-        self.enter(Arc::new(Allocation::new(placement.clone(), device, current.owner(), memory, mappings, origin)));
+        let made = Allocation::new(placement.clone(), device, current.owner(), memory, mappings, origin);
+        made.contents().charge = charge;
+        self.enter(Arc::new(made));
         Ok(address)
     }
 
@@ -527,9 +531,10 @@ impl Memory {
     }
 }
 
-/// Whether the current device is as large.
-fn could_fit(bytes: usize) -> bool {
-    driver::memory_info().is_ok_and(|(_, total)| bytes as u64 <= total)
+/// Whether a device, the current one, and the limit are as large.
+fn could_fit(device: CUdevice, bytes: usize) -> bool {
+    let bytes = bytes as u64;
+    driver::memory_info().is_ok_and(|(_, total)| bytes <= total) && limit::taken(device).is_none_or(|taken| bytes <= taken.limit)
 }
 
 /// An error while the library's driver calls wait because the process is suspended. Under the transition lock, that does not change.

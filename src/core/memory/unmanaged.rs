@@ -1,12 +1,13 @@
-//! Counts unmanaged memory, which the library sees but leaves to CUDA, by owner. Used only for the status.
+//! Counts unmanaged memory, which the library sees but leaves to CUDA, by owner, for the status and the limit.
 //!
-//! Who asked for it is its owner: a library, by its file name. Small requests are not counted: they are many, and the driver
-//! packs them together.
+//! Who asked for it is its owner: a library, by its file name. Without a limit, small requests are not counted: they are many, and
+//! the driver packs them together.
 
 use super::Requester;
 use super::keyed::{Keyed, Spread};
 use super::sightings::{self, ObstacleKey};
 use crate::events::{self, Change, Owner};
+use crate::limit::Charge;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::ptr;
@@ -28,6 +29,7 @@ struct UnmanagedMemory {
 struct Given {
     bytes: usize,
     requester: Requester,
+    _charge: Option<Charge>,
     /// The context with which it ends, and that context's device.
     context: Option<(Context, CUdevice)>,
 }
@@ -56,6 +58,7 @@ struct Handles {
 struct Created {
     bytes: usize,
     requester: Requester,
+    _charge: Option<Charge>,
     device: CUdevice,
 }
 
@@ -105,10 +108,10 @@ impl Handles {
     }
 }
 
-/// Records memory in the thread's current context.
-pub fn note(address: CUdeviceptr, bytes: usize, requester: Requester) {
+/// Records memory in the thread's current context, and what it counts of the limit.
+pub fn note(address: CUdeviceptr, bytes: usize, requester: Requester, charge: Option<Charge>) {
     let context = Current::of_thread().ok().flatten().map(|current| (current.owner(), current.device()));
-    let given = Given { bytes, requester, context };
+    let given = Given { bytes, requester, _charge: charge, context };
     given.record(Change::Allocated);
     UNMANAGED.get().blocks.insert(address, given);
 }
@@ -134,9 +137,9 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
     })
 }
 
-/// Records memory that `cuMemCreate` has created on a device.
-pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, requester: Requester) {
-    let created = Created { bytes, requester, device };
+/// Records memory that `cuMemCreate` has created on a device, and what it counts of the limit.
+pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, requester: Requester, charge: Option<Charge>) {
+    let created = Created { bytes, requester, _charge: charge, device };
     created.record(Change::Allocated);
     UNMANAGED.get().handles().handles.insert(handle, (Arc::new(created), 1));
 }
@@ -229,14 +232,18 @@ pub fn blocks() -> Vec<UnmanagedBlock> {
     all
 }
 
-/// Unmanaged memory now, by owner in alphabetical order. Forgets memory that was destroyed with its context.
-pub fn status() -> Vec<Unmanaged> {
-    let Some(unmanaged) = UNMANAGED.existing() else { return Vec::new() };
+/// Forgets memory that was destroyed with its context.
+pub(super) fn forget_gone() {
+    let Some(unmanaged) = UNMANAGED.existing() else { return };
     // The driver is not called while the map is locked.
     let mut contexts: BTreeSet<_> = unmanaged.blocks.iter().filter_map(|block| block.context).collect();
     contexts.retain(|(context, _)| context.is_gone());
     unmanaged.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
+}
 
+/// Unmanaged memory now, by owner in alphabetical order.
+pub fn status() -> Vec<Unmanaged> {
+    forget_gone();
     let mut owners = BTreeMap::<&str, BTreeMap<Option<CUdevice>, u64>>::new();
     for block in blocks() {
         *owners.entry(block.requester.library).or_default().entry(block.device).or_default() += block.bytes;
@@ -267,8 +274,8 @@ mod tests {
     #[test]
     fn freed_memory_is_no_longer_counted_unless_the_free_fails() {
         let (first, second) = (0x1000_0000, 0x2000_0000);
-        note(first, PAGE, Requester::of("blocks"));
-        note(second, 2 * PAGE, Requester::of("blocks"));
+        note(first, PAGE, Requester::of("blocks"), None);
+        note(second, 2 * PAGE, Requester::of("blocks"), None);
         assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
         assert_eq!(free(first, || code::UNKNOWN), code::UNKNOWN);
         assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
@@ -276,7 +283,7 @@ mod tests {
         assert_eq!(bytes_of("blocks"), 2 * PAGE as u64);
         // Another thread may be given the address before the driver's call returns.
         free(second, || {
-            note(second, PAGE, Requester::of("blocks"));
+            note(second, PAGE, Requester::of("blocks"), None);
             code::SUCCESS
         });
         assert_eq!(bytes_of("blocks"), PAGE as u64);
@@ -287,7 +294,7 @@ mod tests {
     fn physical_memory_exists_while_it_has_a_handle_or_a_mapping() {
         let (handle, at) = (0x5555_0000_0000, 0x3000_0000);
         let span = Span { address: at, bytes: 4 * PAGE };
-        note_handle(handle, PAGE, 0, Requester::of("handles"));
+        note_handle(handle, PAGE, 0, Requester::of("handles"), None);
         note_mapped(at, handle);
         note_mapped(at + 2 * PAGE as u64, handle);
         assert_eq!(bytes_of("handles"), PAGE as u64, "two mappings, one memory");
@@ -309,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_forked_child_has_none_of_it() {
-        note(0x4000_0000, PAGE, Requester::of("parent"));
+        note(0x4000_0000, PAGE, Requester::of("parent"), None);
         // SAFETY: the child leaves by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {

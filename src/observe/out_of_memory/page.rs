@@ -12,7 +12,7 @@ use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::Cause;
 use vramctl_core::{cache, engine, gate};
-use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, is_zero, unmanaged_of};
+use vramctl_model::{Bytes, Events, Happening, HostStatus, OverLimit, OwnersBytes, is_zero, unmanaged_of};
 
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
@@ -83,13 +83,20 @@ struct Failed {
     #[serde(skip_serializing_if = "Option::is_none")]
     tag: Option<String>,
     library: &'static str,
-    /// `driver`, `margin` or `resume`.
+    /// `driver`, `margin`, `limit` or `resume`.
     refused_by: &'static str,
     /// The driver's function, if the library has called it.
     #[serde(skip_serializing_if = "Option::is_none")]
     call: Option<&'static str>,
     #[serde(skip_serializing_if = "is_zero")]
     margin_bytes: u64,
+    /// If the limit has refused it: the limit, and what is taken of it, by the context among others.
+    #[serde(skip_serializing_if = "is_zero")]
+    limit_bytes: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    counted_bytes: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    context_bytes: u64,
     attempts: u32,
     /// Bytes that the program has freed since the first attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -230,7 +237,12 @@ impl Failed {
         let (refused_by, call) = match scene.asked.cause {
             Cause::Refused(call) => ("driver", call),
             Cause::Margin => ("margin", None),
+            Cause::Limit(_) => ("limit", None),
             Cause::Resume(_) => ("resume", None),
+        };
+        let (limit_bytes, counted_bytes, context_bytes) = match &scene.asked.cause {
+            Cause::Limit(over) => (over.limit, over.counted, over.context),
+            _ => (0, 0, 0),
         };
         Self {
             bytes: scene.asked.bytes,
@@ -239,6 +251,9 @@ impl Failed {
             refused_by,
             call,
             margin_bytes: scene.margin,
+            limit_bytes,
+            counted_bytes,
+            context_bytes,
             attempts,
             freed_since_bytes: scene.freed_since,
         }
@@ -341,9 +356,19 @@ fn cached_on(gpu: &str, has_emptied: bool) -> u64 {
 
 fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own, own_cached: u64) -> Vec<Way> {
     const CACHED: &str = "it keeps running; its allocator has this much cached";
-    let margin = if matches!(scene.asked.cause, Cause::Margin) { scene.margin } else { 0 };
-    let short = (scene.asked.bytes + margin).saturating_sub(scene.room.as_ref().map_or(0, |room| room.free));
+    let short = match &scene.asked.cause {
+        Cause::Limit(OverLimit { needed, limit, counted, .. }) => (needed + counted).saturating_sub(*limit),
+        cause => {
+            let margin = if matches!(cause, Cause::Margin) { scene.margin } else { 0 };
+            (scene.asked.bytes + margin).saturating_sub(scene.room.as_ref().map_or(0, |room| room.free))
+        }
+    };
     let way = |bytes, command, note| Way { bytes, command, is_enough: bytes >= short, note };
+    let trims = (own_cached > 0).then(|| way(own_cached, format!("vramctl trim --pid {}", own.pid), CACHED));
+    // What is paused or others' makes no room within the limit.
+    if matches!(scene.asked.cause, Cause::Limit(_)) {
+        return trims.into_iter().collect();
+    }
     // Skip the requested tag: the program is using it.
     let asked_for = scene.asked.tag.as_deref().unwrap_or_default();
     let idle = scene.tags.iter().filter(|(tag, share)| share.active > 0 && (scene.asked.cause.is_resume() || ***tag != *asked_for));
@@ -353,9 +378,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own, own_cached: u64) -> 
             way(share.active, command, "the program must not use it meanwhile")
         })
         .collect();
-    if own_cached > 0 {
-        ways.push(way(own_cached, format!("vramctl trim --pid {}", own.pid), CACHED));
-    }
+    ways.extend(trims);
     // `--name` pauses all processes with that name, so a process with this one's name is selected by its pid.
     let mut others = BTreeMap::<String, (u64, u64)>::new();
     for one in neighbours {
@@ -417,12 +440,20 @@ impl ReportPage {
     fn write_request(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         /// The file has all of them.
         const FRAMES: usize = 12;
-        let Failed { refused_by, call, attempts, freed_since_bytes, margin_bytes, .. } = &self.request;
+        let Failed { refused_by, call, attempts, freed_since_bytes, margin_bytes, limit_bytes, counted_bytes, context_bytes, .. } =
+            &self.request;
         writeln!(out, "{}", self.headline)?;
         let ThreadName { id, name } = &self.thread;
         write!(out, "  In thread {id} ({name}); refused by ")?;
         match (*refused_by, call) {
             ("margin", _) => write!(out, "the memory margin of {}", Bytes(*margin_bytes))?,
+            ("limit", _) => write!(
+                out,
+                "the limit of {}, not by the GPU; {} of it is taken, {} by the context",
+                Bytes(*limit_bytes),
+                Bytes(*counted_bytes),
+                Bytes(*context_bytes)
+            )?,
             ("resume", _) => write!(out, "the check before the resume, or the driver during it")?,
             (_, Some(call)) => write!(out, "the driver's {call}")?,
             _ => write!(out, "the driver")?,
@@ -499,12 +530,19 @@ impl ReportPage {
     }
 
     fn write_ways(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let is_limit = self.request.refused_by == "limit";
+        if is_limit {
+            writeln!(
+                out,
+                "  Paused memory counts, too. Have the program use less, or start it with a higher limit (--limit, VRAMCTL_LIMIT)"
+            )?;
+        }
         if self.could_be_freed.is_empty() {
             // The other programs were asked only if the device is known.
             let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
             let nothing = "Nothing can be paused to make room: no other program with the library has memory here. \
                            `vramctl gpus` shows who uses the rest";
-            return if is_known { writeln!(out, "  {nothing}") } else { Ok(()) };
+            return if is_known && !is_limit { writeln!(out, "  {nothing}") } else { Ok(()) };
         }
         writeln!(out, "  Could be freed:")?;
         for Way { bytes, command, is_enough, note } in &self.could_be_freed {

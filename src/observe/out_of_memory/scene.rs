@@ -8,7 +8,7 @@ use vramctl_core::memory::{Memory, Requester, unmanaged};
 use vramctl_driver::{self as driver, CUdevice, Current, RelaxedCapture};
 use vramctl_host::stack::{self, Stack};
 use vramctl_host::{exit, worker};
-use vramctl_model::{Bytes, gpu_in_words};
+use vramctl_model::{Bytes, OverLimit, gpu_in_words};
 
 /// Whether the same thread is certain to retry: torch's allocator does, after emptying its cache.
 pub fn is_tried_again(request: &FailedRequest) -> bool {
@@ -125,6 +125,13 @@ impl Scene {
             return format!("out of memory: {who} {}{tag}{gpu}", Bytes(*bytes));
         };
         let gpu = gpu_in_words(*device, uuid.as_deref(), *index);
+        if let Cause::Limit(OverLimit { limit, counted, .. }) = cause {
+            let (limit, taken) = (Bytes(*limit), Bytes(*counted));
+            return format!(
+                "out of memory: {who} {}{tag} on {gpu}; this process's limit of {limit} refuses it: {taken} is taken",
+                Bytes(*bytes)
+            );
+        }
         let short = match (bytes + if matches!(cause, Cause::Margin) { self.margin } else { 0 }).saturating_sub(*free) {
             0 => String::new(),
             short => format!(", {} short", Bytes(short)),

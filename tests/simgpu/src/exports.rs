@@ -11,7 +11,7 @@ use crate::driver::settings;
 use crate::pool::{PointerData, PoolProps};
 use crate::shaped::{self, Copy2D, Copy3D, Reach, Until};
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
-use crate::{capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
+use crate::{array, capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
 
@@ -152,6 +152,11 @@ functions! {
     cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) Context Safe => device::memory_info(free, total);
     cuMemAlloc_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => memory::allocate(pointer, bytes);
     cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context Safe => memory::allocate_pitch(pointer, pitch, width, height, element);
+    cuArrayCreate_v2(array: Out<Handle>, descriptor: In<array::Descriptor>) Context CaptureUnsafe => array::create(array, descriptor);
+    cuArray3DCreate_v2(array: Out<Handle>, descriptor: In<array::Descriptor3D>) Context CaptureUnsafe => array::create_3d(array, descriptor);
+    cuArrayDestroy(array: Handle) Healthy CaptureUnsafe => array::destroy(array);
+    cuMipmappedArrayCreate(array: Out<Handle>, descriptor: In<array::Descriptor3D>, levels: u32) Context CaptureUnsafe => array::create_mipmapped(array, descriptor, levels);
+    cuMipmappedArrayDestroy(array: Handle) Healthy CaptureUnsafe => array::destroy(array);
     cuMemAllocManaged(pointer: Out<Address>, bytes: usize, flags: u32) Context CaptureUnsafe => memory::allocate_managed(pointer, bytes, flags);
     cuMemFree_v2(pointer: Address) Healthy CaptureUnsafe => memory::free(pointer);
     cuMemAllocAsync(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, stream);

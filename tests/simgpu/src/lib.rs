@@ -29,6 +29,7 @@
 #![allow(non_snake_case, clippy::too_many_arguments, clippy::needless_pass_by_value, clippy::cast_lossless)]
 
 pub mod abi;
+pub mod array;
 pub mod capture;
 pub mod checkpoint;
 pub mod codes;

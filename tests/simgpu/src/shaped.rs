@@ -1,4 +1,4 @@
-//! Copies of several rows, between two contexts, and in batches; memsets of several rows; graph nodes of these. Arrays are not simulated.
+//! Copies of several rows, between two contexts, and in batches; memsets of several rows; graph nodes of these. Copies of arrays are not simulated.
 
 use crate::abi::{Address, Handle, In, Out};
 use crate::codes::{CAPTURE_UNSUPPORTED, INVALID_VALUE, NOT_SUPPORTED, Outcome};

@@ -61,6 +61,9 @@ metrics! {
     SUSPENDED = "vramctl_process_suspended", ["name", "pid"], "Whether a process is suspended, or is being suspended or restored.";
     MANAGED = "vramctl_managed_bytes", ["name", "pid", "tag", "state"], "Managed memory by tag, on all GPUs. States: active, paused.";
     MANAGED_GPU = "vramctl_gpu_managed_bytes", ["name", "pid", "gpu", "state"], "Managed memory by GPU. States: active, paused.";
+    LIMIT = "vramctl_gpu_limit_bytes", ["name", "pid", "gpu"], "The most memory that a process may take of a GPU. Absent without a limit.";
+    COUNTED = "vramctl_gpu_counted_bytes", ["name", "pid", "gpu"],
+        "What counts against that: managed memory, also while it is paused, what is left to CUDA, and the context.";
     LEFT_ALONE = "vramctl_left_alone_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that asked for it.";
     LATE = "vramctl_late_bytes", ["name", "pid"], "Memory of paused tags that the driver has not taken back yet.";
     BACKUP = "vramctl_backup_bytes", ["name", "pid", "tag", "place"], "Saved contents of paused memory, and retained ones of active memory. Places: host, disk.";
@@ -186,6 +189,10 @@ impl Exposition {
             let gpu = device.uuid.as_deref().unwrap_or_default();
             self.put(&MANAGED_GPU, &[name, pid, gpu, "active"], device.active_bytes);
             self.put(&MANAGED_GPU, &[name, pid, gpu, "paused"], device.paused_bytes);
+            if let Some(limit) = device.limit_bytes {
+                self.put(&LIMIT, &[name, pid, gpu], limit);
+                self.put(&COUNTED, &[name, pid, gpu], device.counted_bytes);
+            }
         }
         let libraries = Owners::of(memory.unmanaged.iter().map(|left| (left.owner.as_str(), left.bytes)));
         for left in &memory.unmanaged {

@@ -1,0 +1,296 @@
+//! The limit on this process's memory of each GPU (`VRAMCTL_LIMIT`), and what counts against it.
+//!
+//! - Memory that the program allocates is charged before it is made, until it has ended. Paused memory stays charged: it must fit when it
+//!   comes back. What the program imports is charged to its owner.
+//! - A pool of CUDA's is charged for what it has reserved; a request that may make it grow is charged beside that until it is answered.
+//! - The context is measured once after its creation: what NVML reports for the process then, less what has been charged. Where NVML cannot
+//!   identify the process, as in some containers, the context does not count.
+//!
+//! Charging is one atomic operation: threads that race for the last bytes never exceed the limit together. Without a limit, nothing is counted.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use vramctl_config::Config;
+use vramctl_driver::{self as driver, CUdevice, Context, Current};
+use vramctl_host::{PerProcess, Unpoison};
+use vramctl_model::{Bytes, OverLimit};
+
+/// Whether this process has a limit.
+#[inline]
+pub fn is_set() -> bool {
+    Config::get().limit.is_some()
+}
+
+/// One for each device that the process sees, by ordinal.
+static BUDGETS: PerProcess<Vec<Budget>> = PerProcess::new(|| driver::devices().filter_map(Budget::of).collect());
+
+struct Budget {
+    device: CUdevice,
+    limit: u64,
+    counted: AtomicU64,
+    /// Whether the context has been measured, or is being measured.
+    is_context_known: AtomicBool,
+    context: Mutex<Option<(Context, Charge)>>,
+    /// By the driver's handle. Held while the driver reads a pool's size, so that the last to write has read the newest.
+    pools: Mutex<BTreeMap<usize, PoolCharge>>,
+}
+
+/// What counts of a pool.
+struct PoolCharge {
+    reserved: Charge,
+    /// Bytes of requests under way that the pool has enough unused memory for.
+    claimed: u64,
+}
+
+/// Memory that counts against the limit, until dropped.
+#[must_use]
+#[derive(Debug)]
+pub struct Charge {
+    device: CUdevice,
+    counted: &'static AtomicU64,
+    bytes: u64,
+}
+
+impl Charge {
+    /// Counts so many bytes from now on, whatever the limit.
+    fn set(&mut self, bytes: u64) {
+        // Sums wrap, so one addition does both.
+        self.counted.fetch_add(bytes.wrapping_sub(self.bytes), Ordering::Relaxed);
+        self.bytes = bytes;
+    }
+
+    /// The device.
+    pub fn device(&self) -> CUdevice {
+        self.device
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.counted.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// How much of a device's limit is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Taken {
+    /// The device.
+    pub device: CUdevice,
+    /// The limit in bytes.
+    pub limit: u64,
+    /// Bytes that count against it.
+    pub counted: u64,
+}
+
+fn budget(device: CUdevice) -> Option<&'static Budget> {
+    if !is_set() {
+        return None;
+    }
+    BUDGETS.get().iter().find(|budget| budget.device == device)
+}
+
+/// Charges memory that is about to be allocated on a device. `None` without a limit.
+pub(crate) fn charge(device: CUdevice, bytes: u64) -> Result<Option<Charge>, OverLimit> {
+    let Some(budget) = budget(device) else { return Ok(None) };
+    budget.measure_context();
+    budget.try_charge(bytes).map(Some).ok_or_else(|| budget.refusal(bytes))
+}
+
+/// A request that a pool of CUDA's is about to serve, until dropped.
+#[derive(Debug)]
+pub struct Growth {
+    device: CUdevice,
+    pool: usize,
+    part: Part,
+}
+
+/// Where a request's memory is to come from.
+#[derive(Debug)]
+enum Part {
+    /// From unused memory of the pool: so many bytes.
+    Unused(u64),
+    /// The pool may grow.
+    New { _charge: Charge },
+}
+
+/// Charges a request to a pool of a device. `None` without a limit.
+///
+/// # Safety
+/// `pool` must be a pool of the driver's.
+pub(crate) unsafe fn charge_pool(device: CUdevice, pool: *mut c_void, bytes: u64) -> Result<Option<Growth>, OverLimit> {
+    /// Pools grow by multiples of it (driver 580).
+    const STEP: u64 = 32 << 20;
+    let Some(budget) = budget(device) else { return Ok(None) };
+    budget.measure_context();
+    // SAFETY: the caller's promise.
+    let is_unused = unsafe { budget.claim(pool, bytes) };
+    let part = if is_unused {
+        Part::Unused(bytes)
+    } else {
+        let grown = bytes.checked_next_multiple_of(STEP).unwrap_or(u64::MAX);
+        Part::New { _charge: budget.try_charge(grown).ok_or_else(|| budget.refusal(bytes))? }
+    };
+    Ok(Some(Growth { device, pool: pool as usize, part }))
+}
+
+impl Drop for Growth {
+    fn drop(&mut self) {
+        let Some(budget) = budget(self.device) else { return };
+        let mut pools = budget.pools();
+        if let Some(pool) = pools.get_mut(&self.pool) {
+            if let Part::Unused(bytes) = self.part {
+                pool.claimed = pool.claimed.saturating_sub(bytes);
+            }
+            // SAFETY: it is forgotten before it is destroyed.
+            unsafe { pool.read(self.pool) };
+        }
+    }
+}
+
+/// A pool is about to be destroyed.
+pub fn forget_pool(pool: *mut c_void) {
+    for budget in BUDGETS.existing().into_iter().flatten() {
+        budget.pools().remove(&(pool as usize));
+    }
+}
+
+/// Forgets the context of a device if it has ended, and reads again how large the pools are.
+pub(crate) fn refresh(device: CUdevice) {
+    if let Some(budget) = budget(device) {
+        budget.refresh();
+        budget.measure_context();
+    }
+}
+
+/// The same for all devices that the process has used.
+pub(crate) fn refresh_all() {
+    used().for_each(Budget::refresh);
+}
+
+/// The devices that the process has used.
+fn used() -> impl Iterator<Item = &'static Budget> {
+    BUDGETS.existing().into_iter().flatten().filter(|budget| budget.counted.load(Ordering::Relaxed) > 0)
+}
+
+/// How much of a device's limit is taken. `None` without a limit.
+pub fn taken(device: CUdevice) -> Option<Taken> {
+    budget(device).map(Budget::taken)
+}
+
+/// The same for all devices that the process has used.
+pub(crate) fn all_taken() -> Vec<Taken> {
+    used().map(Budget::taken).collect()
+}
+
+/// Whether the limit leaves room for so many bytes.
+pub(crate) fn has_room(device: CUdevice, bytes: u64) -> bool {
+    taken(device).is_none_or(|taken| taken.counted.saturating_add(bytes) <= taken.limit)
+}
+
+impl Budget {
+    fn of(device: CUdevice) -> Option<Self> {
+        let limit = Config::get().limit?.of(driver::total_memory(device).ok()?);
+        Some(Self {
+            device,
+            limit,
+            counted: AtomicU64::new(0),
+            is_context_known: AtomicBool::new(false),
+            context: Mutex::default(),
+            pools: Mutex::default(),
+        })
+    }
+
+    fn pools(&self) -> MutexGuard<'_, BTreeMap<usize, PoolCharge>> {
+        self.pools.lock().unpoisoned()
+    }
+
+    fn taken(&self) -> Taken {
+        Taken { device: self.device, limit: self.limit, counted: self.counted.load(Ordering::Relaxed) }
+    }
+
+    fn try_charge(&'static self, bytes: u64) -> Option<Charge> {
+        let with = |counted: u64| counted.checked_add(bytes).filter(|sum| *sum <= self.limit);
+        self.counted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with).ok()?;
+        Some(Charge { bytes, ..self.nothing() })
+    }
+
+    fn nothing(&'static self) -> Charge {
+        Charge { device: self.device, counted: &self.counted, bytes: 0 }
+    }
+
+    fn refusal(&self, needed: u64) -> OverLimit {
+        let context = self.context.lock().unpoisoned().as_ref().map_or(0, |(_, charge)| charge.bytes);
+        let Taken { device, limit, counted } = self.taken();
+        OverLimit { device, uuid: driver::uuid(device), needed, limit, counted, context }
+    }
+
+    /// Forgets the context if it has ended, and reads how large the pools are.
+    fn refresh(&self) {
+        let known = self.context.lock().unpoisoned().as_ref().map(|(context, _)| *context);
+        if known.is_some_and(Context::is_gone) {
+            *self.context.lock().unpoisoned() = None;
+            self.is_context_known.store(false, Ordering::Relaxed);
+        }
+        for (handle, pool) in self.pools().iter_mut() {
+            // SAFETY: a pool is forgotten before it is destroyed.
+            unsafe { pool.read(*handle) };
+        }
+    }
+
+    /// Measures the context if the calling thread is the first that has one of the device.
+    fn measure_context(&'static self) {
+        if self.is_context_known.load(Ordering::Relaxed) {
+            return;
+        }
+        let Ok(Some(current)) = Current::of_thread() else { return };
+        // Nobody waits for the one who measures: loading NVML needs the loader's lock, which a thread that allocates may hold.
+        if current.device() != self.device || self.is_context_known.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let mut charge = self.nothing();
+        charge.set(driver::own_use(self.device).unwrap_or(0).saturating_sub(self.counted.load(Ordering::Relaxed)));
+        if charge.bytes >= self.limit {
+            let [context, limit] = [charge.bytes, self.limit].map(Bytes);
+            log::warn!("the CUDA context alone takes {context}, and the limit is {limit}: every allocation will be refused");
+        }
+        *self.context.lock().unpoisoned() = Some((current.owner(), charge));
+    }
+
+    /// Claims unused memory of a pool, if there is enough.
+    ///
+    /// # Safety
+    /// `pool` must be a pool of the driver's.
+    unsafe fn claim(&'static self, pool: *mut c_void, bytes: u64) -> bool {
+        let mut pools = self.pools();
+        let known = pools.entry(pool as usize).or_insert_with(|| PoolCharge { reserved: self.nothing(), claimed: 0 });
+        // SAFETY: the caller's promise.
+        let unused = unsafe { known.read(pool as usize) };
+        let is_enough = unused.saturating_sub(known.claimed) >= bytes;
+        if is_enough {
+            known.claimed += bytes;
+        }
+        is_enough
+    }
+}
+
+impl PoolCharge {
+    /// Reads how large the pool is, and returns how much of it is unused.
+    ///
+    /// # Safety
+    /// `handle` must be that of a pool of the driver's.
+    unsafe fn read(&mut self, handle: usize) -> u64 {
+        // SAFETY: the caller's promise.
+        match unsafe { driver::extent_of_pool(handle as *mut c_void) } {
+            Ok((reserved, used)) => {
+                self.reserved.set(reserved);
+                reserved.saturating_sub(used)
+            }
+            Err(failure) => {
+                log::debug!("the driver does not report the size of a pool: {failure}");
+                0
+            }
+        }
+    }
+}
