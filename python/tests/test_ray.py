@@ -82,8 +82,9 @@ def arm(step: tuple[str, int, int], act: Callable[[], Any]) -> Callable[[], None
             act()
 
     def watched_say(self: Any, said: Any, name: str, answered: Any) -> None:
-        if said.word in ("begin", "go", "commit"):
-            reach(said.word)
+        word = said["word"] or "begin"
+        if word in ("begin", "go", "commit"):
+            reach(word)
         say(self, said, name, answered)
 
     def watched_put_once(self: Any, key: str, value: bytes) -> bytes:

@@ -589,11 +589,11 @@ class _Operation(_Work[dict[str, Any]]):
 
 
 class _Command:
-    """``vramctl operate``, which waits for its request. Without one, it ends with this program."""
+    """``vramctl operate`` or ``coordinate``, which waits for its first line. Without one, it ends with this program."""
 
-    def __init__(self) -> None:
+    def __init__(self, word: str = "operate") -> None:
         self._child = subprocess.Popen(
-            [_commands().command(), "operate"],
+            [_commands().command(), word],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """Jobs over several nodes of a Ray cluster.
 
 ``vramctl.ray.Job("engine")`` offers what `vramctl.Job` does, for all processes with a name on all nodes (``docs/many-nodes.md``). Each node has an
-agent, which is started when it is needed: an actor that needs no CPU and no GPU, and runs ``vramctl operate``. What the agents do together is in
-`vramctl._nodes`. The record of a decision is an entry of Ray's key-value store (GCS) that is put without overwriting.
+agent, which is started when it is needed: an actor that needs no CPU and no GPU, and runs ``vramctl operate``. What the agents do together, ``vramctl
+coordinate`` decides (``src/coordinator/nodes``); this transports the messages. The record of a decision is an entry of Ray's key-value store (GCS) that is put without overwriting.
 
 ``python -m vramctl.ray pause engine``, or ``vramctl ray pause engine``, does the same from the shell of any node.
 """
@@ -16,27 +16,28 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import ray  # type: ignore[import-not-found]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # type: ignore[import-not-found]
 
 from . import __version__, errors
 from . import job as _job
-from ._nodes import RENEW_EVERY, SILENT, STARTED_WITHIN, Coordinator, Look, Rank, Record, Say
 from .types import Status
 
 __all__ = ["Job", "Rank"]
 
 _log = logging.getLogger("vramctl")
 
+#: How often to ask a node that is at work whether it is still there, when one that answers nothing counts as lost, and when one whose agent has to
+#: start. As in ``src/coordinator/patience.rs``.
+RENEW_EVERY, SILENT, STARTED_WITHIN = 1.0, 10.0, 30.0
 #: Where agents and records are.
 _NAMESPACE = "vramctl"
 #: How names of records begin. The rest is when, in seconds, and which.
@@ -45,6 +46,14 @@ _RECORD = "record-"
 _EXPIRES = 600
 #: What a record says. Anything else is no answer.
 _DECISIONS = {b"commit": True, b"abort": False}
+
+
+class Rank(NamedTuple):
+    """A process of a job over several nodes."""
+
+    #: The node's id in Ray.
+    node: str
+    pid: int
 
 
 class Job(_job.Job):
@@ -81,9 +90,11 @@ class _Operation(_job._Work["dict[str, Any]"]):
     def __init__(self, job: Job, request: dict[str, Any], ranks: int | None) -> None:
         super().__init__(self._carry_out)
         self._name, self._request, self._ranks, self._stopped = job._name, request, ranks, False
+        self._cancel: Callable[[], None] = lambda: None
 
     def stop(self) -> None:
         self._stopped = True
+        self._cancel()
 
     def _carry_out(self) -> dict[str, Any]:
         try:
@@ -141,62 +152,54 @@ class _Operation(_job._Work["dict[str, Any]"]):
         return outcome
 
     def _coordinate(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Carries out what the coordinator wants, and tells it what comes of it."""
+        """Carries out what ``vramctl coordinate`` wants, and tells it what happens."""
         store, key = _Store(), f"{os.getuid()}/{self._name}"
         name = f"{key}/{_RECORD}{int(time.time())}-{uuid.uuid4().hex}"
-        known = [Rank(*rank) for rank in json.loads(store.get(f"{key}/ranks") or b"[]")]
-        record = ["-m", __name__, "record", store.address, name]
-        coordinator = Coordinator(request, nodes.ids, time.monotonic(), known, self._ranks, record)
-        happened: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        task = {
+            "request": request,
+            "nodes": nodes.ids,
+            "members": json.loads(store.get(f"{key}/ranks") or b"[]"),
+            "ranks": self._ranks,
+            "record": ["-m", __name__, "record", store.address, name],
+        }
+        end: dict[str, Any] | None = None
+        with contextlib.closing(_job._Command("coordinate")) as command:
+            telling = threading.Lock()
 
-        def carry_out(action: Say | Record | Look) -> None:
-            if isinstance(action, Record):
-                attempt = action.attempt
-                nodes.later(
-                    lambda: _DECISIONS.get(store.put_once(f"{name}/{attempt}", b"commit")),
-                    lambda said: happened.put(lambda now: coordinator.recorded(now, attempt, said)),
-                )
-            elif isinstance(action, Look):
-                node = action.node
-                nodes.later(
-                    lambda: nodes.look(node, request),
-                    lambda state: happened.put(lambda now: coordinator.looked(now, node, state or "unknown")),
-                )
-            else:
-                nodes.say(action, name, lambda answer: happened.put(lambda now: answered(now, action, answer)))
+            def tell(line: Mapping[str, Any]) -> None:
+                with telling, contextlib.suppress(ValueError):  # it has ended
+                    command.tell(json.dumps(line))
 
-        def answered(now: float, said: Say, answer: Any) -> list[Any]:
-            if isinstance(answer, Exception):
-                nodes.forget(said.node)
-                nodes.later(
-                    lambda: nodes.has_left(said.node),
-                    lambda has_left: happened.put(lambda now: coordinator.gone(now, said.node) if has_left else []),
-                )
-                return coordinator.lost(now, said.node, _line(answer))
-            return coordinator.heard(now, said.node, said.attempt, answer)
-
-        while coordinator.outcome is None:
-            with contextlib.suppress(queue.Empty):
-                event = happened.get(timeout=coordinator.moment)
-                for action in event(time.monotonic()):
-                    carry_out(action)
-            for action in coordinator.cancel(time.monotonic()) if self._stopped else ():
-                carry_out(action)
-            for action in coordinator.tick(time.monotonic()) if coordinator.outcome is None else ():
-                carry_out(action)
-        outcome = coordinator.outcome
+            tell(task)
+            self._cancel = lambda: tell({"event": "cancel"})
+            if self._stopped:
+                self._cancel()
+            for line in command.replies():
+                action = json.loads(line)
+                if action["action"] == "end":
+                    end = action
+                else:
+                    self._carry_out_action(nodes, store, name, request, action, tell)
+        self._cancel = lambda: None
+        if end is None:
+            why = command.complaints() or f"it ended with {command.wait()}"
+            return _unknown("disconnected", f"vramctl coordinate: {why}. Each node does what has been decided")
+        outcome: dict[str, Any] = end["outcome"]
+        for process in outcome["processes"]:
+            process["pid"] = Rank(*process["pid"])
+        there, away = ([Rank(*rank) for rank in end[which]] for which in ("there", "away"))
         # Whether the store answers or not, it is done.
         with contextlib.suppress(Exception):
             if outcome["committed"]:
-                store.put(f"{key}/ranks", json.dumps(coordinator.there).encode())
-                if request["operation"] == "resume" and self._ranks is None and coordinator.away:
+                store.put(f"{key}/ranks", json.dumps(there).encode())
+                if request["operation"] == "resume" and self._ranks is None and away:
                     _log.warning(
                         "of the job %s, the nodes of these processes do not belong to the cluster any more, and were not asked: %s",
-                        *(self._name, ", ".join(f"{rank.pid} of node {rank.node}" for rank in coordinator.away)),
+                        *(self._name, ", ".join(f"{rank.pid} of node {rank.node}" for rank in away)),
                     )
             if "error" not in outcome:
                 # All have done it: nobody will ask.
-                for attempt in range(1, coordinator.attempt + 1):
+                for attempt in range(1, end["attempts"] + 1):
                     store.delete(f"{name}/{attempt}")
             # Those of operations that failed or lost their driver.
             for left in store.keys(f"{key}/{_RECORD}"):
@@ -204,6 +207,38 @@ class _Operation(_job._Work["dict[str, Any]"]):
                 if int(began) < time.time() - _EXPIRES:
                     store.delete(left)
         return outcome
+
+    def _carry_out_action(
+        self,
+        nodes: _Nodes,
+        store: _Store,
+        name: str,
+        request: Mapping[str, Any],
+        action: Mapping[str, Any],
+        tell: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        attempt, node = action.get("attempt"), action.get("node", "")
+        if action["action"] == "record":
+            nodes.later(
+                lambda: _DECISIONS.get(store.put_once(f"{name}/{attempt}", b"commit")),
+                lambda said: tell({"event": "recorded", "attempt": attempt, "committed": said}),
+            )
+        elif action["action"] == "look":
+            nodes.later(
+                lambda: nodes.look(node, request),
+                lambda state: tell({"event": "looked", "node": node, "state": state or "unknown"}),
+            )
+        else:
+
+            def answered(answer: Any) -> None:
+                if not isinstance(answer, Exception):
+                    tell({"event": "heard", "node": node, "attempt": attempt, "reply": answer})
+                    return
+                nodes.forget(node)
+                tell({"event": "lost", "node": node, "why": _line(answer)})
+                nodes.later(lambda: nodes.has_left(node), lambda has_left: tell({"event": "gone", "node": node}) if has_left else None)
+
+            nodes.say(action, name, answered)
 
     def _suspend(self, nodes: _Nodes, request: Mapping[str, Any]) -> dict[str, Any]:
         """Once all tags are paused, each node's ranks leave their GPUs by themselves: none of them has work in flight any more."""
@@ -333,13 +368,14 @@ class _Nodes:
         with contextlib.suppress(RuntimeError):  # the operation has ended
             self._threads.submit(run)
 
-    def say(self, said: Say, name: str, answered: Any) -> None:
-        request = None if said.request is None else dict(said.request)
-        if request is not None and said.node != self._here:
+    def say(self, said: Mapping[str, Any], name: str, answered: Callable[[Any], None]) -> None:
+        node, request = said["node"], said.get("request")
+        if request is not None and node != self._here:
             request.pop("waiting", None)
         try:
-            at = None if said.at is None else time.time() + said.at - time.monotonic()
-            reference = self.agent(said.node).say.remote(f"{name}/{said.attempt}", said.number, said.word, request, at)
+            at = None if "after_ms" not in said else time.time() + said["after_ms"] / 1000
+            word = said["word"] or "begin"
+            reference = self.agent(node).say.remote(f"{name}/{said['attempt']}", said["number"], word, request, at)
         except Exception as error:
             answered(error)
             return

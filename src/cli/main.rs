@@ -14,8 +14,8 @@ mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, doctor, gpus, metrics, operate, pause, ps, python_path, ray, relocate, resume, run, set_tag, status, suspend, swap, top,
-    trace, trim, watch,
+    completions, coordinate, doctor, gpus, metrics, operate, pause, ps, python_path, ray, relocate, resume, run, set_tag, status, suspend,
+    swap, top, trace, trim, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;
@@ -89,6 +89,9 @@ commands! {
     /// Run one operation for a program: a request and its outcome as JSON
     #[command(hide = true)]
     Operate(operate::Args),
+    /// Coordinate the nodes of a job for a program: events and actions as JSON
+    #[command(hide = true)]
+    Coordinate(coordinate::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
 }

@@ -8,7 +8,7 @@ use crate::ui::status::come_so_far;
 use std::sync::Arc;
 use vramctl_coordinator::Plan;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::plan::{Consent, Left};
+use vramctl_coordinator::{Consent, Left};
 
 /// Runs the plan and prints its outcome. ^C undoes what is not complete.
 pub fn run(plan: Plan, consent: &Consent, ui: Ui) -> Result<Exit, CommandError> {

@@ -20,6 +20,22 @@ pub struct Client {
     /// The server's pid as seen here, which differs from `pid` if it runs in another container. 0 if it cannot be seen.
     seen_as: i32,
     stream: BufReader<UnixStream>,
+    /// What has arrived of the next line, and when its first byte did.
+    line: Vec<u8>,
+    line_begun: Option<Instant>,
+    /// Why the last request could not be sent.
+    unsent: Option<io::Error>,
+    /// Since when nothing has arrived, although an answer is due.
+    quiet_since: Instant,
+    probe: Option<Probe>,
+}
+
+/// A second connection, which another thread of a process answers if the process answers at all.
+#[derive(Debug)]
+struct Probe {
+    begun: Instant,
+    /// `None` while nobody listens: somebody may have deleted the socket or its directory, and the process soon creates them again.
+    stream: Option<UnixStream>,
 }
 
 /// Why a request failed.
@@ -68,6 +84,10 @@ const DELETED_SOCKET: Duration = Duration::from_secs(3);
 fn is_closed(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
+}
+
+fn ended() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered")
 }
 
 /// Connects in this directory, or in the one that has its name now, if somebody has deleted it.
@@ -127,9 +147,9 @@ impl Client {
     fn try_connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
         let connect = || {
             let (stream, directory) = dial(directory, pid)?;
-            stream.set_read_timeout(Some(LOOK_AFTER))?;
             let seen_as = discovery::peer(&stream)?.pid;
-            Ok(Self { directory, pid, seen_as, stream: BufReader::new(stream) })
+            let (stream, quiet_since) = (BufReader::new(stream), Instant::now());
+            Ok(Self { directory, pid, seen_as, stream, line: Vec::new(), line_begun: None, unsent: None, quiet_since, probe: None })
         };
         connect().map_err(|error| ClientError::Io { pid, error })
     }
@@ -223,17 +243,45 @@ impl Client {
         file: Option<BorrowedFd<'_>>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Reply, ClientError> {
-        let written = self.send(request, file, 0);
+        self.begin(request, file);
+        loop {
+            if let Some(answer) = self.answer(progress)? {
+                return Ok(answer);
+            }
+            self.wait();
+        }
+    }
+
+    /// Sends a request. [`answer`](Self::answer) has the answer once that has arrived.
+    pub fn begin(&mut self, request: Request, file: Option<BorrowedFd<'_>>) {
+        // A server that refuses the connection says why and disconnects, perhaps before the request is sent. So an answer, or the end of the
+        // process, takes precedence over a failed write.
+        self.unsent = self.send(request, file, 0).err().filter(|error| !is_closed(error));
+        (self.quiet_since, self.probe) = (Instant::now(), None);
+    }
+
+    /// The answer to the last request, if it has arrived. Never waits. `progress` gets the progress lines. Fails once the process has ended, or
+    /// does not answer at all.
+    pub fn answer(&mut self, progress: &mut dyn FnMut(Progress)) -> Result<Option<Reply>, ClientError> {
         loop {
             match self.read() {
-                Ok(Reply::Progress(now)) => progress(now),
-                Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal.into())),
+                Ok(None) => return Ok(None),
+                Ok(Some(Reply::Progress(now))) => progress(now),
+                Ok(Some(Reply::Error(refusal))) => return Err(ClientError::Refused(refusal.into())),
                 Ok(answer) => return Ok(answer),
-                // A server that refuses the connection says why and disconnects, perhaps before the request is sent. So an answer, or the
-                // end of the process, takes precedence over a failed write.
-                Err(error) => return Err(self.failed(written.err().filter(|error| !is_closed(error)).unwrap_or(error))),
+                Err(error) => {
+                    let error = self.unsent.take().unwrap_or(error);
+                    return Err(self.failed(error));
+                }
             }
         }
+    }
+
+    /// Waits until something arrives, or it is time to check whether the process lives.
+    fn wait(&self) {
+        let moment = if self.probe.is_some() { NEW_SOCKET / 10 } else { LOOK_AFTER.saturating_sub(self.quiet_since.elapsed()) };
+        let probe = self.probe.as_ref().and_then(|probe| probe.stream.as_ref());
+        _ = system::poll_all([Some(self.as_fd()), probe.map(AsFd::as_fd)], libc::POLLIN, moment);
     }
 
     /// Renews the lease. Never waits: a process that does not read does not need it.
@@ -243,37 +291,45 @@ impl Client {
 
     /// What the process sends without a request: its lease has ended, or it has exited.
     pub fn unasked(&mut self) -> Option<ClientError> {
-        let has_nothing = || matches!(system::poll(self.stream.get_ref().as_fd(), libc::POLLIN, 0), Ok(0));
-        if self.stream.buffer().is_empty() && has_nothing() {
-            return None;
+        match self.read_arrived() {
+            Ok(None) => None,
+            Ok(Some(Reply::Error(refusal))) => Some(ClientError::Refused(refusal.into())),
+            Ok(Some(other)) => Some(self.unexpected(&other)),
+            Err(error) => Some(self.failed(error)),
         }
-        Some(match self.read() {
-            Ok(Reply::Error(refusal)) => ClientError::Refused(refusal.into()),
-            Ok(other) => self.unexpected(&other),
-            Err(error) => self.failed(error),
-        })
     }
 
-    /// Whether the process answers at all: a separate connection is served by a separate thread.
-    fn is_alive(&self) -> bool {
-        let ask = || {
-            let stream = self.connect_again()?;
-            stream.set_read_timeout(Some(ALIVE_WITHIN))?;
-            descriptors::send_line(&stream, &protocol::request_line(Request::Hello), &[], 0)?;
-            io::Read::read(&mut &stream, &mut [0])
-        };
-        ask().is_ok_and(|count| count > 0)
-    }
-
-    /// Another connection. Somebody may have deleted the socket or its directory since: the process soon creates them again.
-    fn connect_again(&self) -> io::Result<UnixStream> {
-        let deadline = Instant::now() + ALIVE_WITHIN;
-        loop {
-            match dial(&self.directory, self.pid).map(|(stream, _)| stream) {
-                Err(error) if is_closed(&error) && Instant::now() < deadline => thread::sleep(NEW_SOCKET / 10),
-                answer => return answer,
+    /// Fails if the process has ended, or answers no other connection either. Checks only if it has been quiet for a while.
+    fn check_alive(&mut self) -> io::Result<()> {
+        if self.quiet_since.elapsed() < LOOK_AFTER {
+            return Ok(());
+        }
+        if self.seen_as != 0 && !fs::exists(format!("/proc/{}", self.seen_as)).unwrap_or(true) {
+            return Err(ended());
+        }
+        let mut probe = self.probe.take().unwrap_or_else(|| Probe { begun: Instant::now(), stream: None });
+        let answers = self.look_at(&mut probe).or_else(|error| if is_closed(&error) { Ok(false) } else { Err(error) });
+        match answers {
+            Ok(true) => self.quiet_since = Instant::now(),
+            Ok(false) if probe.begun.elapsed() < ALIVE_WITHIN => self.probe = Some(probe),
+            _ => {
+                let why = format!("no answer within {} s; is it stopped?", (LOOK_AFTER + ALIVE_WITHIN).as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
             }
         }
+        Ok(())
+    }
+
+    /// Whether the process has answered the second connection.
+    fn look_at(&self, probe: &mut Probe) -> io::Result<bool> {
+        if probe.stream.is_none() {
+            let (stream, _) = dial(&self.directory, self.pid)?;
+            descriptors::send_line(&stream, &protocol::request_line(Request::Hello), &[], libc::MSG_DONTWAIT)?;
+            probe.stream = Some(stream);
+        }
+        let arrived = |stream: &&UnixStream| system::poll(stream.as_fd(), libc::POLLIN, 0).is_ok_and(|found| found != 0);
+        let Some(mut stream) = probe.stream.as_ref().filter(arrived) else { return Ok(false) };
+        if io::Read::read(&mut stream, &mut [0])? > 0 { Ok(true) } else { Err(io::ErrorKind::TimedOut.into()) }
     }
 
     /// In the words of the process: it knows others by the pids of its own PID namespace.
@@ -284,53 +340,58 @@ impl Client {
         descriptors::send_line(self.stream.get_ref(), &protocol::request_line(request), file.as_slice(), flags)
     }
 
-    fn read(&mut self) -> io::Result<Reply> {
+    /// The next line, if it has arrived. Fails once no more will.
+    fn read(&mut self) -> io::Result<Option<Reply>> {
+        let arrived = self.read_arrived()?;
+        if arrived.is_none() {
+            self.check_alive()?;
+        }
+        Ok(arrived)
+    }
+
+    /// The next line, if it has arrived.
+    fn read_arrived(&mut self) -> io::Result<Option<Reply>> {
         /// Far more than the longest one, a page of events.
         const LONGEST_ANSWER: usize = 64 << 20;
         /// How long an answer may take from its first byte on.
         const COMPLETE_WITHIN: Duration = Duration::from_secs(30);
-        let endless = || io::Error::new(io::ErrorKind::InvalidData, "its answer does not end");
-        let (mut line, mut begun) = (Vec::new(), None);
-        let ended = || io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered");
         loop {
-            match self.read_more(&mut line) {
+            if self.stream.buffer().is_empty() && matches!(system::poll(self.as_fd(), libc::POLLIN, 0), Ok(0)) {
+                return Ok(None);
+            }
+            match self.read_more() {
                 Ok(true) => break,
                 // Who answers may be another user's program, if root asks.
-                Ok(false) if line.len() > LONGEST_ANSWER => return Err(endless()),
-                Ok(false) if begun.get_or_insert_with(Instant::now).elapsed() > COMPLETE_WITHIN => return Err(endless()),
-                Ok(false) => (),
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(ended()),
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                    if self.seen_as != 0 && !fs::exists(format!("/proc/{}", self.seen_as)).unwrap_or(true) {
-                        return Err(ended());
-                    }
-                    if !self.is_alive() {
-                        let why = format!("no answer within {} s; is it stopped?", (LOOK_AFTER + ALIVE_WITHIN).as_secs());
-                        return Err(io::Error::new(io::ErrorKind::TimedOut, why));
-                    }
+                Ok(false) if self.line.len() > LONGEST_ANSWER || self.line_begun.is_some_and(|begun| begun.elapsed() > COMPLETE_WITHIN) => {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, "its answer does not end"));
                 }
+                Ok(false) => (),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
                 Err(error) => return Err(error),
             }
         }
-        let mut reply: Reply = serde_json::from_slice(&line)
+        self.line_begun = None;
+        let mut reply: Reply = serde_json::from_slice(&std::mem::take(&mut self.line))
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse the answer: {error}")))?;
         for pid in reply.pids() {
             *pid = self.directory.pid_here(*pid, self.pid);
         }
-        Ok(reply)
+        Ok(Some(reply))
     }
 
     /// Reads what has arrived of a line. Returns whether it is complete.
-    fn read_more(&mut self, line: &mut Vec<u8>) -> io::Result<bool> {
+    fn read_more(&mut self) -> io::Result<bool> {
         let part = self.stream.fill_buf()?;
         if part.is_empty() {
-            return Err(io::ErrorKind::UnexpectedEof.into());
+            return Err(ended());
         }
         let end = part.iter().position(|byte| *byte == b'\n').map(|at| at + 1);
         let count = end.unwrap_or(part.len());
-        line.extend_from_slice(&part[..count]);
+        self.line.extend_from_slice(&part[..count]);
         self.stream.consume(count);
+        let now = Instant::now();
+        self.line_begun.get_or_insert(now);
+        (self.quiet_since, self.probe) = (now, None);
         Ok(end.is_some())
     }
 
@@ -341,6 +402,13 @@ impl Client {
 
     fn failed(&self, error: io::Error) -> ClientError {
         ClientError::Io { pid: self.pid, error }
+    }
+}
+
+/// Readable when something of an answer has arrived.
+impl AsFd for Client {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.get_ref().as_fd()
     }
 }
 

@@ -2,9 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-/// How long to wait at least while another client uses a process, and, without a limit, while it resumes a job on the same GPUs.
-pub const TURN_WITHIN: Duration = Duration::from_secs(10);
-
 /// A limit for waits in total: for all waits of an operation, or for its waits for work in flight.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline {

@@ -3,6 +3,7 @@
 //! The command line uses it, and prints what it returns. This crate prints nothing: whoever runs an operation reports it through an
 //! [`Reporter`].
 
+pub mod barrier;
 pub mod checkpoint;
 pub mod communicators;
 pub mod deadline;
@@ -19,6 +20,7 @@ pub mod operation;
 pub mod outcome;
 pub mod parallel;
 mod passing;
+mod patience;
 pub mod plan;
 pub mod proc;
 pub mod process;
@@ -26,10 +28,8 @@ pub mod processes;
 pub mod queue;
 mod relocate;
 mod reporter;
-mod resume;
 pub mod retry;
 pub mod shared;
-pub mod step;
 mod stuck;
 mod suspend;
 mod swap;
@@ -39,7 +39,7 @@ pub mod text;
 pub use operation::{Hold, Operation, Scope};
 pub use outcome::Outcome;
 pub use passing::Passing;
-pub use plan::Plan;
+pub use plan::{Consent, Left, Plan};
 pub use relocate::{Move, Moving};
 pub use reporter::Reporter;
 pub use suspend::Suspend;

@@ -1,10 +1,11 @@
 //! Finding the managed processes and choosing among them.
 
-use crate::deadline::{Deadline, TURN_WITHIN};
+use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
 use crate::parallel;
+use crate::patience::TURN_WITHIN;
 use crate::proc;
 pub use crate::process::Process;
 use crate::queue::{Place, Ticket};

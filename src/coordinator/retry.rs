@@ -1,17 +1,18 @@
-//! When a failed attempt is made again: one policy for all causes.
+//! When a failed attempt is made again: one policy for all causes, for the ranks of a job ([`RetryPolicy`]) and for nodes ([`Limits`] alone).
 //!
-//! Two waits come before the first attempt and have loops of their own: for memory that others have open, before a pause (`plan.rs`), and for
-//! room on a GPU, before a restore (`checkpoint/mod.rs`).
+//! Two waits come before the first attempt and have loops of their own: for memory that others have open, before a pause (`plan/consent.rs`), and for
+//! room on a GPU, before a restore (`checkpoint/restore.rs`).
 
-use crate::deadline::{Deadline, TURN_WITHIN};
+use crate::deadline::Deadline;
 use crate::engine::Engines;
+use crate::patience::TURN_WITHIN;
 use crate::shared::Borrower;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_model::{Kind, Verb};
 
-/// How long the first attempt waits for the work of several processes to drain. No attempt waits less, unless the limit is shorter.
+/// How long the first attempt on one node waits for the work of several processes to drain.
 pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 
 /// Why an attempt is made again.
@@ -41,6 +42,59 @@ pub struct Failed<'a> {
     pub find_borrowers: Box<dyn Fn() -> Option<Vec<Borrower>> + 'a>,
 }
 
+/// Which failures pass, and for how long to try again.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// A pause or a resume.
+    pub verb: Verb,
+    /// Whether the programs are held.
+    pub holds: bool,
+    /// For the work in flight if the programs are held, else for memory.
+    pub timeout: Option<Duration>,
+    /// How long the first attempt waits for the work of several processes to drain. No attempt waits less, unless the limit is shorter.
+    pub first_drain: Duration,
+}
+
+impl Limits {
+    /// How long an attempt may wait for the work to drain if `left` is left of the limit. Ranks that are held at the same point need as long as
+    /// their work takes; others wait in vain. So several processes get at most half of the time left.
+    pub fn drain_within(&self, next: Duration, left: Duration, are_several: bool) -> Duration {
+        let limit = if are_several { next.min(left / 2) } else { left };
+        limit.max(self.first_drain.min(self.timeout.unwrap_or_default()))
+    }
+
+    /// What to do about failures of these kinds after so much time, if all of them pass, or follow from others. `None` means a failure without a
+    /// kind, which is final.
+    pub fn retry(&self, kinds: impl IntoIterator<Item = Option<Kind>>, spent: Duration) -> Option<Retry> {
+        let causes = kinds.into_iter().map(|kind| self.cause(kind)).collect::<Option<Vec<_>>>()?;
+        let least = causes.iter().flatten().map(|(_, limit)| *limit).min()?;
+        if spent >= least {
+            return None;
+        }
+        // Of several causes, one that changes the next attempt decides: that begins with the ranks that are short of memory, or waits longer.
+        causes.into_iter().flatten().map(|(retry, _)| retry).min_by_key(|retry| match retry {
+            Retry::Memory => 0,
+            Retry::Work => 1,
+            _ => 2,
+        })
+    }
+
+    /// What to do about a failure, and for how long; `Some(None)` if it only follows from another one. `None` if it is final.
+    #[allow(clippy::option_option)] // three answers
+    fn cause(&self, kind: Option<Kind>) -> Option<Option<(Retry, Duration)>> {
+        Some(match (kind?, self.verb) {
+            (Kind::Aborted, _) => None,
+            // Busy: it has too many clients.
+            (Kind::Leased, _) | (Kind::Busy, Verb::Resume) => Some((Retry::Lease, self.timeout.unwrap_or_default().max(TURN_WITHIN))),
+            (Kind::Busy | Kind::Capturing, Verb::Pause) if self.holds => {
+                Some((Retry::Work, self.timeout?.saturating_sub(self.first_drain)))
+            }
+            (Kind::DeviceMemory, Verb::Resume) => Some((Retry::Memory, self.timeout?)),
+            _ => return None,
+        })
+    }
+}
+
 /// Which failed attempts of a job are made again, and until when.
 pub struct RetryPolicy<'a> {
     /// A pause or a resume.
@@ -54,12 +108,13 @@ pub struct RetryPolicy<'a> {
 }
 
 impl RetryPolicy<'_> {
-    /// How long an attempt may wait for the work to drain. Ranks that are held at the same point need as long as their work takes; others wait
-    /// in vain. So with several processes, an attempt gets at most half of the time left.
+    /// How long an attempt may wait for the work of so many processes to drain.
     pub fn drain_within(&self, next: Duration, processes: usize) -> Duration {
-        let left = self.deadline.left().unwrap_or_default();
-        let limit = if processes > 1 { next.min(left / 2) } else { left };
-        limit.max(FIRST_DRAIN.min(self.deadline.timeout.unwrap_or_default()))
+        self.limits().drain_within(next, self.deadline.left().unwrap_or_default(), processes > 1)
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { verb: self.verb, holds: self.holds, timeout: self.deadline.timeout, first_drain: FIRST_DRAIN }
     }
 
     /// Whether another attempt may succeed after a `rest`, and there is time left for it; and what this one failed for.
@@ -67,7 +122,9 @@ impl RetryPolicy<'_> {
         if failed.engine_objected {
             return self.without_requests();
         }
-        self.after_errors(&failed.errors, rest).or_else(|| self.with_borrowers(failed))
+        self.limits()
+            .retry(failed.errors.iter().map(|error| kind(error)), self.deadline.begun.elapsed() + rest)
+            .or_else(|| self.with_borrowers(failed))
     }
 
     /// Waits until the engines have no requests.
@@ -83,36 +140,6 @@ impl RetryPolicy<'_> {
         let now = (failed.find_borrowers)()?;
         let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();
         (pids(&now) != pids(known)).then_some(Retry::Borrowers(now))
-    }
-
-    /// If all errors pass, or follow from others.
-    fn after_errors(&self, errors: &[&ClientError], rest: Duration) -> Option<Retry> {
-        let causes: Vec<_> =
-            errors.iter().map(|error| self.cause(kind(error))).collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
-        let least = causes.iter().map(|(_, limit)| *limit).min()?;
-        if self.deadline.begun.elapsed() + rest >= least {
-            return None;
-        }
-        // Of several causes, one that changes the next attempt decides: that begins with the ranks that lack memory, or waits longer for work.
-        causes.into_iter().map(|(retry, _)| retry).min_by_key(|retry| match retry {
-            Retry::Memory => 0,
-            Retry::Work => 1,
-            _ => 2,
-        })
-    }
-
-    /// What to do about a failure, and for how long; `Some(None)` if it only follows from another rank's failure. `None` if it is final.
-    #[allow(clippy::option_option)] // three answers
-    fn cause(&self, kind: Option<Kind>) -> Option<Option<(Retry, Duration)>> {
-        let limit = self.deadline.timeout;
-        Some(match (kind?, self.verb) {
-            (Kind::Aborted, _) => None,
-            // Busy: it has too many clients.
-            (Kind::Leased, _) | (Kind::Busy, Verb::Resume) => Some((Retry::Lease, limit.unwrap_or_default().max(TURN_WITHIN))),
-            (Kind::Busy | Kind::Capturing, Verb::Pause) if self.holds => Some((Retry::Work, limit?.saturating_sub(FIRST_DRAIN))),
-            (Kind::DeviceMemory, Verb::Resume) => Some((Retry::Memory, limit?)),
-            _ => return None,
-        })
     }
 }
 

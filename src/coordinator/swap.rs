@@ -1,6 +1,6 @@
 //! Two jobs change places: one leaves the GPUs while the other comes.
 //!
-//! Both are one job to `job.rs`, with one decision:
+//! Both are one job to `job/mod.rs`, with one decision:
 //!
 //! ```text
 //! OUT   hold ─▶ drain ─▶ save, and give back what is saved, piece by piece ─▶ prepared ─┐

@@ -48,6 +48,15 @@ pub fn poll_all<const N: usize>(
     if found < 0 { Err(io::Error::last_os_error()) } else { Ok(waiting.map(|one| one.revents)) }
 }
 
+/// The same on any number of descriptors. Returns for each whether something has happened.
+pub fn poll_each(descriptors: &[BorrowedFd<'_>], events: libc::c_short, limit: Duration) -> io::Result<Vec<bool>> {
+    let mut waiting: Vec<_> = descriptors.iter().map(|one| libc::pollfd { fd: one.as_raw_fd(), events, revents: 0 }).collect();
+    let milliseconds = limit.as_micros().div_ceil(1000) as libc::c_int;
+    // SAFETY: writable entries, as many as is said.
+    let found = unsafe { libc::poll(waiting.as_mut_ptr(), waiting.len() as libc::nfds_t, milliseconds) };
+    if found < 0 { Err(io::Error::last_os_error()) } else { Ok(waiting.into_iter().map(|one| one.revents != 0).collect()) }
+}
+
 /// A limit of this process (`RLIMIT_…`). `None` if there is none.
 pub fn resource_limit(of: libc::__rlimit_resource_t) -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };

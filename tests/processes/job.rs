@@ -158,7 +158,7 @@ fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
         drop(Coordinator::of(&machine, &ranks, "pause", until));
         let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
-        machine.vramctl("pause --hold").expect(0, "", "");
+        machine.vramctl("pause").expect(0, "", "");
         drop(Coordinator::of(&machine, &ranks, "resume", until));
         let wanted = if until >= Until::Decided { "active" } else { "paused, held" };
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
@@ -547,7 +547,7 @@ fn one_failing_rank_keeps_the_others_active() {
     let [first, second] = machine.job("engine");
     let third = machine.engine_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", "1M"));
     let mut ranks = [first, second, third];
-    for hold in ["", " --hold"] {
+    for hold in ["", " --no-hold"] {
         let ran = machine.vramctl(&format!("pause --name engine{hold}"));
         let ran = ran.expect(4, "", &format!("engine (pid {}): too little host memory", ranks[2].pid()));
         // Whether the command tells it why, or it sees the job's decision first.

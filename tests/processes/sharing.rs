@@ -252,7 +252,7 @@ fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
         .map(|(rank, of)| (rank, of + 1, ranks[rank].number(&format!("open_('{}')", handles[of]))))
         .collect();
     for round in 0..3 {
-        machine.done("pause --name job --hold");
+        machine.done("pause --name job");
         assert_eq!(machine.used(), 0, "round {round}");
         assert!(ranks.iter().all(|rank| machine.is_held(rank)));
         machine.done("resume --name job");

@@ -1,6 +1,7 @@
 //! The commands: each has its options, asks the coordinator or the processes, and prints. None uses another.
 
 pub mod completions;
+pub mod coordinate;
 pub mod doctor;
 pub mod gpus;
 pub mod metrics;

@@ -4,10 +4,10 @@ use crate::arguments::TransitionArgs;
 use crate::execute::Execute;
 use crate::transition;
 use crate::ui::Ui;
+use vramctl_coordinator::Consent;
 use vramctl_coordinator::Plan;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::PauseOptions;
-use vramctl_coordinator::plan::Consent;
 use vramctl_model::Verb;
 
 #[derive(clap::Args)]

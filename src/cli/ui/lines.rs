@@ -8,10 +8,10 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::thread;
 use vramctl_coordinator::Reporter;
+use vramctl_coordinator::barrier::Step;
 use vramctl_coordinator::failure::CommandError;
 use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::queue::Ticket;
-use vramctl_coordinator::step::Step;
 use vramctl_host::Unpoison;
 use vramctl_model::Progress;
 
@@ -35,13 +35,6 @@ impl Lines {
 
     /// The ranks of this node have got this far, and wait for those of others.
     pub fn reached(step: Step) {
-        let step = match step {
-            Step::Found => "found",
-            Step::Early => "early",
-            Step::Held => "held",
-            Step::Drained => "drained",
-            Step::Prepared => "prepared",
-        };
         print(&json!({ "reply": "reached", "step": step }));
     }
 

@@ -12,8 +12,10 @@
 //! While an operation is between two steps, no other may take one: a lock per process (`lock.rs`) keeps others out.
 
 mod member;
+mod restore;
 
 pub use member::Member;
+pub use restore::{room_for, short};
 
 use crate::Reporter;
 use crate::communicators::Elsewhere;
@@ -27,17 +29,15 @@ use crate::outcome;
 use crate::parallel;
 use crate::proc;
 use crate::processes::{Found, Process, Target, check_whole};
-use crate::queue::Place;
 use crate::shared::Borrower;
 use member::{mig, unless_in_the_way};
 use std::collections::{BTreeMap, BTreeSet};
-use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::protocol;
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_model::support::Requirement;
-use vramctl_model::{Error, Failure, GpuUse, Obstacle, ObstacleKind, Plan, Report, Shortage, TransitionRequest, Verb, code, support};
+use vramctl_model::{Failure, GpuUse, Obstacle, ObstacleKind, Plan, Report, TransitionRequest, Verb, code, support};
 
 /// Processes that leave their GPUs and come back together.
 pub struct Checkpoint {
@@ -152,9 +152,6 @@ fn at_once<R: Send>(members: &mut [Member], step: impl Fn(&mut Member) -> R + Sy
 fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
     answers.into_iter().collect()
 }
-
-/// How long to wait, without a limit, for another operation's restore. Restores come one after the other, and the driver takes its time.
-pub const RESTORE_WITHIN: Duration = Duration::from_secs(60);
 
 impl Checkpoint {
     /// Connects to the processes that match.
@@ -376,126 +373,8 @@ impl Checkpoint {
         taken
     }
 
-    /// Brings processes back to running, from whatever state each is in. `deadline`: of the waits for room, and for other operations.
-    pub fn restore(&mut self, map: &GpuMap, deadline: &Deadline, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        self.restore_with_room(map, None, deadline, None, reporter)
-    }
-
-    /// `tags_on`: starts only if there is room for the paused memory on these GPUs, too, so that the job either comes back completely or stays
-    /// as it is; empty means on all. `place`: the operation's, in the queue for memory.
-    pub fn restore_with_room(
-        &mut self,
-        map: &GpuMap,
-        tags_on: Option<&[String]>,
-        deadline: &Deadline,
-        mut place: Option<&mut Place>,
-        reporter: &dyn Reporter,
-    ) -> Result<(), CommandError> {
-        const LOOK_AGAIN: Duration = Duration::from_millis(50);
-        /// How long to wait, without a limit, for an operation that is about to finish.
-        const OTHERS_WITHIN: Duration = Duration::from_secs(10);
-        // Others that wait for room look for it in turns.
-        let left = |otherwise| deadline.left().map_or(otherwise, |left| left.max(Deadline::A_MOMENT));
-        let begun = Instant::now();
-        let (loosened, _room) = loop {
-            let is_alone = self.members.iter().all(|member| member.alone.is_some());
-            self.keep_others_out(left(OTHERS_WITHIN))?;
-            if !is_alone {
-                at_once(&mut self.members, Member::look_again);
-            }
-            // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
-            let loosened = first(at_once(&mut self.members, Member::loosen));
-            self.known()?;
-            match self.room(&self.needs(map, tags_on), left(RESTORE_WITHIN), reporter) {
-                Ok(room) => break (loosened, room),
-                Err(short) if loosened.is_ok() && !deadline.is_over() && short.exit() == Exit::NoMemory => (),
-                Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
-            }
-            if let Some(place) = &mut place {
-                place.waits_for_memory();
-            }
-            if !is_alone {
-                for member in &mut self.members {
-                    member.alone = None;
-                }
-            }
-            thread::sleep(LOOK_AGAIN);
-        };
-        for member in &mut self.members {
-            member.done.add("room", begun.elapsed());
-        }
-        let restored = first(self.all("restore", |member| member.restore(map)));
-        let unlocked = first(self.all("unlock", Member::loosen));
-        loosened.and(restored).and(unlocked)
-    }
-
-    /// Fails if nothing is known of what a member's restore needs: the driver had only locked it when it was found ([`Self::stuck`]), and has
-    /// checkpointed it since, for another tool.
-    fn known(&self) -> Result<(), CommandError> {
-        let is_unknown = |member: &&Member| member.process.status.is_err() && member.gpus.is_empty();
-        let is_gone = |member: &&Member| matches!(self.machine().state(member.pid), Ok(ProcessState::Checkpointed));
-        let Some(member) = self.members.iter().filter(is_unknown).find(is_gone) else { return Ok(()) };
-        Err(CommandError::new(Exit::Busy, format!("{} has just been checkpointed by somebody else; try again", member.process)))
-    }
-
-    /// Bytes that a restore needs, by GPU. `tags_on`: including paused memory on these GPUs, or on all if there are none.
-    fn needs(&self, map: &GpuMap, tags_on: Option<&[String]>) -> BTreeMap<String, u64> {
-        let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
-        let mut needs = BTreeMap::<_, u64>::new();
-        // If the driver does not report the state now, it may still restore the process.
-        let comes_back = |member: &&Member| matches!(self.machine().state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
-        for member in self.members.iter().filter(comes_back) {
-            for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
-                *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
-            }
-            let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
-            for device in devices {
-                if let Some(uuid) = &device.uuid
-                    && tags_on.is_some_and(|gpus| gpus.is_empty() || gpus.contains(uuid))
-                {
-                    *needs.entry(onto(uuid)).or_default() += device.coming_bytes();
-                }
-            }
-        }
-        needs
-    }
-
-    /// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
-    fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, reporter: &dyn Reporter) -> Result<Option<FileLock>, CommandError> {
-        let lock = FileLock::take("restore.lock", within).map_err(|others| {
-            let text = format!(
-                "{} has been restoring a job for {} s; see who has {} open, and try again when it is done",
-                others.who(),
-                within.as_secs(),
-                others.place.display()
-            );
-            CommandError::new(Exit::Busy, text)
-        })?;
-        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), reporter) };
-        let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
-        cards.iter().find(is_short).map_or(Ok(lock), |card| Err(short(self.machine(), card, needs[&card.uuid])))
-    }
-
     /// Why programs stay held after a resume.
     pub fn stay_held(&self) -> Vec<String> {
         self.members.iter().flat_map(|member| outcome::stays_held(&member.process, &member.done.missing)).collect()
     }
-}
-
-/// Bytes that must be free to restore this much. A restore that runs out of memory cannot be retried, so this is more.
-pub fn room_for(bytes: u64) -> u64 {
-    bytes + bytes / 4
-}
-
-/// Too little memory on a GPU.
-pub fn short(machine: &dyn Machine, card: &Card, needed: u64) -> CommandError {
-    let (uuid, holders) = (Some(card.uuid.clone()), machine.holders_of(&card.uuid));
-    CommandError::from(&Error::DeviceMemory(Shortage {
-        device: card.index as i32,
-        uuid,
-        index: Some(card.index),
-        needed,
-        free: card.free,
-        holders,
-    }))
 }

@@ -14,11 +14,11 @@ use std::io::{self, BufRead};
 use std::process;
 use std::sync::Arc;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::nodes::{Aborted, Participant, Word};
+use vramctl_coordinator::nodes::{Aborted, Participant};
 use vramctl_coordinator::outcome::{Done, ProcessOutcome};
 use vramctl_coordinator::parallel;
-use vramctl_coordinator::plan::{Consent, Left};
 use vramctl_coordinator::processes::{Found, Process, Target};
+use vramctl_coordinator::{Consent, Left};
 use vramctl_coordinator::{Move, Operation, Outcome, Plan, Suspend, Swap, Swapped};
 use vramctl_model::Error;
 
@@ -46,7 +46,10 @@ impl Execute for Args {
         let progress = request.as_ref().is_ok_and(Request::wants_progress);
         let is_detached = request.as_ref().is_ok_and(Request::is_detached);
         let lines = Arc::new(Lines::new(progress, Box::new(|| cancelled(Some(false), &[]))));
-        let nodes = request.as_ref().ok().and_then(Request::participant);
+        let (request, nodes) = match request.and_then(|request| Ok((request.participant()?, request))) {
+            Ok((nodes, request)) => (Ok(request), nodes),
+            Err(failure) => (Err(failure), None),
+        };
         let (cancelling, listening) = (Arc::clone(&lines), nodes.clone());
         let is_over_nodes = nodes.is_some();
         let listening = parallel::spawn(move || {
@@ -88,17 +91,11 @@ impl Execute for Args {
 }
 
 /// Passes on what the coordinator of the nodes says, until it says nothing any more. Returns whether that cancels the operation.
-fn listen(nodes: &Arc<Participant>) -> bool {
-    loop {
-        match next_line().trim() {
-            "renew" => nodes.hear(Word::Renew),
-            "go" => nodes.hear(Word::Go),
-            "advance" => nodes.hear(Word::Advance),
-            "commit" => nodes.hear(Word::Commit),
-            "abort" => nodes.hear(Word::Abort),
-            _ => return nodes.hang_up(),
-        }
+fn listen(nodes: &Participant) -> bool {
+    while let Ok(word) = serde_json::from_value(json!(next_line().trim())) {
+        nodes.hear(word);
     }
+    nodes.hang_up()
 }
 
 /// The next line of stdin. Empty at its end.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::engine::{Addresses, checked_address};
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::nodes::{Participant, READ_WITHIN, Terms};
+use vramctl_coordinator::nodes::{Participant, Terms};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Scope};
@@ -209,12 +209,12 @@ impl Request {
     }
 
     /// The participant in an attempt over several nodes, if it is one.
-    pub fn participant(&self) -> Option<Arc<Participant>> {
-        let (Self::Pause(Pause { node, .. }) | Self::Resume(Resume { node, .. })) = self else { return None };
-        let Node { drain_ms, early, lease_ms, record } = node.as_ref()?;
-        let terms =
-            Terms { drain: time(*drain_ms), early: *early, lease: time(*lease_ms), record: record.clone(), read_within: READ_WITHIN };
-        Some(Arc::new(Participant::new(terms, Lines::reached)))
+    pub fn participant(&self) -> Result<Option<Arc<Participant>>, CommandError> {
+        let (Self::Pause(Pause { node, .. }) | Self::Resume(Resume { node, .. })) = self else { return Ok(None) };
+        let Some(Node { drain_ms, early, lease_ms, record }) = node else { return Ok(None) };
+        let terms = Terms { drain: time(*drain_ms), early: *early, lease: time(*lease_ms), record: record.clone() };
+        let participant = Participant::new(terms, Lines::reached).map_err(|error| CommandError::new(Exit::Failed, error.to_string()))?;
+        Ok(Some(Arc::new(participant)))
     }
 
     /// Whether to report progress.

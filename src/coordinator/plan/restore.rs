@@ -1,29 +1,11 @@
-//! Brings suspended processes back to their GPUs before their tags are resumed.
-//!
-//! A resume that waits for memory:
-//!
-//! ```text
-//!                        some are suspended
-//! plan ────────────────────────────────────▶ queue ─▶ room? ─ yes ─▶ restore ─▶ unlock ─▶ plan again
-//!   │ none is                        ticket: "waits" ▲   │ no, and there is time left         │
-//!   │                                                └───┘                                    │
-//!   └──────────────────────────────┬───────────────────────────────────────────────◀──────────┘
-//!                                  ▼ each job
-//!   queue (within the operation's own place) ─▶ attempt ─▶ committed
-//!                                    ticket: "waits" ▲   │ short of memory, and there is time left: those that were short
-//!                                                    └───┘ wait for it in their processes first, and the others only then take part
-//! ```
-//!
-//! Without a timeout, nothing of this waits for memory: the place in the queue is waited for only while nobody ahead waits for memory either, and a
-//! shortage is the answer.
-//!
-//! Whatever fails leaves the processes suspended, or restored and paused: the next resume goes on from there.
+//! Before a resume: brings suspended processes back to their GPUs. `checkpoint/restore.rs` has the diagram of the whole wait.
 
+use crate::Reporter;
 use crate::checkpoint::{self, Checkpoint, Member};
 use crate::failure::CommandError;
 use crate::outcome::Done;
+use crate::plan::Plan;
 use crate::processes::Process;
-use crate::{Plan, Reporter};
 use vramctl_driver::checkpoint::GpuMap;
 
 impl Plan {

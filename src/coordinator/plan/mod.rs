@@ -1,27 +1,32 @@
-//! Plans a pause or resume of tags. A dry run shows the plan; [`Plan::run`] executes it.
+//! Plans a pause or resume of tags. A dry run shows the plan; [`Plan::run`] executes it (`job/mod.rs`), once all agree (`consent.rs`).
+
+mod aftermath;
+mod consent;
+mod restore;
+
+pub use aftermath::Left;
+pub use consent::Consent;
 
 use crate::Reporter;
-use crate::checkpoint::RESTORE_WITHIN;
 use crate::communicators::Elsewhere;
-use crate::deadline::Deadline;
-use crate::engine::Engines;
 use crate::failure::{CommandError, Exit};
 use crate::figures::Figures;
 use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank};
-use crate::operation::{Operation, PauseOptions, Scope};
-use crate::outcome::{self, Done, JobOutcome, Outcome, ProcessOutcome};
-use crate::parallel::{self, Joined};
+use crate::operation::{Operation, Scope};
+use crate::outcome::{Done, Outcome};
+use crate::parallel;
+use crate::patience::RESTORE_WITHIN;
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::queue::{Place, Ticket};
 use crate::shared::{self, Borrower, Group};
 use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::time::{Duration, Instant};
-use std::{process, thread};
-use vramctl_control::protocol::{self, Refusal};
-use vramctl_model::{Error, Kind, NCCL, Registered, Report, TagStatus, TransitionRequest, Verb};
+use std::process;
+use std::time::Duration;
+use vramctl_control::protocol;
+use vramctl_model::{Error, NCCL, Registered, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -52,15 +57,6 @@ pub struct Member {
     pub meant: Vec<String>,
     /// Of these, the tags not yet in the wanted state.
     pub due: Vec<String>,
-}
-
-/// Who has agreed to a pause.
-#[derive(Default)]
-pub struct Consent {
-    /// The engines that must still have no requests when the memory is released.
-    engines: Option<Engines>,
-    /// A KV cache that a prefix cache describes may be discarded.
-    may_lose: bool,
 }
 
 impl Plan {
@@ -204,55 +200,6 @@ impl Plan {
         meant.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect()
     }
 
-    /// Waits until no other process has the memory to pause open, and asks the inference engines, which may reset their prefix caches. Nothing
-    /// else changes, and the programs keep running meanwhile.
-    pub fn consent(&self, reporter: &dyn Reporter) -> Result<Consent, CommandError> {
-        self.wait_for_borrowers(reporter);
-        let force = self.operation.pause.force;
-        // If everything is paused already, there is nothing to ask.
-        if force || self.due().next().is_none() {
-            return Ok(Consent { engines: None, may_lose: force });
-        }
-        let engines = &self.operation.pause.engines;
-        let mut losing = Vec::new();
-        for member in self.due() {
-            if let Some(name) = self.ask_plan(member)?.plan.prefix_cache {
-                if !engines.any() {
-                    let refusal = Refusal::from(&Error::PrefixCache(name));
-                    let message = format!("{}: {}", member.process, refusal.message);
-                    return Err(CommandError::Refused(Box::new(Refusal { message, ..refusal })));
-                }
-                losing.push(&member.process);
-            }
-        }
-        let may_lose = !losing.is_empty();
-        // The requests of a held engine lose nothing if all contents are kept.
-        if !engines.any() || (!may_lose && self.request.hold.is_some()) {
-            return Ok(Consent { engines: None, may_lose });
-        }
-        let engines = engines.find(&losing)?;
-        engines.prepare(self.operation.deadline.at())?;
-        Ok(Consent { engines: Some(engines), may_lose })
-    }
-
-    /// If that takes too long, the pause is refused.
-    fn wait_for_borrowers(&self, reporter: &dyn Reporter) {
-        const LOOK_AGAIN: Duration = Duration::from_millis(100);
-        for member in self.due() {
-            let mut is_known = false;
-            while let Err(CommandError::Refused(refusal)) = self.ask_plan(member) {
-                if refusal.code != Kind::Shared || self.operation.deadline.is_over() {
-                    break;
-                }
-                if !std::mem::replace(&mut is_known, true) {
-                    let lent: Vec<_> = refusal.lent.iter().flatten().map(ToString::to_string).collect();
-                    reporter.note(&format!("{}: waiting until this is closed: {}", member.process, lent.join(", ")));
-                }
-                thread::sleep(LOOK_AGAIN);
-            }
-        }
-    }
-
     /// What a pause of the process would do.
     fn ask_plan(&self, member: &Member) -> Result<protocol::DryRun, CommandError> {
         self.ask_plan_of(member, &self.request)
@@ -340,46 +287,6 @@ impl Plan {
         self.job(&places, borrowers, consent)
     }
 
-    /// What came of [`as_one_job`](Self::as_one_job).
-    pub(crate) fn outcome_as_one(&self, report: JobReport) -> Outcome {
-        let JobReport { results, borrowers, committed, attempts, ms, waited } = report;
-        let (mut results, mut borrowers) = (results.into_iter(), Some(borrowers));
-        let of_group = |group: &Group<Borrower>| JobReport {
-            results: results.by_ref().take(group.members.len()).collect(),
-            borrowers: borrowers.take().unwrap_or_default(),
-            committed,
-            attempts,
-            ms,
-            waited,
-        };
-        let reports = self.groups.iter().map(of_group).map(Ok).collect();
-        self.outcome(reports)
-    }
-
-    /// The plan of a resume of what this one was to change, for those of its processes that still answer. `None` if that is nothing.
-    pub(crate) fn resume_of_due(&self, deadline: Deadline) -> Option<Self> {
-        let tags: Vec<_> = self.due_tags().into_iter().map(str::to_owned).collect();
-        let (gpus, self_paused) = (self.request.gpus.clone(), self.request.self_paused);
-        let request = TransitionRequest { lenient: true, tags, gpus, self_paused, ..TransitionRequest::default() };
-        let pids: Vec<_> = self.processes().map(|process| process.pid).collect();
-        let answering = self.found.look_again(&pids).into_iter().filter(|process| process.status.is_ok()).collect();
-        let operation = Operation { verb: Verb::Resume, deadline, pause: PauseOptions::default(), ..self.operation.clone() };
-        let mut plan = Self {
-            operation,
-            found: self.found.clone(),
-            target: self.target.clone(),
-            members: any_members(Verb::Resume, answering, &request),
-            groups: Vec::new(),
-            request,
-            is_whole: false,
-            command: RandomState::new().build_hasher().finish(),
-            queue_place: None,
-            restored: BTreeMap::new(),
-        };
-        plan.groups = without_borrowers(plan.jobs());
-        (!plan.request.tags.is_empty() && !plan.groups.is_empty()).then_some(plan)
-    }
-
     /// The processes that were found to be meant.
     pub(crate) fn processes(&self) -> impl Iterator<Item = &Process> {
         self.members.iter().map(|member| &member.process)
@@ -388,37 +295,6 @@ impl Plan {
     /// The tags in which something is to be done.
     pub(crate) fn due_tags(&self) -> BTreeSet<&str> {
         self.due().flat_map(|member| &member.due).map(String::as_str).collect()
-    }
-
-    /// A thread that panicked has no report.
-    fn outcome(&self, reports: Vec<Joined<JobReport>>) -> Outcome {
-        let verb = self.operation.verb;
-        let (mut results, mut outcome) = (BTreeMap::new(), Outcome::default());
-        for (group, report) in self.groups.iter().zip(reports) {
-            let Ok(report) = report else { continue };
-            let processes: Vec<_> = group.members.iter().map(|place| &self.members[*place].process).collect();
-            outcome.jobs.push(JobOutcome::new(&processes, &report));
-            let JobReport { results: own, borrowers, committed, .. } = report;
-            results.extend(group.members.iter().copied().zip(own.into_iter().map(|result| outcome::result(result, verb, committed))));
-            outcome.borrowers.extend(
-                borrowers
-                    .into_iter()
-                    .map(|(borrower, result)| ProcessOutcome::borrower(borrower.process, outcome::result(result, verb, committed))),
-            );
-        }
-        let unasked = |member: &Member| {
-            let broken = CommandError::new(Exit::Failed, "vramctl itself failed here; please report it");
-            if member.meant.is_empty() { Ok(Report::default()) } else { Err(broken) }
-        };
-        let of_process = |(place, member): (usize, &Member)| ProcessOutcome {
-            process: member.process.clone(),
-            tags: member.meant.clone(),
-            due: member.changing(verb, &self.request),
-            device: self.restored.get(&member.process.pid).cloned(),
-            result: results.remove(&place).unwrap_or_else(|| unasked(member)),
-        };
-        outcome.processes = self.members.iter().enumerate().map(of_process).collect();
-        outcome
     }
 
     /// A ticket for the memory that these processes lack.
@@ -453,26 +329,6 @@ impl Plan {
     /// Whether memory on this GPU is selected.
     pub(crate) fn wants(&self, gpu: &str) -> bool {
         self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
-    }
-
-    /// How an operation whose connections have been closed leaves its processes. Requests that only wait are cancelled by that; processes
-    /// notice it within this time.
-    pub fn left_behind(&self) -> Vec<(&Process, Left)> {
-        /// Processes check for a vanished client twice as often.
-        const NOTICED_WITHIN: Duration = Duration::from_secs(1);
-        let asked: Vec<_> = self.members.iter().filter(|member| !member.meant.is_empty()).collect();
-        let pids: Vec<_> = asked.iter().map(|member| member.process.pid).collect();
-        let deadline = Instant::now() + NOTICED_WITHIN;
-        loop {
-            let now = self.found.look_again(&pids);
-            let found = |member: &Member| now.iter().find(|process| process.pid == member.process.pid);
-            let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, &self.request, found(member))).collect();
-            // It may be just about to start.
-            if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
-                return asked.into_iter().map(|member| &member.process).zip(left).collect();
-            }
-            thread::sleep(NOTICED_WITHIN / 10);
-        }
     }
 
     /// The members with something to do.
@@ -586,21 +442,6 @@ impl Member {
         let changes = |tag: &&TagStatus| self.due.contains(&tag.tag) && (verb == Verb::Pause || comes_back(tag, request));
         self.process.tags().iter().filter(changes).map(|tag| tag.tag.clone()).collect()
     }
-
-    /// The state in which an interrupted operation leaves the process.
-    fn left(&self, verb: Verb, request: &TransitionRequest, now: Option<&Process>) -> Left {
-        let status = match now.map(|process| &process.status) {
-            Some(Ok(status)) => status,
-            Some(Err(failure)) => return Left::Unknown(failure.to_string()),
-            None => return Left::Unknown("the process has ended".into()),
-        };
-        let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
-        match meant.iter().find(|tag| tag.state.is_under_way()) {
-            Some(tag) => Left::Undoing(Box::new((*tag).clone())),
-            None if !meant.iter().any(|tag| is_due(verb, tag, request)) => Left::Done,
-            None => Left::AsItWas,
-        }
-    }
 }
 
 /// Whether there is something to do for a tag: also if a resume only ends the others' pause of what the program has paused itself.
@@ -611,19 +452,6 @@ fn is_due(verb: Verb, tag: &TagStatus, request: &TransitionRequest) -> bool {
 /// Whether a resume brings memory of a tag back.
 fn comes_back(tag: &TagStatus, request: &TransitionRequest) -> bool {
     tag.state.is_under_way() || request.self_paused || tag.paused_bytes > tag.self_paused_bytes
-}
-
-/// How an interrupted operation leaves a process.
-#[derive(Debug, PartialEq)]
-pub enum Left {
-    /// It is being undone; the tag has its progress.
-    Undoing(Box<TagStatus>),
-    /// It is complete.
-    Done,
-    /// Nothing has changed.
-    AsItWas,
-    /// Why nobody knows.
-    Unknown(String),
 }
 
 impl Operation {

@@ -1,0 +1,244 @@
+//! A job: processes that are paused and resumed as one.
+//!
+//! An [`Attempt`] takes them through the steps of the [`Barrier`](crate::barrier::Barrier) together. If one fails, all undo what they have done.
+//! The [`Decision`](vramctl_control::decision::Decision) that they share makes them commit or abort together, even if one dies.
+//!
+//! A held program need not be idle, but its processes may have stopped at different points: one's GPU waits for a collective that another,
+//! held at its gate, has not started. Then all gates open, and a little later all close again. [`Retry`] decides about every further
+//! attempt.
+//!
+//! If the job has ranks on other nodes, those that are behind go on within the attempt instead ([`Behind`](crate::barrier::Behind)): the more
+//! nodes, the less often do all stand at the same point.
+//!
+//! A first attempt waits 100 ms for the work of several processes to drain, each further one twice as long, and none longer than half of
+//! what is left of the limit. So queued work of up to a quarter of it always drains, and processes that are not aligned get more attempts.
+//! Nothing is saved before all have drained: a failed attempt costs little. Counting collectives would align the processes, too, but
+//! engines drain at the first attempt, and training loops mostly at the first or second (`docs/performance.md`).
+
+mod attempt;
+
+use crate::Reporter;
+use crate::deadline::Deadline;
+use crate::engine::Engines;
+use crate::nodes::Participant;
+use crate::patience::TURN_WITHIN;
+use crate::processes::Found;
+use crate::queue::{Place, Ticket};
+use crate::retry::{FIRST_DRAIN, Failed, Retry, RetryPolicy};
+use crate::shared::{self, Borrower};
+use attempt::{Attempt, Attempted};
+use std::collections::BTreeSet;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::client::ClientError;
+use vramctl_control::protocol::Refusal;
+use vramctl_model::{Report, TransitionRequest, Verb};
+
+/// What a job is to do.
+pub struct Job<'a> {
+    /// Where its processes listen.
+    pub found: &'a Found,
+    /// A pause or a resume. A swap is a pause, during which others come.
+    pub verb: Verb,
+    /// The request, without tags: those differ by process.
+    pub wanted: TransitionRequest,
+    /// In a swap: the request to those that come. They begin when the work of those that leave has ended, and all are committed as one.
+    pub coming: Option<TransitionRequest>,
+    /// Its processes.
+    pub ranks: Vec<Rank>,
+    /// The borrowers, which are held as well, if that is wanted (`--shared`). They are looked for again if an attempt fails.
+    pub borrowers: Option<Vec<Borrower>>,
+    /// Whether the ranks are all processes of the job. Then each remembers the others.
+    pub is_whole: bool,
+    /// The job's name and GPUs, for the queue. Without it, a resume does not queue.
+    pub ticket: Option<Ticket>,
+    /// The inference engines that must have no requests when the memory is released, and until when to try again if one has got a request.
+    pub engines: Option<(&'a Engines, Option<Instant>)>,
+    /// If the job has ranks on other nodes, which take part in the same attempt. Further attempts are made there.
+    pub nodes: Option<Arc<Participant>>,
+}
+
+/// A process of a job.
+#[derive(Debug, Clone)]
+pub struct Rank {
+    /// Its id.
+    pub pid: u32,
+    /// What it is asked for.
+    pub verb: Verb,
+    /// The tags to pause or resume in it; none means all.
+    pub tags: Vec<String>,
+    /// Ignore tags that it does not have, instead of failing.
+    pub lenient: bool,
+    /// It pauses nothing of its own, and sets aside its open memory that the others pause.
+    pub is_borrower: bool,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct JobReport {
+    /// For each rank, in order.
+    pub results: Vec<Result<Report, ClientError>>,
+    /// The borrowers that took part in the last attempt, with their results.
+    pub borrowers: Vec<(Borrower, Result<Report, ClientError>)>,
+    /// Whether it was committed; otherwise everything was undone. After a commit, a process can only fail to answer: it has ended, or is
+    /// stopped and completes the commit when it continues.
+    pub committed: bool,
+    /// How often it was tried.
+    pub attempts: u32,
+    /// Milliseconds from the request until the last process was done.
+    pub ms: f64,
+    /// How long it took until all work had ended.
+    pub waited: Duration,
+}
+
+impl JobReport {
+    /// Takes the part of the ranks from this one on out of it.
+    pub fn share(&mut self, from: usize) -> Self {
+        let results = self.results.split_off(from.min(self.results.len()));
+        Self { results, borrowers: Vec::new(), ..*self }
+    }
+}
+
+impl Job<'_> {
+    /// Pauses or resumes all of them, or none.
+    pub fn run(mut self, reporter: &dyn Reporter) -> JobReport {
+        let begun = Instant::now();
+        let hold = self.wanted.hold.filter(|_| self.verb == Verb::Pause);
+        let deadline = Deadline { begun, timeout: hold.or(self.wanted.timeout) };
+        let mut policy = RetryPolicy { verb: self.verb, holds: hold.is_some(), deadline, engines: self.engines };
+        let mut place = match self.queue(begun, reporter) {
+            Ok(place) => place,
+            Err(refusal) => return self.refused(&refusal, begun),
+        };
+        let (mut attempts, mut next_drain, mut short) = (0, FIRST_DRAIN, BTreeSet::new());
+        let terms = self.nodes.as_ref().map(|nodes| nodes.terms().clone());
+        if terms.as_ref().is_some_and(|terms| terms.early) {
+            short.extend(0..self.ranks.len());
+        }
+        loop {
+            attempts += 1;
+            let drain_within = match &terms {
+                Some(terms) => terms.drain,
+                None => policy.drain_within(next_drain, self.main_ranks().count() + self.borrowers.iter().flatten().count()),
+            };
+            let done = self.attempt(policy.deadline, drain_within, &short, reporter);
+            let rest = a_little();
+            let again = if done.committed || terms.is_some() { None } else { policy.retry(&self.failed_attempt(&done), rest) };
+            let Some(retry) = again else { return self.report(done, attempts, begun) };
+            match retry {
+                Retry::Memory => {
+                    // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
+                    short.extend(done.short());
+                    if let Some(place) = &mut place {
+                        place.waits_for_memory();
+                    }
+                }
+                Retry::Work => next_drain = drain_within * 2,
+                Retry::Lease => (),
+                Retry::Borrowers(now) => self.borrowers = Some(now),
+                // The program ran on meanwhile, so the time for its work begins anew.
+                Retry::Engine(until) => policy.deadline = policy.deadline.anew(until),
+            }
+            thread::sleep(rest);
+        }
+    }
+
+    /// It sets aside what the request selects of the others' memory.
+    fn borrower(&self, Borrower { process, .. }: &Borrower) -> Rank {
+        let TransitionRequest { tags, lenient, .. } = &self.wanted;
+        Rank { pid: process.pid, verb: self.verb, tags: tags.clone(), lenient: *lenient, is_borrower: true }
+    }
+
+    /// The ranks without those that come.
+    fn main_ranks(&self) -> impl Iterator<Item = &Rank> {
+        self.ranks.iter().filter(|rank| !self.comes(rank))
+    }
+
+    /// Waits for its turn in the queue, if it needs one.
+    fn queue(&self, begun: Instant, reporter: &dyn Reporter) -> Result<Option<Place>, Box<Refusal>> {
+        let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume || self.coming.is_some()) else { return Ok(None) };
+        self.found.queue(ticket, Deadline { begun, timeout: self.wanted.timeout }, TURN_WITHIN, reporter)
+    }
+
+    /// What the policy decides by.
+    fn failed_attempt<'b>(&'b self, done: &'b Attempted) -> Failed<'b> {
+        let find_borrowers = || {
+            let own: Vec<_> = self.main_ranks().map(|rank| rank.pid).collect();
+            shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()
+        };
+        Failed {
+            errors: done.results.iter().filter_map(|result| result.as_ref().err()).collect(),
+            engine_objected: done.objected,
+            borrowers: self.borrowers.as_deref(),
+            find_borrowers: Box::new(find_borrowers),
+        }
+    }
+
+    fn attempt(&self, deadline: Deadline, drain_within: Duration, short: &BTreeSet<usize>, reporter: &dyn Reporter) -> Attempted {
+        let borrowers = self.borrowers.iter().flatten().map(|one| self.borrower(one));
+        let ranks: Vec<_> = self.ranks.iter().cloned().chain(borrowers).collect();
+        let pids: Vec<_> = ranks.iter().map(|rank| rank.pid).collect();
+        match Attempt::new(self, ranks, deadline, drain_within, short, reporter) {
+            Ok(attempt) => attempt.run(),
+            Err(error) => {
+                let failed = |pid| Err(ClientError::Io { pid, error: error.kind().into() });
+                Attempted { results: pids.into_iter().map(failed).collect(), committed: false, objected: false, drained: None }
+            }
+        }
+    }
+
+    /// What a rank is asked for, without what differs by rank.
+    fn wanted_of(&self, rank: &Rank) -> &TransitionRequest {
+        self.coming.as_ref().filter(|_| self.comes(rank)).unwrap_or(&self.wanted)
+    }
+
+    /// Whether a rank is held before its pause. Processes that are not held may be using memory of each other.
+    fn holds(&self, rank: &Rank) -> bool {
+        rank.verb == Verb::Pause && self.wanted_of(rank).hold.is_some()
+    }
+
+    /// Whether a rank comes while others leave.
+    fn comes(&self, rank: &Rank) -> bool {
+        rank.verb != self.verb
+    }
+
+    fn report(self, done: Attempted, attempts: u32, begun: Instant) -> JobReport {
+        let ms = begun.elapsed().as_secs_f64() * 1e3;
+        let Attempted { mut results, committed, drained, .. } = done;
+        if attempts > 1 {
+            for error in results.iter_mut().filter_map(|result| result.as_mut().err()) {
+                add(error, &format!(" ({attempts} attempts in {ms:.0} ms)"));
+            }
+        }
+        let of_borrowers = results.split_off(self.ranks.len());
+        let gone = |error: &ClientError| matches!(error, ClientError::Io { error, .. } if error.kind() != ErrorKind::TimedOut);
+        // A borrower that has ended has nothing open any more.
+        let settled = |result: Result<Report, ClientError>| match result {
+            Err(error) if committed && gone(&error) => Ok(Report::default()),
+            result => result,
+        };
+        let borrowers = self.borrowers.into_iter().flatten().zip(of_borrowers.into_iter().map(settled)).collect();
+        let waited = drained.map_or_else(|| begun.elapsed(), |drained| drained.saturating_duration_since(begun));
+        JobReport { results, borrowers, committed, attempts, ms, waited }
+    }
+
+    fn refused(&self, refusal: &Refusal, begun: Instant) -> JobReport {
+        let waited = begun.elapsed();
+        let results = self.ranks.iter().map(|_| Err(ClientError::Refused(Box::new(refusal.clone())))).collect();
+        JobReport { results, borrowers: Vec::new(), committed: false, attempts: 0, ms: waited.as_secs_f64() * 1e3, waited }
+    }
+}
+
+/// Ten to fifty milliseconds. Random, so that two coordinators, or a coordinator and a loop of the program, do not collide repeatedly.
+fn a_little() -> Duration {
+    Duration::from_millis(10 + RandomState::new().build_hasher().finish() % 41)
+}
+
+fn add(error: &mut ClientError, more: &str) {
+    if let ClientError::Refused(refusal) = error {
+        refusal.message += more;
+    }
+}

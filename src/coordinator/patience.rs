@@ -1,0 +1,55 @@
+//! How long this crate waits, and how often it looks: every limit by its purpose.
+
+use std::time::Duration;
+
+/// How long a process waits for this coordinator before it undoes everything.
+pub const LEASE: Duration = Duration::from_secs(5);
+/// How often to renew a process's lease.
+pub const RENEW_EVERY: Duration = Duration::from_secs(1);
+/// How often an attempt checks whether processes that wait for others have ended.
+pub const CHECK_RANKS_EVERY: Duration = Duration::from_millis(50);
+/// How long a participant tries to read the record of the decision.
+pub const READ_RECORD_WITHIN: Duration = Duration::from_secs(60);
+/// And how often.
+pub const READ_RECORD_AGAIN: Duration = Duration::from_millis(300);
+/// How long to wait at least while another client uses a process, and, without a limit, while it resumes a job on the same GPUs. Also for the
+/// work in flight on several nodes, if nobody says how long.
+pub const TURN_WITHIN: Duration = Duration::from_secs(10);
+
+// Of jobs over several nodes.
+
+/// How long the first attempt waits for work in flight. On one node, ranks that are held at different collectives need another attempt; here,
+/// those that are behind go on.
+pub const FIRST_DRAIN_OF_NODES: Duration = Duration::from_secs(2);
+/// When a node that answers nothing counts as lost.
+pub const SILENT_NODE_WITHIN: Duration = Duration::from_secs(10);
+/// And one that has not answered yet: its agent has to start.
+pub const STARTED_WITHIN: Duration = Duration::from_secs(30);
+/// How long to try to set the record, and to find out what has become of a node.
+pub const SETTLE_WITHIN: Duration = Duration::from_secs(20);
+/// And how often.
+pub const SETTLE_AGAIN: Duration = Duration::from_millis(300);
+/// How long it takes until all nodes know when to hold their ranks.
+pub const HOLD_AFTER: Duration = Duration::from_millis(10);
+/// And how much longer for each node.
+pub const HOLD_AFTER_EACH: Duration = Duration::from_micros(500);
+/// How often to check for nodes that are silent.
+pub const CHECK_NODES_EVERY: Duration = Duration::from_millis(100);
+/// How long ranks wait for memory at a time: two jobs may wait for memory that the other one has on another node.
+pub const WAIT_FOR_MEMORY_AT_ONCE: Duration = Duration::from_secs(5);
+
+// Of plans.
+
+/// How often to check whether processes still have the memory to pause open.
+pub const LOOK_FOR_BORROWERS_EVERY: Duration = Duration::from_millis(100);
+/// Within which time processes notice that their client has gone. They check twice as often.
+pub const INTERRUPTION_NOTICED_WITHIN: Duration = Duration::from_secs(1);
+
+// Of checkpoints.
+
+/// How long to wait, without a limit, for another operation's restore. Restores come one after the other, and the driver takes its time.
+pub const RESTORE_WITHIN: Duration = Duration::from_secs(60);
+/// How long to wait, without a limit, for an operation that is about to finish.
+pub const OTHERS_FINISH_WITHIN: Duration = Duration::from_secs(10);
+/// How often a restore looks for room.
+pub const LOOK_FOR_ROOM_EVERY: Duration = Duration::from_millis(50);
