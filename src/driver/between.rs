@@ -93,7 +93,7 @@ impl CopySide {
     }
 
     /// Names the context of memory on a device.
-    pub fn is_in(&mut self, context: Context) {
+    pub fn set_context(&mut self, context: Context) {
         self.device = self.address().unwrap_or(self.device);
         self.kind = DEVICE;
         self.context = context.handle().address();
@@ -102,7 +102,7 @@ impl CopySide {
     /// Names the context that the driver knows for memory that is not to be the host's, or else the current one. `false` if the driver does not
     /// know the memory, and it is to be a device's.
     #[must_use]
-    pub fn is_as_the_driver_knows(&mut self, current: Context) -> bool {
+    pub fn set_context_of_driver(&mut self, current: Context) -> bool {
         let Some(address) = self.address().filter(|_| !self.is_host()) else { return true };
         let known = memory_at(address);
         let is_on_device = known.is_ok_and(|known| known.is_some_and(|known| known.device.is_some()));

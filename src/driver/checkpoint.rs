@@ -63,7 +63,7 @@ pub fn checkpoint(pid: i32) -> Result<(), Failure> {
 
 /// Restores the process, from checkpointed to locked. With a map, onto other GPUs; the map must contain every GPU that the process sees.
 ///
-/// Once a restore has failed for lack of memory, driver 580 can never restore the process: make sure that there is enough.
+/// Once a restore has failed because memory was short, driver 580 can never restore the process: make sure that there is enough.
 pub fn restore(pid: i32, map: &GpuMap) -> Result<(), Failure> {
     let unknown = Failure { call: "cuCheckpointProcessRestore", code: code::INVALID_VALUE };
     let pair = |(old, new): &(String, String)| Some(GpuPair { old: parse_uuid(old)?, new: parse_uuid(new)? });

@@ -117,13 +117,13 @@ type Greens = BTreeMap<Green, (CUdevice, Vec<Context>)>;
 static GREENS: PerProcess<RwLock<Greens>> = PerProcess::new(RwLock::default);
 
 impl Green {
-    /// Records that it is of a device.
-    pub fn is_of(self, device: CUdevice) {
+    /// Records its device.
+    pub fn note_device(self, device: CUdevice) {
         GREENS.get().write().unpoisoned().insert(self, (device, Vec::new()));
     }
 
     /// Records a context that stands for it.
-    pub fn is_behind(self, context: Context) {
+    pub fn note_context(self, context: Context) {
         let Ok(device) = Current::push_of_program(context).map(|current| current.device()) else { return };
         GREENS.get().write().unpoisoned().entry(self).or_insert_with(|| (device, Vec::new())).1.push(context);
     }

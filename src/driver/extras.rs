@@ -84,7 +84,7 @@ pub struct WithExtras<T> {
 }
 
 /// Makes memory with as many extras as the driver accepts. Each refusal is tried again, because drivers refuse now and then what they
-/// accept a moment later (microsoft/WSL#41176). The error is the last refusal, or lack of memory.
+/// accept a moment later (microsoft/WSL#41176). The error is the last refusal, or "out of memory".
 pub fn make<T>(wanted: Extras, make: impl Fn(Extras) -> Result<T, Failure>) -> Result<WithExtras<T>, Failure> {
     let (mut extras, mut refused) = (wanted, None);
     loop {

@@ -222,10 +222,12 @@ impl Nvml {
 
     /// The answer of a call.
     fn done(&self, call: &str, code: c_uint) -> Result<(), NoCards> {
+        if code == SUCCESS {
+            return Ok(());
+        }
         // SAFETY: a static text, for any code, also before NVML is initialised.
-        let text = |ask: unsafe extern "C" fn(c_uint) -> *const c_char| unsafe { CStr::from_ptr(ask(code)) }.to_string_lossy().into_owned();
-        let text = || self.error_text.map_or_else(String::new, |ask| format!(" ({})", text(ask)));
-        if code == SUCCESS { Ok(()) } else { Err(NoCards::Fails(format!("{call} answers {code}{}", text()))) }
+        let text = self.error_text.map_or_else(String::new, |ask| format!(" ({})", unsafe { CStr::from_ptr(ask(code)) }.to_string_lossy()));
+        Err(NoCards::Fails(format!("{call} answers {code}{text}")))
     }
 
     fn uuid_of_index(&self, index: u32) -> Option<String> {

@@ -1,6 +1,6 @@
 //! The driver functions that this library calls, each by its exact symbol.
 //!
-//! Calls return raw status codes, so codes added by newer drivers are valid values. A symbol that the driver lacks returns
+//! Calls return raw status codes, so codes added by newer drivers are valid values. A function that the driver does not have returns
 //! [`code::NOT_FOUND`]. cudarc's loader would panic instead and take the host process down, so only its types and constants
 //! are used here.
 

@@ -26,8 +26,8 @@ pub struct Held {
 pub type Identity = (u64, u64);
 
 impl Held {
-    /// Takes a descriptor with `O_CLOEXEC`, as the next step after it was opened: a child that is forked between inherits it. That window is
-    /// microseconds. To close it, a fork of the program would have to wait for the library.
+    /// Takes a descriptor with `O_CLOEXEC`. Call this right after the descriptor was opened: a child that is forked in between inherits it. That
+    /// takes microseconds. To exclude it, a fork of the program would have to wait for the library.
     pub fn new(descriptor: impl Into<OwnedFd>) -> io::Result<Self> {
         let descriptor = above_standard(descriptor.into())?;
         let identity = identity(descriptor.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
@@ -90,11 +90,10 @@ impl Drop for Held {
 
 /// Whether a number is the library's. It is not if the program has closed that descriptor and has another file under the number.
 pub fn is_held(number: RawFd) -> bool {
-    let is_its = |slot: &Slot| {
+    Slot::all().any(|slot| {
         let [device, inode] = slot.identity.each_ref().map(|part| part.load(Ordering::Relaxed));
-        identity(number) == Some((device, inode))
-    };
-    Slot::all().any(|slot| slot.number.load(Ordering::Acquire) == number && is_its(slot))
+        slot.number.load(Ordering::Acquire) == number && identity(number) == Some((device, inode))
+    })
 }
 
 /// Whether two descriptors of this process are of one open file: the same `open`, not only the same path (`KCMP_FILE`, `kcmp(2)`). An error

@@ -106,8 +106,7 @@ pub fn quiesce(limit: Duration) -> bool {
     let work = WORK.get();
     work.quiesced_times.fetch_add(1, Ordering::SeqCst);
     work.quiesced.store(1, Ordering::SeqCst);
-    let out = || work.in_driver.load(Ordering::SeqCst) == 0 && work.waiting.load(Ordering::SeqCst) == 0;
-    let are_out = wait_until(limit, out);
+    let are_out = wait_until(limit, || work.in_driver.load(Ordering::SeqCst) == 0 && work.waiting.load(Ordering::SeqCst) == 0);
     if !are_out {
         unquiesce();
     }
@@ -200,8 +199,9 @@ pub(crate) fn expect_workers() {
     }
 }
 
-/// Runs `handler`, a function itself and no pointer to one, at the program's exit, a quick one too, if there is memory to register it. It does not
-/// run in a child that was made past the fork handlers, because that has, or even shares, its parent's state.
+/// Registers `handler` to run when the program exits, also by `quick_exit`; without memory for that, it does not run. A handler is a function
+/// or a closure that captures nothing, but not a function pointer. It does not run in a child that was made without the fork handlers: such a
+/// child has a copy of its parent's state, or even shares it.
 ///
 /// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So a handler must not allocate,
 /// and every wait in it must have a time limit.
@@ -214,7 +214,7 @@ pub fn at_exit<Handler: Fn() + 'static>(handler: Handler) {
     }
     extern "C" fn run<Handler: Fn()>(_: *mut c_void) {
         if !fork::is_stray() {
-            // SAFETY: it has no size, so it is wherever one looks, and one was given and never dropped.
+            // SAFETY: a value without size is valid at any address, and `at_exit` got one that is never dropped.
             let handler = unsafe { NonNull::<Handler>::dangling().as_ref() };
             let _ = panic::catch_unwind(AssertUnwindSafe(handler));
         }
@@ -222,7 +222,7 @@ pub fn at_exit<Handler: Fn() + 'static>(handler: Handler) {
     const { assert!(size_of::<Handler>() == 0) };
     mem::forget(handler);
     fork::count_forks();
-    // Any address of ours: ThreadSanitizer takes a registration without one for a plain `atexit`.
+    // ThreadSanitizer treats a registration without an address of a library as a plain `atexit`. Any address of ours will do.
     let library = (&raw const WORK).cast_mut().cast();
     // SAFETY: the function lives as long as the process: the library is never unloaded.
     unsafe {
@@ -257,7 +257,7 @@ fn end(work: &Work) -> bool {
     calls && answers && waits
 }
 
-/// Waits, and returns whether it is over in time.
+/// Waits until `over` says so, at most for as long as `limit`. Returns whether it does.
 pub(crate) fn wait_until(limit: Duration, over: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
     while !over() {

@@ -7,13 +7,13 @@ use crate::{Held, PerProcess, Unpoison};
 use std::os::unix::net::UnixDatagram;
 use std::sync::Mutex;
 
-/// Enough for the connections of a command, and for what goes over them.
+/// Enough for the connections of a command, and for the descriptors that it sends.
 const KEPT: usize = 8;
 
 /// The first one is never lent: the others are copies of it.
 static RESERVE: PerProcess<Mutex<Vec<Held>>> = PerProcess::new(Mutex::default);
 
-/// Takes the descriptors that the reserve lacks, as far as the process has any.
+/// Fills the reserve up, as far as the process has descriptors.
 pub fn fill() {
     fill_up(&mut RESERVE.get().lock().unpoisoned());
 }
@@ -41,7 +41,7 @@ pub fn lend<R>(many: usize, open: impl FnOnce() -> R) -> R {
     opened
 }
 
-/// Takes the number of a descriptor that is about to be closed, if the reserve lacks some: no other thread can take it in between.
+/// Takes the number of a descriptor that is about to be closed, if the reserve is not full: no other thread can take it in between.
 pub fn take_over(held: &Held) {
     let Some(existing) = RESERVE.existing() else { return };
     let mut reserve = existing.lock().unpoisoned();
@@ -94,7 +94,7 @@ mod tests {
         let own = Held::new(UnixDatagram::unbound().unwrap()).unwrap();
         let number = own.get().unwrap().as_raw_fd();
         take_over(&own);
-        assert!(own.is_ours(), "nothing is lacking");
+        assert!(own.is_ours(), "the reserve is full");
         RESERVE.get().lock().unpoisoned().truncate(KEPT - 1);
         take_over(&own);
         assert!(!own.is_ours() && numbers().len() == KEPT && numbers().contains(&number));

@@ -100,17 +100,16 @@ pub fn path_around(address: *const c_void) -> *const c_char {
 /// A function that the program itself or a library exports whose file name begins like this; null if there is none. Takes the same lock for
 /// moments.
 pub fn in_program_or(library: &[u8], name: &CStr) -> *mut c_void {
-    let exported = |object: ListedObject| {
-        let file = object.file_name();
-        // SAFETY: the object is loaded.
-        (file.is_empty() || file.starts_with(library)).then(|| unsafe { Loaded::at(object.base, object.dynamic) })??.symbol(name)
-    };
-    let mut found = ptr::null_mut();
+    let mut found = None;
     in_list(|object| {
-        found = exported(*object).unwrap_or(ptr::null_mut());
-        !found.is_null()
+        let file = object.file_name();
+        if file.is_empty() || file.starts_with(library) {
+            // SAFETY: the object is loaded.
+            found = unsafe { Loaded::at(object.base, object.dynamic) }.and_then(|object| object.symbol(name));
+        }
+        found.is_some_and(|found| !found.is_null())
     });
-    found
+    found.unwrap_or(ptr::null_mut())
 }
 
 /// The only loaded library that is wanted; `None` if none is, or several. `is_wanted` must neither allocate nor wait. Takes the same lock for moments.
@@ -155,8 +154,8 @@ impl ListedObject {
 
     fn contains(&self, address: *const c_void) -> bool {
         let offset = address.addr().wrapping_sub(self.base);
-        let is_in = |segment: &libc::Elf64_Phdr| offset.wrapping_sub(segment.p_vaddr as usize) < segment.p_memsz as usize;
-        self.segments().iter().any(|segment| segment.p_type == libc::PT_LOAD && is_in(segment))
+        let mut loaded = self.segments().iter().filter(|segment| segment.p_type == libc::PT_LOAD);
+        loaded.any(|segment| offset.wrapping_sub(segment.p_vaddr as usize) < segment.p_memsz as usize)
     }
 
     /// Empty for the program itself.

@@ -414,7 +414,7 @@ fn reuse_freed(placement: &Placement, bytes: usize, source: Source, caller: *con
 }
 
 /// Finishes a request for managed memory; `None` if the real function must handle it: the only error that the library gives a program is
-/// lack of memory. Any other error may be one of virtual memory alone, or else the real function meets it as well.
+/// "out of memory". Any other error may be one of virtual memory alone, or else the real function meets it as well.
 pub fn finish(
     current: &Current,
     tag: &Arc<str>,

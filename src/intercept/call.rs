@@ -91,7 +91,7 @@ impl<'a> Call<'a> {
     /// Has the handler answer. If it panics, the call fails.
     fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> StatusCode {
         guarded(|| {
-            if copies::another_is_first() {
+            if !copies::activate() {
                 return self.real();
             }
             let answer = handler(&mut self);

@@ -35,7 +35,7 @@ pub unsafe fn create_green(call: &mut Call, green: *const Green, device: CUdevic
         // SAFETY: the program promises that a non-null pointer is writable, and the real function has succeeded.
         && let Some(green) = unsafe { green.as_ref() }
     {
-        green.is_of(device);
+        green.note_device(device);
     }
     answer
 }
@@ -47,7 +47,7 @@ pub unsafe fn from_green(call: &mut Call, context: *const ContextHandle, green: 
         && let Some(handle) = unsafe { context.as_ref() }
         && let Ok(context) = handle.context()
     {
-        green.is_behind(context);
+        green.note_context(context);
     }
     answer
 }

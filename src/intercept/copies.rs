@@ -23,17 +23,18 @@ pub fn is_one(library: Loaded) -> bool {
     library.symbol(MARK).is_some()
 }
 
-/// Whether another copy precedes this one in symbol lookup order. Checked once: copies loaded later come later in the order.
+/// Activates this copy, unless another precedes it in symbol lookup order. Returns whether it is active. Checked once: copies loaded later come
+/// later in the order.
 #[inline]
-pub fn another_is_first() -> bool {
+pub fn activate() -> bool {
     match KNOWN.load(Ordering::Relaxed) {
-        THIS => false,
-        OTHER => true,
+        THIS => true,
+        OTHER => false,
         _ => begin(),
     }
 }
 
-/// The same for a lookup, which is not a call of CUDA: neither writes to the log nor needs memory.
+/// Whether another copy is the active one, for a lookup, which is not a call of CUDA: neither writes to the log nor needs memory.
 pub fn another_answers() -> bool {
     match KNOWN.load(Ordering::Relaxed) {
         UNKNOWN => look(),
@@ -51,13 +52,13 @@ const OTHER: u8 = 3;
 #[cold]
 fn begin() -> bool {
     if another_answers() {
-        return true;
+        return false;
     }
     // This is the program's first hooked call. Report errors in the environment now: they may be why nothing is managed.
     KNOWN.store(THIS, Ordering::Relaxed);
     config::set_up_logger();
     vramctl_observe::subscribe();
-    false
+    true
 }
 
 #[cold]

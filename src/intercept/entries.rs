@@ -115,7 +115,7 @@ macro_rules! guard {
             // Outside `guarded`: a thread may be cancelled while it waits.
             // SAFETY: the arguments are passed on unchanged.
             let answer = unsafe { driver_originals::$symbol($($argument),*) };
-            if !($passes || copies::another_is_first()) {
+            if !$passes && copies::activate() {
                 guarded($($handler)::+);
             }
             answer

@@ -43,7 +43,7 @@ macro_rules! exports {
                     // SAFETY: the arguments are passed on unchanged.
                     let answer = unsafe { answer_as!($handler origin, runtime.$name($($argument),*), ($($argument),*)) };
                     if answer != code::SUCCESS {
-                        runtime.has_answered(answer);
+                        runtime.note_error(answer);
                     }
                     answer
                 }
@@ -59,7 +59,7 @@ macro_rules! exports {
 #[cold]
 fn without_runtime() -> CudaError {
     // The first call tells of mistakes in the environment.
-    guarded(copies::another_is_first);
+    guarded(copies::activate);
     code::SHARED_OBJECT_SYMBOL_NOT_FOUND
 }
 

@@ -11,8 +11,10 @@ use vramctl_host::symbols::{self, Loaded};
 ///
 /// Unlike all else here, this does without the lock that a thread has while it opens a library: the library's constructors may wait for this thread.
 pub fn only_one_with(names: &[&CStr], version: Option<&CStr>) -> Option<Loaded> {
-    let fits = |library: Loaded, name| library.symbol(name).is_some() && version.is_none_or(|version| library.has_version(name, version));
-    symbols::only_library(|library| names.iter().any(|name| fits(library, name)) && !copies::is_one(library))
+    symbols::only_library(|library| {
+        let mut there = names.iter().filter(|name| library.symbol(name).is_some());
+        there.any(|name| version.is_none_or(|version| library.has_version(name, version))) && !copies::is_one(library)
+    })
 }
 
 /// Where the functions of a caller's library come from.
@@ -44,11 +46,12 @@ impl Linked {
     fn look_up(&self, handle: *mut c_void, name: &CStr) -> *mut c_void {
         // SAFETY: the handle is open, or `RTLD_NEXT`.
         let found = unsafe { symbols::dlsym(handle, name) };
-        let fits = |version| Loaded::around(found).is_some_and(|library| library.has_version(name, version));
         match self.version {
             // This finds no symbol without a version, which the loader takes as well.
             // SAFETY: as above.
-            Some(version) if !fits(version) => unsafe { symbols::dlvsym(handle, name, version) },
+            Some(version) if Loaded::around(found).is_none_or(|library| !library.has_version(name, version)) => unsafe {
+                symbols::dlvsym(handle, name, version)
+            },
             _ => found,
         }
     }

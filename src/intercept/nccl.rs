@@ -1,6 +1,7 @@
 //! NCCL's functions that register memory, those that create and destroy communicators, and the one that explains errors, generated from the
 //! table `nccl_functions!`. Memory that NCCL has registered must keep its physical pages ([`vramctl_core::memory`]), and the ranks of a
-//! communicator share memory ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged results. Collectives and groups are not hooked: their failures show when the program asks what an error means.
+//! communicator share memory ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged results. Collectives and
+//! groups are not hooked: their failures show when the program asks what an error means.
 //!
 //! A process may contain several NCCLs, each with its own communicators: a separate library, the one bundled with torch, or one linked into
 //! torch. So a call must reach exactly the one that it would have reached without this library.
@@ -333,11 +334,11 @@ unsafe impl Sync for NcclFunction {}
 impl NcclFunction {
     /// The function to return for a lookup that has found this one.
     pub(crate) fn in_place_of(&self, found: *mut c_void) -> *mut c_void {
-        let calls = |original: &AtomicPtr<c_void>| {
+        let place = self.looked_up.iter().find(|(_, original)| {
             let before = original.compare_exchange(ptr::null_mut(), found, Ordering::Relaxed, Ordering::Relaxed);
             before.is_ok() || before == Err(found)
-        };
-        self.looked_up.iter().find(|(_, original)| calls(original)).map_or(found, |(function, _)| function.cast_mut())
+        });
+        place.map_or(found, |(function, _)| function.cast_mut())
     }
 }
 
@@ -449,8 +450,10 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name, and its own arguments.
                     return unsafe { types::$symbol(same)($($argument),*) };
                 }
-                let of_its_own = || first!($($argument)*).in_its_nccl(names::$symbol).or_else(|| only_one(names::$symbol));
-                let found = guarded(|| of_its_own().unwrap_or_else(|| linked_for(caller, names::$symbol))).unwrap_or(ptr::null_mut());
+                let found = guarded(|| {
+                    let own = first!($($argument)*).in_its_nccl(names::$symbol).or_else(|| only_one(names::$symbol));
+                    own.unwrap_or_else(|| linked_for(caller, names::$symbol))
+                }).unwrap_or(ptr::null_mut());
                 // SAFETY: as above, with the arguments of the program.
                 unsafe { behind::$symbol(found, $($argument),*) }
             } )*
@@ -480,7 +483,7 @@ macro_rules! functions {
                     unsafe { types::$symbol(found)($($argument),*) }
                 };
                 guarded(|| {
-                    if copies::another_is_first() {
+                    if !copies::activate() {
                         return real();
                     }
                     let answer = $handler(found, $($argument,)* real);

@@ -41,7 +41,7 @@ pub unsafe fn again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
 }
 
 unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], repeat: &dyn Fn() -> StatusCode) -> Option<StatusCode> {
-    let memory = Memory::existing().filter(|_| !copies::another_is_first() && !exit::is_ending())?;
+    let memory = Memory::existing().filter(|_| copies::activate() && !exit::is_ending())?;
     // SAFETY: the caller's promise.
     let call = unsafe { CopyCall::of(symbol, arguments)? };
     let touched: Vec<_> = call.addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
@@ -57,8 +57,7 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
         }
         note_crossing();
         // SAFETY: the program's copies.
-        let start = || unsafe { call.start(memory, named, current, leaves_a_piece) };
-        return Some(gate::pass(gated, || start().unwrap_or(code::INVALID_VALUE)));
+        return Some(gate::pass(gated, || unsafe { call.start(memory, named, current, leaves_a_piece) }.unwrap_or(code::INVALID_VALUE)));
     }
     // In a capture, which keeps the memory's context with the copy. Default streams are others in another context.
     if let [home, others @ ..] = &touched[..]
@@ -262,10 +261,10 @@ impl CopyCall {
             match side.address().and_then(|address| Home::of(memory, address)) {
                 Some(home) => {
                     kept.push(home.context.keep().ok()?);
-                    side.is_in(home.context);
+                    side.set_context(home.context);
                 }
                 // Pageable memory in place of a device's: CUDA refuses that whatever the other side is.
-                None if !side.is_as_the_driver_knows(current) => return None,
+                None if !side.set_context_of_driver(current) => return None,
                 None => {}
             }
         }

@@ -12,7 +12,7 @@ use vramctl_host::symbols::Loaded;
 /// Looks up these functions of the driver's, those that the library calls, and which copy of the library is the first.
 pub fn look_up(functions: impl Iterator<Item = &'static DriverFunction>) {
     if let Some(driver) = loaded_driver() {
-        // What the driver lacks would leave an error for `dlerror`.
+        // A look-up of a function that the driver does not have would leave an error for `dlerror`.
         let there = functions.filter(|function| driver.symbol(function.symbol).is_some());
         there.for_each(|function| _ = function.original.address());
         let _ = Driver::get();

@@ -19,7 +19,7 @@ impl Symbol {
         Self { name, found: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// The address; `None` if no driver is loaded or it lacks the function.
+    /// The address; `None` if no driver is loaded, or none with the function.
     #[inline]
     pub fn address(&self) -> Option<NonNull<c_void>> {
         self.known().or_else(|| self.look_up())

@@ -62,7 +62,7 @@ pub unsafe extern "C" fn dlerror() -> *mut c_char {
     panic::catch_unwind(|| as_of_program(text)).ok().flatten().unwrap_or(text)
 }
 
-/// The error as it is without this library, if its name has come into it: it does not lack the functions that it exports.
+/// The error as it is without this library, if the loader names this library in it: it has the functions that it exports.
 fn as_of_program(text: *const c_char) -> Option<*mut c_char> {
     unsafe extern "C" {
         static program_invocation_name: *const c_char;
@@ -110,11 +110,18 @@ unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, _: us
 /// What Rust's standard library asks when a thread of this library's starts. A call of the program waits for that, so it must not need the loader's
 /// lock, which the program's other thread may have.
 unsafe fn asked_by_us(name: *const c_char, caller: *const c_void) -> Option<*mut c_void> {
-    // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
-    let letter = |at| unsafe { *name.add(at) as u8 };
-    let is_asked =
-        !name.is_null() && c"__pthread_get_minstack".to_bytes_with_nul().iter().enumerate().all(|(at, wanted)| letter(at) == *wanted);
+    // SAFETY: the caller's promise.
+    let is_asked = unsafe { begins_with(name, c"__pthread_get_minstack".to_bytes_with_nul()) };
     (is_asked && symbols::is_ours(caller)).then(worker::get_minstack)
+}
+
+/// Whether a name begins with these letters.
+///
+/// # Safety
+/// `name` must be null or NUL-terminated.
+unsafe fn begins_with(name: *const c_char, letters: &[u8]) -> bool {
+    // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
+    !name.is_null() && letters.iter().enumerate().all(|(at, wanted)| unsafe { *name.add(at) as u8 } == *wanted)
 }
 
 unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char, caller: *const c_void) -> Ruling {
@@ -158,9 +165,8 @@ impl Exported {
     /// # Safety
     /// `name` must be null or NUL-terminated.
     unsafe fn named<'name>(name: *const c_char) -> Option<(Self, &'name CStr)> {
-        // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
-        let begins_with = |letters: &[u8]| letters.iter().enumerate().all(|(at, wanted)| unsafe { *name.add(at) as u8 } == *wanted);
-        if name.is_null() || !(begins_with(b"cu") || begins_with(b"nccl")) {
+        // SAFETY: the caller's promise.
+        if unsafe { !(begins_with(name, b"cu") || begins_with(name, b"nccl")) } {
             return None;
         }
         // SAFETY: as above.
@@ -268,8 +274,7 @@ unsafe fn has_entry(function: &DriverFunction, found: *mut c_void, handle: *mut 
 /// Whether the found function is the driver's, through any handle, or the one that another library puts in its place.
 unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *mut c_void) -> bool {
     // SAFETY: the caller's promise.
-    let through_its_handle = || unsafe { Loaded::behind(handle) }.is_some_and(|library| library.is_named(DRIVER));
-    through_its_handle()
+    unsafe { Loaded::behind(handle) }.is_some_and(|library| library.is_named(DRIVER))
         || Loaded::around(found).is_some_and(|driver| driver.is_named(DRIVER) && driver.symbol(function.symbol) == Some(found))
 }
 

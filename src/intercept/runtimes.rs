@@ -101,7 +101,7 @@ impl Runtime {
 
     /// The program has got this error of one of the runtime's functions: `cudaGetLastError` tells it, whoever has answered.
     #[cold]
-    pub fn has_answered(&self, error: CudaError) {
+    pub fn note_error(&self, error: CudaError) {
         // At exit the runtime may have ended.
         if error == code::DEINITIALIZED {
             return;

@@ -250,7 +250,7 @@ fn as_hooked(
     handler: impl FnOnce(&mut Call) -> StatusCode,
 ) -> StatusCode {
     let origin = Origin { api: Api::Runtime(runtime), effect, flavour: Flavour::Plain, caller: ptr::null() };
-    if copies::another_is_first() { real() } else { handler(&mut Call::new(origin, real)) }
+    if copies::activate() { handler(&mut Call::new(origin, real)) } else { real() }
 }
 
 /// Switches a policy on or off. The policies exclude each other: switching one on switches the other off, and switching the

@@ -41,7 +41,7 @@ fn warn(what: &'static str, error: NcclResult) {
         let mut allowance = WARNINGS.get().lock().unpoisoned();
         allowance.get_or_insert_with(|| Allowance::full(now)).take(now)
     };
-    // Without CUDA, nothing can have failed for lack of memory, and no worker may start: its exit handler must run before the driver's.
+    // Without CUDA, nothing can have failed because memory was short, and no worker may start: its exit handler must run before the driver's.
     if exit::is_ending() || contexts::devices().is_empty() || !may_warn() {
         return;
     }

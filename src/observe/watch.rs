@@ -118,18 +118,18 @@ impl Watched {
         {
             self.gauge = None;
         }
-        level.is(device, free);
+        level.note_sample(device, free);
         // During a pause or resume, it is not clear whose memory is moving. A later sample will do.
-        if !Memory::get().is_in_transition() && self.is_news(free, below, Instant::now()) {
+        if !Memory::get().is_in_transition() && self.note_sample(free, below, Instant::now()) {
             // In its own thread: the program's allocator may take longer than until the next sample.
-            if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, free)) {
+            if let Err(error) = worker::spawn("vramctl-low", move || report_fall(level, device, free)) {
                 log::debug!("could not start a thread: {error}");
             }
         }
     }
 
-    /// Whether a sample is a fall that is to be logged.
-    fn is_news(&mut self, free: u64, below: u64, now: Instant) -> bool {
+    /// Records a sample. Returns whether it is a fall that is to be logged.
+    fn note_sample(&mut self, free: u64, below: u64, now: Instant) -> bool {
         if free >= below.saturating_add((below / 10).max(REARM)) {
             self.is_low = false;
         }
@@ -140,8 +140,8 @@ impl Watched {
     }
 }
 
-/// Handles a device with so little free memory.
-fn has_fallen(level: &Watermark, device: CUdevice, free: u64) {
+/// Logs who uses a device with so little free memory, and returns what is cached.
+fn report_fall(level: &Watermark, device: CUdevice, free: u64) {
     let Some(inside) = exit::enter_driver_at_once() else { return };
     let Some((_, total)) = contexts::memory_info(device) else { return };
     let uuid = driver::uuid(device);
@@ -196,7 +196,7 @@ mod tests {
         let mut watched = Watched { allowance: Allowance::full(now), ..Watched::default() };
         let mut warnings = |samples: &[u64], after| {
             let at = now + Duration::from_secs(after);
-            samples.iter().filter(|free| watched.is_news(**free, BELOW, at)).count()
+            samples.iter().filter(|free| watched.note_sample(**free, BELOW, at)).count()
         };
         assert_eq!(warnings(&[high, low, low, BELOW, low, high - 1, low], 0), 1);
         assert_eq!(warnings(&[high, low].repeat(100), 1), 2);

@@ -87,8 +87,8 @@ impl Watermark {
         let _ = self.watcher.set(std::thread::current());
     }
 
-    /// What a sample says.
-    pub fn is(&self, device: CUdevice, free: u64) {
+    /// Records what a sample says.
+    pub fn note_sample(&self, device: CUdevice, free: u64) {
         if let Some(place) = self.free.get(device as usize) {
             place.store(free.min(UNKNOWN as u64) as i64, Ordering::Relaxed);
         }
@@ -127,7 +127,7 @@ mod tests {
         };
         level.freed(1, -50);
         assert_eq!(level.free(1), None, "of a device that was never sampled");
-        level.is(1, 300);
+        level.note_sample(1, 300);
         level.freed(1, -150);
         level.freed(1, -100);
         assert_eq!(level.free(1), Some(50));
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(level.free(1), Some(0), "somebody else has given some back");
         level.freed(1, 110);
         assert_eq!((level.free(1), level.free(0), level.free(-1), level.free(64)), (Some(70), None, None, None));
-        level.is(1, u64::MAX);
+        level.note_sample(1, u64::MAX);
         assert_eq!(level.free(1), None);
     }
 }

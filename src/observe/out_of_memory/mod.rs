@@ -132,7 +132,7 @@ fn take_up(asked: FailedRequest) {
         let mut books = reports.books();
         match books.same(stack::thread_id(), &asked) {
             Some(episode) => Some(episode),
-            None if books.may_open(&asked) => None,
+            None if books.allow(&asked) => None,
             None => {
                 books.unreported += 1;
                 drop(books);
@@ -246,10 +246,10 @@ impl Books {
         self.open.iter().rfind(|episode| episode.thread == thread)
     }
 
-    /// Whether to follow a failure. One that is tried again may not become a page, so it does not use up the limit yet.
-    fn may_open(&mut self, asked: &FailedRequest) -> bool {
+    /// Allows to follow a failure, if the limits permit it. One that is tried again may not become a page, so it does not use up the limit yet.
+    fn allow(&mut self, asked: &FailedRequest) -> bool {
         let going_on = self.open.iter().filter(|episode| !episode.course().is_over).count();
-        (going_on < MOST_OPEN || self.make_way()) && (scene::is_tried_again(asked) || self.may_report(asked.library, Form::Page))
+        (going_on < MOST_OPEN || self.make_way()) && (scene::is_tried_again(asked) || self.allow_report(asked.library, Form::Page))
     }
 
     /// Ends an episode whose retry has got a piece, if there is one. It would go on a little, in case the next piece is refused.
@@ -265,7 +265,7 @@ impl Books {
         })
     }
 
-    fn may_report(&mut self, library: &'static str, form: Form) -> bool {
+    fn allow_report(&mut self, library: &'static str, form: Form) -> bool {
         let now = Instant::now();
         self.allowances.entry((library, form)).or_insert_with(|| Allowance::full(now)).take(now)
     }
@@ -345,11 +345,11 @@ impl Episode {
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
         drop(course);
         match scene {
-            Some(mut scene) if got_it && self.may_report(Form::Line) => {
+            Some(mut scene) if got_it && self.allow_report(Form::Line) => {
                 scene.ask_for_index()(&mut scene, same() / 10);
                 log::warn!("{}; a later attempt succeeded, after other memory was freed", scene.headline());
             }
-            Some(scene) if !got_it && (!self.is_tried_again || self.may_report(Form::Page)) => report(scene, attempts),
+            Some(scene) if !got_it && (!self.is_tried_again || self.allow_report(Form::Page)) => report(scene, attempts),
             Some(_) if !got_it => {
                 REPORTS.get().books().unreported += 1;
                 log::debug!("out of memory: {} asked for {}", self.library, Bytes(self.bytes));
@@ -362,13 +362,13 @@ impl Episode {
         }
         self.changed.notify_all();
         let got_it_late = !got_it && self.wait(|| false).got_it;
-        if got_it_late && self.may_report(Form::Line) {
+        if got_it_late && self.allow_report(Form::Line) {
             log::warn!("out of memory: thread {} got {} at a later attempt", self.thread, Bytes(self.bytes));
         }
     }
 
-    fn may_report(&self, form: Form) -> bool {
-        REPORTS.get().books().may_report(self.library, form)
+    fn allow_report(&self, form: Form) -> bool {
+        REPORTS.get().books().allow_report(self.library, form)
     }
 
     /// Waits until that is so, or nothing has happened for a while.
@@ -414,7 +414,7 @@ fn report_what_is_held_back() {
     }
     let Some(reports) = REPORTS.existing() else { return };
     let deadline = Instant::now() + PATIENCE;
-    // Never dropped: that could free memory. Twice the room, for some may be ending; the latest, if there are still more.
+    // Never dropped: that could free memory. Twice the room, because some may be ending; the latest, if there are still more.
     let mut open: [Option<ManuallyDrop<Arc<Episode>>>; 2 * MOST_OPEN] = Default::default();
     wait_until(deadline, || {
         let Some(books) = reports.try_books() else { return false };
@@ -470,9 +470,9 @@ mod tests {
             })
         };
         let mut books = Books { open: episodes(true).collect(), ..Books::default() };
-        assert!(books.may_open(&asked()), "all have ended");
+        assert!(books.allow(&asked()), "all have ended");
         books.open.extend(episodes(false));
-        assert!(!books.may_open(&asked()), "as many as may be open");
+        assert!(!books.allow(&asked()), "as many as may be open");
     }
 
     /// The worker of a page that waits for a second attempt has the lock whenever it looks whether the time is over.
