@@ -26,13 +26,13 @@ fn registry(criterion: &mut Criterion) {
             criterion.bench_with_input(BenchmarkId::new(name, count), &count, |bencher, _| bencher.iter(&mut *work));
         };
         bench("find an address", &mut || {
-            black_box(Memory::get().find(black_box(address)));
+            black_box(Memory::get().registry.find(black_box(address)));
         });
         bench("find an address in the middle", &mut || {
-            black_box(Memory::get().find(black_box(address + 4096)));
+            black_box(Memory::get().registry.find(black_box(address + 4096)));
         });
         bench("find an address that is not managed", &mut || {
-            black_box(Memory::get().find(black_box(4096)));
+            black_box(Memory::get().registry.find(black_box(4096)));
         });
         bench("allocate and free", &mut || {
             free(allocate());

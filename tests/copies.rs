@@ -155,7 +155,7 @@ fn a_backup_is_copied_from_whatever_its_size() {
     pause(&["kept"]).unwrap();
     let backup = tms::tms_get_cpu_backup_pointer(kept as *const u8, BYTES as u64) as usize;
     let (managed, plain) = (malloc_tagged("other", None, BYTES).unwrap(), malloc(BYTES).unwrap());
-    assert!(Memory::get().find(plain).is_none());
+    assert!(Memory::get().registry.find(plain).is_none());
     let stream = Stream::create();
     let handle = stream.0 as usize;
     // `CUDA_MEMCPY2D` in words. Of each side: x, y, 1 for the host's memory or 2 for a device's, and address of either, an array, the pitch.

@@ -106,7 +106,7 @@ impl World {
                 let tag = self.regions.last().copied().flatten().filter(|_| bytes >= MIB);
                 match malloc(bytes) {
                     Ok(address) => {
-                        prop_assert_eq!(Memory::get().find(address).is_some(), tag.is_some());
+                        prop_assert_eq!(Memory::get().registry.find(address).is_some(), tag.is_some());
                         let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Policy::Host)));
                         let model = Model { tag, bytes, contents: None, paused: false, guarded: false };
                         // Plain memory is not guaranteed to be zero, so clear it.

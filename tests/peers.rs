@@ -50,7 +50,7 @@ fn there_from_pool(tag: &str) -> u64 {
     assert_eq!(unsafe { hooks::cudaMallocAsync(&raw mut pointer, 2 * MIB, NULL_STREAM) }, 0);
     region::end().unwrap();
     set_device(PEER);
-    assert!(Memory::get().manages(pointer as u64));
+    assert!(Memory::get().registry.manages(pointer as u64));
     pointer as u64
 }
 

@@ -474,7 +474,7 @@ fn the_drivers_allocations_are_managed_too() {
         let mut address = 0;
         assert_eq!(call(&raw mut address), 0, "{name}");
         region::end().unwrap();
-        assert!(Memory::get().manages(address), "{name}");
+        assert!(Memory::get().registry.manages(address), "{name}");
         let bytes = pattern(5, PAGE);
         assert_eq!(write(address, &bytes), 0, "{name}");
         pause(&["driver"]).unwrap();
@@ -487,11 +487,11 @@ fn the_drivers_allocations_are_managed_too() {
             false => unsafe { entries::cuMemFree_v2(address) },
         };
         assert_eq!(freed, 0, "{name}");
-        assert!(!Memory::get().manages(address), "{name}");
+        assert!(!Memory::get().registry.manages(address), "{name}");
         assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 1, "{name}: freed already");
 
         assert_eq!(call(&raw mut address), 0, "{name}, left to CUDA");
-        assert!(!Memory::get().manages(address), "{name}: no region, no tag");
+        assert!(!Memory::get().registry.manages(address), "{name}: no region, no tag");
         assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 0, "{name}, left to CUDA");
     }
 }

@@ -220,7 +220,7 @@ fn request_errand(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Err
 fn parts_of(segments: &[Segment]) -> ByTag {
     let (mut parts, mut uuids) = (ByTag::new(), BTreeMap::new());
     for Segment { address, bytes, live_bytes } in segments {
-        let found = Memory::existing().and_then(|memory| memory.find(*address));
+        let found = Memory::existing().and_then(|memory| memory.registry.find(*address));
         let gpu = found.as_ref().and_then(|found| uuids.entry(found.device).or_insert_with(|| driver::uuid(found.device)).clone());
         let tag = found.map(|found| Arc::clone(&found.tag));
         let part = parts.entry((gpu.clone(), tag.clone())).or_insert_with(|| Cached {

@@ -1,8 +1,7 @@
 //! The status of this process, by tag and by device.
 
 use crate::limit::Taken;
-use crate::memory::state::Released;
-use crate::memory::{Memory, PausedBy, State, UnderWay, borrow, communicators, limited, unmanaged};
+use crate::memory::{Memory, PausedBy, Released, State, UnderWay, borrow, communicators, limited, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
 use crate::{contexts, events, gate};
@@ -118,7 +117,7 @@ impl Memory {
     fn tags_and_devices(&self) -> (BTreeMap<String, TagStatus>, BTreeMap<CUdevice, DeviceStatus>) {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
-        for allocation in &self.snapshot() {
+        for allocation in &self.registry.snapshot() {
             let bytes = allocation.bytes() as u64;
             let (paused_by, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();

@@ -60,7 +60,7 @@ impl Memory {
                 return Err(Error::Leased);
             }
             // The driver would have to save and restore the guards, and a held program needs none.
-            let unguarded = self.unguard(&self.snapshot(), CALLS)?;
+            let unguarded = self.unguard(&self.registry.snapshot(), CALLS)?;
             backup::unregister_all();
             let gpus = uses(CALLS);
             // The free memory changes meanwhile, so do not report it.

@@ -321,7 +321,8 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
         if pointer.is_null() {
             return Err(Error::Invalid("`pointer` is null".into()));
         }
-        let Some((kept, rest)) = Memory::get().find(address as u64).and_then(|allocation| kept_from(&allocation, address as u64)) else {
+        let found = Memory::get().registry.find(address as u64).filter(|allocation| allocation.contents().state.saved().is_some());
+        let Some((kept, rest)) = found.and_then(|allocation| kept_from(&allocation, address as u64)) else {
             return Err(Error::NotPaused(format!("{address:p} is not in a paused allocation whose contents are in host memory")));
         };
         // SAFETY: the caller's promise.
@@ -335,11 +336,12 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
     })
 }
 
-/// The contents of a paused allocation in host memory, from `address` on: host address and length in bytes.
+/// The backup of an allocation in host memory from `address` on: host address and length in bytes. Of active memory, that is what the last pause
+/// has saved, if it is retained.
 pub(crate) fn kept_from(allocation: &Allocation, address: u64) -> Option<(*const u8, usize)> {
     let offset = allocation.offset_of(address)?;
     let contents = allocation.contents();
-    let rest = contents.state.saved()?.kept_from(offset)?;
+    let rest = contents.state.backup()?.kept_from(offset)?;
     Some((rest.as_ptr(), rest.len()))
 }
 

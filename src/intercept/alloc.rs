@@ -158,8 +158,8 @@ pub fn admit(call: &Call, device: CUdevice, bytes: usize, charge: impl Fn() -> R
         return Ok(Admitted::default());
     }
     let memory = Memory::existing();
-    let released = memory.map_or(0, Memory::released);
-    let again = |error| if memory.is_some_and(|memory| memory.free_up(device, bytes, released)) { charge() } else { Err(error) };
+    let released = memory.map_or(0, |memory| memory.registry.released());
+    let again = |error| if memory.is_some_and(|memory| memory.registry.free_up(device, bytes, released)) { charge() } else { Err(error) };
     match charge().or_else(again) {
         Err(Error::Limit(refused)) => {
             report(bytes, call.caller(), Some(device), None, Cause::Limit(refused));
@@ -260,19 +260,19 @@ pub fn can_forward(bytes: usize) -> bool {
 /// Whether a free can go straight to the real function: the address is not known here.
 #[inline]
 pub fn is_unknown(address: CUdeviceptr) -> bool {
-    Memory::existing().is_none_or(|memory| !memory.knows(address)) && !unmanaged::knows(address)
+    Memory::existing().is_none_or(|memory| !memory.registry.knows(address)) && !unmanaged::knows(address)
 }
 
 /// Whether no memory that was freed in stream order waits to be released.
 #[inline]
 pub fn has_nothing_freed() -> bool {
-    Memory::existing().is_none_or(|memory| !memory.has_freed())
+    Memory::existing().is_none_or(|memory| !memory.registry.has_freed())
 }
 
 /// The program has waited for work: as with CUDA's pools, what has been freed in stream order is released.
 pub fn synchronised() {
     if let Some(memory) = Memory::existing() {
-        memory.synchronised();
+        memory.registry.synchronised();
     }
 }
 
@@ -398,7 +398,7 @@ fn allocate_managed(call: &Call, placement: &Placement, bytes: usize, source: So
 
 /// Allocates memory that was freed before in the same stream.
 fn reuse_freed(placement: &Placement, bytes: usize, source: Source, caller: *const c_void) -> Option<CUdeviceptr> {
-    let memory = Memory::existing().filter(|memory| memory.has_freed())?;
+    let memory = Memory::existing().filter(|memory| memory.registry.has_freed())?;
     let stream = source.stream()?;
     // A capture that is not known may be of this stream.
     if streams::is_any_captured() || stream.is_capturing() {
@@ -408,7 +408,7 @@ fn reuse_freed(placement: &Placement, bytes: usize, source: Source, caller: *con
         let pool = if let Source::Pool(pool, _) = source { Some(pool) } else { driver::current_pool(device).ok() };
         pool.is_some() && pool == driver::default_pool(device).ok()
     })?;
-    memory.note_requester(made, Requester::of_request(asker(caller), bytes, caller));
+    memory.registry.note_requester(made, Requester::of_request(asker(caller), bytes, caller));
     events::succeeded(bytes, false);
     Some(made)
 }
@@ -425,7 +425,7 @@ pub fn finish(
 ) -> Option<Result<u64, StatusCode>> {
     match answer {
         Ok(made) => {
-            Memory::get().note_requester(made, Requester::of_request(asker(caller), bytes, caller));
+            Memory::get().registry.note_requester(made, Requester::of_request(asker(caller), bytes, caller));
             events::succeeded(bytes, is_ours(made));
             announce_memory();
             backup::get_ready(current, tag);
@@ -475,14 +475,14 @@ fn free_unmanaged(call: &mut Call, pointer: CUdeviceptr) -> StatusCode {
 }
 
 fn free_managed(call: &mut Call, pointer: CUdeviceptr) -> Option<StatusCode> {
-    let memory = Memory::existing().filter(|memory| memory.manages(pointer))?;
+    let memory = Memory::existing().filter(|memory| memory.registry.manages(pointer))?;
     refusal::of_free(call).or_else(|| free_now(memory, pointer))
 }
 
 fn free_now(memory: &Memory, pointer: CUdeviceptr) -> Option<StatusCode> {
     let freed = memory.free(pointer)?;
     // This has waited for work.
-    memory.synchronised();
+    memory.registry.synchronised();
     Some(freed.map_or_else(
         |error| {
             log::debug!("cannot free {pointer:#x}: {error}");
@@ -493,7 +493,7 @@ fn free_now(memory: &Memory, pointer: CUdeviceptr) -> Option<StatusCode> {
 }
 
 fn free_managed_async(call: &mut Call, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
-    let memory = Memory::existing().filter(|memory| memory.manages(pointer))?;
+    let memory = Memory::existing().filter(|memory| memory.registry.manages(pointer))?;
     // A free during capture becomes part of the graph, which only the real function can do or reject.
     if stream.is_capturing() {
         return None;

@@ -49,7 +49,7 @@ impl<'a> Call<'a> {
     /// Calls the real function; if it finds no memory for as many bytes, once more after releasing what has been freed in stream order.
     pub fn real_with_room(&mut self, bytes: usize) -> StatusCode {
         let Some(memory) = Memory::existing() else { return self.real() };
-        let released = memory.released();
+        let released = memory.registry.released();
         let answer = self.real();
         if answer == code::OUT_OF_MEMORY && free_up(memory, bytes, released) { self.real() } else { answer }
     }
@@ -133,7 +133,7 @@ fn answer_without_memory(
     real: &mut dyn FnMut() -> StatusCode,
     handler: &mut dyn FnMut(&mut Call) -> StatusCode,
 ) -> StatusCode {
-    if guarded(|| Memory::existing().is_some_and(|memory| free_up(memory, 0, memory.released()))) == Some(true) {
+    if guarded(|| Memory::existing().is_some_and(|memory| free_up(memory, 0, memory.registry.released()))) == Some(true) {
         let answer = reentrancy::forward(real);
         if answer != code::OUT_OF_MEMORY {
             return answer;
@@ -146,7 +146,7 @@ fn answer_without_memory(
 /// Has what was freed in stream order released on the thread's device. `released`: how often that had been done before the request. Returns whether
 /// the request may find memory now.
 fn free_up(memory: &Memory, bytes: usize, released: u64) -> bool {
-    matches!(Current::of_thread(), Ok(Some(current)) if memory.free_up(current.device(), bytes, released))
+    matches!(Current::of_thread(), Ok(Some(current)) if memory.registry.free_up(current.device(), bytes, released))
 }
 
 /// The handler of calls that are only of interest when they have succeeded.

@@ -34,7 +34,7 @@ pub fn touched_by(span: Span) -> Vec<(CUdeviceptr, Result<KnownMemory, Failure>)
 
 /// Where the managed memory at an address ends; `None` if it is not managed.
 pub fn end_of_managed(address: CUdeviceptr) -> Option<CUdeviceptr> {
-    let allocation = Memory::existing()?.find(address)?;
+    let allocation = Memory::existing()?.registry.find(address)?;
     Some(address - allocation.offset_of(address)? as u64 + allocation.bytes() as u64)
 }
 

@@ -118,7 +118,7 @@ fn registering(
 fn deregister(_: *mut c_void, communicator: usize, handle: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
-    memory.deregistering(communicator, handle, || {
+    memory.registrations.deregistering(communicator, handle, || {
         answer = real();
         is_done(answer)
     });
@@ -133,7 +133,7 @@ fn destroy(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResul
             answer = real();
             return is_done(answer);
         };
-        memory.ending_communicator(communicator, || {
+        memory.registrations.ending_communicator(communicator, || {
             answer = real();
             is_done(answer)
         });

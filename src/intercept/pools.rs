@@ -74,7 +74,7 @@ pub fn trim(call: &mut Call, pool: *mut c_void, keep: usize) -> StatusCode {
     if answer == code::SUCCESS
         && let Some((memory, device)) = managed(pool)
     {
-        memory.trim(device, keep as u64);
+        memory.registry.trim(device, keep as u64);
     }
     answer
 }
@@ -114,7 +114,7 @@ pub unsafe fn get_attribute(call: &mut Call, pool: *mut c_void, attribute: c_uin
         return answer;
     }
     if let Some((memory, device)) = managed(pool) {
-        let PoolUse { reserved, used } = memory.pool_use(device);
+        let PoolUse { reserved, used } = memory.registry.pools.of(device);
         let managed = match attribute {
             attribute::RESERVED => reserved.now,
             attribute::RESERVED_HIGH => reserved.high,
@@ -139,7 +139,7 @@ pub fn set_attribute(call: &mut Call, pool: *mut c_void, attribute: c_uint) -> S
     if answer == code::SUCCESS
         && let Some((memory, device)) = managed(pool)
     {
-        memory.reset_pool_high(device, level);
+        memory.registry.pools.reset_high(device, level);
     }
     answer
 }

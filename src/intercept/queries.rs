@@ -74,7 +74,7 @@ impl Pointed {
     /// What is at a pointer, and about which pointer to ask the driver: about none where CUDA would know nothing, which is behind the last byte
     /// that the program has asked for, because virtual memory is larger, and where freed memory was.
     fn at(pointer: CUdeviceptr) -> (Option<Self>, CUdeviceptr) {
-        let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer)) else {
+        let Some(allocation) = Memory::existing().and_then(|memory| memory.registry.find(pointer)) else {
             let opened = borrow::at(pointer).map(Self::Opened);
             let is_unknown = opened.is_none() && driver::is_spare(pointer);
             return (opened, if is_unknown { 0 } else { pointer });

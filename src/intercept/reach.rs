@@ -96,7 +96,7 @@ struct Home {
 impl Home {
     /// `None` for memory that CUDA would not copy from everywhere, and for what is not the library's.
     fn of(memory: &Memory, address: CUdeviceptr) -> Option<Self> {
-        if let Some(found) = memory.find(address) {
+        if let Some(found) = memory.registry.find(address) {
             let (context, device, is_paused) = (found.context_for_copies(), found.device, found.is_unmapped());
             return found.origin().malloc().is_some_and(|malloc| !malloc.from_pool).then_some(Self {
                 context,

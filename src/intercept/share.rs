@@ -52,7 +52,7 @@ pub unsafe fn get(call: &mut Call, handle: *mut c_void, pointer: CUdeviceptr) ->
             );
             if answer != code::SUCCESS
                 // CUDA itself shares no memory of `cuMemCreate` this way.
-                && let Some(allocation) = memory.and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.origin().is_malloc())
+                && let Some(allocation) = memory.and_then(|memory| memory.registry.find(pointer)).filter(|allocation| allocation.origin().is_malloc())
             {
                 log_once!(
                     log::Level::Warn,

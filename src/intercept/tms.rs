@@ -169,7 +169,7 @@ pub unsafe extern "C" fn tms_set_disk_backup_dir(directory: *const c_char) {
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, bytes: u64) -> *const u8 {
     guarded(ptr::null(), || {
-        let kept = Memory::get().find(address as u64).and_then(|allocation| abi::kept_from(&allocation, address as u64));
+        let kept = Memory::get().registry.find(address as u64).and_then(|allocation| abi::kept_from(&allocation, address as u64));
         kept.filter(|(_, there)| bytes <= *there as u64).map_or(ptr::null(), |(found, _)| found)
     })
 }

@@ -86,7 +86,7 @@ fn context_on(device: CUdevice) -> Option<Current> {
 pub fn release(call: &mut Call, handle: Handle) -> StatusCode {
     let _freeing = events::freeing();
     existing(|memory| {
-        memory.releasing_object(handle);
+        memory.registrations.releasing_object(handle);
         memory.release_handle(handle)
     })
     .unwrap_or_else(|| unmanaged::release(handle, || call.real()))
@@ -165,7 +165,7 @@ const MOST_LOCATIONS: usize = 4096;
 pub unsafe fn get_access(call: &mut Call, flags: *mut c_ulonglong, location: *const CUmemLocation, address: CUdeviceptr) -> StatusCode {
     // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Location` has the layout of.
     let asked = unsafe { location.cast::<Location>().as_ref() };
-    let paused = asked.filter(|_| !flags.is_null()).and_then(|asked| existing(|memory| memory.access_of_paused(address, *asked)));
+    let paused = asked.filter(|_| !flags.is_null()).and_then(|asked| existing(|memory| memory.registry.access_of_paused(address, *asked)));
     // SAFETY: not null, and writable by the program's promise.
     unsafe { answer_with(flags, paused.map(Ok)) }.unwrap_or_else(|| call.real())
 }
@@ -181,7 +181,7 @@ pub unsafe fn address_reserve(call: &mut Call, pointer: *mut CUdeviceptr, bytes:
 
 pub fn address_free(call: &mut Call, address: CUdeviceptr, bytes: usize) -> StatusCode {
     let span = Span { address, bytes };
-    existing(|memory| memory.keeps_addresses(span)).unwrap_or_else(|| reserved::freeing(span, || call.real()))
+    existing(|memory| memory.registry.keeps_addresses(span)).unwrap_or_else(|| reserved::freeing(span, || call.real()))
 }
 
 pub unsafe fn retain_handle(call: &mut Call, handle: *mut Handle, address: *mut c_void) -> StatusCode {
@@ -313,7 +313,7 @@ fn bind(binding: Binding, handle: Handle, real: impl Fn(Handle) -> StatusCode) -
 /// Unbinds memory from a multicast object or a logical endpoint.
 pub fn unbind(call: &mut Call, binding: Binding) -> StatusCode {
     match Memory::existing() {
-        Some(memory) => memory.unbinding(binding, || call.real()),
+        Some(memory) => memory.registrations.unbinding(binding, || call.real()),
         None => call.real(),
     }
 }
@@ -345,7 +345,7 @@ pub fn part_of_endpoint(endpoint: c_uint, device: CUdevice, offset: c_ulonglong,
 
 pub fn destroy_endpoint(call: &mut Call, endpoint: c_uint) -> StatusCode {
     if let Some(memory) = Memory::existing() {
-        memory.releasing_object(endpoint.into());
+        memory.registrations.releasing_object(endpoint.into());
     }
     call.real()
 }

@@ -72,7 +72,7 @@ impl Residue {
 /// The process's memory, and the part of it on each GPU.
 fn known() -> (Cycle, BTreeMap<String, u64>) {
     let mut tags = BTreeMap::<_, u64>::new();
-    for allocation in Memory::get().snapshot() {
+    for allocation in Memory::get().registry.snapshot() {
         *tags.entry(allocation.tag.to_string()).or_default() += allocation.bytes() as u64;
     }
     let mut gpus = BTreeMap::<_, u64>::new();

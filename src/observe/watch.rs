@@ -149,7 +149,7 @@ fn report_fall(level: &Watermark, device: CUdevice, free: u64) {
     let (mut own, mut whose) = (0, Vec::new());
     let mut tags = BTreeMap::<_, u64>::new();
     for allocation in
-        Memory::get().snapshot().iter().filter(|allocation| allocation.on_device() == Some(device) && !allocation.is_unmapped())
+        Memory::get().registry.snapshot().iter().filter(|allocation| allocation.on_device() == Some(device) && !allocation.is_unmapped())
     {
         *tags.entry(allocation.tag.to_string()).or_default() += allocation.bytes() as u64;
     }

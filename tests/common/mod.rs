@@ -502,7 +502,7 @@ impl Gpu {
     }
 
     pub fn free_everything(&self) {
-        for address in Memory::get().addresses() {
+        for address in Memory::get().registry.addresses() {
             free(address);
         }
         vramctl_driver::sweep();

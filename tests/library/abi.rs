@@ -52,7 +52,7 @@ fn regions_set_the_current_tag() {
     assert_eq!(begin("kv_cache", VramctlBackup::Discard as i32), VramctlResult::OK);
     assert_eq!(current(), "kv_cache");
     let address = malloc(2 * MIB).unwrap();
-    assert_eq!(Memory::get().find(address).unwrap().backup, Policy::Discard);
+    assert_eq!(Memory::get().registry.find(address).unwrap().backup, Policy::Discard);
     assert_eq!(unsafe { vramctl_region_begin(ptr::null(), 0) }, VramctlResult::OK);
     assert_eq!(current(), "", "a region without a tag leaves allocations to CUDA");
     for _ in 0..3 {
@@ -324,7 +324,7 @@ fn several_tags_are_paused_and_resumed_at_once() {
         address
     };
     let (weights, cache, other) = (allocate("weights"), allocate("kv_cache"), allocate("other"));
-    let is_paused = || [weights, cache, other].map(|address| Memory::get().find(address).unwrap().is_unmapped());
+    let is_paused = || [weights, cache, other].map(|address| Memory::get().registry.find(address).unwrap().is_unmapped());
     let tag = |tag: &'static CStr, backup: VramctlBackup| VramctlTag { tag: tag.as_ptr(), backup: backup as i32 };
     let others = |backup: VramctlBackup| VramctlTag { tag: ptr::null(), backup: backup as i32 };
     let pause = |tags: &[VramctlTag]| unsafe {

@@ -84,7 +84,7 @@ fn every_allocating_function_is_managed_and_every_free_works() {
                 let (code, address) = allocate(4 * MIB);
                 let _ = region::end();
                 assert_eq!(code, 0, "{case}");
-                assert_eq!(Memory::get().find(address as u64).is_some(), managed, "{case}");
+                assert_eq!(Memory::get().registry.find(address as u64).is_some(), managed, "{case}");
                 assert_eq!(write(address as u64, &pattern(1, 4 * MIB)), 0, "{case}");
                 assert_eq!(release(address), 0, "{case}");
                 assert_eq!(common::synchronize(), 0, "{case}");
@@ -118,7 +118,7 @@ fn memory_that_migrates_is_left_to_the_runtime() {
     region::begin(Some("weights"), None).unwrap();
     let (code, migrating) = pointer(|to| unsafe { interpose::cudaMallocManaged(to, 4 * MIB, 1) });
     let before = gpu.used(0);
-    assert_eq!((code, Memory::get().addresses()), (0, Vec::new()));
+    assert_eq!((code, Memory::get().registry.addresses()), (0, Vec::new()));
     assert_eq!(gpu.properties(migrating as u64).map(drop), None, "it is virtual memory");
     assert_eq!(unsafe { interpose::cudaFree(migrating) }, 0);
     assert!(gpu.used(0) <= before);
@@ -135,9 +135,9 @@ fn small_requests_and_odd_arguments_are_left_to_the_runtime() {
     let _gpu = Gpu::take();
     region::begin(Some("t"), None).unwrap();
     let small = malloc(MIB - 1).unwrap();
-    assert!(Memory::get().find(small).is_none());
+    assert!(Memory::get().registry.find(small).is_none());
     let large = malloc(MIB).unwrap();
-    let allocation = Memory::get().find(large).unwrap();
+    let allocation = Memory::get().registry.find(large).unwrap();
     assert_eq!(
         (allocation.origin().malloc().map(|malloc| malloc.requested), allocation.bytes()),
         (Some(MIB), 2 * MIB),
@@ -539,7 +539,7 @@ fn memory_destroyed_with_an_unseen_reset_is_forgotten() {
             gone
         };
         let report = pause(&["t"]).unwrap();
-        assert_eq!((report.allocations, Memory::get().find(gone).is_none()), (1, true), "{case}");
+        assert_eq!((report.allocations, Memory::get().registry.find(gone).is_none()), (1, true), "{case}");
         resume(&["t"]).unwrap();
         assert_eq!((gpu.used(0), free(stays)), (before, 0), "{case}");
         if case == "reset" {
@@ -622,7 +622,7 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
     let used = gpu.used(0);
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
     assert!(gpu.used(0) <= used - 2 * MIB as u64);
-    assert!(Memory::get().find(here).is_none());
+    assert!(Memory::get().registry.find(here).is_none());
     assert_eq!(free(here), 1, "as the runtime answers for memory that a reset has destroyed");
     last_error();
     set_device(1);
@@ -703,7 +703,7 @@ fn the_end_of_a_context_holds_up_neither_the_program_nor_a_transition() {
             assert_eq!(ended, 0, "{name}");
         });
         let gone = gone.into_inner();
-        assert_eq!((Memory::get().find(gone).is_none(), free(stays)), (true, 0), "{name}");
+        assert_eq!((Memory::get().registry.find(gone).is_none(), free(stays)), (true, 0), "{name}");
         if !is_own {
             use_again(1);
         }
@@ -824,7 +824,8 @@ fn the_process_wide_tag_can_be_set_and_removed() {
     region::end().unwrap();
     Memory::get().set_process_tag(None).unwrap();
     let later = malloc(2 * MIB).unwrap();
-    let found = [unmanaged, managed, exempt, later].map(|address| Memory::get().find(address).map(|allocation| allocation.tag.to_string()));
+    let found = [unmanaged, managed, exempt, later]
+        .map(|address| Memory::get().registry.find(address).map(|allocation| allocation.tag.to_string()));
     assert_eq!(found, [None, Some("everything".into()), None, None]);
     for address in [unmanaged, managed, exempt, later] {
         assert_eq!(free(address), 0);
@@ -957,7 +958,7 @@ fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
         assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
         let is_free = without_waiting(&gate, || {
             assert_eq!(free_async(address, &stream), 0);
-            assert!(Memory::get().find(address).is_none() && Memory::get().status().tags.is_empty());
+            assert!(Memory::get().registry.find(address).is_none() && Memory::get().status().tags.is_empty());
             assert!(gpu.used(0) > before.used()[0], "the stream still needs it");
             assert_eq!((free_async(address, &stream), free(address)), (1, 1), "it is free");
             last_error();
@@ -1033,7 +1034,7 @@ fn freed_memory_is_not_paused_and_ends_with_its_context() {
     resume(&[]).unwrap();
     // Paused memory cannot be in use, so it is released at once.
     pause(&[]).unwrap();
-    assert_eq!((free_async(stays, &stream), Memory::get().addresses().len()), (0, 0));
+    assert_eq!((free_async(stays, &stream), Memory::get().registry.addresses().len()), (0, 0));
     drop((stream, gate));
 
     for reset in [true, false] {
@@ -1884,7 +1885,7 @@ fn after_a_failed_copy_nothing_is_released_and_everything_is_restored() {
 #[ignore = "run by the test below, in a process of its own"]
 fn one_allocation() {
     assert_ne!(malloc(MIB), Ok(0));
-    assert!(Memory::get().addresses().is_empty());
+    assert!(Memory::get().registry.addresses().is_empty());
 }
 
 /// An error in the environment may be the reason why nothing is managed.

@@ -133,6 +133,6 @@ fn what_failures_and_streams_leave_behind_is_counted() {
     assert_eq!(check("freed in stream order"), 2 << 20);
     gate.open();
     assert_eq!(stream.synchronize(), 0);
-    Memory::get().release_freed();
+    Memory::get().registry.release_freed();
     assert_eq!(check("released"), 0);
 }

@@ -84,7 +84,7 @@ fn sync_memops(address: u64) {
 fn registered_memory_that_is_left_to_cuda() {
     let gpu = Gpu::take();
     let (small, large) = (small(), malloc(2 * PAGE).unwrap());
-    assert!(Memory::existing().is_none_or(|memory| !memory.manages(large)));
+    assert!(Memory::existing().is_none_or(|memory| !memory.registry.manages(large)));
     sync_memops(small + 64);
     sync_memops(small);
     there_are("1 registration of memory (cuPointerSetAttribute(SYNC_MEMOPS))");

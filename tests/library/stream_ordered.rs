@@ -87,7 +87,7 @@ fn a_loop_in_one_stream_needs_no_synchronisation() {
             let bytes = ALL * 2 / 5 - round % 3 * MIB;
             let address = allocate_as(["t", "u"][round % 2], bytes, stream.handle()).expect("what was freed before");
             assert_eq!((stream.fill(address, round as u8, bytes), stream.copy(kept, address, 2 * MIB)), (0, 0));
-            assert_eq!(&*Memory::get().find(address).unwrap().tag, ["t", "u"][round % 2]);
+            assert_eq!(&*Memory::get().registry.find(address).unwrap().tag, ["t", "u"][round % 2]);
             release(address, stream.handle());
         }
     });

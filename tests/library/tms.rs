@@ -43,7 +43,7 @@ fn settings() -> (String, bool, bool, bool) {
 }
 
 fn policy(address: u64) -> (String, Policy) {
-    let allocation = Memory::get().find(address).expect("it is managed");
+    let allocation = Memory::get().registry.find(address).expect("it is managed");
     (allocation.tag.to_string(), allocation.backup)
 }
 
@@ -60,7 +60,7 @@ fn settings_are_per_thread_and_persist() {
         assert_eq!(backend(), c"pinned");
         common::set_device(0);
         let plain = malloc(2 * MIB).unwrap();
-        assert!(Memory::get().find(plain).is_none(), "nothing is managed until it is said");
+        assert!(Memory::get().registry.find(plain).is_none(), "nothing is managed until it is said");
 
         set_tag("weights");
         tms_set_interesting_region(true);
@@ -81,7 +81,7 @@ fn settings_are_per_thread_and_persist() {
 
         tms_set_interesting_region(false);
         let left = malloc(2 * MIB).unwrap();
-        assert!(Memory::get().find(left).is_none());
+        assert!(Memory::get().registry.find(left).is_none());
         assert_eq!(settings(), ("weights".into(), false, false, false), "what else was said is not forgotten");
         assert_eq!(
             [discarded, in_memory, on_disk].map(policy),
@@ -110,7 +110,7 @@ fn inside_a_region_the_settings_are_the_regions() {
         tms_set_interesting_region(false);
         common::set_device(0);
         let plain = malloc(2 * MIB).unwrap();
-        assert!(Memory::get().find(plain).is_none());
+        assert!(Memory::get().registry.find(plain).is_none());
         tms_set_interesting_region(true);
         set_tag("chunk_0");
         let chunk = malloc(2 * MIB).unwrap();
@@ -352,10 +352,10 @@ fn torchs_allocator_works_in_a_capture() {
             let before = tms_torch_malloc(2 << 20, 0, ptr::null_mut());
             stream.begin_capture(mode);
             let memory = tms_torch_malloc(2 << 20, 0, ptr::null_mut());
-            assert!(Memory::get().find(memory as u64).is_some(), "mode {mode}");
+            assert!(Memory::get().registry.find(memory as u64).is_some(), "mode {mode}");
             assert_eq!(stream.fill(memory as u64, 7, 2 * MIB), 0);
             unsafe { tms_torch_free(before, 2 << 20, 0, ptr::null_mut()) };
-            assert!(Memory::get().find(before as u64).is_none(), "mode {mode}");
+            assert!(Memory::get().registry.find(before as u64).is_none(), "mode {mode}");
             let graph = stream.end_capture().expect("the capture is intact");
             assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
             assert_eq!(read(memory as u64, 1).unwrap(), [7]);
@@ -371,14 +371,14 @@ fn torchs_allocator_gets_managed_memory_on_the_device_that_it_names() {
         common::set_device(0);
         let stream = ptr::null_mut::<c_void>();
         let plain = tms_torch_malloc(2 << 20, 1, stream);
-        assert!(!plain.is_null() && Memory::get().find(plain as u64).is_none(), "outside a region it is CUDA's own");
+        assert!(!plain.is_null() && Memory::get().registry.find(plain as u64).is_none(), "outside a region it is CUDA's own");
         tms_set_interesting_region(true);
         set_tag("pool");
         let managed = tms_torch_malloc(2 << 20, 1, stream);
-        let allocation = Memory::get().find(managed as u64).unwrap();
+        let allocation = Memory::get().registry.find(managed as u64).unwrap();
         assert_eq!((&*allocation.tag, allocation.device), ("pool", 1));
         let here = malloc(2 * MIB).unwrap();
-        assert_eq!(Memory::get().find(here).unwrap().device, 0, "the thread's device is as it was");
+        assert_eq!(Memory::get().registry.find(here).unwrap().device, 0, "the thread's device is as it was");
         assert!(tms_torch_malloc(common::DEVICE_BYTES as isize, 0, stream).is_null());
         common::last_error();
         // torch frees at any time: outside the region, and while paused.
@@ -503,7 +503,7 @@ fn a_thread_of_a_tagged_process_keeps_its_backup_setting() {
         tms_set_interesting_region(true);
         assert!(tms_get_enable_cpu_backup());
         let address = malloc(2 * MIB).unwrap();
-        assert_eq!(Memory::get().find(address).unwrap().backup, Policy::Host);
+        assert_eq!(Memory::get().registry.find(address).unwrap().backup, Policy::Host);
         assert_eq!(free(address), 0);
     })
     .join()

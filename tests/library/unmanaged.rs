@@ -131,7 +131,7 @@ fn an_excluded_librarys_memory_is_left_to_cuda() {
         for door in doors {
             let mut pointer = ptr::null_mut();
             assert_eq!(unsafe { ask(door, &raw mut pointer, PAGE) }, 0);
-            assert_eq!(Memory::get().manages(pointer as u64), !is_left, "{name}");
+            assert_eq!(Memory::get().registry.manages(pointer as u64), !is_left, "{name}");
             assert_eq!(left().get(name), is_left.then_some(&(PAGE as u64)), "{name}");
             assert_eq!(free(pointer as u64), 0);
             assert_eq!(left().get(name), None);

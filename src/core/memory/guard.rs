@@ -7,7 +7,7 @@
 //! Best effort: without memory for the block, the paused addresses stay unmapped. All guarded memory of a device shares the block, so a
 //! write at one address shows at others. Writes are detected when a guard is removed; reads are not detected.
 
-use super::allocation::Contents;
+use super::registry::Contents;
 use super::{Allocation, Memory, State};
 use crate::drain;
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,7 +46,7 @@ impl Memory {
 
     fn guard_on(&self, device: CUdevice, paused: &[&Arc<Allocation>]) -> Result<(), Failure> {
         let Some(first) = paused.first() else { return Ok(()) };
-        let block = block_of(&self.snapshot(), device).map_or_else(|| make_block(device, first.context_for_copies()), Ok)?;
+        let block = block_of(&self.registry.snapshot(), device).map_or_else(|| make_block(device, first.context_for_copies()), Ok)?;
         paused.iter().try_for_each(|allocation| put_under(allocation, &block))?;
         self.open(paused.iter().map(|allocation| &***allocation))
     }
@@ -166,7 +166,7 @@ pub(crate) fn bytes_left_by(allocations: &[Arc<Allocation>], device: CUdevice) -
     let leave: BTreeSet<_> = allocations.iter().map(Arc::as_ptr).collect();
     let stays =
         |one: &Arc<Allocation>| one.device == device && !leave.contains(&Arc::as_ptr(one)) && one.contents().state.guard().is_some();
-    if Memory::get().snapshot().iter().any(stays) { 0 } else { block.bytes() as u64 }
+    if Memory::get().registry.snapshot().iter().any(stays) { 0 } else { block.bytes() as u64 }
 }
 
 /// Device memory that guards take on all devices.

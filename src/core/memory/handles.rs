@@ -7,36 +7,16 @@
 //!
 //! Each function returns `None` if the memory is not managed; then the caller uses the real function. `real` calls that function.
 
-use super::allocation::{Contents, Mapping};
-use super::keyed::Keyed;
-use super::registered::RegisteredUntil;
-use super::{Allocation, Memory, Origin, Placement, borrow, limited, reserved};
+use super::obstacles::RegisteredUntil;
+use super::registry::{Contents, MappedPiece, Mapping, end_of, next_handle};
+use super::{Allocation, Memory, Origin, Placement, borrow, is_ours, limited, reserved};
 use crate::contexts;
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use vramctl_driver::{
-    self as driver, Access, Account, CUdevice, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture,
-};
+use vramctl_driver::{self as driver, Access, Account, CUdevice, CUdeviceptr, Current, Physical, Place, Properties, RelaxedCapture};
 use vramctl_host::Held;
 use vramctl_model::{Bytes, Error, Failure, Span, StatusCode, code};
-
-/// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
-const FIRST: u64 = 0x7672_0000_0000_0000;
-const LAST: u64 = 0x7672_ffff_ffff_ffff;
-
-/// A handle that the program has not got yet.
-pub(super) fn next_handle() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(FIRST);
-    NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-/// Whether a handle may be one of the library's. False for every handle of the driver.
-#[inline]
-pub fn is_ours(handle: u64) -> bool {
-    (FIRST..=LAST).contains(&handle)
-}
 
 impl Memory {
     /// Creates physical memory on a device, or the host's for it, and returns the handle. Leaves nothing behind on error.
@@ -56,35 +36,28 @@ impl Memory {
             let origin = Origin::Created { handle, properties: *wanted };
             let made = Allocation::new(placement.clone(), device, current.owner(), memory, BTreeMap::new(), origin);
             made.contents().charge = charge;
-            self.enter(Arc::new(made));
+            self.registry.insert(Arc::new(made));
             Ok(handle)
         };
-        let released = self.released();
+        let released = self.registry.released();
         create().or_else(|error: Error| {
             let is_short = error.cuda_code() == code::OUT_OF_MEMORY && !on_host;
-            if is_short && self.free_up(device, bytes, released) { create() } else { Err(error) }
+            if is_short && self.registry.free_up(device, bytes, released) { create() } else { Err(error) }
         })
-    }
-
-    /// The memory behind a handle that the program still owns.
-    pub(super) fn of_handle(&self, handle: u64) -> Result<Arc<Allocation>, StatusCode> {
-        let entry = |map: &Keyed<Arc<Allocation>>| map.get(&handle).map(|entry| Arc::clone(&entry));
-        let found = entry(&self.allocations).or_else(|| entry(&self.imports));
-        found.filter(|allocation| allocation.contents().references > 0).ok_or(code::INVALID_VALUE)
     }
 
     /// `cuMemMap`. `real` maps the driver's handle.
     pub fn map(&self, span: Span, offset: usize, handle: u64, flags: u64, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
         if !is_ours(handle) {
             // The driver would map it into the hole that paused memory leaves.
-            return self.is_reserved_by_paused(span).then_some(code::INVALID_VALUE);
+            return self.registry.has_hole_in(span).then_some(code::INVALID_VALUE);
         }
         let _shared = self.share();
-        let allocation = match self.of_handle(handle) {
+        let allocation = match self.registry.of_handle(handle) {
             Ok(allocation) => allocation,
             Err(code) => return Some(code),
         };
-        if self.is_reserved_by_paused(span) {
+        if self.registry.has_hole_in(span) {
             return Some(code::INVALID_VALUE);
         }
         let place = Place::of_program(span);
@@ -101,7 +74,7 @@ impl Memory {
             // As driver 580 answers for a part of a handle.
             return Some(code::NOT_SUPPORTED);
         } else if !is_aligned(span.address, allocation.device)
-            || !self.mapped.touched_by(span).is_empty()
+            || !self.registry.mapped.touched_by(span).is_empty()
             || !reserved::is_free(span, allocation.device)
         {
             return Some(code::INVALID_VALUE);
@@ -110,22 +83,17 @@ impl Memory {
         let is_tried = contents.state.memory().is_some();
         contents.add(Mapping { place, access: Some(Arc::default()), is_tried });
         drop(contents);
-        self.mapped.insert(span.address, allocation);
+        self.registry.mapped.insert(span.address, allocation);
         Some(code::SUCCESS)
-    }
-
-    /// Whether the program has paused memory in a range.
-    fn is_reserved_by_paused(&self, span: Span) -> bool {
-        self.mapped.touched_by(span).iter().any(|(_, allocation)| allocation.is_unmapped())
     }
 
     /// `cuMemUnmap`. `real` unmaps the range.
     pub fn unmap(&self, span: Span, real: impl FnOnce() -> StatusCode) -> Option<StatusCode> {
-        if self.mapped.is_empty() {
+        if self.registry.mapped.is_empty() {
             return None;
         }
         let _shared = self.share();
-        let found = self.mapped.touched_by(span);
+        let found = self.registry.mapped.touched_by(span);
         if found.is_empty() {
             return None;
         }
@@ -144,7 +112,7 @@ impl Memory {
                 return Some(answer);
             }
         }
-        self.mapped.remove(found.iter().map(|(base, _)| *base));
+        self.registry.mapped.remove(found.iter().map(|(base, _)| *base));
         for (base, allocation) in found {
             {
                 let mut contents = allocation.contents();
@@ -160,14 +128,14 @@ impl Memory {
 
     /// `cuMemSetAccess`. `real` sets it for a range.
     pub fn set_access(&self, span: Span, access: &[Access], mut real: impl FnMut(Span) -> StatusCode) -> Option<StatusCode> {
-        if self.mapped.is_empty() {
+        if self.registry.mapped.is_empty() {
             return None;
         }
         let _shared = self.share();
-        if !self.mapped.touched_by(span).iter().any(|(_, one)| one.is_unmapped()) {
+        if !self.registry.mapped.touched_by(span).iter().any(|(_, one)| one.is_unmapped()) {
             let answer = real(span);
             if answer == code::SUCCESS {
-                note_access(&self.leading_mappings(span), access);
+                note_access(&self.registry.leading_mappings(span), access);
             }
             return Some(answer);
         }
@@ -176,41 +144,21 @@ impl Memory {
 
     /// The same for a range with paused memory in it: the driver gets the ranges between, which may belong to somebody else.
     fn set_access_around_paused(&self, span: Span, access: &[Access], mut real: impl FnMut(Span) -> StatusCode) -> Result<(), StatusCode> {
-        let leading = self.leading_mappings(span);
-        let is_whole = self.mapping_at(end_of(span) - 1).is_some_and(|last| end_of(last.span) == end_of(span));
+        let leading = self.registry.leading_mappings(span);
+        let is_whole = self.registry.mapping_at(end_of(span) - 1).is_some_and(|last| end_of(last.span) == end_of(span));
         if leading.is_empty() || !is_whole {
             return Err(code::INVALID_VALUE);
         }
-        let paused = leading.iter().filter_map(MappedPiece::paused);
+        let paused = leading.iter().filter_map(MappedPiece::unmapped);
         paused.flat_map(|one| access.iter().map(|access| one.check(*access))).collect::<Result<(), _>>()?;
-        for mappings in leading.chunk_by(|one, next| one.paused().is_some() == next.paused().is_some()) {
-            if mappings.iter().all(|mapping| mapping.paused().is_none()) {
+        for mappings in leading.chunk_by(|one, next| one.unmapped().is_some() == next.unmapped().is_some()) {
+            if mappings.iter().all(|mapping| mapping.unmapped().is_none()) {
                 let active = Span::contiguous(mappings.iter().map(|mapping| mapping.span));
                 active.map(&mut real).find(|answer| *answer != code::SUCCESS).map_or(Ok(()), Err)?;
             }
             note_access(mappings, access);
         }
         Ok(())
-    }
-
-    /// The mapping at an address, active or paused.
-    fn mapping_at(&self, address: CUdeviceptr) -> Option<MappedPiece> {
-        if let Some((base, allocation)) = self.mapped.at(address) {
-            return Some(MappedPiece { span: Span { address: base, bytes: allocation.bytes() }, allocation: Some(allocation) });
-        }
-        let known = driver::memory_at(address).ok()??;
-        Some(MappedPiece { span: known.mapping, allocation: None })
-    }
-
-    /// The mappings from the start of a range to its first hole: there, `cuMemSetAccess` stops, and succeeds (driver 580).
-    fn leading_mappings(&self, span: Span) -> Vec<MappedPiece> {
-        let mut at = span.address;
-        let next = || {
-            let found = self.mapping_at(at).filter(|found| found.span.address == at && at < end_of(found.span))?;
-            at = end_of(found.span);
-            (at <= end_of(span)).then_some(found)
-        };
-        std::iter::from_fn(next).collect()
     }
 
     /// Before a resume: tries the mappings that the program has made, and the access that it has given, while the memory was paused. What the
@@ -248,22 +196,8 @@ impl Memory {
         } else {
             contents.mappings.remove(&base);
             drop(contents);
-            self.mapped.remove([base]);
+            self.registry.mapped.remove([base]);
         }
-    }
-
-    /// `cuMemGetAccess`, of paused memory: the driver has no mapping to ask.
-    pub fn access_of_paused(&self, address: CUdeviceptr, location: Location) -> Option<u64> {
-        let (base, allocation) = self.mapped.at(address).filter(|(_, allocation)| allocation.is_unmapped())?;
-        let contents = allocation.contents();
-        let mapping = contents.mappings.get(&base)?;
-        let listed = mapping.access.as_ref()?.iter().find(|access| access.location == location).copied();
-        Some(listed.map_or(0, Access::flags))
-    }
-
-    /// `cuMemAddressFree`: an error if something is mapped there. `None` otherwise: the driver frees the addresses.
-    pub fn keeps_addresses(&self, span: Span) -> Option<StatusCode> {
-        self.is_reserved_by_paused(span).then_some(code::INVALID_VALUE)
     }
 
     /// `cuMemRelease`.
@@ -272,7 +206,7 @@ impl Memory {
             return None;
         }
         let _shared = self.share();
-        let allocation = match self.of_handle(handle) {
+        let allocation = match self.registry.of_handle(handle) {
             Ok(allocation) => allocation,
             Err(code) => return Some(code),
         };
@@ -289,9 +223,9 @@ impl Memory {
     /// `cuMemRetainAllocationHandle`: the handle of what is mapped at an address.
     pub fn retain_handle(&self, address: CUdeviceptr) -> Option<Result<u64, StatusCode>> {
         let _shared = self.share();
-        let Some((_, allocation)) = self.mapped.at(address) else {
+        let Some((_, allocation)) = self.registry.mapped.at(address) else {
             // Memory of `cudaMalloc` has no handle, nor has that of CUDA IPC; programs recognise it by this error.
-            let is_known = self.find(address).is_some() || borrow::at(address).is_some();
+            let is_known = self.registry.find(address).is_some() || borrow::at(address).is_some();
             return is_known.then_some(Err(code::INVALID_VALUE));
         };
         allocation.contents().references += 1;
@@ -303,12 +237,12 @@ impl Memory {
         if !is_ours(handle) {
             return None;
         }
-        Some(self.of_handle(handle).and_then(|allocation| allocation.origin().properties().copied().ok_or(code::INVALID_VALUE)))
+        Some(self.registry.of_handle(handle).and_then(|allocation| allocation.origin().properties().copied().ok_or(code::INVALID_VALUE)))
     }
 
     /// Whether the memory behind a handle of the library's is paused.
     pub fn is_handle_paused(&self, handle: u64) -> bool {
-        is_ours(handle) && self.of_handle(handle).is_ok_and(|allocation| allocation.is_unmapped())
+        is_ours(handle) && self.registry.of_handle(handle).is_ok_and(|allocation| allocation.is_unmapped())
     }
 
     /// Passes the driver's handle to a call that shares it: with another process, a multicast object, a sparse array. From then on the
@@ -320,7 +254,7 @@ impl Memory {
         until: RegisteredUntil,
         real: impl FnOnce(u64) -> StatusCode,
     ) -> Option<StatusCode> {
-        self.with_driver_handle(handle, real, |allocation, contents| self.record_registrant(allocation, contents, call, until))
+        self.with_driver_handle(handle, real, |allocation, contents| self.registrations.record(allocation, contents, call, until))
     }
 
     /// `cuMemExportToShareableHandle`, to a descriptor. `copied`: another descriptor of it, and the program's number for it. The memory counts as
@@ -337,7 +271,7 @@ impl Memory {
                 let mark = contents.lending.exported(file, number);
                 contents.mark(&mark);
             }
-            None => self.record_registrant(allocation, contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
+            None => self.registrations.record(allocation, contents, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd),
         })
     }
 
@@ -352,7 +286,7 @@ impl Memory {
             return None;
         }
         let _shared = self.share();
-        let allocation = match self.of_handle(handle) {
+        let allocation = match self.registry.of_handle(handle) {
             Ok(allocation) => allocation,
             Err(code) => return Some(code),
         };
@@ -372,11 +306,11 @@ impl Memory {
         }
         // Exactly one of two threads removes it.
         if let Some(token) = allocation.origin().token() {
-            if self.imports.remove(&allocation.key()).is_some() {
+            if self.registry.remove_import(allocation) {
                 allocation.end();
                 borrow::released(token);
             }
-        } else if self.take_out(allocation.key()).is_some() {
+        } else if self.registry.remove(allocation.key()).is_some() {
             allocation.end();
         }
         self.let_go();
@@ -384,8 +318,8 @@ impl Memory {
 
     /// Ends what other processes have closed since the program has given it up, and could not be ended then. Under the exclusive transition lock.
     pub(crate) fn end_unused(&self) {
-        let unused = self.snapshot().into_iter().filter(|allocation| allocation.is_unused());
-        unused.filter_map(|allocation| self.take_out(allocation.key())).for_each(|allocation| allocation.end());
+        let unused = self.registry.snapshot().into_iter().filter(|allocation| allocation.is_unused());
+        unused.filter_map(|allocation| self.registry.remove(allocation.key())).for_each(|allocation| allocation.end());
     }
 
     /// Gives paused or active memory addresses for copies, if the program has mapped it nowhere with full access.
@@ -433,26 +367,9 @@ impl Tried {
     }
 }
 
-/// A mapping of the program's, and its allocation if it is managed.
-struct MappedPiece {
-    span: Span,
-    allocation: Option<Arc<Allocation>>,
-}
-
-impl MappedPiece {
-    /// Its allocation, if it is paused.
-    fn paused(&self) -> Option<&Allocation> {
-        self.allocation.as_deref().filter(|allocation| allocation.is_unmapped())
-    }
-}
-
 /// Whether memory of a device can be mapped at an address.
 fn is_aligned(address: CUdeviceptr, device: CUdevice) -> bool {
     driver::granularity(device).is_ok_and(|granularity| address.is_multiple_of(granularity as u64))
-}
-
-fn end_of(span: Span) -> CUdeviceptr {
-    span.address.saturating_add(span.bytes as u64)
 }
 
 /// Records access to managed mappings.

@@ -62,7 +62,7 @@ pub fn all_taken() -> Vec<Taken> {
 impl Memory {
     /// Bytes of a device that its paused memory takes once it is back.
     fn away_on(&self, device: CUdevice) -> u64 {
-        let all = self.all();
+        let all = self.registry.all();
         let away = all.iter().filter(|allocation| allocation.on_device() == Some(device) && allocation.contents().state.memory().is_none());
         away.map(|allocation| allocation.bytes() as u64).sum()
     }

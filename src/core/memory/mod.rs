@@ -3,58 +3,35 @@
 //! Locks: allocating and freeing hold the transition lock for reading, pausing and resuming for writing. No driver call or
 //! copy happens while a map guard is held.
 
-mod address_index;
-mod allocation;
-pub mod aside;
-pub mod borrow;
-pub mod communicators;
-mod freed;
 pub mod guard;
 mod handles;
-pub mod imports;
-mod keyed;
-mod lender;
-mod lending;
+pub mod ipc;
 pub mod limited;
 pub mod obstacles;
 mod peers;
-mod pools;
-mod refusals;
 pub mod region;
-mod registered;
-mod registrant;
-mod requester;
+pub mod registry;
 pub mod reserved;
-pub mod share;
-pub mod sightings;
-pub mod state;
+mod stream_ordered;
 mod under_way;
-pub mod unmanaged;
 
-pub(crate) use allocation::unmap;
-pub use allocation::{Allocation, Malloc, Origin};
-pub use handles::is_ours;
+pub use ipc::{aside, borrow, imports, share};
+pub use obstacles::{Binding, RegisteredUntil, communicators, sightings, unmanaged};
 pub use peers::note_crossing;
-pub use pools::{Level, PoolUse};
-pub use region::Placement;
-pub use registered::{Binding, RegisteredUntil};
-pub use requester::Requester;
-pub use state::{PausedBy, State};
+pub use registry::{Allocation, Level, Malloc, Origin, PausedBy, Placement, PoolUse, Registry, Requester, State, is_ours};
+pub(crate) use registry::{Released, unmap};
 pub(crate) use under_way::UnderWay;
 
 use crate::{contexts, drain, limit, quiet};
-use address_index::AddressIndex;
-use allocation::Mapping;
-use freed::{InOrder, Unreleased};
-use keyed::Keyed;
+use obstacles::{Refusals, Registrations};
 use peers::Peers;
-use pools::Pools;
-use refusals::Refusals;
+use registry::Mapping;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use stream_ordered::InOrder;
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{
@@ -63,26 +40,15 @@ use vramctl_driver::{
 };
 use vramctl_host::{PerProcess, Unpoison, exit};
 pub use vramctl_model::NCCL;
-use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
+use vramctl_model::{Error, Failure, Obstacle, Shortage, Span, StatusCode, TransitionRequest, checked_tag, code};
 
 /// Everything this process has under management.
 pub struct Memory {
-    /// By address, or by handle.
-    allocations: Keyed<Arc<Allocation>>,
-    /// What the program has imported, by handle. It is its owner's.
-    imports: Keyed<Arc<Allocation>>,
-    /// Memory of `cudaMalloc`, by address.
-    plain: AddressIndex,
-    /// The program's own mappings, by address.
-    mapped: AddressIndex,
-    /// Memory that NCCL has registered.
-    registrations: registered::Registrations,
-    /// Memory that is bound to multicast objects.
-    bindings: registered::Bindings,
-    /// Memory freed in stream order and not released yet.
-    freed: Unreleased,
-    /// What stands for memory of default pools.
-    pools: Pools,
+    /// The allocations.
+    pub registry: Registry,
+    /// What other libraries have registered of them.
+    pub registrations: Registrations,
+    /// Held for reading to allocate and free, for writing to pause and resume.
     pub(crate) transition: RwLock<()>,
     /// The pause or resume in progress, for status. Held briefly.
     under_way: Mutex<Option<under_way::UnderWay>>,
@@ -104,14 +70,8 @@ impl Memory {
     fn new() -> Self {
         backup::quiet::set_finder(quiet::find);
         Self {
-            allocations: Keyed::default(),
-            imports: Keyed::default(),
-            plain: AddressIndex::default(),
-            mapped: AddressIndex::default(),
-            registrations: registered::Registrations::default(),
-            bindings: registered::Bindings::default(),
-            freed: Unreleased::default(),
-            pools: Pools::default(),
+            registry: Registry::default(),
+            registrations: Registrations::default(),
             transition: RwLock::default(),
             under_way: Mutex::default(),
             process_tag: RwLock::new(Config::get().tag.clone()),
@@ -161,7 +121,7 @@ impl Memory {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
             let done_with = |allocation: &&Arc<Allocation>| !backup::retains(&allocation.tag);
-            self.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().state.take_retained()).collect()
+            self.registry.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().state.take_retained()).collect()
         };
         drop(given_up);
         Ok(())
@@ -175,7 +135,7 @@ impl Memory {
             let _exclusive = self.exclude();
             backup::set_retain(tag, keep);
         }
-        let retained = self.snapshot().into_iter().filter(|allocation| backup::retains(&allocation.tag));
+        let retained = self.registry.snapshot().into_iter().filter(|allocation| backup::retains(&allocation.tag));
         let contexts: BTreeMap<_, _> = retained.map(|allocation| (allocation.context(), Arc::clone(&allocation.tag))).collect();
         for (context, tag) in contexts {
             // A destroyed context needs no preparation.
@@ -221,21 +181,21 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         let in_order = in_order.map(|stream| InOrder { placement, bytes, current, stream });
         loop {
-            let released = self.released();
+            let released = self.registry.released();
             let made = self.reuse_or_create(placement, bytes, current, in_order.as_ref());
             let is_short = made.as_ref().is_err_and(|error| error.cuda_code() == code::OUT_OF_MEMORY);
             if !is_short || !could_fit(device, bytes) {
                 return made;
             }
             // Without the lock, because the last of these waits.
-            if self.free_up(device, bytes, released) {
+            if self.registry.free_up(device, bytes, released) {
                 continue;
             }
             let Some(request) = &in_order else { return made };
             if let Some(address) = self.reuse_later(request) {
                 return Ok(address);
             }
-            if !self.wait_for_own(device, request.stream) || !self.free_up(device, bytes, released) {
+            if !self.registry.wait_for_own(device, request.stream) || !self.registry.free_up(device, bytes, released) {
                 return made;
             }
         }
@@ -282,7 +242,7 @@ impl Memory {
         let mappings = BTreeMap::from([(address, Mapping { place, access: None, is_tried: true })]);
         let made = Allocation::new(placement.clone(), device, current.owner(), memory, mappings, origin);
         made.contents().charge = charge;
-        self.enter(Arc::new(made));
+        self.registry.insert(Arc::new(made));
         Ok(address)
     }
 
@@ -327,7 +287,7 @@ impl Memory {
 
     /// Frees the allocation at `address`, active or paused. `None` if it is not managed. Nothing changes on error.
     pub fn free(&self, address: CUdeviceptr) -> Option<Result<(), Error>> {
-        let allocation = self.allocations.get(&address).filter(|entry| entry.origin().is_malloc()).map(|entry| Arc::clone(&entry))?;
+        let allocation = self.registry.get(address).filter(|allocation| allocation.origin().is_malloc())?;
         // Before taking the lock: the work may take long, and a pause waiting for the lock would block allocations.
         let wait = || self.wait_before_free(&allocation);
         // What a driver refuses once, it may grant a moment later.
@@ -337,7 +297,7 @@ impl Memory {
         drop(allocation);
         let shared = self.share();
         // Exactly one of two frees of an address succeeds.
-        self.take_out(address)?.end();
+        self.registry.remove(address)?.end();
         drop(shared);
         self.let_go();
         Some(Ok(()))
@@ -386,7 +346,7 @@ impl Memory {
             drop(ending);
             self.drop_gone();
         }
-        self.release_freed();
+        self.registry.release_freed();
         answer
     }
 
@@ -399,7 +359,7 @@ impl Memory {
         let any = !doomed.is_empty();
         self.drop_all(doomed);
         // The device may have had no other context when its last one ended, so look again every time.
-        let rest = self.snapshot().into_iter().filter(|allocation| !allocation.goes_with_context());
+        let rest = self.registry.snapshot().into_iter().filter(|allocation| !allocation.goes_with_context());
         for allocation in rest.filter(|allocation| !contexts::knows(allocation.context())) {
             if let Some(other) = contexts::of_devices(&BTreeSet::from([allocation.device])).first() {
                 allocation.move_to(*other);
@@ -413,12 +373,12 @@ impl Memory {
     /// The allocations that end with these contexts.
     fn ending_with(&self, contexts: &[Context]) -> Vec<Arc<Allocation>> {
         let ends = |allocation: &Arc<Allocation>| allocation.goes_with_context() && contexts.contains(&allocation.context());
-        self.snapshot().into_iter().filter(ends).collect()
+        self.registry.snapshot().into_iter().filter(ends).collect()
     }
 
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
         for allocation in doomed {
-            self.take_out(allocation.key());
+            self.registry.remove(allocation.key());
             allocation.end();
         }
         self.let_go();
@@ -449,70 +409,20 @@ impl Memory {
         opened
     }
 
-    /// Whether an allocation starts at `address`.
-    pub fn manages(&self, address: CUdeviceptr) -> bool {
-        self.allocations.get(&address).is_some_and(|entry| entry.origin().is_malloc())
+    /// What prevents a suspend of this process.
+    pub fn obstacles(&self) -> Vec<Obstacle> {
+        self.obstacles_after(&[], &TransitionRequest::default())
     }
 
-    /// Whether an allocation begins at an address, even one that is ending.
-    #[inline]
-    pub fn knows(&self, address: CUdeviceptr) -> bool {
-        self.allocations.contains_key(&address)
+    /// What would prevent it after a pause of these allocations.
+    pub(crate) fn obstacles_after(&self, paused: &[Arc<Allocation>], request: &TransitionRequest) -> Vec<Obstacle> {
+        obstacles::after(self, paused, borrow::count_after(request))
     }
 
-    /// The allocation that contains `address`.
-    pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
-        let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));
-        exact.or_else(|| self.mapped.at(address).or_else(|| self.plain.at(address)).map(|(_, allocation)| allocation))
-    }
-
-    /// Records an allocation.
-    fn enter(&self, allocation: Arc<Allocation>) {
-        let key = allocation.key();
-        if allocation.origin().is_malloc() {
-            self.plain.insert(key, Arc::clone(&allocation));
-        }
-        self.pools.allocated(&allocation);
-        self.allocations.insert(key, allocation);
-    }
-
-    /// Takes an allocation out again: exactly one of two threads gets it. Its addresses are nobody else's before it is ended.
-    fn take_out(&self, key: u64) -> Option<Arc<Allocation>> {
-        let (_, allocation) = self.allocations.remove(&key)?;
-        if allocation.origin().is_malloc() {
-            self.plain.remove([key]);
-        }
-        self.pools.freed(&allocation);
-        Some(allocation)
-    }
-
-    /// The addresses that `cudaMalloc` has returned.
-    pub fn addresses(&self) -> Vec<CUdeviceptr> {
-        self.snapshot().iter().filter(|allocation| allocation.origin().is_malloc()).map(|allocation| allocation.key()).collect()
-    }
-
-    /// Records who asked for the allocation with this address or handle.
-    pub fn note_requester(&self, key: u64, requester: Requester) {
-        if let Some(allocation) = self.allocations.get(&key) {
-            let _ = allocation.requester.set(requester);
-        }
-    }
-
-    /// All allocations; does not hold the map.
-    pub fn all(&self) -> Vec<Arc<Allocation>> {
-        self.allocations.iter().map(|entry| Arc::clone(&entry)).collect()
-    }
-
-    /// The same in address order; those without an address, whose handles are above all addresses, come last.
-    pub fn snapshot(&self) -> Vec<Arc<Allocation>> {
-        let mut all = self.all();
-        all.sort_by_cached_key(|allocation| allocation.address().unwrap_or(allocation.key()));
-        all
-    }
-
-    /// Whether an allocation still belongs to the program. A snapshot may contain one that has been freed since.
-    pub(crate) fn has(&self, allocation: &Arc<Allocation>) -> bool {
-        self.allocations.get(&allocation.key()).is_some_and(|entry| Arc::ptr_eq(&entry, allocation))
+    /// Whether any memory in a range is paused, or is another process's that is.
+    pub fn is_paused_in(&self, span: Span) -> bool {
+        let is_unmapped = self.registry.touched_by(span).iter().any(|allocation| allocation.is_unmapped());
+        is_unmapped || borrow::at(span.address).is_some_and(|seen| seen.is_paused)
     }
 
     pub(crate) fn share(&self) -> RwLockReadGuard<'_, ()> {

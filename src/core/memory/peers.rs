@@ -238,7 +238,7 @@ impl Memory {
         let is_meant = |one: &&Arc<Allocation>| {
             one.device == owner && one.is_from_pool() == from_pool && one.origin().is_malloc() && !one.is_unmapped()
         };
-        let all = self.snapshot();
+        let all = self.registry.snapshot();
         let active: Vec<_> = all.iter().filter(is_meant).collect();
         let set = |access: &[Access]| {
             let access = access.into();

@@ -4,23 +4,11 @@
 //! region: by default the process's tag, unless the thread overrides it. Settings of a region end with it; settings of the
 //! default stay.
 
-use super::Memory;
+use super::{Memory, Placement};
 use std::cell::RefCell;
 use std::sync::Arc;
 use vramctl_config::{Config, CpuBackupBackend};
 use vramctl_model::{DEFAULT_TAG, Error, Policy, checked_tag};
-
-/// What an allocation is recorded under.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Placement {
-    /// The tag that selects it in pauses and resumes.
-    pub tag: Arc<str>,
-    /// What happens to its contents while it is paused.
-    pub backup: Policy,
-    /// Whether host memory for its contents may stay after a resume (`pinned`) or is freed before the resume returns
-    /// (`mmap`).
-    pub backend: CpuBackupBackend,
-}
 
 /// The settings of one region or of a thread's default; `None` if unset.
 #[derive(Debug, Clone, Default)]

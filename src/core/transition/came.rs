@@ -1,7 +1,6 @@
 //! What has come in a swap in which host memory goes over.
 
-use crate::memory::state::Released;
-use crate::memory::{Allocation, PausedBy, State};
+use crate::memory::{Allocation, PausedBy, Released, State};
 use std::ops::Range;
 use std::sync::Arc;
 use vramctl_backup as backup;

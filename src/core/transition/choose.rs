@@ -27,7 +27,7 @@ pub(super) struct Chosen {
 impl Memory {
     /// Selects allocations. A tag that no allocation has is an error.
     pub(super) fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
-        let all = self.snapshot();
+        let all = self.registry.snapshot();
         if request.is_borrower {
             return Ok(Chosen { all, active: Vec::new(), paused: Vec::new() });
         }

@@ -163,7 +163,7 @@ impl Holding<'_> {
         let begun = Instant::now();
         self.wait_for_calls(limit, begun + limit, observer)?;
         check_not_quiesced()?;
-        let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
+        let contexts = self.memory.contexts_that_use(self.memory.registry.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
         let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_wanted()));
         events::publish(Event::Stage(Stage::Wait, begun.elapsed()));
@@ -216,7 +216,7 @@ struct PausedBefore {
 
 impl PausedBefore {
     fn of(memory: &Memory) -> Self {
-        let allocations = memory.snapshot().into_iter().filter(|allocation| allocation.is_unmapped()).collect();
+        let allocations = memory.registry.snapshot().into_iter().filter(|allocation| allocation.is_unmapped()).collect();
         Self { allocations, is_set_aside: aside::any() }
     }
 
@@ -225,6 +225,6 @@ impl PausedBefore {
         let known: BTreeSet<_> = self.allocations.iter().map(Arc::as_ptr).collect();
         let is_paused = |allocation: &Arc<Allocation>| allocation.contents().state.paused_by().is_some();
         aside::any() && !self.is_set_aside
-            || memory.snapshot().iter().any(|allocation| !known.contains(&Arc::as_ptr(allocation)) && is_paused(allocation))
+            || memory.registry.snapshot().iter().any(|allocation| !known.contains(&Arc::as_ptr(allocation)) && is_paused(allocation))
     }
 }

@@ -63,7 +63,7 @@ fn tags_text(request: &TransitionRequest) -> String {
 impl Memory {
     /// Whether any memory of this process is paused by others, whether or not the program has paused it as well.
     pub(crate) fn is_paused_by_others(&self) -> bool {
-        self.all().iter().any(|allocation| allocation.contents().state.paused_by().is_some_and(|by| by != PausedBy::Program))
+        self.registry.all().iter().any(|allocation| allocation.contents().state.paused_by().is_some_and(|by| by != PausedBy::Program))
     }
 
     /// Whether a held program must stay held: it leaves its GPUs, or anything is paused or has to be, including open memory of other processes, but

@@ -110,7 +110,7 @@ impl Memory {
         if !observer.is_wanted() {
             return Err(Error::Busy(started.elapsed()));
         }
-        self.release_freed();
+        self.registry.release_freed();
         // In a held program, nothing begins before this pause has ended, and most contexts have been waited for.
         let _quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
         let by_piece = request.hand_over_host.is_some();
@@ -311,7 +311,7 @@ impl Memory {
     /// The active allocations whose retained backups a pause would drop to make room. `None` if that would not be enough.
     pub(super) fn retained_in_the_way(&self, request: &TransitionRequest) -> Option<Vec<Arc<Allocation>>> {
         let (mut wanted, mut retained) = (Vec::new(), Vec::new());
-        for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_unmapped()) {
+        for allocation in self.registry.snapshot().into_iter().filter(|allocation| !allocation.is_unmapped()) {
             let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(request, &allocation) && !new.live.is_empty());
             let saved = allocation.contents().state.backup().cloned();
             if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {

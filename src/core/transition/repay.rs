@@ -29,7 +29,7 @@ impl Memory {
     /// Resumes what is owed, if there is room.
     fn bring_back_owed(&self) {
         // Allocations that were freed or resumed meanwhile are not due. The list changes only under the transition lock.
-        let is_due = |one: &Arc<Allocation>| self.has(one) && one.contents().state.memory().is_none();
+        let is_due = |one: &Arc<Allocation>| self.registry.has(one) && one.contents().state.memory().is_none();
         let gone: Vec<_> = owed().to_come.iter().filter_map(Weak::upgrade).filter(is_due).collect();
         let by_piece = owed().by_piece;
         if gone.is_empty() {
@@ -41,7 +41,7 @@ impl Memory {
             return;
         }
         let _shown = self.show(TagState::Resuming, &gone);
-        let _sparing = if by_piece { self.spare_host(&self.snapshot()).ok() } else { None };
+        let _sparing = if by_piece { self.spare_host(&self.registry.snapshot()).ok() } else { None };
         match self.undo_hand_over(&gone, Duration::ZERO, by_piece) {
             Ok(()) => log::warn!("{} allocations that were handed over are back", gone.len()),
             Err(Error::DeviceMemory(_)) => return,
@@ -54,7 +54,7 @@ impl Memory {
     /// Pauses what is owed, if there is room for its contents.
     fn send_back_owed(&self) {
         // The list changes only under the transition lock, and is there for others to see meanwhile.
-        owed().to_go.retain(|one| self.has(&one.allocation) && one.is_due());
+        owed().to_go.retain(|one| self.registry.has(&one.allocation) && one.is_due());
         let came = owed().to_go.clone();
         if came.is_empty() {
             return;
@@ -62,7 +62,7 @@ impl Memory {
         let allocations: Vec<_> = came.iter().map(|one| Arc::clone(&one.allocation)).collect();
         let _shown = self.show(TagState::Pausing, &allocations);
         self.show_undoing();
-        let saved = self.spare_host(&self.snapshot()).and_then(|_sparing| self.save_again(&came, Duration::ZERO));
+        let saved = self.spare_host(&self.registry.snapshot()).and_then(|_sparing| self.save_again(&came, Duration::ZERO));
         match saved {
             Ok(()) => log::warn!("{} allocations are paused again, because the swap was undone", came.len()),
             Err(error) if is_final(&error) => log::error!("{} allocations stay active, in a held program: {error}", came.len()),

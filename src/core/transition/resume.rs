@@ -97,7 +97,7 @@ impl Memory {
         if paused.iter().any(|allocation| allocation.context_for_copies().is_ending()) {
             return Err(Error::Busy(started.elapsed()));
         }
-        self.release_freed();
+        self.registry.release_freed();
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
         let needed = if request.hand_over { needed_by(&paused) } else { check_free(&paused)? };

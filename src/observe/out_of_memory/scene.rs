@@ -69,7 +69,7 @@ impl Scene {
         let is_there = |other: Option<CUdevice>| device.is_none() || other.is_none() || other == device;
         let (mut tags, mut unmanaged, mut blocks) = (BTreeMap::<_, TagShare>::new(), BTreeMap::new(), Vec::new());
         let memory = Memory::existing();
-        for allocation in memory.map(Memory::all).unwrap_or_default() {
+        for allocation in memory.map(|memory| memory.registry.all()).unwrap_or_default() {
             if allocation.is_on_host() || !is_there(Some(allocation.device)) {
                 continue;
             }

@@ -8,10 +8,10 @@
 //! needs a handle for each allocation. An allocation that is copied although the program has it mapped nowhere, or read-only, gets
 //! addresses of the library's own.
 
+use super::Requester;
 use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
 use super::state::{PausedBy, Released, State};
-use super::{Placement, Requester};
 use crate::contexts;
 use crate::events::{self, Change, Owner};
 use crate::limit::Charge;
@@ -26,6 +26,18 @@ use vramctl_driver::{
 };
 use vramctl_host::Unpoison;
 use vramctl_model::{Failure, Policy, Span, StatusCode, TransitionRequest, code};
+
+/// What an allocation is recorded under.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placement {
+    /// The tag that selects it in pauses and resumes.
+    pub tag: Arc<str>,
+    /// What happens to its contents while it is paused.
+    pub backup: Policy,
+    /// Whether host memory for its contents may stay after a resume (`pinned`) or is freed before the resume returns
+    /// (`mmap`).
+    pub backend: CpuBackupBackend,
+}
 
 /// What the program got, and the physical memory that currently backs it.
 #[derive(Debug)]
@@ -47,17 +59,17 @@ pub struct Allocation {
 
 /// A place in a stream.
 #[derive(Debug)]
-pub(super) struct FreedAt {
+pub struct FreedAt {
     /// `None`: the driver does not distinguish streams.
-    pub(super) stream: Option<StreamId>,
+    pub stream: Option<StreamId>,
     /// Marks the work queued on the stream before that place.
-    pub(super) before: Event,
+    pub before: Event,
     /// The context of allocations in the stream.
-    pub(super) owner: Context,
+    pub owner: Context,
 }
 
 impl FreedAt {
-    pub(super) fn is_in(&self, stream: Option<StreamId>) -> bool {
+    pub fn is_in(&self, stream: Option<StreamId>) -> bool {
         stream.is_some() && self.stream == stream
     }
 }
@@ -95,7 +107,7 @@ pub struct Malloc {
     /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
     pub from_pool: bool,
     /// The place in a stream at which the memory was freed before, if it was.
-    pub(super) order: Option<Arc<FreedAt>>,
+    pub(in crate::memory) order: Option<Arc<FreedAt>>,
 }
 
 impl Origin {
@@ -118,7 +130,7 @@ impl Origin {
     }
 
     /// The owner's name for imported memory.
-    pub(super) fn token(&self) -> Option<&Token> {
+    pub(in crate::memory) fn token(&self) -> Option<&Token> {
         if let Self::Imported { token, .. } = self { Some(token) } else { None }
     }
 }
@@ -194,12 +206,12 @@ impl Contents {
     }
 
     /// Records a permanent registrant.
-    pub(super) fn registered_by(&mut self, registrant: &'static str) {
+    pub(in crate::memory) fn registered_by(&mut self, registrant: &'static str) {
         self.known_to = Some(registrant);
     }
 
     /// Records a registrant that lasts as long as the mark exists.
-    pub(super) fn mark(&mut self, mark: &RegistrantMark) {
+    pub(in crate::memory) fn mark(&mut self, mark: &RegistrantMark) {
         self.marks.retain(|known| known.strong_count() > 0 && !Weak::ptr_eq(known, &Arc::downgrade(mark)));
         self.marks.push(Arc::downgrade(mark));
     }
@@ -207,7 +219,7 @@ impl Contents {
 
 impl Allocation {
     /// Active memory with these mappings. `context`: of the device, for copies.
-    pub(super) fn new(
+    pub(in crate::memory) fn new(
         placement: Placement,
         device: CUdevice,
         context: Context,
@@ -243,7 +255,13 @@ impl Allocation {
 
     /// Hands active memory, which the program has freed at this place in a stream, on to a new allocation in a context. `None` if it is not
     /// active, or if anybody outside the program may know the physical memory.
-    pub(super) fn hand_on(&self, placement: Placement, requested: usize, context: Context, order: &Arc<FreedAt>) -> Option<Self> {
+    pub(in crate::memory) fn hand_on(
+        &self,
+        placement: Placement,
+        requested: usize,
+        context: Context,
+        order: &Arc<FreedAt>,
+    ) -> Option<Self> {
         let malloc = self.origin.malloc()?;
         let mut contents = self.contents();
         if !contents.state.is_active() || contents.registrant().is_some() || contents.lending.has_begun() {
@@ -407,7 +425,7 @@ impl Allocation {
     }
 
     /// Takes the memory of an import away, to be dropped without a lock. The addresses and the handle stay the program's.
-    pub(super) fn give_up(&self) -> Option<Physical> {
+    pub(in crate::memory) fn give_up(&self) -> Option<Physical> {
         let mut contents = self.contents();
         if !contents.state.is_active() {
             return None;
@@ -418,7 +436,7 @@ impl Allocation {
     }
 
     /// Puts memory that has just been imported where the program has the mappings of an import now, with their access.
-    pub(super) fn take_up(&self, mut memory: Physical) -> Result<(), Failure> {
+    pub(in crate::memory) fn take_up(&self, mut memory: Physical) -> Result<(), Failure> {
         let mut contents = self.contents();
         for Mapping { place, access, .. } in contents.mappings.values() {
             memory.map(place)?;
@@ -501,7 +519,7 @@ impl Allocation {
     }
 
     /// Whether nobody needs memory of `cuMemCreate` any more: the driver keeps it while a handle or a mapping refers to it, in any process.
-    pub(super) fn is_unused(&self) -> bool {
+    pub(in crate::memory) fn is_unused(&self) -> bool {
         let contents = self.contents();
         contents.references == 0 && !contents.lending.is_open() && contents.mappings.values().all(|mapping| mapping.access.is_none())
     }

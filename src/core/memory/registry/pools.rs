@@ -2,7 +2,7 @@
 //!
 //! To the program, nothing changes while memory is paused, so that counts.
 
-use super::{Allocation, Memory};
+use super::Allocation;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use vramctl_driver::CUdevice;
@@ -37,13 +37,13 @@ pub struct PoolUse {
     pub used: Level,
 }
 
-/// The use of each device's default pool.
+/// The use of each device's default pool, as far as it is managed.
 #[derive(Debug, Default)]
-pub(super) struct Pools(Mutex<BTreeMap<CUdevice, PoolUse>>);
+pub struct Pools(Mutex<BTreeMap<CUdevice, PoolUse>>);
 
 impl Pools {
     /// The program has got an allocation.
-    pub fn allocated(&self, allocation: &Allocation) {
+    pub(super) fn allocated(&self, allocation: &Allocation) {
         self.change(allocation, |of, requested| {
             of.used.rise(requested);
             of.reserved.rise(allocation.bytes());
@@ -51,7 +51,7 @@ impl Pools {
     }
 
     /// The program has freed it.
-    pub fn freed(&self, allocation: &Allocation) {
+    pub(super) fn freed(&self, allocation: &Allocation) {
         self.change(allocation, |of, requested| {
             of.used.fall(requested);
             of.reserved.fall(allocation.bytes());
@@ -59,12 +59,12 @@ impl Pools {
     }
 
     /// What the program has freed is kept.
-    pub fn kept(&self, allocation: &Allocation) {
+    pub(super) fn kept(&self, allocation: &Allocation) {
         self.change(allocation, |of, _| of.reserved.rise(allocation.bytes()));
     }
 
     /// It is no longer kept.
-    pub fn given(&self, allocation: &Allocation) {
+    pub(super) fn given(&self, allocation: &Allocation) {
         self.change(allocation, |of, _| of.reserved.fall(allocation.bytes()));
     }
 
@@ -74,17 +74,15 @@ impl Pools {
             change(self.0.lock().unpoisoned().entry(allocation.device).or_default(), malloc.requested);
         }
     }
-}
 
-impl Memory {
-    /// The use of a device's default pool, as far as it is managed.
-    pub fn pool_use(&self, device: CUdevice) -> PoolUse {
-        self.pools.0.lock().unpoisoned().get(&device).copied().unwrap_or_default()
+    /// The use of a device's default pool.
+    pub fn of(&self, device: CUdevice) -> PoolUse {
+        self.0.lock().unpoisoned().get(&device).copied().unwrap_or_default()
     }
 
     /// Forgets how much it was before now, for a level of this use.
-    pub fn reset_pool_high(&self, device: CUdevice, level: fn(&mut PoolUse) -> &mut Level) {
-        if let Some(of) = self.pools.0.lock().unpoisoned().get_mut(&device) {
+    pub fn reset_high(&self, device: CUdevice, level: fn(&mut PoolUse) -> &mut Level) {
+        if let Some(of) = self.0.lock().unpoisoned().get_mut(&device) {
             let level = level(of);
             level.high = level.now;
         }

@@ -10,7 +10,7 @@ use vramctl_model::Span;
 
 /// Allocations by the first address of each place where the program has them. No lock is held during calls of the driver's.
 #[derive(Default)]
-pub(super) struct AddressIndex(RwLock<BTreeMap<CUdeviceptr, Arc<Allocation>>>);
+pub(in crate::memory) struct AddressIndex(RwLock<BTreeMap<CUdeviceptr, Arc<Allocation>>>);
 
 impl AddressIndex {
     fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<CUdeviceptr, Arc<Allocation>>> {

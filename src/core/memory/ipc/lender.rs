@@ -1,6 +1,6 @@
 //! The owner of memory that this process borrows, as a server: requests over its control socket, and what its refusals mean.
 
-use super::lending::Token;
+use crate::memory::registry::lending::Token;
 use serde::Deserialize;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;

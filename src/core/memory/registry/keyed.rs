@@ -4,12 +4,12 @@ use dashmap::DashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// A map by address or by handle.
-pub(super) type Keyed<T> = DashMap<u64, T, BuildHasherDefault<Spread>>;
+pub(in crate::memory) type Keyed<T> = DashMap<u64, T, BuildHasherDefault<Spread>>;
 
 /// Hashes addresses and handles, whose low bits are all the same, to all bits. The driver and the library choose the keys, so deliberate
 /// collisions are not a concern.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Spread(u64);
+pub(in crate::memory) struct Spread(u64);
 
 impl Hasher for Spread {
     fn write(&mut self, bytes: &[u8]) {

@@ -1,4 +1,4 @@
-//! Sightings of obstacles ([`super::obstacles`]): the program's calls that make or end one, and whether more have come since.
+//! Sightings of obstacles ([`super`]): the program's calls that make or end one, and whether more have come since.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;

@@ -73,7 +73,7 @@ impl PausedBy {
 
 impl State {
     /// With memory that is mapped.
-    pub(super) fn active(memory: Physical, retained: Option<Arc<Backup>>) -> Self {
+    pub(in crate::memory) fn active(memory: Physical, retained: Option<Arc<Backup>>) -> Self {
         Self::Active(Present { memory, retained })
     }
 
@@ -91,7 +91,7 @@ impl State {
     }
 
     /// The same, to map or unmap it.
-    pub(super) fn memory_mut(&mut self) -> Option<&mut Physical> {
+    pub(in crate::memory) fn memory_mut(&mut self) -> Option<&mut Physical> {
         match self {
             Self::Active(present) | Self::Unmapped(present, _) | Self::Stranded(present, _) => Some(&mut present.memory),
             Self::Released(_) | Self::Freed => None,
@@ -104,17 +104,17 @@ impl State {
     }
 
     /// The same, to change it; `None` unless the memory is released.
-    pub(super) fn guard_mut(&mut self) -> Option<&mut Option<Physical>> {
+    pub(in crate::memory) fn guard_mut(&mut self) -> Option<&mut Option<Physical>> {
         if let Self::Released(released) = self { Some(&mut released.guard) } else { None }
     }
 
     /// What the driver maps at the program's addresses, if anything.
-    pub(super) fn backing(&self) -> Option<&Physical> {
+    pub(in crate::memory) fn backing(&self) -> Option<&Physical> {
         self.memory().or_else(|| self.guard())
     }
 
     /// The same, to change where it is mapped.
-    pub(super) fn backing_mut(&mut self) -> Option<&mut Physical> {
+    pub(in crate::memory) fn backing_mut(&mut self) -> Option<&mut Physical> {
         match self {
             Self::Active(present) | Self::Unmapped(present, _) | Self::Stranded(present, _) => Some(&mut present.memory),
             Self::Released(released) => released.guard.as_mut(),
@@ -158,12 +158,12 @@ impl State {
     }
 
     /// A pause has unmapped active memory.
-    pub(super) fn unmapped(&mut self, by: PausedBy) {
+    pub(in crate::memory) fn unmapped(&mut self, by: PausedBy) {
         self.change(|state| if let Self::Active(present) = state { Self::Unmapped(present, by) } else { state });
     }
 
     /// Unmapped memory has been mapped again.
-    pub(super) fn mapped_again(&mut self) {
+    pub(in crate::memory) fn mapped_again(&mut self) {
         self.change(|state| match state {
             Self::Unmapped(present, _) | Self::Stranded(present, _) => Self::Active(present),
             other => other,

@@ -3,9 +3,10 @@
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
 use super::borrow::{BORROWED, Behind, BorrowedMemory, Lease, LeaseState, Meant, Opened, Passed, Rounds, Site, borrowed, listed};
+use super::imports;
 use super::lender::{Refused, patiently};
-use super::lending::Token;
-use super::{Allocation, Memory, imports, sightings};
+use crate::memory::registry::lending::Token;
+use crate::memory::{Allocation, Memory, sightings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};

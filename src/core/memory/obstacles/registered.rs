@@ -5,9 +5,8 @@
 //! (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything registered until the last
 //! deregistration. The marks here follow that.
 
-use super::allocation::Contents;
-use super::registrant::{Registrant, RegistrantMark};
-use super::{Allocation, Memory, borrow};
+use crate::memory::registry::{Contents, Registrant, RegistrantMark};
+use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::mem;
@@ -38,56 +37,30 @@ pub struct Binding {
     pub device: Option<CUdevice>,
 }
 
-/// The bindings of managed memory, all with a device.
-pub(super) type Bindings = Mutex<BTreeMap<Binding, RegistrantMark>>;
+/// What is registered, and can be deregistered.
+#[derive(Default)]
+pub struct Registrations {
+    /// Memory that NCCL has registered, by communicator and NCCL's handle.
+    nccl: Mutex<BTreeMap<(usize, usize), NcclRegistration>>,
+    /// Memory that is bound to multicast objects and logical endpoints. All bindings name a device.
+    bindings: Mutex<BTreeMap<Binding, RegistrantMark>>,
+}
 
-/// By communicator and NCCL's handle.
-pub(super) type Registrations = Mutex<BTreeMap<(usize, usize), NcclRegistration>>;
-
-pub(super) struct NcclRegistration {
+struct NcclRegistration {
     mark: RegistrantMark,
     times: usize,
 }
 
-impl Memory {
-    fn registrations(&self) -> MutexGuard<'_, BTreeMap<(usize, usize), NcclRegistration>> {
-        self.registrations.lock().unpoisoned()
-    }
-
-    /// Runs `real`, which registers a range and returns the handle if it succeeded. The memory counts as registered from before the call
-    /// on. No lock is held during the call, which may allocate and wait for other processes.
-    pub fn registering(&self, span: Span, registrant: &'static str, communicator: usize, real: impl FnOnce() -> Option<usize>) {
-        let mark = RegistrantMark::new(Registrant { call: registrant, knows_addresses: true });
-        let covered = {
-            // Not in the middle of a pause.
-            let _shared = self.share();
-            let covered = self.touched_by(span);
-            for allocation in &covered {
-                allocation.contents().mark(&mark);
-            }
-            covered
-        };
-        let Some(handle) = real() else { return };
-        match self.registrations().entry((communicator, handle)) {
-            Entry::Vacant(_) if covered.is_empty() => (),
-            Entry::Vacant(place) => {
-                place.insert(NcclRegistration { mark, times: 1 });
-            }
-            Entry::Occupied(mut known) => {
-                let known = known.get_mut();
-                known.times += 1;
-                for allocation in covered {
-                    allocation.contents().mark(&known.mark);
-                }
-            }
-        }
+impl Registrations {
+    fn nccl(&self) -> MutexGuard<'_, BTreeMap<(usize, usize), NcclRegistration>> {
+        self.nccl.lock().unpoisoned()
     }
 
     /// Runs `real`, which deregisters a handle and returns whether it succeeded. The memory counts as registered until after the call.
     pub fn deregistering(&self, communicator: usize, handle: usize, real: impl FnOnce() -> bool) {
         let key = (communicator, handle);
         // Remove it before the call: NCCL may give the handle to another thread as soon as it is free.
-        let taken = match self.registrations().entry(key) {
+        let taken = match self.nccl().entry(key) {
             Entry::Vacant(_) => None,
             Entry::Occupied(mut known) if known.get().times > 1 => {
                 known.get_mut().times -= 1;
@@ -98,7 +71,7 @@ impl Memory {
         if !real()
             && let Some(mark) = taken
         {
-            self.registrations().entry(key).or_insert(NcclRegistration { mark, times: 0 }).times += 1;
+            self.nccl().entry(key).or_insert(NcclRegistration { mark, times: 0 }).times += 1;
         }
     }
 
@@ -106,12 +79,12 @@ impl Memory {
     pub fn ending_communicator(&self, communicator: usize, real: impl FnOnce() -> bool) {
         // Remove it before the call: a new communicator may get its address.
         let taken: Vec<_> = {
-            let mut known = self.registrations();
+            let mut known = self.nccl();
             let keys: Vec<_> = known.range((communicator, 0)..=(communicator, usize::MAX)).map(|(key, _)| *key).collect();
             keys.into_iter().filter_map(|key| known.remove_entry(&key)).collect()
         };
         if !real() {
-            self.registrations().extend(taken);
+            self.nccl().extend(taken);
         }
     }
 
@@ -119,32 +92,8 @@ impl Memory {
         self.bindings.lock().unpoisoned()
     }
 
-    /// Runs a call that registers the memory in a range by its physical pages, and records that. No pause comes in between. For
-    /// paused memory, the answer is an invalid value, with a guard or without.
-    pub fn register(&self, span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
-        let _shared = self.share();
-        let touched = self.touched_by(span);
-        // The driver would register what guards it.
-        if touched.iter().any(|allocation| allocation.is_unmapped()) {
-            return code::INVALID_VALUE;
-        }
-        let answer = real();
-        if answer == code::SUCCESS {
-            for allocation in touched {
-                self.record_registrant(&allocation, &mut allocation.contents(), call, until);
-            }
-        }
-        answer
-    }
-
-    /// Whether any memory in a range is paused, or is another process's that is.
-    pub fn is_paused_in(&self, span: Span) -> bool {
-        self.touched_by(span).iter().any(|allocation| allocation.is_unmapped())
-            || borrow::at(span.address).is_some_and(|seen| seen.is_paused)
-    }
-
     /// Records that memory is registered.
-    pub(super) fn record_registrant(&self, allocation: &Allocation, contents: &mut Contents, call: &'static str, until: RegisteredUntil) {
+    pub(in crate::memory) fn record(&self, allocation: &Allocation, contents: &mut Contents, call: &'static str, until: RegisteredUntil) {
         match until {
             RegisteredUntil::ItsEnd => contents.registered_by(call),
             RegisteredUntil::Unbound(binding) => {
@@ -180,9 +129,53 @@ impl Memory {
             is_other
         });
     }
+}
 
-    /// What a range touches.
-    fn touched_by(&self, span: Span) -> Vec<Arc<Allocation>> {
-        [&self.plain, &self.mapped].into_iter().flat_map(|index| index.touched_by(span)).map(|(_, allocation)| allocation).collect()
+impl Memory {
+    /// Runs `real`, which registers a range and returns the handle if it succeeded. The memory counts as registered from before the call
+    /// on. No lock is held during the call, which may allocate and wait for other processes.
+    pub fn registering(&self, span: Span, registrant: &'static str, communicator: usize, real: impl FnOnce() -> Option<usize>) {
+        let mark = RegistrantMark::new(Registrant { call: registrant, knows_addresses: true });
+        let covered = {
+            // Not in the middle of a pause.
+            let _shared = self.share();
+            let covered = self.registry.touched_by(span);
+            for allocation in &covered {
+                allocation.contents().mark(&mark);
+            }
+            covered
+        };
+        let Some(handle) = real() else { return };
+        match self.registrations.nccl().entry((communicator, handle)) {
+            Entry::Vacant(_) if covered.is_empty() => (),
+            Entry::Vacant(place) => {
+                place.insert(NcclRegistration { mark, times: 1 });
+            }
+            Entry::Occupied(mut known) => {
+                let known = known.get_mut();
+                known.times += 1;
+                for allocation in covered {
+                    allocation.contents().mark(&known.mark);
+                }
+            }
+        }
+    }
+
+    /// Runs a call that registers the memory in a range by its physical pages, and records that. No pause comes in between. For
+    /// paused memory, the answer is an invalid value, with a guard or without.
+    pub fn register(&self, span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
+        let _shared = self.share();
+        let touched = self.registry.touched_by(span);
+        // The driver would register what guards it.
+        if touched.iter().any(|allocation| allocation.is_unmapped()) {
+            return code::INVALID_VALUE;
+        }
+        let answer = real();
+        if answer == code::SUCCESS {
+            for allocation in touched {
+                self.registrations.record(&allocation, &mut allocation.contents(), call, until);
+            }
+        }
+        answer
     }
 }

@@ -9,9 +9,9 @@
 //! connection's lock is held.
 
 use super::lender::{Answer, Lender, Refused, patiently};
-use super::lending::Token;
 use super::share::Ticket;
-use super::{Allocation, Memory};
+use crate::memory::registry::lending::Token;
+use crate::memory::{Allocation, Memory};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::BorrowedFd;
@@ -228,7 +228,7 @@ pub(super) fn borrowed() -> MutexGuard<'static, BorrowedMemory> {
 /// the same address.
 pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCode> {
     // As the driver answers in the process that made the handle.
-    if handle.owner == process::id() && Memory::existing().is_some_and(|memory| memory.has_given(&handle.token)) {
+    if handle.owner == process::id() && Memory::existing().is_some_and(|memory| memory.registry.with_token(&handle.token).is_some()) {
         return Err(code::INVALID_CONTEXT);
     }
     contexts::note(current);
@@ -344,7 +344,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
 }
 
 /// The program has released what it had imported.
-pub(super) fn released(token: &Token) {
+pub(crate) fn released(token: &Token) {
     let lease = borrowed().open.get(token).map(|opened| Arc::clone(&opened.lease));
     if let Some(lease) = lease {
         lease.end(token, |opened| matches!(opened.site, Site::Imported(_)));
@@ -356,7 +356,7 @@ pub(super) fn released(token: &Token) {
 /// Never waits for a thread that is opening memory, which could deadlock: that thread may wait for the other process's pause while the
 /// caller is part of this process's pause, and the other process may be doing the same. Memory that is being opened now is closed the next
 /// time.
-pub(super) fn forget_gone() {
+pub(crate) fn forget_gone() {
     let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
     for site in borrowed.open.values_mut().filter_map(Opened::open_site_mut) {
         site.contexts.retain(|context| !context.is_gone());

@@ -6,11 +6,11 @@
 //! gets a handle of the library's for that, as for its own memory (`handles`).
 
 use super::borrow::{Behind, Claimed, LeaseState, Opened, Passed, Site, borrowed};
-use super::handles::next_handle;
 use super::lender::Refused;
-use super::lending::Token;
-use super::{Allocation, Memory, Origin, Placement, region};
 use crate::contexts;
+use crate::memory::registry::lending::Token;
+use crate::memory::registry::next_handle;
+use crate::memory::{Allocation, Memory, Origin, Placement, region};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
@@ -149,7 +149,7 @@ fn adopt_from(owner: u32, file: BorrowedFd<'_>, handle: u64, current: &Current) 
         return Answer::No;
     };
     let (key, device) = (made.key(), Some(made.device));
-    Memory::get().imports.insert(key, Arc::clone(&made));
+    Memory::get().registry.insert_import(Arc::clone(&made));
     let (lease, site, tag) = (Arc::clone(&lease), Site::Imported(made), passed.tag);
     borrowed.open.insert(token, Opened { lease, site, tag, device, pauses: passed.pauses, behind: Behind::Memory });
     Answer::Adopted(key)

@@ -3,11 +3,10 @@
 //! Who asked for it is its owner: a library, by its file name. Without a limit, small requests are not counted: they are many, and
 //! the driver packs them together.
 
-use super::Requester;
-use super::keyed::{Keyed, Spread};
 use super::sightings::{self, ObstacleKey};
 use crate::events::{self, Change, Owner};
 use crate::limit::Charge;
+use crate::memory::registry::{Keyed, Requester, Spread};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::ptr;
@@ -233,7 +232,7 @@ pub fn blocks() -> Vec<UnmanagedBlock> {
 }
 
 /// Forgets memory that was destroyed with its context.
-pub(super) fn forget_gone() {
+pub(crate) fn forget_gone() {
     let Some(unmanaged) = UNMANAGED.existing() else { return };
     // The driver is not called while the map is locked.
     let mut contexts: BTreeSet<_> = unmanaged.blocks.iter().filter_map(|block| block.context).collect();

@@ -5,12 +5,12 @@
 //! and gets descriptors of the physical memory. The connection is the lease: until it ends, or the memory is closed over it, the memory is
 //! not paused.
 
-pub use super::lending::{Borrower, Token};
+pub use crate::memory::registry::lending::{Borrower, Token};
 
-use super::lending::TOKEN_BYTES;
-use super::state::{Present, State};
-use super::{Allocation, Memory, check_not_quiesced, lending};
 use crate::door;
+use crate::memory::registry::lending::TOKEN_BYTES;
+use crate::memory::registry::state::{Present, State};
+use crate::memory::{Allocation, Memory, check_not_quiesced};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl Memory {
     /// memory is not managed, or comes from `cuMemCreate`, or the device cannot share it.
     pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Ticket, StatusCode>> {
         let allocation =
-            self.find(address).filter(|allocation| allocation.origin().is_malloc() && allocation.place_of(address).is_some())?;
+            self.registry.find(address).filter(|allocation| allocation.origin().is_malloc() && allocation.place_of(address).is_some())?;
         if !driver::is_shareable(allocation.device) {
             return None;
         }
@@ -86,29 +86,13 @@ impl Memory {
         }))
     }
 
-    fn with_token(&self, token: &Token) -> Option<Arc<Allocation>> {
-        let allocation = self.allocations.get(&lending::key_of(token)?).map(|entry| Arc::clone(&entry))?;
-        let has_it = allocation.contents().lending.is(token);
-        has_it.then_some(allocation)
-    }
-
-    /// Whether this process has given out the token.
-    pub fn has_given(&self, token: &Token) -> bool {
-        self.with_token(token).is_some()
-    }
-
     /// Passes memory to another process, which has it open from now on. The errors have the codes for `cuIpcOpenMemHandle`.
     pub fn lend(&self, token: &str, borrower: &Borrower) -> Result<Loan, Error> {
         // Not during a pause or resume.
         let _shared = self.share();
         check_not_quiesced()?;
-        let allocation = Token::parse(token).and_then(|token| self.with_token(&token)).ok_or(refusal(code::INVALID_HANDLE))?;
+        let allocation = Token::parse(token).and_then(|token| self.registry.with_token(&token)).ok_or(refusal(code::INVALID_HANDLE))?;
         lend_to(&allocation, borrower)
-    }
-
-    /// The memory behind a descriptor that this process has exported.
-    fn with_export(&self, file: BorrowedFd<'_>) -> Option<Arc<Allocation>> {
-        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.has_exported(file))
     }
 
     /// Passes memory to a process that has imported a descriptor of it. `admit`: whether there is room for one more borrower. The export counts as
@@ -123,7 +107,7 @@ impl Memory {
         let _shared = self.transition.try_read().map_err(|_| Error::Busy(Duration::ZERO))?;
         check_not_quiesced()?;
         let invalid = Failure { call: "cuMemImportFromShareableHandle", code: code::INVALID_HANDLE };
-        let allocation = self.with_export(file).ok_or(invalid)?;
+        let allocation = self.registry.with_export(file).ok_or(invalid)?;
         admit()?;
         let token =
             allocation.contents().lending.token(allocation.key()).map_err(|_| Failure { code: code::OPERATING_SYSTEM, ..invalid })?;
@@ -135,7 +119,7 @@ impl Memory {
     /// The handle of memory that this process has exported itself, once more.
     pub fn own_export(&self, file: BorrowedFd<'_>) -> Option<u64> {
         let _shared = self.share();
-        let allocation = self.with_export(file)?;
+        let allocation = self.registry.with_export(file)?;
         let mut contents = allocation.contents();
         contents.lending.claimed(file);
         contents.references += 1;
@@ -144,7 +128,7 @@ impl Memory {
 
     /// Records that another process has closed memory.
     pub fn take_back(&self, token: &str, connection: u64) {
-        if let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) {
+        if let Some(allocation) = Token::parse(token).and_then(|token| self.registry.with_token(&token)) {
             self.close_loan(&allocation, connection);
         }
     }
@@ -161,7 +145,7 @@ impl Memory {
 
     /// Records that another process has closed everything, or has ended.
     pub fn take_all_back(&self, connection: u64) {
-        for allocation in self.snapshot() {
+        for allocation in self.registry.snapshot() {
             self.close_loan(&allocation, connection);
         }
     }
