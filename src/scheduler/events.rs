@@ -1,0 +1,247 @@
+//! What the events mean to what the scheduler knows.
+
+use crate::action::{Action, Cause};
+use crate::event::{Activity, Asked, Event, Outcome, Report};
+use crate::ids::{AskId, ChangeId, GangId, GpuId, JobId, ProgramId};
+use crate::memory::{Memory, PerGpu};
+use crate::policy::Policy;
+use crate::state::{Ask, Backoff, Gang, Gpu, Host, Program, State, Turn, Underway, Works};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+impl State {
+    /// Learns of an event. What no longer exists is not an error: whatever is told of it crossed with its end.
+    pub(crate) fn learn(&mut self, event: Event, actions: &mut Vec<Action>) {
+        let now = self.now;
+        match event {
+            Event::Gpu { gpu, total, unmanaged } => {
+                let aged_until = self.gpus.get(&gpu).map(|known| known.aged_until).unwrap_or_default();
+                self.gpus.insert(gpu, Gpu { total, unmanaged, aged_until });
+            }
+            Event::Host { room, files } => self.host = Host { room, files },
+            Event::Ready => self.ready = true,
+            Event::Joined(report) => self.join(*report),
+            Event::Left(program) => self.leave(program),
+            Event::Together(programs) => self.tie(&programs),
+            Event::Apart(program) => self.untie(program),
+            Event::Memory { program, gpu, memory } => self.set_memory(program, gpu, memory),
+            Event::Asks { program, ask, room } => {
+                let asked = Ask { room, since: now, unserved: Duration::ZERO, granted: false };
+                self.with(program, |one| _ = one.asks.insert(ask, asked));
+            }
+            Event::Settled { program, ask, memory } => {
+                self.with(program, |one| _ = one.asks.remove(&ask));
+                self.set_memories(program, memory);
+            }
+            Event::Called(program) => self.call(program),
+            Event::Activity(program, activity) => {
+                self.with(program, |one| one.works = Works::known(now, activity, one.watched.is_some()));
+            }
+            Event::Capturing(program, capturing) => self.with(program, |one| one.capturing = capturing),
+            Event::Paused(program, paused) => {
+                self.with(program, |one| (one.paused, one.works) = (paused, Works::Unknown));
+            }
+            Event::Settings(program, settings) => self.with(program, |one| one.settings = settings),
+            Event::Done { change, outcome, programs } => self.finish(change, outcome, programs, actions),
+            Event::Timer => (),
+        }
+    }
+
+    fn join(&mut self, report: Report) {
+        let (now, id) = (self.now, report.program);
+        self.leave(id);
+        let gang = GangId(id.0);
+        let turn = report.turn.map_or((now, now), |(lasted, lasts)| (now.saturating_sub(lasted), now + lasts));
+        let backoff = report.backoff.map_or_else(Backoff::default, |(left, next)| Backoff { until: now + left, next });
+        let of_job = self.of_job(report.job);
+        let asks = report.asks.into_iter().map(|Asked { ask, room, waited, unserved, granted }| {
+            (ask, Ask { room, since: now.saturating_sub(waited), unserved, granted })
+        });
+        let touched: BTreeSet<_> = report.partners.iter().copied().chain(of_job).chain([id]).collect();
+        let program = Program {
+            job: report.job,
+            partners: report.partners,
+            several_nodes: report.several_nodes,
+            memory: report.memory,
+            held: report.held,
+            paused: report.paused,
+            capturing: report.capturing,
+            works: Works::known(now, report.activity, false),
+            watched: None,
+            called: report.called.map(|waited| now.saturating_sub(waited)),
+            asks: asks.collect(),
+            settings: report.settings,
+        };
+        let turn = Turn { since: turn.0, until: turn.1, class: program.settings.priority };
+        self.gangs.insert(gang, Gang { programs: [(id, program)].into(), turn, backoff, ..Gang::default() });
+        self.gang_of.insert(id, gang);
+        self.regroup(&touched);
+    }
+
+    fn of_job(&self, job: Option<JobId>) -> Vec<ProgramId> {
+        let programs = self.gangs.values().flat_map(|gang| &gang.programs);
+        programs.filter(|(_, one)| job.is_some() && one.job == job).map(|(&id, _)| id).collect()
+    }
+
+    /// Its memory is free, and its promises are void. Its change goes on, and tells when it ends.
+    fn leave(&mut self, program: ProgramId) {
+        let Some(id) = self.gang_of.remove(&program) else { return };
+        let Some(gang) = self.gangs.get_mut(&id) else { return };
+        gang.programs.remove(&program);
+        if gang.programs.is_empty() {
+            self.gangs.remove(&id);
+            for underway in self.changes.values_mut().filter(|underway| underway.change.cause.gang() == id) {
+                underway.promised.clear();
+            }
+            return;
+        }
+        // Those that were tied by it alone are no longer.
+        let rest = gang.programs.keys().copied().collect();
+        self.regroup(&rest);
+    }
+
+    fn tie(&mut self, programs: &BTreeSet<ProgramId>) {
+        for &program in programs {
+            self.with(program, |one| one.partners.extend(programs.iter().filter(|other| **other != program)));
+        }
+        self.regroup(programs);
+    }
+
+    fn untie(&mut self, program: ProgramId) {
+        let Some(id) = self.gang(program) else { return };
+        for (&other, one) in &mut self.gangs.get_mut(&id).expect("each program's gang exists").programs {
+            if other == program {
+                one.partners.clear();
+            }
+            one.partners.remove(&program);
+        }
+        self.regroup(&[program].into());
+    }
+
+    fn set_memories(&mut self, program: ProgramId, memory: PerGpu<Memory>) {
+        for (gpu, memory) in memory {
+            self.set_memory(program, gpu, memory);
+        }
+    }
+
+    fn set_memory(&mut self, program: ProgramId, gpu: GpuId, mut memory: Memory) {
+        let Some(one) = self.program(program) else { return };
+        let before = one.memory.get(&gpu).map_or(0, |memory| memory.peak);
+        memory.peak = memory.peak.max(before).max(memory.own());
+        one.memory.insert(gpu, memory);
+    }
+
+    fn call(&mut self, program: ProgramId) {
+        let now = self.now;
+        let Some(gang) = self.gang(program).and_then(|id| self.gangs.get_mut(&id)) else { return };
+        // A call that has crossed with its program's return has passed by now.
+        if (gang.is_away() || gang.moving.is_some())
+            && let Some(one) = gang.programs.get_mut(&program)
+        {
+            one.called.get_or_insert(now);
+            one.works = Works::Busy;
+        }
+    }
+
+    fn finish(&mut self, id: ChangeId, outcome: Outcome, programs: Vec<(ProgramId, PerGpu<Memory>, bool)>, actions: &mut Vec<Action>) {
+        let Some(underway) = self.changes.remove(&id) else { return };
+        let now = self.now;
+        for (program, memory, held) in programs {
+            self.set_memories(program, memory);
+            let Some(one) = self.program(program) else { continue };
+            one.held = held;
+            if held && one.called.is_none() && matches!(one.works, Works::Busy | Works::Unknown) {
+                // Nothing passes while it is held, and what calls is told.
+                one.works = Works::IdleSince(now);
+            }
+        }
+        let waiter = match underway.change.cause {
+            Cause::Called(gang) | Cause::Asks(gang) => Some(gang),
+            Cause::IdleFor(..) => None,
+        };
+        let policy = &self.policy;
+        for (&gang_id, gang) in self.gangs.iter_mut().filter(|(_, gang)| gang.moving == Some(id) || gang.served_by == Some(id)) {
+            let came = gang.moving.is_some() && !gang.is_away();
+            (gang.moving, gang.served_by) = (None, None);
+            if !gang.is_away() {
+                gang.programs.values_mut().for_each(|one| one.called = None);
+            }
+            match outcome {
+                Outcome::Changed if waiter == Some(gang_id) => gang.begin_turn(&underway, came, policy, now),
+                Outcome::Changed => gang.backoff = Backoff::default(),
+                Outcome::Refused(program) if gang.programs.contains_key(&program) => {
+                    gang.backoff.extend(now, policy.backoff, policy.backoff_most);
+                }
+                Outcome::Failed if underway.change.cause.gang() == gang_id => gang.retry.extend(now, policy.retry, policy.backoff),
+                Outcome::Refused(_) | Outcome::Failed => (),
+            }
+        }
+        if let Some((id, gang)) = waiter.filter(|_| outcome == Outcome::Changed).and_then(|id| Some((id, self.gangs.get(&id)?))) {
+            if underway.class > gang.priority() {
+                let until = gang.turn.until;
+                for (_, gpu) in self.gpus.iter_mut().filter(|(id, _)| underway.gpus.contains(id)) {
+                    gpu.aged_until = gpu.aged_until.max(until);
+                }
+            }
+            self.grant_what_fits(id, actions);
+        }
+        for program in std::mem::take(&mut self.ties) {
+            self.regroup(&[program].into());
+        }
+    }
+
+    /// Grants what the gang asks for and there is room for, the oldest first.
+    fn grant_what_fits(&mut self, id: GangId, actions: &mut Vec<Action>) {
+        let mut free: PerGpu<i64> = self.books().into_iter().map(|(gpu, books)| (gpu, books.free(self.policy.reserve))).collect();
+        let mut asks: Vec<_> = self.gangs[&id].asks().map(|(program, id, ask)| (ask.since, program, id, ask.room.clone())).collect();
+        asks.sort();
+        for (_, program, ask, room) in asks {
+            if room.iter().all(|(gpu, &bytes)| free.get(gpu).is_some_and(|free| *free >= bytes as i64)) {
+                for (gpu, &bytes) in &room {
+                    *free.entry(*gpu).or_default() -= bytes as i64;
+                }
+                self.grant(program, ask, actions);
+            }
+        }
+    }
+
+    pub(crate) fn grant(&mut self, program: ProgramId, ask: AskId, actions: &mut Vec<Action>) {
+        actions.push(Action::Grant(program, ask));
+        if let Some(ask) = self.program(program).and_then(|one| one.asks.get_mut(&ask)) {
+            ask.granted = true;
+        }
+    }
+}
+
+impl Gang {
+    /// The turn that follows a change pays for it: it lasts at least `k` times as long. A gang that asks for more in its turn gets as much longer.
+    fn begin_turn(&mut self, underway: &Underway, came: bool, policy: &Policy, now: Duration) {
+        let took = now.saturating_sub(underway.began);
+        self.retry = Backoff::default();
+        if came {
+            self.turn.since = now;
+            self.programs.values_mut().for_each(|one| one.works = Works::Busy);
+        }
+        self.turn.until = if came || self.turn.until <= now { now + policy.turn(took) } else { self.turn.until + took * policy.k };
+        self.turn.class = underway.class;
+    }
+}
+
+impl Backoff {
+    fn extend(&mut self, now: Duration, first: Duration, most: Duration) {
+        let next = self.next.clamp(first, most);
+        *self = Self { until: now + next, next: next * 2 };
+    }
+}
+
+impl Works {
+    /// What a program that is not watched said may be long past.
+    fn known(now: Duration, activity: Activity, watched: bool) -> Self {
+        match activity {
+            Activity::Empty => Self::Empty,
+            _ if !watched => Self::Unknown,
+            Activity::Busy => Self::Busy,
+            Activity::Idle(passed) => Self::IdleSince(now.saturating_sub(passed)),
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Where the contents of those that leave go.
+//!
+//! Retained copies of memory that is on a GPU are no part of the count: they are cache, and go first.
+
+use crate::action::Leave;
+use crate::state::State;
+
+/// Bytes of contents that may leave, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Budget(pub u64);
+
+impl State {
+    /// Bytes of contents that are away, or about to leave.
+    fn contents(&self) -> u64 {
+        let away: u64 = self.gangs.values().map(super::state::Gang::contents_away).sum();
+        away + self.changes.values().map(|underway| underway.contents.0).sum::<u64>()
+    }
+
+    /// What may leave beside contents of `coming` bytes that come in: if the host holds both, if they pass each other, and with files. The first that
+    /// suffices is the best.
+    pub(crate) fn budgets(&self, coming: u64) -> [Budget; 4] {
+        let (contents, room) = (self.contents(), self.host.room);
+        let both = room + self.host.files;
+        [(room, 0), (room, coming), (both, 0), (both, coming)].map(|(room, coming)| Budget((room + coming).saturating_sub(contents)))
+    }
+
+    /// Whether contents have to pass each other, and how many bytes go to files.
+    pub(crate) fn passing(&self, leaving: &[Leave], coming: u64) -> (bool, u64) {
+        let (contents, room) = (self.contents(), self.host.room);
+        let leaving: u64 = leaving.iter().map(Leave::contents).sum();
+        let passing = coming > 0 && contents + leaving > room + self.host.files;
+        let after = contents + leaving - if passing { coming } else { 0 };
+        (passing, after.saturating_sub(room).saturating_sub(contents.saturating_sub(room)))
+    }
+}

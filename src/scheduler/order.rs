@@ -1,0 +1,61 @@
+//! Who is served first.
+//!
+//! Gangs with a blocked rank come first: what they have is of no use until they go on, and they cannot give way. Then the priority decides, then
+//! whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn goes before older waiters because its
+//! turn would be of no use otherwise: of two engines that start together, each would lose its place to the other at each allocation.
+//!
+//! A waiter of a lower priority rises to the highest once it has waited so long that its turn is `low_percent` of the time; on each GPU one at a time, and no
+//! sooner than as long after the turn of the last. Else a hundred trainers of a low priority would get a hundred turns for one of an engine.
+
+use crate::ids::{GangId, GpuId, Priority};
+use crate::memory::PerGpu;
+use crate::state::{Gang, State};
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// A gang that waits for room, or to come in.
+#[derive(Debug, Clone)]
+pub(crate) struct Waiter {
+    pub gang: GangId,
+    pub since: Duration,
+    /// Its own priority.
+    pub own: Priority,
+    /// The same, raised if it has aged.
+    pub class: Priority,
+    /// When it rises, if it has not.
+    pub rises: Option<Duration>,
+    blocked: bool,
+    in_turn: bool,
+    pub lack: PerGpu,
+}
+
+impl State {
+    /// All that wait, in the order in which they are served.
+    pub(crate) fn waiters(&self) -> Vec<Waiter> {
+        let mut waiters: Vec<Waiter> = self.gangs.iter().filter_map(|(&id, gang)| self.waiter(id, gang)).collect();
+        waiters.sort_by_key(|waiter| (waiter.since, waiter.gang));
+        let mut risen: BTreeSet<GpuId> = BTreeSet::new();
+        for waiter in waiters.iter_mut().filter(|waiter| waiter.rises.is_some_and(|rises| rises <= self.now)) {
+            if waiter.lack.keys().all(|gpu| !risen.contains(gpu)) {
+                risen.extend(waiter.lack.keys());
+                (waiter.class, waiter.rises) = (Priority::High, None);
+            }
+        }
+        waiters.sort_by_key(|waiter| (!waiter.blocked, Reverse(waiter.class), !waiter.in_turn, waiter.since, waiter.gang));
+        waiters
+    }
+
+    fn waiter(&self, id: GangId, gang: &Gang) -> Option<Waiter> {
+        if gang.moving.is_some() || gang.served_by.is_some() {
+            return None;
+        }
+        let (since, lack) = (gang.waits_since()?, gang.lack());
+        let in_turn = !gang.is_away() && self.now < gang.turn.until;
+        let class = if in_turn { gang.class(self.now) } else { gang.priority() };
+        let last = lack.keys().filter_map(|gpu| self.gpus.get(gpu)).map(|gpu| gpu.aged_until).max().unwrap_or_default();
+        let turn = self.policy.turn(self.policy.overhead + self.policy.copy(lack.values().copied().max().unwrap_or(0)));
+        let rises = (class < Priority::High).then(|| since.max(last) + self.policy.aged_after(turn));
+        Some(Waiter { gang: id, since, own: gang.priority(), class, rises, blocked: gang.is_blocked(), in_turn, lack })
+    }
+}

@@ -1,0 +1,352 @@
+//! One step: learn of an event, then serve whoever can be served.
+
+use crate::action::{Action, Because, Cause, Change, Leave, Refusal, Why};
+use crate::event::Event;
+use crate::ids::{AskId, ChangeId, GangId, GpuId, Priority, ProgramId};
+use crate::memory::PerGpu;
+use crate::order::Waiter;
+use crate::state::{Gang, State, Underway, Works};
+use crate::victims::{Needs, Standing};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// What to do after an event.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Step {
+    /// In this order.
+    pub actions: Vec<Action>,
+    /// When to send [`Event::Timer`], since the epoch, unless something else happens before. `None`: not until something happens.
+    pub wake: Option<Duration>,
+}
+
+/// What one step has found and decided so far.
+struct Round {
+    step: Step,
+    /// What nobody has and nobody was promised.
+    free: PerGpu<i64>,
+    /// Of that, what is kept for waiters that are served first.
+    claimed: PerGpu,
+    /// The first waiter on each GPU for which others must give way: no other has them give way there.
+    first: PerGpu<GangId>,
+    /// Waiters that are served first, and can be.
+    ahead: BTreeSet<GangId>,
+    /// GPUs on which some change places.
+    moving: BTreeSet<GpuId>,
+}
+
+/// Who may give way to a waiter.
+struct Candidates {
+    /// Now, in the order in which they do.
+    now: Vec<(GangId, Why)>,
+    /// Sooner or later.
+    ever: Vec<(GangId, Why)>,
+    /// When the next of the others may.
+    next: Option<Duration>,
+}
+
+impl Round {
+    fn wake_at(&mut self, at: Duration) {
+        self.step.wake = Some(self.step.wake.map_or(at, |wake| wake.min(at)));
+    }
+
+    fn take(&mut self, room: &PerGpu) {
+        for (gpu, bytes) in room {
+            *self.free.entry(*gpu).or_default() -= *bytes as i64;
+        }
+    }
+
+    /// Keeps for the waiter what it needs and is there, and those who may give way to it: nobody younger takes either.
+    fn claim(&mut self, waiter: &Waiter, needs: &Needs) {
+        for (&gpu, bytes) in &waiter.lack {
+            *self.claimed.entry(gpu).or_default() += bytes;
+        }
+        for gpu in needs.gpus() {
+            self.first.entry(gpu).or_insert(waiter.gang);
+        }
+        self.ahead.insert(waiter.gang);
+    }
+}
+
+impl State {
+    /// Learns of an event that happens `now`, counted from the scheduler's epoch, and decides what to do.
+    pub fn step(&mut self, now: Duration, event: Event) -> Step {
+        let passed = now.saturating_sub(self.now);
+        self.now = self.now.max(now);
+        self.count_unserved(passed);
+        let mut actions = Vec::new();
+        self.learn(event, &mut actions);
+        if !self.ready {
+            return Step { actions, wake: None };
+        }
+        let mut round = self.round(actions);
+        for waiter in self.waiters() {
+            if let Some(rises) = waiter.rises.filter(|rises| *rises > self.now) {
+                round.wake_at(rises);
+            }
+            let because = self.serve(&mut round, waiter.clone());
+            self.gangs.get_mut(&waiter.gang).expect("a waiter exists").because = because;
+        }
+        self.release_idle(&mut round);
+        self.watch(&mut round);
+        round.step
+    }
+
+    fn count_unserved(&mut self, passed: Duration) {
+        for gang in self.gangs.values_mut().filter(|gang| matches!(gang.because, Some(Because::NobodyCan | Because::Retries(_)))) {
+            let asks = gang.programs.values_mut().flat_map(|program| program.asks.values_mut());
+            asks.filter(|ask| !ask.granted).for_each(|ask| ask.unserved += passed);
+        }
+    }
+
+    fn round(&mut self, actions: Vec<Action>) -> Round {
+        let reserve = self.policy.reserve;
+        for gang in self.gangs.values_mut() {
+            gang.because = gang.served_by.or(gang.moving).filter(|_| gang.waits_since().is_some()).map(|_| Because::Served);
+        }
+        Round {
+            step: Step { actions, wake: None },
+            free: self.books().into_iter().map(|(gpu, books)| (gpu, books.free(reserve))).collect(),
+            claimed: PerGpu::new(),
+            first: PerGpu::new(),
+            ahead: BTreeSet::new(),
+            moving: self.changes.values().flat_map(|underway| underway.gpus.iter().copied()).collect(),
+        }
+    }
+
+    /// Serves a waiter, or says why it still waits.
+    fn serve(&mut self, round: &mut Round, mut waiter: Waiter) -> Option<Because> {
+        while let Some((program, ask, refusal)) = self.refusal(&waiter) {
+            round.step.actions.push(Action::Refuse(program, ask, refusal));
+            self.with(program, |one| _ = one.asks.remove(&ask));
+            let gang = &self.gangs[&waiter.gang];
+            waiter.lack = gang.lack();
+            gang.waits_since()?;
+        }
+        if waiter.lack.keys().any(|gpu| !self.gpus.contains_key(gpu)) {
+            return Some(Because::NobodyCan);
+        }
+        let gang = &self.gangs[&waiter.gang];
+        if self.now < gang.retry.until {
+            let until = gang.retry.until;
+            round.wake_at(until);
+            return Some(Because::Retries(until));
+        }
+        let (comes, needs) = (gang.is_away() && !gang.is_paused(), self.needs(round, &waiter));
+        if needs.is_met() && !comes {
+            self.grant_all(round, &waiter);
+            return None;
+        }
+        let mut gpus = gang.gpus();
+        gpus.retain(|gpu| comes || !needs.rivals.is_empty() || waiter.lack.contains_key(gpu));
+        if gpus.iter().any(|gpu| round.moving.contains(gpu)) {
+            round.claim(&waiter, &needs);
+            return Some(Because::Moving);
+        }
+        if needs.is_met() {
+            self.begin(round, &waiter, Vec::new(), comes);
+            return Some(Because::Served);
+        }
+        if let Some(&first) = needs.gpus().find_map(|gpu| round.first.get(&gpu)) {
+            round.claim(&waiter, &needs);
+            return Some(Because::Behind(first));
+        }
+        Some(self.make_room(round, &waiter, &needs, comes))
+    }
+
+    /// What others have to give, beside what is there and not kept for those who are served first.
+    fn needs(&self, round: &Round, waiter: &Waiter) -> Needs {
+        let gang = &self.gangs[&waiter.gang];
+        let mut needs = Needs::default();
+        for (&gpu, &lack) in &waiter.lack {
+            let available = round.free[&gpu] - round.claimed.get(&gpu).map_or(0, |bytes| *bytes as i64);
+            needs.bytes.insert(gpu, u64::try_from(lack as i64 - available).unwrap_or(0));
+        }
+        if gang.is_parallel() && !gang.is_paused() {
+            needs.rivals = gang.gpus().into_iter().map(|gpu| (gpu, self.excess(waiter.gang, gpu))).collect();
+        }
+        needs.bytes.retain(|_, bytes| *bytes > 0);
+        needs.rivals.retain(|_, bytes| *bytes > 0);
+        needs
+    }
+
+    /// Has others give way, or finds out when they may.
+    fn make_room(&mut self, round: &mut Round, waiter: &Waiter, needs: &Needs, comes: bool) -> Because {
+        let Candidates { now, ever, next } = self.candidates(round, waiter, needs);
+        let coming = if comes { self.gangs[&waiter.gang].contents_away() } else { 0 };
+        let budgets = self.budgets(coming);
+        if let Some(leaving) = budgets.into_iter().find_map(|budget| self.cover(needs, &now, budget)) {
+            self.begin(round, waiter, leaving, comes);
+            return Because::Served;
+        }
+        if let Some(at) = next {
+            round.wake_at(at);
+        }
+        if budgets.into_iter().all(|budget| self.cover(needs, &ever, budget).is_none()) {
+            let unserved = self.gangs[&waiter.gang].asks().map(|(.., ask)| ask.unserved).max();
+            if let Some(unserved) = unserved {
+                round.wake_at(self.now + self.policy.wait.saturating_sub(unserved));
+            }
+            return Because::NobodyCan;
+        }
+        round.claim(waiter, needs);
+        next.map_or(Because::Busy, Because::Until)
+    }
+
+    fn candidates(&self, round: &Round, waiter: &Waiter, needs: &Needs) -> Candidates {
+        let concerned =
+            |gang: &Gang| needs.gpus().any(|gpu| gang.resident(gpu) > 0 || needs.rivals.contains_key(&gpu) && gang.runs_on(gpu));
+        let others: Vec<_> = self.gangs.iter().filter(|(id, gang)| **id != waiter.gang && concerned(gang)).collect();
+        // No busy one goes before it is known who is idle.
+        let known_at = others.iter().map(|(_, gang)| gang.known_at(self.now, self.policy.rest)).max().unwrap_or_default();
+        let (mut now, mut ever, mut later) = (Vec::new(), Vec::new(), Vec::new());
+        for (&id, gang) in others {
+            let (from, why) = match self.standing(gang, id, waiter, needs, &round.ahead) {
+                Standing::Never(until) => {
+                    later.extend(until);
+                    continue;
+                }
+                Standing::Later => (Duration::MAX, Why::TurnOver),
+                Standing::From(from, why @ (Why::Lower(_) | Why::TurnOver)) => (from.max(known_at), why),
+                Standing::From(from, why) => (from, why),
+            };
+            ever.push((id, why));
+            if from <= self.now { now.push((id, why)) } else { later.push(from) }
+        }
+        now.sort_by_key(|&(id, why)| self.preference(id, why));
+        let next = later.into_iter().filter(|at| *at > self.now && *at < Duration::MAX).min();
+        Candidates { now, ever, next }
+    }
+
+    /// A request of the waiter that fails, the oldest first, and why.
+    fn refusal(&self, waiter: &Waiter) -> Option<(ProgramId, AskId, Refusal)> {
+        let gang = &self.gangs[&waiter.gang];
+        let mut asks: Vec<_> = gang.asks().collect();
+        asks.sort_by_key(|&(program, id, ask)| (ask.since, program, id));
+        let mut together = PerGpu::new();
+        let mut of = BTreeMap::<(ProgramId, GpuId), u64>::new();
+        for (&id, program) in &gang.programs {
+            let granted = program.asks.values().filter(|ask| ask.granted).flat_map(|ask| &ask.room).map(|(&gpu, &bytes)| (gpu, bytes));
+            for (gpu, bytes) in program.memory.iter().map(|(&gpu, memory)| (gpu, memory.own())).chain(granted) {
+                *of.entry((id, gpu)).or_default() += bytes;
+                *together.entry(gpu).or_default() += bytes;
+            }
+        }
+        for (program, id, ask) in asks {
+            let limit = gang.programs[&program].settings.limit.unwrap_or(u64::MAX);
+            let own = |gpu: &GpuId| of.get(&(program, *gpu)).copied().unwrap_or(0);
+            if ask.room.iter().any(|(gpu, bytes)| own(gpu) + bytes > limit) {
+                return Some((program, id, Refusal::Limit));
+            }
+            let capacity = |gpu: &GpuId| self.gpus.get(gpu).map_or(u64::MAX, |gpu| gpu.total.saturating_sub(self.policy.reserve));
+            if ask.room.iter().any(|(gpu, bytes)| together.get(gpu).copied().unwrap_or(0) + bytes > capacity(gpu)) {
+                return Some((program, id, Refusal::NeverFits));
+            }
+            if ask.unserved >= self.policy.wait {
+                return Some((program, id, Refusal::Unserved(ask.unserved)));
+            }
+            for (&gpu, bytes) in &ask.room {
+                *of.entry((program, gpu)).or_default() += bytes;
+                *together.entry(gpu).or_default() += bytes;
+            }
+        }
+        None
+    }
+
+    fn grant_all(&mut self, round: &mut Round, waiter: &Waiter) {
+        round.take(&waiter.lack);
+        let asks: Vec<_> = self.gangs[&waiter.gang].asks().map(|(program, ask, _)| (program, ask)).collect();
+        for (program, ask) in asks {
+            self.grant(program, ask, &mut round.step.actions);
+        }
+    }
+
+    /// Begins a change for a waiter. The room that is there is promised to it; the rest it has from those that leave.
+    fn begin(&mut self, round: &mut Round, waiter: &Waiter, leaving: Vec<Leave>, comes: bool) {
+        let promised: PerGpu =
+            waiter.lack.iter().map(|(&gpu, lack)| (gpu, lack.saturating_sub(leaving.iter().map(|leave| leave.on(gpu)).sum()))).collect();
+        round.take(&promised);
+        let gang = &self.gangs[&waiter.gang];
+        let called = gang.programs.values().any(|program| program.called.is_some());
+        let cause = if comes && called { Cause::Called(waiter.gang) } else { Cause::Asks(waiter.gang) };
+        let contents = if comes { gang.contents_away() } else { 0 };
+        let coming: Vec<_> = if comes { gang.programs.keys().copied().collect() } else { Vec::new() };
+        let gpus = if gang.is_parallel() || comes { gang.gpus() } else { waiter.lack.keys().copied().collect() };
+        let underway = self.underway(cause, leaving, coming, contents, gpus);
+        let id = underway.change.id;
+        let gang = self.gangs.get_mut(&waiter.gang).expect("a waiter exists");
+        *if comes { &mut gang.moving } else { &mut gang.served_by } = Some(id);
+        self.start(round, Underway { promised, class: waiter.class, ..underway });
+    }
+
+    fn underway(
+        &mut self,
+        cause: Cause,
+        leaving: Vec<Leave>,
+        coming: Vec<ProgramId>,
+        contents: u64,
+        mut gpus: BTreeSet<GpuId>,
+    ) -> Underway {
+        let id = ChangeId(self.next_change);
+        self.next_change += 1;
+        let leaves = leaving.iter().map(Leave::contents).sum();
+        gpus.extend(leaving.iter().flat_map(|leave| leave.taken.keys().map(|(_, gpu)| *gpu)));
+        let (passing, to_files) = self.passing(&leaving, contents);
+        let change = Change { id, cause, leaving, coming, passing, to_files };
+        Underway { change, began: self.now, gpus, promised: PerGpu::new(), contents: (leaves, contents), class: Priority::Low }
+    }
+
+    fn start(&mut self, round: &mut Round, underway: Underway) {
+        for leave in &underway.change.leaving {
+            self.gangs.get_mut(&leave.gang).expect("a victim exists").moving = Some(underway.change.id);
+        }
+        round.moving.extend(&underway.gpus);
+        round.step.actions.push(Action::Change(underway.change.clone()));
+        self.changes.insert(underway.change.id, underway);
+    }
+
+    /// Those that have been idle for longer than their `--idle` give their memory back.
+    fn release_idle(&mut self, round: &mut Round) {
+        let limits: Vec<_> = self.gangs.iter().filter_map(|(&id, gang)| Some((id, gang.idle_limit()?))).collect();
+        for (id, limit) in limits {
+            let gang = &self.gangs[&id];
+            let Works::IdleSince(since) = gang.works() else { continue };
+            let (gpus, is_free) = (gang.gpus(), gang.moving.is_none() && gang.served_by.is_none() && gang.waits_since().is_none());
+            let has = |gpu: &GpuId| Some((*gpu, gang.resident(*gpu))).filter(|(_, bytes)| *bytes > 0);
+            let bytes: PerGpu = gpus.iter().filter_map(has).collect();
+            if bytes.is_empty() || !is_free || gang.is_paused() || gang.is_capturing() || gpus.iter().any(|gpu| round.moving.contains(gpu))
+            {
+                continue;
+            }
+            let due = (since + limit).max(gang.backoff.until).max(gang.retry.until);
+            if due > self.now {
+                round.wake_at(due);
+                continue;
+            }
+            let needs = Needs { bytes, rivals: PerGpu::new() };
+            let [_, _, budget, _] = self.budgets(0);
+            if let Some(leaving) = self.cover(&needs, &[(id, Why::Idle)], budget) {
+                let underway = self.underway(Cause::IdleFor(id, self.now.saturating_sub(since)), leaving, Vec::new(), 0, BTreeSet::new());
+                self.start(round, underway);
+            }
+        }
+    }
+
+    /// Has the programs tell whether they are idle, where it matters.
+    fn watch(&mut self, round: &mut Round) {
+        let waiters = self.gangs.values().filter(|gang| gang.waits_since().is_some());
+        let waited_for: BTreeSet<GpuId> = waiters.flat_map(Gang::gpus).collect();
+        for gang in self.gangs.values_mut() {
+            let matters = gang.idle_limit().is_some() || gang.gpus().iter().any(|gpu| waited_for.contains(gpu));
+            for (&id, program) in &mut gang.programs {
+                let wanted = matters && !program.held;
+                if program.watched.is_some() != wanted {
+                    program.watched = wanted.then_some(self.now);
+                    round.step.actions.push(Action::Watch(id, wanted));
+                    if !wanted && !program.held && program.works != Works::Empty {
+                        program.works = Works::Unknown;
+                    }
+                }
+            }
+        }
+    }
+}
