@@ -98,7 +98,8 @@ commands! {
 
 fn main() -> ExitCode {
     candidates::answer_shell();
-    let cli = Cli::from_arg_matches(&syntax::syntax().get_matches()).unwrap_or_else(|error| error.exit());
+    let matches = syntax::syntax().try_get_matches().unwrap_or_else(|error| syntax::explained(error).exit());
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let command = cli.command.get();
     // There may be hundreds of processes, each with a connection.
     if !command.becomes_program() {

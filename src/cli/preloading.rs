@@ -40,6 +40,9 @@ pub fn version_of(path: &Path) -> Result<String, String> {
     Ok(version.to_string_lossy().into_owned())
 }
 
+/// Programs that have another process start the command: a daemon, or another machine's.
+const STARTERS: [&str; 6] = ["docker", "docker-compose", "podman", "nerdctl", "kubectl", "ssh"];
+
 /// Why a program is not managed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unmanaged {
@@ -52,6 +55,12 @@ pub struct Unmanaged {
 /// Whether the loader of a command's program will not preload the library, and why. Whatever is unknown is left to the loader.
 pub fn unmanaged(program: &OsStr) -> Option<Unmanaged> {
     let mut program = on_path(program)?;
+    if let Some(starter) = STARTERS.iter().find(|name| program.file_name() == Some(OsStr::new(name))) {
+        let why = format!(
+            "what {starter} starts is not managed: it runs elsewhere, without this environment. docs/deploy.md says how to set up containers"
+        );
+        return Some(Unmanaged { why, is_ended_by_it: false });
+    }
     // The kernel follows as many.
     for _ in 0..5 {
         match interpreter_of_script(&program)? {
@@ -92,7 +101,7 @@ pub fn missing_interpreter(program: &OsStr) -> Option<PathBuf> {
 }
 
 /// The file that `exec` finds.
-fn on_path(program: &OsStr) -> Option<PathBuf> {
+pub fn on_path(program: &OsStr) -> Option<PathBuf> {
     if program.as_bytes().contains(&b'/') {
         return Some(program.into());
     }
@@ -320,6 +329,15 @@ impl Elf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_runs_in_a_container_is_not_managed() {
+        let folder = tempfile::tempdir().unwrap();
+        let docker = folder.path().join("docker");
+        fs::write(&docker, "#!/bin/sh\n").unwrap();
+        let found = unmanaged(docker.as_os_str()).unwrap();
+        assert!(found.why.starts_with("what docker starts is not managed") && found.why.contains("docs/deploy.md"), "{found:?}");
+    }
 
     #[test]
     fn other_preloaded_libraries_stay_and_ours_is_there_once() {

@@ -2,6 +2,7 @@
 
 use crate::Cli;
 use clap::CommandFactory;
+use clap::error::{ContextKind, ContextValue};
 use std::fmt::Write;
 use vramctl_coordinator::failure::Exit;
 
@@ -16,6 +17,46 @@ pub fn syntax() -> clap::Command {
         _ => option,
     };
     Cli::command().mut_subcommands(|command| command.mut_args(option))
+}
+
+/// Commands, each with words that people try for it.
+const SYNONYMS: [(&str, &str); 11] = [
+    ("resume", "unpause unsuspend wake wakeup wake-up awake continue thaw unfreeze restore reload load"),
+    ("pause", "sleep freeze free release evict offload unload hold"),
+    ("suspend", "checkpoint hibernate dump"),
+    ("run", "start launch exec spawn"),
+    ("ps", "ls jobs processes"),
+    ("status", "info show inspect describe memory mem stat"),
+    ("gpus", "gpu smi nvidia-smi devices who"),
+    ("top", "monitor htop nvtop live"),
+    ("move", "migrate relocate"),
+    ("doctor", "check diagnose diag test"),
+    ("metrics", "stats prometheus exporter"),
+];
+
+/// What is said of words that no command is for.
+const OTHERS: [(&str, &str); 2] = [
+    (
+        "stop kill terminate rm",
+        "vramctl ends no program: `kill PID` does, and `vramctl ps` lists the ids. `vramctl pause` takes its GPU memory away",
+    ),
+    ("logs log", "vramctl keeps no log: a program prints where it was started. `vramctl trace` writes a timeline of its memory"),
+];
+
+/// A refusal by clap, which compares letters, with what the word means.
+pub fn explained(error: clap::Error) -> clap::Error {
+    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidSubcommand) else { return error };
+    let has = |words: &str| words.split(' ').any(|known| known == word.to_lowercase());
+    let hint = match (SYNONYMS.iter().find(|(_, words)| has(words)), OTHERS.iter().find(|(words, _)| has(words))) {
+        (Some((command, _)), _) => {
+            let syntax = syntax();
+            let about = syntax.find_subcommand(command).and_then(clap::Command::get_about).map_or_else(String::new, ToString::to_string);
+            format!("did you mean `vramctl {command}`? ({about})")
+        }
+        (None, Some((_, text))) => (*text).to_owned(),
+        (None, None) => return error,
+    };
+    clap::Error::raw(error.kind(), format!("there is no command {word}; {hint}\n")).with_cmd(&syntax())
 }
 
 /// The examples, variables and exit codes.
@@ -88,6 +129,40 @@ mod tests {
     /// What clap or an option says of a wrong command line.
     fn refusal(line: &str) -> String {
         syntax().try_get_matches_from(line.split(' ')).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_word_that_is_tried_for_a_command_is_answered_with_it() {
+        let answer = |word: &str| explained(syntax().try_get_matches_from(["vramctl", word, "engine"]).unwrap_err()).to_string();
+        for (word, wanted) in [
+            ("unpause", "there is no command unpause; did you mean `vramctl resume`?"),
+            ("free", "did you mean `vramctl pause`? (Return the GPU memory of processes to the driver)"),
+            ("Checkpoint", "did you mean `vramctl suspend`?"),
+            ("start", "did you mean `vramctl run`?"),
+            ("ls", "did you mean `vramctl ps`?"),
+            ("stop", "vramctl ends no program"),
+            ("logs", "vramctl keeps no log"),
+            ("pasue", "'pause'"),
+        ] {
+            assert!(answer(word).contains(wanted), "{}", answer(word));
+        }
+    }
+
+    /// Otherwise, the word would never be explained.
+    #[test]
+    fn no_synonym_is_a_command_and_each_is_for_one() {
+        let words: Vec<_> = SYNONYMS
+            .iter()
+            .map(|(_, words)| words)
+            .chain(OTHERS.iter().map(|(words, _)| words))
+            .flat_map(|words| words.split(' '))
+            .collect();
+        for (at, word) in words.iter().enumerate() {
+            assert!(syntax().find_subcommand(word).is_none() && !words[..at].contains(word), "{word}");
+        }
+        for (command, _) in SYNONYMS {
+            assert!(syntax().find_subcommand(command).is_some(), "{command}");
+        }
     }
 
     #[test]

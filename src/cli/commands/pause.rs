@@ -3,13 +3,13 @@
 use crate::arguments::{BackupArgs, EngineArgs, TransitionArgs, registered, seconds};
 use crate::execute::Execute;
 use crate::transition;
-use crate::ui::{Ui, dry_run};
+use crate::ui::{Ui, dry_run, output};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
-use vramctl_coordinator::{Operation, Plan};
-use vramctl_model::{Registered, Verb};
+use vramctl_coordinator::{Operation, Plan, Reporter};
+use vramctl_model::{Bytes, Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -54,6 +54,9 @@ pub struct Args {
     dry_run: bool,
     #[command(flatten)]
     backup: BackupArgs,
+    /// With --discard and without TAGs: do not ask
+    #[arg(long, short)]
+    yes: bool,
     /// What to do with registered memory: refuse, keep or take
     ///
     /// For memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause the rest, and leave out
@@ -100,6 +103,9 @@ impl Execute for Args {
         if self.dry_run {
             return dry_run::print(&plan.forecast(), self.json);
         }
+        if !self.yes {
+            confirm(&plan, &ui)?;
+        }
         let consent = plan.consent(&ui)?;
         transition::run(plan, &consent, ui)
     }
@@ -107,6 +113,20 @@ impl Execute for Args {
     fn wants_json(&self) -> bool {
         self.json
     }
+}
+
+/// Says what would be lost of tags that nobody has named, and asks, if somebody is there to answer.
+fn confirm(plan: &Plan, ui: &Ui) -> Result<(), CommandError> {
+    let dropped: Vec<_> = plan.drops_unnamed().into_iter().map(|(tag, bytes)| format!("{tag} ({})", Bytes(bytes))).collect();
+    if dropped.is_empty() || ui.json {
+        return Ok(());
+    }
+    let text = format!("--discard drops the contents of {}", dropped.join(", "));
+    if !output::is_answered() {
+        ui.warn(&format!("{text}; name the tags to choose some, or add --yes"));
+        return Ok(());
+    }
+    if output::ask(&format!("{text}. Go on?")) { Ok(()) } else { Err(CommandError::new(Exit::Failed, "nothing was paused")) }
 }
 
 impl Args {

@@ -6,6 +6,7 @@ use crate::execute::Execute;
 use crate::installation;
 use crate::preloading::{self, Unmanaged};
 use crate::ui::output;
+use clap::Args as _;
 use clap_complete::engine::ArgValueCompleter;
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -67,6 +68,9 @@ impl Execute for Args {
         let python = if self.no_python { Vec::new() } else { installation::python_path()? };
         let library = installation::library()?;
         let (program, arguments) = self.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
+        if let Some(text) = mistake(program, arguments) {
+            return Err(CommandError::new(Exit::Usage, text));
+        }
         let sanitizer = preloading::sanitizer(program);
         let mut variables = environment(self, &library, sanitizer.as_deref(), &python, |name| env::var_os(name))?;
         check(&library)?;
@@ -97,6 +101,33 @@ impl Execute for Args {
     fn becomes_program(&self) -> bool {
         true
     }
+}
+
+/// What a word means that is no program, but something else of a command line. A program that is there may have any name.
+fn mistake(program: &OsStr, arguments: &[OsString]) -> Option<String> {
+    let word = program.to_str().filter(|word| preloading::on_path(program).is_none() && !word.contains('/'))?;
+    if word.starts_with('-') {
+        let options = Args::augment_args(clap::Command::new("run"));
+        let known = options.get_arguments().filter_map(clap::Arg::get_long).map(|option| format!("--{option}"));
+        let written = word.split_once('=').map_or(word, |(option, _)| option);
+        let hint = target::nearest(written, known).map_or_else(String::new, |meant| target::did_you_mean(&meant));
+        return Some(format!("`vramctl run` has no option {written}{hint}"));
+    }
+    if let [dashes, rest @ ..] = arguments
+        && dashes == "--"
+        && !rest.is_empty()
+    {
+        let rest: Vec<_> = rest.iter().map(|word| word.to_string_lossy()).collect();
+        return Some(format!("there is no program {word}; for a name: vramctl run --name {word} -- {}", rest.join(" ")));
+    }
+    if let Some((name, _)) = word.split_once('=')
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    {
+        return Some(format!("{word} is a variable, and no program; set it before the command: {word} vramctl run -- …"));
+    }
+    let first = word.split_whitespace().next().filter(|first| first.len() < word.len())?;
+    preloading::on_path(OsStr::new(first))?;
+    Some(format!("there is no program '{word}'; without the quotes, {first} is the program: vramctl run -- {word}"))
 }
 
 /// As a shell has it: what is there and cannot be executed is something else than what is not there.
@@ -255,6 +286,30 @@ mod tests {
 
     fn value(variables: &[(&'static str, Option<String>)], name: &str) -> Option<String> {
         variables.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.clone())
+    }
+
+    #[test]
+    fn a_word_that_is_no_program_is_explained() {
+        let explained = |words: &[&str]| {
+            let arguments: Vec<_> = words[1..].iter().map(OsString::from).collect();
+            mistake(OsStr::new(words[0]), &arguments).unwrap_or_default()
+        };
+        for (words, wanted) in [
+            (&["--nmae", "engine", "--", "true"][..], "`vramctl run` has no option --nmae; did you mean --name?"),
+            (&["--nmae=engine", "--", "true"], "`vramctl run` has no option --nmae; did you mean --name?"),
+            (&["--zzz"], "`vramctl run` has no option --zzz"),
+            (&["no-engine", "--", "cat", "-v"], "there is no program no-engine; for a name: vramctl run --name no-engine -- cat -v"),
+            (&["cat -v"], "there is no program 'cat -v'; without the quotes, cat is the program: vramctl run -- cat -v"),
+            (
+                &["CUDA_VISIBLE_DEVICES=0", "cat"],
+                "CUDA_VISIBLE_DEVICES=0 is a variable, and no program; set it before the command: CUDA_VISIBLE_DEVICES=0 vramctl run -- …",
+            ),
+            (&["env", "--", "cat"], ""),
+            (&["./a=b"], ""),
+            (&["not-there"], ""),
+        ] {
+            assert_eq!(explained(words), wanted);
+        }
     }
 
     #[test]

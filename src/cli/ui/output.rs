@@ -71,6 +71,19 @@ pub fn complain(what: &str, text: &str) {
     let _ = writeln!(io::stderr(), "{} {}", colours::label(what), plain(&gpus::with_indices(text)));
 }
 
+/// Whether a person can answer a question.
+pub fn is_answered() -> bool {
+    io::stdin().is_terminal() && io::stderr().is_terminal()
+}
+
+/// Asks a question of yes or no, on stderr. Anything but yes is no.
+pub fn ask(question: &str) -> bool {
+    let _ = write!(io::stderr(), "{} [y/N] ", plain(question));
+    let mut answer = String::new();
+    let _ = io::stdin().read_line(&mut answer);
+    matches!(answer.trim().to_lowercase().as_str(), "y" | "yes")
+}
+
 /// How wide the terminal is, if stdout is one and reports it.
 pub fn width() -> Option<u16> {
     terminal::size().ok().map(|(width, _)| width).filter(|width| *width > 0 && stdout().is_terminal())

@@ -26,7 +26,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::process;
 use std::time::Duration;
 use vramctl_control::protocol;
-use vramctl_model::{Error, NCCL, Registered, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Error, NCCL, Policy, Registered, TagStatus, TransitionRequest, Verb};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -290,6 +290,19 @@ impl Plan {
     /// The processes that were found to be meant.
     pub(crate) fn processes(&self) -> impl Iterator<Item = &Process> {
         self.members.iter().map(|member| &member.process)
+    }
+
+    /// What a pause drops of tags that the operation does not name: bytes by tag.
+    pub fn drops_unnamed(&self) -> BTreeMap<&str, u64> {
+        let mut dropped = BTreeMap::new();
+        if self.request.backup == Some(Policy::Discard) && self.request.tags.is_empty() {
+            for member in self.due() {
+                for tag in member.process.tags().iter().filter(|tag| member.due.contains(&tag.tag)) {
+                    *dropped.entry(tag.tag.as_str()).or_default() += tag.bytes - tag.paused_bytes;
+                }
+            }
+        }
+        dropped
     }
 
     /// The tags in which something is to be done.
