@@ -564,9 +564,16 @@ fn json(value: Option<&impl serde::Serialize>) -> String {
 
 /// Runs the body of a function. Turns errors, and panics, into a result code and stores the error.
 fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
-    let Err(error) = guarded(body).unwrap_or_else(|| Err(Error::Internal("a call panicked".into()))) else {
-        return VramctlResult::OK;
-    };
+    match guarded(body) {
+        Some(Ok(())) => VramctlResult::OK,
+        Some(Err(error)) => keep_error(error),
+        None => keep_error(Error::Internal("a call panicked".into())),
+    }
+}
+
+/// Stores an error for `vramctl_last_error`. Not inline: it would be in each function.
+#[inline(never)]
+fn keep_error(error: Error) -> VramctlResult {
     let result = error.kind().into();
     let error_text = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default();
     // On a thread whose thread-locals are already destroyed, the code has to suffice.
