@@ -257,7 +257,8 @@ macro_rules! driver_functions {
         Queries cuMemPoolGetAttribute "cuMemPoolGetAttribute" 11020 Plain
             (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::get_attribute(pool, attribute, value) };
         Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::set_attribute(pool, attribute) };
-        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain (free: *mut usize, total: *mut usize) { alloc::mem_get_info(free, total) unless alloc::has_nothing_freed() && limited::is_unlimited() };
+        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain
+            (free: *mut usize, total: *mut usize) { alloc::mem_get_info(free, total) unless alloc::has_nothing_freed() && limited::is_unlimited() };
         Queries cuDeviceTotalMem_v2 "cuDeviceTotalMem" 3020 Plain
             (bytes: *mut usize, device: CUdevice) { limited::total_memory(bytes, device) unless limited::is_unlimited() };
 
