@@ -78,7 +78,7 @@ pub enum Action {
     Reached(Step),
     /// Let a party that has drained go on for a moment, and drain again; then [`Barrier::reached`].
     Advance(usize),
-    /// Ask a party whether its work has not ended yet; [`Barrier::is_under_way`] if so.
+    /// Ask a party whether its work has not ended yet; [`Barrier::note_unfinished`] if so.
     Ask(usize),
     /// Have a party complete what is prepared; then [`Barrier::ended`].
     Commit(usize),
@@ -203,8 +203,8 @@ impl Barrier {
         self.advance_steps(now)
     }
 
-    /// The work of a party has not ended yet.
-    pub fn is_under_way(&mut self, party: usize) {
+    /// Records that the work of a party has not ended yet.
+    pub fn note_unfinished(&mut self, party: usize) {
         self.is_stuck |= self.members[party].state == State::UnderWay;
     }
 

@@ -1,5 +1,5 @@
 //! The modules of a crate do not depend on each other in circles: neither its top-level modules nor those beside each other in a folder.
-//! Found by a parser, so that no way to write an import is missed.
+//! Found by a parser, so that no way to write an import is missed. And functions whose names ask something do not act.
 
 use crate::{files, root};
 use std::collections::{BTreeMap, BTreeSet};
@@ -310,4 +310,46 @@ fn a_circle_is_found() {
     ] {
         assert!(circles(&there(text)).is_empty(), "{text}");
     }
+}
+
+/// Functions whose names ask something (`is_`, `has_`, `are_`), although they may change what they are asked of, or have no answer.
+fn acting_predicates(file: &syn::File) -> Vec<String> {
+    struct Predicates(Vec<String>);
+    impl<'ast> Visit<'ast> for Predicates {
+        fn visit_signature(&mut self, function: &'ast syn::Signature) {
+            let name = function.ident.to_string();
+            let changes_self = function.receiver().is_some_and(|own| own.reference.is_some() && own.mutability.is_some());
+            let has_no_answer = matches!(function.output, syn::ReturnType::Default);
+            if ["is_", "has_", "are_"].iter().any(|asks| name.starts_with(asks)) && (changes_self || has_no_answer) {
+                self.0.push(name);
+            }
+        }
+    }
+    let mut found = Predicates(Vec::new());
+    found.visit_file(file);
+    found.0
+}
+
+#[test]
+fn a_function_that_acts_has_a_verb_for_a_name() {
+    /// These ask the client, over its connection.
+    const KNOWN: [&str; 2] = ["is_gone", "is_wanted"];
+    let files = files("src", &["rs"]).into_iter();
+    let found: Vec<_> = files
+        .flat_map(|path| {
+            let found = acting_predicates(&syn::parse_file(&fs::read_to_string(&path).unwrap()).unwrap());
+            found.into_iter().filter(|name| !KNOWN.contains(&&**name)).map(move |name| format!("{}: {name}", path.display()))
+        })
+        .collect();
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+#[test]
+fn a_predicate_that_acts_is_found() {
+    let found = |text: &str| acting_predicates(&syn::parse_file(text).unwrap());
+    assert_eq!(found("impl One { fn is_closed(&mut self) -> bool { true } }"), ["is_closed"]);
+    assert_eq!(found("trait One { fn are_saved(&self); } fn has_waited() {}"), ["are_saved", "has_waited"]);
+    assert!(
+        found("impl One { fn is_open(&self) -> bool { true } fn close(&mut self) {} fn is_own(mut self) -> bool { true } }").is_empty()
+    );
 }

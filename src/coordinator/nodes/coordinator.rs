@@ -221,7 +221,7 @@ impl Coordinator {
             Reply::None { .. } => Vec::new(),
             Reply::Reached { told, number: of, .. } if of != number || !self.barrier.takes_step(place) => {
                 if told == Some(number) {
-                    self.barrier.is_under_way(place);
+                    self.barrier.note_unfinished(place);
                 }
                 Vec::new()
             }

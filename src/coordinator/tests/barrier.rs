@@ -97,14 +97,14 @@ fn pause_with_faults(seed: u64) -> (String, u64) {
             assert!(!are_alive || behind.contains(&name(*node)), "{states:?}, {behind:?}");
         }
     } else if let Some(is_paused) = kinds.first() {
-        is_true_of(&world, *is_paused);
+        check_truth(&world, *is_paused);
     }
     let done = come_back(&mut world, !behind.is_empty());
     (done, world.digest)
 }
 
 /// What the drivers say, if no node is behind.
-fn is_true_of(world: &World, is_paused: bool) {
+fn check_truth(world: &World, is_paused: bool) {
     let said: Vec<_> =
         world.drivers.iter().filter_map(|driver| driver.outcome()).filter(|outcome| outcome["behind"] == json!([])).collect();
     if said.iter().any(|outcome| committed(outcome) == Some(true)) {

@@ -489,7 +489,7 @@ impl World {
         self.drain(node, key, rank);
     }
 
-    fn is_lost(&mut self) -> bool {
+    fn loses(&mut self) -> bool {
         self.random.happens(self.conditions.lost)
     }
 
@@ -524,7 +524,7 @@ impl World {
             Event::Hears(driver, told) => self.tell_driver(driver, told),
             Event::Record(key) => {
                 let committed = Some(*self.records.entry(key).or_insert(true));
-                let committed = committed.filter(|_| !self.is_lost());
+                let committed = committed.filter(|_| !self.loses());
                 self.tell_driver(key.0, Told::Recorded { attempt: key.1, committed });
             }
             Event::Look(driver, node) => {
@@ -632,7 +632,7 @@ impl World {
             let noticed = one_or(self.nodes[node].leaves_at, noticed);
             self.later(0.3, Event::Hears(driver, Told::Lost { node: say.node.clone(), why: "the node has died".into() }));
             self.at(noticed, Event::Hears(driver, Told::Gone { node: say.node }));
-        } else if !self.is_lost() {
+        } else if !self.loses() {
             let key = (driver, say.attempt);
             self.send(node, false, Event::Arrives(node, say, key));
         }
@@ -641,7 +641,7 @@ impl World {
     fn answer(&mut self, node: usize, key: Key, reply: &Value) {
         let (driver, attempt) = key;
         let told = |reply: &Value| Told::Heard { node: name(node), attempt, reply: serde_json::from_value(reply.clone()).unwrap() };
-        if self.is_lost() {
+        if self.loses() {
             // It is noticed sooner or later, or never.
             if self.random.happens(0.5) {
                 let lost = Told::Lost { node: name(node), why: "a message is lost".into() };
