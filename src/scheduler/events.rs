@@ -159,21 +159,29 @@ impl State {
             Cause::Called(gang) | Cause::Asks(gang) => Some(gang),
             Cause::IdleFor(..) => None,
         };
+        let took_part = |gang: &Gang| gang.moving == Some(id) || gang.served_by == Some(id);
+        // Whoever else refuses, it is the waiter that tries again later.
+        let refuses = match outcome {
+            Outcome::Refused(program) => self.gang(program).filter(|gang| waiter != Some(*gang) && took_part(&self.gangs[gang])),
+            Outcome::Changed | Outcome::Failed => None,
+        };
         let policy = &self.policy;
-        for (&gang_id, gang) in self.gangs.iter_mut().filter(|(_, gang)| gang.moving == Some(id) || gang.served_by == Some(id)) {
-            let came = gang.moving.is_some() && !gang.is_away();
+        for (&gang_id, gang) in self.gangs.iter_mut().filter(|(_, gang)| took_part(gang)) {
+            let arrived = gang.moving.is_some() && !gang.is_away();
             (gang.moving, gang.served_by) = (None, None);
             if !gang.is_away() {
                 gang.programs.values_mut().for_each(|one| one.called = None);
             }
-            match outcome {
-                Outcome::Changed if waiter == Some(gang_id) => gang.begin_turn(&underway, came, policy, now),
-                Outcome::Changed => gang.backoff = Backoff::default(),
-                Outcome::Refused(program) if gang.programs.contains_key(&program) => {
+            if outcome != Outcome::Changed {
+                if refuses == Some(gang_id) {
                     gang.backoff.extend(now, policy.backoff, policy.backoff_most);
+                } else if refuses.is_none() && underway.change.cause.gang() == gang_id {
+                    gang.retry.extend(now, policy.retry, policy.backoff);
                 }
-                Outcome::Failed if underway.change.cause.gang() == gang_id => gang.retry.extend(now, policy.retry, policy.backoff),
-                Outcome::Refused(_) | Outcome::Failed => (),
+            } else if waiter == Some(gang_id) {
+                gang.begin_turn(&underway, arrived, policy, now);
+            } else {
+                gang.backoff = Backoff::default();
             }
         }
         if let Some((id, gang)) = waiter.filter(|_| outcome == Outcome::Changed).and_then(|id| Some((id, self.gangs.get(&id)?))) {
@@ -215,14 +223,14 @@ impl State {
 
 impl Gang {
     /// The turn that follows a change pays for it: it lasts at least `k` times as long. A gang that asks for more in its turn gets as much longer.
-    fn begin_turn(&mut self, underway: &Underway, came: bool, policy: &Policy, now: Duration) {
+    fn begin_turn(&mut self, underway: &Underway, arrived: bool, policy: &Policy, now: Duration) {
         let took = now.saturating_sub(underway.began);
         self.retry = Backoff::default();
-        if came {
+        if arrived {
             self.turn.since = now;
             self.programs.values_mut().for_each(|one| one.works = Works::Busy);
         }
-        self.turn.until = if came || self.turn.until <= now { now + policy.turn(took) } else { self.turn.until + took * policy.k };
+        self.turn.until = if arrived || self.turn.until <= now { now + policy.turn(took) } else { self.turn.until + took * policy.k };
         self.turn.class = underway.class;
     }
 }

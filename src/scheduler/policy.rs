@@ -58,7 +58,7 @@ impl Policy {
         Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
     }
 
-    /// The turn of a program that came in by a change that took so long.
+    /// The turn of a program after a change that took so long has brought it in.
     pub fn turn(&self, took: Duration) -> Duration {
         self.slice.max(took * self.k)
     }

@@ -69,7 +69,7 @@ pub(crate) struct Gang {
     pub because: Option<Because>,
 }
 
-/// The time for which a gang that came in keeps its place against its own priority.
+/// The time for which a gang that a change has brought in keeps its place against its own priority.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Turn {
     pub since: Duration,

@@ -113,44 +113,56 @@ impl State {
         }
     }
 
-    /// Serves a waiter, or says why it still waits.
+    /// Serves a waiter, or says why it still waits. What can never be had fails, and so does what nobody could give for too long.
     fn serve(&mut self, round: &mut Round, mut waiter: Waiter) -> Option<Because> {
-        while let Some((program, ask, refusal)) = self.refusal(&waiter) {
+        loop {
+            let because = match self.impossible(&waiter) {
+                Some(refused) => Err(refused),
+                None => Ok(self.try_to_serve(round, &waiter)),
+            };
+            let stuck = matches!(because, Ok(Some(Because::NobodyCan | Because::Retries(_))));
+            let refused = because.err().or_else(|| self.unserved(&waiter).filter(|_| stuck));
+            let Some((program, ask, refusal)) = refused else { return because.ok().flatten() };
             round.step.actions.push(Action::Refuse(program, ask, refusal));
             self.with(program, |one| _ = one.asks.remove(&ask));
-            let gang = &self.gangs[&waiter.gang];
-            waiter.lack = gang.lack();
-            gang.waits_since()?;
+            waiter.lack = self.gangs[&waiter.gang].lack();
+            self.gangs[&waiter.gang].waits_since()?;
+        }
+    }
+
+    fn try_to_serve(&mut self, round: &mut Round, waiter: &Waiter) -> Option<Because> {
+        let gang = &self.gangs[&waiter.gang];
+        if gang.moving.is_some() {
+            // It gives way to another since this step.
+            return Some(Because::Moving);
         }
         if waiter.lack.keys().any(|gpu| !self.gpus.contains_key(gpu)) {
             return Some(Because::NobodyCan);
         }
-        let gang = &self.gangs[&waiter.gang];
         if self.now < gang.retry.until {
-            let until = gang.retry.until;
-            round.wake_at(until);
-            return Some(Because::Retries(until));
+            round.wake_at(gang.retry.until);
+            return Some(Because::Retries(gang.retry.until));
         }
-        let (comes, needs) = (gang.is_away() && !gang.is_paused(), self.needs(round, &waiter));
+        let (comes, needs) = (gang.is_away() && !gang.is_paused(), self.needs(round, waiter));
         if needs.is_met() && !comes {
-            self.grant_all(round, &waiter);
+            self.grant_all(round, waiter);
             return None;
         }
         let mut gpus = gang.gpus();
         gpus.retain(|gpu| comes || !needs.rivals.is_empty() || waiter.lack.contains_key(gpu));
         if gpus.iter().any(|gpu| round.moving.contains(gpu)) {
-            round.claim(&waiter, &needs);
+            round.claim(waiter, &needs);
             return Some(Because::Moving);
         }
         if needs.is_met() {
-            self.begin(round, &waiter, Vec::new(), comes);
+            self.begin(round, waiter, Vec::new(), comes);
             return Some(Because::Served);
         }
         if let Some(&first) = needs.gpus().find_map(|gpu| round.first.get(&gpu)) {
-            round.claim(&waiter, &needs);
+            round.claim(waiter, &needs);
             return Some(Because::Behind(first));
         }
-        Some(self.make_room(round, &waiter, &needs, comes))
+        Some(self.make_room(round, waiter, &needs, comes))
     }
 
     /// What others have to give, beside what is there and not kept for those who are served first.
@@ -217,36 +229,40 @@ impl State {
         Candidates { now, ever, next }
     }
 
-    /// A request of the waiter that fails, the oldest first, and why.
-    fn refusal(&self, waiter: &Waiter) -> Option<(ProgramId, AskId, Refusal)> {
+    /// The oldest request for which nobody could give way for too long.
+    fn unserved(&self, waiter: &Waiter) -> Option<(ProgramId, AskId, Refusal)> {
+        let asks = self.gangs[&waiter.gang].asks().filter(|(.., ask)| ask.unserved >= self.policy.wait);
+        asks.min_by_key(|(.., ask)| ask.since).map(|(program, id, ask)| (program, id, Refusal::Unserved(ask.unserved)))
+    }
+
+    /// The oldest request that can never be served beside those before it, and why.
+    fn impossible(&self, waiter: &Waiter) -> Option<(ProgramId, AskId, Refusal)> {
         let gang = &self.gangs[&waiter.gang];
         let mut asks: Vec<_> = gang.asks().collect();
         asks.sort_by_key(|&(program, id, ask)| (ask.since, program, id));
-        let mut together = PerGpu::new();
-        let mut of = BTreeMap::<(ProgramId, GpuId), u64>::new();
+        let (mut of_program, mut of_gang) = (BTreeMap::<(ProgramId, GpuId), u64>::new(), PerGpu::<u64>::new());
+        let mut add = |program: ProgramId, gpu: GpuId, bytes: u64| {
+            let of_program = of_program.entry((program, gpu)).or_default();
+            let of_gang = of_gang.entry(gpu).or_default();
+            (*of_program, *of_gang) = (*of_program + bytes, *of_gang + bytes);
+            (*of_program, *of_gang)
+        };
         for (&id, program) in &gang.programs {
-            let granted = program.asks.values().filter(|ask| ask.granted).flat_map(|ask| &ask.room).map(|(&gpu, &bytes)| (gpu, bytes));
-            for (gpu, bytes) in program.memory.iter().map(|(&gpu, memory)| (gpu, memory.own())).chain(granted) {
-                *of.entry((id, gpu)).or_default() += bytes;
-                *together.entry(gpu).or_default() += bytes;
-            }
+            program.memory.iter().for_each(|(&gpu, memory)| _ = add(id, gpu, memory.own()));
+            let granted = program.asks.values().filter(|ask| ask.granted).flat_map(|ask| &ask.room);
+            granted.for_each(|(&gpu, &bytes)| _ = add(id, gpu, bytes));
         }
         for (program, id, ask) in asks {
             let limit = gang.programs[&program].settings.limit.unwrap_or(u64::MAX);
-            let own = |gpu: &GpuId| of.get(&(program, *gpu)).copied().unwrap_or(0);
-            if ask.room.iter().any(|(gpu, bytes)| own(gpu) + bytes > limit) {
-                return Some((program, id, Refusal::Limit));
-            }
-            let capacity = |gpu: &GpuId| self.gpus.get(gpu).map_or(u64::MAX, |gpu| gpu.total.saturating_sub(self.policy.reserve));
-            if ask.room.iter().any(|(gpu, bytes)| together.get(gpu).copied().unwrap_or(0) + bytes > capacity(gpu)) {
-                return Some((program, id, Refusal::NeverFits));
-            }
-            if ask.unserved >= self.policy.wait {
-                return Some((program, id, Refusal::Unserved(ask.unserved)));
-            }
-            for (&gpu, bytes) in &ask.room {
-                *of.entry((program, gpu)).or_default() += bytes;
-                *together.entry(gpu).or_default() += bytes;
+            for (&gpu, &bytes) in &ask.room {
+                let capacity = self.gpus.get(&gpu).map_or(u64::MAX, |gpu| gpu.total.saturating_sub(self.policy.reserve));
+                let (of_program, of_gang) = add(program, gpu, bytes);
+                if of_program > limit {
+                    return Some((program, id, Refusal::Limit));
+                }
+                if of_gang > capacity {
+                    return Some((program, id, Refusal::NeverFits));
+                }
             }
         }
         None
