@@ -635,7 +635,7 @@ class Contract(test_engines.Engine):
         self.assertEqual(
             [one.arg for one in batch],
             ["self", "data", "loss_function", "forward_only"],
-            "scripts/bench-verl tells phases by it",
+            "scripts/bench verl tells phases by it",
         )
         self.assertIsNotNone(found.node(verl.ENGINE, "FSDPEngine.optimizer_step"))
         for name in ("offload_fsdp_model_to_cpu", "load_fsdp_model_to_gpu"):

@@ -858,7 +858,7 @@ class ExportOfFsdp1(Export):
             self.assertIsNone(one.storage.tag)
 
     def test_verl_s_functions_move_the_parameters(self):
-        # scripts/bench-verl times them by the engine's names.
+        # scripts/bench verl times them by the engine's names.
         engine = self.settled()
 
         def note(name: str) -> None:

@@ -12,18 +12,17 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
-sys.path.append(str(HERE.parent / "bench.d"))  # behind: its report.py is another
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests" / "gpu"), str(HERE.parent)]
 
-import ledger  # noqa: E402
 import long  # noqa: E402
 import many  # noqa: E402
-import report  # noqa: E402
 import survey  # noqa: E402
-from check import MOST_OTHER_GIB, Check, dig  # noqa: E402
-from child import Child, Deadline, Failed, end_once, no_end  # noqa: E402
-from common import most_gib_of  # noqa: E402
 from features import FEATURES  # noqa: E402
+
+import ledger  # noqa: E402
+import report  # noqa: E402
+from measure.check import MOST_OTHER_GIB, Check, dig, most_gib_of  # noqa: E402
+from measure.child import Child, Deadline, Failed, end_once, no_end  # noqa: E402
 
 NAME = "gpu-engines"
 
@@ -120,7 +119,7 @@ class Engines(Check):
 
     def checkpoint(self):
         """The command that has the driver checkpoint and restore a process."""
-        return [sys.executable, str(HERE.parent / "gpu-check.d" / "suspend.py"), "--driver"]
+        return [sys.executable, str(HERE.parents[1] / "tests" / "gpu" / "suspend.py"), "--driver"]
 
     def plan(self):
         """The commands of each part."""

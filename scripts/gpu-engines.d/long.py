@@ -6,8 +6,8 @@ import random
 import statistics
 import time
 
-import growth
-from child import Failed
+from measure import growth
+from measure.child import Failed
 
 #: Requests at once, and tokens of each, in turns.
 LOADS = ("burst 1 200", "burst 32 100")

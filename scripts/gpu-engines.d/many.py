@@ -12,9 +12,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "python")]
 
 import many_models  # noqa: E402
-from child import Failed  # noqa: E402
 
 import vramctl.__main__  # noqa: E402
+from measure.child import Failed  # noqa: E402
 
 #: What an engine has besides its KV cache: the weights of an 8B model in bf16, activations, its context.
 BESIDES_KV_GIB = 18

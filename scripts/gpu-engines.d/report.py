@@ -10,9 +10,9 @@ import statistics
 import sys
 from typing import NamedTuple, Optional
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "bench.d"))
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import growth  # noqa: E402
+from measure import growth  # noqa: E402
 
 STEP = re.compile(r"^(?P<name>(?:release|resume|sleep|wake) .*?\S)\s+(?P<ms>\d+\.\d+) ms\s+used (?P<used>\d+\.\d+) GiB$")
 START = re.compile(r"^start (?P<s>\d+\.\d+) s, used (?P<used>\d+\.\d+) GiB$")

@@ -8,8 +8,9 @@ import random
 import sys
 import time
 
-from child import Failed
 from features import FEATURES
+
+from measure.child import Failed
 
 HERE = pathlib.Path(__file__).resolve().parent
 STEPS = ("cycles", "hold", "suspend")

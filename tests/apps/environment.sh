@@ -1,4 +1,4 @@
-# Sourced by scripts/demo, scripts/bench-overhead and scripts/gpu-check. Finds the GPU, the
+# Sourced by scripts/demo and scripts/measure/setup.py. Finds the GPU, the
 # CUDA runtime and the built programs, or says how to get them.
 # shellcheck shell=bash
 

@@ -1,0 +1,1 @@
+"""What the measurements of this folder and of tests/gpu share: where things are, programs that they start, and tables."""
