@@ -1,4 +1,4 @@
-"""The measurements behind scripts/gpu-engines, which sets everything up and runs this."""
+"""The measurements of scripts/gpu-engines."""
 
 import argparse
 import contextlib
@@ -585,7 +585,8 @@ class Engines(Check):
         return work() if work else self.cycle_script(part)
 
     def write(self):
-        result = {"options": vars(self.options), "parts": self.parts}
+        options = {name: value for name, value in vars(self.options).items() if name != "work"}
+        result = {"options": options, "parts": self.parts}
         (self.out / f"{NAME}.json").write_text(json.dumps(result, indent=1) + "\n")
         (self.out / f"{NAME}.md").write_text(report.markdown(self.parts) + "\n")
 
@@ -623,48 +624,3 @@ EMPTY = {
     "long-alone": {"runs": []},
     "features": {"rows": []},
 }
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("engine", "engine-dir", "scripts", "part", "model", "models", "feature", "bin", "python", "out", "work"):
-        parser.add_argument(f"--{name}", required=True)
-    for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "to", "rounds", "engines", "switches", "limit"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--fraction", type=float, required=True)
-    parser.add_argument("--prewarm", required=True)
-    for name in ("join", "env"):
-        parser.add_argument(f"--{name}", action="append", default=[])
-    for name in ("discard", "dry-run"):
-        parser.add_argument(f"--{name}", action="store_true")
-    options = parser.parse_args()
-    unknown = [name for name in survey.chosen(options.feature) if name not in FEATURES]
-    if unknown:
-        parser.error(f"--feature: {', '.join(unknown)} is none of {', '.join(FEATURES)}")
-    # Make paths absolute: engines and other programs start in other folders.
-    for name in ("engine_dir", "scripts", "bin", "python", "models"):
-        if getattr(options, name):
-            setattr(options, name, os.path.abspath(getattr(options, name)))
-    if os.path.isdir(options.model):
-        options.model = os.path.abspath(options.model)
-    options.smi, options.libcudart = "nvidia-smi", ""
-    engines = Engines(options)
-    options.other_gib = options.other_gib or (MOST_OTHER_GIB if options.dry_run else engines.other_gib())
-    if options.dry_run:
-        print(engines.plan())
-        return 0
-    end_once()
-    try:
-        passed = engines.run()
-    finally:
-        engines.end_children()
-        engines.log_file.close()
-    print()
-    print((engines.out / f"{NAME}.md").read_text())
-    print(f"written to {engines.out}")
-    print(f"{NAME} {'OK' if passed else 'FAILED'}")
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -55,7 +55,8 @@ def draw_panel(panel: Any, series: list[Any], begun: float, ended: float) -> lis
     place, unit = panel["gridPos"], panel["fieldConfig"]["defaults"]["unit"]
     x, y = place["x"] * COLUMN + GAP, place["y"] * ROW + GAP
     width, height = place["w"] * COLUMN - GAP, place["h"] * ROW - GAP
-    out = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{PANEL}" stroke="#25282e"/>', text(x + 10, y + 18, panel["title"], TEXT, 'font-weight="600" font-size="13"')]
+    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{PANEL}" stroke="#25282e"/>'
+    out = [frame, text(x + 10, y + 18, panel["title"], TEXT, 'font-weight="600" font-size="13"')]
     values = {one["label"]: {round(at, 1): number for at, number in one["values"] if math.isfinite(number)} for one in series}
     # Leave out series that are always zero, to save room.
     values = {label: points for label, points in values.items() if any(points.values())} or values
@@ -68,7 +69,8 @@ def draw_panel(panel: Any, series: list[Any], begun: float, ended: float) -> lis
     style = panel["fieldConfig"]["defaults"]["custom"]
     is_stacked, is_bars = style["stacking"]["mode"] == "normal", style["drawStyle"] == "bars"
     times = sorted({at for points in values.values() for at in points})
-    totals = [sum(points.get(at, 0) for points in values.values()) for at in times] if is_stacked else [max((points.get(at, 0) for points in values.values()), default=0) for at in times]
+    of_all = sum if is_stacked else max
+    totals = [of_all([points.get(at, 0) for points in values.values()] or [0]) for at in times]
     most = nice(max(totals, default=1) or 1, unit)
 
     def place_x(at: float) -> float:
@@ -95,7 +97,9 @@ def draw_panel(panel: Any, series: list[Any], begun: float, ended: float) -> lis
             slot = (right - left) / max(len(times), 1)
             for at, amount in points.items():
                 if amount > 0:
-                    out.append(f'<rect x="{place_x(at):.1f}" y="{place_y(amount):.1f}" width="{slot:.1f}" height="{bottom - place_y(amount):.1f}" fill="{colour}" fill-opacity="0.7"/>')
+                    head = place_y(amount)
+                    where = f'x="{place_x(at):.1f}" y="{head:.1f}" width="{slot:.1f}" height="{bottom - head:.1f}"'
+                    out.append(f'<rect {where} fill="{colour}" fill-opacity="0.7"/>')
         else:
             # A missing value ends the line.
             for run in runs(points, times):

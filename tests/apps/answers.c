@@ -447,7 +447,8 @@ static void kinds(void)
 {
 	enum { SORTS = 7, BYTES = 3 * MIB };
 	static const char *const sorts[SORTS] = { "pageable", "pinned", "device", "of a pool", "unified", "inside", "mapped" };
-	static const char *const forms[] = { "cudaMemcpyAsync", "cuMemcpy", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpyDtoD_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemcpy2D_v2" };
+	static const char *const forms[] = { "cudaMemcpyAsync", "cuMemcpy", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpyDtoD_v2",
+		"cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemcpy2D_v2" };
 	enum { FORMS = sizeof forms / sizeof *forms };
 	Word memory[SORTS][2];
 	need(DRIVER("cuStreamCreate", W(&other), 1), "cuStreamCreate");

@@ -11,6 +11,7 @@
  * pointer is printed as "memory 3 + 512".
  */
 #define _GNU_SOURCE
+#include "copy3d.h"
 #include "differ.h"
 #include <dlfcn.h>
 #include <pthread.h>
@@ -60,20 +61,6 @@ typedef struct {
 	Side2D from, to;
 	size_t width, height;
 } Copy2D;
-
-typedef struct {
-	size_t x, y, z, lod;
-	int type;
-	const void *host;
-	Address device;
-	void *array, *reserved;
-	size_t pitch, height;
-} Side3D;
-
-typedef struct {
-	Side3D from, to;
-	size_t width, height, depth;
-} Copy3D;
 
 typedef struct {
 	Address to;

@@ -562,10 +562,7 @@ static void in_the_background(void)
 
 int main(int argc, char **argv)
 {
-	static const struct {
-		const char *name;
-		void (*run)(void);
-	} modes[] = {
+	static const struct mode modes[] = {
 		{"another-error", another_error},
 		{"bound", bound},
 		{"cancelled", cancelled},
@@ -586,16 +583,5 @@ int main(int argc, char **argv)
 		{"stray-child", stray_child},
 		{"without-error", without_error},
 	};
-	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
-		if (strcmp(argv[1], modes[i].name) == 0) {
-			modes[i].run();
-			printf("ok\n");
-			return 0;
-		}
-	}
-	fprintf(stderr, "usage: guest MODE; the modes:");
-	for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
-		fprintf(stderr, " %s", modes[i].name);
-	fprintf(stderr, "\n");
-	return 2;
+	return run_mode(modes, sizeof modes / sizeof *modes, argc, argv);
 }

@@ -460,10 +460,7 @@ static void overwritten(void)
 
 int main(int argc, char **argv)
 {
-	static const struct {
-		const char *name;
-		void (*run)(void);
-	} modes[] = {
+	static const struct mode modes[] = {
 		{"plain", plain},
 		{"overwritten", overwritten},
 		{"fork-after-cuda", fork_after_cuda},
@@ -485,16 +482,5 @@ int main(int argc, char **argv)
 		{"ends-while-held", ends_while_held},
 		{"ends-with-endless-work", ends_with_endless_work},
 	};
-	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
-		if (strcmp(argv[1], modes[i].name) == 0) {
-			modes[i].run();
-			printf("ok\n");
-			return 0;
-		}
-	}
-	fprintf(stderr, "usage: odd MODE; the modes:");
-	for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
-		fprintf(stderr, " %s", modes[i].name);
-	fprintf(stderr, "\n");
-	return 2;
+	return run_mode(modes, sizeof modes / sizeof *modes, argc, argv);
 }

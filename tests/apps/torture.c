@@ -17,6 +17,7 @@
  * NTH, clear.
  */
 #define _GNU_SOURCE
+#include "copy3d.h"
 #include "cudadriver.h"
 #include "cudart.h"
 
@@ -39,21 +40,6 @@ static const char ptx[] = ".version 7.0\n.target sm_50\n.address_size 64\n"
                           ".visible .entry simgpu_collective(\n"
                           ".visible .entry simgpu_persistent(\n";
 
-/* CUDA_MEMCPY3D. */
-struct side {
-	size_t x, y, z, lod;
-	int type;
-	const void *host;
-	CUdeviceptr device;
-	void *array, *reserved;
-	size_t pitch, height;
-};
-
-struct copy {
-	struct side from, to;
-	size_t width, height, depth;
-};
-
 static struct {
 	CUresult (*load)(CUmodule *, const void *);
 	CUresult (*unload)(CUmodule);
@@ -71,7 +57,7 @@ static struct {
 	CUresult (*alloc)(CUdeviceptr *, size_t);
 	CUresult (*free)(CUdeviceptr);
 	CUresult (*graph)(cudaGraph_t *, unsigned);
-	CUresult (*add_copy)(cudaGraphNode_t *, cudaGraph_t, const cudaGraphNode_t *, size_t, const struct copy *, CUcontext);
+	CUresult (*add_copy)(cudaGraphNode_t *, cudaGraph_t, const cudaGraphNode_t *, size_t, const Copy3D *, CUcontext);
 	int (*fail)(const char *, uint64_t, uint32_t, uint64_t);
 	void (*clear)(void);
 	int32_t (*region_begin)(const char *, int32_t);
@@ -283,7 +269,7 @@ static void build(struct worker *w)
 	cudaGraphExec_t executable;
 	cudaGraphNode_t node;
 	CUcontext own;
-	struct copy copy = {.from.type = 2, .to.type = 2, .width = BYTES, .height = 1, .depth = 1};
+	Copy3D copy = {.from.type = 2, .to.type = 2, .width = BYTES, .height = 1, .depth = 1};
 	settle(w);
 	memcpy(&copy.from.device, &w->blocks[0].at, sizeof copy.from.device);
 	memcpy(&copy.to.device, &w->blocks[1].at, sizeof copy.to.device);

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import socket
 import statistics
 import subprocess
@@ -126,6 +127,47 @@ def end(children):
             child.wait(20)
         except subprocess.TimeoutExpired:
             child.kill()
+
+
+class Job:
+    """Processes under the library with one name, each of which answers a line of JSON for a line of JSON. `options`: the arguments of each."""
+
+    def __init__(self, vramctl, name, program, *options, **environment):
+        self.vramctl, self.name = vramctl, name
+        command = [vramctl, "run", "--name", name, "--", sys.executable, os.path.abspath(program)]
+        self.ranks = [start([*command, *map(str, one)], **environment) for one in options]
+
+    def hear(self, patience=120.0):
+        """The answer of each; None if it does not answer in time, and `ended` if it has ended."""
+        until, heard = time.monotonic() + patience, []
+        for rank in self.ranks:
+            ready, _, _ = select.select([rank.stdout], [], [], max(0.0, until - time.monotonic()))
+            heard.append(json.loads(rank.stdout.readline() or '{"ended": true}') if ready else None)
+        return heard
+
+    def tell(self, **request):
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):  # hear() says that it has ended
+                tell(rank, json.dumps(request))
+
+    def ask(self, patience=120.0, **request):
+        self.tell(**request)
+        return self.hear(patience)
+
+    def all(self, field, heard):
+        """Whether all have answered so."""
+        return all((one or {}).get(field) for one in heard)
+
+    def command(self, *arguments):
+        """Runs the command line: exit code, and what it has printed, in a line."""
+        code, text, _ = run(self.vramctl, *arguments)
+        return code, " | ".join(text.splitlines()[-6:])
+
+    def processes(self):
+        return json.loads(run(self.vramctl, "status", "--name", self.name, "--json")[1])["processes"]
+
+    def end(self):
+        end(self.ranks)
 
 
 def fill(gib, gpu):

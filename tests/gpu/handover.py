@@ -11,12 +11,11 @@ and suspended with `--shared`: the engine waits, and finds the bucket where it w
 import base64
 import json
 import pickle
-import select
 import subprocess
 import sys
 import time
 
-from common import answer
+from common import Job, answer, check, failures
 
 BUCKET = 512 << 20
 
@@ -88,65 +87,50 @@ def engine(gib):
         answer(done=True)
 
 
-def paused_together(sender, receiver, ask, command, check):
-    ask(receiver, keep=True, tensor=ask(sender, bucket=0)["tensor"])
-    before = ask(receiver, kept=True)
+def ask_one(job, **request):
+    return job.ask(**request)[0]
+
+
+def paused_together(sender, receiver, command):
+    ask_one(receiver, keep=True, tensor=ask_one(sender, bucket=0)["tensor"])
+    before = ask_one(receiver, kept=True)
     refused, text = command("pause", "--name", "trainer")
     check("the trainer is not paused while the engine keeps its bucket", not refused and "shared" in text, text if refused else "")
     for number, verb in enumerate(("pause", "pause", "suspend")):
         paused, text = command(verb, "--name", "trainer", "--shared")
         missing = [one for process in json.loads(text)["processes"] for one in process["report"].get("missing", [])] if paused else []
         check(f"{verb} --shared takes it, and the engine sets the bucket aside", len(missing) == 1, text if not missing else "")
-        receiver.stdin.write(json.dumps({"kept": True}) + "\n")
-        receiver.stdin.flush()
-        waits = not select.select([receiver.stdout], [], [], 1)[0]
-        check("the engine waits for it", waits)
+        receiver.tell(kept=True)
+        check("the engine waits for it", receiver.hear(1) == [None])
         began = time.perf_counter()
         resumed, text = command("resume", "--name", "trainer")
-        after = json.loads(receiver.stdout.readline())
+        after = receiver.hear()[0]
         took = time.perf_counter() - began
         check("after the resume of the trainer it goes on, with the same bucket", resumed and after == before, f"{took:.2f} s; {after}")
-        ask(sender, bucket=number + 1)
+        ask_one(sender, bucket=number + 1)
         before = {**before, "value": before["value"] + 1}
-        after = ask(receiver, kept=True)
+        after = ask_one(receiver, kept=True)
         check("which is the trainer's", after == before, after if after != before else "")
 
 
 def main():
     vramctl, gib = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 15
-    ok = True
-
-    def check(what, holds, detail=""):
-        nonlocal ok
-        ok = ok and holds
-        print(f"{'ok' if holds else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
-
-    def start(role):
-        command = [vramctl, "run", "--name", role, "--", sys.executable, __file__, f"--{role}", str(gib)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(child, **request):
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()
-        return json.loads(child.stdout.readline())
 
     def command(*arguments):
         done = subprocess.run([vramctl, *arguments, "--json"], capture_output=True, text=True, timeout=120)
         return done.returncode == 0, done.stdout if done.returncode == 0 else (done.stdout + done.stderr).strip()[-400:]
 
-    both = [start("trainer"), start("engine")]
-    sender, receiver = both
+    sender, receiver = (Job(vramctl, role, __file__, (f"--{role}", gib)) for role in ("trainer", "engine"))
     try:
-        device_gbs = json.loads(sender.stdout.readline())["device_gbs"]
-        addresses = json.loads(receiver.stdout.readline())["addresses"]
+        device_gbs, addresses = sender.hear()[0]["device_gbs"], receiver.hear()[0]["addresses"]
         # The parent forwards each handle, as frameworks do in their own messages. The first round also opens the bucket.
         for number in range(3):
-            ask(sender, fill=number)
+            ask_one(sender, fill=number)
             began = time.perf_counter()
             for bucket in range(len(addresses)):
-                ask(receiver, bucket=bucket, tensor=ask(sender, bucket=bucket)["tensor"])
+                ask_one(receiver, bucket=bucket, tensor=ask_one(sender, bucket=bucket)["tensor"])
             took = time.perf_counter() - began
-            seen = ask(receiver, check=number)
+            seen = ask_one(receiver, check=number)
             gbs = (gib << 30) / took / 1e9
             check(
                 f"round {number}: {gib} GiB arrive at the same addresses",
@@ -157,21 +141,17 @@ def main():
             check("the engine is paused", paused, text if not paused else "")
             resumed, text = command("resume", "--name", "engine")
             check("and resumed", resumed, text if not resumed else "")
-            check("with what was sent", not ask(receiver, check=number)["wrong"])
+            check("with what was sent", not ask_one(receiver, check=number)["wrong"])
         paused, text = command("pause", "--name", "trainer")
         # Torch keeps the bucket open in the engine until its cache of opened memory is emptied.
         check("the trainer is paused, or refuses because its bucket is open", paused or "shared" in text, text if not paused else "")
         if paused:
             check("and resumed", command("resume", "--name", "trainer")[0])
-        paused_together(sender, receiver, ask, command, check)
+        paused_together(sender, receiver, command)
     finally:
-        for child in both:
-            child.stdin.close()
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                child.kill()
-    return 0 if ok else 1
+        sender.end()
+        receiver.end()
+    return bool(failures)
 
 
 if __name__ == "__main__":

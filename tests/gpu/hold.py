@@ -7,14 +7,13 @@ usage: hold.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for
 
 import hashlib
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import time
 
-from common import check, used_mib_here
+from common import ask, check, started, tell, used_mib_here
 
 STEPS = 1000
 
@@ -69,18 +68,15 @@ def program():
         print(json.dumps({"digest": digest, "last": seen[-1], "same": same, "s": time.monotonic() - began}), flush=True)
 
 
-def rounds(vramctl, ask, child, how, times):
+def rounds(vramctl, child, how, times):
     """A run of the loop that is paused at random moments. Returns whether the program can continue."""
-    ask(how)
-    undisturbed = json.loads(child.stdout.readline())
-    ask(how)
-    again = json.loads(child.stdout.readline())
+    undisturbed, again = ask(child, how), ask(child, how)
     check(
         f"{how}: two undisturbed runs are the same", undisturbed["digest"] == again["digest"], f"{undisturbed['s']:.1f} s each"
     )
 
     chance, paused_ms, resumed_ms, least, refused = random.Random(how), [], [], [], []
-    ask(how)
+    tell(child, how)
     for number in range(times):
         time.sleep(chance.uniform(0, 0.9 * undisturbed["s"] / times))
         answer = subprocess.run([vramctl, "pause", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60)
@@ -113,23 +109,12 @@ def rounds(vramctl, ask, child, how, times):
 
 def main():
     vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [vramctl, "run", "--name", "hold", "--", sys.executable, __file__, "--program"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        child.stdout.readline()
-
-        def ask(how):
-            child.stdin.write(f"{how}\n")
-            child.stdin.flush()
-
+    with started([vramctl, "run", "--name", "hold", "--", sys.executable, __file__, "--program"]) as child:
         for how, share in (("eager", times // 2), ("compile", times - times // 2)):
-            if not rounds(vramctl, ask, child, how, share):
+            if not rounds(vramctl, child, how, share):
                 return
         child.stdin.close()
         check("the program ends well", child.wait(30) == 0)
-    finally:
-        child.kill()
 
 
 if __name__ == "__main__":

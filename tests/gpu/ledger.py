@@ -9,13 +9,13 @@ usage: ledger.py VRAMCTL          prints a line `ok: …` or `FAILED: …` for e
 import contextlib
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
 import time
 
-from common import MIB, check, end, free_port, used_mib
+import common
+from common import MIB, Job, check, end, free_port, used_mib
 
 #: How much the ledger may differ from nvidia-smi, and how much may be unexplained.
 LIMIT = 64
@@ -112,18 +112,13 @@ def started(command, **options):
         check("the program has started", json.loads(child.stdout.readline() or "{}").get("ready", False))
         yield child
     finally:
-        child.stdin.close()
-        try:
-            child.wait(20)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        end([child])
 
 
 def run(*command):
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        check(" ".join(command[1:]), False, (done.stdout + done.stderr)[:500])
+    code, text, _ = common.run(*command)
+    if code:
+        check(" ".join(command[1:]), False, text[:500])
 
 
 def one_gpu(vramctl):
@@ -175,28 +170,19 @@ def nccl(vramctl):
     import two
 
     port = free_port()
-    script = str(pathlib.Path(two.__file__).resolve())
-    ranks = [
-        subprocess.Popen(
-            [vramctl, "run", "--name", "ranks", "--", sys.executable, script, "--rank", str(number), port],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in (0, 1)
-    ]
+    job = Job(vramctl, "ranks", two.__file__, *(("--rank", number, port) for number in (0, 1)))
     try:
-        check("nccl: both ranks have started", all(json.loads(rank.stdout.readline() or "{}").get("ready") for rank in ranks))
+        check("nccl: both ranks have started", job.all("ready", job.hear()))
         for when in ("active", "paused"):
-            for number, gpu in enumerate(ledgers(vramctl, f"nccl, {when}")[:2]):
-                of_nccl = share_of(gpu, "tag", "nccl", ranks[number].pid)
-                rest = share_of(gpu, "driver", pid=ranks[number].pid)
-                check(f"nccl, {when}: its memory on GPU {number} is told as its own", of_nccl >= 100, f"{of_nccl} MiB, {rest} the driver's")
+            for rank, gpu in zip(job.ranks, ledgers(vramctl, f"nccl, {when}")):
+                told = f"nccl, {when}: its memory on GPU {gpu['index']} is told as its own"
+                of_nccl = share_of(gpu, "tag", "nccl", rank.pid)
+                check(told, of_nccl >= 100, f"{of_nccl} MiB, {share_of(gpu, 'driver', pid=rank.pid)} the driver's")
             if when == "active":
                 run(vramctl, "pause", "--name", "ranks")
         run(vramctl, "resume", "--name", "ranks")
     finally:
-        end(ranks)
+        job.end()
 
 
 def main():

@@ -6,16 +6,14 @@ usage: move.py VRAMCTL [TIMES]         prints a line `ok: …` or `FAILED: …` 
 """
 
 import base64
-import contextlib
 import json
-import os
 import pickle
 import statistics
 import sys
 import time
 
 import suspend
-from common import ask, check, filled, median, most_gib, run, smi, start, started, tell, used_mib
+from common import Job, ask, check, filled, median, most_gib, run, smi, started, tell, used_mib
 from common import stages as stages_of
 from suspend import PROGRAM_GIB
 
@@ -114,26 +112,17 @@ def swapped(vramctl, child, other):
     check("two jobs swapped, and back, in the middle of their work, results equal", not failed, " ".join(failed)[:2000])
 
 
-@contextlib.contextmanager
-def both(vramctl, *commands):
-    """Two programs under the library: name and arguments of each."""
-    children = [start([vramctl, "run", "--name", name, "--", sys.executable, *arguments]) for name, *arguments in commands]
-    try:
-        yield children
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-
-
 def shared(vramctl):
-    own = os.path.abspath(__file__)
-    with both(vramctl, ("owner", own, "--owner"), ("importer", own, "--importer")) as (giving, taking):
-        check("importer: it sees the memory", ask(taking, giving.stdout.readline().strip())["same"])
-        for name, which, code in (("importer", taking, UNSUSPENDABLE), ("owner", giving, BUSY)):
-            refused(f"{name} of shared memory", vramctl, ("move", name, "--to", "1"), code, ["memory"])
-            run(vramctl, "resume", "--name", name)
-            check(f"{name}: it runs on", ask(which, "check")["same"])
+    giving, taking = (Job(vramctl, role, __file__, (f"--{role}",)) for role in ("owner", "importer"))
+    try:
+        check("importer: it sees the memory", taking.ask(**giving.hear()[0])[0]["same"])
+        for job, code in ((taking, UNSUSPENDABLE), (giving, BUSY)):
+            refused(f"{job.name} of shared memory", vramctl, ("move", job.name, "--to", "1"), code, ["memory"])
+            run(vramctl, "resume", "--name", job.name)
+            check(f"{job.name}: it runs on", job.ask()[0]["same"])
+    finally:
+        taking.end()
+        giving.end()
 
 
 def main():

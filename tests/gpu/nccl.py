@@ -7,16 +7,12 @@ The ranks are those of two.py.
 """
 
 import contextlib
-import json
 import os
 import pathlib
-import select
-import subprocess
 import sys
-import time
 
 import two
-from common import check, end, free_port, used_mib
+from common import Job, check, free_port, used_mib
 
 CYCLES = 3
 #: What idle GPUs show beside a suspended job, at most.
@@ -29,44 +25,29 @@ TRANSPORTS = {
 }
 
 
-class Job:
-    """Two ranks."""
+class Ranks(Job):
+    """Two ranks of two.py."""
 
     def __init__(self, vramctl, environment, option="--rank"):
-        self.vramctl, port = vramctl, free_port()
-        start = [vramctl, "run", "--name", "ranks", "--", sys.executable, two.__file__, option]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-        self.ranks = [subprocess.Popen([*start, str(number), str(port)], **pipes) for number in (0, 1)]
+        port = free_port()
+        super().__init__(vramctl, "ranks", two.__file__, *((option, number, port) for number in (0, 1)), **environment)
         self.steps = 0
-
-    def command(self, *arguments):
-        done = subprocess.run([self.vramctl, *arguments], capture_output=True, text=True, timeout=120)
-        return done.returncode, " | ".join((done.stdout + done.stderr).strip().splitlines())
-
-    def hear(self):
-        return [json.loads(child.stdout.readline() or '{"ended": true}') for child in self.ranks]
 
     def begin(self):
         """All-reduces, which end when the job is there."""
         self.steps += 1
-        for child in self.ranks:
-            child.stdin.write(json.dumps({"step": self.steps}) + "\n")
-            child.stdin.flush()
+        self.tell(step=self.steps)
 
     def check_sums(self, when):
         heard = self.hear()
-        return check(f"{when}: all-reduces are right", all(one.get("eager") and one.get("graph") for one in heard), heard)
+        return check(f"{when}: all-reduces are right", self.all("eager", heard) and self.all("graph", heard), heard)
 
     def waits(self):
-        time.sleep(0.5)
-        return not select.select([child.stdout for child in self.ranks], [], [], 0)[0]
-
-    def processes(self):
-        return json.loads(self.command("status", "--name", "ranks", "--json")[1])["processes"]
+        return self.hear(0.5) == [None] * len(self.ranks)
 
 
 def leave_and_come_back(job, idle):
-    if not check("started", all(one.get("ready") for one in job.hear())):
+    if not check("started", job.all("ready", job.hear())):
         return
     job.begin()
     job.check_sums("before")
@@ -103,7 +84,7 @@ def leave_and_come_back(job, idle):
 def main():
     vramctl = sys.argv[1]
     folder = sys.argv[2] if len(sys.argv) > 2 else os.environ.get("GPU_CHECK_NCCL_DIR")
-    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+    environment = {"NCCL_NVLS_ENABLE": "0"}
     if folder:
         # PyTorch finds its own by RPATH, which comes before LD_LIBRARY_PATH, unless a library with this name is loaded already.
         library = pathlib.Path(folder, "libnccl.so.2").resolve(strict=True)
@@ -113,9 +94,9 @@ def main():
         return
     for name, settings in TRANSPORTS.items():
         print(f"note: {name}", flush=True)
-        job = Job(vramctl, {**environment, **settings})
+        job = Ranks(vramctl, {**environment, **settings})
         with contextlib.ExitStack() as stack:
-            stack.callback(end, job.ranks)
+            stack.callback(job.end)
             leave_and_come_back(job, idle)
 
 

@@ -13,13 +13,9 @@ import ctypes
 import json
 import os
 import re
-import select
-import signal
-import subprocess
 import sys
-import time
 
-from common import MIB, answer, check, free_port, used_mib
+from common import MIB, Job, answer, check, free_port, used_mib
 
 BUFFER = 64 * MIB
 BALLAST = 2048 * MIB
@@ -189,98 +185,71 @@ def rank(number, ranks, port):
     os._exit(0)
 
 
-class Ranks:
-    """The processes of one job."""
-
+class Ranks(Job):
     def __init__(self, vramctl, name, count):
         port = free_port()
-        self.vramctl, self.name = vramctl, name
         # A ring, as between GPUs without NVLink multicast.
-        environment = {**os.environ, "NCCL_LOCAL_REGISTER": "1", "NCCL_ALGO": "Ring"}
-        self.children = []
-        for number in range(count):
-            command = [vramctl, "run", "--name", name, "--", sys.executable, __file__, "--rank", str(number), str(count), port]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.children.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
-
-    def hear(self, patience=60.0):
-        """The answer of each; `None` if it does not answer in time."""
-        end, heard = time.monotonic() + patience, []
-        for child in self.children:
-            ready, _, _ = select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))
-            heard.append(json.loads(child.stdout.readline() or '{"ended": true}') if ready else None)
-        return heard
-
-    def ask(self, patience=60.0, **request):
-        for child in self.children:
-            try:
-                child.stdin.write(json.dumps(request) + "\n")
-                child.stdin.flush()
-            except OSError:
-                pass
-        return self.hear(patience)
-
-    def all(self, field, **request):
-        heard = self.ask(**request)
-        return all((one or {}).get(field) for one in heard), heard
+        options = (("--rank", number, count, port) for number in range(count))
+        super().__init__(vramctl, name, __file__, *options, NCCL_LOCAL_REGISTER="1", NCCL_ALGO="Ring")
 
     def works(self, base):
         """Whether all collectives gave correct results."""
-        heard = [self.ask(do="step", base=base, kind=kind, graph=graph) for kind in KINDS for graph in (False, True)]
-        return all((one or {}).get("right") for each in heard for one in each), heard
+        heard = [self.ask(60, do="step", base=base, kind=kind, graph=graph) for kind in KINDS for graph in (False, True)]
+        return all(self.all("right", each) for each in heard), heard
 
-    def command(self, what, *arguments):
-        done = subprocess.run([self.vramctl, what, "--name", self.name, *arguments], capture_output=True, text=True, timeout=120)
-        return done.returncode, " | ".join((done.stdout + done.stderr).strip().splitlines()[-6:])
+    def does(self, what):
+        heard = self.ask(60, do=what)
+        return self.all("done", heard), heard
+
+    def pause_or_resume(self, what, *arguments):
+        return self.command(what, "--name", self.name, *arguments)
 
     def end(self):
-        for child in self.children:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        for child in self.children:
+        # Some hang in a collective.
+        for child in self.ranks:
+            child.kill()
+        for child in self.ranks:
             child.wait(20)
 
 
 def refused_for_nccl(ranks):
     """Whether a pause is refused because of NCCL, and its message."""
-    code, text = ranks.command("pause")
+    code, text = ranks.pause_or_resume("pause")
     return code != 0 and re.search(r"[\d.]+ [KMG]iB of default \(NCCL: ncclComm", text) is not None, text
 
 
 def rule(ranks, name):
     before = used_mib()
-    registered, heard = ranks.all("done", do="register")
+    registered, heard = ranks.does("register")
     check(f"{name}: NCCL registers managed memory", registered, heard)
     check(f"{name}: collectives on it, eager and in a graph", *ranks.works(1))
     refused, text = refused_for_nccl(ranks)
     check(f"{name}: a pause is refused, and names the tag, the bytes and NCCL", refused, text)
     check(f"{name}: nothing has changed by that", *ranks.works(2))
-    code, text = ranks.command("pause", "--registered", "keep")
+    code, text = ranks.pause_or_resume("pause", "--registered", "keep")
     freed = [there - now for there, now in zip(before, used_mib())]
-    enough = min(freed[: len(ranks.children)]) > BALLAST / MIB * 0.9
+    enough = min(freed[: len(ranks.ranks)]) > BALLAST / MIB * 0.9
     check(f"{name}: --registered keep pauses the rest", code == 0 and enough, f"{freed} MiB less in use; {text}")
-    code, text = ranks.command("resume")
+    code, text = ranks.pause_or_resume("resume")
     check(f"{name}: resumed", code == 0, text)
     check(f"{name}: collectives after that, eager and in the graphs of before", *ranks.works(3))
-    check(f"{name}: deregistered", *ranks.all("done", do="deregister"))
+    check(f"{name}: deregistered", *ranks.does("deregister"))
     refused, text = refused_for_nccl(ranks)
     check(f"{name}: then NCCL is not in the way", not refused, text)
     # Still refused if NCCL has exported the virtual memory, which cannot be undone.
-    ranks.command("resume")
-    check(f"{name}: a pool that PyTorch registers", *ranks.all("done", do="pool"))
+    ranks.pause_or_resume("resume")
+    check(f"{name}: a pool that PyTorch registers", *ranks.does("pool"))
     refused, text = refused_for_nccl(ranks)
     check(f"{name}: a pause is refused because of that, too", refused, text)
 
 
 def without_the_rule(ranks):
     """What happens if a pause takes registered memory. Not a check: it shows the reason for the rule."""
-    ranks.ask(do="register")
+    ranks.does("register")
     ranks.works(1)
-    code, text = ranks.command("pause", "--registered", "take")
+    code, text = ranks.pause_or_resume("pause", "--registered", "take")
     print(f"note: taken: exit code {code}: {text}", flush=True)
-    code, text = ranks.command("resume")
+    code, text = ranks.pause_or_resume("resume")
     print(f"note: taken: resumed, exit code {code}: {text}", flush=True)
     for kind in KINDS:
         for graph in (True, False):
@@ -300,7 +269,7 @@ def main():
     try:
         for name, ranks in started.items():
             heard = ranks.hear(90)
-            check(f"{name}: started", all((one or {}).get("ready") for one in heard), heard)
+            check(f"{name}: started", ranks.all("ready", heard), heard)
         for name, ranks in started.items():
             try:
                 if name == "registration-taken":

@@ -122,7 +122,7 @@ class OneGpu(unittest.TestCase):
 
     @section(160)
     def test_ledger(self, run):
-        """compares `vramctl status --ledger` with nvidia-smi, for PyTorch with a captured graph, active and paused, a trainer, and a program without
+        """compares `vramctl gpus` with nvidia-smi, for PyTorch with a captured graph, active and paused, a trainer, and a program without
         the library; on two GPUs, for NCCL, too"""
         run.script("ledger.py", 150)
 

@@ -8,14 +8,13 @@ usage: training.py VRAMCTL [TIMES [WHICH]]   TIMES suspends in all for each kind
 
 import contextlib
 import json
-import os
 import random
 import statistics
 import sys
 import time
 
-from common import check, end, filled, most_gib, stages, used_mib
-from nccl import IDLE_MIB, Job
+from common import check, filled, most_gib, stages, used_mib
+from nccl import IDLE_MIB, Ranks
 
 KINDS = {"DistributedDataParallel": "--train", "FSDP": "--train-sharded"}
 SETTINGS = [
@@ -29,16 +28,16 @@ SETTINGS = [
 FILL_GIB = 60
 
 
-class Training(Job):
+class Training(Ranks):
     """Two ranks that train when told to."""
 
     def losses(self):
-        return [(one.get("digest"), one.get("same")) for one in self.hear()]
+        return [((one or {}).get("digest"), (one or {}).get("same")) for one in self.hear()]
 
 
 def leave_and_come_back(job, times, chance, idle, rows):
     """Returns what went wrong."""
-    if not all(one.get("ready") for one in job.hear()):
+    if not job.all("ready", job.hear()):
         return "did not start"
     began = time.monotonic()
     job.begin()
@@ -90,10 +89,10 @@ def main():
         return
     chance, each = random.Random(5), -(-times // len(SETTINGS))
     for what, (option, settings) in chosen.items():
-        environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **settings}
+        environment = {"NCCL_NVLS_ENABLE": "0", **settings}
         job, rows = Training(vramctl, environment, option), []
         with contextlib.ExitStack() as stack:
-            stack.callback(end, job.ranks)
+            stack.callback(job.end)
             wrong = leave_and_come_back(job, each, chance, idle, rows)
         check(f"{what}: suspended {each} times and moved, every loss equal", not wrong, wrong[:1500])
         if rows:

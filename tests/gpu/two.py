@@ -11,11 +11,10 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 
-from common import answer, check, end, free_port, used_mib
+from common import Job, answer, check, free_port, run, used_mib
 
 COUNT = 64 << 20
 STEPS = 600
@@ -129,107 +128,78 @@ def train(number, port, is_sharded=False):
     os._exit(0)
 
 
+def pause_and_resume(job):
+    code, text = job.command("pause", "--name", job.name)
+    check(f"{job.name}: paused", code == 0, f"in use {used_mib()} MiB; {text}")
+    code, text = job.command("resume", "--name", job.name)
+    check(f"{job.name}: resumed", code == 0, text)
+
+
+def peer_copies(job):
+    check("the GPUs can access each other", job.all("ready", job.hear()))
+    for number in range(4):
+        check(f"peers: copies in both directions, {number} pauses before", job.all("same", job.ask()))
+        if number < 3:
+            pause_and_resume(job)
+
+
+def collectives(job):
+    check("nccl: both ranks have started", job.all("ready", job.hear()))
+    print(job.command("status")[1], flush=True)
+    for number in range(4):
+        seen = job.ask(step=number)
+        check(f"nccl: eager, {number} pauses before", job.all("eager", seen), seen)
+        check(f"nccl: in a graph, {number} pauses before", job.all("graph", seen), seen)
+        if number < 3:
+            pause_and_resume(job)
+    check("nccl: memory registered by the program works", job.all("registered", job.ask(register=True)))
+    code, text = job.command("pause", "--name", "nccl")
+    print(f"note: after a registration the pause {'refuses' if code else 'succeeds'}: {text}", flush=True)
+    if code == 0:
+        print(job.command("resume", "--name", "nccl"), flush=True)
+
+
+def trainings(job):
+    ready, undisturbed = job.all("ready", job.hear()), job.ask()
+    chance, failed, jobs, least = random.Random(11), [], [], []
+    while ready and len(jobs) < 10 and not failed:
+        job.tell()
+        for _ in range(3):
+            time.sleep(chance.uniform(0, 0.25 * undisturbed[0]["s"]))
+            code, text, _ = run(job.vramctl, "pause", "--name", "training", "--json")
+            if code:
+                failed.append(text)
+                break
+            jobs += json.loads(text)["jobs"]
+            least.append(max(used_mib()))
+            code, text = job.command("resume", "--name", "training")
+            if code:
+                failed.append(text)
+        seen = job.hear()
+        if [(one or {}).get("digest") for one in seen] != [one["digest"] for one in undisturbed] or not job.all("same", seen):
+            failed.append(f"{seen} instead of {undisturbed}")
+    check(f"training: paused {len(jobs)} times as a job, every loss the same on both ranks", jobs and not failed, "; ".join(failed)[:1500])
+    if jobs:
+        check("training: the memory was free meanwhile", max(least) < 4096, f"at most {max(least)} MiB in use")
+        tried, ms = [job["attempts"] for job in jobs], [job["ms"] for job in jobs]
+        print("| paused as a job | pauses | in 1 / 2 / more attempts | from the request to memory freed | at most |")
+        print("| --- | ---: | ---: | ---: | ---: |")
+        print(
+            f"| DistributedDataParallel over NCCL, 2 ranks | {len(jobs)} | "
+            f"{tried.count(1)} / {tried.count(2)} / {sum(attempts > 2 for attempts in tried)} | "
+            f"{statistics.median(ms):.0f} ms | {max(ms):.0f} ms |",
+            flush=True,
+        )
+
+
 def main():
-    vramctl = sys.argv[1]
-
-    def start(name, *arguments):
-        command = [vramctl, "run", "--name", name, "--", sys.executable, __file__, *arguments]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def tell(child, **request):
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()
-
-    def hear(child):
-        return json.loads(child.stdout.readline() or '{"ended": true}')
-
-    def command(*arguments):
-        done = subprocess.run([vramctl, *arguments], capture_output=True, text=True, timeout=120)
-        return done.returncode == 0, " | ".join((done.stdout + done.stderr).strip().splitlines()[-4:])
-
-    def pause_and_resume(name):
-        paused, text = command("pause", "--name", name)
-        check(f"{name}: paused", paused, f"in use {used_mib()} MiB; {text}")
-        resumed, text = command("resume", "--name", name)
-        check(f"{name}: resumed", resumed, text)
-
-    child = start("peers", "--peers")
-    try:
-        check("the GPUs can access each other", hear(child)["ready"])
-        for number in range(4):
-            tell(child)
-            check(f"peers: copies in both directions, {number} pauses before", hear(child).get("same", False))
-            if number < 3:
-                pause_and_resume("peers")
-    finally:
-        child.stdin.close()
-        child.wait(20)
-
-    port = free_port()
-    ranks = [start("nccl", "--rank", str(number), port) for number in (0, 1)]
-    try:
-        check("nccl: both ranks have started", all(hear(child).get("ready") for child in ranks))
-        print(command("status")[1], flush=True)
-        for number in range(4):
-            for child in ranks:
-                tell(child, step=number)
-            seen = [hear(child) for child in ranks]
-            check(f"nccl: eager, {number} pauses before", all(one.get("eager") for one in seen), seen)
-            check(f"nccl: in a graph, {number} pauses before", all(one.get("graph") for one in seen), seen)
-            if number < 3:
-                pause_and_resume("nccl")
-        for child in ranks:
-            tell(child, register=True)
-        check("nccl: memory registered by the program works", all(hear(child).get("registered") for child in ranks))
-        paused, text = command("pause", "--name", "nccl")
-        print(f"note: after a registration the pause {'succeeds' if paused else 'refuses'}: {text}", flush=True)
-        if paused:
-            print(command("resume", "--name", "nccl"), flush=True)
-    finally:
-        end(ranks)
-
-    port = free_port()
-    ranks = [start("training", "--train", str(number), port) for number in (0, 1)]
-    try:
-        ready = all(hear(child).get("ready") for child in ranks)
-
-        def work():
-            for child in ranks:
-                tell(child)
-
-        work()
-        undisturbed = [hear(child) for child in ranks]
-        chance, failed, jobs, least = random.Random(11), [], [], []
-        while ready and len(jobs) < 10 and not failed:
-            work()
-            for _ in range(3):
-                time.sleep(chance.uniform(0, 0.25 * undisturbed[0]["s"]))
-                answer = subprocess.run([vramctl, "pause", "--name", "training", "--json"], capture_output=True, text=True, timeout=60)
-                if answer.returncode:
-                    failed.append(answer.stdout + answer.stderr)
-                    break
-                jobs += json.loads(answer.stdout)["jobs"]
-                least.append(max(used_mib()))
-                resumed, text = command("resume", "--name", "training")
-                if not resumed:
-                    failed.append(text)
-            seen = [hear(child) for child in ranks]
-            if [one.get("digest") for one in seen] != [one["digest"] for one in undisturbed] or not all(one.get("same") for one in seen):
-                failed.append(f"{seen} instead of {undisturbed}")
-        check(f"training: paused {len(jobs)} times as a job, every loss the same on both ranks", jobs and not failed, "; ".join(failed)[:1500])
-        if jobs:
-            check("training: the memory was free meanwhile", max(least) < 4096, f"at most {max(least)} MiB in use")
-            tried, ms = [job["attempts"] for job in jobs], [job["ms"] for job in jobs]
-            print("| paused as a job | pauses | in 1 / 2 / more attempts | from the request to memory freed | at most |")
-            print("| --- | ---: | ---: | ---: | ---: |")
-            print(
-                f"| DistributedDataParallel over NCCL, 2 ranks | {len(jobs)} | "
-                f"{tried.count(1)} / {tried.count(2)} / {sum(attempts > 2 for attempts in tried)} | "
-                f"{statistics.median(ms):.0f} ms | {max(ms):.0f} ms |",
-                flush=True,
-            )
-    finally:
-        end(ranks)
+    ranks = lambda option: ((option, number, port) for port in [free_port()] for number in (0, 1))
+    for name, options, work in (("peers", [("--peers",)], peer_copies), ("nccl", ranks("--rank"), collectives), ("training", ranks("--train"), trainings)):
+        job = Job(sys.argv[1], name, __file__, *options)
+        try:
+            work(job)
+        finally:
+            job.end()
 
 
 if __name__ == "__main__":

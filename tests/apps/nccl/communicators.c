@@ -307,7 +307,11 @@ static int join(struct communicator **made, int ranks, const char *name, int ran
 }
 
 int ncclGetVersion(int *version) { *version = VERSION; return SUCCESS; }
-const char *ncclGetErrorString(int code) { return code == CUDA_ERROR ? "unhandled cuda error" : code == INVALID_USAGE ? "invalid usage" : code == REMOTE_ERROR ? "remote process exited or there was a network error" : "error"; }
+const char *ncclGetErrorString(int code)
+{
+	return code == CUDA_ERROR ? "unhandled cuda error" : code == INVALID_USAGE ? "invalid usage"
+	     : code == REMOTE_ERROR ? "remote process exited or there was a network error" : "error";
+}
 const char *ncclGetLastError(struct communicator *c) { (void)c; return last_error; }
 
 int ncclCommInitRank(struct communicator **made, int ranks, unique_id id, int rank) { return join(made, ranks, id.bytes, rank); }
