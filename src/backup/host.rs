@@ -224,7 +224,8 @@ static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 /// Hashes the device memory of allocations whose backups will be retained. Hands the digests over by address, a group at a
 /// time, while hashing continues. Allocations without a working hasher get no digests and are copied whole.
 ///
-/// Waits for a hasher that is still being loaded: in a held program that takes only as long as the compiler (90 ms; at most 5 s), and without digests the next pause would have to copy everything, too.
+/// Waits for a hasher that is still being loaded: in a held program that takes only as long as the compiler (90 ms; at most 5 s), and without
+/// digests the next pause would have to copy everything, too.
 fn hash(wanted: &[Wanted], ready: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     if !wanted.iter().any(|new| new.retain) {
         return Ok(());

@@ -36,3 +36,21 @@ fn files(folder: &str, endings: &[&str]) -> Vec<PathBuf> {
     walk(&root().join(folder), endings, &mut found);
     found
 }
+
+/// rustfmt breaks neither comments nor macros.
+#[test]
+fn no_line_is_too_wide() {
+    const WIDTH: usize = 180;
+    let endings = ["rs", "py", "c", "h", "cu", "cuh", "sh", "toml", "js", ""];
+    let all = ["src", "tests", "scripts", "python", "benches", "fuzz/targets", ".ci"].map(|folder| files(folder, &endings)).concat();
+    assert!(all.len() > 400, "only {} files: is this test still looking?", all.len());
+    let mut wide = Vec::new();
+    // What others have packed is left as it is.
+    for path in all.iter().filter(|path| !path.to_str().unwrap().contains(".min.")) {
+        let text = fs::read(path).unwrap();
+        for (number, line) in String::from_utf8_lossy(&text).lines().enumerate().filter(|(_, line)| line.chars().count() > WIDTH) {
+            wide.push(format!("{}:{}: {} characters", path.strip_prefix(root()).unwrap().display(), number + 1, line.chars().count()));
+        }
+    }
+    assert!(wide.is_empty(), "lines of more than {WIDTH} characters:\n{}", wide.join("\n"));
+}

@@ -10,7 +10,8 @@
 //! counts it as late.
 //!
 //! As part of a swap (`hand_over`), a pause releases memory before the point of no return, because the other job cannot come without it: as much as
-//! that job lacks (`hand_over.rs`) of what is saved, and of what nobody knows by its physical pages. To undo that, it creates, maps and fills new memory, as a resume does, once the other
+//! that job lacks (`hand_over.rs`) of what is saved, and of what nobody knows by its physical pages. To undo that, it creates, maps and fills new
+//! memory, as a resume does, once the other
 //! job has given its own back, however long that takes (`owed.rs`).
 //!
 //! On a host without room for the contents of both (`hand_over_host`), the resume releases host memory before the point of no return, too: that

@@ -54,16 +54,20 @@ runtime! {
     cudaMemPoolSetAttribute(pool: Handle, attribute: c_int, value: *mut c_void) => done((driver::get()?.cuMemPoolSetAttribute)(pool, attribute, value));
     cudaMemPoolTrimTo(pool: Handle, keep: usize) => done((driver::get()?.cuMemPoolTrimTo)(pool, keep));
     cudaGetDriverEntryPoint(name: *const c_char, pointer: *mut *mut c_void, flags: u64, status: *mut u32) => device::entry_point(name, pointer, driver::VERSION, flags, status);
-    cudaGetDriverEntryPointByVersion(name: *const c_char, pointer: *mut *mut c_void, version: u32, flags: u64, status: *mut u32) => device::entry_point(name, pointer, version as c_int, flags, status);
+    cudaGetDriverEntryPointByVersion(name: *const c_char, pointer: *mut *mut c_void, version: u32, flags: u64, status: *mut u32) =>
+        device::entry_point(name, pointer, version as c_int, flags, status);
 
     // Memory.
     cudaMemGetInfo(free: *mut usize, total: *mut usize) => done((ready()?.cuMemGetInfo)(free, total));
     cudaMalloc(pointer: *mut Address, bytes: usize) => memory::allocate(pointer, bytes);
     cudaFree(pointer: Address) => memory::free(pointer);
     cudaMallocAsync(pointer: *mut Address, bytes: usize, stream: Handle) => memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocAsync)(pointer, bytes, stream));
-    cudaMallocAsync_ptsz(pointer: *mut Address, bytes: usize, stream: Handle) => memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocAsync_ptsz)(pointer, bytes, stream));
-    cudaMallocFromPoolAsync(pointer: *mut Address, bytes: usize, pool: Handle, stream: Handle) => memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocFromPoolAsync)(pointer, bytes, pool, stream));
-    cudaMallocFromPoolAsync_ptsz(pointer: *mut Address, bytes: usize, pool: Handle, stream: Handle) => memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocFromPoolAsync_ptsz)(pointer, bytes, pool, stream));
+    cudaMallocAsync_ptsz(pointer: *mut Address, bytes: usize, stream: Handle) =>
+        memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocAsync_ptsz)(pointer, bytes, stream));
+    cudaMallocFromPoolAsync(pointer: *mut Address, bytes: usize, pool: Handle, stream: Handle) =>
+        memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocFromPoolAsync)(pointer, bytes, pool, stream));
+    cudaMallocFromPoolAsync_ptsz(pointer: *mut Address, bytes: usize, pool: Handle, stream: Handle) =>
+        memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocFromPoolAsync_ptsz)(pointer, bytes, pool, stream));
     cudaFreeAsync(pointer: Address, stream: Handle) => { let driver = ready()?; if pointer == 0 { Ok(()) } else { done((driver.cuMemFreeAsync)(pointer, stream)) } };
     cudaFreeAsync_ptsz(pointer: Address, stream: Handle) => { let driver = ready()?; if pointer == 0 { Ok(()) } else { done((driver.cuMemFreeAsync_ptsz)(pointer, stream)) } };
     cudaMemPoolCreate(pool: *mut Handle, props: *const c_void) => done((driver::get()?.cuMemPoolCreate)(pool, props));
@@ -110,8 +114,10 @@ runtime! {
     cudaStreamBeginCapture(stream: Handle, mode: u32) => done((ready()?.cuStreamBeginCapture)(stream, mode));
     cudaStreamEndCapture(stream: Handle, graph: *mut Handle) => done((ready()?.cuStreamEndCapture)(stream, graph));
     cudaStreamIsCapturing(stream: Handle, answer: *mut u32) => done((ready()?.cuStreamIsCapturing)(stream, answer));
-    cudaStreamGetCaptureInfo(stream: Handle, answer: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle, edges: *mut *const c_void, count: *mut usize) => done((ready()?.cuStreamGetCaptureInfo)(stream, answer, id, graph, dependencies, edges, count));
-    cudaStreamGetCaptureInfo_v2(stream: Handle, answer: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle, count: *mut usize) => done((ready()?.cuStreamGetCaptureInfo)(stream, answer, id, graph, dependencies, std::ptr::null_mut(), count));
+    cudaStreamGetCaptureInfo(stream: Handle, answer: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle, edges: *mut *const c_void, count: *mut usize) =>
+        done((ready()?.cuStreamGetCaptureInfo)(stream, answer, id, graph, dependencies, edges, count));
+    cudaStreamGetCaptureInfo_v2(stream: Handle, answer: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle, count: *mut usize) =>
+        done((ready()?.cuStreamGetCaptureInfo)(stream, answer, id, graph, dependencies, std::ptr::null_mut(), count));
     cudaThreadExchangeStreamCaptureMode(mode: *mut u32) => done((driver::get()?.cuThreadExchangeStreamCaptureMode)(mode));
     cudaGraphInstantiate(executable: *mut Handle, graph: Handle, flags: u64) => done((ready()?.cuGraphInstantiate)(executable, graph, flags));
     cudaGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) => done((ready()?.cuGraphInstantiate)(executable, graph, flags));

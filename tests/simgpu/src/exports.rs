@@ -151,7 +151,8 @@ functions! {
     cuMemGetAddressRange(_base: Out<u32>, _bytes: Out<u32>, _pointer: u32) Context Safe => Err(NOT_SUPPORTED);
     cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) Context Safe => device::memory_info(free, total);
     cuMemAlloc_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => memory::allocate(pointer, bytes);
-    cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context Safe => memory::allocate_pitch(pointer, pitch, width, height, element);
+    cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context Safe =>
+        memory::allocate_pitch(pointer, pitch, width, height, element);
     cuArrayCreate_v2(array: Out<Handle>, descriptor: In<array::Descriptor>) Context CaptureUnsafe => array::create(array, descriptor);
     cuArray3DCreate_v2(array: Out<Handle>, descriptor: In<array::Descriptor3D>) Context CaptureUnsafe => array::create_3d(array, descriptor);
     cuArrayDestroy(array: Handle) Healthy CaptureUnsafe => array::destroy(array);
@@ -162,7 +163,8 @@ functions! {
     cuMemAllocAsync(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, stream);
     cuMemAllocAsync_ptsz(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, per_thread(stream));
     cuMemAllocFromPoolAsync(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe => memory::allocate_from_pool(pointer, bytes, pool, stream);
-    cuMemAllocFromPoolAsync_ptsz(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe => memory::allocate_from_pool(pointer, bytes, pool, per_thread(stream));
+    cuMemAllocFromPoolAsync_ptsz(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe =>
+        memory::allocate_from_pool(pointer, bytes, pool, per_thread(stream));
     cuMemFreeAsync(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, stream);
     cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, per_thread(stream));
     cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init CaptureUnsafe => pool::create(pool, props);
@@ -181,7 +183,8 @@ functions! {
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
     cuPointerSetAttribute(value: In<u32>, attribute: i32, pointer: Address) Init CaptureUnsafe => memory::set_pointer_attribute(value, attribute, pointer);
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
-    cuMemGetHandleForAddressRange(shared: Out<c_int>, pointer: Address, bytes: usize, kind: u32, flags: u64) Init Safe => sharing::range_handle(shared, pointer, bytes, kind, flags);
+    cuMemGetHandleForAddressRange(shared: Out<c_int>, pointer: Address, bytes: usize, kind: u32, flags: u64) Init Safe =>
+        sharing::range_handle(shared, pointer, bytes, kind, flags);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
     cuIpcOpenMemHandle(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
     cuIpcOpenMemHandle_v2(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
@@ -241,26 +244,46 @@ functions! {
     cuMemcpy3DAsync_v2_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Current, Until::Queued, per_thread(stream));
     cuMemcpy3DPeerAsync(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Queued, stream);
     cuMemcpy3DPeerAsync_ptsz(copy: In<Copy3D>, stream: Handle) Context Safe => shaped::copy_3d(copy, Reach::Contexts, Until::Queued, per_thread(stream));
-    cuMemcpyPeer(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, LEGACY);
-    cuMemcpyPeer_ptds(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, PER_THREAD);
-    cuMemcpyPeerAsync(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, stream: Handle) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Queued, stream);
-    cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, attribute_count: usize, _failed: Out<usize>, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, attribute_count, stream);
-    cuMemcpyBatchAsync_v2(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, attribute_count: usize, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, attribute_count, stream);
-    cuMemcpyPeerAsync_ptsz(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, stream: Handle) Context Safe => shaped::copy_between(to, to_context, from, from_context, bytes, Until::Queued, per_thread(stream));
-    cuMemcpyBatchAsync_ptsz(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, attribute_count: usize, _failed: Out<usize>, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, attribute_count, per_thread(stream));
-    cuMemcpyBatchAsync_v2_ptsz(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>, attribute_count: usize, stream: Handle) Context Safe => shaped::batch(to, from, bytes, count, attribute_count, per_thread(stream));
+    cuMemcpyPeer(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe =>
+        shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, LEGACY);
+    cuMemcpyPeer_ptds(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize) Context Safe =>
+        shaped::copy_between(to, to_context, from, from_context, bytes, Until::Done, PER_THREAD);
+    cuMemcpyPeerAsync(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, stream: Handle) Context Safe =>
+        shaped::copy_between(to, to_context, from, from_context, bytes, Until::Queued, stream);
+    cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>,
+        attribute_count: usize, _failed: Out<usize>, stream: Handle) Context Safe =>
+        shaped::batch(to, from, bytes, count, attribute_count, stream);
+    cuMemcpyBatchAsync_v2(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>,
+        attribute_count: usize, stream: Handle) Context Safe =>
+        shaped::batch(to, from, bytes, count, attribute_count, stream);
+    cuMemcpyPeerAsync_ptsz(to: Address, to_context: Handle, from: Address, from_context: Handle, bytes: usize, stream: Handle) Context Safe =>
+        shaped::copy_between(to, to_context, from, from_context, bytes, Until::Queued, per_thread(stream));
+    cuMemcpyBatchAsync_ptsz(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>,
+        attribute_count: usize, _failed: Out<usize>, stream: Handle) Context Safe =>
+        shaped::batch(to, from, bytes, count, attribute_count, per_thread(stream));
+    cuMemcpyBatchAsync_v2_ptsz(to: In<Address>, from: In<Address>, bytes: In<usize>, count: usize, _attributes: *const c_void, _first: In<usize>,
+        attribute_count: usize, stream: Handle) Context Safe =>
+        shaped::batch(to, from, bytes, count, attribute_count, per_thread(stream));
     cuMemsetD2D8_v2(to: Address, pitch: usize, value: u8, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 1, width, height, LEGACY);
-    cuMemsetD2D8_v2_ptds(to: Address, pitch: usize, value: u8, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 1, width, height, PER_THREAD);
-    cuMemsetD2D8Async(to: Address, pitch: usize, value: u8, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 1, width, height, stream);
-    cuMemsetD2D8Async_ptsz(to: Address, pitch: usize, value: u8, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 1, width, height, per_thread(stream));
+    cuMemsetD2D8_v2_ptds(to: Address, pitch: usize, value: u8, width: usize, height: usize) Context Safe =>
+        shaped::set_2d_now(to, pitch, value.into(), 1, width, height, PER_THREAD);
+    cuMemsetD2D8Async(to: Address, pitch: usize, value: u8, width: usize, height: usize, stream: Handle) Context Safe =>
+        shaped::set_2d(to, pitch, value.into(), 1, width, height, stream);
+    cuMemsetD2D8Async_ptsz(to: Address, pitch: usize, value: u8, width: usize, height: usize, stream: Handle) Context Safe =>
+        shaped::set_2d(to, pitch, value.into(), 1, width, height, per_thread(stream));
     cuMemsetD2D16_v2(to: Address, pitch: usize, value: u16, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 2, width, height, LEGACY);
-    cuMemsetD2D16_v2_ptds(to: Address, pitch: usize, value: u16, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value.into(), 2, width, height, PER_THREAD);
-    cuMemsetD2D16Async(to: Address, pitch: usize, value: u16, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 2, width, height, stream);
-    cuMemsetD2D16Async_ptsz(to: Address, pitch: usize, value: u16, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value.into(), 2, width, height, per_thread(stream));
+    cuMemsetD2D16_v2_ptds(to: Address, pitch: usize, value: u16, width: usize, height: usize) Context Safe =>
+        shaped::set_2d_now(to, pitch, value.into(), 2, width, height, PER_THREAD);
+    cuMemsetD2D16Async(to: Address, pitch: usize, value: u16, width: usize, height: usize, stream: Handle) Context Safe =>
+        shaped::set_2d(to, pitch, value.into(), 2, width, height, stream);
+    cuMemsetD2D16Async_ptsz(to: Address, pitch: usize, value: u16, width: usize, height: usize, stream: Handle) Context Safe =>
+        shaped::set_2d(to, pitch, value.into(), 2, width, height, per_thread(stream));
     cuMemsetD2D32_v2(to: Address, pitch: usize, value: u32, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value, 4, width, height, LEGACY);
     cuMemsetD2D32_v2_ptds(to: Address, pitch: usize, value: u32, width: usize, height: usize) Context Safe => shaped::set_2d_now(to, pitch, value, 4, width, height, PER_THREAD);
-    cuMemsetD2D32Async(to: Address, pitch: usize, value: u32, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value, 4, width, height, stream);
-    cuMemsetD2D32Async_ptsz(to: Address, pitch: usize, value: u32, width: usize, height: usize, stream: Handle) Context Safe => shaped::set_2d(to, pitch, value, 4, width, height, per_thread(stream));
+    cuMemsetD2D32Async(to: Address, pitch: usize, value: u32, width: usize, height: usize, stream: Handle) Context Safe =>
+        shaped::set_2d(to, pitch, value, 4, width, height, stream);
+    cuMemsetD2D32Async_ptsz(to: Address, pitch: usize, value: u32, width: usize, height: usize, stream: Handle) Context Safe =>
+        shaped::set_2d(to, pitch, value, 4, width, height, per_thread(stream));
 
     // Streams and events.
     cuStreamCreate(stream: Out<Handle>, flags: u32) Context Safe => stream::create(stream, flags);
@@ -292,7 +315,8 @@ functions! {
     cuLaunchHostFunc(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(stream, function, data);
     cuLaunchHostFunc_ptsz(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(per_thread(stream), function, data);
     cuStreamAddCallback(stream: Handle, function: StreamCallback, data: *mut c_void, flags: u32) Context Safe => stream::add_callback(stream, function, data, flags);
-    cuStreamAddCallback_ptsz(stream: Handle, function: StreamCallback, data: *mut c_void, flags: u32) Context Safe => stream::add_callback(per_thread(stream), function, data, flags);
+    cuStreamAddCallback_ptsz(stream: Handle, function: StreamCallback, data: *mut c_void, flags: u32) Context Safe =>
+        stream::add_callback(per_thread(stream), function, data, flags);
     cuEventCreate(event: Out<Handle>, flags: u32) Context Safe => stream::create_event(event, flags);
     cuEventDestroy_v2(event: Handle) Context Safe => stream::destroy_event(event);
     cuEventRecord(event: Handle, stream: Handle) Context Safe => stream::record_event(event, stream);
@@ -313,19 +337,28 @@ functions! {
     cuStreamIsCapturing_ptsz(stream: Handle, answer: Out<u32>) Healthy Safe => capture::is_capturing(per_thread(stream), answer);
     cuStreamGetCaptureInfo(stream: Handle, answer: Out<u32>, id: Out<u64>) Context Safe => capture::info(stream, answer, id, nothing(), nothing(), nothing());
     cuStreamGetCaptureInfo_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>) Context Safe => capture::info(per_thread(stream), answer, id, nothing(), nothing(), nothing());
-    cuStreamGetCaptureInfo_v2(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe => capture::info(stream, answer, id, graph, dependencies, count);
-    cuStreamGetCaptureInfo_v2_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe => capture::info(per_thread(stream), answer, id, graph, dependencies, count);
-    cuStreamGetCaptureInfo_v3(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, edges: Out<*const c_void>, count: Out<usize>) Context Safe => { edges.put_if_given(std::ptr::null()); capture::info(stream, answer, id, graph, dependencies, count) };
-    cuStreamGetCaptureInfo_v3_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, edges: Out<*const c_void>, count: Out<usize>) Context Safe => { edges.put_if_given(std::ptr::null()); capture::info(per_thread(stream), answer, id, graph, dependencies, count) };
+    cuStreamGetCaptureInfo_v2(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe =>
+        capture::info(stream, answer, id, graph, dependencies, count);
+    cuStreamGetCaptureInfo_v2_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe =>
+        capture::info(per_thread(stream), answer, id, graph, dependencies, count);
+    cuStreamGetCaptureInfo_v3(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>,
+        edges: Out<*const c_void>, count: Out<usize>) Context Safe =>
+        { edges.put_if_given(std::ptr::null()); capture::info(stream, answer, id, graph, dependencies, count) };
+    cuStreamGetCaptureInfo_v3_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>,
+        edges: Out<*const c_void>, count: Out<usize>) Context Safe =>
+        { edges.put_if_given(std::ptr::null()); capture::info(per_thread(stream), answer, id, graph, dependencies, count) };
     cuThreadExchangeStreamCaptureMode(mode: Out<u32>) Init Safe => capture::exchange_mode(mode);
     cuGraphCreate(graph: Out<Handle>, flags: u32) Init Safe => graph::create(graph, flags);
     cuGraphDestroy(graph: Handle) Init Safe => graph::destroy(graph);
-    cuGraphAddMemcpyNode(node: Out<Handle>, graph: Handle, _after: In<Handle>, _after_count: usize, copy: In<Copy3D>, context: Handle) Init Safe => shaped::add_copy(node, graph, copy, context);
+    cuGraphAddMemcpyNode(node: Out<Handle>, graph: Handle, _after: In<Handle>, _after_count: usize, copy: In<Copy3D>, context: Handle) Init Safe =>
+        shaped::add_copy(node, graph, copy, context);
     cuGraphGetNodes(graph: Handle, nodes: Out<Handle>, count: Out<usize>) Init Safe => graph::nodes(graph, nodes, count);
     cuGraphInstantiate_v2(executable: Out<Handle>, graph: Handle, _node: *mut c_void, _log: *mut c_char, _room: usize) Context Safe => graph::instantiate(executable, graph);
     cuGraphInstantiateWithFlags(executable: Out<Handle>, graph: Handle, _flags: u64) Context Safe => graph::instantiate(executable, graph);
-    cuGraphInstantiateWithParams(executable: Out<Handle>, graph: Handle, params: Out<InstantiateParams>) Context Safe => graph::instantiate_with(executable, graph, params, |stream| stream);
-    cuGraphInstantiateWithParams_ptsz(executable: Out<Handle>, graph: Handle, params: Out<InstantiateParams>) Context Safe => graph::instantiate_with(executable, graph, params, per_thread);
+    cuGraphInstantiateWithParams(executable: Out<Handle>, graph: Handle, params: Out<InstantiateParams>) Context Safe =>
+        graph::instantiate_with(executable, graph, params, |stream| stream);
+    cuGraphInstantiateWithParams_ptsz(executable: Out<Handle>, graph: Handle, params: Out<InstantiateParams>) Context Safe =>
+        graph::instantiate_with(executable, graph, params, per_thread);
     cuGraphExecDestroy(executable: Handle) Init Safe => graph::destroy_executable(executable);
     cuGraphLaunch(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, stream);
     cuGraphLaunch_ptsz(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, per_thread(stream));
@@ -335,13 +368,18 @@ functions! {
     // Modules and launches.
     cuModuleLoadData(module: Out<Handle>, image: In<c_char>) Context Safe => kernel::load(module, image);
     cuLinkCreate_v2(_options: u32, _kinds: *const u32, _values: *const c_void, linker: Out<Handle>) Context Safe => kernel::create_linker(linker);
-    cuLinkAddData_v2(linker: Handle, kind: u32, data: In<c_char>, _bytes: usize, _name: In<c_char>, _options: u32, _kinds: *const u32, _values: *const c_void) Context Safe => kernel::add_to_linker(linker, kind, data);
+    cuLinkAddData_v2(linker: Handle, kind: u32, data: In<c_char>, _bytes: usize, _name: In<c_char>, _options: u32, _kinds: *const u32, _values: *const c_void) Context Safe =>
+        kernel::add_to_linker(linker, kind, data);
     cuLinkComplete(linker: Handle, image: Out<*const c_char>, bytes: Out<usize>) Context Safe => kernel::link(linker, image, bytes);
     cuLinkDestroy(linker: Handle) Init Safe => kernel::destroy_linker(linker);
     cuModuleUnload(module: Handle) Context CaptureUnsafe => kernel::unload(module);
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: In<c_char>) Context Safe => kernel::get_function(function, module, name);
-    cuLaunchKernel(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], stream, arguments, extra);
-    cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
+    cuLaunchKernel(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32,
+        stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe =>
+        kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], stream, arguments, extra);
+    cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32,
+        stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe =>
+        kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
 
     // Checkpoints of other processes.
     cuCheckpointProcessGetState(pid: i32, state: Out<u32>) Init Safe => checkpoint::state(pid, state);
@@ -355,7 +393,8 @@ functions! {
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);
     cuGetErrorString(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(_, description)| description);
     cuGetProcAddress(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) Nothing Safe => proc_address_before(name, pointer, version, flags);
-    cuGetProcAddress_v2(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) Nothing Safe => proc_address(name, pointer, version, flags, status);
+    cuGetProcAddress_v2(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) Nothing Safe =>
+        proc_address(name, pointer, version, flags, status);
     cuGetExportTable(_table: Out<*const c_void>, _id: *const c_void) Nothing Safe => Err(NOT_FOUND);
 
     // NVML.

@@ -3,7 +3,8 @@
 //!
 //! Driver 580 refuses to restore processes with memory that they have imported (tried on H100s and H200s), which NCCL works with. The rest is
 //! refused because nothing shows that a driver restores it, whatever its version: unified memory, which NVIDIA excludes as of driver 570
-//! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, multicast objects and shared pools. An obstacle is reported as long as it may exist: too long rather than too short.
+//! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, multicast objects and shared pools. An obstacle is reported as
+//! long as it may exist: too long rather than too short.
 
 pub mod communicators;
 mod refusals;
