@@ -236,7 +236,9 @@ class _Operation(_job._Work["dict[str, Any]"]):
                     return
                 nodes.forget(node)
                 tell({"event": "lost", "node": node, "why": _line(answer)})
-                nodes.later(lambda: nodes.has_left(node), lambda has_left: tell({"event": "gone", "node": node}) if has_left else None)
+                nodes.later(
+                    lambda: nodes.has_left(node), lambda has_left: tell({"event": "gone", "node": node}) if has_left else None
+                )
 
             nodes.say(action, name, answered)
 

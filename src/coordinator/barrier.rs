@@ -12,6 +12,7 @@
 //! When all parties have reached a step, [`Action::Reached`] asks those outside: the inference engines, the other nodes, or the record of the
 //! decision. The parties go on when [`Barrier::go_on`] is called. After the last step, only [`Barrier::decide`] ends the attempt.
 
+use crate::patience::{ADVANCE_AFTER, GIVEN_BACK_WITHIN};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -86,11 +87,6 @@ pub enum Action {
     Abort(usize),
 }
 
-/// How long a party that begins when others have drained waits, at the commit, until those have given back all of their memory. It does not wait
-/// long, because all is decided, and one of the others may be stopped.
-const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(1);
-/// After how long without progress the others count as waiting for those that have drained.
-pub const ADVANCE_AFTER: Duration = Duration::from_millis(30);
 /// How many parties are asked at a time.
 const ASKED_AT_ONCE: usize = 4;
 
@@ -106,7 +102,7 @@ enum State {
 }
 
 #[derive(Debug)]
-struct Member {
+struct PartyState {
     party: Party,
     /// How many of its steps it has reached.
     count: usize,
@@ -115,7 +111,7 @@ struct Member {
     advances: u32,
 }
 
-impl Member {
+impl PartyState {
     fn last(&self) -> Option<Step> {
         self.count.checked_sub(1).map(|last| self.party.steps[last])
     }
@@ -151,7 +147,7 @@ pub enum Phase {
 /// One attempt.
 #[derive(Debug)]
 pub struct Barrier {
-    members: Vec<Member>,
+    parties: Vec<PartyState>,
     phase: Phase,
     /// The last step that all have reached, and the last one after which they may go on.
     reached: Option<Step>,
@@ -171,9 +167,9 @@ pub struct Barrier {
 impl Barrier {
     /// Of these parties. `drain_within`: how long those that have drained may go on if they are behind.
     pub fn new(parties: impl IntoIterator<Item = Party>, behind: Behind, drain_within: Duration) -> Self {
-        let member = |party| Member { party, count: 0, state: State::Waits, advances: 0 };
+        let one = |party| PartyState { party, count: 0, state: State::Waits, advances: 0 };
         Self {
-            members: parties.into_iter().map(member).collect(),
+            parties: parties.into_iter().map(one).collect(),
             phase: Phase::Steps,
             reached: None,
             agreed: None,
@@ -194,18 +190,18 @@ impl Barrier {
 
     /// A party has reached the step that it was taken to.
     pub fn reached(&mut self, now: Time, party: usize) -> Vec<Action> {
-        let member = &mut self.members[party];
-        if member.state != State::UnderWay {
+        let one = &mut self.parties[party];
+        if one.state != State::UnderWay {
             return Vec::new();
         }
-        (member.count, member.state) = (member.count + 1, State::Waits);
+        (one.count, one.state) = (one.count + 1, State::Waits);
         (self.progress, self.is_stuck) = (now, false);
         self.advance_steps(now)
     }
 
     /// Records that the work of a party has not ended yet.
     pub fn note_unfinished(&mut self, party: usize) {
-        self.is_stuck |= self.members[party].state == State::UnderWay;
+        self.is_stuck |= self.parties[party].state == State::UnderWay;
     }
 
     /// Those outside agree that the parties go on after this step. After [`Step::Prepared`], the parties wait for the decision from now on, even
@@ -233,15 +229,15 @@ impl Barrier {
 
     /// A party has failed, or does not take part. It has nothing to undo, or undoes it by itself.
     pub fn failed(&mut self, now: Time, party: usize) -> Vec<Action> {
-        self.members[party].state = State::Ended;
+        self.parties[party].state = State::Ended;
         if self.phase == Phase::Steps { self.abort() } else { self.commit_late(now) }
     }
 
     /// A party has no ranks: the others go on without it.
     pub fn leave_out(&mut self, now: Time, party: usize) -> Vec<Action> {
-        let member = &mut self.members[party];
-        (member.party.steps, member.state) = (&[], State::Ended);
-        if self.members.iter().all(|member| member.party.steps.is_empty()) { self.abort() } else { self.advance_steps(now) }
+        let one = &mut self.parties[party];
+        (one.party.steps, one.state) = (&[], State::Ended);
+        if self.parties.iter().all(|one| one.party.steps.is_empty()) { self.abort() } else { self.advance_steps(now) }
     }
 
     /// Has all undo what they have done, unless they are about to be told a decision.
@@ -263,7 +259,7 @@ impl Barrier {
             }
             Phase::Deciding => {
                 self.phase = Phase::Committing(now);
-                let waits = |member: &Member| member.state == State::Waits && member.party.begins != Begins::OnceDrained;
+                let waits = |one: &PartyState| one.state == State::Waits && one.party.begins != Begins::OnceDrained;
                 self.end_those(waits, Action::Commit).into_iter().chain(self.commit_late(now)).collect()
             }
             _ => Vec::new(),
@@ -272,7 +268,7 @@ impl Barrier {
 
     /// A party has completed, or undone, what it had prepared.
     pub fn ended(&mut self, now: Time, party: usize) -> Vec<Action> {
-        self.members[party].state = State::Ended;
+        self.parties[party].state = State::Ended;
         self.commit_late(now)
     }
 
@@ -291,7 +287,7 @@ impl Barrier {
     pub fn next_tick(&self) -> Option<Time> {
         match self.phase {
             Phase::Committing(since) => {
-                Some(since + GIVEN_BACK_WITHIN).filter(|_| self.members.iter().any(|one| one.state == State::Waits))
+                Some(since + GIVEN_BACK_WITHIN).filter(|_| self.parties.iter().any(|one| one.state == State::Waits))
             }
             Phase::Steps if self.somebody_is_behind() => {
                 let asked = if self.behind == Behind::GoOnIfAsked && !self.is_stuck { self.asked } else { Time::ZERO };
@@ -308,12 +304,12 @@ impl Barrier {
 
     /// Whether a party is being taken to a step.
     pub fn takes_step(&self, party: usize) -> bool {
-        self.members[party].state == State::UnderWay
+        self.parties[party].state == State::UnderWay
     }
 
     /// Whether all parties have ended, and nothing is left to be decided.
     pub fn is_over(&self) -> bool {
-        self.phase != Phase::Deciding && self.members.iter().all(|member| member.state == State::Ended)
+        self.phase != Phase::Deciding && self.parties.iter().all(|one| one.state == State::Ended)
     }
 
     /// Takes every party that may go on to its next step.
@@ -322,11 +318,11 @@ impl Barrier {
             return Vec::new();
         }
         let mut actions = Vec::new();
-        let may: Vec<_> = (0..self.members.len()).filter(|party| self.may_go(&self.members[*party])).collect();
+        let may: Vec<_> = (0..self.parties.len()).filter(|party| self.may_go(&self.parties[*party])).collect();
         for party in may {
-            let member = &mut self.members[party];
-            let Some(step) = member.next() else { continue };
-            member.state = State::UnderWay;
+            let one = &mut self.parties[party];
+            let Some(step) = one.next() else { continue };
+            one.state = State::UnderWay;
             if step == Step::Drained {
                 self.drains_until = now + self.drain_within;
             }
@@ -342,45 +338,45 @@ impl Barrier {
     }
 
     fn takes(&self, step: Step) -> bool {
-        self.members.iter().any(|member| member.party.steps.contains(&step))
+        self.parties.iter().any(|one| one.party.steps.contains(&step))
     }
 
     fn have_all_reached(&self, step: Step) -> bool {
-        self.members.iter().all(|member| member.has_passed(step))
+        self.parties.iter().all(|one| one.has_passed(step))
     }
 
     /// Whether a party waits for nobody any more.
-    fn may_go(&self, member: &Member) -> bool {
-        if member.state != State::Waits || member.next().is_none() {
+    fn may_go(&self, one: &PartyState) -> bool {
+        if one.state != State::Waits || one.next().is_none() {
             return false;
         }
-        let first = || self.members.iter().filter(|other| other.party.begins == Begins::First);
-        if let Some(last) = member.last()
+        let first = || self.parties.iter().filter(|other| other.party.begins == Begins::First);
+        if let Some(last) = one.last()
             && (self.agreed < Some(last) || !self.have_all_reached(last))
         {
             return false;
         }
-        match member.party.begins {
+        match one.party.begins {
             Begins::First => true,
             Begins::OnceDrained => self.agreed >= Some(Step::Drained),
             Begins::Together => {
-                member.has_begun() || member.next() == Some(Step::Found) || first().all(|other| other.last() == Some(Step::Prepared))
+                one.has_begun() || one.next() == Some(Step::Found) || first().all(|other| other.last() == Some(Step::Prepared))
             }
         }
     }
 
     /// The parties that have drained and wait for others.
     fn drained(&self) -> Vec<usize> {
-        let is_drained = |member: &Member| member.state == State::Waits && member.last() == Some(Step::Drained);
-        (0..self.members.len()).filter(|party| is_drained(&self.members[*party])).collect()
+        let is_drained = |one: &PartyState| one.state == State::Waits && one.last() == Some(Step::Drained);
+        (0..self.parties.len()).filter(|party| is_drained(&self.parties[*party])).collect()
     }
 
     /// Whether some have drained, and all others have only their work to wait for.
     fn somebody_is_behind(&self) -> bool {
-        let mut under_way = self.members.iter().filter(|member| member.state == State::UnderWay).peekable();
+        let mut under_way = self.parties.iter().filter(|one| one.state == State::UnderWay).peekable();
         self.behind != Behind::Wait
             && under_way.peek().is_some()
-            && under_way.all(|member| member.next() == Some(Step::Drained))
+            && under_way.all(|one| one.next() == Some(Step::Drained))
             && self.agreed < Some(Step::Drained)
             && !self.drained().is_empty()
     }
@@ -389,13 +385,13 @@ impl Barrier {
         let drained = self.drained();
         match self.behind {
             Behind::GoOn => {
-                let least = drained.into_iter().min_by_key(|party| (self.members[*party].advances, *party));
+                let least = drained.into_iter().min_by_key(|party| (self.parties[*party].advances, *party));
                 self.let_go_on(now, least.into_iter().collect())
             }
             Behind::GoOnIfAsked if self.is_stuck => self.let_go_on(now, drained),
             Behind::GoOnIfAsked if now >= self.asked + ADVANCE_AFTER => {
                 self.asked = now;
-                let under_way: Vec<_> = (0..self.members.len()).filter(|party| self.members[*party].state == State::UnderWay).collect();
+                let under_way: Vec<_> = (0..self.parties.len()).filter(|party| self.parties[*party].state == State::UnderWay).collect();
                 let count = ASKED_AT_ONCE.min(under_way.len());
                 let asked = (0..count).map(|nth| under_way[(self.next_asked + nth) % under_way.len()]);
                 let asked = asked.map(Action::Ask).collect();
@@ -411,8 +407,8 @@ impl Barrier {
         // All will have drained only once more.
         self.reached = self.reached.min(Some(Step::Held));
         for party in &parties {
-            let member = &mut self.members[*party];
-            (member.count, member.state, member.advances) = (member.count - 1, State::UnderWay, member.advances + 1);
+            let one = &mut self.parties[*party];
+            (one.count, one.state, one.advances) = (one.count - 1, State::UnderWay, one.advances + 1);
         }
         parties.into_iter().map(Action::Advance).collect()
     }
@@ -420,9 +416,9 @@ impl Barrier {
     /// Commits those that have waited for the memory of others.
     fn commit_late(&mut self, now: Time) -> Vec<Action> {
         let Phase::Committing(since) = self.phase else { return Vec::new() };
-        let are_given_back = self.members.iter().all(|member| member.party.begins == Begins::OnceDrained || member.state == State::Ended);
+        let are_given_back = self.parties.iter().all(|one| one.party.begins == Begins::OnceDrained || one.state == State::Ended);
         if are_given_back || now >= since + GIVEN_BACK_WITHIN {
-            self.end_those(|member| member.state == State::Waits, Action::Commit)
+            self.end_those(|one| one.state == State::Waits, Action::Commit)
         } else {
             Vec::new()
         }
@@ -430,17 +426,17 @@ impl Barrier {
 
     fn end_all(&mut self, action: fn(usize) -> Action) -> Vec<Action> {
         // Nobody has asked these for anything.
-        for member in self.members.iter_mut().filter(|member| member.count == 0 && member.state == State::Waits) {
-            member.state = State::Ended;
+        for one in self.parties.iter_mut().filter(|one| one.count == 0 && one.state == State::Waits) {
+            one.state = State::Ended;
         }
-        self.end_those(|member| matches!(member.state, State::Waits | State::UnderWay), action)
+        self.end_those(|one| matches!(one.state, State::Waits | State::UnderWay), action)
     }
 
-    fn end_those(&mut self, which: impl Fn(&Member) -> bool, action: fn(usize) -> Action) -> Vec<Action> {
-        let those = self.members.iter_mut().enumerate().filter(|(_, member)| which(member));
+    fn end_those(&mut self, which: impl Fn(&PartyState) -> bool, action: fn(usize) -> Action) -> Vec<Action> {
+        let those = self.parties.iter_mut().enumerate().filter(|(_, one)| which(one));
         those
-            .map(|(party, member)| {
-                member.state = State::Ending;
+            .map(|(party, one)| {
+                one.state = State::Ending;
                 action(party)
             })
             .collect()

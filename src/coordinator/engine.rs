@@ -1,6 +1,7 @@
 //! Asks an inference engine for permission, over its own HTTP API, before a pause takes its memory.
 
 use crate::failure::{CommandError, Exit};
+use crate::patience::{ASK_ENGINE_EVERY, CONFIRM_WITHIN, ENGINE_ANSWERS_WITHIN};
 use crate::processes::Process;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -53,22 +54,17 @@ impl Engines {
     pub fn prepare(&self, until: Option<Instant>) -> Result<(), CommandError> {
         // All must be idle before any prefix cache is reset.
         self.engines.iter().try_for_each(|engine| engine.wait_for_requests(until))?;
-        if self.lose { self.engines.iter().try_for_each(|engine| engine.forget(PATIENCE)) } else { Ok(()) }
+        if self.lose { self.engines.iter().try_for_each(|engine| engine.forget(ENGINE_ANSWERS_WITHIN)) } else { Ok(()) }
     }
 
     /// In the pause, before anything is released: fails if a request has come since. A held engine that does not answer has one: it waits for
     /// the GPU.
     pub fn confirm(&self) -> Result<(), CommandError> {
-        /// The program waits meanwhile.
-        const AT_MOST: Duration = Duration::from_secs(3);
-        let deadline = Instant::now() + AT_MOST;
+        let deadline = Instant::now() + CONFIRM_WITHIN;
         let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         self.engines.iter().try_for_each(|engine| engine.confirm(self.lose, left))
     }
 }
-
-/// Timeout of one request.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The supported engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,9 +88,9 @@ impl Engine {
         let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).build();
         let (address, key) = (address.to_owned(), key.map(str::to_owned));
         let mut engine = Self { address, key, agent: settings.into(), kind: EngineKind::Vllm };
-        if engine.running(PATIENCE)?.is_none() {
+        if engine.running(ENGINE_ANSWERS_WITHIN)?.is_none() {
             engine.kind = EngineKind::Sglang;
-            if engine.running(PATIENCE)?.is_none() {
+            if engine.running(ENGINE_ANSWERS_WITHIN)?.is_none() {
                 return Err(engine.failure(
                     Exit::Failed,
                     "it reports no request count (vLLM: /metrics, SGLang: /v1/loads); check the address, or pause with --force while it is \
@@ -122,7 +118,7 @@ impl Engine {
 
     fn wait_for_requests(&self, until: Option<Instant>) -> Result<(), CommandError> {
         loop {
-            let running = self.count(PATIENCE)?;
+            let running = self.count(ENGINE_ANSWERS_WITHIN)?;
             if running == 0 {
                 return Ok(());
             }
@@ -132,7 +128,7 @@ impl Engine {
                 );
                 return Err(self.failure(Exit::Busy, &text));
             }
-            thread::sleep(Duration::from_millis(100));
+            thread::sleep(ASK_ENGINE_EVERY);
         }
     }
 

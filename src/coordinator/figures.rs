@@ -4,14 +4,11 @@
 
 use crate::Reporter;
 use crate::parallel;
+use crate::patience::FIGURES_WITHIN;
 use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc;
-use std::time::Duration;
 use vramctl_driver as driver;
-
-/// How long NVML may take after the pause. Usually, it is done by then.
-const WITHIN: Duration = Duration::from_secs(5);
 
 /// The thread that asks.
 pub(crate) struct Figures {
@@ -42,8 +39,8 @@ impl Figures {
     /// exits.
     pub fn send<'a>(self, paused: impl Iterator<Item = &'a Process>, reporter: &dyn Reporter) {
         let _ = self.paused.send(paused.cloned().collect());
-        if self.ended.recv_timeout(WITHIN) == Err(mpsc::RecvTimeoutError::Timeout) {
-            let within = WITHIN.as_secs();
+        if self.ended.recv_timeout(FIGURES_WITHIN) == Err(mpsc::RecvTimeoutError::Timeout) {
+            let within = FIGURES_WITHIN.as_secs();
             reporter.warn(&format!("NVML has not answered within {within} s, so the status lacks its figures. Does `nvidia-smi` answer?"));
         }
     }

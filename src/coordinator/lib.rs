@@ -40,7 +40,7 @@ pub use operation::{Hold, Operation, Scope};
 pub use outcome::Outcome;
 pub use passing::Passing;
 pub use plan::{Consent, Left, Plan};
-pub use relocate::{Move, Moving};
+pub use relocate::{Move, Relocation};
 pub use reporter::Reporter;
 pub use suspend::Suspend;
 pub use swap::{Room, Swap, Swapped};

@@ -1,6 +1,7 @@
 //! Locks among commands: files beside the control sockets, which the kernel unlocks if a command dies. Not the directory itself: every process
 //! that listens there shares a lock on it (`control/presence.rs`).
 
+use crate::patience::TRY_LOCK_EVERY;
 use std::fs::{self, File};
 use std::io::{Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
@@ -35,15 +36,13 @@ impl FileLock {
 
     /// The same in this directory.
     pub fn take_in(directory: Directory, name: &str, within: Duration) -> Result<Option<Self>, Others> {
-        /// How often to try.
-        const LOOK_AGAIN: Duration = Duration::from_millis(10);
         /// Somebody else may have written anything.
         const LONGEST_PID: u64 = 20;
         let deadline = Instant::now() + within;
         loop {
             let opened = directory.file(name, File::options().read(true).write(true).create(true).truncate(false));
             let Ok(mut file) = opened else { return Ok(None) };
-            match lock_within(&file, Sharing::Exclusive, deadline, LOOK_AGAIN) {
+            match lock_within(&file, Sharing::Exclusive, deadline, TRY_LOCK_EVERY) {
                 // Its last owner has removed it: others lock another file.
                 Ok(true) if file.metadata().is_ok_and(|now| now.nlink() == 0) => (),
                 Ok(true) => {

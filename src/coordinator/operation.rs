@@ -5,14 +5,12 @@ use crate::engine;
 use crate::failure::CommandError;
 use crate::machine::{Machine, ThisMachine};
 use crate::nodes::Participant;
+use crate::patience::HOLD_WITHIN;
 use crate::processes::{Found, Target};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_model::{Error, Policy, Registered, TransitionRequest, Verb};
-
-/// How long the program's GPU work in flight may take once it is held, if the caller gives no limit.
-pub const HOLD_WITHIN: Duration = Duration::from_secs(10);
 
 /// An operation on jobs.
 #[derive(Debug, Clone)]
@@ -91,7 +89,7 @@ pub struct PauseOptions {
 pub enum Hold {
     /// The program must be idle, or not use the paused memory.
     No,
-    /// For as long as the work in flight may take: what is left of the deadline, or [`HOLD_WITHIN`].
+    /// For as long as the work in flight may take: what is left of the deadline, or 10 s.
     #[default]
     Yes,
     /// For this long.

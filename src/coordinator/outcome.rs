@@ -1,4 +1,4 @@
-//! What came of an operation.
+//! The result of an operation.
 
 use crate::failure::{CommandError, Exit};
 use crate::job::JobReport;
@@ -11,10 +11,10 @@ use std::time::Duration;
 use vramctl_control::client::ClientError;
 use vramctl_model::{Borrowed, Report, Verb};
 
-/// What came of an operation.
+/// The result of an operation.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// The processes that were meant, in order.
+    /// The selected processes, in order.
     pub processes: Vec<ProcessOutcome>,
     /// The borrowers that were held as well.
     pub borrowers: Vec<ProcessOutcome>,
@@ -46,18 +46,18 @@ impl Outcome {
     }
 }
 
-/// What came of it for one process.
+/// The result for one process.
 #[derive(Debug)]
 pub struct ProcessOutcome {
     /// As it was before.
     pub process: Process,
-    /// Its tags that were meant.
+    /// Its selected tags.
     pub tags: Vec<String>,
     /// Those of them that were not in the wanted state yet.
     pub due: Vec<String>,
     /// What the driver's checkpoint did: for a suspend, all of it; for a resume, how it was restored before its tags.
     pub device: Option<Done>,
-    /// What came of its tags.
+    /// What was done to its tags.
     pub result: Result<Report, CommandError>,
 }
 
@@ -146,7 +146,7 @@ impl Done {
     }
 }
 
-/// What came of it for a job as a whole.
+/// The result for a job as a whole.
 #[derive(Debug)]
 pub struct JobOutcome {
     /// Its name.

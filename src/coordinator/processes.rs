@@ -5,10 +5,10 @@ use crate::failure::{CommandError, Exit};
 use crate::gpus;
 use crate::machine::{Machine, ThisMachine};
 use crate::parallel;
-use crate::patience::TURN_WITHIN;
+use crate::patience::{HELLO_WITHIN, LOOK_FOR_PROCESSES_EVERY, NEW_SOCKET_WITHIN, STATUS_WITHIN, TURN_WITHIN};
 use crate::proc;
 pub use crate::process::Process;
-use crate::queue::{Place, Ticket};
+use crate::queue::{Entry, Ticket};
 use crate::reporter::Reporter;
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
@@ -38,15 +38,6 @@ pub struct Found {
     pub processes: Vec<Process>,
 }
 
-/// A process whose socket was deleted creates it again within this time.
-const NEW_SOCKET_WITHIN: Duration = Duration::from_secs(3);
-/// How often to look for it meanwhile.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
-/// How long a process may take to answer `hello`. A stopped one never does, and must not delay the others.
-const HELLO_WITHIN: Duration = Duration::from_secs(2);
-/// How long it may take to answer `status`, for which it calls the driver.
-const STATUS_WITHIN: Duration = Duration::from_secs(5);
-
 impl Found {
     /// Finds the processes and asks those that may match for their status.
     pub fn look(target: &Target) -> Result<Self, CommandError> {
@@ -67,7 +58,7 @@ impl Found {
             // Half of a job is worse than to wait for the rest of it.
             let misses_some = !is_by_id && (directory.is_being_restored() || may_match(&lost, target));
             if misses_some && begun.elapsed() < NEW_SOCKET_WITHIN {
-                thread::sleep(LOOK_AGAIN);
+                thread::sleep(LOOK_FOR_PROCESSES_EVERY);
                 continue;
             }
             let asked = match target {
@@ -96,7 +87,7 @@ impl Found {
         let crowded: Vec<_> = self.processes.iter().filter(is_crowded).cloned().collect();
         let waits = may_match(&crowded, target) && deadline.begun.elapsed() < TURN_WITHIN.max(deadline.timeout.unwrap_or_default());
         if waits {
-            thread::sleep(LOOK_AGAIN);
+            thread::sleep(LOOK_FOR_PROCESSES_EVERY);
         }
         waits
     }
@@ -279,7 +270,7 @@ impl Found {
         deadline: Deadline,
         turn_within: Duration,
         reporter: &dyn Reporter,
-    ) -> Result<Option<Place>, Box<Refusal>> {
+    ) -> Result<Option<Entry>, Box<Refusal>> {
         let Some(directory) = &self.directory else { return Ok(None) };
         ticket.queue(directory, deadline, turn_within, &mut |ahead| reporter.queued(ahead))
     }

@@ -6,6 +6,7 @@
 
 use crate::deadline::Deadline;
 use crate::lock::FileLock;
+use crate::patience::{LOCK_QUEUE_WITHIN, LOOK_AT_QUEUE_EVERY};
 use crate::proc;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -19,12 +20,8 @@ use vramctl_control::protocol::Refusal;
 use vramctl_host::file_lock::{Sharing, lock_within, try_lock};
 use vramctl_model::Error;
 
-/// How often to check whether it is this job's turn.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How many times as long a job that is far behind waits.
 const MOST_LOOKS_LEFT_OUT: usize = 25;
-/// How long to wait for others that read or change the queue.
-const LOCK_WITHIN: Duration = Duration::from_millis(500);
 /// The longest ticket that is read.
 const LONGEST_TICKET: u64 = 1 << 20;
 
@@ -38,17 +35,27 @@ pub struct Ticket {
     /// The command that resumes it, as a random number: one command may resume several jobs.
     #[serde(default)]
     pub command: u64,
-    /// Whether it waits for memory that others hold, which may take long.
+    /// How far its owner is.
     #[serde(default)]
-    pub waits: bool,
-    /// Whether it has its turn, and may be in the middle of taking memory.
-    #[serde(default)]
-    pub has_turn: bool,
+    pub stage: Stage,
     /// It queues only among the jobs of this command, whose own place in the queue is for all of them.
     #[serde(default)]
     pub within: Option<u64>,
     /// The process of its owner.
     pub pid: u32,
+}
+
+/// How far the owner of a ticket is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// It waits for those ahead.
+    #[default]
+    Queued,
+    /// It has its turn, and may be in the middle of taking memory.
+    HasTurn,
+    /// It waits for memory that others hold, which may take long.
+    WaitsForMemory,
 }
 
 impl Ticket {
@@ -60,12 +67,12 @@ impl Ticket {
         deadline: Deadline,
         turn_within: Duration,
         report: &mut dyn FnMut(&[Self]),
-    ) -> Result<Option<Place>, Box<Refusal>> {
+    ) -> Result<Option<Entry>, Box<Refusal>> {
         if self.gpus.is_empty() {
             return Ok(None);
         }
         // Continue without the queue if the directory is not writable.
-        let Ok(mut place) = Place::take(directory, self) else { return Ok(None) };
+        let Ok(mut place) = Entry::take(directory, self) else { return Ok(None) };
         let until = deadline.at().unwrap_or(deadline.begun + turn_within);
         place.wait(until, deadline.timeout.is_some(), report).map_err(|before| {
             let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
@@ -77,21 +84,21 @@ impl Ticket {
             );
             Box::new(Refusal { message: why, ..Refusal::from(&Error::Busy(deadline.begun.elapsed())) })
         })?;
-        place.change(|ticket| ticket.has_turn = true);
+        place.change(Stage::HasTurn);
         Ok(Some(place))
     }
 }
 
 /// A place in the queue. Given up when dropped.
 #[derive(Debug)]
-pub struct Place {
+pub struct Entry {
     directory: Directory,
     number: u64,
     file: File,
     ticket: Ticket,
 }
 
-impl Place {
+impl Entry {
     /// Takes the last place.
     pub fn take(directory: &Directory, ticket: Ticket) -> io::Result<Self> {
         let directory = directory.clone();
@@ -100,7 +107,7 @@ impl Place {
         let number = numbers(&directory.within_process())?.last().map_or(1, |last| last.saturating_add(1));
         let file = directory.file(&name(number), File::options().write(true).create_new(true))?;
         // Whoever reads the queue tries each ticket, for a moment.
-        lock_within(&file, Sharing::Exclusive, Instant::now() + LOCK_WITHIN, LOOK_EVERY / 20)?;
+        lock_within(&file, Sharing::Exclusive, Instant::now() + LOCK_QUEUE_WITHIN, LOOK_AT_QUEUE_EVERY / 20)?;
         let place = Self { directory, number, file, ticket };
         place.write()?;
         Ok(place)
@@ -125,9 +132,9 @@ impl Place {
             if before.is_empty() {
                 return Ok(());
             }
-            let is_progress = |ahead: &Ticket| ahead.command == self.ticket.command && !ahead.waits;
+            let is_progress = |ahead: &Ticket| ahead.command == self.ticket.command && ahead.stage != Stage::WaitsForMemory;
             if !before.iter().all(is_progress) {
-                if Instant::now() >= deadline || (!patient && before.iter().any(|ticket| ticket.waits)) {
+                if Instant::now() >= deadline || (!patient && before.iter().any(|ticket| ticket.stage == Stage::WaitsForMemory)) {
                     return Err(before);
                 }
                 if before.len() != known {
@@ -136,7 +143,7 @@ impl Place {
                 }
             }
             // Who is next looks often, and who is far behind seldom.
-            thread::sleep(LOOK_EVERY * before.len().min(MOST_LOOKS_LEFT_OUT) as u32);
+            thread::sleep(LOOK_AT_QUEUE_EVERY * before.len().min(MOST_LOOKS_LEFT_OUT) as u32);
         }
     }
 
@@ -147,14 +154,14 @@ impl Place {
 
     /// Marks the ticket as waiting for memory, which may take long.
     pub fn waits_for_memory(&mut self) {
-        if !self.ticket.waits {
-            self.change(|ticket| (ticket.waits, ticket.has_turn) = (true, false));
+        if self.ticket.stage != Stage::WaitsForMemory {
+            self.change(Stage::WaitsForMemory);
         }
     }
 
-    fn change(&mut self, change: impl FnOnce(&mut Ticket)) {
+    fn change(&mut self, stage: Stage) {
         let _lock = lock(&self.directory);
-        change(&mut self.ticket);
+        self.ticket.stage = stage;
         let _ = self.write();
     }
 
@@ -165,7 +172,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Entry {
     fn drop(&mut self) {
         let _ = fs::remove_file(self.directory.within_process().join(name(self.number)));
     }
@@ -194,14 +201,14 @@ fn read(directory: &Directory, name: &str) -> Option<Ticket> {
     file.take(LONGEST_TICKET).read_to_end(&mut text).ok()?;
     let ticket: Ticket = serde_json::from_slice(&text).ok()?;
     // In another PID namespace, the number may be another process's here.
-    let is_stopped = !ticket.has_turn && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
+    let is_stopped = ticket.stage != Stage::HasTurn && proc::is_stopped(ticket.pid) && proc::has_open(ticket.pid, name);
     (!is_stopped).then_some(ticket)
 }
 
 /// The queue's lock, held while reading or changing it. Others hold it for a moment only, unless they are stopped: then to go on without it
 /// risks a place in the queue, and to wait would stop everybody.
 fn lock(directory: &Directory) -> Option<FileLock> {
-    FileLock::take_in(directory.clone(), "queue.lock", LOCK_WITHIN).ok().flatten()
+    FileLock::take_in(directory.clone(), "queue.lock", LOCK_QUEUE_WITHIN).ok().flatten()
 }
 
 #[cfg(test)]
@@ -214,8 +221,7 @@ mod tests {
             who: who.into(),
             gpus: gpus.iter().map(ToString::to_string).collect(),
             command,
-            waits: false,
-            has_turn: false,
+            stage: Stage::Queued,
             within: None,
             pid: 0,
         }
@@ -226,10 +232,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let mut first = Place::take(&directory, ticket(1, "first", &["a", "b"])).unwrap();
-        let second = Place::take(&directory, ticket(2, "second", &["b"])).unwrap();
-        let third = Place::take(&directory, ticket(3, "third", &["b", "c"])).unwrap();
-        let other = Place::take(&directory, ticket(4, "other", &["d"])).unwrap();
+        let mut first = Entry::take(&directory, ticket(1, "first", &["a", "b"])).unwrap();
+        let second = Entry::take(&directory, ticket(2, "second", &["b"])).unwrap();
+        let third = Entry::take(&directory, ticket(3, "third", &["b", "c"])).unwrap();
+        let other = Entry::take(&directory, ticket(4, "other", &["d"])).unwrap();
         let names = |result: Result<(), Vec<Ticket>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
         assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(other.wait(now, false, &mut |_| ())), Ok(()));
@@ -251,14 +257,14 @@ mod tests {
         use std::sync::atomic::{AtomicBool, AtomicU32};
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
-        let mut first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let mut first = Entry::take(&directory, ticket(1, "first", &["a"])).unwrap();
         let (over, checked) = (AtomicBool::new(false), AtomicU32::new(0));
         // Whoever gets no processor for too long goes on without the lock.
         let come = &|command| {
             let begun = Instant::now();
-            let place = Place::take(&directory, ticket(command, "other", &["a"]));
+            let place = Entry::take(&directory, ticket(command, "other", &["a"]));
             let found = place.and_then(|place| Ok((place.before()?, folder.path().join(name(place.number)).exists())));
-            if begun.elapsed() < LOCK_WITHIN / 2 {
+            if begun.elapsed() < LOCK_QUEUE_WITHIN / 2 {
                 let (before, is_there) = found.unwrap();
                 assert!(is_there && before.iter().any(|ahead| ahead.who == "first"), "{before:?}, {is_there}");
                 checked.fetch_add(1, Ordering::Relaxed);
@@ -267,7 +273,7 @@ mod tests {
         thread::scope(|scope| {
             let writes = scope.spawn(|| {
                 while !over.load(Ordering::Relaxed) {
-                    first.ticket.waits = false;
+                    first.ticket.stage = Stage::Queued;
                     first.waits_for_memory();
                     thread::yield_now();
                 }
@@ -287,20 +293,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
-        let second = Place::take(&directory, ticket(1, "second", &["a"])).unwrap();
-        let other = Place::take(&directory, ticket(2, "other", &["a"])).unwrap();
+        let first = Entry::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let second = Entry::take(&directory, ticket(1, "second", &["a"])).unwrap();
+        let other = Entry::take(&directory, ticket(2, "other", &["a"])).unwrap();
         thread::scope(|scope| {
             let waiting = scope.spawn(|| second.wait(now, false, &mut |ahead| panic!("behind {ahead:?}")));
             // It would have given up by then.
-            thread::sleep(LOOK_EVERY * 3);
+            thread::sleep(LOOK_AT_QUEUE_EVERY * 3);
             assert!(other.wait(now, true, &mut |_| ()).is_err());
             drop(first);
             assert_eq!(waiting.join().unwrap(), Ok(()));
         });
-        let mut third = Place::take(&directory, ticket(2, "third", &["a"])).unwrap();
+        let mut third = Entry::take(&directory, ticket(2, "third", &["a"])).unwrap();
         third.waits_for_memory();
-        let fourth = Place::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
+        let fourth = Entry::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
         drop((second, other));
         assert!(fourth.wait(now, true, &mut |_| ()).is_err());
     }
@@ -311,13 +317,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let place = Place::take(&directory, ticket(1, "all", &["a", "b"])).unwrap();
-        let other = Place::take(&directory, ticket(2, "other", &["a"])).unwrap();
+        let place = Entry::take(&directory, ticket(1, "all", &["a", "b"])).unwrap();
+        let other = Entry::take(&directory, ticket(2, "other", &["a"])).unwrap();
         let within = |who| Ticket { within: Some(1), ..ticket(3, who, &["a"]) };
-        let first = Place::take(&directory, within("first")).unwrap();
+        let first = Entry::take(&directory, within("first")).unwrap();
         let mut second = within("second");
         second.command = 4;
-        let second = Place::take(&directory, second).unwrap();
+        let second = Entry::take(&directory, second).unwrap();
         let names = |result: Result<(), Vec<Ticket>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
         assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(second.wait(now, false, &mut |_| ())), Err(vec!["first".into()]));
@@ -343,9 +349,9 @@ mod tests {
     fn a_stopped_owner_of_the_queues_lock_stops_nobody() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
-        let first = Place::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let first = Entry::take(&directory, ticket(1, "first", &["a"])).unwrap();
         let stopped = lock(&directory).unwrap();
-        let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
+        let second = Entry::take(&directory, ticket(2, "second", &["a"])).unwrap();
         assert!(second.wait(Instant::now(), true, &mut |_| ()).is_err(), "the first is ahead all the same");
         drop(first);
         assert_eq!(second.wait(Instant::now(), true, &mut |_| ()), Ok(()));
@@ -361,11 +367,11 @@ mod tests {
         // SAFETY: the name ends with NUL.
         assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
         std::os::unix::fs::symlink("/dev/zero", folder.path().join("2.ticket")).unwrap();
-        let place = Place::take(&directory, ticket(1, "third", &["a"])).unwrap();
+        let place = Entry::take(&directory, ticket(1, "third", &["a"])).unwrap();
         assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
         drop(place);
         fs::write(folder.path().join(name(u64::MAX)), "").unwrap();
-        assert!(Place::take(&directory, ticket(1, "beyond", &["a"])).is_err());
+        assert!(Entry::take(&directory, ticket(1, "beyond", &["a"])).is_err());
     }
 
     /// It takes no memory, and others that have room would wait for whoever is at its terminal.
@@ -384,18 +390,20 @@ mod tests {
         owner.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
         let text = serde_json::to_vec(&Ticket { pid: owner.id(), ..ticket(1, "stopped", &["a"]) }).unwrap();
         fs::write(&path, text).unwrap();
-        let second = Place::take(&directory, ticket(2, "second", &["a"])).unwrap();
+        let second = Entry::take(&directory, ticket(2, "second", &["a"])).unwrap();
         let is_first = || second.wait(Instant::now(), true, &mut |_| ()).is_ok();
         assert!(!is_first());
         let signal = |signal| {
             // SAFETY: touches no memory; the child has not been waited for.
             assert_eq!(unsafe { libc::kill(owner.id() as i32, signal) }, 0);
         };
-        let soon = |is_so: &dyn Fn() -> bool| assert!(std::iter::repeat_with(|| thread::sleep(LOOK_EVERY)).take(3000).any(|()| is_so()));
+        let soon =
+            |is_so: &dyn Fn() -> bool| assert!(std::iter::repeat_with(|| thread::sleep(LOOK_AT_QUEUE_EVERY)).take(3000).any(|()| is_so()));
         signal(libc::SIGSTOP);
         soon(&is_first);
         // In the middle of taking memory, it is waited for.
-        fs::write(&path, serde_json::to_vec(&Ticket { pid: owner.id(), has_turn: true, ..ticket(1, "stopped", &["a"]) }).unwrap()).unwrap();
+        fs::write(&path, serde_json::to_vec(&Ticket { pid: owner.id(), stage: Stage::HasTurn, ..ticket(1, "stopped", &["a"]) }).unwrap())
+            .unwrap();
         assert!(!is_first());
         signal(libc::SIGCONT);
         soon(&|| !is_first());
@@ -409,7 +417,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         fs::write(folder.path().join("7.ticket"), r#"{"who":"dead","gpus":["a"]}"#).unwrap();
-        let place = Place::take(&directory, ticket(1, "next", &["a"])).unwrap();
+        let place = Entry::take(&directory, ticket(1, "next", &["a"])).unwrap();
         assert_eq!(place.number, 8);
         assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
     }

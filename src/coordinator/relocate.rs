@@ -22,7 +22,7 @@ pub struct Move {
     cards: Vec<Card>,
     /// All GPUs, each with the one that its memory goes to.
     map: GpuMap,
-    /// What has come about if all have moved, for messages.
+    /// For messages: what is true once all have moved.
     arrived: String,
     /// The commands that continue it where the jobs are.
     again: Vec<String>,
@@ -30,7 +30,7 @@ pub struct Move {
 
 /// Where a process would go.
 #[derive(Debug)]
-pub struct Moving {
+pub struct Relocation {
     /// The process.
     pub process: Process,
     /// The indices of its GPUs.
@@ -85,11 +85,11 @@ impl Move {
     }
 
     /// A dry run: where each process would go. Whether it could is checked with the plan.
-    pub fn forecast(&self) -> Vec<Moving> {
+    pub fn forecast(&self) -> Vec<Relocation> {
         let moving = |member: &Member| {
             let (from, to) = moves(member, &self.map, &self.cards).into_iter().map(|(old, new)| (old.index, new.index)).unzip();
             let bytes = member.process.tags().iter().map(|tag| tag.bytes).sum();
-            Moving { process: member.process.clone(), from, to, bytes }
+            Relocation { process: member.process.clone(), from, to, bytes }
         };
         self.checkpoint.members.iter().map(moving).collect()
     }

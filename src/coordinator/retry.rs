@@ -5,15 +5,12 @@
 
 use crate::deadline::Deadline;
 use crate::engine::Engines;
-use crate::patience::TURN_WITHIN;
+use crate::patience::{FIRST_DRAIN, TURN_WITHIN};
 use crate::shared::Borrower;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_model::{Kind, Verb};
-
-/// How long the first attempt on one node waits for the work of several processes to drain.
-pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 
 /// Why an attempt is made again.
 #[derive(Debug)]
@@ -31,7 +28,7 @@ pub enum Retry {
 }
 
 /// A failed attempt.
-pub struct Failed<'a> {
+pub struct FailedAttempt<'a> {
     /// Why ranks failed.
     pub errors: Vec<&'a ClientError>,
     /// An engine had got a request.
@@ -118,7 +115,7 @@ impl RetryPolicy<'_> {
     }
 
     /// Whether another attempt may succeed after a `rest`, and there is time left for it; and what this one failed for.
-    pub fn retry(&self, failed: &Failed<'_>, rest: Duration) -> Option<Retry> {
+    pub fn retry(&self, failed: &FailedAttempt<'_>, rest: Duration) -> Option<Retry> {
         if failed.engine_objected {
             return self.without_requests();
         }
@@ -134,8 +131,8 @@ impl RetryPolicy<'_> {
         engines.prepare(Some(until)).is_ok().then_some(Retry::Engine(until))
     }
 
-    /// If other processes than before have the memory open, whatever the ranks have failed for.
-    fn with_borrowers(&self, failed: &Failed<'_>) -> Option<Retry> {
+    /// Retries if other processes than before have the memory open, for whatever reason the ranks failed.
+    fn with_borrowers(&self, failed: &FailedAttempt<'_>) -> Option<Retry> {
         let known = failed.borrowers.filter(|_| self.holds && !self.deadline.is_over())?;
         let now = (failed.find_borrowers)()?;
         let pids = |borrowers: &[Borrower]| borrowers.iter().map(|one| one.process.pid).collect::<BTreeSet<_>>();

@@ -118,7 +118,7 @@ impl Restorable {
     }
 }
 
-/// What came of a suspend or move.
+/// The outcome of a suspend or move.
 pub(crate) fn outcome(checkpoint: Checkpoint, held: Vec<(Process, Report)>) -> Outcome {
     let own =
         |member: Member| ProcessOutcome { device: Some(member.done), ..ProcessOutcome::borrower(member.process, Ok(Report::default())) };

@@ -10,8 +10,8 @@
 //!
 //! The commit is the point of no return, for both at once: then OUT is paused, and IN runs once OUT has given back the rest of its memory, or
 //! a second later. If anything fails or dies before that, both are undone: IN gives the new memory back (its contents are still on the host),
-//! and OUT takes as much new memory, fills it, and runs on. If that memory is late, OUT stays held until it has come
-//! (`core/transition/owed.rs`). The only copy of contents is never in memory that goes over.
+//! and OUT takes as much new memory, fills it, and runs on. If that memory is late, OUT stays held until the memory arrives
+//! (`core/transition/owed.rs`). Memory that changes hands never holds the only copy of contents.
 //!
 //! If the host has no room for the contents of both, host memory passes the other way meanwhile, and the contents of IN that have arrived are
 //! saved again if the swap is undone (`passing.rs`).
@@ -60,7 +60,7 @@ pub struct Room {
     kept_at_most: u64,
 }
 
-/// What came of a swap.
+/// The result of a swap.
 #[derive(Debug)]
 pub struct Swapped {
     /// For OUT.
@@ -218,7 +218,7 @@ impl Swapped {
 }
 
 impl Room {
-    /// What IN lacks there.
+    /// How much memory IN is short of there.
     fn lacking(&self) -> Lacking {
         // IN's contexts, page tables and rounding take some more.
         let beyond_free = |bytes: u64| if bytes > self.free { bytes - self.free + self.coming_at_most / 32 } else { 0 };

@@ -12,7 +12,7 @@ use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, PauseOptions};
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::{Move, Moving, Operation, Scope};
+use vramctl_coordinator::{Move, Operation, Relocation, Scope};
 use vramctl_model::{Bytes, Verb};
 
 #[derive(clap::Args)]
@@ -92,11 +92,11 @@ impl Execute for Args {
 fn print_forecast(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
     let all = plan.forecast();
     if as_json {
-        let answer = |Moving { process, from, to, bytes }: &Moving| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes });
+        let answer = |Relocation { process, from, to, bytes }: &Relocation| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes });
         output::json(&all.iter().map(answer).collect::<Vec<_>>())?;
         return Ok(Exit::Done);
     }
-    for Moving { process, from, to, bytes } in all {
+    for Relocation { process, from, to, bytes } in all {
         let resumed = if process.suspended().is_some() { "; it would not stay suspended" } else { "" };
         output::say(&format!(
             "{process}: a move would take it from {} to {}, with {} in tags{resumed}",

@@ -51,7 +51,7 @@ pub struct Checkpoint {
     everywhere: BTreeSet<String>,
 }
 
-/// What came of a pause or resume of all members.
+/// The result of a pause or resume of all members.
 pub struct Transitioned {
     /// The borrowers that are held.
     pub borrowers: Vec<(Process, Report)>,

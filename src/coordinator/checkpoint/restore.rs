@@ -26,7 +26,7 @@ use crate::failure::{CommandError, Exit};
 use crate::lock::FileLock;
 use crate::machine::Machine;
 use crate::patience::{LOOK_FOR_ROOM_EVERY, OTHERS_FINISH_WITHIN, RESTORE_WITHIN};
-use crate::queue::Place;
+use crate::queue::Entry;
 use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ impl Checkpoint {
         map: &GpuMap,
         tags_on: Option<&[String]>,
         deadline: &Deadline,
-        mut place: Option<&mut Place>,
+        mut place: Option<&mut Entry>,
         reporter: &dyn Reporter,
     ) -> Result<(), CommandError> {
         // Others that wait for room look for it in turns.

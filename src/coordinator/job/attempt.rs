@@ -3,11 +3,11 @@
 //! No step needs a thread of its own: whatever limit a user or a container has reached, what is held or paused can be brought back.
 
 use crate::Reporter;
-use crate::barrier::{ADVANCE_AFTER, Action, Barrier, Begins, Behind, Party, Step, Time};
+use crate::barrier::{Action, Barrier, Begins, Behind, Party, Step, Time};
 use crate::deadline::Deadline;
 use crate::job::{Job, Rank};
 use crate::nodes::Next;
-use crate::patience::{CHECK_RANKS_EVERY, LEASE, RENEW_EVERY};
+use crate::patience::{ADVANCE_AFTER, CHECK_RANKS_EVERY, LEASE, RENEW_EVERY};
 use crate::retry::kind;
 use std::collections::BTreeSet;
 use std::io;

@@ -21,10 +21,10 @@ use crate::Reporter;
 use crate::deadline::Deadline;
 use crate::engine::Engines;
 use crate::nodes::Participant;
-use crate::patience::TURN_WITHIN;
+use crate::patience::{Backoff, FIRST_DRAIN, TURN_WITHIN};
 use crate::processes::Found;
-use crate::queue::{Place, Ticket};
-use crate::retry::{FIRST_DRAIN, Failed, Retry, RetryPolicy};
+use crate::queue::{Entry, Ticket};
+use crate::retry::{FailedAttempt, Retry, RetryPolicy};
 use crate::shared::{self, Borrower};
 use attempt::{Attempt, Attempted};
 use std::collections::BTreeSet;
@@ -76,7 +76,7 @@ pub struct Rank {
     pub is_borrower: bool,
 }
 
-/// What came of it.
+/// The result of a job.
 #[derive(Debug)]
 pub struct JobReport {
     /// For each rank, in order.
@@ -113,7 +113,7 @@ impl Job<'_> {
             Ok(place) => place,
             Err(refusal) => return self.refused(&refusal, begun),
         };
-        let (mut attempts, mut next_drain, mut short) = (0, FIRST_DRAIN, BTreeSet::new());
+        let (mut attempts, mut drain, mut short) = (0, Backoff::new(FIRST_DRAIN, Duration::MAX), BTreeSet::new());
         let terms = self.nodes.as_ref().map(|nodes| nodes.terms().clone());
         if terms.as_ref().is_some_and(|terms| terms.early) {
             short.extend(0..self.ranks.len());
@@ -122,7 +122,7 @@ impl Job<'_> {
             attempts += 1;
             let drain_within = match &terms {
                 Some(terms) => terms.drain,
-                None => policy.drain_within(next_drain, self.main_ranks().count() + self.borrowers.iter().flatten().count()),
+                None => policy.drain_within(drain.now(), self.main_ranks().count() + self.borrowers.iter().flatten().count()),
             };
             let done = self.attempt(policy.deadline, drain_within, &short, reporter);
             let rest = a_little();
@@ -136,7 +136,7 @@ impl Job<'_> {
                         place.waits_for_memory();
                     }
                 }
-                Retry::Work => next_drain = drain_within * 2,
+                Retry::Work => drain.grow(),
                 Retry::Lease => (),
                 Retry::Borrowers(now) => self.borrowers = Some(now),
                 // The program ran on meanwhile, so the time for its work begins anew.
@@ -158,18 +158,18 @@ impl Job<'_> {
     }
 
     /// Waits for its turn in the queue, if it needs one.
-    fn queue(&self, begun: Instant, reporter: &dyn Reporter) -> Result<Option<Place>, Box<Refusal>> {
+    fn queue(&self, begun: Instant, reporter: &dyn Reporter) -> Result<Option<Entry>, Box<Refusal>> {
         let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume || self.coming.is_some()) else { return Ok(None) };
         self.found.queue(ticket, Deadline { begun, timeout: self.wanted.timeout }, TURN_WITHIN, reporter)
     }
 
     /// What the policy decides by.
-    fn failed_attempt<'b>(&'b self, done: &'b Attempted) -> Failed<'b> {
+    fn failed_attempt<'b>(&'b self, done: &'b Attempted) -> FailedAttempt<'b> {
         let find_borrowers = || {
             let own: Vec<_> = self.main_ranks().map(|rank| rank.pid).collect();
             shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()
         };
-        Failed {
+        FailedAttempt {
             errors: done.results.iter().filter_map(|result| result.as_ref().err()).collect(),
             engine_objected: done.objected,
             borrowers: self.borrowers.as_deref(),

@@ -5,10 +5,10 @@
 
 use crate::barrier::{self, Barrier, Begins, Behind, Party, Phase, Step, Time};
 use crate::nodes::Word;
-use crate::nodes::messages::{Action, Event, Looked, Outcome, Rank, Reply, Say, Task};
+use crate::nodes::messages::{Action, Event, Looked, NodeRank, Outcome, Reply, Say, Task};
 use crate::patience::{
-    CHECK_NODES_EVERY, FIRST_DRAIN_OF_NODES, HOLD_AFTER, HOLD_AFTER_EACH, LEASE, RENEW_EVERY, SETTLE_AGAIN, SETTLE_WITHIN,
-    SILENT_NODE_WITHIN, STARTED_WITHIN, TURN_WITHIN, WAIT_FOR_MEMORY_AT_ONCE,
+    Backoff, CHECK_NODES_EVERY, FIRST_DRAIN_OF_NODES, HOLD_AFTER, HOLD_AFTER_EACH, LEASE, LONGEST_REST, RENEW_EVERY, SETTLE_AGAIN,
+    SETTLE_WITHIN, SHORTEST_REST, SILENT_NODE_WITHIN, STARTED_WITHIN, TURN_WITHIN, WAIT_FOR_MEMORY_AT_ONCE,
 };
 use crate::retry::{Limits, Retry};
 use serde_json::{Value, json};
@@ -36,18 +36,19 @@ struct Taking {
 pub struct Coordinator {
     task: Task,
     limits: Limits,
-    /// From 0 to 1; for the rests between attempts.
+    /// Numbers for the rests between attempts.
     chance: u64,
-    next_drain: Duration,
+    drain: Backoff,
     /// The nodes whose ranks are short of memory.
     short: BTreeSet<String>,
-    collisions: u32,
+    /// How long to rest at most.
+    rest: Backoff,
     /// The nodes that take part.
     part: BTreeSet<String>,
     /// The processes that were found, by node.
     found: BTreeMap<String, Vec<Value>>,
     /// Nodes that have left, with the ranks that they had; `None` if they had not said so yet.
-    gone: BTreeMap<String, Option<Vec<Rank>>>,
+    gone: BTreeMap<String, Option<Vec<NodeRank>>>,
     /// Those that have answered.
     known: BTreeSet<String>,
     is_cancelled: bool,
@@ -75,9 +76,9 @@ impl Coordinator {
         Self {
             limits: Limits { verb, holds, timeout, first_drain: FIRST_DRAIN_OF_NODES },
             chance: seed,
-            next_drain: FIRST_DRAIN_OF_NODES,
+            drain: Backoff::new(FIRST_DRAIN_OF_NODES, Duration::MAX),
             short: BTreeSet::new(),
-            collisions: 0,
+            rest: Backoff::new(SHORTEST_REST * 5, LONGEST_REST),
             part: task.nodes.clone(),
             found: BTreeMap::new(),
             gone: BTreeMap::new(),
@@ -96,7 +97,7 @@ impl Coordinator {
         }
     }
 
-    /// How it has ended: as the outcome of `vramctl operate`, with [`Rank`]s as `pid`, and the nodes that are `behind`: they could not do what had
+    /// How it has ended: as the outcome of `vramctl operate`, with [`NodeRank`]s as `pid`, and the nodes that are `behind`: they could not do what had
     /// been decided, so the job is to be resumed.
     pub fn outcome(&self) -> Option<&Value> {
         self.outcome.as_ref()
@@ -113,23 +114,23 @@ impl Coordinator {
     }
 
     /// The ranks that were found.
-    pub fn there(&self) -> BTreeSet<Rank> {
+    pub fn there(&self) -> BTreeSet<NodeRank> {
         self.found.keys().flat_map(|node| self.ranks_of(node)).collect()
     }
 
     /// Members on nodes that do not belong to the cluster.
-    pub fn away(&self) -> BTreeSet<Rank> {
-        let is_away = |rank: &&Rank| !self.task.nodes.contains(&rank.0) || self.gone.contains_key(&rank.0);
+    pub fn away(&self) -> BTreeSet<NodeRank> {
+        let is_away = |rank: &&NodeRank| !self.task.nodes.contains(&rank.0) || self.gone.contains_key(&rank.0);
         self.task.members.iter().filter(is_away).cloned().chain(self.left()).collect()
     }
 
     /// The ranks that were found on nodes that have left since.
-    fn left(&self) -> BTreeSet<Rank> {
+    fn left(&self) -> BTreeSet<NodeRank> {
         self.gone.values().flatten().flatten().cloned().collect()
     }
 
-    fn ranks_of(&self, node: &str) -> Vec<Rank> {
-        let pid = |process: &Value| Some(Rank(node.to_owned(), process["pid"].as_u64()? as u32));
+    fn ranks_of(&self, node: &str) -> Vec<NodeRank> {
+        let pid = |process: &Value| Some(NodeRank(node.to_owned(), process["pid"].as_u64()? as u32));
         self.found.get(node).into_iter().flatten().filter_map(pid).collect()
     }
 
@@ -397,7 +398,7 @@ impl Coordinator {
             return Duration::ZERO;
         }
         let left = self.limits.timeout.unwrap_or_default().saturating_sub(now);
-        self.limits.drain_within(self.next_drain, left, true)
+        self.limits.drain_within(self.drain.now(), left, true)
     }
 
     /// Does what the barrier wants.
@@ -501,8 +502,8 @@ impl Coordinator {
             None if missing.is_empty() && new.is_empty() => return None,
             None => format!("{count} processes are there, and the job had {}", known.len()),
         };
-        let named = |what: &str, ranks: &[&Rank]| {
-            let names: Vec<_> = ranks.iter().map(|Rank(node, pid)| format!("process {pid} of node {node}")).collect();
+        let named = |what: &str, ranks: &[&NodeRank]| {
+            let names: Vec<_> = ranks.iter().map(|NodeRank(node, pid)| format!("process {pid} of node {node}")).collect();
             if ranks.is_empty() || known.is_empty() { String::new() } else { format!("; {what}: {}", names.join(", ")) }
         };
         let rest = named("missing", &missing) + &named("new", &new);
@@ -517,7 +518,7 @@ impl Coordinator {
         if let Some((code, why)) = self.fatal.take() {
             return self.fail(now, code, &why, Some(false));
         }
-        let mut rest = Duration::from_micros(10_000 + self.random() % 40_000);
+        let rest = SHORTEST_REST + self.rest.now().saturating_sub(SHORTEST_REST).mul_f64(self.random());
         let kinds: Vec<_> = self.taking.iter().filter_map(|one| one.outcome.as_ref()).flat_map(codes).map(|code| kind_of(&code)).collect();
         match self.limits.retry(kinds, now + rest) {
             None => return self.finish(now),
@@ -526,19 +527,17 @@ impl Coordinator {
                     |one: &&Taking| one.outcome.as_ref().is_some_and(|outcome| codes(outcome).iter().any(|code| code == "device_memory"));
                 self.short.extend(self.taking.iter().filter(is_short).map(|one| one.node.clone()));
             }
-            Some(Retry::Work) => self.next_drain = self.drain_within(now) * 2,
+            Some(Retry::Work) => self.drain.grow(),
             // Two operations that are in each other's way on different nodes.
-            Some(_) => {
-                self.collisions += 1;
-                rest *= 1 << self.collisions.min(5);
-            }
+            Some(_) => self.rest.grow(),
         }
         self.rests_until = Some(now + rest);
     }
 
-    fn random(&mut self) -> u64 {
+    /// From 0 to 1.
+    fn random(&mut self) -> f64 {
         self.chance = self.chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.chance >> 33
+        (self.chance >> 33) as f64 / (1u64 << 31) as f64
     }
 
     /// All participants have ended.

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 /// A process of a job over several nodes: the node, and its process id there.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Rank(pub String, pub u32);
+pub struct NodeRank(pub String, pub u32);
 
 /// What is asked of a coordinator.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -22,7 +22,7 @@ pub struct Task {
     pub nodes: BTreeSet<String>,
     /// The ranks that the job had when it was last paused or resumed, and how many there must be, if somebody said so.
     #[serde(default)]
-    pub members: BTreeSet<Rank>,
+    pub members: BTreeSet<NodeRank>,
     /// How many ranks there must be, if somebody said so.
     #[serde(default)]
     pub ranks: Option<usize>,

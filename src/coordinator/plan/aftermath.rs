@@ -7,7 +7,7 @@ use crate::operation::{Operation, PauseOptions};
 use crate::outcome::{self, JobOutcome, Outcome, ProcessOutcome};
 use crate::parallel::Joined;
 use crate::patience::INTERRUPTION_NOTICED_WITHIN;
-use crate::plan::{Member, Plan, any_members, is_due, without_borrowers};
+use crate::plan::{Plan, ProcessPlan, any_members, is_due, without_borrowers};
 use crate::processes::Process;
 use crate::shared::{Borrower, Group};
 use std::collections::BTreeMap;
@@ -46,11 +46,11 @@ impl Plan {
                     .map(|(borrower, result)| ProcessOutcome::borrower(borrower.process, outcome::result(result, verb, committed))),
             );
         }
-        let unasked = |member: &Member| {
+        let unasked = |member: &ProcessPlan| {
             let broken = CommandError::new(Exit::Failed, "vramctl itself failed here; please report it");
             if member.meant.is_empty() { Ok(Report::default()) } else { Err(broken) }
         };
-        let of_process = |(place, member): (usize, &Member)| ProcessOutcome {
+        let of_process = |(place, member): (usize, &ProcessPlan)| ProcessOutcome {
             process: member.process.clone(),
             tags: member.meant.clone(),
             due: member.changing(verb, &self.request),
@@ -61,7 +61,7 @@ impl Plan {
         outcome
     }
 
-    /// What came of [`as_one_job`](Self::as_one_job).
+    /// The outcome of [`as_one_job`](Self::as_one_job).
     pub(crate) fn outcome_as_one(&self, report: JobReport) -> Outcome {
         let JobReport { results, borrowers, committed, attempts, ms, waited } = report;
         let (mut results, mut borrowers) = (results.into_iter(), Some(borrowers));
@@ -85,7 +85,7 @@ impl Plan {
         let deadline = Instant::now() + INTERRUPTION_NOTICED_WITHIN;
         loop {
             let now = self.found.look_again(&pids);
-            let found = |member: &Member| now.iter().find(|process| process.pid == member.process.pid);
+            let found = |member: &ProcessPlan| now.iter().find(|process| process.pid == member.process.pid);
             let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, &self.request, found(member))).collect();
             // It may be just about to start.
             if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
@@ -120,7 +120,7 @@ impl Plan {
     }
 }
 
-impl Member {
+impl ProcessPlan {
     /// The state in which an interrupted operation leaves the process.
     fn left(&self, verb: Verb, request: &TransitionRequest, now: Option<&Process>) -> Left {
         let status = match now.map(|process| &process.status) {

@@ -18,7 +18,7 @@ use crate::outcome::{Done, Outcome};
 use crate::parallel;
 use crate::patience::RESTORE_WITHIN;
 use crate::processes::{Found, Process, Target, check_whole};
-use crate::queue::{Place, Ticket};
+use crate::queue::{Entry, Stage, Ticket};
 use crate::shared::{self, Borrower, Group};
 use crate::{stuck, text};
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,7 +33,7 @@ pub struct Plan {
     operation: Operation,
     found: Found,
     target: Target,
-    members: Vec<Member>,
+    members: Vec<ProcessPlan>,
     /// Who is asked as one.
     groups: Vec<Group<Borrower>>,
     /// The same for each process: it applies to their own memory and to open memory of each other.
@@ -43,14 +43,14 @@ pub struct Plan {
     /// This operation's number in the queue for memory: a random one.
     command: u64,
     /// The place there that it has for all of its jobs, kept until their memory is resumed, too.
-    pub(crate) queue_place: Option<Place>,
+    pub(crate) queue_place: Option<Entry>,
     /// How suspended processes were restored to the GPU.
     pub(crate) restored: BTreeMap<u32, Done>,
 }
 
 /// A process, and what the operation does to it.
 #[derive(Debug, Clone)]
-pub struct Member {
+pub struct ProcessPlan {
     /// The process.
     pub process: Process,
     /// Its tags that match. Empty if it has none of them.
@@ -105,7 +105,7 @@ impl Plan {
             progress: reporter.follows_progress(),
             ..own
         };
-        // The ranks of other nodes may have the tags that those here lack.
+        // Ranks on other nodes may have the tags that are missing here.
         let known =
             |chosen| if operation.nodes.is_none() { members(verb, chosen, &request) } else { Ok(any_members(verb, chosen, &request)) };
         let members = found.choose_answering(&target).and_then(known).map_err(|failure| {
@@ -191,7 +191,7 @@ impl Plan {
     /// A dry run: what the pause would do, as far as it can be predicted. Asks no engine.
     pub fn forecast(&self) -> Vec<Forecast> {
         let may_lose = self.request.force || self.operation.pause.engines.any();
-        let forecast = |member: &Member| match self.ask_plan(member) {
+        let forecast = |member: &ProcessPlan| match self.ask_plan(member) {
             Ok(answer) => Forecast::new(&member.process, answer, may_lose),
             Err(failure) => Forecast::refused(&member.process, failure),
         };
@@ -201,11 +201,11 @@ impl Plan {
     }
 
     /// What a pause of the process would do.
-    fn ask_plan(&self, member: &Member) -> Result<protocol::DryRun, CommandError> {
+    fn ask_plan(&self, member: &ProcessPlan) -> Result<protocol::DryRun, CommandError> {
         self.ask_plan_of(member, &self.request)
     }
 
-    fn ask_plan_of(&self, member: &Member, request: &TransitionRequest) -> Result<protocol::DryRun, CommandError> {
+    fn ask_plan_of(&self, member: &ProcessPlan, request: &TransitionRequest) -> Result<protocol::DryRun, CommandError> {
         let has_it = |group: &&Group<_>| group.members.iter().any(|place| self.members[*place].process.pid == member.process.pid);
         // Processes that are not held keep their open memory.
         let group = self.groups.iter().find(has_it).filter(|_| request.hold.is_some());
@@ -255,7 +255,7 @@ impl Plan {
         let hold = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause);
         let wanted =
             TransitionRequest { hold, timeout: deadline.left(), force: self.request.force || consent.may_lose, ..self.request.clone() };
-        let rank = |member: &Member| Rank {
+        let rank = |member: &ProcessPlan| Rank {
             pid: member.process.pid,
             verb: *verb,
             tags: wanted.tags.clone(),
@@ -310,8 +310,8 @@ impl Plan {
         self.due().flat_map(|member| &member.due).map(String::as_str).collect()
     }
 
-    /// A ticket for the memory that these processes lack.
-    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a Member>) -> Ticket {
+    /// A ticket for the memory that these processes need.
+    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a ProcessPlan>) -> Ticket {
         // A process that has all of its memory need not queue.
         let lacking = members.filter(|member| !member.due.is_empty() || member.process.is_held()).map(|member| &member.process);
         let gpus_of = |process: &'a Process| {
@@ -319,20 +319,19 @@ impl Plan {
             process.gpus().filter(|gpu| self.wants(gpu)).chain(contexts).map(str::to_owned).collect::<Vec<_>>()
         };
         let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
-        let within = self.queue_place.as_ref().map(Place::command);
+        let within = self.queue_place.as_ref().map(Entry::command);
         Ticket {
             who,
             gpus: gpus.into_iter().collect(),
             command: within.unwrap_or(self.command),
-            waits: false,
-            has_turn: false,
+            stage: Stage::Queued,
             within,
             pid: process::id(),
         }
     }
 
     /// Waits for a place in the queue, for the contexts and the memory of all suspended jobs of this operation.
-    pub(crate) fn queue(&self, reporter: &dyn Reporter) -> Result<Option<Place>, CommandError> {
+    pub(crate) fn queue(&self, reporter: &dyn Reporter) -> Result<Option<Entry>, CommandError> {
         let suspended = self.members.iter().filter(|member| member.process.suspended().is_some());
         let jobs: BTreeSet<_> = suspended.map(|member| member.process.job_or_itself()).collect();
         let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter());
@@ -345,7 +344,7 @@ impl Plan {
     }
 
     /// The members with something to do.
-    fn due(&self) -> impl Iterator<Item = &Member> {
+    fn due(&self) -> impl Iterator<Item = &ProcessPlan> {
         self.members.iter().filter(|member| !member.due.is_empty())
     }
 
@@ -380,7 +379,7 @@ impl Plan {
         &self.target
     }
 
-    /// The processes that take part, but for borrowers.
+    /// The processes that take part, except borrowers.
     pub fn taking_part(&self) -> Vec<u32> {
         self.groups.iter().flat_map(|group| self.pids(&group.members)).collect()
     }
@@ -400,9 +399,9 @@ fn without_borrowers(jobs: Vec<Vec<usize>>) -> Vec<Group<Borrower>> {
 }
 
 /// Warns if these are only a part of their job.
-fn warn_of_the_rest(found: &Found, members: &[Member], reporter: &dyn Reporter) {
+fn warn_of_the_rest(found: &Found, members: &[ProcessPlan], reporter: &dyn Reporter) {
     let is_meant = |pid: u32| members.iter().any(|member| member.process.pid == pid);
-    for Member { process, .. } in members {
+    for ProcessPlan { process, .. } in members {
         let others = found.others_of_job(process);
         let rest: Vec<_> = others.iter().filter(|other| !is_meant(other.pid)).map(|other| other.pid.to_string()).collect();
         let Some(job) = process.job().filter(|_| !rest.is_empty()) else { continue };
@@ -422,7 +421,7 @@ fn warn_of_the_rest(found: &Found, members: &[Member], reporter: &dyn Reporter) 
 }
 
 /// What the operation does to each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
-fn members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Result<Vec<Member>, CommandError> {
+fn members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Result<Vec<ProcessPlan>, CommandError> {
     let known: BTreeSet<_> = processes
         .iter()
         .filter_map(|process| process.status.as_ref().ok())
@@ -435,11 +434,11 @@ fn members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> 
     Ok(any_members(verb, processes, request))
 }
 
-fn any_members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Vec<Member> {
-    processes.into_iter().map(|process| Member::new(verb, process, request)).collect()
+fn any_members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Vec<ProcessPlan> {
+    processes.into_iter().map(|process| ProcessPlan::new(verb, process, request)).collect()
 }
 
-impl Member {
+impl ProcessPlan {
     pub(crate) fn new(verb: Verb, process: Process, request: &TransitionRequest) -> Self {
         // A resume without tags means all tags.
         let is_meant = |tag: &&TagStatus| verb == Verb::Resume && request.tags.is_empty() || request.selects(&tag.tag);
@@ -499,7 +498,7 @@ mod tests {
     #[test]
     fn a_pause_of_everything_leaves_nccls_memory() {
         let process = || process(1, "a", &[("x", TagState::Active), (NCCL, TagState::Active)]);
-        let meant = |verb, request| Member::new(verb, process(), &request).meant;
+        let meant = |verb, request| ProcessPlan::new(verb, process(), &request).meant;
         assert_eq!(meant(Verb::Pause, of(&[])), names(&["x"]));
         assert_eq!(meant(Verb::Pause, TransitionRequest { nccl: true, ..of(&[]) }), names(&["x", NCCL]));
         assert_eq!(meant(Verb::Pause, of(&[NCCL])), names(&[NCCL]));
@@ -518,7 +517,7 @@ mod tests {
 
     #[test]
     fn only_tags_that_need_a_change_are_named() {
-        let half = Member::new(Verb::Pause, process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &of(&[]));
+        let half = ProcessPlan::new(Verb::Pause, process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &of(&[]));
         assert_eq!((&half.meant, &half.due), (&names(&["x", "y"]), &names(&["y"])));
     }
 }

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use vramctl_coordinator::barrier::Phase;
 use vramctl_coordinator::nodes::coordinator::Coordinator;
-use vramctl_coordinator::nodes::messages::{Event, Rank, Task};
+use vramctl_coordinator::nodes::messages::{Event, NodeRank, Task};
 use world::{Conditions, Fault, Key, Planned, Random, World, name};
 
 fn number(variable: &str) -> Option<u64> {
@@ -169,7 +169,7 @@ fn no_pause_says_that_all_are_paused_while_ranks_run_on_a_node_that_has_left() {
         let mut random = Random::new(seed + 1_000_000);
         let conditions = Conditions { ranks_per_node: 1, ..unreliable(&mut random) };
         let mut world = World::new(2 + random.below(4), seed, conditions);
-        let all = |pid| (0..world.nodes.len()).map(|node| Rank(name(node), pid)).collect::<Vec<_>>();
+        let all = |pid| (0..world.nodes.len()).map(|node| NodeRank(name(node), pid)).collect::<Vec<_>>();
         let members = vec![Vec::new(), all(1), all(9)].swap_remove(random.below(3));
         world.drive("pause", &members, None);
         for _ in 0..random.of(&[1, 1, 2]) {
@@ -265,15 +265,15 @@ fn all_ranks_do_the_same_whatever_happens() {
 }
 
 /// A pause of two nodes without faults. Returns its outcome, and whether somebody is paused.
-fn pause_of_two(members: &[Rank], ranks: Option<usize>) -> (Value, bool) {
+fn pause_of_two(members: &[NodeRank], ranks: Option<usize>) -> (Value, bool) {
     let mut world = World::new(2, 0, Conditions::default());
     world.drive("pause", members, ranks);
     world.run(1000.0, |_| false);
     (world.drivers[0].outcome().unwrap().clone(), states(&world).values().any(|is_paused| *is_paused))
 }
 
-fn rank(node: usize, pid: u32) -> Rank {
-    Rank(name(node), pid)
+fn rank(node: usize, pid: u32) -> NodeRank {
+    NodeRank(name(node), pid)
 }
 
 #[test]
@@ -351,7 +351,7 @@ fn a_rank_that_ends_between_two_attempts_is_missing() {
         let processes: Vec<_> = pids.iter().map(|pid| json!({ "pid": pid, "tags": ["default"] })).collect();
         json!({ "reply": "reached", "number": 0, "step": "found", "processes": processes })
     };
-    let ranks = |ranks: &[(&str, u32)]| ranks.iter().map(|(node, pid)| Rank((*node).to_owned(), *pid)).collect();
+    let ranks = |ranks: &[(&str, u32)]| ranks.iter().map(|(node, pid)| NodeRank((*node).to_owned(), *pid)).collect();
     for members in [ranks(&[]), ranks(&[("a", 1), ("b", 2), ("b", 3)])] {
         for then in [failed("no_process"), found(&[2])] {
             let request = json!({ "operation": "pause", "target": { "name": "job" }, "hold_ms": 60_000 });

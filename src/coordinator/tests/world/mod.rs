@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_coordinator::barrier::{self, Barrier, Begins, Behind, Party, Step, Time};
 use vramctl_coordinator::nodes::coordinator::Coordinator;
-use vramctl_coordinator::nodes::messages::{Action, Event as Told, Looked, Rank, Say, Task};
+use vramctl_coordinator::nodes::messages::{Action, Event as Told, Looked, NodeRank, Say, Task};
 use vramctl_coordinator::nodes::{Next, Participation, Word};
 
 /// Numbers from a seed.
@@ -352,7 +352,7 @@ impl World {
     }
 
     /// Somebody asks for a pause or a resume of all nodes.
-    pub fn drive(&mut self, operation: &str, members: &[Rank], ranks: Option<usize>) -> usize {
+    pub fn drive(&mut self, operation: &str, members: &[NodeRank], ranks: Option<usize>) -> usize {
         let limit = if operation == "pause" { "hold_ms" } else { "timeout_ms" };
         let request = json!({ "operation": operation, "target": { "name": "job" }, limit: 60_000 });
         let nodes = (0..self.nodes.len()).filter(|node| !self.nodes[*node].is_gone).map(name).collect();
