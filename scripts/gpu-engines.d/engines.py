@@ -1,6 +1,5 @@
 """The measurements of scripts/gpu-engines."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -17,12 +16,11 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests" / "gpu"), str(HERE.pare
 import long  # noqa: E402
 import many  # noqa: E402
 import survey  # noqa: E402
-from features import FEATURES  # noqa: E402
 
 import ledger  # noqa: E402
 import report  # noqa: E402
-from measure.check import MOST_OTHER_GIB, Check, dig, most_gib_of  # noqa: E402
-from measure.child import Child, Deadline, Failed, end_once, no_end  # noqa: E402
+from measure.check import Check, dig, most_gib_of  # noqa: E402
+from measure.child import Child, Deadline, Failed, no_end  # noqa: E402
 
 NAME = "gpu-engines"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from measure import growth  # noqa: E402
+from measure import growth, tables  # noqa: E402
 
 STEP = re.compile(r"^(?P<name>(?:release|resume|sleep|wake) .*?\S)\s+(?P<ms>\d+\.\d+) ms\s+used (?P<used>\d+\.\d+) GiB$")
 START = re.compile(r"^start (?P<s>\d+\.\d+) s, used (?P<used>\d+\.\d+) GiB$")
@@ -248,17 +248,13 @@ def join(results):
 
 
 def seconds(ms):
-    if ms is None:
-        return "–"
-    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.0f} ms"
+    return tables.seconds(None if ms is None else ms / 1e3)
 
 
 def table(header, align, rows):
-    """The lines of a table, and an empty one; none if there are no rows. `align`: `l` or `r` for each column."""
-    if not rows:
-        return []
-    rules = [{"l": "---", "r": "---:"}[side] for side in align]
-    return [*("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (header, rules, *rows)), ""]
+    """The lines of a table, and an empty one; none if there are no rows."""
+    lines = tables.table(header, align, rows)
+    return [*lines, ""] if lines else []
 
 
 def version(part):
@@ -276,22 +272,8 @@ def of_kind(parts, kind):
 
 def markdown(parts):
     """The tables, for docs/performance.md."""
-    sections = (
-        machines,
-        step_table,
-        left_table,
-        outside_tables,
-        hold_table,
-        job_table,
-        suspend_table,
-        many_table,
-        long_tables,
-        move_table,
-        tpot_table,
-        feature_table,
-        limit_table,
-        failures,
-    )
+    of_cycles = (machines, step_table, left_table, outside_tables, hold_table, job_table, suspend_table, many_table, long_tables)
+    sections = (*of_cycles, move_table, tpot_table, feature_table, limit_table, failures)
     return "\n".join(line for section in sections for line in section(parts))
 
 

@@ -725,7 +725,7 @@ class Running(Script):
             (["--part", "features", "--feature", "lora,magic", "--dry-run"], "magic is none of lora, speculative"),
             (["--fraction", "2"], "not a share of the GPU"),
             (["--scripts", "/nowhere"], "vllm_cycle.py and make_model.py in '/nowhere' is missing"),
-            (["--cycles"], "--cycles needs a value"),
+            (["--cycles"], "argument --cycles: expected one argument"),
             (["--prewarm", "much"], "not a size such as 16G: much"),
             (["--env", "VRAMCTL_LOG"], "not NAME=VALUE: VRAMCTL_LOG"),
         ]:

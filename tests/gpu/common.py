@@ -52,9 +52,9 @@ def check(what, ok, detail=""):
     return ok
 
 
-def start(command, **environment):
+def start(command, log=None, **environment):
     settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=settings)
 
 
 @contextlib.contextmanager
@@ -130,11 +130,12 @@ def end(children):
 
 
 class Job:
-    """Processes under the library with one name, each of which answers a line of JSON for a line of JSON. `options`: the arguments of each."""
+    """Processes under the library with one name, each of which answers a line of JSON for a line of JSON. `options`: the arguments of each;
+    `how`: those of `vramctl run`."""
 
-    def __init__(self, vramctl, name, program, *options, **environment):
+    def __init__(self, vramctl, name, program, *options, how=(), **environment):
         self.vramctl, self.name = vramctl, name
-        command = [vramctl, "run", "--name", name, "--", sys.executable, os.path.abspath(program)]
+        command = [vramctl, "run", "--name", name, *how, "--", sys.executable, os.path.abspath(program)]
         self.ranks = [start([*command, *map(str, one)], **environment) for one in options]
 
     def hear(self, patience=120.0):

@@ -9,22 +9,13 @@ import os
 import subprocess
 import sys
 
+from calls import cuda, hooked, must, pointer, runtime, size
 from common import GIB, MIB, check, failures
 
 #: An illegal address, and a launch that failed because of one.
 LOST = {"700", "719"}
 DISCARD, HOST = 1, 2
 KEPT = 64 * MIB
-
-runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-hooked = ctypes.CDLL(None)  # the preloaded library first
-cuda = ctypes.CDLL("libcuda.so.1")
-pointer, size = ctypes.c_void_p, ctypes.c_size_t
-
-
-def must(code):
-    if code != 0:
-        raise RuntimeError(f"a call answered {code}")
 
 
 def allocated(tag, policy, amount):

@@ -9,8 +9,8 @@ import statistics
 import sys
 import tempfile
 
-from common import check, end
-from watch import SIZES, command, gpus, hear, start, tell
+from common import check
+from watch import SIZES, command, first, gpus, ranks
 
 #: Jobs of each kind: a program that is started again differs from itself by more than a trace costs.
 JOBS = 5
@@ -23,13 +23,13 @@ STEPS = [(what, what, False) for what, *_ in SIZES] + [("large layers, cache ret
 def measure(jobs):
     print("| step | | ms | more | ± |\n| --- | --- | ---: | ---: | ---: |")
     for title, what, empty in STEPS:
-        steps = max(5, int(SECONDS * 1e3 / tell(jobs[0][1], mode="plain", what=what, steps=10, empty=empty)["ms"]))
+        steps = max(5, int(SECONDS * 1e3 / first(jobs[0][1], mode="plain", what=what, steps=10, empty=empty)["ms"]))
         ms = [[] for _ in jobs]
         for number in range(ROUNDS * len(jobs)):
             # Every second round backwards: a GPU that was less busy before is faster for a while.
             at = number % len(jobs) if number // len(jobs) % 2 else -number % len(jobs)
-            tell(jobs[at][1], mode="plain", what=what, steps=max(2, steps // 10), empty=empty)
-            ms[at].append(tell(jobs[at][1], mode="plain", what=what, steps=steps, empty=empty)["ms"])
+            first(jobs[at][1], mode="plain", what=what, steps=max(2, steps // 10), empty=empty)
+            ms[at].append(first(jobs[at][1], mode="plain", what=what, steps=steps, empty=empty)["ms"])
         of = {
             traced: [statistics.median(times) for (is_traced, _), times in zip(jobs, ms) if is_traced is traced] for traced in (False, True)
         }
@@ -54,8 +54,8 @@ def main():
             for number in range(2 * JOBS):
                 traced = number % 2 == 1
                 name = f"trace-{number}"
-                jobs.append((traced, start([vramctl, "run", "--name", name, *(["--trace"] if traced else [])], world, package, log)))
-            ready = [hear(child).get("ready") for _, ranks in jobs for child in ranks]
+                jobs.append((traced, ranks(vramctl, name, world, package, log, *(["--trace"] if traced else []))))
+            ready = [job.all("ready", job.hear()) for _, job in jobs]
             check(f"{len(jobs)} jobs of {world} ranks have started", all(ready))
             measure(jobs)
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -63,8 +63,8 @@ def main():
                 events = len(json.load(file)["traceEvents"])
             check("the trace has the allocations of the steps", events > 100, f"{events} events")
         finally:
-            for _, ranks in jobs:
-                end(ranks)
+            for _, job in jobs:
+                job.end()
 
 
 if __name__ == "__main__":

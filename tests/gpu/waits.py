@@ -8,20 +8,13 @@ import sys
 import threading
 import time
 
+from calls import cuda, hooked, must, pointer
 from common import MIB, check, failures
 
 BUSY = 8
 BYTES = 64 * MIB
 
-runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-hooked = ctypes.CDLL(None)  # the preloaded library first
-cuda = ctypes.CDLL("libcuda.so.1")
-pointer, word = ctypes.c_void_p, ctypes.c_uint32
-
-
-def must(code):
-    if code != 0:
-        raise RuntimeError(f"a call answered {code}")
+word = ctypes.c_uint32
 
 
 def pause(milliseconds):

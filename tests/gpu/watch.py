@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 
-from common import GIB, answer, check, end, free_port
+from common import GIB, Job, answer, check, free_port
 
 #: Steps as (what, width, rows, layers): a collective per layer.
 SIZES = [("large layers", 4096, 4096, 32), ("small layers", 1024, 512, 64)]
@@ -161,33 +161,17 @@ def wait_for(happened, seconds=10):
     return happened()
 
 
-def start(run, world, package, log):
-    """The ranks of one job, each of which says when it is ready. `run` is the command that they are started with."""
+def ranks(vramctl, name, world, package, log, *how):
+    """The ranks of one job, each of which says when it is ready."""
     port = free_port()
-    own = [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "watch.py"), "--rank"]
-    return [
-        subprocess.Popen(
-            [*run, "--", *own, str(number), str(world), port],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "VRAMCTL_PYTHON": package},
-        )
-        for number in range(world)
-    ]
+    options = (("--rank", number, world, port) for number in range(world))
+    here = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watch.py")
+    return Job(vramctl, name, here, *options, how=how, log=log, VRAMCTL_PYTHON=package)
 
 
-def hear(child):
-    return json.loads(child.stdout.readline() or "{}")
-
-
-def tell(ranks, **request):
-    """Asks all ranks, and returns the first one's answer."""
-    for child in ranks:
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()
-    return [hear(child) for child in ranks][0]
+def first(job, **request):
+    """The first rank's answer."""
+    return job.ask(**request)[0]
 
 
 def gpus():
@@ -198,17 +182,17 @@ def main():
     vramctl, package = sys.argv[1:3]
     world = min(2, gpus())
     with tempfile.NamedTemporaryFile("a") as log:
-        ranks = start([vramctl, "run", "--name", "watch"], world, package, log)
+        job = ranks(vramctl, "watch", world, package, log)
 
         def ask(**request):
-            return tell(ranks, **request)
+            return first(job, **request)
 
         def falls():
             with open(log.name) as lines:
                 return [line.strip() for line in lines if " is free on GPU" in line]
 
         try:
-            check(f"{world} ranks have started", all(hear(child).get("ready") for child in ranks))
+            check(f"{world} ranks have started", job.all("ready", job.hear()))
             measure(vramctl, ask)
             check("nothing was low", not falls(), "".join(falls()))
 
@@ -235,7 +219,7 @@ def main():
             line = re.sub(r"GPU-[0-9a-f-]+", "GPU-…", falls()[0]) if falls() else ""
             print(f"note: {line}", flush=True)
         finally:
-            end(ranks)
+            job.end()
 
 
 if __name__ == "__main__":
