@@ -201,7 +201,7 @@ impl<'a> Lines<'a> {
         !self.unread.is_empty()
     }
 
-    /// The descriptor that came with the last line.
+    /// The descriptor that was passed with the last line.
     pub fn take_file(&mut self) -> Option<Held> {
         self.passed.files.pop()
     }

@@ -10,8 +10,7 @@ use vramctl_model::{Error, Failure};
 
 /// Waits for all work in these contexts. A destroyed context has no work left.
 pub fn wait(contexts: BTreeSet<Context>, manner: Manner) -> Result<(), Failure> {
-    let wait_in = |context| exit::while_waiting(|| driver::wait_for_work(context, manner, || true));
-    contexts.into_iter().try_for_each(|context| wait_in(context).map(drop))
+    contexts.into_iter().try_for_each(|context| exit::while_waiting(|| driver::wait_for_work(context, manner, || true)).map(drop))
 }
 
 /// Like [`wait`], but gives up after `limit`, or once `wanted` (polled now and then) returns false.
@@ -130,8 +129,7 @@ impl Waiter {
     fn serve(&self) {
         let mut state = self.lock();
         loop {
-            let idle = |state: &mut Desk| !matches!(state.turn, Turn::Asked(_));
-            state = self.changed.wait_while(state, idle).unpoisoned();
+            state = self.changed.wait_while(state, |state| !matches!(state.turn, Turn::Asked(_))).unpoisoned();
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
             let answer = contexts.into_iter().take_while(|context| self.goes_on_to(*context)).try_for_each(|context| self.wait_in(context));

@@ -33,7 +33,7 @@ pub enum Event<'a> {
     FreeBegun,
     /// The calling thread has freed memory.
     FreeEnded,
-    /// The process has got device memory, managed or not.
+    /// The process has device memory now, managed or not.
     HasMemory,
     /// A pause or resume has begun on this thread.
     Began(Verb),
@@ -80,7 +80,7 @@ pub struct FailedRequest {
     pub bytes: u64,
     /// The device; `None`: the calling thread's.
     pub device: Option<CUdevice>,
-    /// The tag that the memory would have got; `None` if it was left to CUDA.
+    /// The tag that the memory would have had; `None` if it was left to CUDA.
     pub tag: Option<Arc<str>>,
     /// The file name of the library that made the request.
     pub library: &'static str,

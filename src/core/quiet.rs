@@ -14,7 +14,7 @@ use vramctl_host::exit;
 pub fn find(work: &mut dyn FnMut()) -> Activity {
     /// How long the program must have made no call. Tests wait for many moments.
     const REST: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1 } else { 50 });
-    /// How long calls may be inside that came before the gate was closed. Longer ones are waiting for something.
+    /// How long calls that began before the gate was closed may be inside. Longer ones are waiting for something.
     const CALLS: Duration = Duration::from_micros(200);
     if exit::is_quiesced() || exit::is_ending() || !gate::is_held() && gate::idle_for() < REST {
         return Activity::Busy;
@@ -36,9 +36,9 @@ pub fn find(work: &mut dyn FnMut()) -> Activity {
     seen
 }
 
-/// The activity in all known contexts but those that are known to be idle.
+/// The activity in all known contexts except those that are known to be idle.
 pub fn activity_outside(idle: &BTreeSet<Context>) -> Activity {
-    let activity_in = |context| Current::push(context).map_or_else(Activity::of_failure, |current| driver::activity(&current));
     let asked = contexts::all().into_iter().filter(|context| !idle.contains(context));
-    asked.map(activity_in).find(|seen| *seen != Activity::Idle).unwrap_or(Activity::Idle)
+    let mut seen = asked.map(|context| Current::push(context).map_or_else(Activity::of_failure, |current| driver::activity(&current)));
+    seen.find(|seen| *seen != Activity::Idle).unwrap_or(Activity::Idle)
 }

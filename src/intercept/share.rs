@@ -6,7 +6,7 @@ use crate::table::IpcHandle;
 use crate::{driver_memory, reentrancy};
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::BorrowedFd;
-use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
+use vramctl_core::memory::share::{HANDLE_BYTES, SharedHandle};
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Memory, borrow, imports};
 use vramctl_core::server;
@@ -72,7 +72,7 @@ pub unsafe fn get(call: &mut Call, handle: *mut c_void, pointer: CUdeviceptr) ->
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn open(call: &mut Call, pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint) -> StatusCode {
-    let Some(handle) = Ticket::parse(&handle.reserved) else {
+    let Some(handle) = SharedHandle::parse(&handle.reserved) else {
         // The runtime's function calls the driver's: one opening.
         if reentrancy::is_nested() {
             return call.real();

@@ -2,8 +2,8 @@
 //!
 //! Invariants, in every order of events:
 //!
-//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside, but for calls that the closer admits. A closer that
-//!    looks after [`Latch::admit_none`] sees those.
+//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside, except for calls that the closer admits. A closer that
+//!    calls [`Latch::admit_none`] and then looks sees those.
 //! 2. A thread waits only while the latch is closed. Opening it wakes all waiting threads.
 //! 3. A nested call does not wait: the outer call could not finish.
 //!
@@ -120,12 +120,12 @@ impl ThreadMark {
         }
     }
 
-    /// Goes inside for good: all later calls of the thread pass. For the thread that ends the process.
+    /// Goes inside for good: all later calls of the thread pass. Called on the thread that ends the process.
     pub fn stay_inside(&self, call: usize) {
         self.inside.store(call | ADMITTED, Ordering::Release);
     }
 
-    /// Makes a call without checking the latch. For a library thread that is not inside.
+    /// Makes a call without checking the latch. Called on threads of the library that are not inside.
     pub fn pass_unheld<R>(&self, call: usize, make: impl FnOnce() -> R) -> R {
         self.inside.store(call | ADMITTED, Ordering::Release);
         let _leave = OnDrop(|| self.leave());

@@ -152,7 +152,7 @@ fn claim() -> &'static Slot {
 /// The thread that ends the process, if it had no mark then.
 static ENDING: AtomicU32 = AtomicU32::new(0);
 
-/// From now on, all calls of this thread pass. For the thread that ends the process. It may be in a signal handler that has interrupted
+/// From now on, all calls of this thread pass. Called on the thread that ends the process, which may be in a signal handler that has interrupted
 /// `malloc`, so if it has no mark, its next call makes one.
 pub fn stay_inside() {
     match known_mark() {

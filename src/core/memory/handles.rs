@@ -103,10 +103,7 @@ impl Memory {
         }
         let covered: usize = found.iter().map(|(_, one)| one.bytes()).sum();
         // The driver ignores the holes that paused memory leaves.
-        let is_there = |(base, one): &(CUdeviceptr, Arc<Allocation>)| {
-            one.contents().state.backing().is_some_and(|memory| memory.spans().any(|span| span.address == *base))
-        };
-        if covered < span.bytes || found.iter().any(is_there) {
+        if covered < span.bytes || found.iter().any(|(base, one)| is_backed_at(*base, one)) {
             let answer = real();
             if answer != code::SUCCESS {
                 return Some(answer);
@@ -365,6 +362,11 @@ impl Tried {
         memory.unmap_from(mapping.address());
         Some(Self { refused, access: Some(access) })
     }
+}
+
+/// Whether the driver has anything of an allocation at an address: its memory, or a guard.
+fn is_backed_at(base: CUdeviceptr, allocation: &Allocation) -> bool {
+    allocation.contents().state.backing().is_some_and(|memory| memory.spans().any(|span| span.address == base))
 }
 
 /// Whether memory of a device can be mapped at an address.

@@ -1,7 +1,14 @@
 //! The registry of this process's allocations, by address, and how they are made and freed.
 //!
-//! Locks: allocating and freeing hold the transition lock for reading, pausing and resuming for writing. No driver call or
-//! copy happens while a map guard is held.
+//! Locks are taken in this order:
+//!
+//! 1. the gate ([`gate`](crate::gate)), which a pause closes first;
+//! 2. [`Memory::transition`], for reading to allocate and free, for writing to pause and resume;
+//! 3. a map of the registry or of another room, for a moment: no call of the driver and no copy is made meanwhile;
+//! 4. the [contents](Allocation::contents) of one allocation, also while the driver maps or unmaps it.
+//!
+//! Memory of other processes has locks of its own, for which the transition lock need not be held: a connection, then what is borrowed
+//! ([`borrow`]).
 
 pub mod guard;
 mod handles;
@@ -120,8 +127,8 @@ impl Memory {
         self.set_retain_in_resumes(tag, keep)?;
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            let done_with = |allocation: &&Arc<Allocation>| !backup::retains(&allocation.tag);
-            self.registry.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().state.take_retained()).collect()
+            let all = self.registry.all().into_iter().filter(|allocation| !backup::retains(&allocation.tag));
+            all.filter_map(|allocation| allocation.contents().state.take_retained()).collect()
         };
         drop(given_up);
         Ok(())
@@ -372,8 +379,9 @@ impl Memory {
 
     /// The allocations that end with these contexts.
     fn ending_with(&self, contexts: &[Context]) -> Vec<Arc<Allocation>> {
-        let ends = |allocation: &Arc<Allocation>| allocation.goes_with_context() && contexts.contains(&allocation.context());
-        self.registry.snapshot().into_iter().filter(ends).collect()
+        let mut all = self.registry.all();
+        all.retain(|allocation| allocation.goes_with_context() && contexts.contains(&allocation.context()));
+        all
     }
 
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {

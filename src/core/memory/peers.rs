@@ -101,10 +101,10 @@ impl Peers {
             let devices = |pairs: &mut dyn Iterator<Item = &Pair>| pairs.filter(of_owner).map(|(device, _)| *device).collect();
             (devices(&mut enabled.contexts.keys()), devices(&mut enabled.copies.iter()))
         };
-        // Since a move, there may be no path. The program has not asked for it.
-        let has_path = |device: &CUdevice| Access::of_device(*device).check(owner).is_ok();
-        let for_copies: Vec<_> = for_copies.difference(&by_program).copied().filter(has_path).collect();
-        let others = by_program.iter().chain(&for_copies).map(|device| Access::of_device(*device));
+        // After a move, two devices may have no path between them. The program did not ask for this access, so it does without.
+        let for_copies: Vec<_> = for_copies.difference(&by_program).map(|device| Access::of_device(*device)).collect();
+        let for_copies = for_copies.into_iter().filter(|access| access.check(owner).is_ok());
+        let others = by_program.iter().map(|device| Access::of_device(*device)).chain(for_copies);
         std::iter::once(Access::of_device(owner)).chain(others).collect()
     }
 
@@ -190,11 +190,8 @@ impl Memory {
         let _exclusive = self.exclude_unless_quiesced()?;
         let mut any = false;
         for owner in owners {
-            let is_new = |device: &CUdevice| {
-                let pair = (*device, *owner);
-                device != owner && !self.peers.read().is_open(pair) && Access::of_device(*device).check(*owner).is_ok()
-            };
-            let new: Vec<_> = devices.iter().copied().filter(is_new).collect();
+            let mut new: Vec<_> = devices.iter().copied().filter(|device| device != owner).collect();
+            new.retain(|device| !self.peers.read().is_open((*device, *owner)) && Access::of_device(*device).check(*owner).is_ok());
             if new.is_empty() {
                 continue;
             }

@@ -42,6 +42,5 @@ pub fn around(address: CUdeviceptr) -> Option<Span> {
 pub(super) fn is_free(span: Span, device: CUdevice) -> bool {
     let end = span.address.saturating_add(span.bytes as u64);
     let page = driver::granularity(device).unwrap_or(span.bytes).max(1);
-    let is_there = |at| matches!(driver::memory_at(at), Ok(Some(_)));
-    around(span.address).is_some() && !(span.address..end).step_by(page).any(is_there)
+    around(span.address).is_some() && !(span.address..end).step_by(page).any(|at| matches!(driver::memory_at(at), Ok(Some(_))))
 }

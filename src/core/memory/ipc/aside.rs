@@ -2,7 +2,7 @@
 //!
 //! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
 
-use super::borrow::{BORROWED, Behind, BorrowedMemory, Lease, LeaseState, Meant, Opened, Passed, Rounds, Site, borrowed, listed};
+use super::borrow::{BORROWED, Behind, BorrowedMemory, Lease, LeaseState, Meant, Opened, Received, Rounds, Site, borrowed, listed};
 use super::imports;
 use super::lender::{Refused, patiently};
 use crate::memory::registry::lending::Token;
@@ -183,7 +183,7 @@ fn try_reopen(token: &Token, owner: u32) -> Result<(), Refused> {
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let Passed { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
+    let Received { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
     // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
     sightings::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(&pieces)?;

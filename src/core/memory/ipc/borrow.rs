@@ -9,7 +9,7 @@
 //! connection's lock is held.
 
 use super::lender::{Answer, Lender, Refused, patiently};
-use super::share::Ticket;
+use super::share::SharedHandle;
 use crate::memory::registry::lending::Token;
 use crate::memory::{Allocation, Memory};
 use crate::{contexts, drain};
@@ -27,7 +27,7 @@ use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRe
 pub(super) struct BorrowedMemory {
     pub(super) open: HashMap<Token, Opened>,
     owners: HashMap<u32, Arc<Lease>>,
-    /// Where owners listen besides, as their handles say.
+    /// The second sockets of owners, as their handles name them.
     doors: HashMap<u32, Door>,
     /// Counts opens and closes.
     changes: u64,
@@ -130,7 +130,7 @@ impl Opened {
         }
     }
 
-    /// Whether memory that its owner has paused so many times is newer than what was set aside here.
+    /// Whether memory is newer than what was set aside here. `pauses`: how often its owner has paused it.
     pub(super) fn is_newer(&self, pauses: u64) -> bool {
         self.pauses != pauses || self.behind == Behind::Paused { is_due: true }
     }
@@ -180,15 +180,15 @@ impl<'a> Meant<'a> {
     }
 }
 
-/// What an owner passes for an allocation.
-pub(super) struct Passed {
+/// An allocation as its owner has passed it.
+pub(super) struct Received {
     pub(super) pieces: Vec<(Held, usize)>,
     pub(super) tag: Option<String>,
     /// How often it has been paused.
     pub(super) pauses: u64,
 }
 
-impl Passed {
+impl Received {
     fn new(files: Vec<Held>, pieces: Vec<u64>, tag: Option<String>, pauses: u64) -> Self {
         let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
         Self { pieces, tag, pauses }
@@ -197,7 +197,7 @@ impl Passed {
 
 /// A process's answer to the question whether it has exported a descriptor.
 pub(super) enum Claimed {
-    Yes(Token, Passed),
+    Yes(Token, Received),
     No,
     /// It is being paused or resumed, or takes no more connections.
     Busy,
@@ -205,7 +205,7 @@ pub(super) enum Claimed {
     Silent,
 }
 
-/// A connection to an owner, kept as long as memory is open that came over it.
+/// A connection to an owner, kept as long as memory that was passed over it is open.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub(super) lender: Lender,
@@ -226,7 +226,7 @@ pub(super) fn borrowed() -> MutexGuard<'static, BorrowedMemory> {
 
 /// `cuIpcOpenMemHandle`, for a handle of the library's: the address of the allocation's first byte. Memory that is open already has
 /// the same address.
-pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCode> {
+pub fn open(handle: &SharedHandle, current: &Current) -> Result<CUdeviceptr, StatusCode> {
     // As the driver answers in the process that made the handle.
     if handle.owner == process::id() && Memory::existing().is_some_and(|memory| memory.registry.with_token(&handle.token).is_some()) {
         return Err(code::INVALID_CONTEXT);
@@ -262,7 +262,7 @@ fn is_of_open(code: StatusCode) -> bool {
     is_documented || is_ours || Failure { call: "cuIpcOpenMemHandle", code }.is_of_earlier_work()
 }
 
-fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> {
+fn try_open(handle: &SharedHandle, current: &Current) -> Result<CUdeviceptr, Refused> {
     let lease = {
         let mut borrowed = borrowed();
         if let Some(address) = borrowed.open_again(&handle.token, current)? {
@@ -437,7 +437,7 @@ pub fn count_after(pause: &TransitionRequest) -> usize {
 }
 
 impl Opened {
-    fn map(lease: &Arc<Lease>, Passed { pieces, tag, pauses }: &Passed, current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, Received { pieces, tag, pauses }: &Received, current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces)?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
@@ -514,7 +514,7 @@ impl BorrowedMemory {
 /// Called with the connection locked, so that an open and a close of the same memory do not overlap.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
-    pub(super) fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Passed, Refused> {
+    pub(super) fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Received, Refused> {
         let (reply, files) = self.lender.open(token).map_err(|error| {
             self.retire(state);
             if error.kind() == io::ErrorKind::TimedOut {
@@ -524,7 +524,7 @@ impl Lease {
             Refused::because(self.lender.pid, &error)
         })?;
         match reply {
-            Answer::Opened { pieces, tag, pauses, .. } if pieces.len() == files.len() => Ok(Passed::new(files, pieces, tag, pauses)),
+            Answer::Opened { pieces, tag, pauses, .. } if pieces.len() == files.len() => Ok(Received::new(files, pieces, tag, pauses)),
             Answer::Error { code: kind, message, cuda_code } => {
                 log::debug!("process {} does not share its memory: {message}", self.lender.pid);
                 self.retire_if_unused(state);
@@ -552,7 +552,7 @@ impl Lease {
     pub(super) fn claim(self: &Arc<Self>, state: &mut LeaseState, file: BorrowedFd<'_>) -> Claimed {
         let answer = match self.lender.claim(file) {
             Ok((Answer::Opened { pieces, tag, pauses, token: Some(token) }, files)) if files.len() == pieces.len() => {
-                Token::parse(&token).map_or(Claimed::No, |token| Claimed::Yes(token, Passed::new(files, pieces, tag, pauses)))
+                Token::parse(&token).map_or(Claimed::No, |token| Claimed::Yes(token, Received::new(files, pieces, tag, pauses)))
             }
             Ok((Answer::Opened { token, .. }, files)) => {
                 // Not all descriptors fit into this process.
@@ -622,7 +622,7 @@ impl Lease {
         self.retire_if_unused(state);
     }
 
-    /// Sends no more requests over this connection. It stays open while memory is open that came over it.
+    /// Sends no more requests over this connection. It stays open while memory that was passed over it is open.
     fn retire(self: &Arc<Self>, state: &mut LeaseState) {
         *state = LeaseState::Retired;
         let mut borrowed = borrowed();

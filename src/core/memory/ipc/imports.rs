@@ -5,7 +5,7 @@
 //! IPC ([`super::borrow`]): it is set aside when its owner pauses it, and imported again at the program's addresses afterwards. The program
 //! gets a handle of the library's for that, as for its own memory (`handles`).
 
-use super::borrow::{Behind, Claimed, LeaseState, Opened, Passed, Site, borrowed};
+use super::borrow::{Behind, Claimed, LeaseState, Opened, Received, Site, borrowed};
 use super::lender::Refused;
 use crate::contexts;
 use crate::memory::registry::lending::Token;
@@ -98,7 +98,7 @@ impl Asked {
     }
 }
 
-/// What came of asking one process.
+/// The answer of one process.
 enum Answer {
     Adopted(u64),
     No,
@@ -156,7 +156,7 @@ fn adopt_from(owner: u32, file: BorrowedFd<'_>, handle: u64, current: &Current) 
 }
 
 /// Takes the driver's handle over. `None` if the memory is in several pieces, or the driver does not describe it.
-fn imported(token: &Token, passed: &Passed, handle: u64, current: &Current) -> Option<Arc<Allocation>> {
+fn imported(token: &Token, passed: &Received, handle: u64, current: &Current) -> Option<Arc<Allocation>> {
     let [(_, bytes)] = passed.pieces[..] else { return None };
     let memory = Physical::of_import(handle, bytes);
     let Ok(Some(wanted)) = memory.properties() else {

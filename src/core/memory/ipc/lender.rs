@@ -51,7 +51,7 @@ pub(super) struct Lender {
 }
 
 impl Lender {
-    /// `door`: where it listens besides, if that is known.
+    /// `door`: its second socket, if that is known.
     pub(super) fn connect(pid: u32, door: Option<Door>) -> io::Result<Self> {
         let named = || Directory::open()?.ok_or(io::ErrorKind::NotFound)?.connect_beside(pid);
         let stream = named().or_else(|error| match door {

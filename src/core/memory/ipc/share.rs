@@ -29,16 +29,16 @@ const MAGIC: &[u8; 8] = b"vramctl\x01";
 
 /// An IPC handle of the library's. Layout: magic, owner, zeros, token, door, zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ticket {
+pub struct SharedHandle {
     /// The owner, by the name of its socket.
     pub owner: u32,
     /// The allocation.
     pub token: Token,
-    /// Where the owner listens besides.
+    /// The second socket of the owner.
     pub door: Option<Door>,
 }
 
-impl Ticket {
+impl SharedHandle {
     /// The handle in these bytes; `None` if it is not one of the library's.
     pub fn parse(bytes: &[u8; HANDLE_BYTES]) -> Option<Self> {
         let rest = bytes.strip_prefix(MAGIC)?;
@@ -73,14 +73,14 @@ pub struct Loan {
 impl Memory {
     /// `cuIpcGetMemHandle`: every address of an allocation gives the same handle. `None` if the real function is to answer: the
     /// memory is not managed, or comes from `cuMemCreate`, or the device cannot share it.
-    pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Ticket, StatusCode>> {
+    pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<SharedHandle, StatusCode>> {
         let allocation =
             self.registry.find(address).filter(|allocation| allocation.origin().is_malloc() && allocation.place_of(address).is_some())?;
         if !driver::is_shareable(allocation.device) {
             return None;
         }
         let token = allocation.contents().lending.token(allocation.key());
-        Some(token.map(|token| Ticket { owner: std::process::id(), token, door: door::number() }).map_err(|error| {
+        Some(token.map(|token| SharedHandle { owner: std::process::id(), token, door: door::number() }).map_err(|error| {
             log::debug!("getrandom: {error}");
             code::OPERATING_SYSTEM
         }))
@@ -195,17 +195,17 @@ mod tests {
 
     #[test]
     fn our_handles_are_distinguished_from_the_drivers() {
-        let handle = Ticket { owner: 4711, token: Token::random().unwrap(), door: Door::of_number(1 << 63) };
+        let handle = SharedHandle { owner: 4711, token: Token::random().unwrap(), door: Door::of_number(1 << 63) };
         let mut bytes = handle.bytes();
-        assert_eq!(Ticket::parse(&bytes), Some(handle));
+        assert_eq!(SharedHandle::parse(&bytes), Some(handle));
         assert_ne!(Token::random().unwrap(), handle.token);
         bytes[20] ^= 1;
-        assert_ne!(Ticket::parse(&bytes), Some(handle));
+        assert_ne!(SharedHandle::parse(&bytes), Some(handle));
         for at in 0..8 {
             let mut bytes = handle.bytes();
             bytes[at] ^= 1;
-            assert_eq!(Ticket::parse(&bytes), None);
+            assert_eq!(SharedHandle::parse(&bytes), None);
         }
-        assert_eq!(Ticket::parse(&[0; HANDLE_BYTES]), None);
+        assert_eq!(SharedHandle::parse(&[0; HANDLE_BYTES]), None);
     }
 }

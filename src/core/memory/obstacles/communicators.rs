@@ -47,22 +47,25 @@ pub enum Origin<'a> {
 /// Records a communicator that this NCCL has created.
 pub fn created(nccl: Loaded, handle: usize, origin: Origin<'_>) {
     let mut all = TABLE.get().lock().unpoisoned();
-    // The same in every process.
-    let of_unique = |ids, rank, ranks| Communicator { id: format!("{:016x}", fnv1a(ids)), rank, ranks };
     // Of one that is not known, nothing is known either.
     let of_parent = |parent| all.get(&parent).map_or_else(|| vec![Communicator::default()], |parent| parent.ranks.clone());
     let ranks = match origin {
-        Origin::Unique { ids, rank, ranks } => vec![of_unique(ids, rank, ranks)],
+        Origin::Unique { ids, rank, ranks } => vec![with_unique_id(ids, rank, ranks)],
         Origin::Child(parent) => of_parent(parent),
         Origin::Grown { members: 0, .. } => vec![Communicator::default()],
         Origin::Grown { from, id: None, .. } => of_parent(from),
-        // The ranks that were there keep their numbers. This process answers for all of them to those that have joined, who know only the id:
-        // that the others are there is known by the communicator that they come from.
+        // The ranks of the other communicator keep their numbers. Those that have joined know only the id, so this process answers to them for
+        // all ranks of the other communicator. That one says whether these are there.
         Origin::Grown { from, members, id: Some(id), ranks } => {
-            of_parent(from).into_iter().chain((0..members).map(|rank| of_unique(id, rank, ranks))).collect()
+            of_parent(from).into_iter().chain((0..members).map(|rank| with_unique_id(id, rank, ranks))).collect()
         }
     };
     all.insert(handle, Known { nccl, ranks });
+}
+
+/// A communicator with these unique ids. It has the same name in every process.
+fn with_unique_id(ids: &[u8], rank: u32, ranks: u32) -> Communicator {
+    Communicator { id: format!("{:016x}", fnv1a(ids)), rank, ranks }
 }
 
 /// Records the communicators that one call has created for all of their ranks, in this process.

@@ -1,10 +1,10 @@
 //! Obstacles: what the driver checkpoints but cannot restore. A process with an obstacle would be lost, so they must be known before a
 //! suspend.
 //!
-//! Driver 580 refuses to restore processes with memory that they have imported (tried on H100s and H200s), which NCCL works with. The rest is
-//! refused because nothing shows that a driver restores it, whatever its version: unified memory, which NVIDIA excludes as of driver 570
-//! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, multicast objects and shared pools. An obstacle is reported as
-//! long as it may exist: too long rather than too short.
+//! Driver 580 refuses to restore processes with imported memory (tried on H100s and H200s), which NCCL works with. The rest counts as an obstacle
+//! because nobody has shown that a driver restores it: NVIDIA excludes unified memory as of driver 570 (NVIDIA/cuda-checkpoint), and newer ones
+//! were not tried; nor were registered memory, multicast objects and shared pools. An obstacle is reported as long as it may exist: too long
+//! rather than too short.
 
 pub mod communicators;
 mod refusals;

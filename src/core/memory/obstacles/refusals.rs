@@ -2,8 +2,8 @@
 //!
 //! A refusal may be the only one, so the driver is asked again, but ever more rarely while it keeps refusing.
 //!
-//! What fails for another reason than lack of memory may fail for virtual memory alone, so the real function answers: plain CUDA meets the
-//! same error, or does not. Only the program's own `cuMemCreate` gets the driver's answer.
+//! Unless memory is short, a request may have failed only because it is for virtual memory. So the real function answers: plain CUDA may or may
+//! not fail as well. Only the program's own `cuMemCreate` gets the driver's answer.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -17,13 +17,13 @@ pub(crate) struct Refusals(Mutex<BTreeMap<CUdevice, Refusing>>);
 #[derive(Debug)]
 struct Refusing {
     last: Failure,
-    /// Refusing requests since one was granted. 0: it is over.
+    /// Refused requests in a row, up to the last one. 0: the driver has granted one since.
     in_a_row: u32,
     /// How many more requests are left to CUDA unasked.
     unasked: u32,
 }
 
-/// The driver is asked for at least every so many requests.
+/// The most requests in a row that are left to CUDA without asking the driver.
 const MOST_UNASKED: u32 = 1 << 10;
 
 impl Refusals {
@@ -72,9 +72,10 @@ impl Refusals {
     pub fn now(&self) -> Vec<RefusingDevice> {
         let refused: Vec<_> = self.all().iter().filter(|(_, one)| one.in_a_row > 0).map(|(device, one)| (*device, one.last)).collect();
         // The driver is asked without the lock.
-        let refusing =
-            |(device, failure): (CUdevice, Failure)| RefusingDevice { device, gpu: driver::uuid(device), what: failure.to_string() };
-        refused.into_iter().map(refusing).collect()
+        refused
+            .into_iter()
+            .map(|(device, failure)| RefusingDevice { device, gpu: driver::uuid(device), what: failure.to_string() })
+            .collect()
     }
 }
 

@@ -1,5 +1,5 @@
-//! Memory that somebody refers to by its physical pages, and until when. For most calls that refer to it, the end cannot be seen; then it
-//! counts as registered until its physical memory is released.
+//! Memory that a library refers to by its physical pages, and until when. The end of most such references cannot be seen: then the memory
+//! counts as registered until its physical pages are released.
 //!
 //! What NCCL has registered stays registered until it has been deregistered as often, or the communicator is destroyed. NCCL registers late
 //! (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything registered until the last

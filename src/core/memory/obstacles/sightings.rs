@@ -1,4 +1,4 @@
-//! Sightings of obstacles ([`super`]): the program's calls that make or end one, and whether more have come since.
+//! Sightings of obstacles ([`super`]): the program's calls that create or end one, and whether there are more since a moment.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
@@ -111,9 +111,9 @@ impl Moment {
     /// Obstacles that may have appeared since then, or are about to. Does not call the driver, and waits for no thread that does.
     pub fn since(&self) -> Vec<Obstacle> {
         let calls = CALLS.get().each_ref().map(|calls| calls.begun.load(Ordering::SeqCst));
-        let new = ObstacleKind::ALL.into_iter().map(|kind| (kind, calls[kind as usize] - self.0[kind as usize]));
-        let found = |(kind, count)| Obstacle { kind, what: format!("{}, new or in progress", several(count, kind)), bytes: 0 };
-        new.filter(|(_, count)| *count > 0).map(found).collect()
+        let new =
+            ObstacleKind::ALL.into_iter().map(|kind| (kind, calls[kind as usize] - self.0[kind as usize])).filter(|(_, count)| *count > 0);
+        new.map(|(kind, count)| Obstacle { kind, what: format!("{}, new or in progress", several(count, kind)), bytes: 0 }).collect()
     }
 }
 

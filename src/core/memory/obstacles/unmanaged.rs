@@ -213,21 +213,20 @@ pub struct UnmanagedBlock {
 /// All unmanaged memory, as recorded; the driver is not asked whether it still exists.
 pub fn blocks() -> Vec<UnmanagedBlock> {
     let Some(unmanaged) = UNMANAGED.existing() else { return Vec::new() };
-    let of_given = |given: &Given| UnmanagedBlock {
+    let blocks = unmanaged.blocks.iter().map(|given| UnmanagedBlock {
         bytes: given.bytes as u64,
         requester: given.requester.clone(),
         device: given.context.map(|(_, device)| device),
-    };
-    let mut all: Vec<_> = unmanaged.blocks.iter().map(|given| of_given(&given)).collect();
+    });
+    let mut all: Vec<_> = blocks.collect();
     let handles = unmanaged.handles();
     let held = handles.handles.values().map(|(piece, _)| piece);
     let pieces: BTreeMap<_, _> = held.chain(handles.mapped.values()).map(|piece| (Arc::as_ptr(piece), piece)).collect();
-    let of_created = |piece: &&Arc<Created>| UnmanagedBlock {
+    all.extend(pieces.values().map(|piece| UnmanagedBlock {
         bytes: piece.bytes as u64,
         requester: piece.requester.clone(),
         device: Some(piece.device),
-    };
-    all.extend(pieces.values().map(of_created));
+    }));
     all
 }
 
@@ -247,12 +246,12 @@ pub fn status() -> Vec<Unmanaged> {
     for block in blocks() {
         *owners.entry(block.requester.library).or_default().entry(block.device).or_default() += block.bytes;
     }
-    let of_owner = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| Unmanaged {
+    let all = owners.into_iter().map(|(owner, devices)| Unmanaged {
         owner: owner.to_owned(),
         bytes: devices.values().sum(),
         gpus: devices.into_iter().filter_map(|(device, bytes)| Some((driver::uuid(device?)?, bytes))).collect(),
-    };
-    owners.into_iter().map(of_owner).collect()
+    });
+    all.collect()
 }
 
 #[cfg(test)]

@@ -37,8 +37,8 @@ impl AddressIndex {
     pub fn touched_by(&self, span: Span) -> Vec<(CUdeviceptr, Arc<Allocation>)> {
         let index = self.0.read().unpoisoned();
         let end = span.address.saturating_add(span.bytes as u64);
-        let touches = |(base, allocation): &(&CUdeviceptr, &Arc<Allocation>)| **base + allocation.bytes() as u64 > span.address;
-        let mut found: Vec<_> = index.range(..end).rev().take_while(touches).map(|(base, one)| (*base, Arc::clone(one))).collect();
+        let backwards = index.range(..end).rev().take_while(|(base, allocation)| **base + allocation.bytes() as u64 > span.address);
+        let mut found: Vec<_> = backwards.map(|(base, one)| (*base, Arc::clone(one))).collect();
         found.reverse();
         found
     }

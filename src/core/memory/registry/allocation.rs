@@ -317,7 +317,7 @@ impl Allocation {
         }
     }
 
-    /// How the program has got it.
+    /// How the program got it.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }

@@ -143,14 +143,16 @@ impl Registry {
         self.release_above(device, self.bytes_of_pool(device).saturating_sub(keep));
     }
 
-    /// Releases what the streams have passed on a device and its pool has above a limit: so many bytes.
+    /// Releases what the streams have passed on a device; of its pool, until that is `above` bytes smaller.
     fn release_above(&self, device: CUdevice, above: u64) {
         let above = Cell::new(above);
-        let is_meant = |freed: &Freed| freed.allocation.device == device && (!freed.allocation.is_from_pool() || above.get() > 0);
-        self.release(is_meant, |freed| {
-            above.set(above.get().saturating_sub(freed.bytes() as u64));
-            false
-        });
+        self.release(
+            |freed| freed.allocation.device == device && (!freed.allocation.is_from_pool() || above.get() > 0),
+            |freed| {
+                above.set(above.get().saturating_sub(freed.bytes() as u64));
+                false
+            },
+        );
     }
 
     /// Bytes of managed memory that stands for a device's default pool.
@@ -158,11 +160,10 @@ impl Registry {
         let of_pool = |allocation: &Allocation| allocation.is_from_pool() && allocation.device == device;
         let used = self.all().into_iter().filter(|allocation| of_pool(allocation) && !allocation.is_unmapped());
         let freed = self.freed.all().into_iter().filter(|freed| of_pool(&freed.allocation));
-        let sum = used.map(|allocation| allocation.bytes()).chain(freed.map(|freed| freed.bytes())).sum::<usize>();
-        sum as u64
+        used.map(|allocation| allocation.bytes() as u64).chain(freed.map(|freed| freed.bytes() as u64)).sum()
     }
 
-    /// Releases what is meant and the streams have passed, oldest first, until there is enough.
+    /// Releases memory that `is_meant` and that the streams have passed, the oldest first, until one of the releases `is_enough`.
     fn release(&self, is_meant: impl Fn(&Freed) -> bool, is_enough: impl Fn(&Freed) -> bool) {
         if !self.has_freed() {
             return;

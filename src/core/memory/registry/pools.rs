@@ -42,7 +42,7 @@ pub struct PoolUse {
 pub struct Pools(Mutex<BTreeMap<CUdevice, PoolUse>>);
 
 impl Pools {
-    /// The program has got an allocation.
+    /// Counts a new allocation of the program.
     pub(super) fn allocated(&self, allocation: &Allocation) {
         self.change(allocation, |of, requested| {
             of.used.rise(requested);
@@ -50,7 +50,7 @@ impl Pools {
         });
     }
 
-    /// The program has freed it.
+    /// The program has freed an allocation.
     pub(super) fn freed(&self, allocation: &Allocation) {
         self.change(allocation, |of, requested| {
             of.used.fall(requested);
@@ -58,12 +58,12 @@ impl Pools {
         });
     }
 
-    /// What the program has freed is kept.
+    /// Freed memory is kept.
     pub(super) fn kept(&self, allocation: &Allocation) {
         self.change(allocation, |of, _| of.reserved.rise(allocation.bytes()));
     }
 
-    /// It is no longer kept.
+    /// Freed memory is no longer kept: it is released, or a new allocation has it.
     pub(super) fn given(&self, allocation: &Allocation) {
         self.change(allocation, |of, _| of.reserved.fall(allocation.bytes()));
     }
