@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Footprint, Gpu, MIB, Stream, free, malloc_tagged, pattern, pause, read, request, resume, write};
+use common::{Footprint, Gpu, MIB, Stream, free, malloc_tagged, pattern, pause, read, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,7 +18,7 @@ use vramctl_backup::quiet;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::Driver;
 use vramctl_intercept::hooks as interpose;
-use vramctl_model::{Error, Policy, Report, TransitionRequest};
+use vramctl_model::{Error, Policy, Report};
 
 /// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = Driver::NAMES;
@@ -155,7 +155,7 @@ impl Path {
     }
 
     fn pause(self) -> Result<Report, vramctl_model::Error> {
-        Memory::get().pause(&TransitionRequest { guard: self.is_guarded(), ..request(self.tags()) }, &mut ())
+        Memory::get().pause(&common::pausing_with(self.tags(), |request| request.options.guard = self.is_guarded()), &mut ())
     }
 
     fn choose_who_copies(self) {

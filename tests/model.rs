@@ -4,13 +4,14 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, Gpu, MIB, free, malloc, pattern, read, request, write};
+use common::{DEVICE_BYTES, Gpu, MIB, free, malloc, pattern, read, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vramctl_core::memory::{Memory, region};
-use vramctl_model::{Policy, Span, TransitionRequest};
+use vramctl_core::transition::Pause;
+use vramctl_model::{Policy, Span};
 
 const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
@@ -140,7 +141,13 @@ impl World {
                 let unused = unused.and_then(|(which, from, bytes)| Some((self.pick(which)?, from, bytes)));
                 let unused = unused.map(|(address, from, bytes)| Span { address: address + from as u64, bytes });
                 let spans = unused.into_iter().collect();
-                let wanted = TransitionRequest { backup, guard, unused: spans, ..request(&tags(tag)) };
+                let wanted = Pause {
+                    unused: spans,
+                    ..common::pausing_with(&tags(tag), |request| {
+                        request.options.backup = backup;
+                        request.options.guard = guard;
+                    })
+                };
                 let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
                 let mut changed = 0;
@@ -163,7 +170,7 @@ impl World {
                     prop_assert_eq!(report.allocations, changed);
                 }
             }
-            Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut ()) {
+            Step::Resume(tag) => match Memory::get().resume(&common::resuming(&tags(tag)), &mut ()) {
                 Ok(report) => {
                     let any_guarded = self.of_tag(tag).any(|model| model.paused && model.guarded);
                     // What is freed, or resumed with a failure, takes what was written to it along.

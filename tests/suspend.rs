@@ -20,7 +20,7 @@ use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::Memory;
 use vramctl_host::exit;
 use vramctl_intercept::{entries, hooks};
-use vramctl_model::{Error, Kind, ObstacleKind, Policy, Report, TransitionRequest};
+use vramctl_model::{Error, Kind, ObstacleKind, Policy, Report};
 
 const MIB: u64 = 1 << 20;
 /// A process's memory apart from its allocations.
@@ -1631,7 +1631,7 @@ fn a_transition_of_a_suspended_process_is_refused() {
     };
     assert_eq!(in_time(|| common::resume(&[])), (true, Err(Kind::Suspended)));
     // It waits for the device's work, in the driver, before it takes the lock.
-    let limited = || Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_secs(60)), ..common::request(&[]) }, &mut ());
+    let limited = || Memory::get().pause(&common::pausing_with(&[], |request| request.timeout = Some(Duration::from_secs(60))), &mut ());
     assert_eq!(in_time(limited), (true, Err(Kind::Suspended)));
     Memory::get().awake();
     assert_eq!(common::resume(&[]).unwrap().allocations, 1);

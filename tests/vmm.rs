@@ -19,7 +19,7 @@ use vramctl_core::memory::share::Borrower;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_driver::Ending;
 use vramctl_intercept::{entries, launch};
-use vramctl_model::{Error, Kind, ObstacleKind, Policy, Registered, TagState, TransitionRequest};
+use vramctl_model::{Error, Kind, ObstacleKind, Policy, Registered, TagState};
 
 const PAGE: usize = 2 * MIB;
 
@@ -276,7 +276,7 @@ fn what_the_driver_refuses_is_refused_while_paused() {
     let active = answers();
     assert_eq!(active, ([1; 4], [1, 1, 1, 1, 801], [1; 3], [1; 4]));
     for guard in [false, true] {
-        Memory::get().pause(&TransitionRequest { guard, ..common::request(&[]) }, &mut ()).unwrap();
+        Memory::get().pause(&common::pausing_with(&[], |request| request.options.guard = guard), &mut ()).unwrap();
         assert_eq!(answers(), active, "guard: {guard}");
         gpu.fail("cuDeviceCanAccessPeer", 1, 101, 1);
         assert_eq!((allow(at(0), PAGE, 1, 3), allow(at(0), PAGE, 1, 3)), (1, 0), "the driver is asked whether that device can");
@@ -421,7 +421,7 @@ fn a_pause_waits_for_the_work_of_devices_with_access() {
     let (stream, blocked) = (Stream::create(), Gate::new());
     stream.wait_for(&blocked);
     assert_eq!(stream.fill(place.0, 9, PAGE), 0);
-    let soon = TransitionRequest { timeout: Some(Duration::ZERO), ..common::request(&["own"]) };
+    let soon = common::pausing_with(&["own"], |request| request.timeout = Some(Duration::ZERO));
     assert_eq!(Memory::get().pause(&soon, &mut ()).unwrap_err().kind(), Kind::Busy);
     blocked.open();
     pause(&["own"]).unwrap();
@@ -541,11 +541,11 @@ fn registered_memory_is_replaced_only_when_told_so() {
         [("buffers", "cuPointerSetAttribute(SYNC_MEMOPS)", PAGE as u64), ("shared", "cuMemExportToShareableHandle", PAGE as u64)];
     assert_eq!(seen, expected);
     assert_eq!((gpu.used(0), state("buffers")), (used, Some(TagState::Active)), "nothing has changed");
-    assert!(Memory::get().plan(&common::request(&[])).is_err(), "a dry run says so, too");
+    assert!(Memory::get().plan_pause(&common::pausing(&[])).is_err(), "a dry run says so, too");
 
     let bytes = pattern(8, PAGE);
     assert_eq!((write(card, &bytes), write(mine, &bytes), write(place.0, &bytes)), (0, 0, 0));
-    let with = |registered| TransitionRequest { registered, ..common::request(&[]) };
+    let with = |registered| common::pausing_with(&[], |request| request.options.registered = registered);
     let kept = Memory::get().pause(&with(Registered::Keep), &mut ()).unwrap();
     assert_eq!((kept.bytes, gpu.used(0)), (PAGE as u64, used - PAGE as u64));
     assert_eq!((read(card, PAGE), read(place.0, PAGE)), (Ok(bytes.clone()), Ok(bytes.clone())), "still there");
@@ -655,7 +655,7 @@ fn memory_is_registered_while_it_is_bound_to_a_multicast_object() {
 
     // The pages that a pause takes are bound, not those that come.
     assert_eq!(bind_handle(0), 0);
-    Memory::get().pause(&TransitionRequest { registered: Registered::Take, ..common::request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&common::pausing_with(&[], |request| request.options.registered = Registered::Take), &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(!is_registered());
     assert_eq!(unbind(0, PAGE), 0);
@@ -781,7 +781,7 @@ fn memory_of_a_green_context_ends_with_the_primary_one() {
 fn a_pause_enters_no_context_while_one_is_destroyed() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("own", None, PAGE).unwrap();
-    let soon = TransitionRequest { timeout: Some(Duration::from_millis(100)), ..common::request(&["own"]) };
+    let soon = common::pausing_with(&["own"], |request| request.timeout = Some(Duration::from_millis(100)));
     let ending = Ending::of_primary(0);
     assert_eq!(Memory::get().pause(&soon, &mut ()).map_err(|error| error.kind()).map(drop), Err(Kind::Busy));
     drop(ending);
@@ -1162,13 +1162,17 @@ fn outside() -> impl Strategy<Value = Outside> {
 fn pause_from_outside(pauses: &[Outside], [resumed, checked]: [&AtomicUsize; 2], ended: &dyn Fn() -> bool) -> Result<(), TestCaseError> {
     for (round, (tags, guard, after, first)) in pauses.iter().enumerate() {
         std::thread::sleep(Duration::from_micros(*after));
-        let hold = Some(Duration::from_secs(100));
-        let wanted = |tags| TransitionRequest { lenient: true, ..common::request(tags) };
-        let report = Memory::get().pause(&TransitionRequest { hold, guard: *guard, ..wanted(tags) }, &mut ());
+        let wanted = common::pausing_with(tags, |request| {
+            request.selection.lenient = true;
+            request.hold = Some(Duration::from_secs(100));
+            request.options.guard = *guard;
+        });
+        let report = Memory::get().pause(&wanted, &mut ());
         prop_assert!(report.is_ok(), "{report:?}");
         std::thread::sleep(Duration::from_micros(*after / 2));
         for tags in [*first, &[]] {
-            let report = Memory::get().resume(&wanted(tags), &mut ());
+            let wanted = common::resuming_with(tags, |request| request.selection.lenient = true);
+            let report = Memory::get().resume(&wanted, &mut ());
             prop_assert!(report.is_ok(), "{report:?}");
         }
         prop_assert!(!gate::is_held());
@@ -1250,7 +1254,7 @@ proptest! {
 fn a_held_program_continues_when_its_last_handle_is_released() {
     let _gpu = Gpu::take();
     let handle = create("last", None, PAGE).unwrap();
-    let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["last"]) };
+    let held = common::pausing_with(&["last"], |request| request.hold = Some(Duration::from_secs(20)));
     Memory::get().pause(&held, &mut ()).unwrap();
     assert!(gate::is_held());
     assert_eq!(unsafe { entries::cuMemRelease(handle) }, 0);
@@ -1262,7 +1266,7 @@ fn a_held_program_continues_when_its_last_handle_is_released() {
 fn a_held_program_continues_when_its_last_paused_handle_is_gone() {
     let _gpu = Gpu::take();
     let pause_held = || {
-        let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["own"]) };
+        let held = common::pausing_with(&["own"], |request| request.hold = Some(Duration::from_secs(20)));
         Memory::get().pause(&held, &mut ()).unwrap();
         assert!(gate::is_held());
     };

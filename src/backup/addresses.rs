@@ -21,7 +21,7 @@ pub unsafe fn close(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>
     unsafe {
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor triggers
         // copy-on-write under the device's feet. Core dumps stay small. All three are hints; nothing is lost if the kernel
-        // lacks one.
+        // does not know one.
         for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
             libc::madvise(base, bytes, wish);
         }

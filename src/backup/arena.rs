@@ -44,8 +44,8 @@ pub struct Arena {
     made: Made,
     /// Bytes being populated that the system does not count as used yet.
     coming: AtomicU64,
-    /// How many are sparing ([`Arena::spare`]).
-    sparing: AtomicUsize,
+    /// How many want no pooling ([`Arena::stop_pooling`]).
+    unpooled: AtomicUsize,
     /// The fewest bytes that were available while somebody was.
     fewest: AtomicU64,
     /// Whether the driver refused the last registration.
@@ -134,8 +134,8 @@ impl Arena {
         let state = Stock { free: FreeRanges::new(bytes), ..Stock::default() };
         let (changed, due) = (Condvar::new(), Condvar::new());
         let (made, coming, is_refused) = (Made::default(), AtomicU64::new(0), AtomicBool::new(false));
-        let (sparing, fewest) = (AtomicUsize::new(0), AtomicU64::new(u64::MAX));
-        Some(Self { base, bytes, state: Mutex::new(state), changed, due, made, coming, sparing, fewest, is_refused })
+        let (unpooled, fewest) = (AtomicUsize::new(0), AtomicU64::new(u64::MAX));
+        Some(Self { base, bytes, state: Mutex::new(state), changed, due, made, coming, unpooled, fewest, is_refused })
     }
 
     fn lock(&self) -> MutexGuard<'_, Stock> {
@@ -185,8 +185,7 @@ impl Arena {
         let found = state.has_spare();
         state.expire();
         self.due.notify_all();
-        let busy = |state: &mut Stock| state.releasing;
-        drop(self.changed.wait_timeout_while(state, PATIENCE, busy).unpoisoned());
+        drop(self.changed.wait_timeout_while(state, PATIENCE, |state: &mut Stock| state.releasing).unpoisoned());
         found
     }
 
@@ -314,12 +313,12 @@ impl Arena {
 
     /// From now on, until the value is dropped, host memory goes back to the system as soon as no range touches it, and the drop of the range
     /// waits for that: another process waits for it.
-    pub fn spare(&'static self) -> Sparing {
-        self.sparing.fetch_add(1, Ordering::Relaxed);
+    pub fn stop_pooling(&'static self) -> PoolingStopped {
+        self.unpooled.fetch_add(1, Ordering::Relaxed);
         self.give_up_spare();
         let available = limits::available_bytes();
         self.fewest.store(available, Ordering::Relaxed);
-        Sparing { arena: self, available }
+        PoolingStopped { arena: self, available }
     }
 
     /// The host memory of a piece that has none: as soon as it is there, if that is `within` this time and while it `is_wanted`. `None` if
@@ -351,8 +350,10 @@ impl Arena {
     /// Prepares a piece and returns whether the copy engines reach it directly. If another thread is changing it, waits for
     /// that. `claim`: the memory for it; without one, it must be there now.
     pub fn prepare(&self, piece: usize, context: Context, claim: Option<Claim<'_>>) -> Result<bool, Error> {
-        let is_changing = |state: &mut Stock| matches!(state.piece(piece).readiness, Readiness::Changing);
-        let mut state = self.changed.wait_while(self.lock(), is_changing).unpoisoned();
+        let mut state = self
+            .changed
+            .wait_while(self.lock(), |state: &mut Stock| matches!(state.piece(piece).readiness, Readiness::Changing))
+            .unpoisoned();
         match state.piece(piece).readiness {
             Readiness::Ready(Some(_)) => Ok(true),
             _ => self.change(state, piece, |readiness| self.make_ready(piece, readiness, context, claim)).1,
@@ -455,8 +456,12 @@ impl Arena {
     pub fn forget_context(context: Context) {
         const LONGEST: Duration = Duration::from_secs(5);
         let Some(arena) = Self::existing() else { return };
-        let is_changing = |stock: &mut Stock| stock.pieces.iter().any(|piece| matches!(piece.readiness, Readiness::Changing));
-        let (mut stock, _) = arena.changed.wait_timeout_while(arena.lock(), LONGEST, is_changing).unpoisoned();
+        let (mut stock, _) = arena
+            .changed
+            .wait_timeout_while(arena.lock(), LONGEST, |stock: &mut Stock| {
+                stock.pieces.iter().any(|piece| matches!(piece.readiness, Readiness::Changing))
+            })
+            .unpoisoned();
         for piece in &mut stock.pieces {
             if let Readiness::Ready(pinned) = &mut piece.readiness
                 && pinned.as_ref().is_some_and(|pinned| pinned.context() == context)
@@ -571,13 +576,19 @@ impl Arena {
     /// measurements.
     pub fn settle() {
         if let Some(arena) = Self::existing() {
-            let busy = |state: &mut Stock| state.releasing && !state.waits_for_pause && state.is_releasing(Instant::now());
-            drop(arena.changed.wait_while(arena.lock(), busy).unpoisoned());
+            drop(
+                arena
+                    .changed
+                    .wait_while(arena.lock(), |state: &mut Stock| {
+                        state.releasing && !state.waits_for_pause && state.is_releasing(Instant::now())
+                    })
+                    .unpoisoned(),
+            );
         }
     }
 
     fn give_back(&'static self, range: &Range) {
-        let at_once = range.at_once || self.sparing.load(Ordering::Relaxed) > 0;
+        let at_once = range.at_once || self.unpooled.load(Ordering::Relaxed) > 0;
         let keep = if at_once { Duration::ZERO } else { settings::host_keep() };
         let mut state = self.lock();
         state.give_back(range.offset, range.bytes, Instant::now().checked_add(keep).filter(|_| !keep.is_zero()));
@@ -690,23 +701,23 @@ pub fn piece_end(bytes: Span) -> Option<u64> {
     are_ours.then(|| bytes.address + (HOST_PIECE - offset % HOST_PIECE) as u64)
 }
 
-/// While it lives, no host memory is kept for later.
-pub struct Sparing {
+/// While it lives, no host memory stays in the pool.
+pub struct PoolingStopped {
     arena: &'static Arena,
     /// Bytes available at the start.
     available: u64,
 }
 
-impl Sparing {
-    /// The most bytes that this process's preparing of host memory has found taken since the start, by whomever.
+impl PoolingStopped {
+    /// By how many bytes, at most, the host's available memory had shrunk since the start when this process prepared some, whoever took them.
     pub fn taken_bytes(&self) -> u64 {
         self.available.saturating_sub(self.arena.fewest.load(Ordering::Relaxed))
     }
 }
 
-impl Drop for Sparing {
+impl Drop for PoolingStopped {
     fn drop(&mut self) {
-        self.arena.sparing.fetch_sub(1, Ordering::Relaxed);
+        self.arena.unpooled.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -730,7 +741,7 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// What became of the pieces that were to be released.
+/// How far a release of pieces has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Released {
     All,
@@ -885,8 +896,8 @@ mod tests {
         };
         let (changed, due) = (Condvar::new(), Condvar::new());
         let (made, coming, is_refused) = (Made::default(), AtomicU64::new(0), AtomicBool::new(false));
-        let (sparing, fewest) = (AtomicUsize::new(0), AtomicU64::new(u64::MAX));
-        let arena = Arena { base, bytes: BYTES, state: Mutex::default(), changed, due, made, coming, sparing, fewest, is_refused };
+        let (unpooled, fewest) = (AtomicUsize::new(0), AtomicU64::new(u64::MAX));
+        let arena = Arena { base, bytes: BYTES, state: Mutex::default(), changed, due, made, coming, unpooled, fewest, is_refused };
         let mut state = Stock { kept: 5, ..Stock::default() };
         for pieces in [4, 6] {
             assert!(arena.open(&mut state, pieces), "a hole cannot be opened");

@@ -197,8 +197,10 @@ impl Wanted {
     /// The earlier backup that these contents will overwrite: one that keeps the same parts. A backup saved before its tag
     /// was retained may keep other parts.
     pub fn saved_over(&self) -> Option<&Arc<Backup>> {
-        let same = |saved: &&Arc<Backup>| matches!(&***saved, Backup::Host(saved) if saved.live == self.live);
-        self.before.as_ref().filter(|_| self.policy == Policy::Host).filter(same)
+        self.before
+            .as_ref()
+            .filter(|_| self.policy == Policy::Host)
+            .filter(|saved: &&Arc<Backup>| matches!(&***saved, Backup::Host(saved) if saved.live == self.live))
     }
 }
 

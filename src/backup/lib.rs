@@ -20,7 +20,7 @@ mod spill;
 mod stock;
 mod transfer;
 
-pub use arena::{Sparing, piece_end};
+pub use arena::{PoolingStopped, piece_end};
 pub use host::given_back;
 pub use settings::{CopyBy, disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use stock::HOST_PIECE;
@@ -137,7 +137,7 @@ pub fn save(wanted: Vec<Wanted>, flow: Flow, progress: &mut OnProgress<'_>, save
     Ok(kept)
 }
 
-/// The host memory that saving these contents would take, and why it would be refused for lack of host memory or disk space. Both a pause
+/// The host memory that saving these contents would take, and why it would be refused if host memory or disk space is short. Both a pause
 /// and a dry run decide by this. If the memory comes piece by piece, any amount will be there.
 pub fn admit(wanted: &[Wanted], flow: Flow) -> (HostRoom, Result<(), Error>) {
     let (on_disk, sizes) = needs(wanted);
@@ -182,15 +182,15 @@ impl Due {
     }
 }
 
-/// Copies saved contents back. Meanwhile `produce` maps memory and hands over each item once its memory is mapped; nothing in place of an item
-/// asks for what has landed so far. `landed` receives the addresses of the allocations whose contents in host memory have. `idle`: contexts
-/// in which nothing runs that could delay a kernel.
+/// Copies saved contents back. Meanwhile `produce` maps memory and hands over each item once its memory is mapped; `None` in place of an item has
+/// what is restored so far reported. `restored` receives the address of each allocation whose contents in host memory are back. `idle`: contexts in
+/// which nothing runs that could delay a kernel.
 pub fn restore(
     due: &Due,
     flow: Flow,
     idle: &BTreeSet<Context>,
     progress: &mut OnProgress<'_>,
-    landed: &mut dyn FnMut(CUdeviceptr),
+    restored: &mut dyn FnMut(CUdeviceptr),
     produce: impl FnOnce(&mut dyn FnMut(Option<&Item>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let missing = RefCell::new(BTreeMap::new());
@@ -202,28 +202,28 @@ pub fn restore(
             if *left == 0 {
                 missing.remove(&address);
                 drop(missing);
-                landed(address);
+                restored(address);
             }
         }
     };
-    transfer::restore(&due.in_memory, flow, idle, progress, &mut copied, |give| {
+    transfer::restore(&due.in_memory, flow, idle, progress, &mut copied, |send| {
         produce(&mut |item| {
-            let Some(item) = item else { return give(Vec::new()) };
+            let Some(item) = item else { return send(Vec::new()) };
             let parts: Vec<_> = parts_in_memory(item).collect();
             if !parts.is_empty() {
                 missing.borrow_mut().insert(item.0.address, parts.iter().map(|part| part.bytes).sum::<usize>());
             }
             for part in parts {
-                give(vec![part]);
+                send(vec![part]);
             }
         })
     })?;
     spill::restore(&due.on_disk, progress)
 }
 
-/// Has this process keep no host memory for later, until the value is dropped: another process waits for it.
-pub fn spare() -> Result<Sparing, Error> {
-    Arena::get().map(Arena::spare)
+/// Keeps no host memory in the pool until the value is dropped: another process waits for it.
+pub fn stop_pooling() -> Result<PoolingStopped, Error> {
+    Arena::get().map(Arena::stop_pooling)
 }
 
 /// An item's contents in host memory, split at the arena's pieces.

@@ -125,8 +125,7 @@ impl Backoff {
 /// Waits for the next try, or until a pause grants a moment.
 pub fn wait_for_next(backoff: &mut Backoff) {
     let grant = GRANT.get();
-    let is_nothing_granted = |state: &mut Guests| !state.is_granted;
-    drop(grant.changed.wait_timeout_while(grant.lock(), backoff.take(), is_nothing_granted).unpoisoned());
+    drop(grant.changed.wait_timeout_while(grant.lock(), backoff.take(), |state: &mut Guests| !state.is_granted).unpoisoned());
 }
 
 /// Work for the next quiet moments.
@@ -142,7 +141,8 @@ fn due() -> MutexGuard<'static, Due> {
     DUE.get().lock().unpoisoned()
 }
 
-/// Does the work at the next quiet moment, on a thread of the library's if now is none. Without a thread, when there is work the next time.
+/// Does the work at the next quiet moment, on a worker thread unless that moment is now. If no thread can be started, the work waits until there is
+/// more.
 pub fn soon(work: impl FnOnce() + Send + 'static) {
     due().work.push(Box::new(work));
     do_what_is_due();

@@ -85,7 +85,7 @@ fn in_files<'a>(extents: &'a [Extent], directory: &DiskDirectory) -> Vec<&'a [Ex
     }
 }
 
-/// One file each, as far as that leaves most descriptors to the program; the last file takes the rest.
+/// A file for each, but at most a quarter of the descriptors that the program may have; the last file takes the rest.
 fn apart(extents: &[Extent]) -> Vec<&[Extent]> {
     let files = system::resource_limit(libc::RLIMIT_NOFILE).map_or(usize::MAX, |limit| (limit as usize / 4).max(1));
     let (single, rest) = extents.split_at(if extents.len() <= files { extents.len() } else { files - 1 });

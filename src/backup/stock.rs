@@ -106,8 +106,9 @@ impl Stock {
 
     /// An expired piece with memory.
     pub fn due_piece(&self, now: Instant) -> Option<usize> {
-        let due = |(_, piece): &(usize, &Piece)| piece.readiness.is_ready() && piece.until.is_none_or(|until| until <= now);
-        self.unused().find(due).map(|(piece, _)| piece)
+        self.unused()
+            .find(|(_, piece): &(usize, &Piece)| piece.readiness.is_ready() && piece.until.is_none_or(|until| until <= now))
+            .map(|(piece, _)| piece)
     }
 
     /// When the next piece expires; `None` if no unused piece has memory.
@@ -128,8 +129,11 @@ impl Stock {
 
     /// Number of leading pieces up to the last one in use or with memory.
     pub fn in_use(&self) -> usize {
-        let used = |piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent);
-        self.pieces.iter().rposition(used).map_or(0, |last| last + 1).max(self.kept)
+        self.pieces
+            .iter()
+            .rposition(|piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent))
+            .map_or(0, |last| last + 1)
+            .max(self.kept)
     }
 
     /// Takes the first free place: low addresses first, so that ranges share pieces and reuse ready ones.

@@ -41,7 +41,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 pub enum Flow {
     /// All of it is there.
     Whole,
-    /// Piece by piece, from or to another process, which waits for it. So what has landed is told before anything is waited for.
+    /// Piece by piece, from or to another process, which waits for it. So a copier reports what it has copied before it waits for anything.
     Pieces {
         /// How long to wait for the next one.
         within: Duration,
@@ -96,8 +96,8 @@ fn bytes_of(parts: &[Part]) -> usize {
 /// returns, even on error.
 pub fn save(parts: &[Part], flow: Flow, progress: &mut OnProgress<'_>, copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let threads = if is_prepared(parts) { FEW_THREADS } else { threads_to_prepare() };
-    let saved = transfer(Direction::FromDevice, flow, threads, bytes_of(parts), &BTreeSet::new(), progress, copied, |give| {
-        parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| give(parts.to_vec()));
+    let saved = transfer(Direction::FromDevice, flow, threads, bytes_of(parts), &BTreeSet::new(), progress, copied, |send| {
+        parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| send(parts.to_vec()));
         Ok(())
     });
     Arena::get()?.log_preparation();
@@ -105,13 +105,13 @@ pub fn save(parts: &[Part], flow: Flow, progress: &mut OnProgress<'_>, copied: &
 }
 
 /// Copies these parts to the device while `produce` still runs: it hands them over in groups, each group in one piece of the
-/// arena, once their memory is mapped. An empty group asks for what has `landed` so far.
+/// arena, once their memory is mapped. An empty group has what is `copied` so far reported.
 pub fn restore(
     parts: &[Part],
     flow: Flow,
     idle: &BTreeSet<Context>,
     progress: &mut OnProgress<'_>,
-    landed: &mut dyn FnMut(&[Part]),
+    copied: &mut dyn FnMut(&[Part]),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let threads = if is_prepared(parts) {
@@ -123,7 +123,7 @@ pub fn restore(
         // All goes through the threads' buffers.
         threads_to_prepare()
     };
-    transfer(Direction::ToDevice, flow, threads, bytes_of(parts), idle, progress, landed, produce)
+    transfer(Direction::ToDevice, flow, threads, bytes_of(parts), idle, progress, copied, produce)
 }
 
 fn threads_to_prepare() -> usize {
@@ -160,15 +160,15 @@ fn transfer(
     };
     let (jobs, next) = mpsc::channel::<Vec<Part>>();
     let next = Mutex::new(next);
-    let (landing, landed) = mpsc::channel();
-    let new_worker = |landing| Copier {
+    let (completions, completed) = mpsc::channel();
+    let new_worker = |completions| Copier {
         direction,
         flow,
         idle,
         jobs: &next,
         stop: &stop,
         is_short: &is_short,
-        landing,
+        completions,
         staging: None,
         in_flight: VecDeque::new(),
         choices: BTreeMap::new(),
@@ -176,24 +176,24 @@ fn transfer(
     let transferred = thread::scope(|scope| {
         let (mut workers, mut own) = (Vec::new(), None);
         for _ in 0..threads {
-            let worker = new_worker(landing.clone());
+            let worker = new_worker(completions.clone());
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
                 // What comes piece by piece does not come unless it is copied meanwhile.
                 Err(error) if workers.is_empty() && matches!(flow, Flow::Pieces { .. }) => return Err(Error::NoThread(error.to_string())),
                 // Fewer will do. Without any, this thread copies when all is there.
                 Err(_) => {
-                    own = workers.is_empty().then(|| new_worker(landing.clone()));
+                    own = workers.is_empty().then(|| new_worker(completions.clone()));
                     break;
                 }
             }
         }
-        drop(landing);
+        drop(completions);
         let produced = produce(&mut |parts| {
             if !parts.is_empty() {
                 let _ = jobs.send(parts);
             }
-            landed.try_iter().for_each(&mut report);
+            completed.try_iter().for_each(&mut report);
         });
         // What there was room for is done.
         if produced.as_ref().is_err_and(|error| !flow.allows(error)) {
@@ -201,9 +201,9 @@ fn transfer(
         }
         drop(jobs);
         let alone = own.map_or(Ok(()), Copier::run);
-        // Ends with the last worker. While that waits for host memory, nothing lands.
+        // Ends with the last worker. While that waits for host memory, nothing is completed.
         loop {
-            match landed.recv_timeout(LOOK_EVERY) {
+            match completed.recv_timeout(LOOK_EVERY) {
                 Ok(parts) => report(parts),
                 Err(RecvTimeoutError::Timeout) if matches!(flow, Flow::Pieces { .. }) => report(Vec::new()),
                 Err(RecvTimeoutError::Timeout) => (),
@@ -256,7 +256,7 @@ struct Copier<'a> {
     /// Set when one has found no room: then no more begins, and what has been copied stays.
     is_short: &'a AtomicBool,
     /// Sends completed parts.
-    landing: mpsc::Sender<Vec<Part>>,
+    completions: mpsc::Sender<Vec<Part>>,
     staging: Option<PinnedBuffer>,
     in_flight: VecDeque<InFlight>,
     choices: BTreeMap<Context, Choice>,
@@ -285,7 +285,7 @@ impl<'a> Copier<'a> {
             while let Some(flight) = self.in_flight.front()
                 && (self.in_flight.len() >= UNDER_WAY || flight.end.is_past()?)
             {
-                self.land_first()?;
+                self.finish_first()?;
             }
             if !direct {
                 parts.iter().try_for_each(|part| self.copy_through_staging(part, arena.at(part.offset)))?;
@@ -306,19 +306,19 @@ impl<'a> Copier<'a> {
             };
             self.in_flight.push_back(InFlight { parts, end: lane.mark()?, measured });
         }
-        self.land_all()
+        self.finish_all()
     }
 
     /// Waits for all copies in flight.
-    fn land_all(&mut self) -> Result<(), Error> {
+    fn finish_all(&mut self) -> Result<(), Error> {
         while !self.in_flight.is_empty() {
-            self.land_first()?;
+            self.finish_first()?;
         }
         Ok(())
     }
 
     /// Waits for the copies that have been in flight for longest.
-    fn land_first(&mut self) -> Result<(), Error> {
+    fn finish_first(&mut self) -> Result<(), Error> {
         let Some(flight) = self.in_flight.pop_front() else { return Ok(()) };
         flight.end.wait()?;
         if let (Some((by, begin)), [part]) = (flight.measured, &flight.parts[..])
@@ -345,15 +345,19 @@ impl<'a> Copier<'a> {
             Ok(jobs) => jobs,
             Err(TryLockError::Poisoned(jobs)) => jobs.into_inner(),
             Err(TryLockError::WouldBlock) => {
-                self.land_all()?;
+                self.finish_all()?;
                 self.jobs.lock().unpoisoned()
             }
         };
         if self.is_over() {
             return Ok(None);
         }
-        let Some(parts) = jobs.try_recv().ok().map_or_else(|| self.land_all().map(|()| jobs.recv().ok()), |parts| Ok(Some(parts)))? else {
-            return Ok(None);
+        let parts = if let Ok(parts) = jobs.try_recv() {
+            parts
+        } else {
+            self.finish_all()?;
+            let Ok(parts) = jobs.recv() else { return Ok(None) };
+            parts
         };
         // Under the lock: so the pieces get their memory in order, and at most one allocation is saved in part.
         let (Direction::FromDevice, Some(first)) = (self.direction, parts.first()) else { return Ok(Some((parts, None))) };
@@ -361,7 +365,7 @@ impl<'a> Copier<'a> {
         if let Ok(claim) = arena.room_now(piece) {
             return Ok(Some((parts, claim)));
         }
-        self.land_all()?;
+        self.finish_all()?;
         let is_wanted = || !self.is_over();
         match arena.await_room(piece, within, &is_wanted) {
             Err(_) if !is_wanted() => Ok(None),
@@ -370,7 +374,7 @@ impl<'a> Copier<'a> {
     }
 
     fn report(&self, copied: Vec<Part>) {
-        let _ = self.landing.send(copied);
+        let _ = self.completions.send(copied);
     }
 
     /// For host memory that cannot be registered: the copy engines use a buffer allocated by the driver, and the processor
@@ -407,6 +411,52 @@ mod tests {
     use super::*;
     use std::mem;
 
+    /// What the copiers of a save that waits for host memory share.
+    struct Shared {
+        jobs: Mutex<mpsc::Receiver<Vec<Part>>>,
+        stop: AtomicBool,
+        is_short: AtomicBool,
+        idle: BTreeSet<Context>,
+    }
+
+    impl Shared {
+        fn of(jobs: mpsc::Receiver<Vec<Part>>) -> Self {
+            Self { jobs: Mutex::new(jobs), stop: AtomicBool::new(false), is_short: AtomicBool::new(false), idle: BTreeSet::new() }
+        }
+
+        fn copier(&self, completions: mpsc::Sender<Vec<Part>>) -> Copier<'_> {
+            Copier {
+                direction: Direction::FromDevice,
+                flow: Flow::Pieces { within: LONG },
+                idle: &self.idle,
+                jobs: &self.jobs,
+                stop: &self.stop,
+                is_short: &self.is_short,
+                completions,
+                staging: None,
+                in_flight: VecDeque::new(),
+                choices: BTreeMap::new(),
+            }
+        }
+    }
+
+    const LONG: Duration = Duration::from_secs(100);
+
+    /// All of a piece of the arena.
+    fn part(piece: usize) -> Vec<Part> {
+        // SAFETY: a number that nobody uses.
+        let context: Context = unsafe { mem::zeroed() };
+        vec![Part { context, device: 0, offset: piece * HOST_PIECE, bytes: HOST_PIECE }]
+    }
+
+    fn piece_of(parts: &[Part]) -> usize {
+        parts[0].offset / HOST_PIECE
+    }
+
+    fn available(bytes: usize) {
+        super::super::settings::set_host_keep(Some(Duration::ZERO), Some(bytes as u64));
+    }
+
     /// A swap waits for what leaves first: if a later piece had the memory, no allocation might ever be whole.
     #[test]
     #[cfg_attr(miri, ignore = "maps memory without access")]
@@ -414,33 +464,17 @@ mod tests {
         /// No other test uses it.
         const PIECE: usize = 100;
         let _turn = super::super::arena::turn();
-        let available = |bytes: usize| super::super::settings::set_host_keep(Some(Duration::ZERO), Some(bytes as u64));
-        // SAFETY: a number that nobody uses.
-        let context: Context = unsafe { mem::zeroed() };
         for round in 0..16 {
             available(0);
             let (jobs, next) = mpsc::channel();
             for piece in [PIECE, PIECE + 1] {
-                jobs.send(vec![Part { context, device: 0, offset: piece * HOST_PIECE, bytes: HOST_PIECE }]).unwrap();
+                jobs.send(part(piece)).unwrap();
             }
             drop(jobs);
-            let (next, stop, is_short, idle) = (Mutex::new(next), AtomicBool::new(false), AtomicBool::new(false), BTreeSet::new());
-            let (landing, found) = mpsc::channel();
+            let (shared, (completions, found)) = (Shared::of(next), mpsc::channel());
             let got = thread::scope(|scope| {
                 for _ in 0..2 {
-                    let mut copier = Copier {
-                        direction: Direction::FromDevice,
-                        flow: Flow::Pieces { within: Duration::from_secs(100) },
-                        idle: &idle,
-                        jobs: &next,
-                        stop: &stop,
-                        is_short: &is_short,
-                        landing: landing.clone(),
-                        staging: None,
-                        in_flight: VecDeque::new(),
-                        choices: BTreeMap::new(),
-                    };
-                    let stop = &stop;
+                    let (mut copier, stop) = (shared.copier(completions.clone()), &shared.stop);
                     scope.spawn(move || {
                         // What it has been given stays taken.
                         let mut claims = Vec::new();
@@ -456,11 +490,41 @@ mod tests {
                 // At some moment of their looks, which are 1 to 32 ms apart.
                 thread::sleep(Duration::from_millis(5 + 3 * round));
                 available(HOST_PIECE);
-                let got = found.recv_timeout(Duration::from_secs(100));
-                stop.store(true, Ordering::Relaxed);
+                let got = found.recv_timeout(LONG);
+                shared.stop.store(true, Ordering::Relaxed);
                 got
             });
-            assert_eq!(got.unwrap()[0].offset / HOST_PIECE, PIECE, "round {round}");
+            assert_eq!(piece_of(&got.unwrap()), PIECE, "round {round}");
+        }
+        super::super::settings::set_host_keep(None, None);
+    }
+
+    /// The other job of a swap gives host memory back only when it gets device memory: it would wait for what a waiting copier holds back.
+    #[test]
+    #[cfg_attr(miri, ignore = "maps memory without access")]
+    fn a_copier_reports_what_it_has_copied_before_it_waits() {
+        /// No other test uses them.
+        const COPIED: usize = 102;
+        const NEXT: usize = 103;
+        let _turn = super::super::arena::turn();
+        for waits_for in ["its turn", "a job", "host memory"] {
+            available(if waits_for == "host memory" { 0 } else { HOST_PIECE });
+            let (jobs, next) = mpsc::channel();
+            let (shared, (completions, completed)) = (Shared::of(next), mpsc::channel());
+            let turn = (waits_for == "its turn").then(|| shared.jobs.lock().unwrap());
+            if waits_for != "a job" {
+                jobs.send(part(NEXT)).unwrap();
+            }
+            thread::scope(|scope| {
+                let mut copier = shared.copier(completions);
+                copier.in_flight.push_back(InFlight { parts: part(COPIED), end: Lane::default().mark().unwrap(), measured: None });
+                let next = scope.spawn(move || copier.next().unwrap().map(|(parts, _)| piece_of(&parts)));
+                let reported = completed.recv_timeout(Duration::from_secs(5)).map(|parts| piece_of(&parts));
+                drop(turn);
+                let _ = jobs.send(part(NEXT));
+                available(HOST_PIECE);
+                assert_eq!((reported, next.join().unwrap()), (Ok(COPIED), Some(NEXT)), "{waits_for}");
+            });
         }
         super::super::settings::set_host_keep(None, None);
     }

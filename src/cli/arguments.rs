@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::engine::{self, checked_address};
-use vramctl_coordinator::operation::PauseOptions;
+use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Scope};
 use vramctl_model::{self as model, Policy, Registered, Verb, parse_bytes};
@@ -89,7 +89,7 @@ pub struct TransitionArgs {
 
 impl TransitionArgs {
     /// The operation that they ask for.
-    pub fn operation(&self, verb: Verb, pause: PauseOptions) -> Operation {
+    pub fn operation(&self, verb: Verb, pause: HowToPause) -> Operation {
         let scope = Scope::Tags { words: self.words.clone(), may_name: true, gpus: self.gpu.gpu.clone() };
         Operation { ranks: self.ranks, ..Operation::new(verb, self.target.clone().into(), scope, Deadline::new(self.timeout), pause) }
     }

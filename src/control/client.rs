@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
-use vramctl_model::{Cached, Events, GpuUse, Kind, Progress, Report, TransitionRequest, Trimmed, milliseconds};
+use vramctl_model::{Cached, Events, GpuUse, Kind, PauseRequest, Progress, Report, ResumeRequest, Transition, Trimmed, milliseconds};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -173,18 +173,18 @@ impl Client {
         answer!(self, Request::Events { since, most: None }, Reply::Events(events) => events)
     }
 
-    /// Asks what a pause would do.
-    pub fn plan(&mut self, transition: TransitionRequest) -> Result<DryRun, ClientError> {
+    /// Asks what a pause or resume would do.
+    pub fn plan(&mut self, transition: Transition) -> Result<DryRun, ClientError> {
         answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)
     }
 
     /// Pauses this one process.
-    pub fn pause(&mut self, transition: TransitionRequest, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
+    pub fn pause(&mut self, transition: PauseRequest, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Pause(transition), progress)
     }
 
     /// Resumes this one process.
-    pub fn resume(&mut self, transition: TransitionRequest, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
+    pub fn resume(&mut self, transition: ResumeRequest, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Resume(transition), progress)
     }
 

@@ -1,16 +1,16 @@
 //! The messages on the control socket: one JSON object per line, or fields for clients that cannot write JSON. `docs/protocol.md` documents them
 //! for other programs.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::iter;
 use vramctl_model::{
-    Cached, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registration, Report, Shortage, Status, TransitionRequest,
-    Trimmed, Verb,
+    Cached, Error, Events, GpuUse, Kind, Lent, NoOther, Obstacle, Participants, PauseRequest, Plan, Progress, Registration, Report,
+    ResumeRequest, SetAside, Shortage, Status, Transition, Trimmed,
 };
 
-/// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
-/// and requests do not count.
+/// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields and requests do not
+/// count: a server refuses those that it does not know.
 pub const VERSION: u32 = 1;
 
 /// The maximum length of a request in bytes, with the newline: more than all arguments of a command can have.
@@ -26,13 +26,15 @@ pub struct Message {
     pub request: Request,
 }
 
-/// The requests.
+/// The requests. A field that one does not have is refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "request", rename_all = "kebab-case")]
+#[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
     /// Who are you?
+    #[serde(deserialize_with = "no_fields")]
     Hello,
     /// What do you hold?
+    #[serde(deserialize_with = "no_fields")]
     Status,
     /// What has happened to your memory? Answered without the driver, and even during a pause.
     Events {
@@ -44,15 +46,17 @@ pub enum Request {
         most: Option<usize>,
     },
     /// Take memory away.
-    Pause(TransitionRequest),
-    /// What would this pause do?
-    Plan(TransitionRequest),
+    Pause(PauseRequest),
+    /// What would this pause or resume do?
+    Plan(Transition),
     /// Give memory back.
-    Resume(TransitionRequest),
+    Resume(ResumeRequest),
     /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver, and answers only requests
     /// that do not need it.
+    #[serde(deserialize_with = "no_fields")]
     Suspend,
     /// The process is running again: the library may use the driver.
+    #[serde(deserialize_with = "no_fields")]
     Awake,
     /// First step of a held pause: new calls wait from now on. Everything is undone when the lease ends. The line may carry a
     /// descriptor: the [`Decision`](super::decision::Decision) that the processes of a job share.
@@ -75,12 +79,15 @@ pub enum Request {
     Prepare(Prepare),
     /// Replaces `prepare` for a process that pauses nothing of its own: at the `commit`, give up your open memory of your `partners` that
     /// the request selects, and open it again when they have resumed it. With the same descriptor.
-    SetAside(TransitionRequest),
+    SetAside(SetAside),
     /// Renew the lease. Has no answer.
+    #[serde(deserialize_with = "no_fields")]
     Renew,
     /// Complete the prepared pause or resume.
+    #[serde(deserialize_with = "no_fields")]
     Commit,
     /// Undo everything.
+    #[serde(deserialize_with = "no_fields")]
     Abort,
     /// Set the tag of future allocations outside regions.
     SetTag {
@@ -94,6 +101,7 @@ pub enum Request {
         gpus: BTreeMap<String, u64>,
     },
     /// What does the program's own allocator, such as torch's, hold? At most 200 ms.
+    #[serde(deserialize_with = "no_fields")]
     Cache,
     /// Watch for little free memory from now on.
     Watch {
@@ -118,6 +126,7 @@ pub enum Request {
     },
     /// The line carries a descriptor that I have imported. If you have exported it: pass me the memory behind it, as with `open`. Between the
     /// libraries of two processes. Otherwise the answer is an error with CUDA's code for an invalid handle (400).
+    #[serde(deserialize_with = "no_fields")]
     Claim,
     /// I have closed that memory.
     Close {
@@ -129,8 +138,6 @@ pub enum Request {
 /// What to prepare.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prepare {
-    /// A pause or a resume.
-    pub of: Verb,
     /// As in `hold`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease_ms: Option<u64>,
@@ -139,7 +146,7 @@ pub struct Prepare {
     pub ranks: Vec<u32>,
     /// What to pause or resume.
     #[serde(flatten)]
-    pub transition: TransitionRequest,
+    pub transition: Transition,
 }
 
 /// The server's answer: any number of [`Reply::Progress`] lines, then one of the others.
@@ -336,19 +343,28 @@ impl From<&Error> for Refusal {
     }
 }
 
+/// For a request without fields.
+fn no_fields<'de, D: Deserializer<'de>>(from: D) -> Result<(), D::Error> {
+    NoOther::deserialize(from).map(drop)
+}
+
 impl Request {
     /// The processes that it names.
     pub(crate) fn pids(&mut self) -> Vec<&mut u32> {
         match self {
-            Self::Pause(wanted) | Self::Plan(wanted) | Self::Resume(wanted) | Self::SetAside(wanted) => pids_of(wanted).collect(),
-            Self::Prepare(Prepare { ranks, transition, .. }) => ranks.iter_mut().chain(pids_of(transition)).collect(),
+            Self::Pause(wanted) | Self::Plan(Transition::Pause(wanted)) => pids_of(&mut wanted.participants).collect(),
+            Self::SetAside(wanted) => wanted.partners.iter_mut().collect(),
+            Self::Prepare(Prepare { ranks, transition: Transition::Pause(wanted), .. }) => {
+                ranks.iter_mut().chain(pids_of(&mut wanted.participants)).collect()
+            }
+            Self::Prepare(Prepare { ranks, .. }) => ranks.iter_mut().collect(),
             _ => Vec::new(),
         }
     }
 }
 
-fn pids_of(request: &mut TransitionRequest) -> impl Iterator<Item = &mut u32> {
-    request.partners.iter_mut().chain(&mut request.borrowers)
+fn pids_of(others: &mut Participants) -> impl Iterator<Item = &mut u32> {
+    others.partners.iter_mut().chain(&mut others.borrowers)
 }
 
 impl Reply {
@@ -434,22 +450,27 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::time::Duration;
-    use vramctl_model::{Failure, Policy};
+    use vramctl_model::{Failure, PauseOptions, Policy, Selection};
+
+    fn tags(tags: &[&str]) -> Selection {
+        Selection { tags: tags.iter().map(ToString::to_string).collect(), ..Selection::default() }
+    }
 
     #[test]
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
-        let wanted = TransitionRequest {
-            tags: vec!["kv_cache".into()],
-            backup: Some(Policy::Discard),
+        let wanted = PauseRequest {
+            selection: tags(&["kv_cache"]),
+            options: PauseOptions { backup: Some(Policy::Discard), ..PauseOptions::default() },
             timeout: Some(Duration::from_millis(5)),
-            ..TransitionRequest::default()
+            ..PauseRequest::default()
         };
         assert_eq!(pause, Request::Pause(wanted));
         let pause = parse(br#"{"version":1,"request":"pause","backup":"discard","backups":{"weights":"host","lora":null}}"#).unwrap();
         let backups = [("weights".into(), Some(Policy::Host)), ("lora".into(), None)].into();
-        assert_eq!(pause, Request::Pause(TransitionRequest { backup: Some(Policy::Discard), backups, ..TransitionRequest::default() }));
-        assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(TransitionRequest::default()));
+        let options = PauseOptions { backup: Some(Policy::Discard), backups, ..PauseOptions::default() };
+        assert_eq!(pause, Request::Pause(PauseRequest { options, ..PauseRequest::default() }));
+        assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(ResumeRequest::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });
     }
@@ -458,15 +479,14 @@ mod tests {
     fn a_request_may_be_written_as_fields() {
         let pause =
             parse(b"version=1\trequest=pause\ttags=it's \"odd\" \\ \xc3\xbc\ttags=5\tbackup=discard\tforce=true\thold_ms=10\n").unwrap();
-        let wanted = TransitionRequest {
-            tags: vec!["it's \"odd\" \\ ü".into(), "5".into()],
-            backup: Some(Policy::Discard),
-            force: true,
+        let wanted = PauseRequest {
+            selection: tags(&["it's \"odd\" \\ ü", "5"]),
+            options: PauseOptions { backup: Some(Policy::Discard), force: true, ..PauseOptions::default() },
             hold: Some(Duration::from_millis(10)),
-            ..TransitionRequest::default()
+            ..PauseRequest::default()
         };
         assert_eq!(pause, Request::Pause(wanted));
-        assert_eq!(parse(b"version=1\trequest=resume").unwrap(), Request::Resume(TransitionRequest::default()));
+        assert_eq!(parse(b"version=1\trequest=resume").unwrap(), Request::Resume(ResumeRequest::default()));
         let text = |line: &[u8]| parse(line).unwrap_err().to_string();
         assert!(text(b"version=2\trequest=pause").contains("version 2"));
         assert!(text(b"version=1\trequest=pause\tbackup=tape").contains("tape"));
@@ -483,6 +503,34 @@ mod tests {
         assert!(text(br#"{"version":1,"request":"pause","backup":"tape"}"#).contains("tape"));
         assert!(text(b"\xff\xfe").contains("not a request"));
         assert!(text(b"").contains("not a request"));
+    }
+
+    /// A library that ignored a field would not do what its client relies on.
+    #[test]
+    fn a_field_that_a_request_does_not_have_is_refused() {
+        for request in [
+            r#""pause","tags":["a"]"#,
+            r#""pause","swap":{"needed":{}}"#,
+            r#""plan","of":"pause""#,
+            r#""resume""#,
+            r#""prepare","of":"pause","lease_ms":1,"ranks":[1]"#,
+            r#""prepare","of":"resume","swap":{}"#,
+            r#""set-aside""#,
+            r#""hold","lease_ms":1"#,
+            r#""hello""#,
+            r#""suspend""#,
+            r#""awake""#,
+            r#""renew""#,
+            r#""commit""#,
+            r#""abort""#,
+        ] {
+            parse(format!(r#"{{"version":1,"request":{request}}}"#).as_bytes()).unwrap_or_else(|error| panic!("{request}: {error}"));
+            let with_more = format!(r#"{{"version":1,"request":{request},"gentle":true}}"#);
+            let refused = parse(with_more.as_bytes()).unwrap_err().to_string();
+            assert!(refused.contains("unknown field `gentle`"), "{request}: {refused}");
+        }
+        let nested = parse(br#"{"version":1,"request":"pause","swap":{"gentle":true}}"#).unwrap_err().to_string();
+        assert!(nested.contains("unknown field `gentle`"), "{nested}");
     }
 
     #[test]
@@ -534,8 +582,16 @@ mod tests {
             progress: bool,
             force: bool,
         ) {
-            let request = Request::Pause(TransitionRequest { tags, timeout: timeout.map(Duration::from_millis), progress, force, ..TransitionRequest::default() });
-            prop_assert_eq!(parse(&request_line(request.clone())).unwrap(), request);
+            let selection = Selection { tags, ..Selection::default() };
+            let options = PauseOptions { force, ..PauseOptions::default() };
+            let pause = PauseRequest { selection, options, timeout: timeout.map(Duration::from_millis), progress, ..PauseRequest::default() };
+            for request in [
+                Request::Pause(pause.clone()),
+                Request::Plan(Transition::Pause(pause.clone())),
+                Request::Prepare(Prepare { lease_ms: Some(5), ranks: vec![1], transition: Transition::Pause(pause) }),
+            ] {
+                prop_assert_eq!(parse(&request_line(request.clone())).unwrap(), request);
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::processes::{Found, Target};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
-use vramctl_model::{Error, Policy, Registered, TransitionRequest, Verb};
+use vramctl_model::{Error, PauseOptions, PauseRequest, Selection, Verb};
 
 /// An operation on jobs.
 #[derive(Debug, Clone)]
@@ -28,7 +28,7 @@ pub struct Operation {
     /// The limit of all waits. That for work in flight may have another ([`Hold`]).
     pub deadline: Deadline,
     /// Pause only: how.
-    pub pause: PauseOptions,
+    pub pause: HowToPause,
     /// Resume only: whether it brings back what the programs have paused themselves. `None`: if tags are named.
     pub self_paused: Option<bool>,
     /// If the job has ranks on other nodes: how those here take part.
@@ -60,16 +60,9 @@ pub enum Scope {
 
 /// How to pause.
 #[derive(Debug, Clone, Default)]
-#[allow(clippy::struct_excessive_bools)] // independent
-pub struct PauseOptions {
-    /// Where contents go, overriding the tags' policies.
-    pub backup: Option<Policy>,
-    /// What to do with memory that another process, a network card or NCCL has registered.
-    pub registered: Registered,
-    /// Map a small block of memory under the paused addresses.
-    pub guard: bool,
-    /// Discard a KV cache even if an engine's prefix cache still describes it.
-    pub force: bool,
+pub struct HowToPause {
+    /// What each process is asked for.
+    pub options: PauseOptions,
     /// The inference engines to ask first.
     pub engines: engine::Addresses,
     /// Whether to hold the programs.
@@ -109,7 +102,7 @@ impl Hold {
 
 impl Operation {
     /// On this machine, and with as many processes as when the job was last paused or resumed.
-    pub fn new(verb: Verb, target: Target, scope: Scope, deadline: Deadline, pause: PauseOptions) -> Self {
+    pub fn new(verb: Verb, target: Target, scope: Scope, deadline: Deadline, pause: HowToPause) -> Self {
         Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, self_paused: None, nodes: None }
     }
 
@@ -123,17 +116,14 @@ impl Operation {
     }
 }
 
-impl PauseOptions {
+impl HowToPause {
     /// As a request to a process.
-    pub fn request(&self, deadline: &Deadline) -> TransitionRequest {
-        TransitionRequest {
-            backup: self.backup,
-            registered: self.registered,
-            guard: self.guard,
-            force: self.force,
-            nccl: self.nccl,
+    pub fn request(&self, deadline: &Deadline) -> PauseRequest {
+        PauseRequest {
+            selection: Selection { nccl: self.nccl, ..Selection::default() },
+            options: self.options.clone(),
             hold: self.hold.limit(deadline),
-            ..TransitionRequest::default()
+            ..PauseRequest::default()
         }
     }
 

@@ -13,12 +13,12 @@ use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::GpuMap;
-use vramctl_model::{TransitionRequest, Verb, support};
+use vramctl_model::{PauseRequest, support};
 
 /// What a move will do.
 pub struct Move {
     checkpoint: Checkpoint,
-    request: TransitionRequest,
+    request: PauseRequest,
     cards: Vec<Card>,
     /// All GPUs, each with the one that its memory goes to.
     map: GpuMap,
@@ -98,7 +98,7 @@ impl Move {
     pub fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
         let at_once = Deadline::new(None);
         let Self { checkpoint, request, map, .. } = &mut self;
-        let paused = checkpoint.transition(Verb::Pause, request, None, reporter)?;
+        let paused = checkpoint.pause(request, None, reporter)?;
         let moved = checkpoint.leave_gpus(Deadline::new(request.hold).after(paused.waited), reporter).and_then(|()| {
             checkpoint.restore(map, &at_once, reporter).map_err(|failure| {
                 // Restore processes that the driver has refused to restore there to their old GPUs.
@@ -271,7 +271,7 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
 }
 
 /// Fails if one of them could not be paused, checkpointed and restored.
-fn check_able(checkpoint: &mut Checkpoint, request: &TransitionRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
+fn check_able(checkpoint: &mut Checkpoint, request: &PauseRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
     let refusal = checkpoint.forecast(request, reporter).into_iter().find_map(|one| Some((one.process, one.failure?)));
     refusal.map_or(Ok(()), |(process, failure)| Err(failure.adding(&format!(" ({process}). Nothing has changed"))))
 }

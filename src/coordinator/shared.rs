@@ -4,7 +4,7 @@ use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use vramctl_control::client::ClientError;
-use vramctl_model::{Bytes, Registered, Report, TransitionRequest};
+use vramctl_model::{Bytes, Participants, PauseOptions, PauseRequest, Registered, Report, Transition};
 
 /// Processes that are paused or resumed as one.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -55,11 +55,13 @@ fn related(groups: &[Group<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<
 
 /// What others have open of the memory that a pause of these processes selects. Empty if a process does not answer: then the pause itself
 /// reports why.
-pub fn lent_by(found: &Found, pids: &[u32], wanted: &TransitionRequest) -> OpenBy {
+pub fn lent_by(found: &Found, pids: &[u32], wanted: &PauseRequest) -> OpenBy {
     let mut lent = OpenBy::new();
     for pid in pids {
         // Ignore registered memory here.
-        let request = TransitionRequest { partners: pids.to_vec(), registered: Registered::Take, ..wanted.clone() };
+        let options = PauseOptions { registered: Registered::Take, ..wanted.options.clone() };
+        let participants = Participants { partners: pids.to_vec(), ..wanted.participants.clone() };
+        let request = Transition::Pause(PauseRequest { options, participants, ..wanted.clone() });
         let asked = found.connect(*pid).and_then(|mut client| client.plan(request));
         if let Err(ClientError::Refused(refusal)) = asked {
             for open in refusal.lent.iter().flatten() {

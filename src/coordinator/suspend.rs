@@ -12,13 +12,13 @@ use crate::parallel;
 use crate::processes::{Found, Process, Target};
 use crate::shared::{self, Borrower};
 use std::thread::JoinHandle;
-use vramctl_model::{Bytes, Kind, Report, TagState, TransitionRequest, Verb};
+use vramctl_model::{Bytes, Kind, Participants, PauseRequest, Report, TagState};
 
 /// What a suspend will do.
 pub struct Suspend {
     target: Target,
     checkpoint: Checkpoint,
-    request: TransitionRequest,
+    request: PauseRequest,
     /// Those to hold as well, if that is wanted.
     borrowers: Option<Vec<Borrower>>,
 }
@@ -59,9 +59,9 @@ impl Suspend {
     }
 
     /// With those that are held as well.
-    fn wanted(&self) -> TransitionRequest {
+    fn wanted(&self) -> PauseRequest {
         let borrowers = self.borrowers.iter().flatten().map(|borrower| borrower.process.pid).collect();
-        TransitionRequest { borrowers, ..self.request.clone() }
+        PauseRequest { participants: Participants { partners: Vec::new(), borrowers }, ..self.request.clone() }
     }
 
     fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
@@ -70,7 +70,7 @@ impl Suspend {
         let loading = parallel::spawn(move || checkpoint::load(machine));
         let figures = Figures::prepare(&self.checkpoint.found, self.checkpoint.members.iter().map(|member| &member.process));
         let borrowers = self.borrowers.take();
-        let paused = self.checkpoint.transition(Verb::Pause, &self.request, borrowers, reporter);
+        let paused = self.checkpoint.pause(&self.request, borrowers, reporter);
         let taken = self.checkpoint.members.iter().filter(|member| member.done.bytes() > 0);
         figures.send(taken.map(|member| &member.process), reporter);
         let Transitioned { borrowers: held, waited } = paused.map_err(|failure| self.advise(failure))?;

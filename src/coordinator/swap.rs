@@ -22,6 +22,7 @@ use crate::Reporter;
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
+use crate::job::JobRequest;
 use crate::operation::{Hold, Operation};
 use crate::outcome::Outcome;
 use crate::parallel;
@@ -31,7 +32,10 @@ use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use vramctl_driver as driver;
-use vramctl_model::{Bytes, DeviceStatus, Error, GpuPlan, Holder, Lacking, Shortage, TagState, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{
+    Bytes, DeviceStatus, Error, GpuPlan, Holder, Needed, PauseRequest, ResumeRequest, Shortage, SwapIn, SwapOut, TagState, TagStatus,
+    Transition, Verb,
+};
 
 /// What a swap will do.
 pub struct Swap {
@@ -130,14 +134,18 @@ impl Swap {
         let Self { leaving, coming, passing, .. } = self;
         let (nobody_asked, mut job) = (Consent::default(), leaving.as_one_job(consent));
         let others = coming.as_one_job(&nobody_asked);
-        let hand_over_host = passing.as_ref().map(|_| self.next_piece_within());
-        (job.wanted.hand_over, job.wanted.hand_over_host) = (true, hand_over_host);
-        if passing.is_none() {
-            // Otherwise each waits for the other's memory piece by piece, and nothing may be held back.
-            job.wanted.lacking = self.room.iter().map(|room| (room.uuid.clone(), room.lacking())).collect();
+        let host = passing.as_ref().map(|_| self.next_piece_within());
+        let needed = match host {
+            None => self.room.iter().map(|room| (room.uuid.clone(), room.needed())).collect(),
+            // Each waits for the other's memory piece by piece, so nothing may be held back.
+            Some(_) => BTreeMap::new(),
+        };
+        if let (JobRequest::Pause(pause), JobRequest::Resume(resume)) = (&job.request, &others.request) {
+            job.request = JobRequest::Swap(
+                PauseRequest { swap: Some(SwapOut { needed, host }), ..pause.clone() },
+                ResumeRequest { swap: Some(SwapIn { host: host.is_some() }), timeout: Some(self.next_piece_within()), ..resume.clone() },
+            );
         }
-        let timeout = Some(self.next_piece_within());
-        job.coming = Some(TransitionRequest { hand_over: true, hand_over_host, timeout, ..others.wanted.clone() });
         job.is_whole &= others.is_whole;
         job.ticket.clone_from(&others.ticket);
         let count = job.ranks.len();
@@ -218,11 +226,11 @@ impl Swapped {
 }
 
 impl Room {
-    /// How much memory IN is short of there.
-    fn lacking(&self) -> Lacking {
+    /// How much memory IN needs there.
+    fn needed(&self) -> Needed {
         // IN's contexts, page tables and rounding take some more.
         let beyond_free = |bytes: u64| if bytes > self.free { bytes - self.free + self.coming_at_most / 32 } else { 0 };
-        Lacking { for_contents: beyond_free(self.kept_at_most), for_all: beyond_free(self.coming_at_most) }
+        Needed { for_contents: beyond_free(self.kept_at_most), for_all: beyond_free(self.coming_at_most) }
     }
 
     /// The swap is refused, because IN would not fit. `holders`: who else has memory there.
@@ -256,13 +264,14 @@ fn usage(why: impl Into<String>) -> CommandError {
 }
 
 /// The tags of a process that a resume means, and the bytes that it brings back of each.
-fn coming_tags<'a>(process: &'a Process, request: &TransitionRequest) -> impl Iterator<Item = (&'a TagStatus, u64)> {
-    let is_meant = |tag: &&TagStatus| request.tags.is_empty() || request.tags.contains(&tag.tag);
-    let comes = |tag: &TagStatus| if request.self_paused { tag.paused_bytes } else { tag.coming_bytes() };
+fn coming_tags<'a>(process: &'a Process, request: &Transition) -> impl Iterator<Item = (&'a TagStatus, u64)> {
+    let tags = &request.selection().tags;
+    let is_meant = |tag: &&TagStatus| tags.is_empty() || tags.contains(&tag.tag);
+    let comes = |tag: &TagStatus| if request.self_paused() { tag.paused_bytes } else { tag.coming_bytes() };
     process.tags().iter().filter(is_meant).map(move |tag| (tag, comes(tag)))
 }
 
-fn coming_bytes(process: &Process, request: &TransitionRequest) -> u64 {
+fn coming_bytes(process: &Process, request: &Transition) -> u64 {
     coming_tags(process, request).map(|(_, bytes)| bytes).sum()
 }
 
@@ -275,7 +284,7 @@ fn room(leaving: &Plan, forecast: &[Forecast], coming: &Plan) -> Vec<Room> {
         let request = leaving.request();
         let planned = forecast.iter().find(|one| one.process.pid == process.pid).and_then(|one| one.plan.as_ref());
         for device in &status.memory.devices {
-            let not_meant = device.tags.iter().filter(|(tag, _)| !request.selects(tag)).map(|(_, bytes)| bytes).sum();
+            let not_meant = device.tags.iter().filter(|(tag, _)| !request.selection().selects(tag)).map(|(_, bytes)| bytes).sum();
             // An older library does not say it by GPU.
             let by_status = GpuPlan { bytes: device.active_bytes.saturating_sub(not_meant), late_bytes: 0 };
             if let Some(room) = room_on(&mut rooms, device, leaving) {
@@ -397,8 +406,8 @@ mod tests {
             kept_at_most: 20 * GIB,
         };
         let gib = |gib: u64, more: u64| (gib + more) * GIB;
-        assert_eq!(room(40).lacking(), Lacking { for_contents: 0, for_all: 0 });
-        assert_eq!(room(30).lacking(), Lacking { for_contents: 0, for_all: gib(2, 1) });
-        assert_eq!(room(15).lacking(), Lacking { for_contents: gib(5, 1), for_all: gib(17, 1) });
+        assert_eq!(room(40).needed(), Needed { for_contents: 0, for_all: 0 });
+        assert_eq!(room(30).needed(), Needed { for_contents: 0, for_all: gib(2, 1) });
+        assert_eq!(room(15).needed(), Needed { for_contents: gib(5, 1), for_all: gib(17, 1) });
     }
 }

@@ -122,14 +122,13 @@ impl Waiter {
     }
 
     fn wait_in(&self, context: Context) -> Result<(), Failure> {
-        let is_wanted = || !matches!(self.lock().turn, Turn::Unwanted);
-        exit::while_waiting(|| driver::wait_for_work(context, Manner::Unnoticed, is_wanted)).map(drop)
+        exit::while_waiting(|| driver::wait_for_work(context, Manner::Unnoticed, || !matches!(self.lock().turn, Turn::Unwanted))).map(drop)
     }
 
     fn serve(&self) {
         let mut state = self.lock();
         loop {
-            state = self.changed.wait_while(state, |state| !matches!(state.turn, Turn::Asked(_))).unpoisoned();
+            state = self.changed.wait_while(state, |state: &mut Desk| !matches!(state.turn, Turn::Asked(_))).unpoisoned();
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
             let answer = contexts.into_iter().take_while(|context| self.goes_on_to(*context)).try_for_each(|context| self.wait_in(context));

@@ -6,14 +6,14 @@
 
 use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;
-use crate::transition::Holding;
+use crate::transition::{Pause, Preparation, Prepared, Resume, unless_ending};
 use crate::{engine, events};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{self, Prepare, Reply, Request};
 use vramctl_host::{PerProcess, Unpoison, exit};
-use vramctl_model::{Error, Kind, Observer, Progress, Report, Stage, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, Observer, PauseRequest, Progress, Report, ResumeRequest, Stage, Transition, Verb};
 
 /// How long a client may be silent if it sets no limit of its own.
 const USUAL: Duration = Duration::from_secs(5);
@@ -27,65 +27,45 @@ const MOST_CALLS: u32 = 1 << 20;
 const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 
 /// Pauses or resumes at once.
-pub fn at_once(of: Verb, wanted: TransitionRequest, connection: &Connection) -> Result<Report, Error> {
-    let mut asker = Asker::of(connection, wanted.progress, None);
-    pause_or_resume(of, wanted, None, connection, &mut asker)
-}
-
-/// Holds the program, and does what the client asks for next.
-pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
-    let grant = Grant::take(lease_ms, connection, lines)?;
-    events::transition(Verb::Pause, || hold_and_pause(grant))
-}
-
-fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
-    let connection = grant.connection;
-    let holding = Memory::get().hold()?;
-    grant.answer(&Reply::Held)?;
-    loop {
-        match grant.next()? {
-            Request::Drain { limit_ms } => {
-                let drained = holding.drain(Duration::from_millis(limit_ms), &mut Asker::of(connection, false, Some(&mut grant)));
-                drained.map_err(|error| grant.cause(error))?;
-                grant.answer(&Reply::Drained)?;
-            }
-            Request::Advance { calls } => {
-                holding.advance(calls.min(MOST_CALLS));
-                grant.answer(&Reply::Held)?;
-            }
-            Request::Prepare(wanted @ Prepare { of: Verb::Pause, .. }) => return grant.prepare(wanted, Some(holding)),
-            Request::SetAside(wanted) => return grant.set_aside(wanted, holding),
-            Request::Abort => return Err(aborted_by_client()),
-            _ => {
-                let why = "after `hold`, only `drain`, `advance`, `prepare` of a pause, `set-aside`, `renew` and `abort` are valid; the program continues";
-                return Err(Error::Invalid(why.into()));
-            }
-        }
+pub fn at_once(transition: Transition, connection: &Connection) -> Result<Report, Error> {
+    let mut caller = Caller::of(connection, transition.progress(), None);
+    match transition {
+        Transition::Pause(request) => Memory::get().pause(&pause_of(request, connection), &mut caller),
+        Transition::Resume(request) => Memory::get().resume(&resume_of(request, connection), &mut caller),
     }
+}
+
+/// Holds the program, and pauses it in the steps that the client asks for.
+pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
+    let session = Session::begin(lease_ms, connection, lines)?;
+    in_steps(Verb::Pause, || session.hold_and_pause())
 }
 
 /// Prepares a pause or resume, and completes it if the client commits.
 pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
-    Grant::take(wanted.lease_ms, connection, lines)?.prepare(wanted, None)
+    let session = Session::begin(wanted.lease_ms, connection, lines)?;
+    let Prepare { ranks, transition, .. } = wanted;
+    in_steps(transition.verb(), || {
+        session.complete(ranks, transition.progress(), |caller| match transition {
+            Transition::Pause(request) => Memory::get().prepare_pause(&pause_of(request, connection), caller),
+            Transition::Resume(request) => Memory::get().prepare_resume(&resume_of(request, connection), caller),
+        })
+    })
 }
 
-fn pause_or_resume(
-    of: Verb,
-    wanted: TransitionRequest,
-    held: Option<Holding<'_>>,
-    connection: &Connection,
-    observer: &mut dyn Observer,
-) -> Result<Report, Error> {
-    let engine = if wanted.force { None } else { engine::name() };
-    let wanted = TransitionRequest { is_from_outside: connection.is_from_outside(), ..wanted };
-    match (of, held) {
-        (Verb::Pause, None) => Memory::get().pause(&TransitionRequest { engine, ..wanted }, observer),
-        (Verb::Pause, Some(held)) => held.pause(&TransitionRequest { engine, ..wanted }, observer),
-        (Verb::Resume, _) if wanted.backup.is_some() || !wanted.backups.is_empty() => {
-            Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
-        }
-        (Verb::Resume, _) => Memory::get().resume(&wanted, observer),
-    }
+fn in_steps(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+    events::transition(verb, || unless_ending(work))
+}
+
+/// The pause that a client asks for.
+pub fn pause_of(request: PauseRequest, connection: &Connection) -> Pause {
+    let engine = if request.options.force { None } else { engine::name() };
+    Pause { request, is_from_outside: connection.is_from_outside(), engine, unused: Vec::new() }
+}
+
+/// The resume that a client asks for.
+pub fn resume_of(request: ResumeRequest, connection: &Connection) -> Resume {
+    Resume { request, is_from_outside: connection.is_from_outside() }
 }
 
 /// The processes that the job had when it was last paused or resumed as a whole.
@@ -98,8 +78,8 @@ fn aborted_by_client() -> Error {
     Error::Aborted("the client aborted it".into())
 }
 
-/// A client's permission to pause or resume in steps.
-struct Grant<'a, 'b> {
+/// A client's pause or resume in steps.
+struct Session<'a, 'b> {
     connection: &'a Connection,
     lines: &'a mut Lines<'b>,
     /// How long the client may be silent.
@@ -110,8 +90,8 @@ struct Grant<'a, 'b> {
     _only: MutexGuard<'static, ()>,
 }
 
-impl<'a, 'b> Grant<'a, 'b> {
-    fn take(lease_ms: Option<u64>, connection: &'a Connection, lines: &'a mut Lines<'b>) -> Result<Self, Error> {
+impl<'a, 'b> Session<'a, 'b> {
+    fn begin(lease_ms: Option<u64>, connection: &'a Connection, lines: &'a mut Lines<'b>) -> Result<Self, Error> {
         static ONE: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
         let only = match ONE.get().try_lock() {
             Ok(only) => only,
@@ -119,9 +99,65 @@ impl<'a, 'b> Grant<'a, 'b> {
             Err(TryLockError::WouldBlock) => return Err(Error::Leased),
         };
         let patience = lease_ms.map_or(USUAL, Duration::from_millis).min(LONGEST);
-        let mut grant = Self { connection, lines, patience, decision: None, _only: only };
-        grant.take_decision()?;
-        Ok(grant)
+        let mut session = Self { connection, lines, patience, decision: None, _only: only };
+        session.take_decision()?;
+        Ok(session)
+    }
+
+    /// Hold, drain, prepare, vote, commit or undo.
+    fn hold_and_pause(mut self) -> Result<Report, Error> {
+        let connection = self.connection;
+        let holding = Memory::get().hold()?;
+        self.answer(&Reply::Held)?;
+        loop {
+            match self.next()? {
+                Request::Drain { limit_ms } => {
+                    let drained = holding.drain(Duration::from_millis(limit_ms), &mut Caller::of(connection, false, Some(&self)));
+                    drained.map_err(|error| self.cause(error))?;
+                    self.answer(&Reply::Drained)?;
+                }
+                Request::Advance { calls } => {
+                    holding.advance(calls.min(MOST_CALLS));
+                    self.answer(&Reply::Held)?;
+                }
+                Request::Prepare(Prepare { ranks, transition: Transition::Pause(request), .. }) => {
+                    let (progress, pause) = (request.progress, pause_of(request, connection));
+                    return self.complete(ranks, progress, |caller| holding.prepare_pause(&pause, caller));
+                }
+                Request::SetAside(request) => {
+                    return self.complete(Vec::new(), false, |caller| holding.prepare_set_aside(&request, caller));
+                }
+                Request::Abort => return Err(aborted_by_client()),
+                _ => {
+                    let why = "after `hold`, only `drain`, `advance`, `prepare` of a pause, `set-aside`, `renew` and `abort` are valid; the program continues";
+                    return Err(Error::Invalid(why.into()));
+                }
+            }
+        }
+    }
+
+    /// Prepare, vote, commit or undo. `job`: its processes, if these are all.
+    fn complete<'m>(
+        mut self,
+        job: Vec<u32>,
+        wants_progress: bool,
+        prepare: impl FnOnce(&mut dyn Observer) -> Preparation<'m>,
+    ) -> Result<Report, Error> {
+        self.take_decision()?;
+        let prepared = prepare(&mut Caller::of(self.connection, wants_progress, Some(&self))).map_err(|failed| {
+            let failed = failed.map(|error| self.cause(error));
+            // Before anything is undone: the other processes need not wait for the client's message, and take no more of what has to come back.
+            self.abort();
+            failed.undo()
+        })?;
+        if let Err(refused) = self.vote(&*prepared) {
+            return Err(prepared.undo(refused));
+        }
+        let report = prepared.commit(&mut Caller::of(self.connection, false, None));
+        if !job.is_empty() {
+            *ranks() = job;
+        }
+        Ok(report)
     }
 
     /// The decision that came with the last line, if any.
@@ -133,31 +169,6 @@ impl<'a, 'b> Grant<'a, 'b> {
         Ok(())
     }
 
-    fn prepare(self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
-        let Prepare { of, ranks: job, transition, .. } = wanted;
-        let connection = self.connection;
-        let done = self.complete(transition.progress, |asker| pause_or_resume(of, transition, held, connection, asker));
-        if done.is_ok() && !job.is_empty() {
-            *ranks() = job;
-        }
-        done
-    }
-
-    fn set_aside(self, wanted: TransitionRequest, holding: Holding<'_>) -> Result<Report, Error> {
-        let request = TransitionRequest { is_borrower: true, ..wanted };
-        self.complete(false, |asker| holding.pause(&request, asker))
-    }
-
-    fn complete(mut self, wants_progress: bool, work: impl FnOnce(&mut dyn Observer) -> Result<Report, Error>) -> Result<Report, Error> {
-        self.take_decision()?;
-        let done = work(&mut Asker::of(self.connection, wants_progress, Some(&mut self))).map_err(|error| self.cause(error));
-        if done.is_err() {
-            // Abort for the other processes as well; they need not wait for the client's message.
-            self.abort();
-        }
-        done
-    }
-
     /// Why a step has failed. A step that stops waiting because another process has aborted fails as if its time were up.
     fn cause(&self, error: Error) -> Error {
         if error.kind() == Kind::Busy && self.is_aborted() { aborted_by_others() } else { error }
@@ -165,8 +176,8 @@ impl<'a, 'b> Grant<'a, 'b> {
 
     /// Answers that everything is prepared, and waits for the client's commit. If the job has committed meanwhile, this process does as well,
     /// whatever its client says.
-    fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        let why_not = match self.answer(&Reply::Prepared).and_then(|()| self.next_while(waiting)) {
+    fn vote(&mut self, prepared: &dyn Prepared) -> Result<(), Error> {
+        let why_not = match self.answer(&Reply::Prepared).and_then(|()| self.next_while(|waited| prepared.wait(waited))) {
             Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
             Ok(Request::Commit) => aborted_by_others(),
             Ok(Request::Abort) => aborted_by_client(),
@@ -201,11 +212,11 @@ impl<'a, 'b> Grant<'a, 'b> {
 
     /// The client's next request. An error if the lease has ended.
     fn next(&mut self) -> Result<Request, Error> {
-        self.next_while(&mut |_| ())
+        self.next_while(|_| ())
     }
 
     /// The same. Calls `waiting` now and then, with how long this has waited.
-    fn next_while(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<Request, Error> {
+    fn next_while(&mut self, waiting: impl Fn(Duration)) -> Result<Request, Error> {
         let began = Instant::now();
         let mut deadline = began + self.patience;
         loop {
@@ -237,45 +248,32 @@ fn aborted_by_others() -> Error {
 }
 
 /// The client that requested a pause or resume.
-struct Asker<'g, 'a, 'b> {
+struct Caller<'s, 'a, 'b> {
     connection: &'a Connection,
     wants_progress: bool,
     /// When progress was last sent, and of which stage.
     sent: Option<(Instant, Stage)>,
     /// In steps; `None` at once.
-    grant: Option<&'g mut Grant<'a, 'b>>,
+    session: Option<&'s Session<'a, 'b>>,
 }
 
-impl<'g, 'a, 'b> Asker<'g, 'a, 'b> {
-    fn of(connection: &'a Connection, wants_progress: bool, grant: Option<&'g mut Grant<'a, 'b>>) -> Self {
-        Self { connection, wants_progress, sent: None, grant }
+impl<'s, 'a, 'b> Caller<'s, 'a, 'b> {
+    fn of(connection: &'a Connection, wants_progress: bool, session: Option<&'s Session<'a, 'b>>) -> Self {
+        Self { connection, wants_progress, sent: None, session }
     }
 }
 
-impl Observer for Asker<'_, '_, '_> {
+impl Observer for Caller<'_, '_, '_> {
     fn progress(&mut self, now: Progress) -> Result<(), Error> {
         let due = self.sent.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= PROGRESS_EVERY) || now.done == now.total;
         if self.wants_progress && due {
             self.sent = Some((Instant::now(), now.stage));
             let _ = self.connection.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
         }
-        self.grant.as_ref().map_or(Ok(()), |grant| grant.abort_if_it_cannot_commit())
+        self.session.map_or(Ok(()), Session::abort_if_it_cannot_commit)
     }
 
     fn is_gone(&mut self) -> Option<bool> {
-        if self.grant.as_ref().is_some_and(|grant| grant.is_aborted()) {
-            return Some(true);
-        }
-        Some(self.connection.is_gone())
-    }
-
-    fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        self.grant.as_mut().map_or(Ok(()), |grant| grant.vote(waiting))
-    }
-
-    fn give_up(&mut self) {
-        if let Some(grant) = &self.grant {
-            grant.abort();
-        }
+        Some(self.session.is_some_and(Session::is_aborted) || self.connection.is_gone())
     }
 }

@@ -12,6 +12,7 @@ use crate::connection::{AT_LIMIT, Connection, Line, Lines, PATIENCE, Seat, send}
 use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
+use crate::transition::Pause;
 use crate::{cache, door, engine, events, holder, lease, status};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
@@ -24,7 +25,7 @@ use vramctl_config::Config;
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
 use vramctl_host::{Held, PerProcess, Unpoison, exit, reserve, system, worker};
-use vramctl_model::{Error, Kind, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, Transition};
 
 /// How long the driver may take to answer for a status. Less than a client waits for it.
 const STATUS_WITHIN: Duration = Duration::from_secs(4);
@@ -187,7 +188,7 @@ fn is_lost() -> bool {
 /// Starts the threads that serve clients when no other can be started. Two: while one client waits for a long answer, another connection
 /// tells it that the process lives.
 fn start_threads_in_reserve() -> Sender<Arc<Connection>> {
-    let (give, waiting) = mpsc::channel::<Arc<Connection>>();
+    let (hand_over, waiting) = mpsc::channel::<Arc<Connection>>();
     let waiting = Arc::new(Mutex::new(waiting));
     for _ in 0..2 {
         let waiting = Arc::clone(&waiting);
@@ -196,7 +197,7 @@ fn start_threads_in_reserve() -> Sender<Arc<Connection>> {
             log::debug!("could not start a thread in reserve: {error}");
         }
     }
-    give
+    hand_over
 }
 
 fn welcome(held: Held, in_reserve: &Sender<Arc<Connection>>) {
@@ -265,8 +266,8 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
 
-/// Whether it may wait long, for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). Of the steps of
-/// a transition, only one client's do.
+/// Whether a request may wait long: for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). The steps of
+/// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
     use Request::{Cache, Counted, Pause, Plan, Resume, Suspend, Trim};
     matches!(request, Pause(_) | Plan(_) | Resume(_) | Suspend | Counted { .. } | Cache | Trim { .. })
@@ -276,7 +277,8 @@ fn may_wait(request: &Request) -> bool {
 fn holds(request: &Request) -> bool {
     match request {
         Request::Hold { .. } => true,
-        Request::Pause(wanted) | Request::Prepare(Prepare { transition: wanted, .. }) => wanted.hold.is_some(),
+        Request::Pause(wanted) => wanted.hold.is_some(),
+        Request::Prepare(Prepare { transition, .. }) => transition.holds(),
         _ => false,
     }
 }
@@ -300,13 +302,16 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: status::ask(STATUS_WITHIN)? })),
         Request::Events { .. } | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
-        Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
-        Request::Plan(wanted) => {
-            let (plan, admitted) =
-                memory.plan(&TransitionRequest { engine: engine::name(), is_from_outside: connection.is_from_outside(), ..wanted })?;
+        Request::Pause(wanted) => lease::at_once(Transition::Pause(wanted), connection).map(Reply::Done),
+        Request::Plan(Transition::Pause(request)) => {
+            let (plan, admitted) = memory.plan_pause(&Pause { engine: engine::name(), ..lease::pause_of(request, connection) })?;
             Ok(Reply::Plan(DryRun { plan, refused: admitted.err().map(|error| Box::new(Refusal::from(&error))) }))
         }
-        Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),
+        Request::Plan(Transition::Resume(request)) => {
+            let plan = memory.plan_resume(&lease::resume_of(request, connection))?;
+            Ok(Reply::Plan(DryRun { plan, refused: None }))
+        }
+        Request::Resume(wanted) => lease::at_once(Transition::Resume(wanted), connection).map(Reply::Done),
         Request::Hold { lease_ms } => lease::hold(lease_ms, connection, lines).map(Reply::Done),
         Request::Prepare(wanted) => lease::prepare(wanted, connection, lines).map(Reply::Done),
         Request::Drain { .. } | Request::Advance { .. } | Request::SetAside(_) | Request::Renew | Request::Commit | Request::Abort => {

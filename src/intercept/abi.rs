@@ -14,8 +14,9 @@ use vramctl_control::protocol::Refusal;
 use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
+use vramctl_core::transition::{Pause, Resume};
 use vramctl_host::guarded;
-use vramctl_model::{Error, Kind, Policy, Span, TransitionRequest};
+use vramctl_model::{Error, Kind, PauseOptions, PauseRequest, Policy, ResumeRequest, Selection, Span};
 use vramctl_observe::watch;
 
 /// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined
@@ -92,8 +93,10 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
 pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, backup: i32) -> VramctlResult {
     answer(|| {
         // SAFETY: the caller's promise.
-        let request = TransitionRequest { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
-        keep_report(&Memory::get().pause(&request, &mut ())?);
+        let selection = unsafe { selection(tag)? };
+        let options = PauseOptions { backup: policy(backup)?, ..PauseOptions::default() };
+        let request = PauseRequest { selection, options, timeout: timeout(timeout_ms), ..PauseRequest::default() };
+        keep_report(&Memory::get().pause(&Pause { request, ..Pause::default() }, &mut ())?);
         Ok(())
     })
 }
@@ -163,31 +166,28 @@ pub unsafe extern "C" fn vramctl_pause_with(options: *const VramctlPauseOptions)
         let (tags, unused) =
             unsafe { (array(options.tags, options.tag_count, "tags")?, array(options.unused, options.unused_count, "ranges")?) };
         // SAFETY: as above.
-        let request = unsafe { pause_request(tags, options.timeout_ms, unused)? };
-        keep_report(&Memory::get().pause(&request, &mut ())?);
+        let request = unsafe { pause_request(tags, options.timeout_ms)? };
+        let unused = unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect();
+        keep_report(&Memory::get().pause(&Pause { request, unused, ..Pause::default() }, &mut ())?);
         Ok(())
     })
 }
 
 /// The request of a pause of several tags; none means all.
-unsafe fn pause_request(tags: &[VramctlTag], timeout_ms: i64, unused: &[VramctlRange]) -> Result<TransitionRequest, Error> {
-    let mut request = TransitionRequest {
-        timeout: timeout(timeout_ms),
-        unused: unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect(),
-        ..TransitionRequest::default()
-    };
+unsafe fn pause_request(tags: &[VramctlTag], timeout_ms: i64) -> Result<PauseRequest, Error> {
+    let mut request = PauseRequest { timeout: timeout(timeout_ms), ..PauseRequest::default() };
     for one in tags {
         // SAFETY: the caller's promise.
         match unsafe { text(one.tag)? } {
             Some(tag) => {
-                request.tags.push(tag.to_owned());
-                request.backups.insert(tag.to_owned(), policy(one.backup)?);
+                request.selection.tags.push(tag.to_owned());
+                request.options.backups.insert(tag.to_owned(), policy(one.backup)?);
             }
-            None => request.backup = policy(one.backup)?,
+            None => request.options.backup = policy(one.backup)?,
         }
     }
     if tags.iter().any(|one| one.tag.is_null()) {
-        request.tags.clear();
+        request.selection.tags.clear();
     }
     Ok(request)
 }
@@ -204,9 +204,10 @@ unsafe fn pause_request(tags: &[VramctlTag], timeout_ms: i64, unused: &[VramctlR
 pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> VramctlResult {
     answer(|| {
         // SAFETY: the caller's promise.
-        let mut request = unsafe { request(tag, timeout_ms)? };
-        request.timeout = request.timeout.or(Some(Duration::MAX));
-        keep_report(&Memory::get().resume(&request, &mut ())?);
+        let selection = unsafe { selection(tag)? };
+        let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
+        let request = ResumeRequest { selection, timeout, ..ResumeRequest::default() };
+        keep_report(&Memory::get().resume(&Resume { request, ..Resume::default() }, &mut ())?);
         Ok(())
     })
 }
@@ -240,8 +241,10 @@ pub unsafe extern "C" fn vramctl_resume_with(options: *const VramctlResumeOption
         // SAFETY: as above.
         let names = unsafe { array(options.tags, options.tag_count, "tags")?.iter().map(|tag| text(*tag)).collect::<Result<Vec<_>, _>>()? };
         let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>().unwrap_or_default();
+        let selection = Selection { tags, ..Selection::default() };
         let timeout = timeout(options.timeout_ms).or(Some(Duration::MAX));
-        keep_report(&Memory::get().resume(&TransitionRequest { tags, timeout, ..TransitionRequest::default() }, &mut ())?);
+        let request = ResumeRequest { selection, timeout, ..ResumeRequest::default() };
+        keep_report(&Memory::get().resume(&Resume { request, ..Resume::default() }, &mut ())?);
         Ok(())
     })
 }
@@ -596,14 +599,11 @@ unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Error> {
     text.to_str().map(Some).map_err(|_| Error::Invalid("a tag must be UTF-8".into()))
 }
 
-unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<TransitionRequest, Error> {
+/// One tag, or all for null.
+unsafe fn selection(tag: *const c_char) -> Result<Selection, Error> {
     // SAFETY: the caller's promise.
     let tag = unsafe { text(tag)? };
-    Ok(TransitionRequest {
-        tags: tag.map(str::to_owned).into_iter().collect(),
-        timeout: timeout(timeout_ms),
-        ..TransitionRequest::default()
-    })
+    Ok(Selection { tags: tag.map(str::to_owned).into_iter().collect(), ..Selection::default() })
 }
 
 /// `None` (no limit) if negative.

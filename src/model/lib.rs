@@ -1,4 +1,4 @@
-//! The vocabulary that all layers share: policies ([`Policy`], tags), requests ([`TransitionRequest`]), their results
+//! The vocabulary that all layers share: policies ([`Policy`], tags), requests ([`PauseRequest`], [`ResumeRequest`]), their results
 //! ([`Report`], [`Error`]) and the current state ([`Status`]).
 //!
 //! This crate depends on no other crate of the project and holds no state.
@@ -40,7 +40,9 @@ pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, Registered, checked_name, che
 pub use refusal::RefusingDevice;
 pub use registration::Registration;
 pub use report::{Observer, Report};
-pub use request::{Lacking, NCCL, TransitionRequest};
+pub use request::{
+    NCCL, Needed, NoOther, Participants, PauseOptions, PauseRequest, ResumeRequest, Selection, SetAside, SwapIn, SwapOut, Transition,
+};
 pub use residue::{Cycle, Growth, OF_DRIVER};
 pub use span::Span;
 pub use status::{DeviceStatus, HostStatus, Status, TagStatus, Unmanaged};

@@ -5,7 +5,6 @@ use crate::{Borrowed, Bytes, Error, Progress, Stage};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Duration;
 
 /// What a pause or resume did.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -56,7 +55,7 @@ pub struct Report {
     /// this may be less than was written.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_written_bytes: u64,
-    /// With `hand_over_host`: the most by which the available host memory had shrunk, whoever took it, when a pause took a piece.
+    /// With host memory that changes hands in a swap: the most by which the available host memory had shrunk, whoever took it, when a pause took a piece.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub host_taken_bytes: u64,
     /// Milliseconds in each stage.
@@ -77,7 +76,7 @@ impl fmt::Display for Report {
 
 /// Follows a pause or resume for the caller that requested it.
 pub trait Observer {
-    /// Reports progress. Must not block. If it is already known that the vote will be no, the error says why: no more is copied, and
+    /// Reports progress. Must not block. If it is already known that the caller will not commit, the error says why: no more is copied, and
     /// everything is undone.
     fn progress(&mut self, _: Progress) -> Result<(), Error> {
         Ok(())
@@ -93,15 +92,6 @@ pub trait Observer {
     fn is_wanted(&mut self) -> bool {
         self.is_gone() != Some(true)
     }
-
-    /// Called when every step that can fail is done and can still be undone. May wait, and calls `waiting` now and then meanwhile, with how long
-    /// it has waited. If the vote is no, everything is undone; the error says why.
-    fn vote(&mut self, _waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        Ok(())
-    }
-
-    /// Called as soon as a step has failed, before anything is undone, which may have to wait for the other processes: they need not go on.
-    fn give_up(&mut self) {}
 }
 
 /// A caller that does not observe.

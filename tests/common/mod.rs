@@ -29,9 +29,10 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_backup::CopyBy;
 use vramctl_core::memory::Memory;
+use vramctl_core::transition::{Failed, Pause, Preparation, Prepared, Resume};
 use vramctl_driver::ContextHandle;
 use vramctl_intercept::{entries, hooks as interpose};
-use vramctl_model::{Report, TagState, TransitionRequest};
+use vramctl_model::{Error, PauseRequest, Report, ResumeRequest, Selection, TagState};
 
 pub const MIB: usize = 1 << 20;
 pub const DEVICES: i32 = 2;
@@ -812,16 +813,47 @@ impl Drop for Graph {
     }
 }
 
-pub fn request(tags: &[&str]) -> TransitionRequest {
-    TransitionRequest { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), is_from_outside: true, ..TransitionRequest::default() }
+/// A pause of these tags that another process asks for.
+pub fn pausing(tags: &[&str]) -> Pause {
+    pausing_with(tags, |_| ())
+}
+
+pub fn pausing_with(tags: &[&str], set: impl FnOnce(&mut PauseRequest)) -> Pause {
+    let mut request = PauseRequest { selection: selection(tags), ..PauseRequest::default() };
+    set(&mut request);
+    Pause { request, is_from_outside: true, ..Pause::default() }
+}
+
+/// Commits what is prepared, or undoes it, as `vote` says.
+pub fn decide(prepared: Preparation<'_>, vote: impl FnOnce(&dyn Prepared) -> Result<(), Error>) -> Result<Report, Error> {
+    let prepared = prepared.map_err(Failed::undo)?;
+    match vote(&*prepared) {
+        Ok(()) => Ok(prepared.commit(&mut ())),
+        Err(refused) => Err(prepared.undo(refused)),
+    }
+}
+
+/// A resume of these tags that another process asks for.
+pub fn resuming(tags: &[&str]) -> Resume {
+    resuming_with(tags, |_| ())
+}
+
+pub fn resuming_with(tags: &[&str], set: impl FnOnce(&mut ResumeRequest)) -> Resume {
+    let mut request = ResumeRequest { selection: selection(tags), ..ResumeRequest::default() };
+    set(&mut request);
+    Resume { request, is_from_outside: true }
+}
+
+fn selection(tags: &[&str]) -> Selection {
+    Selection { tags: tags.iter().map(ToString::to_string).collect(), ..Selection::default() }
 }
 
 pub fn pause(tags: &[&str]) -> Result<Report, vramctl_model::Error> {
-    Memory::get().pause(&request(tags), &mut ())
+    Memory::get().pause(&pausing(tags), &mut ())
 }
 
 pub fn resume(tags: &[&str]) -> Result<Report, vramctl_model::Error> {
-    Memory::get().resume(&request(tags), &mut ())
+    Memory::get().resume(&resuming(tags), &mut ())
 }
 
 pub fn state(tag: &str) -> Option<TagState> {

@@ -151,9 +151,9 @@ impl Machine {
 
     /// What a client sends for one process of several.
     pub fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
-        let partners: Vec<_> = partners.iter().map(|partner| partner.pid()).collect();
-        let mut request = json!({ "request": verb, "partners": partners });
+        let mut request = json!({ "request": verb });
         if verb == "pause" {
+            request["partners"] = partners.iter().map(|partner| partner.pid()).collect();
             request["hold_ms"] = 60_000.into();
         }
         self.answer(process, &request)

@@ -1,21 +1,19 @@
 //! Paused memory with a guard: stray work finds memory there, keeps its context, and is reported.
 
-use crate::common::{
-    self, DEVICE_BYTES, Gate, Gpu, Graph, MIB, SetOnDrop, Stream, free, malloc_tagged, pattern, read, request, resume, write,
-};
+use crate::common::{self, DEVICE_BYTES, Gate, Gpu, Graph, MIB, SetOnDrop, Stream, free, malloc_tagged, pattern, read, resume, write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::{entries, launch};
-use vramctl_model::{Error, Kind, Observer, Policy, Report, TransitionRequest};
+use vramctl_model::{Error, Kind, Observer, Policy, Report};
 
 /// Device memory that a guard uses in debug builds: pieces of 8, 4 and 2 MiB.
 const BLOCK: u64 = 14 * MIB as u64;
 
 fn pause(tags: &[&str]) -> Result<Report, Error> {
-    Memory::get().pause(&TransitionRequest { guard: true, ..request(tags) }, &mut ())
+    Memory::get().pause(&common::pausing_with(tags, |request| request.options.guard = true), &mut ())
 }
 
 /// Memory with contents.
@@ -121,12 +119,6 @@ fn without_memory_for_it_a_pause_succeeds_and_says_so() {
 /// The guard itself may occupy the missing memory. Memory that cannot be resumed stays guarded.
 #[test]
 fn a_resume_uses_the_guards_memory_and_a_failed_one_restores_the_guard() {
-    struct Unwilling;
-    impl Observer for Unwilling {
-        fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-            Err(Error::Aborted("no".into()))
-        }
-    }
     let gpu = Gpu::take();
     let (address, contents) = filled("one", 1, 40 * MIB);
     let others = DEVICE_BYTES - 40 * MIB - gpu.used(0) as usize + 40 * MIB;
@@ -135,7 +127,7 @@ fn a_resume_uses_the_guards_memory_and_a_failed_one_restores_the_guard() {
     assert!(matches!(resume(&[]), Err(Error::DeviceMemory(_))));
     assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
     gpu.occupy(0, others);
-    assert!(Memory::get().resume(&request(&[]), &mut Unwilling).is_err());
+    common::decide(Memory::get().prepare_resume(&common::resuming(&[]), &mut ()), |_| Err(Error::Aborted("no".into()))).unwrap_err();
     assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
     gpu.fail("cuMemUnmap", 1, 999, 1);
     assert!(resume(&[]).is_err());
@@ -204,7 +196,7 @@ fn a_program_that_is_never_idle_is_resumed() {
         });
         let _told = SetOnDrop(&stop);
         thread::sleep(Duration::from_millis(500));
-        let resumed = Memory::get().resume(&request(&["one"]), &mut Stays);
+        let resumed = Memory::get().resume(&common::resuming(&["one"]), &mut Stays);
         assert!(!gate::is_held());
         resumed.unwrap();
     });
@@ -249,7 +241,7 @@ fn a_program_that_frees_what_is_paused_during_a_resume_that_fails_is_let_go() {
     let (guarded, _) = filled("guarded", 1, 2 * BLOCK as usize);
     let held = malloc_tagged("held", None, 4 * MIB).unwrap();
     pause(&["guarded"]).unwrap();
-    Memory::get().hold().unwrap().pause(&request(&["held"]), &mut ()).unwrap();
+    common::decide(Memory::get().hold().unwrap().prepare_pause(&common::pausing(&["held"]), &mut ()), |_| Ok(())).unwrap();
     assert!(gate::is_held());
     let (blocked, before) = (Gate::new(), gpu.calls("cuMemGetInfo_v2"));
     let mut client = GivesUp { gpu: &gpu, blocked: &blocked, paused: [guarded, held], attempts: before, is_short: false };
@@ -263,7 +255,7 @@ fn a_program_that_frees_what_is_paused_during_a_resume_that_fails_is_let_go() {
             gpu.slow_down("cuMemGetInfo_v2", 0);
             assert_eq!(stream.synchronize(), 0);
         });
-        let wanted = TransitionRequest { timeout: Some(Duration::from_secs(100)), ..request(&["guarded"]) };
+        let wanted = common::resuming_with(&["guarded"], |request| request.timeout = Some(Duration::from_secs(100)));
         Memory::get().resume(&wanted, &mut client).unwrap_err()
     });
     assert_eq!(failed.kind(), Kind::DeviceMemory, "{failed}");

@@ -1,12 +1,13 @@
-//! What a pause gives back before its commit, as part of a swap: as much as the other job lacks.
+//! What a pause gives back before its commit, as part of a swap: as much as the other job needs.
 
-use crate::common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, read, request, resume, state, write};
+use crate::common::{self, Gpu, MIB, eventually, free, malloc_tagged, pattern, read, resume, state, write};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use std::{fs, mem, thread};
 use vramctl_core::memory::Memory;
 use vramctl_core::memory::share::Borrower;
-use vramctl_model::{Error, Lacking, Observer, Policy, Progress, Report, TagState, TransitionRequest};
+use vramctl_core::transition::{Pause, Prepared};
+use vramctl_model::{Error, Needed, Observer, Policy, Progress, Report, SwapIn, SwapOut, TagState};
 
 /// As large as a piece of host memory: each is saved by itself.
 const UNIT: u64 = 32 * MIB as u64;
@@ -27,11 +28,18 @@ impl Observer for Watches<'_> {
         thread::sleep(mem::take(&mut self.first_takes));
         Ok(())
     }
+}
 
-    fn vote(&mut self, waiting: &mut dyn FnMut(Duration)) -> Result<(), Error> {
+impl Watches<'_> {
+    fn pause(&mut self, pause: &Pause) -> Result<Report, Error> {
+        let prepared = Memory::get().prepare_pause(pause, self);
+        common::decide(prepared, |prepared| self.vote(prepared))
+    }
+
+    fn vote(&mut self, prepared: &dyn Prepared) -> Result<(), Error> {
         self.given.push((self.active - self.gpu.used(0)) / UNIT);
         for &wait in self.waits {
-            waiting(Duration::from_millis(wait));
+            prepared.wait(Duration::from_millis(wait));
             self.given.push((self.active - self.gpu.used(0)) / UNIT);
         }
         if self.commits { Ok(()) } else { Err(Error::Aborted("a test".into())) }
@@ -46,20 +54,20 @@ fn filled(seed: u64) -> (u64, Vec<u8>) {
 }
 
 /// A program with three allocations that are kept and two that are discarded. Returns what was given back when, in units.
-fn leave(lacking: Option<Lacking>, waits: &[u64], commits: bool) -> Vec<u64> {
-    leave_slowly(lacking, Duration::ZERO, waits, commits)
+fn leave(needed: Option<Needed>, waits: &[u64], commits: bool) -> Vec<u64> {
+    leave_slowly(needed, Duration::ZERO, waits, commits)
 }
 
 /// `first_takes`: how long it takes to save the first contents.
-fn leave_slowly(lacking: Option<Lacking>, first_takes: Duration, waits: &[u64], commits: bool) -> Vec<u64> {
+fn leave_slowly(needed: Option<Needed>, first_takes: Duration, waits: &[u64], commits: bool) -> Vec<u64> {
     let gpu = Gpu::take();
     let kept = [1, 2, 3].map(filled);
     let cache = [0, 0].map(|_| malloc_tagged("cache", Some(Policy::Discard), UNIT as usize).unwrap());
     let active = gpu.used(0);
     let uuid = Memory::get().status().devices[0].uuid.clone().unwrap();
-    let lacking: BTreeMap<_, _> = lacking.map(|lacking| (uuid, lacking)).into_iter().collect();
+    let needed: BTreeMap<_, _> = needed.map(|needed| (uuid, needed)).into_iter().collect();
     let mut watches = Watches { gpu: &gpu, active, waits, given: Vec::new(), commits, first_takes };
-    let paused: Result<Report, Error> = Memory::get().pause(&TransitionRequest { hand_over: true, lacking, ..request(&[]) }, &mut watches);
+    let paused = watches.pause(&common::pausing_with(&[], |request| request.swap = Some(SwapOut { needed, host: None })));
     let given = watches.given;
     if commits {
         assert_eq!(paused.unwrap().bytes, 5 * UNIT);
@@ -81,21 +89,21 @@ fn leave_slowly(lacking: Option<Lacking>, first_takes: Duration, waits: &[u64], 
 
 /// The driver zeroes what it gets back with the engines that copy, so what nobody needs yet would only slow the other job's copies.
 #[test]
-fn no_more_goes_before_the_commit_than_the_other_job_lacks() {
+fn no_more_goes_before_the_commit_than_the_other_job_needs() {
     for commits in [true, false] {
-        let lacks = |for_contents, for_all| Some(Lacking { for_contents: for_contents * UNIT, for_all: for_all * UNIT });
-        assert_eq!(leave(lacks(0, 0), &[], commits), [0]);
-        assert_eq!(leave(lacks(0, 2), &[], commits), [2]);
-        assert_eq!(leave(lacks(1, 1), &[], commits), [1]);
-        assert_eq!(leave(lacks(1, 4), &[], commits), [4], "kept memory first, then discarded memory");
-        assert_eq!(leave(None, &[], commits), [5], "whoever does not say what is lacking gets all of it");
+        let needs = |for_contents, for_all| Some(Needed { for_contents: for_contents * UNIT, for_all: for_all * UNIT });
+        assert_eq!(leave(needs(0, 0), &[], commits), [0]);
+        assert_eq!(leave(needs(0, 2), &[], commits), [2]);
+        assert_eq!(leave(needs(1, 1), &[], commits), [1]);
+        assert_eq!(leave(needs(1, 4), &[], commits), [4], "kept memory first, then discarded memory");
+        assert_eq!(leave(None, &[], commits), [5], "whoever does not say what is needed gets all of it");
     }
 }
 
 /// The other job does not wait for ever for the next piece of memory.
 #[test]
 fn what_is_saved_goes_if_saving_takes_long() {
-    let given = leave_slowly(Some(Lacking { for_contents: 0, for_all: 0 }), Duration::from_millis(4100), &[], true);
+    let given = leave_slowly(Some(Needed { for_contents: 0, for_all: 0 }), Duration::from_millis(4100), &[], true);
     assert!((1..=3).contains(&given[0]), "{given:?}");
 }
 
@@ -103,7 +111,7 @@ fn what_is_saved_goes_if_saving_takes_long() {
 #[test]
 fn the_rest_goes_as_well_if_the_commit_is_late() {
     for commits in [true, false] {
-        assert_eq!(leave(Some(Lacking { for_contents: 0, for_all: UNIT }), &[100, 499, 500, 600], commits), [1, 1, 1, 5, 5]);
+        assert_eq!(leave(Some(Needed { for_contents: 0, for_all: UNIT }), &[100, 499, 500, 600], commits), [1, 1, 1, 5, 5]);
     }
 }
 
@@ -119,8 +127,12 @@ fn what_a_partner_has_open_goes_at_the_commit() {
         let active = gpu.used(0);
         let mut watches =
             Watches { gpu: &gpu, active, waits: &[600], given: Vec::new(), commits, first_takes: Duration::from_millis(4100) };
-        let swap = TransitionRequest { hand_over: true, partners: vec![partner.pid], hold: Some(Duration::from_secs(100)), ..request(&[]) };
-        let paused = Memory::get().pause(&swap, &mut watches);
+        let swap = common::pausing_with(&[], |request| {
+            request.swap = Some(SwapOut::default());
+            request.participants.partners = vec![partner.pid];
+            request.hold = Some(Duration::from_secs(100));
+        });
+        let paused = watches.pause(&swap);
         assert_eq!((paused.is_ok(), watches.given), (commits, vec![1, 1]), "only what nobody else has open");
         if commits {
             assert_eq!(active - gpu.used(0), 2 * UNIT);
@@ -135,20 +147,37 @@ fn what_a_partner_has_open_goes_at_the_commit() {
     }
 }
 
-/// A client that refuses the commit while the driver refuses memory, so that nothing comes back at once.
-struct Refuses<'a>(&'a Gpu);
-
-impl Observer for Refuses<'_> {
-    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        self.0.fail("cuMemCreate", 1, 999, u64::MAX);
-        Err(Error::Aborted("a test".into()))
-    }
+/// Whether the thread lives that brings back what the undoing of a swap could not.
+fn is_anything_unfinished() -> bool {
+    let names = fs::read_dir("/proc/self/task").unwrap().filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.into_iter().any(|name| name.trim() == "vramctl-undo")
 }
 
-/// Whether the thread lives that brings back what the undoing of a swap could not.
-fn is_anything_owed() -> bool {
-    let names = fs::read_dir("/proc/self/task").unwrap().filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    names.into_iter().any(|name| name.trim() == "vramctl-owed")
+/// What was restored before a swap was undone is paused again by itself, as soon as that is possible, unless a user has resumed it.
+#[test]
+fn what_a_user_resumes_after_an_undone_swap_stays_active() {
+    let gpu = Gpu::take();
+    let kept = [("one", 1), ("two", 2)].map(|(tag, seed)| {
+        let (address, contents) = (malloc_tagged(tag, None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
+        assert_eq!(write(address, &contents), 0);
+        (address, contents)
+    });
+    Memory::get().pause(&common::pausing_with(&[], |request| request.hold = Some(Duration::from_secs(100))), &mut ()).unwrap();
+    let swap = common::resuming_with(&[], |request| request.swap = Some(SwapIn { host: true }));
+    let undone = common::decide(Memory::get().prepare_resume(&swap, &mut ()), |_| {
+        gpu.fail("cuMemcpyDtoHAsync_v2", 1, 999, u64::MAX);
+        Err(Error::Aborted("a test".into()))
+    });
+    assert!(matches!(undone, Err(Error::NotUndone(..))), "{undone:?}");
+    assert_eq!(resume(&["one"]).unwrap().unchanged, 1);
+    gpu.clear_faults();
+    eventually("the rest is paused", || !is_anything_unfinished());
+    assert_eq!(["one", "two"].map(state), [Some(TagState::Active), Some(TagState::Paused)]);
+    resume(&[]).unwrap();
+    for (address, contents) in kept {
+        assert!(read(address, contents.len()).unwrap() == contents);
+        assert_eq!(free(address), 0);
+    }
 }
 
 /// What comes back by itself after an undone swap stays away once a user has paused it, and else comes.
@@ -157,16 +186,22 @@ fn what_a_user_pauses_after_an_undone_swap_stays_paused() {
     for is_paused in [false, true] {
         let gpu = Gpu::take();
         let kept = [1, 2].map(filled);
-        let swap = TransitionRequest { hand_over: true, hand_over_host: Some(Duration::from_secs(1)), ..request(&[]) };
-        let undone = Memory::get().pause(&swap, &mut Refuses(&gpu)).unwrap_err();
+        let swap =
+            common::pausing_with(&[], |request| request.swap = Some(SwapOut { host: Some(Duration::from_secs(1)), ..SwapOut::default() }));
+        // The driver refuses memory, so that nothing comes back at once.
+        let undone = common::decide(Memory::get().prepare_pause(&swap, &mut ()), |_| {
+            gpu.fail("cuMemCreate", 1, 999, u64::MAX);
+            Err(Error::Aborted("a test".into()))
+        });
+        let undone = undone.unwrap_err();
         assert!(matches!(undone, Error::NotUndone(..)), "{undone}");
-        eventually("it is owed", is_anything_owed);
+        eventually("it is unfinished", is_anything_unfinished);
         assert_eq!(state("weights"), Some(TagState::Paused));
         if is_paused {
-            assert_eq!(Memory::get().pause(&request(&[]), &mut ()).unwrap().unchanged, 2);
+            assert_eq!(Memory::get().pause(&common::pausing(&[]), &mut ()).unwrap().unchanged, 2);
         }
         gpu.clear_faults();
-        eventually("nothing is owed", || !is_anything_owed());
+        eventually("nothing is unfinished", || !is_anything_unfinished());
         assert_eq!(state("weights"), Some(if is_paused { TagState::Paused } else { TagState::Active }));
         resume(&[]).unwrap();
         for (address, contents) in kept {

@@ -1,8 +1,7 @@
 //! Pauses of programs that are not idle: their calls wait at the gate, and the program notices only a delay.
 
 use crate::common::{
-    self, EmptyGraph, Gate, Gpu, MIB, OwnContext, SetOnDrop, Stream, malloc_tagged, pattern, read, request, resume, state, without_waiting,
-    write,
+    self, EmptyGraph, Gate, Gpu, MIB, OwnContext, SetOnDrop, Stream, malloc_tagged, pattern, read, resume, state, without_waiting, write,
 };
 use std::ffi::{CStr, c_void};
 use std::mem::transmute;
@@ -14,12 +13,13 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, quiet};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
+use vramctl_core::transition::Preparation;
 use vramctl_driver::{Activity, CopyBetween, CopySide, Current};
 use vramctl_intercept::{entries, hooks, launch};
-use vramctl_model::{Error, Kind, Observer, Policy, Progress, Report, TagState, TransitionRequest, code};
+use vramctl_model::{Error, Kind, Observer, Policy, Progress, Report, TagState, code};
 
 fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
-    Memory::get().pause(&TransitionRequest { hold: Some(limit), ..request(tags) }, &mut ())
+    Memory::get().pause(&common::pausing_with(tags, |request| request.hold = Some(limit)), &mut ())
 }
 
 /// How much a busy thread writes at a time.
@@ -430,19 +430,23 @@ fn a_failed_pause_lets_the_program_go() {
     assert!(gate::is_held());
     // Another process may have taken the memory after the check and give it back.
     gpu.fail("cuMemCreate", 1, 2, 1);
-    Memory::get().resume(&TransitionRequest { timeout: Some(LONG), ..request(&["busy"]) }, &mut ()).unwrap();
+    Memory::get().resume(&common::resuming_with(&["busy"], |request| request.timeout = Some(LONG)), &mut ()).unwrap();
     assert_eq!((gate::is_held(), read(address, MIB).as_ref()), (false, Ok(&bytes)));
     assert_eq!(common::free(address), 0);
 }
 
-/// Refuses consent at the last point where everything can be undone, and records the machine's state there.
-struct Refuses<'a>(&'a Gpu, Option<u64>);
-
-impl Observer for Refuses<'_> {
-    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        self.1 = Some(self.0.footprint().used()[0]);
+/// Undoes what is prepared. Returns why it was not committed, and the device memory in use when everything was prepared.
+fn refuse(gpu: &Gpu, prepared: Preparation<'_>) -> (Error, u64) {
+    let mut used = 0;
+    let refused = common::decide(prepared, |_| {
+        used = gpu.footprint().used()[0];
         Err(Error::Aborted("a test".into()))
-    }
+    });
+    (refused.unwrap_err(), used)
+}
+
+fn prepare_held(tags: &[&str]) -> Preparation<'static> {
+    Memory::get().hold().unwrap().prepare_pause(&common::pausing(tags), &mut ())
 }
 
 /// Nothing is given up before the consent: without it, a pause and a resume leave everything as it was.
@@ -453,17 +457,16 @@ fn without_consent_everything_is_undone() {
     let bytes = pattern(9, MIB);
     assert_eq!(write(address, &bytes), 0);
     let active = gpu.footprint();
-    let mut refuses = Refuses(&gpu, None);
-    let error = Memory::get().hold().unwrap().pause(&request(&["job"]), &mut refuses).unwrap_err();
+    let (error, prepared) = refuse(&gpu, prepare_held(&["job"]));
     assert_eq!((error.kind(), error.to_string().as_str()), (Kind::Aborted, "undone: a test; nothing has changed"));
-    assert_eq!(refuses.1, Some(active.used()[0]), "the memory is still there when consent is asked for");
+    assert_eq!(prepared, active.used()[0], "the memory is still there when consent is asked for");
     assert_eq!((state("job"), gate::is_held()), (Some(TagState::Active), false));
     assert_eq!((read(address, MIB).as_ref(), gpu.footprint().used()), (Ok(&bytes), active.used()));
 
     pause_held(&["job"], LONG).unwrap();
     let paused = gpu.footprint();
-    assert_eq!(Memory::get().resume(&request(&["job"]), &mut refuses).unwrap_err().kind(), Kind::Aborted);
-    assert_eq!(refuses.1, Some(active.used()[0]), "the new memory is there when consent is asked for");
+    let (error, prepared) = refuse(&gpu, Memory::get().prepare_resume(&common::resuming(&["job"]), &mut ()));
+    assert_eq!((error.kind(), prepared), (Kind::Aborted, active.used()[0]), "the new memory is there when consent is asked for");
     assert_eq!((state("job"), gate::is_held(), gpu.footprint().used()), (Some(TagState::Paused), true, paused.used()));
     resume(&["job"]).unwrap();
     assert_eq!((read(address, MIB).as_ref(), gate::is_held()), (Ok(&bytes), false));
@@ -481,10 +484,6 @@ impl Observer for RefusesEarly {
         self.copied.push(now);
         Err(Error::Aborted("a test".into()))
     }
-
-    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        panic!("the answer is known");
-    }
 }
 
 /// The rest is not copied for nothing, and the status does not say meanwhile that it is being paused.
@@ -497,9 +496,10 @@ fn a_pause_and_a_resume_that_nobody_wants_any_more_end_at_once() {
     assert_eq!(write(address, &contents), 0);
     let active = gpu.footprint();
     for backup in [Policy::Host, Policy::Disk] {
-        let wanted = TransitionRequest { backup: Some(backup), ..request(&["job"]) };
+        let wanted = common::pausing_with(&["job"], |request| request.options.backup = Some(backup));
         let mut refuses = RefusesEarly::default();
-        let error = Memory::get().hold().unwrap().pause(&wanted, &mut refuses).unwrap_err();
+        let failed = Memory::get().hold().unwrap().prepare_pause(&wanted, &mut refuses).err().expect("the answer is known");
+        let error = failed.undo();
         assert_eq!((error.kind(), state("job"), gate::is_held()), (Kind::Aborted, Some(TagState::Active), false), "{backup:?}: {error}");
         assert_eq!((read(address, MIB).as_ref(), gpu.footprint().used()), (Ok(&contents), active.used()), "{backup:?}");
         // From the disk, one piece after the other: the first was the last.
@@ -507,7 +507,7 @@ fn a_pause_and_a_resume_that_nobody_wants_any_more_end_at_once() {
 
         Memory::get().pause(&wanted, &mut ()).unwrap();
         let mut refuses = RefusesEarly::default();
-        assert_eq!(Memory::get().resume(&request(&["job"]), &mut refuses).unwrap_err().kind(), Kind::Aborted, "{backup:?}");
+        assert_eq!(Memory::get().resume(&common::resuming(&["job"]), &mut refuses).unwrap_err().kind(), Kind::Aborted, "{backup:?}");
         assert_eq!(state("job"), Some(TagState::Paused), "{backup:?}");
         assert!(backup == Policy::Host || refuses.copied.len() == 1, "{:?}", refuses.copied);
         resume(&["job"]).unwrap();
@@ -521,22 +521,22 @@ fn a_pause_and_a_resume_that_nobody_wants_any_more_end_at_once() {
 fn what_is_undone_shows_as_such() {
     let gpu = Gpu::take();
     let address = malloc_tagged("job", None, 2 * MIB).unwrap();
-    let undone = |slow: &str, work: &(dyn Fn(&mut Refuses) -> Result<Report, Error> + Sync)| {
+    let undone = |slow: &str, prepare: &(dyn Fn() -> Preparation<'static> + Sync)| {
         gpu.slow_down(slow, 600_000);
         thread::scope(|scope| {
             let refused = scope.spawn(|| {
                 common::set_device(0);
-                work(&mut Refuses(&gpu, None)).unwrap_err().kind()
+                refuse(&gpu, prepare()).0.kind()
             });
             common::eventually("undoing", || state("job") == Some(TagState::Undoing));
             gpu.slow_down(slow, 0);
             assert_eq!(refused.join().unwrap(), Kind::Aborted);
         });
     };
-    undone("cuMemSetAccess", &|refuses| Memory::get().hold().unwrap().pause(&request(&["job"]), refuses));
+    undone("cuMemSetAccess", &|| prepare_held(&["job"]));
     assert_eq!(state("job"), Some(TagState::Active));
     pause_held(&["job"], LONG).unwrap();
-    undone("cuMemUnmap", &|refuses| Memory::get().resume(&request(&["job"]), refuses));
+    undone("cuMemUnmap", &|| Memory::get().prepare_resume(&common::resuming(&["job"]), &mut ()));
     assert_eq!(state("job"), Some(TagState::Paused));
     resume(&["job"]).unwrap();
     assert_eq!(common::free(address), 0);
@@ -548,7 +548,7 @@ fn a_failed_pause_does_not_hold_a_program_that_ran_without_its_paused_memory() {
     let gpu = Gpu::take();
     let (old, job) = (malloc_tagged("old", None, 2 * MIB).unwrap(), malloc_tagged("job", None, 2 * MIB).unwrap());
     common::pause(&["old"]).unwrap();
-    assert!(Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Refuses(&gpu, None)).is_err());
+    refuse(&gpu, prepare_held(&["job"]));
     assert_eq!((state("old"), state("job"), gate::is_held()), (Some(TagState::Paused), Some(TagState::Active), false));
     assert_eq!((common::free(old), common::free(job)), (0, 0));
 }
@@ -576,7 +576,7 @@ fn memory_that_cannot_be_mapped_again_keeps_the_program_held() {
     for call in ["cuMemMap", "cuMemSetAccess"] {
         let refused = |times| {
             gpu.fail(call, 1, 999, times);
-            assert!(Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Refuses(&gpu, None)).is_err(), "{call}");
+            refuse(&gpu, prepare_held(&["job"]));
             gpu.clear_faults();
             (state("job"), gate::is_held())
         };
@@ -588,7 +588,7 @@ fn memory_that_cannot_be_mapped_again_keeps_the_program_held() {
     assert_eq!(common::free(address), 0);
 }
 
-/// Frees paused memory while the pause waits, and refuses consent.
+/// Frees paused memory while the pause waits.
 struct Frees(Option<u64>);
 
 impl Observer for Frees {
@@ -597,10 +597,6 @@ impl Observer for Frees {
             assert_eq!(common::free(address), 0);
         }
         Some(false)
-    }
-
-    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        Err(Error::Aborted("a test".into()))
     }
 }
 
@@ -614,7 +610,7 @@ fn memory_that_is_freed_meanwhile_does_not_hide_what_is_missing() {
     common::pause(&["old"]).unwrap();
     assert!(!gate::is_held());
     gpu.fail("cuMemMap", 1, 999, 2);
-    assert!(Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Frees(Some(old))).is_err());
+    refuse(&gpu, Memory::get().hold().unwrap().prepare_pause(&common::pausing(&["job"]), &mut Frees(Some(old))));
     gpu.clear_faults();
     assert_eq!((state("old"), state("job"), gate::is_held()), (None, Some(TagState::Paused), true));
     resume(&["job"]).unwrap();
@@ -713,7 +709,7 @@ fn a_pause_ends_when_its_client_is_gone() {
     let _gpu = Gpu::take();
     let (paused, drained, took, held) = beside_a_call_that_does_not_end(|_| {
         let begun = Instant::now();
-        let request = TransitionRequest { hold: Some(LONG), ..request(&["busy"]) };
+        let request = common::pausing_with(&["busy"], |request| request.hold = Some(LONG));
         let paused = Memory::get().pause(&request, &mut Gone).map_err(|error| error.kind());
         let drained = Memory::get().hold().unwrap().drain(LONG, &mut Gone).map_err(|error| error.kind());
         (paused, drained, begun.elapsed(), gate::is_held())
@@ -741,7 +737,7 @@ fn moments_of_background_work_are_no_holds() {
         for round in 0..50 {
             let status = Memory::get().status();
             assert_eq!((status.held, status.waiting_threads, gate::is_held()), (false, 0, false), "round {round}");
-            let asked = TransitionRequest { hold: Some(Duration::ZERO), ..request(&["job"]) };
+            let asked = common::pausing_with(&["job"], |request| request.hold = Some(Duration::ZERO));
             common::patiently(|| Memory::get().pause(&asked, &mut ()).map_err(|error| assert_eq!(error.kind(), Kind::Busy))).unwrap();
             assert!(gate::is_held() && Memory::get().status().held, "round {round}");
             resume(&["job"]).unwrap();
@@ -781,17 +777,6 @@ fn a_program_that_makes_calls_all_the_time_is_left_alone() {
     assert_eq!(common::free(address), 0);
 }
 
-/// Asks for consent only when all background work that waits for a quiet moment is done.
-struct WhenAllIsDone<'a>(&'a Gpu);
-
-impl Observer for WhenAllIsDone<'_> {
-    fn vote(&mut self, _: &mut dyn FnMut(Duration)) -> Result<(), Error> {
-        common::eventually("unpinned", || Memory::get().status().host.ready_bytes == 0);
-        common::eventually("loaded", || self.0.calls("cuModuleLoadData") > 0);
-        Ok(())
-    }
-}
-
 /// Drivers before CUDA 12.5 cannot tell whether a program is at work. Nobody waits for them to, and a pause is a quiet moment for what it has
 /// waited for itself.
 #[test]
@@ -820,8 +805,14 @@ fn with_an_old_driver_a_held_pause_is_the_quiet_moment() {
     vramctl_backup::settle();
     assert!(host().ready_bytes > 0, "it went without a quiet moment: {:?}", host());
     assert_eq!((gpu.calls("cuLinkComplete"), gpu.calls("cuModuleLoadData")), (1, 0));
-    let held = TransitionRequest { hold: Some(LONG), ..request(&[common::DISCARDED_TAG]) };
-    Memory::get().pause(&held, &mut WhenAllIsDone(&gpu)).unwrap();
+    let held = common::pausing_with(&[common::DISCARDED_TAG], |request| request.hold = Some(LONG));
+    // All background work that waits for a quiet moment is done before the commit.
+    let paused = common::decide(Memory::get().prepare_pause(&held, &mut ()), |_| {
+        common::eventually("unpinned", || Memory::get().status().host.ready_bytes == 0);
+        common::eventually("loaded", || gpu.calls("cuModuleLoadData") > 0);
+        Ok(())
+    });
+    paused.unwrap();
     resume(&[]).unwrap();
     gpu.clear_faults();
     vramctl_backup::set_retain(Some("new".into()), None);
@@ -928,7 +919,7 @@ fn capture_while_a_pause_is_refused(gpu: &Gpu, address: u64, call: &str, code: u
     let (graph, paused) = thread::scope(|scope| {
         let opens = Opens(&pipeline.gate);
         gpu.reset_counts();
-        let request = TransitionRequest { timeout: Some(LONG), ..request(&["t"]) };
+        let request = common::pausing_with(&["t"], |request| request.timeout = Some(LONG));
         let pause = scope.spawn(move || Memory::get().pause(&request, &mut ()));
         common::eventually("the pause asks", || gpu.calls("cuEventQuery") > 2);
         if call != "cuEventQuery" {
@@ -1016,7 +1007,7 @@ fn a_pause_beside_a_full_stream_holds_up_no_other_device() {
         let is_full = || launched.load(Ordering::SeqCst) == 1020 && calls(&["cuLaunchKernel"]) == 1021;
         common::eventually("the stream is full", is_full);
         let before = calls(&["cuEventCreate"]);
-        scope.spawn(|| Memory::get().pause(&TransitionRequest { timeout: Some(LONG), ..request(&["t"]) }, &mut ()).unwrap());
+        scope.spawn(|| Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = Some(LONG)), &mut ()).unwrap());
         common::eventually("the pause asks the driver", || calls(&["cuEventCreate"]) > before);
         let first = without_waiting(&gate, goes_on_elsewhere);
         let begins = ["cuStreamBeginCapture_v2", "cuEventCreate"];

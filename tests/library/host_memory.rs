@@ -173,7 +173,7 @@ fn a_dry_run_tells_what_a_pause_takes_and_what_there_is() {
     let _gpu = Gpu::take();
     let make = |tag: &str, policy, mib| malloc_tagged(tag, policy, mib * MIB).unwrap();
     let plan = || {
-        let room = Memory::get().plan(&common::request(&[])).unwrap().0.host;
+        let room = Memory::get().plan_pause(&common::pausing(&[])).unwrap().0.host;
         (room.needed_bytes >> 20, room.available_bytes >> 20)
     };
     let _kept = Kept::for_long();
@@ -276,7 +276,7 @@ proptest! {
         let all: Vec<_> = before.into_iter().chain(sizes[1..].iter().map(make)).collect();
         let done = loop {
             set(host, disk);
-            let (_, foretold) = Memory::get().plan(&common::request(&[])).unwrap();
+            let (_, foretold) = Memory::get().plan_pause(&common::pausing(&[])).unwrap();
             let paused = pause(&[]).map(drop);
             let text = |result: &Result<(), Error>| result.as_ref().map_err(ToString::to_string).err();
             if text(&foretold) != text(&paused) {

@@ -1,8 +1,8 @@
 //! The hooked functions as a program sees them: managed where they should be, and otherwise like the real ones.
 
 use crate::common::{
-    self, Gate, Gpu, LONG_MS, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request,
-    reset_unseen, resume, set_device, state, use_again, without_waiting, write,
+    self, Gate, Gpu, LONG_MS, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, reset_unseen, resume,
+    set_device, state, use_again, without_waiting, write,
 };
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
@@ -17,12 +17,13 @@ use std::time::{Duration, Instant};
 use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::share::Borrower;
 use vramctl_core::memory::{Memory, region};
+use vramctl_core::transition::Pause;
 use vramctl_driver::{PHYSICAL_PIECE, RelaxedCapture, StreamHandle};
 use vramctl_intercept::entries;
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Kind, Observer, Policy, Progress, Report, Span, Stage, TagState, TransitionRequest};
+use vramctl_model::{Kind, Observer, Policy, Progress, Report, Span, Stage, TagState};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -339,10 +340,10 @@ fn policies_discard_or_keep_by_request_region_and_environment() {
     assert!(zero(by_region) && zero(by_environment));
 
     assert_eq!(write(by_region, &contents), 0);
-    Memory::get().pause(&TransitionRequest { backup: Some(Policy::Host), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&common::pausing_with(&[], |request| request.options.backup = Some(Policy::Host)), &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(kept(by_region), "a request overrules the region");
-    Memory::get().pause(&TransitionRequest { backup: Some(Policy::Discard), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&common::pausing_with(&[], |request| request.options.backup = Some(Policy::Discard)), &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(zero(by_default));
 }
@@ -381,7 +382,7 @@ fn a_pause_waits_for_the_devices_work() {
     let stream = Stream::create();
     gpu.set_op_delay_ms(LONG_MS);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
-    let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+    let hurried = Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = Some(Duration::from_millis(20))), &mut ());
     assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
     assert_eq!(state("t"), Some(TagState::Active));
     gpu.reset_counts();
@@ -424,7 +425,8 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
         std::thread::scope(|scope| {
             let freeing = scope.spawn(|| free(freed));
             std::thread::sleep(Duration::from_millis(30));
-            let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+            let hurried =
+                Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = Some(Duration::from_millis(20))), &mut ());
             assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
             std::thread::sleep(Duration::from_millis(30));
             assert!(!freeing.is_finished());
@@ -472,7 +474,8 @@ fn a_pause_waits_for_every_context_of_the_device() {
             assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
         });
         ready.wait();
-        let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+        let hurried =
+            Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = Some(Duration::from_millis(20))), &mut ());
         paused.wait();
         hurried
     });
@@ -498,7 +501,8 @@ fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
         let address = allocated.recv().unwrap();
         stream.wait_for(&gate);
         assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
-        let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+        let hurried =
+            Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = Some(Duration::from_millis(20))), &mut ());
         gate.open();
         let ended = stream.synchronize();
         // Before its context is destroyed: a program must not do both at the same time.
@@ -568,14 +572,14 @@ fn a_waiting_pause_is_given_up_when_its_client_is_gone() {
     gpu.set_op_delay_ms(LONG_MS);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
     for timeout in [None, Some(Duration::from_secs(60))] {
-        let answer = Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut Leaves);
+        let answer = Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = timeout), &mut Leaves);
         assert!(matches!(answer, Err(Error::Busy(_))), "{answer:?}");
     }
     gpu.set_op_delay_ms(0);
     assert_eq!(stream.synchronize(), 0);
     assert_eq!(state("t"), Some(TagState::Active));
     // Nor does it happen if the device is idle.
-    let answer = Memory::get().pause(&request(&["t"]), &mut Leaves);
+    let answer = Memory::get().pause(&common::pausing(&["t"]), &mut Leaves);
     assert!(matches!(answer, Err(Error::Busy(_))), "{answer:?}");
     assert_eq!(state("t"), Some(TagState::Active));
     assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
@@ -596,7 +600,7 @@ fn a_resume_without_memory_says_what_is_short_and_can_wait() {
     assert_eq!(state("t"), Some(TagState::Paused));
     gpu.reset_counts();
     let patient = std::thread::spawn(|| {
-        Memory::get().resume(&TransitionRequest { timeout: Some(Duration::from_secs(100)), ..request(&["t"]) }, &mut ())
+        Memory::get().resume(&common::resuming_with(&["t"], |request| request.timeout = Some(Duration::from_secs(100))), &mut ())
     });
     common::eventually("it looks again", || gpu.calls("cuMemGetInfo_v2") > 1);
     std::thread::sleep(Duration::from_millis(100));
@@ -693,7 +697,7 @@ fn the_end_of_a_context_holds_up_neither_the_program_nor_a_transition() {
                 });
                 assert_eq!((tags, free(more)), (3, 0), "{name}");
                 // The work of the context may use any memory of the device.
-                let soon = TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["gone"]) };
+                let soon = common::pausing_with(&["gone"], |request| request.timeout = Some(Duration::from_millis(20)));
                 let hurried = in_time("a pause", move || Memory::get().pause(&soon, &mut ()));
                 assert!(matches!(hurried, Err(Error::Busy(_))), "{name}: {hurried:?}");
             }));
@@ -1296,7 +1300,7 @@ fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("parts", None, BYTES).unwrap();
     let unused = vec![Span { address, bytes: 96 * MIB }];
-    Memory::get().pause(&TransitionRequest { unused, ..common::request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&Pause { unused, ..common::pausing(&[]) }, &mut ()).unwrap();
     Memory::get().set_retain(Some("parts"), Some(true)).unwrap();
     resume(&[]).unwrap();
     assert_eq!(Memory::get().status().host.used_bytes, 64 << 20, "a part is retained");
@@ -1386,7 +1390,9 @@ fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
         one.wait_for(&first);
         assert_eq!(one.fill(address, 1, MIB), 0);
         gpu.reset_counts();
-        let pausing = std::thread::spawn(move || Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut ()).map(drop));
+        let pausing = std::thread::spawn(move || {
+            Memory::get().pause(&common::pausing_with(&["t"], |request| request.timeout = timeout), &mut ()).map(drop)
+        });
         until_it_waits(&gpu);
         std::thread::sleep(Duration::from_millis(100));
         other.wait_for(&gate);
@@ -1431,7 +1437,7 @@ fn kept_parts_of_several_allocations_do_not_mix() {
     let hole = |which: usize, from: usize, bytes: usize| Span { address: all[which].0 + from as u64, bytes };
     let unused = vec![hole(0, 0, 2 * MIB), hole(1, 2 * MIB, 2 * MIB), hole(1, 6 * MIB, 2 * MIB)];
     let kept: [&[(usize, usize)]; 3] = [&[(2, 8)], &[(0, 2), (4, 6)], &[(0, 8)]];
-    let report = Memory::get().pause(&TransitionRequest { unused, ..request(&["t"]) }, &mut ()).unwrap();
+    let report = Memory::get().pause(&Pause { unused, ..common::pausing(&["t"]) }, &mut ()).unwrap();
     assert_eq!(report.kept_bytes, 18 << 20);
     resume(&[]).unwrap();
     for ((address, contents), kept) in all.iter().zip(kept) {
@@ -1541,7 +1547,7 @@ fn unregistered_host_memory_is_slower_but_correct() {
 fn an_idle_device_is_paused_with_a_zero_timeout() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
-    Memory::get().pause(&TransitionRequest { timeout: Some(Duration::ZERO), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&common::pausing_with(&[], |request| request.timeout = Some(Duration::ZERO)), &mut ()).unwrap();
     assert_eq!(free(address), 0);
 }
 
@@ -1555,13 +1561,16 @@ fn a_pause_of_one_gpu_leaves_the_others_alone() {
     let uuids: Vec<_> = Memory::get().status().devices.iter().map(|device| device.uuid.clone().unwrap()).collect();
     assert!(uuids[0] != uuids[1] && uuids.iter().all(|uuid| uuid.starts_with("GPU-") && uuid.len() == 40), "{uuids:?}");
     let before = (gpu.used(0), gpu.used(1));
-    let only = |gpu: &str| TransitionRequest { gpus: vec![gpu.to_owned()], ..TransitionRequest::default() };
-    assert_eq!(Memory::get().plan(&only(&uuids[1])).unwrap().0.tags[0].allocations, 1);
+    let only = |gpu: &str| common::pausing_with(&[], |request| request.selection.gpus = vec![gpu.to_owned()]);
+    let resume_only = |gpu: &str| {
+        Memory::get().resume(&common::resuming_with(&[], |request| request.selection.gpus = vec![gpu.to_owned()]), &mut ()).unwrap()
+    };
+    assert_eq!(Memory::get().plan_pause(&only(&uuids[1])).unwrap().0.tags[0].allocations, 1);
     assert_eq!(Memory::get().pause(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
     assert_eq!(gpu.used(0), before.0);
     assert!(gpu.used(1) < before.1);
-    assert_eq!(Memory::get().resume(&only(&uuids[0]), &mut ()).unwrap().allocations, 0);
-    assert_eq!(Memory::get().resume(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
+    assert_eq!(resume_only(&uuids[0]).allocations, 0);
+    assert_eq!(resume_only(&uuids[1]).allocations, 1);
     assert_eq!((gpu.used(0), gpu.used(1)), before);
     assert_eq!(Memory::get().pause(&only("GPU-of-nobody"), &mut ()).unwrap().allocations, 0);
 }
@@ -1589,11 +1598,10 @@ fn a_pause_and_a_resume_in_progress_show_in_the_status() {
     let bytes = 6 * HOST_PIECE as u64;
     for tag in [TagState::Pausing, TagState::Resuming] {
         let mut looking = Looking { tag, seen: Vec::new() };
-        let request = request(&["weights"]);
         let (done, stage) = if tag == TagState::Pausing {
-            (Memory::get().pause(&request, &mut looking), Stage::Save)
+            (Memory::get().pause(&common::pausing(&["weights"]), &mut looking), Stage::Save)
         } else {
-            (Memory::get().resume(&request, &mut looking), Stage::Restore)
+            (Memory::get().resume(&common::resuming(&["weights"]), &mut looking), Stage::Restore)
         };
         assert_eq!(done.unwrap().kept_bytes, bytes);
         assert!(looking.seen.len() > 1, "{:?}", looking.seen);
@@ -1631,7 +1639,7 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(write(address, &contents[..1]), 0);
     assert_eq!(cycle(), 10 * PIECE);
     // A discarding pause drops the copy.
-    Memory::get().pause(&TransitionRequest { backup: Some(Policy::Discard), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&common::pausing_with(&[], |request| request.options.backup = Some(Policy::Discard)), &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
     assert_eq!(cycle(), 0);
@@ -1829,7 +1837,7 @@ fn nothing_is_released_before_everything_is_saved() {
             assert_eq!(write(*address, &pattern(number as u64 + seed, 2 * MIB)), 0);
         }
         let mut looks = Looks(&gpu, Vec::new());
-        Memory::get().pause(&common::request(&[]), &mut looks).unwrap();
+        Memory::get().pause(&common::pausing(&[]), &mut looks).unwrap();
         assert!(looks.1.iter().all(|now| *now == used), "{:?}", looks.1);
         resume(&[]).unwrap();
     }

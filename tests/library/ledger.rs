@@ -1,11 +1,11 @@
 //! What a process reports of its device memory is what the device shows, at every moment.
 
-use crate::common::{self, DEVICES, Gate, Gpu, MIB, Stream, malloc_tagged, pause, request, resume, set_device};
+use crate::common::{self, DEVICES, Gate, Gpu, MIB, Stream, malloc_tagged, pause, resume, set_device};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 use vramctl_core::memory::Memory;
-use vramctl_model::{Policy, TransitionRequest};
+use vramctl_model::Policy;
 
 /// Small blocks that the library needs for a moment.
 const OWN: u64 = 64 << 10;
@@ -65,8 +65,8 @@ fn compare_at_calls(gpu: &Gpu, set_up: impl Fn(), action: impl Fn() + Sync) -> u
     }
 }
 
-fn guarded() -> TransitionRequest {
-    TransitionRequest { guard: true, ..request(&[]) }
+fn guarded() -> vramctl_core::transition::Pause {
+    common::pausing_with(&[], |request| request.options.guard = true)
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::{fs, mem, ptr};
 use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::{entries, nccl};
-use vramctl_model::{Error, Registered, TransitionRequest};
+use vramctl_model::{Error, Registered};
 
 const PAGE: usize = 2 * MIB;
 
@@ -176,7 +176,7 @@ fn destroy(communicator: usize) -> c_int {
 
 /// What a pause of everything would refuse, with the registrants.
 fn refused() -> Vec<(String, String, u64)> {
-    match Memory::get().plan(&common::request(&[])) {
+    match Memory::get().plan_pause(&common::pausing(&[])) {
         Err(Error::Registered(list)) => list.into_iter().map(|one| (one.tag, one.registrant, one.bytes)).collect(),
         other => other.map(|_| Vec::new()).unwrap(),
     }
@@ -201,7 +201,7 @@ fn memory_registered_with_nccl_is_replaced_only_when_told_so() {
     assert_eq!(gpu.used(0), used, "nothing has changed");
     assert!(pause(&["weights"]).and(resume(&["weights"])).is_ok());
 
-    let with = |registered| TransitionRequest { registered, ..common::request(&[]) };
+    let with = |registered| common::pausing_with(&[], |request| request.options.registered = registered);
     Memory::get().pause(&with(Registered::Keep), &mut ()).unwrap();
     assert_eq!((gpu.used(0), read(buffer, PAGE)), (used - PAGE as u64, Ok(bytes.clone())), "still there");
     resume(&[]).unwrap();

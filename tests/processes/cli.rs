@@ -35,12 +35,22 @@ use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request};
 use vramctl_model::{
-    Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Policy, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
-    TransitionRequest, Verb,
+    Cycle, DeviceStatus, Error, Holder, HostRoom, PauseOptions, PauseRequest, Plan, Policy, Progress, Report, ResumeRequest, Selection,
+    Shortage, Stage, Status, TagPlan, TagState, TagStatus, Transition,
 };
 
 const GIB: u64 = 1 << 30;
 const TEN_SECONDS: Duration = Duration::from_secs(10);
+
+/// What `vramctl pause` asks for without options.
+fn held() -> PauseRequest {
+    PauseRequest { hold: Some(TEN_SECONDS), ..PauseRequest::default() }
+}
+
+fn discard() -> PauseOptions {
+    PauseOptions { backup: Some(Policy::Discard), ..PauseOptions::default() }
+}
+
 const GPU: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
 /// How a fake process misbehaves on a request.
@@ -165,11 +175,14 @@ fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Reque
             }
         };
         let in_steps = matches!(request, Request::Prepare(_));
-        if let Request::Prepare(Prepare { of, transition, .. }) = request {
-            request = if of == Verb::Pause { Request::Pause(transition) } else { Request::Resume(transition) };
+        if let Request::Prepare(Prepare { transition, .. }) = request {
+            request = match transition {
+                Transition::Pause(pause) => Request::Pause(pause),
+                Transition::Resume(resume) => Request::Resume(resume),
+            };
         }
         state.lock().unwrap().transitions += usize::from(is_transition(&request));
-        if let Request::Pause(TransitionRequest { progress: true, .. }) = &request {
+        if let Request::Pause(PauseRequest { progress: true, .. }) = &request {
             let progress = Reply::Progress(Progress { stage: Stage::Save, done: 1, total: 2 });
             let _ = stream.write_all(&protocol::line(&progress));
         }
@@ -215,16 +228,17 @@ impl State {
                 let timeout = wanted.timeout.filter(|_| drained.is_none());
                 // A request without steps says it itself.
                 let hold = drained.or(wanted.hold);
-                self.asked.push(Request::Pause(TransitionRequest { hold, timeout, ..wanted.clone() }));
+                self.asked.push(Request::Pause(PauseRequest { hold, timeout, ..wanted.clone() }));
                 match self.foretell(wanted).plan.prefix_cache {
-                    Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
-                    _ => self.transition(wanted, TagState::Paused),
+                    Some(engine) if !wanted.options.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
+                    _ => self.transition(&wanted.selection.tags, wanted.options.backup, TagState::Paused),
                 }
             }
-            Request::Plan(wanted) => Reply::Plan(self.foretell(wanted)),
+            Request::Plan(Transition::Pause(wanted)) => Reply::Plan(self.foretell(wanted)),
+            Request::Plan(Transition::Resume(_)) => panic!("tests/processes/swap.rs has real processes"),
             Request::Resume(wanted) => {
                 self.asked.push(request.clone());
-                self.transition(wanted, TagState::Active)
+                self.transition(&wanted.selection.tags, None, TagState::Active)
             }
             Request::Events { .. } => panic!("tests/events.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
@@ -242,10 +256,11 @@ impl State {
         }
     }
 
-    fn foretell(&self, wanted: &TransitionRequest) -> DryRun {
-        let policy = wanted.backup.unwrap_or(Policy::Host);
-        let meant =
-            |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
+    fn foretell(&self, wanted: &PauseRequest) -> DryRun {
+        let policy = wanted.options.backup.unwrap_or(Policy::Host);
+        let meant = |(tag, state): &&(String, TagState)| {
+            *state != TagState::Paused && (wanted.selection.tags.is_empty() || wanted.selection.tags.contains(tag))
+        };
         let tag = |(tag, _): &(String, TagState)| TagPlan { tag: tag.clone(), allocations: 1, bytes: GIB, backup: [(policy, GIB)].into() };
         let tags: Vec<_> = self.tags.iter().filter(meant).map(tag).collect();
         let lost = policy == Policy::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
@@ -257,21 +272,21 @@ impl State {
         DryRun { plan: Plan { tags, host, prefix_cache, ..Plan::default() }, refused }
     }
 
-    fn transition(&mut self, wanted: &TransitionRequest, end: TagState) -> Reply {
+    fn transition(&mut self, tags: &[String], backup: Option<Policy>, end: TagState) -> Reply {
         let known: Vec<_> = self.tags.iter().map(|(tag, _)| tag.clone()).collect();
-        let unknown: Vec<_> = wanted.tags.iter().filter(|tag| !known.contains(tag)).cloned().collect();
+        let unknown: Vec<_> = tags.iter().filter(|tag| !known.contains(tag)).cloned().collect();
         if !unknown.is_empty() {
             return Reply::Error(Refusal::from(&Error::UnknownTag { unknown, known }));
         }
         let mut report = Report { stages: [(Stage::Wait, 3.0), (Stage::Unmap, 20.0)].into(), ms: 23.4, ..Report::default() };
         for (tag, state) in &mut self.tags {
-            if (wanted.tags.is_empty() || wanted.tags.contains(tag)) && *state != end {
+            if (tags.is_empty() || tags.contains(tag)) && *state != end {
                 *state = end;
                 report.allocations += 1;
                 report.bytes += GIB;
             }
         }
-        let discarded = if wanted.backup == Some(Policy::Discard) { report.bytes } else { 0 };
+        let discarded = if backup == Some(Policy::Discard) { report.bytes } else { 0 };
         Reply::Done(Report { kept_bytes: report.bytes - discarded, discarded_bytes: discarded, ..report })
     }
 

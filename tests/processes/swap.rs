@@ -176,15 +176,15 @@ fn the_one_that_comes_runs_once_the_other_one_has_left() {
     }
 }
 
-/// Swaps, and returns the bytes that OUT is told to be lacking: for contents, and for all.
+/// Swaps, and returns the bytes that OUT is told that IN needs: for contents, and for all.
 fn told_in_a_swap(machine: &Machine, programs: [&Program; 2], words: &str) -> Vec<[u64; 2]> {
     let told = Arc::new(Mutex::new(Vec::new()));
     let hears = Arc::clone(&told);
     let folder = proxy(machine, programs, move |place, request, line, is_answer| {
         if (place, request, is_answer) == (0, "prepare", false) {
-            let lacking = serde_json::from_slice::<Value>(line).unwrap()["lacking"].clone();
-            let bytes = |lacking: &Value| ["for_contents", "for_all"].map(|name| lacking[name].as_u64().unwrap());
-            hears.lock().unwrap().extend(lacking.as_object().unwrap().values().map(bytes));
+            let needed = serde_json::from_slice::<Value>(line).unwrap()["swap"]["needed"].clone();
+            let bytes = |needed: &Value| ["for_contents", "for_all"].map(|name| needed[name].as_u64().unwrap());
+            hears.lock().unwrap().extend(needed.as_object().unwrap().values().map(bytes));
         }
         true
     });
@@ -196,7 +196,7 @@ fn told_in_a_swap(machine: &Machine, programs: [&Program; 2], words: &str) -> Ve
 
 /// The paused memory of two tags is on two GPUs, and nobody reports which is where: OUT must count on all that may be on its GPU.
 #[test]
-fn a_tag_that_may_be_on_either_gpu_is_lacking_on_both() {
+fn a_tag_that_may_be_on_either_gpu_is_needed_on_both() {
     const MIB: u64 = 1 << 20;
     let machine = Machine::with(2, "128M");
     let mut b = machine.python("b");
@@ -215,9 +215,9 @@ fn a_tag_that_may_be_on_either_gpu_is_lacking_on_both() {
     assert!(most.is_some_and(|most| most >= 22 * MIB), "{told:?}");
 }
 
-/// Of 90 MiB that leave, as many come, and some are free: what OUT is not told to be lacking stays until the commit.
+/// Of 90 MiB that leave, as many come, and some are free: what OUT is not told that IN needs stays until the commit.
 #[test]
-fn the_one_that_leaves_is_told_what_the_other_one_lacks() {
+fn the_one_that_leaves_is_told_what_the_other_one_needs() {
     const MIB: u64 = 1 << 20;
     let (machine, a, b) = one_of_two();
     let free = (128 * MIB).checked_sub(machine.used()).unwrap();
@@ -234,12 +234,12 @@ fn a_swap_whose_commit_is_late_hands_over_the_rest() {
     let machine = Machine::new();
     let mut engine = machine.engine("engine");
     let uuid = machine.status("engine")["processes"][0]["devices"][0]["uuid"].clone();
-    let lacking = json!({uuid.as_str().unwrap(): {"for_contents": 0, "for_all": 0}});
+    let needed = json!({uuid.as_str().unwrap(): {"for_contents": 0, "for_all": 0}});
     let active = machine.used();
     let mut wire = machine.connect(&engine);
     wire.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
     wire.step(&json!({"request": "drain", "limit_ms": 10_000}), None, "drained");
-    wire.step(&json!({"request": "prepare", "of": "pause", "hand_over": true, "lacking": lacking}), None, "prepared");
+    wire.step(&json!({"request": "prepare", "of": "pause", "swap": {"needed": needed}}), None, "prepared");
     eventually("all is handed over", || machine.used() + (16 << 20) <= active);
     wire.send(&json!({"request": "abort"}), None);
     assert_eq!(wire.answer()["code"], "aborted");

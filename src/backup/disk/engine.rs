@@ -45,7 +45,7 @@ pub struct FileRequest {
 unsafe impl Send for FileRequest {}
 
 /// A completed job: the slot of its staging memory, and the result.
-type Landed = (usize, io::Result<()>);
+type Completion = (usize, io::Result<()>);
 
 impl FileRequest {
     /// Transfers all of `piece`, the staging memory of `slot`, at the file offset `at`.
@@ -126,8 +126,11 @@ impl<'a> Queue<'a> {
 
     /// Waits for a job. `None` if there are no more.
     fn next(&self) -> Option<FileRequest> {
-        let idle = |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed;
-        self.changed.wait_while(self.lock(), idle).unpoisoned().jobs.pop_front()
+        self.changed
+            .wait_while(self.lock(), |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed)
+            .unpoisoned()
+            .jobs
+            .pop_front()
     }
 
     /// Drops waiting jobs and has every thread stop.
@@ -137,7 +140,7 @@ impl<'a> Queue<'a> {
     }
 
     /// Runs a job on this thread.
-    fn perform(&self, mut job: FileRequest) -> Landed {
+    fn perform(&self, mut job: FileRequest) -> Completion {
         loop {
             // Look it up for each request: the program may have closed it.
             let file = match self.spill.file() {
@@ -168,10 +171,10 @@ impl<'a> Queue<'a> {
     }
 
     /// Runs jobs until there are no more.
-    fn serve(&self, landed: &Sender<Landed>) {
+    fn serve(&self, completed: &Sender<Completion>) {
         while let Some(job) = self.next() {
             // After an error, nobody receives it.
-            drop(landed.send(self.perform(job)));
+            drop(completed.send(self.perform(job)));
         }
     }
 }
@@ -179,7 +182,7 @@ impl<'a> Queue<'a> {
 /// The calling thread's handle on the workers. Dropping it stops them: running requests finish, waiting jobs are dropped.
 pub struct Flight<'a> {
     queue: &'a Queue<'a>,
-    landed: Receiver<Landed>,
+    completed: Receiver<Completion>,
     outstanding: usize,
     /// Without any, the calling thread runs the jobs.
     has_workers: bool,
@@ -188,9 +191,9 @@ pub struct Flight<'a> {
 impl<'a> Flight<'a> {
     /// Starts the workers in `scope`, for at most `slots` jobs at a time.
     pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize) -> Self {
-        let (sender, landed) = mpsc::channel();
+        let (sender, completed) = mpsc::channel();
         // Create it before the threads, so that they always end with it.
-        let mut flight = Self { queue, landed, outstanding: 0, has_workers: false };
+        let mut flight = Self { queue, completed, outstanding: 0, has_workers: false };
         for _ in 0..slots.min(THREADS) {
             let sender = sender.clone();
             // Fewer workers are only slower.
@@ -202,7 +205,7 @@ impl<'a> Flight<'a> {
         flight
     }
 
-    /// Submits a job. Its memory must not be touched until it has landed.
+    /// Submits a job. Its memory must not be touched until it is completed.
     pub fn submit(&mut self, job: FileRequest) {
         self.outstanding += 1;
         self.queue.put(job);
@@ -214,18 +217,18 @@ impl<'a> Flight<'a> {
     }
 
     /// Waits for a job to complete and returns its slot.
-    pub fn landed(&mut self) -> io::Result<usize> {
+    pub fn next_completed(&mut self) -> io::Result<usize> {
         let own = if self.has_workers { None } else { self.queue.next().map(|job| self.queue.perform(job)) };
-        let landed = own.or_else(|| self.landed.recv().ok()).ok_or_else(|| io::Error::other("the I/O threads have exited"))?;
-        self.take_in(landed)
+        let completed = own.or_else(|| self.completed.recv().ok()).ok_or_else(|| io::Error::other("the I/O threads have exited"))?;
+        self.take_in(completed)
     }
 
     /// The same without waiting.
     pub fn landed_already(&mut self) -> io::Result<Option<usize>> {
-        self.landed.try_recv().ok().map(|landed| self.take_in(landed)).transpose()
+        self.completed.try_recv().ok().map(|completed| self.take_in(completed)).transpose()
     }
 
-    fn take_in(&mut self, (slot, outcome): Landed) -> io::Result<usize> {
+    fn take_in(&mut self, (slot, outcome): Completion) -> io::Result<usize> {
         self.outstanding -= 1;
         outcome.map(|()| slot)
     }

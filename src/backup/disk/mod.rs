@@ -138,7 +138,7 @@ impl Spill {
                     Some(slot) => slot,
                     None => match free.pop() {
                         Some(slot) => slot,
-                        None => flight.landed()?,
+                        None => flight.next_completed()?,
                     },
                 };
                 let piece = staging[slot].slice(usize::try_from(end - at).unwrap_or(usize::MAX));
@@ -148,7 +148,7 @@ impl Spill {
                 at += length as u64;
             }
             while flight.any() {
-                flight.landed()?;
+                flight.next_completed()?;
             }
             Ok(())
         })
@@ -158,7 +158,7 @@ impl Spill {
     /// in order, with its file offset, while later pieces are being read.
     pub fn read<E>(&self, staging: &mut [StagingPiece], offset: u64, bytes: u64, drain: &mut Drain<E>) -> Result<(), SpillError<E>> {
         self.fly(Operation::Read, staging, offset, bytes, |flight, staging| {
-            let mut landed = vec![false; staging.len()];
+            let mut completed = vec![false; staging.len()];
             let mut ahead = VecDeque::with_capacity(staging.len());
             let mut free: VecDeque<_> = (0..staging.len()).collect();
             let (mut next, mut at, end) = (offset, offset, offset + bytes);
@@ -172,11 +172,11 @@ impl Spill {
                     flight.submit(FileRequest::new(slot, piece, next - piece.len() as u64));
                 }
                 let Some((slot, length)) = ahead.pop_front() else { break };
-                while !landed[slot] {
-                    landed[flight.landed()?] = true;
+                while !completed[slot] {
+                    completed[flight.next_completed()?] = true;
                 }
                 drain(at, staging[slot].slice(length)).map_err(SpillError::Copy)?;
-                landed[slot] = false;
+                completed[slot] = false;
                 free.push_back(slot);
                 at += length as u64;
             }
@@ -226,8 +226,11 @@ impl Spill {
 
     fn check(&self, staging: &[StagingPiece], offset: u64, bytes: u64) -> io::Result<()> {
         let aligned = |number: u64| number.is_multiple_of(ALIGNMENT as u64);
-        let fits = |piece: &StagingPiece| piece.bytes > 0 && aligned(piece.bytes as u64) && aligned(piece.address.as_ptr() as u64);
-        if staging.is_empty() || !staging.iter().all(fits) {
+        if staging.is_empty()
+            || !staging
+                .iter()
+                .all(|piece: &StagingPiece| piece.bytes > 0 && aligned(piece.bytes as u64) && aligned(piece.address.as_ptr() as u64))
+        {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "staging memory is missing or not aligned for direct I/O"));
         }
         if !aligned(offset) || !aligned(bytes) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {

@@ -7,9 +7,9 @@ use crate::ui::{Ui, dry_run, output};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::{Operation, Plan, Reporter};
-use vramctl_model::{Bytes, Registered, Verb};
+use vramctl_model::{Bytes, PauseOptions, Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -132,11 +132,14 @@ fn confirm(plan: &Plan, ui: &Ui) -> Result<(), CommandError> {
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let pause = PauseOptions {
-            backup: self.backup.policy(),
-            registered: self.registered,
-            guard: self.guard,
-            force: self.engine.force,
+        let pause = HowToPause {
+            options: PauseOptions {
+                backup: self.backup.policy(),
+                registered: self.registered,
+                guard: self.guard,
+                force: self.engine.force,
+                ..PauseOptions::default()
+            },
             engines: self.engine.addresses(),
             hold: match self.hold_timeout {
                 _ if self.no_hold => Hold::No,

@@ -10,7 +10,7 @@ use serde_json::json;
 use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Move, Operation, Relocation, Scope};
 use vramctl_model::{Bytes, Verb};
@@ -116,7 +116,7 @@ impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
-        let pause = PauseOptions { hold: Hold::Within(self.hold_timeout), ..PauseOptions::default() };
+        let pause = HowToPause { hold: Hold::Within(self.hold_timeout), ..HowToPause::default() };
         let operation = Operation::new(Verb::Pause, self.processes.target(), scope, Deadline::new(None), pause);
         Operation { ranks: self.ranks, ..operation }
     }

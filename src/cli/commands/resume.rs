@@ -7,7 +7,7 @@ use crate::ui::Ui;
 use vramctl_coordinator::Consent;
 use vramctl_coordinator::Plan;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::operation::PauseOptions;
+use vramctl_coordinator::operation::HowToPause;
 use vramctl_model::Verb;
 
 #[derive(clap::Args)]
@@ -39,7 +39,7 @@ pub struct Args {
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(self.json, self.transition.quiet);
-        let plan = Plan::make(self.transition.operation(Verb::Resume, PauseOptions::default()), &ui)?.restore_suspended(&ui)?;
+        let plan = Plan::make(self.transition.operation(Verb::Resume, HowToPause::default()), &ui)?.restore_suspended(&ui)?;
         transition::run(plan, &Consent::default(), ui)
     }
 

@@ -10,9 +10,9 @@ use crate::ui::output;
 use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::{Operation, Scope, Suspend};
-use vramctl_model::{Bytes, Registered, Verb};
+use vramctl_model::{Bytes, PauseOptions, Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -101,13 +101,16 @@ impl Execute for Args {
 impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
-        let pause = PauseOptions {
-            backup: self.backup.policy(),
-            registered: self.registered,
-            force: self.force,
+        let pause = HowToPause {
+            options: PauseOptions {
+                backup: self.backup.policy(),
+                registered: self.registered,
+                force: self.force,
+                ..PauseOptions::default()
+            },
             hold: Hold::Within(self.hold_timeout),
             shared: self.shared,
-            ..PauseOptions::default()
+            ..HowToPause::default()
         };
         let operation = Operation::new(Verb::Pause, self.processes.target(), Scope::Device, Deadline::new(None), pause);
         Operation { ranks: self.ranks, ..operation }

@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Passing, Room, Scope, Swap, Swapped};
-use vramctl_model::{Bytes, Registered, Verb};
+use vramctl_model::{Bytes, PauseOptions, Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -183,15 +183,18 @@ impl Args {
             let scope = Scope::Tags { words: tags.to_vec(), may_name: false, gpus: Vec::new() };
             Operation::new(verb, Target::parse(target.to_owned()), scope, deadline, pause)
         };
-        let pause = PauseOptions {
-            backup: self.backup.policy(),
-            registered: self.registered,
-            force: self.engine.force,
+        let pause = HowToPause {
+            options: PauseOptions {
+                backup: self.backup.policy(),
+                registered: self.registered,
+                force: self.engine.force,
+                ..PauseOptions::default()
+            },
             engines: self.engine.addresses(),
             hold: self.hold_timeout.map_or(Hold::Yes, Hold::Within),
-            ..PauseOptions::default()
+            ..HowToPause::default()
         };
         let leaving = operation(Verb::Pause, &self.leaving, &self.out_tags, pause);
-        [leaving, operation(Verb::Resume, &self.coming, &self.in_tags, PauseOptions::default())]
+        [leaving, operation(Verb::Resume, &self.coming, &self.in_tags, HowToPause::default())]
     }
 }

@@ -122,7 +122,7 @@ impl Printing<'_> {
 
     /// Whether all that was due is registered memory, which was to be kept.
     fn has_left_out(&self, one: &ProcessOutcome, report: &Report) -> bool {
-        let keeps = self.verb() == Verb::Pause && self.plan.operation().pause.registered == Registered::Keep;
+        let keeps = self.verb() == Verb::Pause && self.plan.operation().pause.options.registered == Registered::Keep;
         keeps && report.allocations == 0 && !one.due.is_empty()
     }
 

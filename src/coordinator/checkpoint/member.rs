@@ -13,7 +13,10 @@ use vramctl_control::protocol::{self, Refusal};
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_host::system;
-use vramctl_model::{Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, TagState, TagStatus, TransitionRequest, Verb, code, support};
+use vramctl_model::{
+    Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Participants, PauseRequest, Selection, TagState, TagStatus, Transition, Verb,
+    code, support,
+};
 
 /// A process that leaves its GPUs and comes back.
 pub struct Member {
@@ -176,9 +179,11 @@ impl Member {
     }
 
     /// Dry run of its pause, together with these processes.
-    pub(super) fn plan(&mut self, wanted: &TransitionRequest, pids: &[u32]) -> Result<protocol::DryRun, CommandError> {
+    pub(super) fn plan(&mut self, wanted: &PauseRequest, pids: &[u32]) -> Result<protocol::DryRun, CommandError> {
         let partners = pids.iter().copied().filter(|pid| *pid != self.process.pid).collect();
-        let wanted = TransitionRequest { partners, nccl: true, ..wanted.clone() };
+        let selection = Selection { nccl: true, ..wanted.selection.clone() };
+        let participants = Participants { partners, ..wanted.participants.clone() };
+        let wanted = Transition::Pause(PauseRequest { selection, participants, ..wanted.clone() });
         self.ask(|client| client.plan(wanted)).map_err(|error| self.refusal(error))
     }
 

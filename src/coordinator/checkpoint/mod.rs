@@ -22,7 +22,7 @@ use crate::communicators::Elsewhere;
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
-use crate::job::{Job, Rank};
+use crate::job::{Job, JobRequest, Rank, Role};
 use crate::lock::FileLock;
 use crate::machine::Machine;
 use crate::outcome;
@@ -37,7 +37,7 @@ use vramctl_control::protocol;
 use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
 use vramctl_model::support::Requirement;
-use vramctl_model::{Failure, GpuUse, Obstacle, ObstacleKind, Plan, Report, TransitionRequest, Verb, code, support};
+use vramctl_model::{Failure, GpuUse, Obstacle, ObstacleKind, PauseRequest, Plan, Report, ResumeRequest, Selection, Verb, code, support};
 
 /// Processes that leave their GPUs and come back together.
 pub struct Checkpoint {
@@ -92,7 +92,7 @@ pub fn look_for_obstacles(found: &Found, processes: &mut [Process]) {
             let job = jobs.entry(process.job_or_itself()).or_insert_with(whole);
             more.extend(Elsewhere::of(&*job, &BTreeSet::new()).obstacle(process));
             let pids: Vec<_> = job.iter().map(|one| one.pid).collect();
-            let together = Member::new(found, process.clone()).and_then(|mut member| member.plan(&TransitionRequest::default(), &pids));
+            let together = Member::new(found, process.clone()).and_then(|mut member| member.plan(&PauseRequest::default(), &pids));
             if let (Ok(status), Ok(answer)) = (&mut process.status, together) {
                 status.memory.obstacles = answer.plan.obstacles;
             }
@@ -225,7 +225,7 @@ impl Checkpoint {
     }
 
     /// Dry run: what a suspend would do to each process, and why it would fail.
-    pub fn forecast(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Vec<Forecast> {
+    pub fn forecast(&mut self, wanted: &PauseRequest, reporter: &dyn Reporter) -> Vec<Forecast> {
         let (machine, pids) = (self.machine(), self.pids());
         let (loaded, in_the_way) = (load(machine), self.in_the_way(reporter));
         let forecast = |member: &mut Member| {
@@ -244,14 +244,14 @@ impl Checkpoint {
             };
             answer.plan.obstacles.extend(in_the_way);
             let able = asked.and_then(|()| unless_in_the_way(answer.plan.obstacles.clone()));
-            let paused = Forecast::new(&member.process, answer, wanted.force);
+            let paused = Forecast::new(&member.process, answer, wanted.options.force);
             Forecast { failure: able.err().or(paused.failure.clone()), ..paused }
         };
         self.members.iter_mut().map(forecast).collect()
     }
 
     /// Fails if something prevents a checkpoint of the members once they are paused. Nothing has changed then.
-    pub fn check_restorable(&mut self, wanted: &TransitionRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
+    pub fn check_restorable(&mut self, wanted: &PauseRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
         check_driver(self.machine(), &support::SUSPEND)?;
         let (in_the_way, pids) = (self.in_the_way(reporter), self.pids());
         let check = |member: &mut Member| {
@@ -275,34 +275,34 @@ impl Checkpoint {
 
     /// Resumes the tags that were active, and the open memory of members without tags.
     pub fn resume(&mut self, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        let nothing = TransitionRequest::default();
-        self.transition(Verb::Resume, &nothing, None, reporter).map(drop)
+        self.transition(JobRequest::Resume(ResumeRequest::default()), None, reporter).map(drop)
     }
 
-    /// Holds and pauses all tags of all members, or of none; or resumes those that were active. `borrowers`: those to hold as well, if that is
-    /// wanted.
-    pub fn transition(
+    /// Holds and pauses all tags of all members, or of none. `borrowers`: those to hold as well, if that is wanted.
+    pub fn pause(
         &mut self,
-        verb: Verb,
-        wanted: &TransitionRequest,
+        wanted: &PauseRequest,
         borrowers: Option<Vec<Borrower>>,
         reporter: &dyn Reporter,
     ) -> Result<Transitioned, CommandError> {
+        let selection = Selection { nccl: true, ..wanted.selection.clone() };
+        self.transition(JobRequest::Pause(PauseRequest { selection, leaves: true, ..wanted.clone() }), borrowers, reporter)
+    }
+
+    fn transition(
+        &mut self,
+        request: JobRequest,
+        borrowers: Option<Vec<Borrower>>,
+        reporter: &dyn Reporter,
+    ) -> Result<Transitioned, CommandError> {
+        let (verb, role) = if request.pause().is_some() { (Verb::Pause, Role::Leaves) } else { (Verb::Resume, Role::Comes) };
         // The members may be several jobs, as in a swap.
         let jobs: BTreeSet<_> = self.members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
         let mut due: Vec<_> = self.members.iter_mut().filter_map(|member| Some((member.due(verb)?, member))).collect();
-        let rank = |(tags, member): &(Vec<String>, &mut Member)| Rank {
-            pid: member.process.pid,
-            verb,
-            tags: tags.clone(),
-            lenient: false,
-            is_borrower: false,
-        };
+        let rank = |(tags, member): &(Vec<String>, &mut Member)| Rank { pid: member.process.pid, role, tags: tags.clone(), lenient: false };
         let report = Job {
             found: &self.found,
-            verb,
-            wanted: TransitionRequest { nccl: verb == Verb::Pause, leaves: verb == Verb::Pause, ..wanted.clone() },
-            coming: None,
+            request,
             ranks: due.iter().map(rank).collect(),
             borrowers,
             is_whole: self.is_whole && jobs.len() == 1 && !jobs.contains(&None),

@@ -5,7 +5,7 @@
 use crate::Reporter;
 use crate::barrier::{Action, Barrier, Begins, Behind, Party, Step, Time};
 use crate::deadline::Deadline;
-use crate::job::{Job, Rank};
+use crate::job::{Job, Rank, Role};
 use crate::nodes::Next;
 use crate::patience::{ADVANCE_AFTER, CHECK_RANKS_EVERY, LEASE, RENEW_EVERY};
 use crate::retry::kind;
@@ -17,7 +17,7 @@ use vramctl_control::client::{Client, ClientError};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{Prepare, Refusal, Reply, Request};
 use vramctl_host::system::poll_each;
-use vramctl_model::{Error, Kind, Report, TransitionRequest, Verb};
+use vramctl_model::{Error, Kind, Participants, PauseRequest, Report, ResumeRequest, Selection, SetAside, Transition, Verb};
 
 /// How many calls of a rank that is behind pass at most, when it goes on for a moment.
 const MOST_CALLS: u32 = 1024;
@@ -295,29 +295,48 @@ impl<'a> Attempt<'a> {
     }
 
     fn prepare(&self, rank: usize) -> Request {
-        let holds = self.job.holds(&self.ranks[rank]);
-        let Rank { pid, verb, tags, lenient, is_borrower } = &self.ranks[rank];
-        let of_same_verb = || self.ranks.iter().filter(|rank| rank.verb == *verb);
-        let others = |are_borrowers: bool| {
-            let others = of_same_verb().filter(|rank| holds && rank.pid != *pid && rank.is_borrower == are_borrowers);
-            others.map(|rank| rank.pid).collect::<Vec<_>>()
-        };
-        let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
-        let wanted = self.job.wanted_of(&self.ranks[rank]).clone();
-        let mut transition = TransitionRequest { tags: tags.clone(), lenient: *lenient, partners, borrowers, ..wanted };
-        transition.hold = None;
-        if holds {
-            transition.timeout = Some(self.drain_within);
-        } else if *verb == Verb::Resume && !self.job.comes(&self.ranks[rank]) {
-            let (left, waits) = (self.deadline.left(), self.short.contains(&rank));
-            transition.tries_again = !waits && left.is_some_and(|left| !left.is_zero());
-            transition.timeout = left.filter(|_| waits);
+        let Rank { role, tags, lenient, .. } = &self.ranks[rank];
+        let lease_ms = Some(LEASE.as_millis() as u64);
+        let selection = |common: &Selection| Selection { tags: tags.clone(), lenient: *lenient, ..common.clone() };
+        match (role, self.job.request.pause(), self.job.request.resume()) {
+            (Role::Leaves, Some(pause), _) => {
+                let (timeout, participants) = match pause.hold {
+                    Some(_) => (Some(self.drain_within), self.others_that_pause(rank)),
+                    None => (pause.timeout, Participants::default()),
+                };
+                let selection = selection(&pause.selection);
+                let pause = PauseRequest { selection, timeout, participants, hold: None, ..pause.clone() };
+                Request::Prepare(Prepare { lease_ms, ranks: self.whole_job(Role::Leaves), transition: Transition::Pause(pause) })
+            }
+            (Role::Borrows, Some(pause), _) => Request::SetAside(SetAside {
+                selection: selection(&pause.selection),
+                timeout: Some(self.drain_within),
+                partners: self.others_that_pause(rank).partners,
+                ..SetAside::default()
+            }),
+            (_, _, Some(resume)) => {
+                let mut resume = ResumeRequest { selection: selection(&resume.selection), ..resume.clone() };
+                if !self.job.comes(&self.ranks[rank]) {
+                    let (left, waits) = (self.deadline.left(), self.short.contains(&rank));
+                    resume.tries_again = !waits && left.is_some_and(|left| !left.is_zero());
+                    resume.timeout = left.filter(|_| waits);
+                }
+                Request::Prepare(Prepare { lease_ms, ranks: self.whole_job(Role::Comes), transition: Transition::Resume(resume) })
+            }
+            (_, _, None) => unreachable!("the ranks of a resume come"),
         }
-        if *is_borrower {
-            return Request::SetAside(transition);
-        }
-        let ranks = of_same_verb().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
-        Request::Prepare(Prepare { of: *verb, lease_ms: Some(LEASE.as_millis() as u64), ranks, transition })
+    }
+
+    /// The other processes that are held in the same pause.
+    fn others_that_pause(&self, rank: usize) -> Participants {
+        let pid = self.ranks[rank].pid;
+        let of_role = |role| self.ranks.iter().filter(|other| other.pid != pid && other.role == role).map(|other| other.pid).collect();
+        Participants { partners: of_role(Role::Leaves), borrowers: of_role(Role::Borrows) }
+    }
+
+    /// The ranks in this role, for each of them to remember, if these are all of the job.
+    fn whole_job(&self, role: Role) -> Vec<u32> {
+        self.ranks.iter().filter(|rank| self.job.is_whole && rank.role == role).map(|rank| rank.pid).collect()
     }
 
     /// Has a rank undo what it has done, once it has answered what it was asked for. It answers when everything is undone.
@@ -340,7 +359,7 @@ impl<'a> Attempt<'a> {
     fn all_have_reached(&mut self, step: Step) -> Vec<Action> {
         let now = self.now();
         let drained = if self.ranks.iter().any(|rank| self.job.holds(rank)) { Step::Drained } else { Step::Prepared };
-        if step == drained && self.job.verb == Verb::Pause {
+        if step == drained && self.job.request.verb() == Verb::Pause {
             self.drained = Some(Instant::now());
             if let Some((engines, _)) = self.job.engines {
                 // That takes less time than a lease.

@@ -35,18 +35,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_control::protocol::Refusal;
-use vramctl_model::{Report, TransitionRequest, Verb};
+use vramctl_model::{PauseRequest, Report, ResumeRequest, Selection, Transition, Verb};
 
 /// What a job is to do.
 pub struct Job<'a> {
     /// Where its processes listen.
     pub found: &'a Found,
-    /// A pause or a resume. A swap is a pause, during which others come.
-    pub verb: Verb,
-    /// The request, without tags: those differ by process.
-    pub wanted: TransitionRequest,
-    /// In a swap: the request to those that come. They begin when the work of those that leave has ended, and all are committed as one.
-    pub coming: Option<TransitionRequest>,
+    /// What its processes are asked for, without tags: those differ by process.
+    pub request: JobRequest,
     /// Its processes.
     pub ranks: Vec<Rank>,
     /// The borrowers, which are held as well, if that is wanted (`--shared`). They are looked for again if an attempt fails.
@@ -61,19 +57,83 @@ pub struct Job<'a> {
     pub nodes: Option<Arc<Participant>>,
 }
 
+/// What the processes of a job are asked for.
+#[derive(Debug, Clone)]
+pub enum JobRequest {
+    /// All leave.
+    Pause(PauseRequest),
+    /// All come.
+    Resume(ResumeRequest),
+    /// Some leave while others come. Those that come begin when the work of those that leave has ended, and all are committed as one.
+    Swap(PauseRequest, ResumeRequest),
+}
+
+impl JobRequest {
+    /// The request to those that leave.
+    pub fn pause(&self) -> Option<&PauseRequest> {
+        match self {
+            Self::Pause(pause) | Self::Swap(pause, _) => Some(pause),
+            Self::Resume(_) => None,
+        }
+    }
+
+    /// The request to those that come.
+    pub fn resume(&self) -> Option<&ResumeRequest> {
+        match self {
+            Self::Resume(resume) | Self::Swap(_, resume) => Some(resume),
+            Self::Pause(_) => None,
+        }
+    }
+
+    /// What it is for the queue and for further attempts. A swap is a pause, during which others come.
+    fn verb(&self) -> Verb {
+        if let Self::Resume(_) = self { Verb::Resume } else { Verb::Pause }
+    }
+
+    /// How long to wait: for the device's work, or for memory.
+    fn timeout(&self) -> Option<Duration> {
+        match self {
+            Self::Pause(pause) | Self::Swap(pause, _) => pause.timeout,
+            Self::Resume(resume) => resume.timeout,
+        }
+    }
+
+    fn is_swap(&self) -> bool {
+        matches!(self, Self::Swap(..))
+    }
+}
+
+impl From<Transition> for JobRequest {
+    fn from(transition: Transition) -> Self {
+        match transition {
+            Transition::Pause(pause) => Self::Pause(pause),
+            Transition::Resume(resume) => Self::Resume(resume),
+        }
+    }
+}
+
+/// What a process does in a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Its memory is paused.
+    Leaves,
+    /// Its memory is resumed.
+    Comes,
+    /// It pauses nothing of its own, and sets aside its open memory of those that leave.
+    Borrows,
+}
+
 /// A process of a job.
 #[derive(Debug, Clone)]
 pub struct Rank {
     /// Its id.
     pub pid: u32,
-    /// What it is asked for.
-    pub verb: Verb,
+    /// What it does.
+    pub role: Role,
     /// The tags to pause or resume in it; none means all.
     pub tags: Vec<String>,
     /// Ignore tags that it does not have, instead of failing.
     pub lenient: bool,
-    /// It pauses nothing of its own, and sets aside its open memory that the others pause.
-    pub is_borrower: bool,
 }
 
 /// The result of a job.
@@ -106,9 +166,9 @@ impl Job<'_> {
     /// Pauses or resumes all of them, or none.
     pub fn run(mut self, reporter: &dyn Reporter) -> JobReport {
         let begun = Instant::now();
-        let hold = self.wanted.hold.filter(|_| self.verb == Verb::Pause);
-        let deadline = Deadline { begun, timeout: hold.or(self.wanted.timeout) };
-        let mut policy = RetryPolicy { verb: self.verb, holds: hold.is_some(), deadline, engines: self.engines };
+        let hold = self.request.pause().and_then(|pause| pause.hold);
+        let deadline = Deadline { begun, timeout: hold.or(self.request.timeout()) };
+        let mut policy = RetryPolicy { verb: self.request.verb(), holds: hold.is_some(), deadline, engines: self.engines };
         let mut place = match self.queue(begun, reporter) {
             Ok(place) => place,
             Err(refusal) => return self.refused(&refusal, begun),
@@ -147,9 +207,9 @@ impl Job<'_> {
     }
 
     /// It sets aside what the request selects of the others' memory.
-    fn borrower(&self, Borrower { process, .. }: &Borrower) -> Rank {
-        let TransitionRequest { tags, lenient, .. } = &self.wanted;
-        Rank { pid: process.pid, verb: self.verb, tags: tags.clone(), lenient: *lenient, is_borrower: true }
+    fn borrower(pause: &PauseRequest, Borrower { process, .. }: &Borrower) -> Rank {
+        let Selection { tags, lenient, .. } = &pause.selection;
+        Rank { pid: process.pid, role: Role::Borrows, tags: tags.clone(), lenient: *lenient }
     }
 
     /// The ranks without those that come.
@@ -159,15 +219,15 @@ impl Job<'_> {
 
     /// Waits for its turn in the queue, if it needs one.
     fn queue(&self, begun: Instant, reporter: &dyn Reporter) -> Result<Option<Entry>, Box<Refusal>> {
-        let Some(ticket) = self.ticket.clone().filter(|_| self.verb == Verb::Resume || self.coming.is_some()) else { return Ok(None) };
-        self.found.queue(ticket, Deadline { begun, timeout: self.wanted.timeout }, TURN_WITHIN, reporter)
+        let Some(ticket) = self.ticket.clone().filter(|_| self.request.resume().is_some()) else { return Ok(None) };
+        self.found.queue(ticket, Deadline { begun, timeout: self.request.timeout() }, TURN_WITHIN, reporter)
     }
 
     /// What the policy decides by.
     fn failed_attempt<'b>(&'b self, done: &'b Attempted) -> FailedAttempt<'b> {
         let find_borrowers = || {
             let own: Vec<_> = self.main_ranks().map(|rank| rank.pid).collect();
-            shared::find(self.found, shared::lent_by(self.found, &own, &self.wanted)).ok()
+            self.request.pause().and_then(|pause| shared::find(self.found, shared::lent_by(self.found, &own, pause)).ok())
         };
         FailedAttempt {
             errors: done.results.iter().filter_map(|result| result.as_ref().err()).collect(),
@@ -178,7 +238,8 @@ impl Job<'_> {
     }
 
     fn attempt(&self, deadline: Deadline, drain_within: Duration, short: &BTreeSet<usize>, reporter: &dyn Reporter) -> Attempted {
-        let borrowers = self.borrowers.iter().flatten().map(|one| self.borrower(one));
+        let pause = self.request.pause();
+        let borrowers = self.borrowers.iter().flatten().filter_map(|one| Some(Self::borrower(pause?, one)));
         let ranks: Vec<_> = self.ranks.iter().cloned().chain(borrowers).collect();
         let pids: Vec<_> = ranks.iter().map(|rank| rank.pid).collect();
         match Attempt::new(self, ranks, deadline, drain_within, short, reporter) {
@@ -190,19 +251,14 @@ impl Job<'_> {
         }
     }
 
-    /// What a rank is asked for, without what differs by rank.
-    fn wanted_of(&self, rank: &Rank) -> &TransitionRequest {
-        self.coming.as_ref().filter(|_| self.comes(rank)).unwrap_or(&self.wanted)
-    }
-
     /// Whether a rank is held before its pause. Processes that are not held may be using memory of each other.
     fn holds(&self, rank: &Rank) -> bool {
-        rank.verb == Verb::Pause && self.wanted_of(rank).hold.is_some()
+        rank.role != Role::Comes && self.request.pause().is_some_and(|pause| pause.hold.is_some())
     }
 
     /// Whether a rank comes while others leave.
     fn comes(&self, rank: &Rank) -> bool {
-        rank.verb != self.verb
+        self.request.is_swap() && rank.role == Role::Comes
     }
 
     fn report(self, done: Attempted, attempts: u32, begun: Instant) -> JobReport {

@@ -3,7 +3,7 @@
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::job::JobReport;
-use crate::operation::{Operation, PauseOptions};
+use crate::operation::{HowToPause, Operation};
 use crate::outcome::{self, JobOutcome, Outcome, ProcessOutcome};
 use crate::parallel::Joined;
 use crate::patience::INTERRUPTION_NOTICED_WITHIN;
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread;
 use std::time::Instant;
-use vramctl_model::{Report, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{Report, ResumeRequest, Selection, TagStatus, Transition, Verb};
 
 /// How an interrupted operation leaves a process.
 #[derive(Debug, PartialEq)]
@@ -53,7 +53,7 @@ impl Plan {
         let of_process = |(place, member): (usize, &ProcessPlan)| ProcessOutcome {
             process: member.process.clone(),
             tags: member.meant.clone(),
-            due: member.changing(verb, &self.request),
+            due: member.changing(&self.request),
             device: self.restored.get(&member.process.pid).cloned(),
             result: results.remove(&place).unwrap_or_else(|| unasked(member)),
         };
@@ -86,7 +86,7 @@ impl Plan {
         loop {
             let now = self.found.look_again(&pids);
             let found = |member: &ProcessPlan| now.iter().find(|process| process.pid == member.process.pid);
-            let left: Vec<_> = asked.iter().map(|member| member.left(self.operation.verb, &self.request, found(member))).collect();
+            let left: Vec<_> = asked.iter().map(|member| member.left(&self.request, found(member))).collect();
             // It may be just about to start.
             if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
                 return asked.into_iter().map(|member| &member.process).zip(left).collect();
@@ -98,16 +98,17 @@ impl Plan {
     /// The plan of a resume of what this one was to change, for those of its processes that still answer. `None` if that is nothing.
     pub(crate) fn resume_of_due(&self, deadline: Deadline) -> Option<Self> {
         let tags: Vec<_> = self.due_tags().into_iter().map(str::to_owned).collect();
-        let (gpus, self_paused) = (self.request.gpus.clone(), self.request.self_paused);
-        let request = TransitionRequest { lenient: true, tags, gpus, self_paused, ..TransitionRequest::default() };
+        let selection = Selection { lenient: true, tags, gpus: self.request.selection().gpus.clone(), nccl: false };
+        let self_paused = self.request.self_paused();
+        let request = Transition::Resume(ResumeRequest { selection, self_paused, ..ResumeRequest::default() });
         let pids: Vec<_> = self.processes().map(|process| process.pid).collect();
         let answering = self.found.look_again(&pids).into_iter().filter(|process| process.status.is_ok()).collect();
-        let operation = Operation { verb: Verb::Resume, deadline, pause: PauseOptions::default(), ..self.operation.clone() };
+        let operation = Operation { verb: Verb::Resume, deadline, pause: HowToPause::default(), ..self.operation.clone() };
         let mut plan = Self {
             operation,
             found: self.found.clone(),
             target: self.target.clone(),
-            members: any_members(Verb::Resume, answering, &request),
+            members: any_members(answering, &request),
             groups: Vec::new(),
             request,
             is_whole: false,
@@ -116,13 +117,13 @@ impl Plan {
             restored: BTreeMap::new(),
         };
         plan.groups = without_borrowers(plan.jobs());
-        (!plan.request.tags.is_empty() && !plan.groups.is_empty()).then_some(plan)
+        (!plan.request.selection().tags.is_empty() && !plan.groups.is_empty()).then_some(plan)
     }
 }
 
 impl ProcessPlan {
     /// The state in which an interrupted operation leaves the process.
-    fn left(&self, verb: Verb, request: &TransitionRequest, now: Option<&Process>) -> Left {
+    fn left(&self, request: &Transition, now: Option<&Process>) -> Left {
         let status = match now.map(|process| &process.status) {
             Some(Ok(status)) => status,
             Some(Err(failure)) => return Left::Unknown(failure.to_string()),
@@ -131,7 +132,7 @@ impl ProcessPlan {
         let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
         match meant.iter().find(|tag| tag.state.is_under_way()) {
             Some(tag) => Left::Undoing(Box::new((*tag).clone())),
-            None if !meant.iter().any(|tag| is_due(verb, tag, request)) => Left::Done,
+            None if !meant.iter().any(|tag| is_due(tag, request)) => Left::Done,
             None => Left::AsItWas,
         }
     }

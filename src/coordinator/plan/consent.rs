@@ -23,7 +23,7 @@ impl Plan {
     /// else changes, and the programs keep running meanwhile.
     pub fn consent(&self, reporter: &dyn Reporter) -> Result<Consent, CommandError> {
         self.wait_for_borrowers(reporter);
-        let force = self.operation.pause.force;
+        let force = self.operation.pause.options.force;
         // If everything is paused already, there is nothing to ask.
         if force || self.due().next().is_none() {
             return Ok(Consent { engines: None, may_lose: force });
@@ -42,7 +42,7 @@ impl Plan {
         }
         let may_lose = !losing.is_empty();
         // The requests of a held engine lose nothing if all contents are kept.
-        if !engines.any() || (!may_lose && self.request.hold.is_some()) {
+        if !engines.any() || (!may_lose && self.request.holds()) {
             return Ok(Consent { engines: None, may_lose });
         }
         let engines = engines.find(&losing)?;

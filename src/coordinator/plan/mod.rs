@@ -12,7 +12,7 @@ use crate::communicators::Elsewhere;
 use crate::failure::{CommandError, Exit};
 use crate::figures::Figures;
 use crate::forecast::Forecast;
-use crate::job::{Job, JobReport, Rank};
+use crate::job::{Job, JobReport, Rank, Role};
 use crate::operation::{Operation, Scope};
 use crate::outcome::{Done, Outcome};
 use crate::parallel;
@@ -26,7 +26,9 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::process;
 use std::time::Duration;
 use vramctl_control::protocol;
-use vramctl_model::{Error, NCCL, Policy, Registered, TagStatus, TransitionRequest, Verb};
+use vramctl_model::{
+    Error, NCCL, Participants, PauseRequest, Policy, ResumeRequest, Selection, SwapIn, SwapOut, TagStatus, Transition, Verb,
+};
 
 /// What a pause or resume of tags will do.
 pub struct Plan {
@@ -37,7 +39,7 @@ pub struct Plan {
     /// Who is asked as one.
     groups: Vec<Group<Borrower>>,
     /// The same for each process: it applies to their own memory and to open memory of each other.
-    request: TransitionRequest,
+    request: Transition,
     /// Whether whole jobs are selected, not only some of their processes or memory.
     is_whole: bool,
     /// This operation's number in the queue for memory: a random one.
@@ -94,20 +96,22 @@ impl Plan {
         let gpus = found.keep_on(operation.gpus())?;
         // GPUs choose processes, too.
         let target = if gpus.is_empty() { target } else { target.or_all() };
-        let own = if verb == Verb::Pause { operation.pause.request(&operation.deadline) } else { TransitionRequest::default() };
-        // It is checked that each tag is known to one of them.
-        let request = TransitionRequest {
-            lenient: !tags.is_empty(),
-            tags: tags.clone(),
-            gpus: gpus.clone(),
-            // Whoever names a tag means all of it.
-            self_paused: verb == Verb::Resume && operation.self_paused.unwrap_or(!tags.is_empty()),
-            progress: reporter.follows_progress(),
-            ..own
+        // Whether each tag is known to one of them is checked below.
+        let selection = Selection { lenient: !tags.is_empty(), tags: tags.clone(), gpus: gpus.clone(), nccl: false };
+        let progress = reporter.follows_progress();
+        let request = match verb {
+            Verb::Pause => {
+                let pause = operation.pause.request(&operation.deadline);
+                Transition::Pause(PauseRequest { selection: Selection { nccl: pause.selection.nccl, ..selection }, progress, ..pause })
+            }
+            Verb::Resume => {
+                // Whoever names a tag means all of it.
+                let self_paused = operation.self_paused.unwrap_or(!tags.is_empty());
+                Transition::Resume(ResumeRequest { selection, self_paused, progress, ..ResumeRequest::default() })
+            }
         };
-        // Ranks on other nodes may have the tags that are missing here.
-        let known =
-            |chosen| if operation.nodes.is_none() { members(verb, chosen, &request) } else { Ok(any_members(verb, chosen, &request)) };
+        // The ranks of other nodes may have tags that the ranks here do not have.
+        let known = |chosen| if operation.nodes.is_none() { members(chosen, &request) } else { Ok(any_members(chosen, &request)) };
         let members = found.choose_answering(&target).and_then(known).map_err(|failure| {
             let meant = found.taken_for_tag(verb.name(), &tags);
             if matches!(failure.exit(), Exit::UnknownTag | Exit::Usage) { failure.adding(&meant.unwrap_or_default()) } else { failure }
@@ -140,7 +144,7 @@ impl Plan {
         if plan.operation.nodes.is_some() && plan.groups.len() != 1 {
             return Err(CommandError::new(Exit::Usage, "only one job can be asked together with its ranks on other nodes: name it"));
         }
-        if plan.request.hold.is_some() {
+        if plan.request.holds() {
             plan.operation.pause.check_not_held(plan.held())?;
         }
         if verb == Verb::Pause && plan.members.iter().any(|member| member.meant.iter().any(|tag| tag == NCCL)) {
@@ -160,7 +164,7 @@ impl Plan {
             !member.meant.is_empty() || (self.operation.verb == Verb::Resume && member.process.is_held())
         };
         // A process with none of the tags may have memory of the others open: it is held and resumed with them.
-        let all_take_part = self.request.tags.is_empty() || self.operation.verb == Verb::Resume || self.request.hold.is_some();
+        let all_take_part = self.request.selection().tags.is_empty() || self.operation.verb == Verb::Resume || self.request.holds();
         let part = |mut places: Vec<usize>| {
             let any = self.operation.nodes.is_some() || places.iter().any(is_asked);
             places.retain(|place| any && (all_take_part || is_asked(place)));
@@ -171,7 +175,10 @@ impl Plan {
 
     /// Finds the processes that have the memory to pause open.
     fn with_borrowers(&self, jobs: Vec<Vec<usize>>) -> Result<Vec<Group<Borrower>>, CommandError> {
-        let lent = |places: &[usize]| shared::lent_by(&self.found, &self.pids(places), &self.request);
+        let lent = |places: &[usize]| match &self.request {
+            Transition::Pause(pause) => shared::lent_by(&self.found, &self.pids(places), pause),
+            Transition::Resume(_) => BTreeMap::new(),
+        };
         let found = |Group { members, borrowers }: Group<_>| Ok(Group { members, borrowers: shared::find(&self.found, borrowers)? });
         shared::groups(jobs, |place| self.members[place].process.pid, lent).into_iter().map(found).collect()
     }
@@ -190,7 +197,7 @@ impl Plan {
 
     /// A dry run: what the pause would do, as far as it can be predicted. Asks no engine.
     pub fn forecast(&self) -> Vec<Forecast> {
-        let may_lose = self.request.force || self.operation.pause.engines.any();
+        let may_lose = self.operation.pause.options.force || self.operation.pause.engines.any();
         let forecast = |member: &ProcessPlan| match self.ask_plan(member) {
             Ok(answer) => Forecast::new(&member.process, answer, may_lose),
             Err(failure) => Forecast::refused(&member.process, failure),
@@ -200,30 +207,31 @@ impl Plan {
         meant.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect()
     }
 
-    /// What a pause of the process would do.
+    /// What the transition would do to the process.
     fn ask_plan(&self, member: &ProcessPlan) -> Result<protocol::DryRun, CommandError> {
-        self.ask_plan_of(member, &self.request)
+        self.ask_plan_of(member, self.request.clone())
     }
 
-    fn ask_plan_of(&self, member: &ProcessPlan, request: &TransitionRequest) -> Result<protocol::DryRun, CommandError> {
+    fn ask_plan_of(&self, member: &ProcessPlan, mut request: Transition) -> Result<protocol::DryRun, CommandError> {
         let has_it = |group: &&Group<_>| group.members.iter().any(|place| self.members[*place].process.pid == member.process.pid);
         // Processes that are not held keep their open memory.
-        let group = self.groups.iter().find(has_it).filter(|_| request.hold.is_some());
-        let partners = group.map_or_else(Vec::new, |group| self.pids(&group.members));
-        let borrowers = group.map_or_else(Vec::new, |group| group.borrowers.iter().map(|borrower| borrower.process.pid).collect());
-        let request = TransitionRequest { partners, borrowers, ..request.clone() };
+        if let Transition::Pause(pause) = &mut request
+            && let Some(group) = self.groups.iter().find(has_it).filter(|_| pause.hold.is_some())
+        {
+            let borrowers = group.borrowers.iter().map(|borrower| borrower.process.pid).collect();
+            pause.participants = Participants { partners: self.pids(&group.members), borrowers };
+        }
         Ok(self.found.connect(member.process.pid)?.plan(request)?)
     }
 
-    /// What its processes in which something is to be done say to a swap in which host memory passes. A resume means nothing that is active.
+    /// What its processes in which something is to be done say to a swap in which host memory changes hands.
     pub(crate) fn hand_overs(&self) -> Result<Vec<(&Process, protocol::DryRun)>, CommandError> {
-        let own = &self.request;
-        let request = match self.operation.verb {
-            Verb::Pause => own.clone(),
-            Verb::Resume => TransitionRequest { registered: Registered::Keep, force: true, lenient: true, ..own.clone() },
-        };
-        let request = TransitionRequest { hand_over: true, hand_over_host: Some(Duration::ZERO), ..request };
-        self.due().map(|member| Ok((&member.process, self.ask_plan_of(member, &request)?))).collect()
+        let mut request = self.request.clone();
+        match &mut request {
+            Transition::Pause(pause) => pause.swap = Some(SwapOut { host: Some(Duration::ZERO), ..SwapOut::default() }),
+            Transition::Resume(resume) => (resume.swap, resume.selection.lenient) = (Some(SwapIn { host: true }), true),
+        }
+        self.due().map(|member| Ok((&member.process, self.ask_plan_of(member, request.clone())?))).collect()
     }
 
     /// Pauses or resumes all groups at once, each as a whole or not at all.
@@ -248,27 +256,29 @@ impl Plan {
 
     /// The members at these places, to be asked as one.
     fn job<'a>(&'a self, places: &[usize], borrowers: Vec<Borrower>, consent: &'a Consent) -> Job<'a> {
-        let Operation { verb, deadline, pause, .. } = &self.operation;
+        let Operation { deadline, pause, .. } = &self.operation;
         let members = || places.iter().map(|place| &self.members[*place]);
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = members().map(|member| member.process.job()).collect();
-        let hold = pause.hold.limit(deadline).filter(|_| *verb == Verb::Pause);
-        let wanted =
-            TransitionRequest { hold, timeout: deadline.left(), force: self.request.force || consent.may_lose, ..self.request.clone() };
-        let rank = |member: &ProcessPlan| Rank {
-            pid: member.process.pid,
-            verb: *verb,
-            tags: wanted.tags.clone(),
-            lenient: wanted.lenient,
-            is_borrower: false,
+        let mut request = self.request.clone();
+        let role = match &mut request {
+            Transition::Pause(request) => {
+                (request.hold, request.timeout) = (pause.hold.limit(deadline), deadline.left());
+                request.options.force |= consent.may_lose;
+                Role::Leaves
+            }
+            Transition::Resume(request) => {
+                request.timeout = deadline.left();
+                Role::Comes
+            }
         };
+        let Selection { tags, lenient, .. } = request.selection();
+        let rank = |member: &ProcessPlan| Rank { pid: member.process.pid, role, tags: tags.clone(), lenient: *lenient };
         let who = members().next().map(|member| member.process.job_or_itself()).unwrap_or_default();
         Job {
             found: &self.found,
-            verb: *verb,
             ranks: members().map(rank).collect(),
-            wanted,
-            coming: None,
+            request: request.into(),
             borrowers: pause.shared.then_some(borrowers),
             is_whole: self.is_whole && jobs.len() == 1,
             ticket: Some(self.ticket(who, members())),
@@ -295,7 +305,7 @@ impl Plan {
     /// What a pause drops of tags that the operation does not name: bytes by tag.
     pub fn drops_unnamed(&self) -> BTreeMap<&str, u64> {
         let mut dropped = BTreeMap::new();
-        if self.request.backup == Some(Policy::Discard) && self.request.tags.is_empty() {
+        if self.request.pause().is_some_and(|pause| pause.options.backup == Some(Policy::Discard) && pause.selection.tags.is_empty()) {
             for member in self.due() {
                 for tag in member.process.tags().iter().filter(|tag| member.due.contains(&tag.tag)) {
                     *dropped.entry(tag.tag.as_str()).or_default() += tag.bytes - tag.paused_bytes;
@@ -340,7 +350,8 @@ impl Plan {
 
     /// Whether memory on this GPU is selected.
     pub(crate) fn wants(&self, gpu: &str) -> bool {
-        self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
+        let gpus = &self.request.selection().gpus;
+        gpus.is_empty() || gpus.iter().any(|wanted| wanted == gpu)
     }
 
     /// The members with something to do.
@@ -389,7 +400,7 @@ impl Plan {
         self.members.iter().map(|member| &member.process).find(|process| process.pid == pid)
     }
 
-    pub(crate) fn request(&self) -> &TransitionRequest {
+    pub(crate) fn request(&self) -> &Transition {
         &self.request
     }
 }
@@ -421,49 +432,52 @@ fn warn_of_the_rest(found: &Found, members: &[ProcessPlan], reporter: &dyn Repor
 }
 
 /// What the operation does to each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
-fn members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Result<Vec<ProcessPlan>, CommandError> {
+fn members(processes: Vec<Process>, request: &Transition) -> Result<Vec<ProcessPlan>, CommandError> {
     let known: BTreeSet<_> = processes
         .iter()
         .filter_map(|process| process.status.as_ref().ok())
         .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
         .collect();
-    let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
+    let unknown: BTreeSet<_> = request.selection().tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
     if !unknown.is_empty() {
         return Err(CommandError::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
     }
-    Ok(any_members(verb, processes, request))
+    Ok(any_members(processes, request))
 }
 
-fn any_members(verb: Verb, processes: Vec<Process>, request: &TransitionRequest) -> Vec<ProcessPlan> {
-    processes.into_iter().map(|process| ProcessPlan::new(verb, process, request)).collect()
+fn any_members(processes: Vec<Process>, request: &Transition) -> Vec<ProcessPlan> {
+    processes.into_iter().map(|process| ProcessPlan::new(process, request)).collect()
 }
 
 impl ProcessPlan {
-    pub(crate) fn new(verb: Verb, process: Process, request: &TransitionRequest) -> Self {
+    pub(crate) fn new(process: Process, request: &Transition) -> Self {
+        let selection = request.selection();
         // A resume without tags means all tags.
-        let is_meant = |tag: &&TagStatus| verb == Verb::Resume && request.tags.is_empty() || request.selects(&tag.tag);
+        let is_all = selection.tags.is_empty() && request.verb() == Verb::Resume;
+        let is_meant = |tag: &&TagStatus| is_all || selection.selects(&tag.tag);
         let meant: Vec<_> = process.tags().iter().filter(is_meant).collect();
         let names = |tags: &[&TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
-        let due: Vec<_> = meant.iter().copied().filter(|tag| is_due(verb, tag, request)).collect();
+        let due: Vec<_> = meant.iter().copied().filter(|tag| is_due(tag, request)).collect();
         let (meant, due) = (names(&meant), names(&due));
         Self { process, meant, due }
     }
 
     /// The tags whose memory leaves or comes.
-    fn changing(&self, verb: Verb, request: &TransitionRequest) -> Vec<String> {
-        let changes = |tag: &&TagStatus| self.due.contains(&tag.tag) && (verb == Verb::Pause || comes_back(tag, request));
+    fn changing(&self, request: &Transition) -> Vec<String> {
+        let changes = |tag: &&TagStatus| self.due.contains(&tag.tag) && (request.verb() == Verb::Pause || comes_back(tag, request));
         self.process.tags().iter().filter(changes).map(|tag| tag.tag.clone()).collect()
     }
 }
 
 /// Whether there is something to do for a tag: also if a resume only ends the others' pause of what the program has paused itself.
-fn is_due(verb: Verb, tag: &TagStatus, request: &TransitionRequest) -> bool {
+fn is_due(tag: &TagStatus, request: &Transition) -> bool {
+    let verb = request.verb();
     tag.state != verb.end() && (verb == Verb::Pause || tag.both_paused_bytes > 0 || comes_back(tag, request))
 }
 
 /// Whether a resume brings memory of a tag back.
-fn comes_back(tag: &TagStatus, request: &TransitionRequest) -> bool {
-    tag.state.is_under_way() || request.self_paused || tag.paused_bytes > tag.self_paused_bytes
+fn comes_back(tag: &TagStatus, request: &Transition) -> bool {
+    tag.state.is_under_way() || request.self_paused() || tag.paused_bytes > tag.self_paused_bytes
 }
 
 impl Operation {
@@ -490,34 +504,38 @@ mod tests {
         tags.iter().map(ToString::to_string).collect()
     }
 
-    fn of(tags: &[&str]) -> TransitionRequest {
-        TransitionRequest { tags: names(tags), ..TransitionRequest::default() }
+    fn pause(tags: &[&str]) -> Transition {
+        pause_of(Selection { tags: names(tags), ..Selection::default() })
+    }
+
+    fn pause_of(selection: Selection) -> Transition {
+        Transition::Pause(PauseRequest { selection, ..PauseRequest::default() })
     }
 
     /// NCCL's memory stays where it is unless it is named, and comes back with the rest.
     #[test]
     fn a_pause_of_everything_leaves_nccls_memory() {
         let process = || process(1, "a", &[("x", TagState::Active), (NCCL, TagState::Active)]);
-        let meant = |verb, request| ProcessPlan::new(verb, process(), &request).meant;
-        assert_eq!(meant(Verb::Pause, of(&[])), names(&["x"]));
-        assert_eq!(meant(Verb::Pause, TransitionRequest { nccl: true, ..of(&[]) }), names(&["x", NCCL]));
-        assert_eq!(meant(Verb::Pause, of(&[NCCL])), names(&[NCCL]));
-        assert_eq!(meant(Verb::Resume, of(&[])), names(&["x", NCCL]));
+        let meant = |request| ProcessPlan::new(process(), &request).meant;
+        assert_eq!(meant(pause(&[])), names(&["x"]));
+        assert_eq!(meant(pause_of(Selection { nccl: true, ..Selection::default() })), names(&["x", NCCL]));
+        assert_eq!(meant(pause(&[NCCL])), names(&[NCCL]));
+        assert_eq!(meant(Transition::Resume(ResumeRequest::default())), names(&["x", NCCL]));
     }
 
     #[test]
     fn a_tag_must_be_known_somewhere() {
         let two = || vec![process(1, "a", &[("x", TagState::Active)]), process(2, "b", &[("y", TagState::Active)])];
-        let both = members(Verb::Pause, two(), &of(&["y"])).unwrap();
+        let both = members(two(), &pause(&["y"])).unwrap();
         assert_eq!((&both[0].meant, &both[1].meant), (&names(&[]), &names(&["y"])));
-        let failure = members(Verb::Pause, two(), &of(&["y", "z"])).unwrap_err();
+        let failure = members(two(), &pause(&["y", "z"])).unwrap_err();
         assert_eq!(failure.exit(), Exit::UnknownTag);
         assert_eq!(failure.to_string(), "no allocation has the tag z; the tags are x, y");
     }
 
     #[test]
     fn only_tags_that_need_a_change_are_named() {
-        let half = ProcessPlan::new(Verb::Pause, process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &of(&[]));
+        let half = ProcessPlan::new(process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]), &pause(&[]));
         assert_eq!((&half.meant, &half.due), (&names(&["x", "y"]), &names(&["y"])));
     }
 }

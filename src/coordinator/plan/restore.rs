@@ -7,6 +7,7 @@ use crate::outcome::Done;
 use crate::plan::Plan;
 use crate::processes::Process;
 use vramctl_driver::checkpoint::GpuMap;
+use vramctl_model::Selection;
 
 impl Plan {
     /// Before a resume: waits for a place in the queue and restores the suspended processes to their GPUs. Returns the plan for what is left
@@ -24,7 +25,8 @@ impl Plan {
         checkpoint.can_be_seen()?;
         checkpoint::load(found.machine())?;
         // The memory on other GPUs stays paused, so it needs no room.
-        let tags_on = self.request().tags.is_empty().then_some(&*self.request().gpus);
+        let Selection { tags, gpus, .. } = self.request().selection();
+        let tags_on = tags.is_empty().then_some(&**gpus);
         let deadline = &self.operation().deadline;
         let restored = checkpoint.restore_with_room(&GpuMap::new(), tags_on, deadline, place.as_mut(), reporter);
         restored.map_err(|failure| {

@@ -33,7 +33,7 @@ use vramctl_control::protocol::{self, DryRun, Prepare, ProcessStatus, Refusal, R
 use vramctl_coordinator::Consent;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::machine::Machine;
-use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::process::made_up;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Outcome, Plan, Scope, Suspend, Swap, Swapped};
@@ -42,7 +42,7 @@ use vramctl_driver::{Card, NoCards};
 use vramctl_host::Held;
 use vramctl_host::system::poll;
 use vramctl_model::support::{self, CudaVersion};
-use vramctl_model::{DeviceStatus, Error, Failure, GpuUse, Holder, Report, Shortage, TagState, Verb, code};
+use vramctl_model::{DeviceStatus, Error, Failure, GpuUse, Holder, Report, Shortage, TagState, Transition, Verb, code};
 
 /// Who is in which job.
 const JOBS: [&str; 5] = ["a", "a", "a", "b", "b"];
@@ -459,18 +459,18 @@ impl Rank {
                     client.answer(&Reply::Held)?;
                 }
                 Request::Drain { .. } => client.answer(&Reply::Drained)?,
-                Request::Prepare(Prepare { of: Verb::Pause, ranks, transition, .. }) => {
+                Request::Prepare(Prepare { ranks, transition: Transition::Pause(pause), .. }) => {
                     self.remember(ranks);
-                    if transition.hand_over {
+                    if pause.swap.is_some() {
                         self.slot.tag.store(0, SeqCst);
                     }
                     prepared.set(Some(Verb::Pause));
                     client.answer(&Reply::Prepared)?;
                 }
-                Request::Prepare(Prepare { of: Verb::Resume, ranks, transition, .. }) => {
+                Request::Prepare(Prepare { ranks, transition: Transition::Resume(resume), .. }) => {
                     self.remember(ranks);
-                    let patience = if transition.hand_over { LACKING } else { Duration::MAX };
-                    let deadline = Instant::now() + transition.timeout.unwrap_or_default().min(patience);
+                    let patience = if resume.swap.is_some() { LACKING } else { Duration::MAX };
+                    let deadline = Instant::now() + resume.timeout.unwrap_or_default().min(patience);
                     let is_there = || self.slot.paused.load(SeqCst) == 0 || self.take(took);
                     while !is_there() {
                         if is_aborted() {
@@ -580,7 +580,7 @@ fn operate(shared: Shared, words: &[&str], seed: u64) -> i32 {
         scope: if verb == "suspend" { Scope::Device } else { Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() } },
         ranks: None,
         deadline: Deadline::new((timeout > 0).then(|| Duration::from_millis(timeout))),
-        pause: PauseOptions { hold: Hold::Within(Duration::from_millis(500)), ..PauseOptions::default() },
+        pause: HowToPause { hold: Hold::Within(Duration::from_millis(500)), ..HowToPause::default() },
         nodes: None,
         self_paused: None,
     };

@@ -3,7 +3,7 @@
 //! 1. Only one thread closes it at a time, and nobody opens it meanwhile.
 //! 2. The program stays held as long as there is a reason. Whoever removes a reason, and every closer that holds when it is done, must then
 //!    call [`Closer::let_go`]; this guarantees that the latch opens once no reason is left.
-//! 3. The latch is also closed for moments of the library's own, which end by themselves. They are no hold, and neither begin nor prolong one.
+//! 3. The library also closes the latch for moments that end by themselves. Such a moment is no hold, and neither begins nor prolongs one.
 
 use super::latch::Latch;
 use super::sync::{self, Condvar, Mutex, MutexGuard, Ordering};
@@ -30,7 +30,7 @@ struct Tenure {
 pub enum Purpose {
     /// The program is held, or about to be.
     Hold,
-    /// Work of the library's that takes an instant.
+    /// The library works for an instant.
     Moment,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! Invariants, in every order of events:
 //!
-//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside, except for calls that the closer admits. A closer that
-//!    calls [`Latch::admit_none`] and then looks sees those.
+//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside, except calls that the closer admits. A closer that
+//!    looks again after [`Latch::admit_none`] sees those calls.
 //! 2. A thread waits only while the latch is closed. Opening it wakes all waiting threads.
 //! 3. A nested call does not wait: the outer call could not finish.
 //!

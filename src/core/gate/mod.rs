@@ -502,7 +502,7 @@ mod tests {
         assert_eq!(idle_for(), Duration::ZERO);
     }
 
-    /// Calls wait in a moment of the library's own as in a hold, but the status shows no hold.
+    /// While the library closes the gate for a moment, calls wait as in a hold, but the status shows no hold.
     #[test]
     fn a_moment_is_no_hold() {
         let _turn = turn();

@@ -357,7 +357,7 @@ fn a_latch_closed_by_another_is_not_opened() {
     });
 }
 
-/// A moment of the library's, while the memory of a held program is resumed: the program is let go at once, and continues when the moment
+/// The library closes the latch for a moment, while the memory of a held program is resumed: the program is let go at once, and continues when the moment
 /// is over, at which nobody asks whether there is still a reason.
 #[test]
 fn a_moment_does_not_prolong_a_hold() {

@@ -145,8 +145,9 @@ pub fn with_mark<R>(make: impl FnOnce(Option<&'static ThreadMark>) -> R) -> R {
 
 /// A slot that is free.
 fn claim() -> &'static Slot {
-    let free = |slot: &&'static Slot| slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    slots().find(free).unwrap_or_else(add)
+    slots()
+        .find(|slot: &&'static Slot| slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok())
+        .unwrap_or_else(add)
 }
 
 /// The thread that ends the process, if it had no mark then.

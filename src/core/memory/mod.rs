@@ -20,7 +20,7 @@ pub mod region;
 pub mod registry;
 pub mod reserved;
 mod stream_ordered;
-mod under_way;
+pub(crate) mod under_way;
 
 pub use ipc::{aside, borrow, imports, share};
 pub use obstacles::{Binding, RegisteredUntil, communicators, sightings, unmanaged};
@@ -47,7 +47,7 @@ use vramctl_driver::{
 };
 use vramctl_host::{PerProcess, Unpoison, exit};
 pub use vramctl_model::NCCL;
-use vramctl_model::{Error, Failure, Obstacle, Shortage, Span, StatusCode, TransitionRequest, checked_tag, code};
+use vramctl_model::{Error, Failure, Obstacle, PauseRequest, Shortage, Span, StatusCode, checked_tag, code};
 
 /// Everything this process has under management.
 pub struct Memory {
@@ -419,12 +419,12 @@ impl Memory {
 
     /// What prevents a suspend of this process.
     pub fn obstacles(&self) -> Vec<Obstacle> {
-        self.obstacles_after(&[], &TransitionRequest::default())
+        self.obstacles_after(&[], &PauseRequest::default())
     }
 
     /// What would prevent it after a pause of these allocations.
-    pub(crate) fn obstacles_after(&self, paused: &[Arc<Allocation>], request: &TransitionRequest) -> Vec<Obstacle> {
-        obstacles::after(self, paused, borrow::count_after(request))
+    pub(crate) fn obstacles_after(&self, paused: &[Arc<Allocation>], request: &PauseRequest) -> Vec<Obstacle> {
+        obstacles::after(self, paused, borrow::count_after(&request.selection, &request.participants.partners))
     }
 
     /// Whether any memory in a range is paused, or is another process's that is.

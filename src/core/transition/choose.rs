@@ -1,6 +1,7 @@
 //! What a request selects, and what protects memory from being taken.
 
 use super::contents::policy_for;
+use super::{Pause, Resume};
 use crate::engine;
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy};
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver as driver;
-use vramctl_model::{Error, Policy, Registered, Registration, TransitionRequest};
+use vramctl_model::{Error, Participants, PauseRequest, Policy, Registered, Registration, Selection};
 
 /// How long to wait for the disconnect of an ended process that had memory open.
 const NOTICED: Duration = Duration::from_millis(200);
@@ -26,33 +27,35 @@ pub(super) struct Chosen {
 
 impl Memory {
     /// Selects allocations. A tag that no allocation has is an error.
-    pub(super) fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
+    pub(super) fn choose(&self, selection: &Selection) -> Result<Chosen, Error> {
         let all = self.registry.snapshot();
-        if request.is_borrower {
-            return Ok(Chosen { all, active: Vec::new(), paused: Vec::new() });
-        }
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
-        let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
-        if !unknown.is_empty() && !request.lenient {
+        let unknown: BTreeSet<_> = selection.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
+        if !unknown.is_empty() && !selection.lenient {
             return Err(Error::UnknownTag {
                 unknown: unknown.into_iter().collect(),
                 known: known.into_iter().map(str::to_owned).collect(),
             });
         }
-        let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
+        let meant = all.iter().filter(|allocation| is_meant(selection, allocation)).cloned();
         let (paused, mut active): (Vec<_>, Vec<_>) = meant.partition(|allocation| allocation.is_unmapped());
-        active.retain(|allocation| request.selects(&allocation.tag) && (!allocation.is_on_host() || request.leaves_nothing()));
+        active.retain(|allocation| selection.selects(&allocation.tag) && (!allocation.is_on_host() || selection.is_everything()));
         Ok(Chosen { all, active, paused })
     }
 
     /// Like [`choose`](Self::choose), after finishing what earlier failures and destroyed contexts left behind. Under the
     /// exclusive transition lock.
-    pub(super) fn choose_settled(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
+    pub(super) fn choose_settled(&self, selection: &Selection) -> Result<Chosen, Error> {
+        self.settle();
+        let chosen = self.choose(selection)?;
+        if self.map_stranded(&chosen.paused)? { self.choose(selection) } else { Ok(chosen) }
+    }
+
+    /// Finishes what earlier failures and destroyed contexts left behind. Under the exclusive transition lock.
+    pub(super) fn settle(&self) {
         driver::sweep();
         self.drop_gone();
         self.end_unused();
-        let chosen = self.choose(request)?;
-        if self.map_stranded(&chosen.paused)? { self.choose(request) } else { Ok(chosen) }
     }
 
     /// Maps memory that a failed pause left unmapped: it still holds its contents, and it would count as paused while it stays
@@ -71,32 +74,32 @@ impl Memory {
 
 impl Chosen {
     /// For a resume: leaves out what stays paused. Returns it.
-    pub(super) fn leave_self_paused(&mut self, request: &TransitionRequest) -> Vec<Arc<Allocation>> {
-        let (paused, left) = std::mem::take(&mut self.paused).into_iter().partition(|allocation| comes_back(request, allocation));
+    pub(super) fn leave_self_paused(&mut self, resume: &Resume) -> Vec<Arc<Allocation>> {
+        let (paused, left) = std::mem::take(&mut self.paused).into_iter().partition(|allocation| comes_back(resume, allocation));
         self.paused = paused;
         left
     }
 
     /// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
-    pub(super) fn spare_prefix_cache(&self, request: &TransitionRequest) -> Result<(), Error> {
+    pub(super) fn spare_prefix_cache(&self, pause: &Pause) -> Result<(), Error> {
         const KV_CACHE: &str = "kv_cache";
-        let Some(engine) = &request.engine else { return Ok(()) };
+        let Some(engine) = &pause.engine else { return Ok(()) };
         // Unless the engine's adapter has said that it tags all of it (not in an unknown version), the cache may be in everything else.
         let tagged = engine::tags_cache();
         let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
-        let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Policy::Discard);
+        let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(&pause.request.options, one) == Policy::Discard);
         if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
     }
 
     /// Leaves out registered memory or fails because of it, as the request says. Memory that other processes have open is left out as well;
     /// it can never be taken, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
-    pub(super) fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
-        match request.registered {
+    pub(super) fn spare_registered(&mut self, request: &PauseRequest) -> Result<(), Error> {
+        match request.options.registered {
             Registered::Take => Ok(()),
             Registered::Keep => {
                 self.active.retain(|allocation| {
                     let contents = allocation.contents();
-                    contents.registrant().is_none() && contents.lent_to_others(request).is_empty()
+                    contents.registrant().is_none() && contents.lent_to_others(&request.participants).is_empty()
                 });
                 Ok(())
             }
@@ -115,20 +118,20 @@ impl Chosen {
 }
 
 /// Whether a resume brings back this paused allocation that it selects: what the program has paused itself, the program resumes.
-pub(super) fn comes_back(request: &TransitionRequest, allocation: &Allocation) -> bool {
-    !request.is_from_outside || request.self_paused || !allocation.contents().state.paused_by().is_some_and(PausedBy::is_self_paused)
+pub(super) fn comes_back(resume: &Resume, allocation: &Allocation) -> bool {
+    !resume.is_from_outside || resume.request.self_paused || !allocation.contents().state.paused_by().is_some_and(PausedBy::is_self_paused)
 }
 
-/// Whether the request selects this allocation.
-pub(super) fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
-    let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| request.gpus.contains(&uuid));
-    (request.tags.is_empty() || request.tags.iter().any(|tag| **tag == *allocation.tag)) && (request.gpus.is_empty() || on_gpu())
+/// Whether this allocation is selected.
+pub(super) fn is_meant(selection: &Selection, allocation: &Allocation) -> bool {
+    let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| selection.gpus.contains(&uuid));
+    (selection.tags.is_empty() || selection.tags.iter().any(|tag| **tag == *allocation.tag)) && (selection.gpus.is_empty() || on_gpu())
 }
 
 /// Like [`refuse_if_lent`], but first waits briefly, so that the disconnect of an ended process is noticed.
-pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
+pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], participants: &Participants) -> Result<(), Error> {
     let started = Instant::now();
-    while let Err(error) = refuse_if_lent(victims, request) {
+    while let Err(error) = refuse_if_lent(victims, participants) {
         if started.elapsed() > NOTICED {
             return Err(error);
         }

@@ -1,26 +1,27 @@
 //! Which contents a pause keeps, and where.
 
+use super::Pause;
 use crate::memory::Allocation;
 use std::ops::Range;
 use vramctl_backup as backup;
 use vramctl_config::CpuBackupBackend;
-use vramctl_model::{Policy, Span, TransitionRequest};
+use vramctl_model::{PauseOptions, Policy, Span};
 
-/// The request's policy for an allocation, or the allocation's own.
-pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Policy {
-    request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
+/// The policy of a pause for an allocation: the caller's, or the allocation's own.
+pub(super) fn policy_for(options: &PauseOptions, allocation: &Allocation) -> Policy {
+    options.backups.get(&*allocation.tag).copied().unwrap_or(options.backup).unwrap_or(allocation.backup)
 }
 
 /// Which contents of an allocation to keep, and where.
-pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
-    let policy = policy_for(request, allocation);
+pub(super) fn wanted_of(pause: &Pause, allocation: &Allocation) -> backup::Wanted {
+    let policy = policy_for(&pause.request.options, allocation);
     let retain = backup::retains(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };
     let live = match policy {
         Policy::Discard => Vec::new(),
         // Contents that are not kept could not be compared next time.
         _ if retain => vec![all],
-        _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
+        _ => without(all, pause.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
     };
     let at_once = allocation.backend == CpuBackupBackend::Mmap;
     backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().state.backup().cloned(), live }

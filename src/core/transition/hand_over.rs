@@ -1,4 +1,4 @@
-//! Gives memory back: before the commit of a pause what the job that comes lacks, at the commit the rest.
+//! Device memory that a pause gives back before its commit, as part of a swap: as much as the other job needs.
 
 use crate::memory::Allocation;
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,38 +7,37 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Backup, Kept};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_model::{Lacking, TransitionRequest};
+use vramctl_model::{Needed, Participants, SwapOut};
 
-/// How long a prepared pause waits for its commit until it gives back the rest as well: somebody else has taken what the other job was to
-/// get. Longer than the driver needs to zero what that job lacks (96 GiB in 0.25 s).
+/// After this time without a commit, a prepared pause gives back the rest as well: somebody else has taken what the other job was to get. Longer
+/// than the driver takes to zero what that job needs (96 GiB in 0.25 s).
 const LATE: Duration = Duration::from_millis(500);
 
-/// How long saving takes at most until what is saved goes over whether or not it is lacking for contents: the other job does not wait for ever
-/// for the next piece of memory (10 s or more, `coordinator/swap.rs`). At the speed of a link, all memory of a GPU is saved in 3 s.
+/// After this time, saved memory is given back even if the other job does not need it for its contents: that job waits only so long for the next
+/// piece of memory (10 s or more, `coordinator/swap.rs`). At the speed of a link, all memory of a GPU is saved in 3 s.
 const SLOW: Duration = Duration::from_secs(4);
 
-/// What has been given back of what the other job lacks.
-pub(super) struct HandOver<'a> {
-    lacking: &'a BTreeMap<String, Lacking>,
-    /// What the other job lacks on a device, and bytes that it got.
-    given: BTreeMap<CUdevice, (Lacking, u64)>,
+/// What has been given back of what the other job needs.
+pub(super) struct HandOver {
+    needed: BTreeMap<String, Needed>,
+    /// What the other job needs on a device, and the bytes that it has got.
+    given: BTreeMap<CUdevice, (Needed, u64)>,
     began: Instant,
-    /// What is saved and free to go, and was not lacking for contents.
+    /// What is saved and free to go, but not needed for contents.
     withheld: (Vec<Arc<Allocation>>, Vec<backup::Item>),
 }
 
-impl<'a> HandOver<'a> {
-    /// `None` unless the pause is part of a swap.
-    pub fn of(request: &'a TransitionRequest) -> Option<Self> {
-        let new = || Self { lacking: &request.lacking, given: BTreeMap::new(), began: Instant::now(), withheld: Default::default() };
-        request.hand_over.then(new)
+impl HandOver {
+    pub fn new(swap: &SwapOut) -> Self {
+        Self { needed: swap.needed.clone(), given: BTreeMap::new(), began: Instant::now(), withheld: Default::default() }
     }
 
-    /// These are saved while others are not yet: gives back what the other job lacks for its contents. With all that it lacks, a swap of 84 GiB
-    /// (33 kept) on an H200 takes 946 ms, not 849; and 972, not 862, if that job asks for memory without contents only after its copies. For the
-    /// driver zeroes with the engines that copy: each GiB that is given back costs the other job's copies 5 ms, also if nobody lacks it.
+    /// Some memory is saved, other memory is not yet: gives back what the other job needs for its contents. The driver zeroes what it gets with the
+    /// engines that copy, so each GiB that is given back delays the other job's copies by 5 ms, whether or not anybody needs it. If all that the other
+    /// job needs were given back at once, a swap of 84 GiB (33 kept) on an H200 would take 946 ms, not 849 (or 972, not 862, where the other job asks
+    /// for memory without contents only after its copies).
     pub fn release_saved(&mut self, saved: &[Arc<Allocation>], items: &[&backup::Item]) {
-        release(saved, items.iter().copied(), |allocation| self.count_given(allocation, |lacks| lacks.for_contents));
+        release(saved, items.iter().copied(), |allocation| self.count_given(allocation, |needed| needed.for_contents));
         let (allocations, of_them) = &mut self.withheld;
         for allocation in saved.iter().filter(|allocation| is_free_to_go(allocation) && allocation.contents().state.memory().is_some()) {
             allocations.push(Arc::clone(allocation));
@@ -51,21 +50,21 @@ impl<'a> HandOver<'a> {
         self.began.elapsed() >= SLOW && !self.withheld.0.is_empty()
     }
 
-    /// Gives back what is saved and was not lacking for contents.
+    /// Gives back what is saved and was not needed for contents.
     pub fn release_withheld(&mut self) {
         let (saved, items) = mem::take(&mut self.withheld);
         release(&saved, &items, is_free_to_go);
     }
 
-    /// Gives back the rest of what the other job lacks: its last copies are all that zeroing can slow now.
-    pub fn release_rest_of_lacking(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
+    /// Gives back the rest of what the other job needs: zeroing can delay only its last copies now.
+    pub fn release_rest_of_needed(&mut self, victims: &[Arc<Allocation>], kept: &Kept) {
         self.withheld = Default::default();
         let is_kept: BTreeSet<_> = kept.items.iter().map(|(extent, _)| Some(extent.address)).collect();
         // What is discarded goes last: if the pause is undone, it is zero. Given back first, it is zeroed during the copies, and the same swap
         // takes 805 ms. That is not worth zeros after each swap that fails.
         let (saved, discarded): (Vec<_>, Vec<_>) = victims.iter().cloned().partition(|allocation| is_kept.contains(&allocation.address()));
         for victims in [saved, discarded] {
-            release(&victims, &kept.items, |allocation| self.count_given(allocation, |lacks| lacks.for_all));
+            release(&victims, &kept.items, |allocation| self.count_given(allocation, |needed| needed.for_all));
         }
     }
 
@@ -77,21 +76,21 @@ impl<'a> HandOver<'a> {
     }
 
     /// Counts the memory of this allocation as given, up to a `limit` on each device. Returns whether it is to be given back now.
-    fn count_given(&mut self, allocation: &Allocation, limit: impl Fn(&Lacking) -> u64) -> bool {
+    fn count_given(&mut self, allocation: &Allocation, limit: impl Fn(&Needed) -> u64) -> bool {
         if !is_free_to_go(allocation) {
             return false;
         }
         let Some(device) = allocation.on_device() else { return true };
-        let lacking = self.lacking;
-        let (lacks, given) = self.given.entry(device).or_insert_with(|| {
-            let all = Lacking { for_contents: u64::MAX, for_all: u64::MAX };
-            (driver::uuid(device).and_then(|uuid| lacking.get(&uuid)).copied().unwrap_or(all), 0)
+        let Self { needed, given, .. } = self;
+        let (needed, given) = given.entry(device).or_insert_with(|| {
+            let all = Needed { for_contents: u64::MAX, for_all: u64::MAX };
+            (driver::uuid(device).and_then(|uuid| needed.get(&uuid)).copied().unwrap_or(all), 0)
         });
-        let is_lacking = *given < limit(lacks);
-        if is_lacking {
+        let is_needed = *given < limit(needed);
+        if is_needed {
             *given += allocation.bytes() as u64;
         }
-        is_lacking
+        is_needed
     }
 }
 
@@ -110,9 +109,9 @@ pub(super) fn release<'a>(
     }
 }
 
-/// Whether new memory can take the place of this memory without anybody's noticing, should the pause be undone. Whoever has it open or
-/// registered knows its physical pages: it goes at the commit.
+/// Whether nobody would notice if new memory took the place of this memory, should the pause be undone. Whoever has the memory open or registered
+/// knows its physical pages: such memory goes at the commit.
 pub(super) fn is_free_to_go(allocation: &Allocation) -> bool {
     let contents = allocation.contents();
-    contents.registrant().is_none() && contents.lent_to_others(&TransitionRequest::default()).is_empty()
+    contents.registrant().is_none() && contents.lent_to_others(&Participants::default()).is_empty()
 }

@@ -3,7 +3,8 @@
 //! A program cannot hold itself: a waiting thread may hold Python's interpreter lock, and then no other thread could resume it. So only the
 //! socket accepts a hold, and not from the process itself.
 
-use super::unless_ending;
+use super::prepared::{Failed, Preparation, Prepared};
+use super::{Pause, unless_ending};
 use crate::events::{self, Event};
 use crate::memory::{Allocation, Memory, aside, check_not_quiesced};
 use crate::{contexts, drain, gate, holder};
@@ -15,20 +16,37 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, exit, opens};
-use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
+use vramctl_model::{Error, Observer, PauseRequest, Report, SetAside, Stage};
 
-/// A held program. It continues when this is dropped, unless others have paused anything by then.
+/// A held program. When this is dropped, the program continues, unless memory of it is away by then: after a commit because it is paused, after a
+/// failure because it could not be mapped again. Also after a panic.
 pub struct Holding<'a> {
     memory: &'a Memory,
     /// Until the end.
     closed: Option<gate::Closed<'static>>,
     /// Whether it was held before.
     was_held: bool,
+    pause: PauseOfHeld,
+}
+
+/// What has become of the pause of a held program.
+enum PauseOfHeld {
+    NotBegun,
+    Begun(PausedBefore),
+    Committed,
 }
 
 impl Drop for Holding<'_> {
     fn drop(&mut self) {
-        self.closed.take();
+        let must_stay = match &self.pause {
+            PauseOfHeld::NotBegun => false,
+            PauseOfHeld::Begun(before) => before.are_more_now(self.memory),
+            PauseOfHeld::Committed => self.memory.must_stay_held(),
+        };
+        if let Some(closed) = self.closed.take().filter(|_| must_stay) {
+            closed.keep();
+            holder::held();
+        }
         // Memory paused before may have been resumed or freed while the gate was closed.
         self.memory.let_go();
     }
@@ -113,16 +131,11 @@ impl Memory {
         if opens::count() != opened {
             return Err(Error::NotHeld("it has just opened a library whose calls may pass by the gate".into()));
         }
-        Ok(Holding { memory: self, was_held: closed.was_held(), closed: Some(closed) })
+        Ok(Holding { memory: self, was_held: closed.was_held(), closed: Some(closed), pause: PauseOfHeld::NotBegun })
     }
 
-    /// Holds the program, once calls inside have finished, and pauses it.
-    pub(super) fn hold_and_pause(
-        &self,
-        request: &TransitionRequest,
-        limit: Duration,
-        observer: &mut dyn Observer,
-    ) -> Result<Report, Error> {
+    /// Holds the program, once calls inside have finished, and prepares its pause.
+    pub(super) fn hold_and_prepare(&self, pause: &Pause, limit: Duration, observer: &mut dyn Observer) -> Preparation<'_> {
         /// How long the program runs between two attempts, so that it can finish a capture.
         const RUN_ON: Duration = Duration::from_millis(20);
         let deadline = Instant::now() + limit;
@@ -130,17 +143,25 @@ impl Memory {
         loop {
             let holding = self.hold_until(deadline)?;
             holding.wait_for_calls(limit, deadline, observer)?;
-            match holding.pause(&TransitionRequest { timeout: Some(left()), ..request.clone() }, observer) {
-                Err(Error::Capturing) if !left().is_zero() => thread::sleep(RUN_ON),
-                Err(Error::Capturing) => return Err(not_held(limit, &"a stream capture has not ended")),
-                Err(Error::Busy(_)) => return Err(not_held(limit, &StillWorking::now())),
-                answer => return answer,
-            }
+            let request = PauseRequest { timeout: Some(left()), ..pause.request.clone() };
+            let failed = match holding.prepare_pause(&Pause { request, ..pause.clone() }, observer) {
+                Ok(prepared) => return Ok(prepared),
+                Err(failed) => failed,
+            };
+            let has_time = !left().is_zero();
+            failed.undo_to_retry(|why| matches!(why, Error::Capturing) && has_time).map_err(|failed| {
+                failed.map(|why| match why {
+                    Error::Capturing => not_held(limit, &"a stream capture has not ended"),
+                    Error::Busy(_) => not_held(limit, &StillWorking::now()),
+                    other => other,
+                })
+            })?;
+            thread::sleep(RUN_ON);
         }
     }
 }
 
-impl Holding<'_> {
+impl<'a> Holding<'a> {
     /// Waits until no call is inside the driver. Stops if the client is gone or the program exits.
     fn wait_for_calls(&self, limit: Duration, deadline: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
         let wanted = &mut || !exit::is_ending() && observer.is_wanted();
@@ -173,38 +194,48 @@ impl Holding<'_> {
         })
     }
 
-    /// Pauses. After a success, the program stays held until everything is resumed; after a failure, only if memory could not be mapped
-    /// again.
-    pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        if request.is_borrower && !self.was_held && self.memory.is_paused_by_others() {
+    /// Prepares a pause. Once that is committed, the program stays held until everything is resumed.
+    pub fn prepare_pause(self, pause: &Pause, observer: &mut dyn Observer) -> Preparation<'a> {
+        self.prepare(|memory| memory.prepare_when_idle(pause, observer))
+    }
+
+    /// Prepares to give up open memory of others. Once that is committed, the program stays held until the memory is back.
+    pub fn prepare_set_aside(self, request: &SetAside, observer: &mut dyn Observer) -> Preparation<'a> {
+        if !self.was_held && self.memory.is_paused_by_others() {
             // It would stay held until its own memory is resumed as well, so resuming the owners would not be enough for it to continue.
             let why = "some of its own memory was paused with --no-hold; resume that first";
-            return Err(Error::Invalid(why.into()));
+            return Err(Error::Invalid(why.into()).into());
         }
-        let before = PausedBefore::of(self.memory);
-        let mut attempt = HeldPause { holding: &mut self, before, is_done: false };
-        let paused = unless_ending(|| attempt.holding.memory.pause_when_idle(request, observer));
-        attempt.is_done = paused.is_ok();
-        paused
+        self.prepare(|memory| memory.prepare_set_aside(request, observer))
+    }
+
+    fn prepare(mut self, work: impl FnOnce(&'a Memory) -> Preparation<'a>) -> Preparation<'a> {
+        self.pause = PauseOfHeld::Begun(PausedBefore::of(self.memory));
+        Failed::wrap(work(self.memory), |prepared| Box::new(PreparedInHeld { prepared, holding: self }))
     }
 }
 
-/// A pause of a held program. When this goes, the program stays held if memory is missing, even after a panic in what follows the
-/// release.
-struct HeldPause<'h, 'm> {
-    holding: &'h mut Holding<'m>,
-    before: PausedBefore,
-    is_done: bool,
+/// A prepared pause of a held program.
+struct PreparedInHeld<'a> {
+    prepared: Box<dyn Prepared + 'a>,
+    holding: Holding<'a>,
 }
 
-impl Drop for HeldPause<'_, '_> {
-    fn drop(&mut self) {
-        let memory = self.holding.memory;
-        let must_stay = if self.is_done { memory.must_stay_held() } else { self.before.are_more_now(memory) };
-        if must_stay && let Some(closed) = self.holding.closed.take() {
-            closed.keep();
-            holder::held();
-        }
+impl Prepared for PreparedInHeld<'_> {
+    fn wait(&self, waited: Duration) {
+        self.prepared.wait(waited);
+    }
+
+    fn commit(self: Box<Self>, observer: &mut dyn Observer) -> Report {
+        let Self { prepared, mut holding } = *self;
+        let report = prepared.commit(observer);
+        holding.pause = PauseOfHeld::Committed;
+        report
+    }
+
+    fn undo(self: Box<Self>, why: Error) -> Error {
+        let Self { prepared, holding: _holding } = *self;
+        prepared.undo(why)
     }
 }
 

@@ -5,35 +5,38 @@
 //! | can be undone | wait for device work, save the contents, unmap | create, map and fill new memory beside the old state |
 //! | point of no return | release the physical memory | release the backups |
 //!
-//! Every failure before the point of no return can be undone. Nothing after it can fail: if the driver refuses a release,
-//! the pause still succeeds, because the contents are already safe. The memory goes onto a list to retry, and the report
-//! counts it as late.
+//! Every failure before the point of no return can be undone. Nothing after it can fail: if the driver refuses a release, the pause still succeeds,
+//! because the contents are already safe. The memory goes onto a list to retry, and the report counts it as late. Whoever asks stands between the
+//! two: what is [`Prepared`] is committed or undone.
 //!
-//! As part of a swap (`hand_over`), a pause releases memory before the point of no return, because the other job cannot come without it: as much as
-//! that job lacks (`hand_over.rs`) of what is saved, and of what nobody knows by its physical pages. To undo that, it creates, maps and fills new
-//! memory, as a resume does, once the other
-//! job has given its own back, however long that takes (`owed.rs`).
+//! As part of a swap ([`SwapOut`]), a pause releases memory before the point of no return, because the other job cannot come without it: as much as
+//! that job needs (`hand_over.rs`) of the memory that is saved and whose physical pages nobody knows. To undo that, the pause creates, maps and fills
+//! new memory, as a resume does, once the other job has given its memory back, however long that takes (`unfinished.rs`).
 //!
-//! On a host without room for the contents of both (`hand_over_host`), the resume releases host memory before the point of no return, too: that
-//! of contents that have arrived. To undo that, it saves them again (`send_back.rs`). So the pause and the resume are each other's mirror image:
-//! the one that leaves a place saves contents piece by piece as host memory comes, and releases device memory; the one that comes takes that,
-//! fills it, and releases host memory. Undone, they change roles. Neither needs to hear of the other: each waits for the memory that the other
-//! releases. One of them can always go on if the host and the device together have room for the largest allocation of each, which the
-//! coordinator sees to.
+//! On a host without room for the contents of both, host memory changes hands, too: the resume releases the host memory of restored contents before
+//! the point of no return. To undo that, it saves the contents again (`exchange.rs`). So the pause and the resume mirror each other: the job that
+//! leaves saves contents piece by piece as host memory becomes free, and releases device memory; the job that comes takes that memory, fills it, and
+//! releases host memory. To undo a swap, they change roles. Neither needs to hear of the other: each waits for the memory that the other releases.
+//! One of them can always go on if the host and the device together have room for the largest allocation of each. The coordinator checks that.
 
-mod came;
 mod choose;
 mod contents;
+mod exchange;
 mod hand_over;
 mod hold;
-mod owed;
 mod pause;
 mod plan;
-mod repay;
+mod prepared;
+mod request;
+mod restore;
+mod restored;
 mod resume;
-mod send_back;
+mod set_aside;
+mod unfinished;
 
 pub use hold::Holding;
+pub use prepared::{Failed, Preparation, Prepared};
+pub use request::{Pause, Resume};
 
 pub(crate) use hold::{passing_by, stay};
 
@@ -45,20 +48,23 @@ use std::time::{Duration, Instant};
 use vramctl_backup::Flow;
 use vramctl_driver::CUdevice;
 use vramctl_host::exit;
-use vramctl_model::{Error, Stage, TransitionRequest};
+use vramctl_model::{Error, Selection, Stage, SwapOut};
 
 /// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
 /// work.
 const WAIT_LOCKED: Duration = Duration::from_millis(100);
 
-/// How the host memory for contents comes.
-fn flow_of(request: &TransitionRequest) -> Flow {
-    request.hand_over_host.map_or(Flow::Whole, |within| Flow::Pieces { within })
+/// How long the undoing of a swap waits under the lock for the memory that the other job gives back. After that, `unfinished.rs` waits without it.
+const TAKEN_BACK_WITHIN: Duration = Duration::from_secs(10);
+
+/// How a pause gets host memory for contents.
+fn flow_of(swap: Option<&SwapOut>) -> Flow {
+    swap.and_then(|swap| swap.host).map_or(Flow::Whole, |within| Flow::Pieces { within })
 }
 
 /// For messages.
-fn tags_text(request: &TransitionRequest) -> String {
-    if request.tags.is_empty() { "all tags".into() } else { request.tags.join(", ") }
+fn tags_text(selection: &Selection) -> String {
+    if selection.tags.is_empty() { "all tags".into() } else { selection.tags.join(", ") }
 }
 
 impl Memory {
@@ -67,10 +73,10 @@ impl Memory {
         self.registry.all().iter().any(|allocation| allocation.contents().state.paused_by().is_some_and(|by| by != PausedBy::Program))
     }
 
-    /// Whether a held program must stay held: it leaves its GPUs, or anything is paused or has to be, including open memory of other processes, but
-    /// for what the program has paused itself.
+    /// Whether a held program must stay held: it leaves its GPUs, or some memory is paused or has to be, including open memory of other processes, and
+    /// not only by the program itself.
     fn must_stay_held(&self) -> bool {
-        aside::any() || self.is_paused_by_others() || owed::is_any_to_go() || hold::leaves()
+        aside::any() || self.is_paused_by_others() || unfinished::must_pause_more() || hold::leaves()
     }
 
     /// Lets a held program continue once nothing is paused by others. Called wherever the last paused memory may have been resumed or freed. If only
@@ -87,7 +93,7 @@ impl Memory {
 
 /// Runs a pause or resume as the library's work, whoever has requested it: once the program is exiting, the pause or resume makes no driver
 /// call, and fails with [`Error::Ending`].
-fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
+pub(crate) fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 

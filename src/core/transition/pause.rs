@@ -3,76 +3,71 @@
 use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::hand_over::{HandOver, release};
-use super::{Clock, WAIT_LOCKED, busy_since, flow_of, hold, milliseconds, owed, tags_text, unless_ending};
+use super::prepared::{Failed, Preparation, Prepared, complete};
+use super::{Clock, Pause, TAKEN_BACK_WITHIN, WAIT_LOCKED, busy_since, flow_of, hold, milliseconds, tags_text, unfinished, unless_ending};
 use crate::memory::share::refuse_if_lent;
+use crate::memory::under_way::Shown;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard, unmap};
 use crate::{drain, events, gate, quiet};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::mem;
+use std::sync::{Arc, RwLockWriteGuard};
 use std::time::{Duration, Instant};
-use vramctl_backup::{self as backup, Kept};
+use vramctl_backup::{self as backup, Kept, PoolingStopped};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, Activity, Manner, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Bytes, Error, Failure, Observer, Policy, Report, Stage, TagState, TransitionRequest, Verb};
-
-/// How long the undoing of a swap waits under the lock for the memory that the other job gives back. After that, `owed` waits without it.
-pub(super) const TAKEN_BACK_WITHIN: Duration = Duration::from_secs(10);
+use vramctl_model::{Error, Failure, Observer, Participants, PauseRequest, Policy, Report, Stage, TagState, Verb};
 
 impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
     /// undone on error.
-    pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        events::transition(Verb::Pause, || {
-            unless_ending(|| match request.hold {
-                Some(limit) => self.hold_and_pause(request, limit, observer),
-                // Without hold, this process may still use its open memory of partners, and they theirs of this process.
-                None => {
-                    self.pause_when_idle(&TransitionRequest { partners: Vec::new(), borrowers: Vec::new(), ..request.clone() }, observer)
-                }
-            })
-        })
+    pub fn pause(&self, pause: &Pause, observer: &mut dyn Observer) -> Result<Report, Error> {
+        events::transition(Verb::Pause, || unless_ending(|| complete(self.prepare_pause(pause, observer), observer)))
     }
 
-    pub(super) fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+    /// Does all of a pause that can be undone.
+    pub fn prepare_pause(&self, pause: &Pause, observer: &mut dyn Observer) -> Preparation<'_> {
+        if let Some(limit) = pause.request.hold {
+            return self.hold_and_prepare(pause, limit, observer);
+        }
+        // Without hold, this process may still use its open memory of partners, and they theirs of this process.
+        let request = PauseRequest { participants: Participants::default(), ..pause.request.clone() };
+        self.prepare_when_idle(&Pause { request, ..pause.clone() }, observer)
+    }
+
+    pub(super) fn prepare_when_idle(&self, pause: &Pause, observer: &mut dyn Observer) -> Preparation<'_> {
         let started = Instant::now();
         let mut clock = Clock::default();
-        let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
+        let left = || pause.request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
         loop {
-            self.wait_unlocked(request, left(), &mut clock, observer).map_err(busy_since(started))?;
-            match self.try_pause(request, started, &mut clock, observer) {
-                Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_wanted() => (),
-                Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
-                Err(Error::HostMemory { .. }) if request.hand_over_host.is_none() && self.make_room(request) => (),
-                answer => {
-                    return answer.inspect(|report| {
-                        if request.is_borrower {
-                            let bytes = Bytes(report.missing.iter().map(|aside| aside.paused_bytes).sum());
-                            log::info!("set aside {bytes} of paused memory of processes {:?}", request.partners);
-                        } else {
-                            log::info!("paused {}: {report}", tags_text(request));
-                        }
-                    });
-                }
+            self.wait_unlocked(pause, left(), &mut clock, observer).map_err(busy_since(started))?;
+            let failed = match self.try_prepare(pause, started, &mut clock, observer) {
+                Ok(prepared) => return Ok(Box::new(prepared)),
+                Err(failed) => failed.map(busy_since(started)),
+            };
+            // Nobody is asked under the lock.
+            let has_time = !failed.has_begun() && left().is_none_or(|left| !left.is_zero()) && observer.is_wanted();
+            let why = failed.undo_to_retry(|why| match why {
+                Error::Busy(_) => has_time,
+                Error::HostMemory { .. } => !exchanges(&pause.request),
+                _ => false,
+            })?;
+            if matches!(why, Error::HostMemory { .. }) && !self.make_room(pause) {
+                return Err(why.into());
             }
         }
     }
 
     /// Waits for most of the device's work before taking the lock, so that the program can allocate and free meanwhile.
     /// Under the lock, only work started since then remains.
-    fn wait_unlocked(
-        &self,
-        request: &TransitionRequest,
-        left: Option<Duration>,
-        clock: &mut Clock,
-        observer: &mut dyn Observer,
-    ) -> Result<(), Error> {
+    fn wait_unlocked(&self, pause: &Pause, left: Option<Duration>, clock: &mut Clock, observer: &mut dyn Observer) -> Result<(), Error> {
         check_not_quiesced()?;
-        let mut chosen = self.choose(request)?;
-        chosen.spare_prefix_cache(request)?;
-        chosen.spare_registered(request)?;
-        refuse_if_still_lent(&chosen.active, request)?;
+        let mut chosen = self.choose(&pause.request.selection)?;
+        chosen.spare_prefix_cache(pause)?;
+        chosen.spare_registered(&pause.request)?;
+        refuse_if_still_lent(&chosen.active, &pause.request.participants)?;
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
@@ -86,153 +81,51 @@ impl Memory {
         })
     }
 
-    fn try_pause(
+    fn try_prepare(
         &self,
-        request: &TransitionRequest,
+        pause: &Pause,
         started: Instant,
         clock: &mut Clock,
         observer: &mut dyn Observer,
-    ) -> Result<Report, Error> {
-        let _exclusive = self.exclude_unless_quiesced()?;
-        let _relaxed = RelaxedCapture::enter();
-        let mut chosen = self.choose_settled(request)?;
-        chosen.spare_prefix_cache(request)?;
+    ) -> Result<PreparedPause<'_>, Failed<'_>> {
+        let exclusive = self.exclude_unless_quiesced()?;
+        let relaxed = RelaxedCapture::enter();
+        let request = &pause.request;
+        let mut chosen = self.choose_settled(&request.selection)?;
+        chosen.spare_prefix_cache(pause)?;
         chosen.spare_registered(request)?;
-        refuse_if_lent(&chosen.active, request)?;
+        refuse_if_lent(&chosen.active, &request.participants)?;
         let Chosen { all, active: victims, paused: already } = chosen;
         let mut idle = BTreeSet::new();
         // This process's work may use its open memory of partners.
-        if !victims.is_empty() || !request.partners.is_empty() {
+        if !victims.is_empty() || !request.participants.partners.is_empty() {
             idle = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || drain::wait_at_most(idle.clone(), WAIT_LOCKED, &mut || true))?;
         }
         // The client may have gone while this waited for the lock, or for the driver.
         if !observer.is_wanted() {
-            return Err(Error::Busy(started.elapsed()));
+            return Err(Error::Busy(started.elapsed()).into());
         }
         self.registry.release_freed();
         // In a held program, nothing begins before this pause has ended, and most contexts have been waited for.
-        let _quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
-        let by_piece = request.hand_over_host.is_some();
-        let sparing = if by_piece { Some(backup::spare()?) } else { None };
-        if by_piece {
-            drop_retained(request, &all);
+        let quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
+        let pooling_stopped = if exchanges(request) { Some(backup::stop_pooling()?) } else { None };
+        if exchanges(request) {
+            drop_retained(pause, &all);
         }
         let shown = self.show(TagState::Pausing, &victims);
-        let mut hand_over = HandOver::of(request);
-        let follower = RefCell::new(&mut *observer);
-        let saved = self.save(
-            request,
-            &victims,
-            hand_over.as_mut(),
-            &mut |now| shown.progress(now, *follower.borrow_mut()),
-            &mut || follower.borrow_mut().is_wanted(),
-            clock,
-        );
-        let unmapped =
-            saved.and_then(|kept| clock.time(Stage::Unmap, || unmap(&victims, wanted_by(request))).map(|()| kept).map_err(Error::from));
-        let kept = unmapped.map_err(|error| {
-            // What was handed over comes back only when the other job does not take it any more.
-            observer.give_up();
-            self.map_back(&victims, by_piece, error)
-        })?;
-        if let Some(hand_over) = hand_over.as_mut().filter(|_| observer.is_wanted()) {
-            hand_over.release_rest_of_lacking(&victims, &kept);
+        let (pause, kept, clock) = (pause.clone(), Kept::default(), mem::take(clock));
+        let guards = Guards { shown, pooling_stopped, _quiet: quiet, _relaxed: relaxed, _exclusive: exclusive };
+        let mut prepared = PreparedPause { memory: self, pause, started, clock, all, victims, already, kept, guards };
+        match prepared.save_and_unmap(observer) {
+            Ok(()) => Ok(prepared),
+            Err(why) => Err(Failed::after(why, prepared)),
         }
-        let mut waiting = |waited| {
-            if request.hand_over {
-                HandOver::release_if_late(waited, &victims, &kept);
-            }
-        };
-        observer.vote(&mut waiting).map_err(|refused| self.map_back(&victims, by_piece, refused))?;
-        aside::set_aside(request);
-        if request.leaves && !request.is_borrower && gate::is_held() {
-            hold::leave();
-        }
-        owed::keep_paused(&already);
-        // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
-        if !request.is_from_outside || !request.tags.is_empty() || !self.is_paused_by_others() {
-            for allocation in &already {
-                let mut contents = allocation.contents();
-                // What others may have open comes back with them: the program alone could not have paused it.
-                if request.is_from_outside || !contents.lending.has_begun() {
-                    contents.state.set_paused_by(|by| by.and(wanted_by(request)));
-                }
-            }
-        }
-
-        let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
-        let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
-        let disk_bytes = kept.items.iter().map(|(_, saved)| saved.disk_bytes()).sum();
-        clock.time(Stage::Release, || release(&victims, &kept.items, |_| true));
-        let wants_guard = request.guard || Config::get().guard;
-        let guarded_bytes = if wants_guard { clock.time(Stage::Guard, || self.guard(&victims)) } else { 0 };
-        Ok(Report {
-            allocations: victims.len() as u64,
-            bytes,
-            kept_bytes,
-            disk_bytes,
-            unchanged_bytes: kept.unchanged_bytes,
-            discarded_bytes: bytes - kept_bytes,
-            unchanged: already.len() as u64,
-            self_paused_bytes: 0,
-            late_bytes: driver::leftover_bytes(),
-            missing: if request.is_borrower { aside::missing(request) } else { Vec::new() },
-            lost: Vec::new(),
-            refused: Vec::new(),
-            guarded_bytes,
-            unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
-            guard_bytes: guard::all_bytes(&all),
-            guard_written_bytes: 0,
-            host_taken_bytes: sparing.map_or(0, |sparing| sparing.taken_bytes()),
-            stages: std::mem::take(&mut clock.0),
-            ms: milliseconds(started.elapsed()),
-        })
     }
 
-    /// Saves contents. Unmaps what is saved while the rest is still being copied: with many allocations unmapping takes
-    /// long, and it can be undone. What is to `hand_over` is released as well, while that `is_wanted`.
-    fn save(
-        &self,
-        request: &TransitionRequest,
-        victims: &[Arc<Allocation>],
-        hand_over: Option<&mut HandOver<'_>>,
-        progress: &mut backup::OnProgress<'_>,
-        is_wanted: &mut dyn FnMut() -> bool,
-        clock: &mut Clock,
-    ) -> Result<Kept, Error> {
-        let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(request, allocation) != Policy::Discard).map(Arc::clone).collect();
-        self.make_reachable(&kept)?;
-        let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
-        let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();
-        wanted.retain(|wanted| !wanted.live.is_empty());
-        let handing = RefCell::new((hand_over, is_wanted));
-        let mut saved_already = |items: &[&backup::Item]| {
-            let saved: Vec<_> =
-                items.iter().filter_map(|(extent, _)| of_address.get(&Some(extent.address)).map(|one| Arc::clone(one))).collect();
-            // If this fails, the final unmap retries it.
-            let unmapped = unmap(&saved, wanted_by(request));
-            let (hand_over, is_wanted) = &mut *handing.borrow_mut();
-            if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && is_wanted()) {
-                hand_over.release_saved(&saved, items);
-            }
-        };
-        let mut goes_on = |now| {
-            if let (Some(hand_over), is_wanted) = &mut *handing.borrow_mut() {
-                // The other job waits for what the driver has refused to take back.
-                driver::sweep();
-                if hand_over.is_slow() && is_wanted() {
-                    hand_over.release_withheld();
-                }
-            }
-            progress(now)
-        };
-        clock.time(Stage::Save, || backup::save(wanted, flow_of(request), &mut goes_on, &mut saved_already))
-    }
-
-    /// Undoes what a pause has done so far: maps the memory again, which still holds its contents. What was handed over is taken back.
-    /// `by_piece`: host memory was handed over, too.
-    fn map_back(&self, victims: &[Arc<Allocation>], by_piece: bool, error: Error) -> Error {
+    /// Undoes what a pause has done so far: maps the memory again, which still holds its contents, and takes back what was handed over.
+    /// `exchanges`: host memory has changed hands, too.
+    fn map_back(&self, victims: &[Arc<Allocation>], exchanges: bool, error: Error) -> Error {
         self.show_undoing();
         let (gone, unmapped): (Vec<_>, Vec<_>) = victims
             .iter()
@@ -247,13 +140,13 @@ impl Memory {
                 why = Some(Error::from(second));
             }
         }
-        let undone = self.undo_hand_over(&gone, TAKEN_BACK_WITHIN, by_piece);
+        let undone = self.undo_hand_over(&gone, TAKEN_BACK_WITHIN, exchanges);
         let left = gone.iter().filter(|allocation| allocation.is_unmapped()).count();
         match undone {
             Ok(()) if gone.is_empty() => (),
             Ok(()) => log::info!("took back {} allocations that were handed over", gone.len()),
             // By pieces, the other job waits for the host memory, so this one tries again whatever the failure.
-            Err(second) if (by_piece || matches!(second, Error::DeviceMemory(_))) && owed::bring_back_later(&gone, by_piece) => {
+            Err(second) if (exchanges || matches!(second, Error::DeviceMemory(_))) && unfinished::resume_later(&gone, exchanges) => {
                 log::warn!("{} allocations that were handed over come back as soon as there is room: {second}", gone.len());
                 if stranded == 0 {
                     let what = format!(
@@ -296,10 +189,10 @@ impl Memory {
 
     /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause
     /// will reuse. `false` if there is nothing to drop, or dropping everything would not be enough.
-    fn make_room(&self, request: &TransitionRequest) -> bool {
+    fn make_room(&self, pause: &Pause) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            let Some(allocations) = self.retained_in_the_way(request) else { return false };
+            let Some(allocations) = self.retained_in_the_way(pause) else { return false };
             allocations.into_iter().filter_map(|allocation| allocation.contents().state.take_retained()).collect()
         };
         if !given_up.is_empty() {
@@ -309,10 +202,11 @@ impl Memory {
     }
 
     /// The active allocations whose retained backups a pause would drop to make room. `None` if that would not be enough.
-    pub(super) fn retained_in_the_way(&self, request: &TransitionRequest) -> Option<Vec<Arc<Allocation>>> {
+    pub(super) fn retained_in_the_way(&self, pause: &Pause) -> Option<Vec<Arc<Allocation>>> {
         let (mut wanted, mut retained) = (Vec::new(), Vec::new());
         for allocation in self.registry.snapshot().into_iter().filter(|allocation| !allocation.is_unmapped()) {
-            let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(request, &allocation) && !new.live.is_empty());
+            let new =
+                Some(wanted_of(pause, &allocation)).filter(|new| is_meant(&pause.request.selection, &allocation) && !new.live.is_empty());
             let saved = allocation.contents().state.backup().cloned();
             if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
                 retained.push((allocation, saved));
@@ -325,15 +219,158 @@ impl Memory {
     }
 }
 
-/// Who wants the memory of a request to be paused.
-fn wanted_by(request: &TransitionRequest) -> PausedBy {
-    if request.is_from_outside { PausedBy::Others } else { PausedBy::Program }
+/// What lasts until a prepared pause is committed or undone. Dropped in this order.
+struct Guards<'a> {
+    shown: Shown<'a>,
+    pooling_stopped: Option<PoolingStopped>,
+    _quiet: Option<backup::quiet::Granted>,
+    _relaxed: RelaxedCapture,
+    _exclusive: RwLockWriteGuard<'a, ()>,
 }
 
-/// Drops the retained backups of active memory, which only save time, but for those that the pause writes to.
-fn drop_retained(request: &TransitionRequest, all: &[Arc<Allocation>]) {
+/// A pause that is prepared, or in which something has failed.
+struct PreparedPause<'a> {
+    memory: &'a Memory,
+    pause: Pause,
+    started: Instant,
+    clock: Clock,
+    /// All allocations of the process.
+    all: Vec<Arc<Allocation>>,
+    victims: Vec<Arc<Allocation>>,
+    /// Those that were paused before.
+    already: Vec<Arc<Allocation>>,
+    /// Where the contents of the victims are.
+    kept: Kept,
+    guards: Guards<'a>,
+}
+
+impl PreparedPause<'_> {
+    /// Saves contents and unmaps. In a swap, memory goes to the other job meanwhile.
+    fn save_and_unmap(&mut self, observer: &mut dyn Observer) -> Result<(), Error> {
+        let mut hand_over = self.pause.request.swap.as_ref().map(HandOver::new);
+        self.kept = self.save(hand_over.as_mut(), observer)?;
+        let victims = &self.victims;
+        self.clock.time(Stage::Unmap, || unmap(victims, wanted_by(&self.pause)))?;
+        if let Some(hand_over) = hand_over.as_mut().filter(|_| observer.is_wanted()) {
+            hand_over.release_rest_of_needed(&self.victims, &self.kept);
+        }
+        Ok(())
+    }
+
+    /// Unmaps what is saved while the rest is still being copied: with many allocations unmapping takes long, and it can be undone. What is to
+    /// `hand_over` is released as well, as long as the caller is there.
+    fn save(&mut self, hand_over: Option<&mut HandOver>, observer: &mut dyn Observer) -> Result<Kept, Error> {
+        let Self { memory, pause, clock, victims, guards, .. } = self;
+        let kept: Vec<_> =
+            victims.iter().filter(|allocation| policy_for(&pause.request.options, allocation) != Policy::Discard).map(Arc::clone).collect();
+        memory.make_reachable(&kept)?;
+        let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
+        let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(pause, allocation)).collect();
+        wanted.retain(|wanted| !wanted.live.is_empty());
+        let handing = RefCell::new((hand_over, observer));
+        let mut saved_already = |items: &[&backup::Item]| {
+            let saved: Vec<_> =
+                items.iter().filter_map(|(extent, _)| of_address.get(&Some(extent.address)).map(|one| Arc::clone(one))).collect();
+            // If this fails, the final unmap retries it.
+            let unmapped = unmap(&saved, wanted_by(pause));
+            let (hand_over, observer) = &mut *handing.borrow_mut();
+            if let Some(hand_over) = hand_over.as_mut().filter(|_| unmapped.is_ok() && observer.is_wanted()) {
+                hand_over.release_saved(&saved, items);
+            }
+        };
+        let mut progress = |now| {
+            let (hand_over, observer) = &mut *handing.borrow_mut();
+            if let Some(hand_over) = hand_over {
+                // The other job waits for what the driver has refused to take back.
+                driver::sweep();
+                if hand_over.is_slow() && observer.is_wanted() {
+                    hand_over.release_withheld();
+                }
+            }
+            guards.shown.progress(now, *observer)
+        };
+        clock.time(Stage::Save, || backup::save(wanted, flow_of(pause.request.swap.as_ref()), &mut progress, &mut saved_already))
+    }
+
+    /// What was paused before stays paused, and is now paused by whoever asks for this pause, too.
+    fn keep_paused(&self) {
+        let Self { memory, pause, already, .. } = self;
+        unfinished::keep_paused(already);
+        // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
+        if pause.is_from_outside && pause.request.selection.tags.is_empty() && memory.is_paused_by_others() {
+            return;
+        }
+        for allocation in already {
+            let mut contents = allocation.contents();
+            // What others may have open comes back with them: the program alone could not have paused it.
+            if pause.is_from_outside || !contents.lending.has_begun() {
+                contents.state.set_paused_by(|by| by.and(wanted_by(pause)));
+            }
+        }
+    }
+}
+
+impl Prepared for PreparedPause<'_> {
+    fn wait(&self, waited: Duration) {
+        if self.pause.request.swap.is_some() {
+            HandOver::release_if_late(waited, &self.victims, &self.kept);
+        }
+    }
+
+    fn commit(self: Box<Self>, _: &mut dyn Observer) -> Report {
+        self.keep_paused();
+        let Self { memory, pause, started, mut clock, all, victims, already, kept, guards } = *self;
+        let request = &pause.request;
+        aside::set_aside(&request.selection, &request.participants.partners, false);
+        if request.leaves && gate::is_held() {
+            hold::leave();
+        }
+        let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
+        let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
+        let disk_bytes = kept.items.iter().map(|(_, saved)| saved.disk_bytes()).sum();
+        clock.time(Stage::Release, || release(&victims, &kept.items, |_| true));
+        let wants_guard = request.options.guard || Config::get().guard;
+        let guarded_bytes = if wants_guard { clock.time(Stage::Guard, || memory.guard(&victims)) } else { 0 };
+        let report = Report {
+            allocations: victims.len() as u64,
+            bytes,
+            kept_bytes,
+            disk_bytes,
+            unchanged_bytes: kept.unchanged_bytes,
+            discarded_bytes: bytes - kept_bytes,
+            unchanged: already.len() as u64,
+            late_bytes: driver::leftover_bytes(),
+            guarded_bytes,
+            unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
+            guard_bytes: guard::all_bytes(&all),
+            host_taken_bytes: guards.pooling_stopped.as_ref().map_or(0, PoolingStopped::taken_bytes),
+            stages: clock.0,
+            ms: milliseconds(started.elapsed()),
+            ..Report::default()
+        };
+        log::info!("paused {}: {report}", tags_text(&request.selection));
+        report
+    }
+
+    fn undo(self: Box<Self>, why: Error) -> Error {
+        self.memory.map_back(&self.victims, exchanges(&self.pause.request), why)
+    }
+}
+
+/// Whether host memory changes hands in a swap.
+fn exchanges(request: &PauseRequest) -> bool {
+    request.swap.as_ref().is_some_and(|swap| swap.host.is_some())
+}
+
+/// Who wants the memory of a request to be paused.
+fn wanted_by(pause: &Pause) -> PausedBy {
+    if pause.is_from_outside { PausedBy::Others } else { PausedBy::Program }
+}
+
+/// Drops the retained backups of active memory, which only save time, except those that the pause writes to.
+fn drop_retained(pause: &Pause, all: &[Arc<Allocation>]) {
     for allocation in all.iter().filter(|allocation| !allocation.is_unmapped()) {
-        let is_written = is_meant(request, allocation) && wanted_of(request, allocation).saved_over().is_some();
+        let is_written = is_meant(&pause.request.selection, allocation) && wanted_of(pause, allocation).saved_over().is_some();
         let dropped = if is_written { None } else { allocation.contents().state.take_retained() };
         drop(dropped);
     }

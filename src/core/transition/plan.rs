@@ -1,31 +1,32 @@
 //! Dry runs.
 
-use super::came::goes_over;
 use super::choose::{Chosen, comes_back, refuse_if_still_lent};
 use super::contents::wanted_of;
-use super::flow_of;
 use super::hand_over::is_free_to_go;
+use super::restored::can_change_hands;
+use super::{Pause, Resume, flow_of};
 use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramctl_backup as backup;
 use vramctl_driver as driver;
-use vramctl_model::{Error, GpuPlan, HandOver, Moving, Plan, Policy, TagPlan, TransitionRequest};
+use vramctl_model::{Error, GpuPlan, HandOver, Moving, Plan, Policy, TagPlan};
 
 impl Memory {
-    /// What a pause would do now, and why it would then be refused for lack of room for the contents. Changes nothing, and does not wait for
+    /// What a pause would do now, and the error if there is no room for the contents. Changes nothing, and does not wait for
     /// the device.
-    pub fn plan(&self, request: &TransitionRequest) -> Result<(Plan, Result<(), Error>), Error> {
-        let mut chosen = self.choose(request)?;
+    pub fn plan_pause(&self, pause: &Pause) -> Result<(Plan, Result<(), Error>), Error> {
+        let request = &pause.request;
+        let mut chosen = self.choose(&request.selection)?;
         chosen.spare_registered(request)?;
-        let prefix_cache = match chosen.spare_prefix_cache(request) {
+        let prefix_cache = match chosen.spare_prefix_cache(pause) {
             Err(Error::PrefixCache(engine)) => Some(engine),
             _ => None,
         };
-        refuse_if_still_lent(&chosen.active, request)?;
+        refuse_if_still_lent(&chosen.active, &request.participants)?;
         let (mut tags, mut all_wanted) = (BTreeMap::<_, TagPlan>::new(), Vec::new());
         for allocation in &chosen.active {
-            let wanted = wanted_of(request, allocation);
+            let wanted = wanted_of(pause, allocation);
             let plan = tags.entry(Arc::clone(&allocation.tag)).or_default();
             plan.allocations += 1;
             plan.bytes += allocation.bytes() as u64;
@@ -33,10 +34,10 @@ impl Memory {
             all_wanted.push(wanted);
         }
         all_wanted.retain(|wanted| !wanted.live.is_empty());
-        let (host, admitted) = backup::admit(&all_wanted, flow_of(request));
+        let (host, admitted) = backup::admit(&all_wanted, flow_of(request.swap.as_ref()));
         let admitted = match admitted {
             // As the pause itself does.
-            Err(Error::HostMemory { .. }) if self.retained_in_the_way(request).is_some_and(|given_up| !given_up.is_empty()) => Ok(()),
+            Err(Error::HostMemory { .. }) if self.retained_in_the_way(pause).is_some_and(|given_up| !given_up.is_empty()) => Ok(()),
             admitted => admitted,
         };
         let plan = Plan {
@@ -45,9 +46,19 @@ impl Memory {
             host,
             prefix_cache,
             obstacles: self.obstacles_after(&chosen.active, request),
-            hand_over: request.hand_over_host.is_some().then(|| hand_over(&chosen, request, host.needed_bytes)),
+            hand_over: request.swap.as_ref().and_then(|swap| swap.host).map(|_| leaving(&chosen, pause, host.needed_bytes)),
         };
         Ok((plan, admitted))
+    }
+
+    /// What a resume would give back in a swap in which host memory changes hands.
+    pub fn plan_resume(&self, resume: &Resume) -> Result<Plan, Error> {
+        let chosen = self.choose(&resume.request.selection)?;
+        let coming: Vec<_> = chosen.paused.iter().filter(|one| can_change_hands(one) && comes_back(resume, one)).collect();
+        let backups: Vec<_> = coming.iter().filter_map(|allocation| allocation.contents().state.saved().cloned()).collect();
+        let coming = moving(&coming, backup::given_back(&backups));
+        let hand_over = HandOver { coming, piece_bytes: backup::HOST_PIECE as u64, ..HandOver::default() };
+        Ok(Plan { hand_over: resume.request.swap.as_ref().filter(|swap| swap.host).map(|_| hand_over), ..Plan::default() })
     }
 }
 
@@ -63,20 +74,18 @@ fn by_gpu(allocations: &[Arc<Allocation>]) -> BTreeMap<String, GpuPlan> {
     devices.into_iter().filter_map(|(device, plan)| Some((driver::uuid(device)?, plan))).collect()
 }
 
-/// What it takes to hand host memory over. `needed`: host memory that a pause needs.
-fn hand_over(chosen: &Chosen, request: &TransitionRequest, needed: u64) -> HandOver {
+/// What a pause takes in a swap in which host memory changes hands. `needed`: host memory that it needs.
+fn leaving(chosen: &Chosen, pause: &Pause, needed: u64) -> HandOver {
     let is_saved = |allocation: &&Arc<Allocation>| {
-        let wanted = wanted_of(request, allocation);
+        let wanted = wanted_of(pause, allocation);
         wanted.policy == Policy::Host && !wanted.live.is_empty()
     };
     let leaving: Vec<_> = chosen.active.iter().filter(is_saved).collect();
-    let coming: Vec<_> = chosen.paused.iter().filter(|one| goes_over(one) && comes_back(request, one)).collect();
-    let backups: Vec<_> = coming.iter().filter_map(|allocation| allocation.contents().state.saved().cloned()).collect();
     HandOver {
         late_bytes: leaving.iter().filter(|allocation| !is_free_to_go(allocation)).map(|allocation| allocation.bytes() as u64).sum(),
         leaving: moving(&leaving, needed),
-        coming: moving(&coming, backup::given_back(&backups)),
         piece_bytes: backup::HOST_PIECE as u64,
+        ..HandOver::default()
     }
 }
 

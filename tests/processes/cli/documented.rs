@@ -11,7 +11,7 @@ fn the_documented_client_runs() {
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
     let ran = Ran::of(&mut machine.command(&python, &["-c", client, &engine.pid().to_string()]));
     ran.has(0, "'reply': 'done'", "");
-    assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
+    assert!(matches!(engine.asked()[..], [Request::Pause(PauseRequest { hold: Some(TEN_SECONDS), .. })]));
 
     let base = machine.folder.path();
     fs::rename(machine.sockets(), base.join("vramctl")).unwrap();

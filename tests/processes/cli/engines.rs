@@ -78,7 +78,10 @@ fn an_engines_kv_cache_is_not_discarded_without_asking() {
     machine.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
     machine.vramctl("resume").expect(0, "resumed", "");
     machine.vramctl("pause --discard --force").expect(0, "discarded", "");
-    assert!(matches!(engine.asked().last(), Some(Request::Pause(TransitionRequest { force: true, .. }))), "the process is told so");
+    assert!(
+        matches!(engine.asked().last(), Some(Request::Pause(PauseRequest { options: PauseOptions { force: true, .. }, .. }))),
+        "the process is told so"
+    );
 }
 
 #[test]
@@ -122,7 +125,7 @@ fn a_timeout_is_for_all_that_a_pause_waits_for() {
     machine.vramctl(&format!("pause --discard --timeout 30.08 --engine {}", busy.address)).expect(0, "paused kv_cache", "");
     // Rounded up to tens of seconds.
     assert!(
-        matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(limit), .. })] if limit.as_secs() <= 30),
+        matches!(engine.asked()[..], [Request::Pause(PauseRequest { hold: Some(limit), .. })] if limit.as_secs() <= 30),
         "{:?}",
         engine.asked()
     );
@@ -193,7 +196,7 @@ fn an_engine_with_requests_is_held() {
     let busy = Http::vllm(&[3], (200, "{}"));
     machine.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
     assert!(busy.asked().is_empty());
-    assert!(matches!(engine.asked()[..], [Request::Pause(TransitionRequest { hold: Some(TEN_SECONDS), .. })]));
+    assert!(matches!(engine.asked()[..], [Request::Pause(PauseRequest { hold: Some(TEN_SECONDS), .. })]));
 }
 
 /// If the engine cannot reset its cache, nothing is paused, and the message says what to do.

@@ -39,18 +39,15 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms\n  1.00 GiB discarded\n  wait 3, unmap 20 ms\n"));
     pause.has(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
-    let wanted = TransitionRequest {
-        tags: vec!["kv_cache".into()],
-        lenient: true,
-        backup: Some(Policy::Discard),
-        hold: Some(TEN_SECONDS),
-        ..TransitionRequest::default()
+    let wanted = PauseRequest {
+        selection: Selection { tags: vec!["kv_cache".into()], lenient: true, ..Selection::default() },
+        options: discard(),
+        ..held()
     };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
     machine.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
-    let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
-    assert_eq!(engine.asked()[1], Request::Pause(held), "all is asked for as all");
+    assert_eq!(engine.asked()[1], Request::Pause(held()), "all is asked for as all");
     machine.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
     let resumed = format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms\n  1.00 GiB restored from host memory\n");
     machine.vramctl("resume weights").expect(0, &resumed, "");
@@ -291,7 +288,7 @@ fn a_program_is_held_unless_told_otherwise() {
         machine.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();
         assert!(
-            matches!(&asked[asked.len() - 2], Request::Pause(TransitionRequest { hold, .. }) if *hold == wanted.map(Duration::from_secs)),
+            matches!(&asked[asked.len() - 2], Request::Pause(PauseRequest { hold, .. }) if *hold == wanted.map(Duration::from_secs)),
             "{line}: {asked:?}"
         );
     }
@@ -306,9 +303,6 @@ fn pause_requests_a_guard_only_if_told() {
         machine.vramctl(line).expect(0, "paused cache", "");
         machine.vramctl("resume").expect(0, "resumed cache", "");
         let asked = engine.asked();
-        assert!(
-            matches!(&asked[asked.len() - 2], Request::Pause(TransitionRequest { guard, .. }) if *guard == wanted),
-            "{line}: {asked:?}"
-        );
+        assert!(matches!(&asked[asked.len() - 2], Request::Pause(pause) if pause.options.guard == wanted), "{line}: {asked:?}");
     }
 }

@@ -58,28 +58,27 @@ fn scripts_pause_and_resume_through_every_transport() {
         pause.has(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
-        let held = TransitionRequest { hold: Some(TEN_SECONDS), ..TransitionRequest::default() };
-        let wanted = TransitionRequest {
-            tags,
-            backup: Some(Policy::Discard),
-            hold: Some(Duration::from_millis(2500)),
-            timeout: Some(Duration::from_millis(2500)),
-            ..held.clone()
-        };
+        let limit = Some(Duration::from_millis(2500));
+        let selection = Selection { tags, ..Selection::default() };
+        let wanted = PauseRequest { selection, options: discard(), hold: limit, timeout: limit, ..PauseRequest::default() };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[1], Request::Resume(TransitionRequest::default()));
+        assert_eq!(engine.asked()[1], Request::Resume(ResumeRequest::default()));
         run("pause.sh", &["kv_cache", "--force"]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[2], Request::Pause(TransitionRequest { tags: vec!["kv_cache".into()], force: true, ..held }));
+        assert_eq!(
+            engine.asked()[2],
+            Request::Pause(PauseRequest {
+                selection: Selection { tags: vec!["kv_cache".into()], ..Selection::default() },
+                options: PauseOptions { force: true, ..PauseOptions::default() },
+                ..held()
+            })
+        );
         run("pause.sh", &["--no-hold"]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[3], Request::Pause(TransitionRequest::default()));
+        assert_eq!(engine.asked()[3], Request::Pause(PauseRequest::default()));
         run("pause.sh", &["--hold-timeout", "0.5", "--timeout", "3"]).expect(0, "\"reply\":\"done\"", "");
-        let limits = TransitionRequest {
-            hold: Some(Duration::from_millis(500)),
-            timeout: Some(Duration::from_secs(3)),
-            ..TransitionRequest::default()
-        };
+        let limits =
+            PauseRequest { hold: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(3)), ..PauseRequest::default() };
         assert_eq!(engine.asked()[4], Request::Pause(limits));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
     };

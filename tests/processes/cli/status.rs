@@ -59,7 +59,7 @@ fn gpus_are_identified_by_uuid() {
     machine.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
     assert_eq!(
         trainer.asked(),
-        [Request::Pause(TransitionRequest { gpus: vec![second.into()], hold: Some(TEN_SECONDS), ..TransitionRequest::default() })]
+        [Request::Pause(PauseRequest { selection: Selection { gpus: vec![second.into()], ..Selection::default() }, ..held() })]
     );
     machine.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
     machine.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");

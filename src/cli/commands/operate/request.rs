@@ -12,10 +12,10 @@ use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::engine::{Addresses, checked_address};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::nodes::{Participant, Terms};
-use vramctl_coordinator::operation::{Hold, PauseOptions};
+use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Scope};
-use vramctl_model::{Policy, Registered, Verb};
+use vramctl_model::{NoOther, PauseOptions, Policy, Registered, Verb};
 
 /// Changes only if one side would misunderstand the other.
 const VERSION: u32 = 1;
@@ -34,20 +34,18 @@ pub enum Request {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(default)]
 #[allow(clippy::struct_excessive_bools)] // independent
 pub struct Pause {
     target: Who,
     ranks: Option<usize>,
     tags: Vec<String>,
     gpus: Vec<String>,
-    backup: Option<Policy>,
-    registered: Registered,
-    force: bool,
+    #[serde(flatten)]
+    options: PauseOptions,
     engines: Option<Vec<String>>,
     hold: bool,
     hold_ms: Option<u64>,
-    guard: bool,
     shared: bool,
     nccl: bool,
     everywhere: BTreeSet<String>,
@@ -55,6 +53,8 @@ pub struct Pause {
     waiting: Option<u32>,
     progress: bool,
     node: Option<Node>,
+    #[serde(flatten)]
+    _other: NoOther,
 }
 
 impl Default for Pause {
@@ -64,13 +64,10 @@ impl Default for Pause {
             ranks: None,
             tags: Vec::new(),
             gpus: Vec::new(),
-            backup: None,
-            registered: Registered::default(),
-            force: false,
+            options: PauseOptions::default(),
             engines: None,
             hold: true,
             hold_ms: None,
-            guard: false,
             shared: false,
             nccl: false,
             everywhere: BTreeSet::new(),
@@ -78,6 +75,7 @@ impl Default for Pause {
             waiting: None,
             progress: false,
             node: None,
+            _other: NoOther,
         }
     }
 }
@@ -236,11 +234,8 @@ impl Pause {
         }
         let engines = self.engines.unwrap_or_else(engines_of_environment);
         let engines: Vec<_> = engines.iter().map(|address| checked_address(address)).collect::<Result<_, _>>().map_err(invalid)?;
-        let pause = PauseOptions {
-            backup: self.backup,
-            registered: self.registered,
-            guard: self.guard,
-            force: self.force,
+        let pause = HowToPause {
+            options: self.options,
             engines: Addresses { addresses: engines.into_iter().filter(|address| !address.is_empty()).collect(), key: engine_key() },
             hold: if self.hold { hold(self.hold_ms) } else { Hold::No },
             shared: self.shared,
@@ -257,7 +252,7 @@ impl Resume {
     /// What it asks for.
     pub fn operation(self) -> Operation {
         let scope = Scope::Tags { words: self.tags, may_name: false, gpus: self.gpus };
-        let resume = operation(Verb::Resume, self.target, scope, self.ranks, self.timeout_ms, PauseOptions::default());
+        let resume = operation(Verb::Resume, self.target, scope, self.ranks, self.timeout_ms, HowToPause::default());
         Operation { self_paused: self.self_paused, ..resume }
     }
 }
@@ -269,9 +264,7 @@ impl SwapRequest {
             target: self.target,
             ranks: self.ranks,
             tags: self.tags,
-            backup: self.backup,
-            registered: self.registered,
-            force: self.force,
+            options: PauseOptions { backup: self.backup, registered: self.registered, force: self.force, ..PauseOptions::default() },
             engines: self.engines,
             hold_ms: self.hold_ms,
             timeout_ms: self.timeout_ms,
@@ -300,15 +293,13 @@ impl SuspendRequest {
         if self.registered == Registered::Keep {
             return Err(invalid("a suspend leaves nothing behind: `registered` is \"refuse\" or \"take\""));
         }
-        let pause = PauseOptions {
-            backup: self.backup,
-            registered: self.registered,
-            force: self.force,
+        let pause = HowToPause {
+            options: PauseOptions { backup: self.backup, registered: self.registered, force: self.force, ..PauseOptions::default() },
             hold: hold(self.hold_ms),
             shared: self.shared,
             everywhere: self.everywhere,
             waiting: self.waiting,
-            ..PauseOptions::default()
+            ..HowToPause::default()
         };
         Ok(operation(Verb::Pause, self.target, Scope::Device, self.ranks, None, pause))
     }
@@ -323,8 +314,7 @@ impl MoveRequest {
     /// What it asks for.
     pub fn operation(self) -> Operation {
         let scope = Scope::Elsewhere { to: self.to, swap: self.swap.map(Target::from) };
-        let pause =
-            PauseOptions { hold: hold(self.hold_ms), everywhere: self.everywhere, waiting: self.waiting, ..PauseOptions::default() };
+        let pause = HowToPause { hold: hold(self.hold_ms), everywhere: self.everywhere, waiting: self.waiting, ..HowToPause::default() };
         operation(Verb::Pause, self.target, scope, self.ranks, None, pause)
     }
 }
@@ -333,7 +323,7 @@ fn engines_of_environment() -> Vec<String> {
     env::var("VRAMCTL_ENGINE").unwrap_or_default().split(',').map(str::to_owned).collect()
 }
 
-fn operation(verb: Verb, target: Who, scope: Scope, ranks: Option<usize>, timeout_ms: Option<u64>, pause: PauseOptions) -> Operation {
+fn operation(verb: Verb, target: Who, scope: Scope, ranks: Option<usize>, timeout_ms: Option<u64>, pause: HowToPause) -> Operation {
     Operation { ranks, ..Operation::new(verb, target.into(), scope, Deadline::new(timeout_ms.map(time)), pause) }
 }
 

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, Access, Physical, RelaxedCapture};
 use vramctl_host::{PerProcess, Unpoison, exit, worker};
-use vramctl_model::{self as model, ObstacleKind, TransitionRequest, code};
+use vramctl_model::{self as model, ObstacleKind, Selection, code};
 
 /// The first and the longest delay before an owner whose memory is still paused is asked again.
 const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
@@ -24,15 +24,15 @@ const NOTICES_WITHIN: Duration = Duration::from_millis(50);
 /// [`BorrowedMemory::asked`] has changed.
 static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 
-/// Gives up the memory that the request's partners pause, and keeps the addresses. The work that uses it must have finished.
-pub(crate) fn set_aside(request: &TransitionRequest) {
-    let meant = Meant::by(request);
+/// Gives up the memory that these partners pause, and keeps the addresses. The work that uses it must have finished. `is_due`: whether it is asked
+/// for again at once.
+pub(crate) fn set_aside(selection: &Selection, partners: &[u32], is_due: bool) {
+    let meant = Meant::by(selection);
     let memories: Vec<_> = {
         let mut borrowed = borrowed();
         borrowed.pauses += 1;
-        let due = Behind::Paused { is_due: request.is_borrower };
-        let there = borrowed.open.values_mut().filter(|opened| !opened.is_gone() && opened.is_paused_by(&meant));
-        there.filter_map(|opened| opened.give_up(due)).collect()
+        let there = borrowed.open.values_mut().filter(|opened| !opened.is_gone() && opened.is_paused_by(&meant, partners));
+        there.filter_map(|opened| opened.give_up(Behind::Paused { is_due })).collect()
     };
     // Unmaps and releases them.
     drop(memories);
@@ -43,9 +43,9 @@ pub(crate) fn any() -> bool {
     BORROWED.existing().is_some_and(|existing| existing.lock().unpoisoned().open.values().any(Opened::is_paused))
 }
 
-/// Memory that the request selects and that is set aside.
-pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
-    let meant = Meant::by(request);
+/// Selected memory that is set aside.
+pub(crate) fn missing(selection: &Selection) -> Vec<model::Borrowed> {
+    let meant = Meant::by(selection);
     listed(|opened| opened.is_paused() && opened.is_meant(&meant))
 }
 

@@ -20,7 +20,7 @@ use std::{io, process};
 use vramctl_control::door::Door;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Manner, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess, Unpoison, worker};
-use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRequest, code};
+use vramctl_model::{self as model, Failure, Kind, Selection, Span, StatusCode, code};
 
 /// The open memory, and the connections to its owners.
 #[derive(Default)]
@@ -148,9 +148,9 @@ impl Opened {
         matches!(self.behind, Behind::Paused { .. })
     }
 
-    /// Whether this pause sets it aside.
-    pub(super) fn is_paused_by(&self, pause: &Meant<'_>) -> bool {
-        pause.request.partners.contains(&self.lease.lender.pid) && self.is_meant(pause)
+    /// Whether a pause of this memory, in which these partners take part, sets it aside.
+    pub(super) fn is_paused_by(&self, meant: &Meant<'_>, partners: &[u32]) -> bool {
+        partners.contains(&self.lease.lender.pid) && self.is_meant(meant)
     }
 
     fn is_on_host(&self) -> bool {
@@ -159,24 +159,24 @@ impl Opened {
 
     /// Whether a pause that both this process and the owner take part in selects it. If its tag or device is unknown, it may be selected.
     pub(super) fn is_meant(&self, meant: &Meant<'_>) -> bool {
-        self.tag.as_ref().is_none_or(|own| meant.request.selects(own))
-            && (!self.is_on_host() || meant.request.leaves_nothing())
+        self.tag.as_ref().is_none_or(|own| meant.selection.selects(own))
+            && (!self.is_on_host() || meant.selection.is_everything())
             && self.device.is_none_or(|device| !meant.elsewhere.contains(&device))
     }
 }
 
-/// The memory that a request selects. The driver is asked before the lock is taken.
+/// Selected memory. The driver is asked before the lock is taken.
 pub(super) struct Meant<'a> {
-    request: &'a TransitionRequest,
+    selection: &'a Selection,
     /// The devices that it does not select.
     elsewhere: BTreeSet<CUdevice>,
 }
 
 impl<'a> Meant<'a> {
-    pub(super) fn by(request: &'a TransitionRequest) -> Self {
-        let is_elsewhere = |device: &CUdevice| driver::uuid(*device).is_some_and(|uuid| !request.gpus.contains(&uuid));
-        let elsewhere = if request.gpus.is_empty() { BTreeSet::new() } else { driver::devices().filter(is_elsewhere).collect() };
-        Self { request, elsewhere }
+    pub(super) fn by(selection: &'a Selection) -> Self {
+        let is_elsewhere = |device: &CUdevice| driver::uuid(*device).is_some_and(|uuid| !selection.gpus.contains(&uuid));
+        let elsewhere = if selection.gpus.is_empty() { BTreeSet::new() } else { driver::devices().filter(is_elsewhere).collect() };
+        Self { selection, elsewhere }
     }
 }
 
@@ -429,10 +429,10 @@ pub fn at(address: CUdeviceptr) -> Option<OpenMemory> {
     })
 }
 
-/// How many allocations of other processes are open here and would not be set aside by this pause.
-pub fn count_after(pause: &TransitionRequest) -> usize {
-    let meant = Meant::by(pause);
-    let is_there = |opened: &&Opened| opened.behind == Behind::Memory && !opened.is_paused_by(&meant);
+/// How many allocations of other processes are open here and would not be set aside by a pause of this memory with these partners.
+pub fn count_after(selection: &Selection, partners: &[u32]) -> usize {
+    let meant = Meant::by(selection);
+    let is_there = |opened: &&Opened| opened.behind == Behind::Memory && !opened.is_paused_by(&meant, partners);
     BORROWED.existing().map_or(0, |borrowed| borrowed.lock().unpoisoned().open.values().filter(is_there).count())
 }
 

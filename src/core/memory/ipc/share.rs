@@ -20,7 +20,7 @@ use vramctl_control::door::Door;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
 use vramctl_host::Held;
 use vramctl_host::system::program_of;
-use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest, code};
+use vramctl_model::{Error, Failure, Holder, Lent, Participants, StatusCode, code};
 
 /// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
 pub const HANDLE_BYTES: usize = 64;
@@ -173,10 +173,10 @@ fn lend_to(allocation: &Allocation, borrower: &Borrower) -> Result<Loan, Error> 
 
 /// Refuses to pause memory that other processes have open: they would keep using physical memory that no longer belongs to the allocation.
 /// Partners and borrowers set it aside ([`aside::set_aside`](super::aside::set_aside)).
-pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
+pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], participants: &Participants) -> Result<(), Error> {
     let mut bytes = BTreeMap::<(Arc<str>, u32), u64>::new();
     for allocation in victims {
-        for pid in allocation.contents().lent_to_others(request) {
+        for pid in allocation.contents().lent_to_others(participants) {
             *bytes.entry((Arc::clone(&allocation.tag), pid)).or_default() += allocation.bytes() as u64;
         }
     }

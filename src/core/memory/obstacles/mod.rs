@@ -19,7 +19,7 @@ use super::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use vramctl_driver as driver;
-use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest, support};
+use vramctl_model::{Obstacle, ObstacleKind, Participants, support};
 
 /// What becomes of memory that processes under the library share by CUDA IPC.
 const UNLESS_TOGETHER: &str = "unless one command takes all of these processes (--all, or a name that they have in common)";
@@ -61,7 +61,7 @@ pub(crate) fn after(memory: &Memory, paused: &[Arc<Allocation>], borrowed: usize
         if contents.state.memory().is_none() {
             continue;
         }
-        if !contents.lent_to_others(&TransitionRequest::default()).is_empty() {
+        if !contents.lent_to_others(&Participants::default()).is_empty() {
             lent += bytes;
         } else if let Some(registrant) = contents.registrant() {
             *registered.entry(registrant).or_default() += bytes;

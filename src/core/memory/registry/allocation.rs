@@ -25,7 +25,7 @@ use vramctl_driver::{
     StreamId,
 };
 use vramctl_host::Unpoison;
-use vramctl_model::{Failure, Policy, Span, StatusCode, TransitionRequest, code};
+use vramctl_model::{Failure, Participants, Policy, Span, StatusCode, code};
 
 /// What an allocation is recorded under.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -200,9 +200,9 @@ impl Contents {
         marked.or(self.known_to).or_else(|| self.lending.kept_open())
     }
 
-    /// Which other processes have the memory open, except those that give it up for the request.
-    pub fn lent_to_others(&self, request: &TransitionRequest) -> BTreeSet<u32> {
-        self.lending.to_others(request, self.pauses)
+    /// Which other processes have the memory open, except those that take part in the pause.
+    pub fn lent_to_others(&self, participants: &Participants) -> BTreeSet<u32> {
+        self.lending.to_others(participants, self.pauses)
     }
 
     /// Records a permanent registrant.

@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Arc, Mutex};
 use vramctl_host::{Held, PerProcess, Unpoison, is_held, is_one_file, system};
-use vramctl_model::TransitionRequest;
+use vramctl_model::Participants;
 
 /// The size of a [`Token`].
 pub const TOKEN_BYTES: usize = 24;
@@ -190,11 +190,11 @@ impl Lending {
         self.open.remove(&connection);
     }
 
-    /// Who has the memory open since its last pause, except processes that give it up for the request.
-    pub fn to_others(&self, request: &TransitionRequest, pauses: u64) -> BTreeSet<u32> {
+    /// Who has the memory open since its last pause, except processes that take part in the next one.
+    pub fn to_others(&self, participants: &Participants, pauses: u64) -> BTreeSet<u32> {
         let now = self.open.values().filter(|(_, since)| *since == pauses);
         // A process with several connections counts once.
-        now.map(|(borrower, _)| borrower.pid).filter(|pid| !request.has_along(*pid)).collect()
+        now.map(|(borrower, _)| borrower.pid).filter(|pid| !participants.has(*pid)).collect()
     }
 }
 

@@ -1,4 +1,4 @@
-//! What has come in a swap in which host memory goes over.
+//! What a resume has restored before its commit, in a swap in which host memory changes hands.
 
 use crate::memory::{Allocation, PausedBy, Released, State};
 use std::ops::Range;
@@ -6,17 +6,16 @@ use std::sync::Arc;
 use vramctl_backup as backup;
 use vramctl_model::Policy;
 
-/// Memory whose contents have arrived and whose backup is gone, although the resume is not committed.
+/// Memory that is active, and whose backup is gone, although the resume is not committed.
 #[derive(Debug, Clone)]
-pub(super) struct Came {
-    /// It is active.
+pub(super) struct Restored {
     pub allocation: Arc<Allocation>,
     /// What was kept of it, as offsets.
     live: Vec<Range<usize>>,
 }
 
-impl Came {
-    /// Of one that still has its backup.
+impl Restored {
+    /// Of an allocation that still has its backup.
     pub fn of(allocation: &Arc<Allocation>) -> Self {
         let live = allocation.contents().state.saved().map_or_else(Vec::new, |saved| saved.live().to_vec());
         Self { allocation: Arc::clone(allocation), live }
@@ -39,9 +38,9 @@ impl Came {
     }
 }
 
-/// Whether a backup's host memory may go over before the commit: it is in host memory, and nobody takes note of the new device memory before
-/// that is certain to stay. If that is undone, the memory is paused by others only, so the program must not have paused it itself.
-pub(super) fn goes_over(allocation: &Allocation) -> bool {
+/// Whether the host memory of a backup may change hands before the commit: the contents are in host memory, and nobody takes note of the new
+/// device memory before that is certain to stay. What the program has paused itself would be paused by others only, if this were undone.
+pub(super) fn can_change_hands(allocation: &Allocation) -> bool {
     let contents = allocation.contents();
     let State::Released(Released { saved: Some(saved), guard: None, by: PausedBy::Others }) = &contents.state else { return false };
     saved.place().is_some() && contents.registrant().is_none() && !contents.lending.has_begun()

@@ -1,29 +1,35 @@
-//! A swap's resume whose host memory has gone over to the other job, undone: its contents are saved again, as host memory comes back.
+//! Host memory that changes hands in a swap, on a host without room for the contents of both jobs: a resume gives the host memory of what it has
+//! restored to the other job before the commit. To undo that, the contents are saved again, as host memory comes back.
 
-use super::came::Came;
 use super::hand_over::release;
-use super::pause::TAKEN_BACK_WITHIN;
-use super::{WAIT_LOCKED, owed};
+use super::restored::Restored;
+use super::{TAKEN_BACK_WITHIN, WAIT_LOCKED, unfinished};
 use crate::memory::{Allocation, Memory, PausedBy, State, unmap};
 use crate::{drain, gate, quiet};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use vramctl_backup::{self as backup, Flow, Sparing};
+use vramctl_backup::{self as backup, Flow, PoolingStopped};
 use vramctl_driver::{self as driver, Activity};
 use vramctl_host::exit;
 use vramctl_model::Error;
 
-/// While it lives, host memory goes back to the system at once: none is kept for later, and the program stays held, so it is not in the way.
-pub(super) struct Spared {
-    _held: owed::Uncommitted,
-    _sparing: Sparing,
+/// While it lives, host memory goes back to the system at once, and the program stays held although what is restored is active: it may have to be
+/// paused again.
+pub(super) struct Exchange {
+    _pooling_stopped: PoolingStopped,
     _quiet: backup::quiet::Granted,
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        unfinished::list().exchanges -= 1;
+    }
 }
 
 impl Memory {
     /// Has host memory go back to the system at once. Under the exclusive transition lock. `all`: all allocations.
-    pub(super) fn spare_host(&self, all: &[Arc<Allocation>]) -> Result<Spared, Error> {
+    pub(super) fn begin_exchange(&self, all: &[Arc<Allocation>]) -> Result<Exchange, Error> {
         let not_quiet = |why: &str| Error::NotHeld(format!("its host memory cannot go over: {why}"));
         if !gate::is_held() {
             return Err(not_quiet("the program runs, because it was paused with --no-hold"));
@@ -33,22 +39,23 @@ impl Memory {
         if quiet::activity_outside(&idle) != Activity::Idle {
             return Err(not_quiet("work in flight may be in the way"));
         }
-        let quiet = backup::quiet::grant();
-        Ok(Spared { _held: owed::Uncommitted::begin(), _sparing: backup::spare()?, _quiet: quiet })
+        let (pooling_stopped, quiet) = (backup::stop_pooling()?, backup::quiet::grant());
+        unfinished::list().exchanges += 1;
+        Ok(Exchange { _pooling_stopped: pooling_stopped, _quiet: quiet })
     }
 
-    /// Undoes what a resume has done so far: saves the contents of what came, and releases that memory. What cannot be saved now is saved as
-    /// soon as there is room, and the program stays held until then.
-    pub(super) fn send_back(&self, came: Vec<Came>, error: Error) -> Error {
-        if came.is_empty() {
+    /// Undoes what a resume has done so far: saves what it has restored, and releases that memory. What cannot be saved now is saved as soon as
+    /// there is room, and the program stays held until then.
+    pub(super) fn undo_exchange(&self, restored: Vec<Restored>, error: Error) -> Error {
+        if restored.is_empty() {
             return error;
         }
         self.show_undoing();
-        let Err(second) = self.save_again(&came, TAKEN_BACK_WITHIN) else {
-            log::info!("saved {} allocations again, because the swap was undone", came.len());
+        let Err(second) = self.save_again(&restored, TAKEN_BACK_WITHIN) else {
+            log::info!("saved {} allocations again, because the swap was undone", restored.len());
             return error;
         };
-        let left: Vec<_> = came.into_iter().filter(Came::is_due).collect();
+        let left: Vec<_> = restored.into_iter().filter(Restored::is_due).collect();
         let what = format!(
             "{error}; what had come ({} allocations) is still on the GPU ({second}). It is paused by itself as soon as the host has room for \
              its contents, and the program stays held until then; or resume it",
@@ -57,14 +64,14 @@ impl Memory {
         if !exit::is_ending() {
             log::warn!("{what}");
         }
-        owed::send_back_later(left);
+        unfinished::pause_later(left);
         Error::NotUndone(Box::new(second), what)
     }
 
     /// Saves these again and releases their memory, each once it is saved. `within`: how long to wait for the next piece of host memory. After
     /// an error, the rest is active.
-    pub(super) fn save_again(&self, came: &[Came], within: Duration) -> Result<(), Error> {
-        let due: Vec<_> = came.iter().filter(|one| one.is_due()).collect();
+    pub(super) fn save_again(&self, restored: &[Restored], within: Duration) -> Result<(), Error> {
+        let due: Vec<_> = restored.iter().filter(|one| one.is_due()).collect();
         let allocations: Vec<_> = due.iter().map(|one| Arc::clone(&one.allocation)).collect();
         self.make_reachable(&allocations)?;
         let of_address: BTreeMap<_, _> = allocations.iter().map(|allocation| (allocation.address(), allocation)).collect();
@@ -87,8 +94,7 @@ impl Memory {
         match saved {
             Ok(kept) => release(&allocations, &kept.items, |_| true),
             Err(error) => {
-                let is_unmapped = |one: &&Arc<Allocation>| matches!(one.contents().state, State::Unmapped(..));
-                for allocation in allocations.iter().filter(is_unmapped) {
+                for allocation in allocations.iter().filter(|one: &&Arc<Allocation>| matches!(one.contents().state, State::Unmapped(..))) {
                     let _ = self.map_at_last(allocation);
                 }
                 return Err(error);
