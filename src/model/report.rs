@@ -58,9 +58,6 @@ pub struct Report {
     /// With host memory that changes hands in a swap: the most by which the available host memory had shrunk, whoever took it, when a pause took a piece.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub host_taken_bytes: u64,
-    /// The note of whoever has paused.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub note: Option<String>,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in total.

@@ -62,9 +62,6 @@ pub struct PauseOptions {
     /// Map a small block of memory under the paused addresses, so that a stray access does not destroy the context. Best effort.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub guard: bool,
-    /// A note of whoever pauses, for the report.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub note: Option<String>,
 }
 
 /// The other processes that take part in a pause of this one.

@@ -73,9 +73,6 @@ pub struct Args {
     /// context.
     #[arg(long)]
     guard: bool,
-    /// A note for the report
-    #[arg(long)]
-    note: Option<String>,
     /// Without TAGs: also NCCL's own memory
     ///
     /// Otherwise it has to be named (tag nccl), because all ranks of the job give it up together.
@@ -141,7 +138,6 @@ impl Args {
                 registered: self.registered,
                 guard: self.guard,
                 force: self.engine.force,
-                note: self.note.clone(),
                 ..PauseOptions::default()
             },
             engines: self.engine.addresses(),

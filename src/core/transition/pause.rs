@@ -344,7 +344,6 @@ impl Prepared for PreparedPause<'_> {
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),
             host_taken_bytes: guards.pooling_stopped.as_ref().map_or(0, PoolingStopped::taken_bytes),
-            note: request.options.note.clone(),
             stages: clock.0,
             ms: milliseconds(started.elapsed()),
             ..Report::default()
