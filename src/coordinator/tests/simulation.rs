@@ -1,5 +1,5 @@
-//! A seeded simulation of the coordinator: it drives simulated ranks of two jobs on a simulated GPU, at every step of which something may
-//! refuse, die, stay silent or be killed.
+//! What the virtual time of `barrier.rs` leaves out: plans, sockets, checkpoints and the death of commands. The coordinator drives simulated
+//! ranks of two jobs on a simulated GPU, at every step of which something may refuse, die, stay silent or be killed.
 //!
 //! The ranks are processes of this program, which speak the protocol over real sockets; so is every operation, since a coordinator can be
 //! killed, too. What they hold lies in a page that all share, where the simulation looks whether the rules hold:
@@ -800,7 +800,7 @@ fn main() {
     }
     let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
     let seed = seed.unwrap_or_else(now);
-    let steps = env::var("SIMULATION_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(200);
+    let steps = env::var("SIMULATION_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(60);
     let mut simulation = Simulation::new(seed);
     for step in 0..steps {
         let before = simulation.log.len();
