@@ -165,7 +165,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class LeftAlone:
+class Unmanaged:
     """Memory that the library sees but leaves to CUDA."""
 
     #: The file name of the library, or of the program, that asked CUDA for it.
@@ -217,7 +217,7 @@ class Cycle:
     #: By tag, paused or not.
     tags: Mapping[str, int] = field(default_factory=dict)
     #: Left to CUDA, by the file name of the library that asked for it.
-    left_alone: Mapping[str, int] = field(default_factory=dict)
+    unmanaged: Mapping[str, int] = field(default_factory=dict)
     #: The rest of what NVML counts, by the UUID of the GPU. `vramctl pause` sends it, so it may be empty.
     driver: Mapping[str, int] = field(default_factory=dict)
 
@@ -251,7 +251,7 @@ class Status:
     #: The ranks of NCCL's communicators that the library has seen the program create, and that are not destroyed yet.
     communicators: tuple[Communicator, ...] = ()
     #: By owner, in alphabetical order.
-    left_alone: tuple[LeftAlone, ...] = ()
+    unmanaged: tuple[Unmanaged, ...] = ()
     #: The last cycles, the oldest first.
     cycles: tuple[Cycle, ...] = ()
     #: Owners whose memory grows from cycle to cycle.
@@ -267,7 +267,7 @@ class Status:
             host=_read(Host, reply.get("host") or {}),
             borrowed=tuple(_read(Borrowed, borrowed) for borrowed in reply.get("borrowed", ())),
             communicators=tuple(_read(Communicator, one) for one in reply.get("communicators", ())),
-            left_alone=tuple(_read(LeftAlone, left) for left in reply.get("left_alone", ())),
+            unmanaged=tuple(_read(Unmanaged, left) for left in reply.get("unmanaged", ())),
             cycles=tuple(_read(Cycle, cycle) for cycle in reply.get("cycles", ())),
             growing=tuple(_read(Growth, growth) for growth in reply.get("growing", ())),
         )
@@ -281,7 +281,7 @@ class Status:
 class Share:
     """A part of a GPU's memory in use."""
 
-    #: ``tag``, ``left_alone``, ``page_tables``, ``driver``, ``process``, ``out_of_sight`` or ``unexplained``: docs/out-of-memory.md.
+    #: ``tag``, ``unmanaged``, ``page_tables``, ``driver``, ``process``, ``out_of_sight`` or ``unexplained``: docs/out-of-memory.md.
     what: str
     #: Negative if the library counts more than NVML.
     bytes: int

@@ -191,7 +191,7 @@ class Deriving(unittest.TestCase):
                 [1, "tag", "actor_params", bytes.get("params", 0)],
                 [1, "driver", "", GIB],
                 [2, "tag", "kv_cache", bytes.get("cache", 0)],
-                [2, "left_alone", "libnccl.so.2", GIB],
+                [2, "unmanaged", "libnccl.so.2", GIB],
                 [77, "process", "", 2 * GIB],
                 [None, "unexplained", "", 4 << 20],
             ]

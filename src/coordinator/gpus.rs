@@ -94,11 +94,11 @@ mod tests {
         add(&mut answer, &[("GPU-a".to_owned(), 1), ("GPU-b".to_owned(), 2)].into());
         let devices = json!([{ "uuid": "GPU-a", "device": 0, "index": 1 }, { "uuid": null }, { "uuid": "GPU-b", "index": 7 }]);
         assert_eq!(answer, json!({ "devices": devices, "gpu": "GPU-b", "gpu_index": 2 }));
-        let mut by_uuid = json!({ "left_alone": [{ "owner": "x", "gpus": { "GPU-a": 5, "GPU-z": 6 } }] });
+        let mut by_uuid = json!({ "unmanaged": [{ "owner": "x", "gpus": { "GPU-a": 5, "GPU-z": 6 } }] });
         assert!(mentions_a_gpu(&by_uuid));
         add(&mut by_uuid, &[("GPU-a".to_owned(), 1)].into());
         let left = json!({ "owner": "x", "gpus": { "GPU-a": 5, "GPU-z": 6 }, "gpu_indices": { "GPU-a": 1 } });
-        assert_eq!(by_uuid, json!({ "left_alone": [left] }));
+        assert_eq!(by_uuid, json!({ "unmanaged": [left] }));
     }
 
     #[test]

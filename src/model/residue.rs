@@ -15,7 +15,7 @@ pub struct Cycle {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub tags: BTreeMap<String, u64>,
     /// Bytes left to CUDA, by the library that has asked for them.
-    #[serde(default, rename = "left_alone", skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unmanaged: BTreeMap<String, u64>,
     /// The driver's share of the process's memory, by the UUID of the GPU: the context, loaded code, small allocations. Empty if NVML does
     /// not report it, or the client that paused the process has not sent it.

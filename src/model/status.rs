@@ -44,7 +44,7 @@ pub struct Status {
     /// Bytes that the driver has refused to take back so far.
     pub late_bytes: u64,
     /// Memory that the library sees but leaves to CUDA, by owner in alphabetical order.
-    #[serde(default, rename = "left_alone")]
+    #[serde(default)]
     pub unmanaged: Vec<Unmanaged>,
     /// The process's memory in the last cycles, the oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

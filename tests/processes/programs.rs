@@ -92,7 +92,7 @@ fn a_program_that_leaves_its_memory_to_cuda_is_listed_with_it() {
     let ledger = machine.vramctl(&["gpus", "--json", "--pid", &pid]).json();
     let process = &ledger["processes"][0];
     assert_eq!((&process["pid"], &process["tags"]), (&engine.pid().into(), &Value::Array(Vec::new())), "{ledger:#}");
-    let left: u64 = process["left_alone"].as_array().unwrap().iter().map(|left| left["bytes"].as_u64().unwrap()).sum();
+    let left: u64 = process["unmanaged"].as_array().unwrap().iter().map(|left| left["bytes"].as_u64().unwrap()).sum();
     assert!(left >= 96 * MIB, "{ledger:#}");
     let host = ledger["host"]["shares"].as_array().unwrap();
     assert!(host.iter().all(|share| share["what"] != "rest_of_job"), "the other rank has the library: {host:#?}");

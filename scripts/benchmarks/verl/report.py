@@ -43,7 +43,7 @@ MOVES = {
 
 #: Who has memory, of a look's shares: docs/out-of-memory.md.
 WORDS = {
-    "left_alone": "left to CUDA by {}",
+    "unmanaged": "left to CUDA by {}",
     "guard": "guard under paused memory",
     "driver": "context, loaded code, small allocations",
     "process": "all of it, without the library",

@@ -50,7 +50,7 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
         Share { pid, name, of: of.cloned(), ..Share::new(what, signed(bytes)) }
     };
     let backups = memory.tags.iter().map(|tag| {
-        let what = if tag.paused_bytes == 0 { What::Retained } else { What::Policy };
+        let what = if tag.paused_bytes == 0 { What::Retained } else { What::Backup };
         part(what, Some(&tag.tag), tag.host_bytes)
     });
     let mut shares: Vec<_> = backups.collect();

@@ -61,7 +61,7 @@ pub enum What {
     /// Memory that NVML attributes to nobody.
     Unexplained,
     /// Host memory: contents of paused memory, by tag.
-    Policy,
+    Backup,
     /// Host memory: contents of active memory, by tag, kept for the next pause.
     Retained,
     /// Host memory for the next backups.
@@ -84,14 +84,14 @@ impl What {
     pub fn name(self) -> &'static str {
         match self {
             Self::Tag => "tag",
-            Self::Unmanaged => "left_alone",
+            Self::Unmanaged => "unmanaged",
             Self::Guard => "guard",
             Self::PageTables => "page_tables",
             Self::Driver => "driver",
             Self::Process => "process",
             Self::OutOfSight => "out_of_sight",
             Self::Unexplained => "unexplained",
-            Self::Policy => "backup",
+            Self::Backup => "backup",
             Self::Retained => "retained",
             Self::Ready => "ready",
             Self::Own => "own",
@@ -134,7 +134,7 @@ impl Share {
             What::Process => "all of it".into(),
             What::OutOfSight => "processes out of sight".into(),
             What::Unexplained => "unexplained".into(),
-            What::Policy => format!("backup of {of}"),
+            What::Backup => format!("backup of {of}"),
             What::Retained => format!("backup of {of}, which is active (retained)"),
             What::Ready => "ready for backups".into(),
             What::Own => "all else of its own".into(),

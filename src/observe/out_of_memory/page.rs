@@ -125,7 +125,7 @@ struct RoomOn {
 /// Memory in use.
 #[derive(Debug, Serialize)]
 struct Row {
-    /// `tag`, `left_alone`, `process` or `rest`.
+    /// `tag`, `unmanaged`, `process` or `rest`.
     what: &'static str,
     /// The tag, the library, or the process's name.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -263,7 +263,7 @@ impl Failed {
 fn rows(scene: &Scene, neighbours: &[Neighbour]) -> Vec<Row> {
     let row = |what, of: &str, bytes| Row { what, of: of.to_owned(), tags: BTreeMap::new(), pid: None, bytes };
     let tags = scene.tags.iter().filter(|(_, share)| share.active > 0).map(|(tag, share)| row("tag", tag, share.active));
-    let unmanaged = scene.unmanaged.iter().map(|(owner, bytes)| row("left_alone", owner, *bytes));
+    let unmanaged = scene.unmanaged.iter().map(|(owner, bytes)| row("unmanaged", owner, *bytes));
     let of_neighbour =
         |one: &Neighbour| Row { tags: one.tags.clone(), pid: Some(one.pid), ..row("process", &one.name, one.active() + one.unmanaged) };
     let mut rows: Vec<_> = tags.chain(unmanaged).chain(neighbours.iter().map(of_neighbour)).collect();
@@ -490,7 +490,7 @@ impl ReportPage {
             let bytes = Bytes(*bytes).to_string();
             match *what {
                 "tag" => writeln!(out, "    {bytes:>11}  tag {of}")?,
-                "left_alone" => writeln!(out, "    {bytes:>11}  {}", unmanaged_of(of))?,
+                "unmanaged" => writeln!(out, "    {bytes:>11}  {}", unmanaged_of(of))?,
                 "process" => {
                     let tags: Vec<_> = tags.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
                     let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };

@@ -48,7 +48,7 @@ metrics! {
     GPU_FREE = "vramctl_gpu_free_bytes", ["gpu"], "Free memory of a GPU.";
     GPU_RESERVED = "vramctl_gpu_reserved_bytes", ["gpu"], "Memory of a GPU that the driver reserves. Absent if it counts as used.";
     LEDGER = "vramctl_ledger_bytes", ["gpu", "name", "pid", "kind", "owner"],
-        "Memory in use on a GPU, by who uses it; the sum is vramctl_gpu_used_bytes. Kinds: tag, left_alone (by library), guard, page_tables, \
+        "Memory in use on a GPU, by who uses it; the sum is vramctl_gpu_used_bytes. Kinds: tag, unmanaged (by library), guard, page_tables, \
          driver, process (one without the library), out_of_sight, unexplained. Negative if the library counts more than NVML.";
 
     HOST_FREE = "vramctl_host_free_bytes", [], "Host memory that is free: within the tightest limit on any of the processes, else on the machine.";
@@ -64,7 +64,7 @@ metrics! {
     LIMIT = "vramctl_gpu_limit_bytes", ["name", "pid", "gpu"], "The most memory that a process may take of a GPU. Absent without a limit.";
     COUNTED = "vramctl_gpu_counted_bytes", ["name", "pid", "gpu"],
         "What counts against that: managed memory, also while it is paused, what is left to CUDA, and the context.";
-    LEFT_ALONE = "vramctl_left_alone_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that asked for it.";
+    UNMANAGED = "vramctl_unmanaged_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that asked for it.";
     LATE = "vramctl_late_bytes", ["name", "pid"], "Memory of paused tags that the driver has not taken back yet.";
     BACKUP = "vramctl_backup_bytes", ["name", "pid", "tag", "place"], "Saved contents of paused memory, and retained ones of active memory. Places: host, disk.";
     HOST_READY = "vramctl_host_ready_bytes", ["name", "pid"], "Host memory of a process for backups, in use or not.";
@@ -196,7 +196,7 @@ impl Exposition {
         }
         let libraries = Owners::of(memory.unmanaged.iter().map(|left| (left.owner.as_str(), left.bytes)));
         for left in &memory.unmanaged {
-            self.put(&LEFT_ALONE, &[name, pid, libraries.label(&left.owner)], left.bytes);
+            self.put(&UNMANAGED, &[name, pid, libraries.label(&left.owner)], left.bytes);
         }
         self.put(&LATE, &[name, pid], memory.late_bytes);
         self.put(&HOST_READY, &[name, pid], memory.host.ready_bytes);
@@ -317,7 +317,7 @@ mod tests {
             format!(r#"vramctl_process_up{{{p},pid="7"}} 1"#),
             format!(r#"vramctl_managed_bytes{{{p},pid="7",state="active",tag="kv"}} 1073741824"#),
             format!(r#"vramctl_managed_bytes{{{p},pid="7",state="paused",tag="weights"}} 1073741824"#),
-            format!(r#"vramctl_left_alone_bytes{{library="libnccl.so.2",{p},pid="7"}} 5"#),
+            format!(r#"vramctl_unmanaged_bytes{{library="libnccl.so.2",{p},pid="7"}} 5"#),
             format!(r#"vramctl_residue_bytes{{{p},owner="libnccl.so.2",pid="7"}} 4"#),
             format!(r#"vramctl_residue_bytes{{{p},owner="driver",pid="7"}} 30"#),
             format!(r#"vramctl_residue_growth_bytes{{{p},owner="tag kv",pid="7"}} 9"#),
