@@ -332,7 +332,7 @@ class Client:
     ) -> Report:
         """Restores the memory of the tags and its contents. All or nothing; resuming an active tag is a no-op.
 
-        `tags`: None means all, but for what the process has paused itself, which stays paused.
+        `tags`: None means all, except what the process has paused itself: that stays paused.
         `timeout`: seconds to wait for memory that other processes hold; None waits indefinitely. Disconnecting ends the wait.
         `progress`: as in `pause`. Raises `errors.UnknownTag`, `errors.DeviceMemory` (how much is needed, how much is free,
         who holds the rest), `errors.Disk`, `errors.Driver`, and `errors.Disconnected` if the process goes away.

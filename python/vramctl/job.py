@@ -111,7 +111,7 @@ class Job:
     def resume(self, tags: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> JobReport:
         """Restores the memory of the tags and its contents.
 
-        `tags`: None means all, but for what the job's processes have paused themselves, which stays paused.
+        `tags`: None means all, except what the job's processes have paused themselves: that stays paused.
         `timeout`: seconds to wait for memory that others hold; None waits indefinitely. Raises as `Client.resume` does.
         """
         return self._transition("resume", tags, timeout_ms=_limit(timeout))

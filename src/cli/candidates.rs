@@ -45,9 +45,10 @@ pub fn names() -> Vec<CompletionCandidate> {
 
 /// Process ids.
 pub fn pids() -> Vec<CompletionCandidate> {
-    let candidate =
-        |process: &Process| CompletionCandidate::new(process.pid.to_string()).help(process.name().map(|name| name.to_owned().into()));
-    processes().iter().map(candidate).collect()
+    processes()
+        .iter()
+        .map(|process: &Process| CompletionCandidate::new(process.pid.to_string()).help(process.name().map(|name| name.to_owned().into())))
+        .collect()
 }
 
 /// Process names and ids.
@@ -66,17 +67,23 @@ pub fn gpus() -> Vec<CompletionCandidate> {
 pub fn other_gpus() -> Vec<CompletionCandidate> {
     let words: Vec<_> = env::args().collect();
     let processes = processes();
-    let is_named = |process: &&Process| words.iter().any(|word| process.name() == Some(word) || process.pid.to_string() == *word);
-    let mut moving: Vec<_> = processes.iter().filter(is_named).collect();
+    let mut moving: Vec<_> = processes
+        .iter()
+        .filter(|process: &&Process| words.iter().any(|word| process.name() == Some(word) || process.pid.to_string() == *word))
+        .collect();
     if moving.is_empty() && processes.iter().all(|process| process.job() == processes[0].job()) {
         moving = processes.iter().collect();
     }
     let is_left = |card: &&Card| moving.iter().any(|process| process.gpus().any(|gpu| gpu == card.uuid));
-    let candidate = |card: &Card| {
-        let help = format!("{}, {} free", card.name, Bytes(card.free));
-        CompletionCandidate::new(card.index.to_string()).help(Some(help.into()))
-    };
-    cards().unwrap_or_default().iter().filter(|card| !is_left(card)).map(candidate).collect()
+    cards()
+        .unwrap_or_default()
+        .iter()
+        .filter(|card| !is_left(card))
+        .map(|card: &Card| {
+            let help = format!("{}, {} free", card.name, Bytes(card.free));
+            CompletionCandidate::new(card.index.to_string()).help(Some(help.into()))
+        })
+        .collect()
 }
 
 /// Completes a command and its arguments: a program on PATH or a path, then paths.
@@ -101,9 +108,11 @@ fn programs(begun: &str) -> Vec<CompletionCandidate> {
     let entries = env::split_paths(&path).filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten();
     let is_program =
         |entry: &DirEntry| fs::metadata(entry.path()).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
-    let named =
-        |entry: DirEntry| entry.file_name().to_str().filter(|name| name.starts_with(begun) && is_program(&entry)).map(str::to_owned);
-    let programs: BTreeSet<_> = entries.filter_map(named).collect();
+    let programs: BTreeSet<_> = entries
+        .filter_map(|entry: DirEntry| {
+            entry.file_name().to_str().filter(|name| name.starts_with(begun) && is_program(&entry)).map(str::to_owned)
+        })
+        .collect();
     programs.into_iter().map(CompletionCandidate::new).collect()
 }
 

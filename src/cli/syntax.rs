@@ -11,12 +11,13 @@ use vramctl_coordinator::failure::Exit;
 pub fn syntax() -> clap::Command {
     let takes_value = |option: &clap::Arg| !option.is_positional() && option.get_action().takes_values();
     let takes_unit = |option: &clap::Arg| option.get_value_names().is_some_and(|names| names == ["SIZE"] || names == ["SECONDS"]);
-    let option = |option: clap::Arg| match &option {
-        measured if takes_unit(measured) => option.allow_hyphen_values(true),
-        other if takes_value(other) => option.allow_negative_numbers(true),
-        _ => option,
-    };
-    Cli::command().mut_subcommands(|command| command.mut_args(option))
+    Cli::command().mut_subcommands(|command| {
+        command.mut_args(|option: clap::Arg| match &option {
+            measured if takes_unit(measured) => option.allow_hyphen_values(true),
+            other if takes_value(other) => option.allow_negative_numbers(true),
+            _ => option,
+        })
+    })
 }
 
 /// Commands, each with words that people try for it.
@@ -112,8 +113,11 @@ mod tests {
     fn there_are_manual_pages() {
         let own = tempfile::tempdir().unwrap();
         let folder = env::var_os("MANUAL").map_or(own.path().to_owned(), PathBuf::from);
-        let versioned = |command: clap::Command| command.version(env!("CARGO_PKG_VERSION")).disable_version_flag(true);
-        clap_mangen::generate_to(syntax().mut_subcommands(versioned), &folder).unwrap();
+        clap_mangen::generate_to(
+            syntax().mut_subcommands(|command: clap::Command| command.version(env!("CARGO_PKG_VERSION")).disable_version_flag(true)),
+            &folder,
+        )
+        .unwrap();
         let page = |name: &str| fs::read_to_string(folder.join(name)).unwrap().replace('\\', "");
         let overview = page("vramctl.1");
         for command in syntax().get_subcommands().filter(|command| !command.is_hide_set()) {
@@ -221,8 +225,10 @@ mod tests {
     #[test]
     fn columns_and_examples_fit_a_terminal() {
         let whole = Cli::command();
-        let epilogue = |command: &clap::Command| command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-        let all: Vec<_> = std::iter::once(&whole).chain(whole.get_subcommands()).map(epilogue).collect();
+        let all: Vec<_> = std::iter::once(&whole)
+            .chain(whole.get_subcommands())
+            .map(|command: &clap::Command| command.get_after_long_help().map(ToString::to_string).unwrap_or_default())
+            .collect();
         let long: Vec<_> =
             all.iter().flat_map(|text| text.lines()).filter(|line| line.starts_with("  ") && line.chars().count() > 80).collect();
         assert_eq!(long, [""; 0]);

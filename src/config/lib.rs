@@ -139,8 +139,9 @@ pub struct Directories {
 impl Directories {
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        let of_user = || PathBuf::from(format!("/tmp/vramctl-{}", system::user()));
-        let sockets = set("VRAMCTL_DIR").or_else(|| set("XDG_RUNTIME_DIR").map(|base| base.join("vramctl"))).unwrap_or_else(of_user);
+        let sockets = set("VRAMCTL_DIR")
+            .or_else(|| set("XDG_RUNTIME_DIR").map(|base| base.join("vramctl")))
+            .unwrap_or_else(|| PathBuf::from(format!("/tmp/vramctl-{}", system::user())));
         let (ours, of_memory_saver) = (set("VRAMCTL_DISK_DIR"), set("TMS_DISK_BACKUP_DIR"));
         let makes_disk = ours.is_none() && of_memory_saver.is_some();
         let disk = ours.or(of_memory_saver).or_else(|| set("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"));
@@ -266,9 +267,10 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
 
     fn name(&mut self) -> Option<String> {
         let name = self.set("VRAMCTL_NAME")?;
-        let complain =
-            |error| self.complaints.push(format!("VRAMCTL_NAME={}: {error}; the program's own name counts", name.escape_debug()));
-        checked_name(&name).map(str::to_owned).map_err(complain).ok()
+        checked_name(&name)
+            .map(str::to_owned)
+            .map_err(|error| self.complaints.push(format!("VRAMCTL_NAME={}: {error}; the program's own name counts", name.escape_debug())))
+            .ok()
     }
 
     fn tag(&mut self) -> Option<Arc<str>> {
@@ -414,10 +416,11 @@ mod tests {
     #[test]
     fn every_variable_that_is_read_is_listed() {
         let code = include_str!("lib.rs").split("mod tests").next().unwrap();
-        let is_name =
-            |word: &&str| word.len() > "VRAMCTL_".len() && word.bytes().all(|letter| letter.is_ascii_uppercase() || letter == b'_');
-        let read: Vec<_> =
-            code.split('"').filter(is_name).filter(|name| name.starts_with("VRAMCTL_") || name.starts_with("TMS_")).collect();
+        let read: Vec<_> = code
+            .split('"')
+            .filter(|word: &&str| word.len() > "VRAMCTL_".len() && word.bytes().all(|letter| letter.is_ascii_uppercase() || letter == b'_'))
+            .filter(|name| name.starts_with("VRAMCTL_") || name.starts_with("TMS_"))
+            .collect();
         assert!(read.len() >= 24, "{read:?}");
         for name in read {
             assert!(variables().any(|known| known == name), "{name} is not in docs/settings.md");

@@ -103,8 +103,13 @@ impl Execute for Args {
         if self.json {
             output::print(&format!("{}\n", json!({ "checks": findings })))?;
         } else {
-            let line = |finding: &Finding| format!("{:<8} {:<15} {}", finding.verdict.name(), finding.check, finding.message);
-            output::say(&findings.iter().map(line).collect::<Vec<_>>().join("\n"))?;
+            output::say(
+                &findings
+                    .iter()
+                    .map(|finding: &Finding| format!("{:<8} {:<15} {}", finding.verdict.name(), finding.check, finding.message))
+                    .collect::<Vec<_>>()
+                    .join("\n"),
+            )?;
         }
         let failed = findings.iter().any(|finding| finding.verdict == Verdict::Failed);
         Ok(if failed { Exit::Failed } else { Exit::Done })
@@ -177,7 +182,7 @@ fn gpus(survey: &Survey) -> Vec<Finding> {
     findings
 }
 
-/// Whether programs get memory that can be paused, and what it lacks.
+/// Whether programs get memory that can be paused, and what this memory cannot do.
 fn virtual_memory(ordinal: usize, gpu: &driver::Gpu) -> (Verdict, String) {
     const LEFT: &str = "what programs allocate is left to CUDA and cannot be paused";
     if !gpu.virtual_memory {
@@ -215,8 +220,10 @@ fn tried(survey: &Survey, packages: &BTreeMap<String, String>) -> Finding {
     let gpus = survey.gpus.iter().filter(|gpu| !RUNS.iter().any(|run| on(run, gpu))).map(|gpu| gpu.name.clone());
     let driver = (survey.cuda != support::DRIVER.1).then(|| format!("a driver of CUDA {}", survey.cuda));
     let machine = (consts::ARCH != support::ARCHITECTURE).then(|| consts::ARCH.to_owned());
-    let other = |(name, version): &(&String, &String)| !RUNS.iter().any(|run| has(run, name, version));
-    let others = packages.iter().filter(other).map(|(name, version)| format!("{name} {version}"));
+    let others = packages
+        .iter()
+        .filter(|(name, version): &(&String, &String)| !RUNS.iter().any(|run| has(run, name, version)))
+        .map(|(name, version)| format!("{name} {version}"));
     let mut new: Vec<_> = gpus.chain(driver).chain(machine).chain(others).collect();
     new.dedup();
     let together =
@@ -443,8 +450,9 @@ fn engines(packages: Option<&BTreeMap<String, String>>) -> Vec<Finding> {
 /// Whether a version lies between `first` and the end of the series `last`.
 fn is_within(version: &str, first: &str, last: &str) -> bool {
     let numbers = |text: &str| {
-        let leading = |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok();
-        text.split('.').map_while(leading).collect::<Vec<_>>()
+        text.split('.')
+            .map_while(|part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok())
+            .collect::<Vec<_>>()
     };
     let (version, first, last) = (numbers(version), numbers(first), numbers(last));
     version >= first && version.iter().take(last.len()).le(last.iter())

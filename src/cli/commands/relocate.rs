@@ -92,8 +92,7 @@ impl Execute for Args {
 fn print_forecast(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
     let all = plan.forecast();
     if as_json {
-        let answer = |Relocation { process, from, to, bytes }: &Relocation| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes });
-        output::json(&all.iter().map(answer).collect::<Vec<_>>())?;
+        output::json(&all.iter().map(|Relocation { process, from, to, bytes }: &Relocation| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes })).collect::<Vec<_>>())?;
         return Ok(Exit::Done);
     }
     for Relocation { process, from, to, bytes } in all {

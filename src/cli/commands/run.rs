@@ -176,8 +176,9 @@ fn warn_of_others(name: &str) {
 /// Refuses a library that cannot be preloaded: the loader would start the program without it.
 fn check(library: &Path) -> Result<(), CommandError> {
     let way_out = "`vramctl doctor` tests it; build or install it again, or set VRAMCTL_LIB to a good one";
-    let refused = |why| CommandError::new(Exit::Failed, format!("{} cannot be preloaded: {why}; {way_out}", library.display()));
-    preloading::version_of(library).map(drop).map_err(refused)
+    preloading::version_of(library)
+        .map(drop)
+        .map_err(|why| CommandError::new(Exit::Failed, format!("{} cannot be preloaded: {why}; {way_out}", library.display())))
 }
 
 /// The variables to set, or to remove if they have no value. `present` looks up the current ones.

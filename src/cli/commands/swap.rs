@@ -18,14 +18,14 @@ use vramctl_model::{Bytes, PauseOptions, Registered, Verb};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
-OUT is held and paused while IN is resumed: as contents of OUT are saved, its memory goes over to IN, piece by piece, so both \
+OUT is held and paused while IN is resumed: as contents of OUT are saved, its memory moves to IN, piece by piece, so both \
 directions of the link are busy at once. All or nothing, for both: if anything fails or dies before the end, OUT takes its memory \
 back and runs on, and IN stays paused; the message says which runs. What was to be discarded of OUT is then gone, as after a \
 pause. If one of the two has ended as a whole, the other one is resumed.
 
 If the host has no room for the contents of both at once, host memory that IN has read passes to OUT, piece by piece. That takes longer, \
 and IN has to be saved again if the swap is undone. Some host memory must be free for it: about the largest allocation of each. --dry-run \
-shows how much, and whether IN fits on the GPUs. Memory of OUT that another process has open (CUDA IPC) goes over at the very end, so IN \
+shows how much, and whether IN fits on the GPUs. Memory of OUT that another process has open (CUDA IPC) moves at the very end, so IN \
 must fit without it.
 
 Examples:
@@ -147,14 +147,13 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
         }
     }
     if as_json {
-        let comes = |(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes });
         let gpu = |room: &Room| {
             let Room { uuid, free, leaving, late, coming, .. } = room;
             json!({
                 "index": room.index(), "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "out_late_bytes": late, "in_bytes": coming
             })
         };
-        let coming: Vec<_> = coming.iter().map(comes).collect();
+        let coming: Vec<_> = coming.iter().map(|(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes })).collect();
         let gpus: Vec<_> = gpus.iter().map(gpu).collect();
         let mut answer = json!({ "out": dry_run::json_of(&leaving), "in": coming, "gpus": gpus });
         if let Some(passing) = plan.passing() {

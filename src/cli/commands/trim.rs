@@ -62,8 +62,10 @@ fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Tr
         process.status.as_ref().map_err(Clone::clone)?;
         Ok(found.connect(process.pid)?.trim(Some(timeout))?)
     };
-    let broken = |_| Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
-    parallel::each(processes, one).into_iter().map(|done| done.unwrap_or_else(broken)).collect()
+    parallel::each(processes, one)
+        .into_iter()
+        .map(|done| done.unwrap_or_else(|_| Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"))))
+        .collect()
 }
 
 /// For people.

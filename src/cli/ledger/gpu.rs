@@ -34,13 +34,15 @@ pub struct Ledger {
 
 /// The ledgers of these GPUs, by UUID, or of all. `processes`: all processes with the library, not only the selected ones.
 pub fn take(processes: &[Process], gpus: &[String]) -> Result<Vec<Ledger>, NoCards> {
-    let wanted = |card: &Card| gpus.is_empty() || gpus.contains(&card.uuid);
-    let ledger = |card: Card| {
-        let shares = account(&card, &holders_of(&card.uuid), processes);
-        let Card { index, uuid, name, free, used, reserved, total, .. } = card;
-        Ledger { index, uuid, name, total_bytes: total, free_bytes: free, used_bytes: used, reserved_bytes: reserved, shares }
-    };
-    Ok(cards()?.into_iter().filter(wanted).map(ledger).collect())
+    Ok(cards()?
+        .into_iter()
+        .filter(|card: &Card| gpus.is_empty() || gpus.contains(&card.uuid))
+        .map(|card: Card| {
+            let shares = account(&card, &holders_of(&card.uuid), processes);
+            let Card { index, uuid, name, free, used, reserved, total, .. } = card;
+            Ledger { index, uuid, name, total_bytes: total, free_bytes: free, used_bytes: used, reserved_bytes: reserved, shares }
+        })
+        .collect())
 }
 
 /// Splits the memory in use on a GPU.
@@ -67,12 +69,11 @@ pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Sh
     }
     let (in_sight, out_of_sight): (Vec<_>, Vec<_>) =
         holders.iter().filter(|holder| !managed.contains(&holder.pid)).partition(|holder| holder.program.is_some());
-    let other = |holder: &&Holder| {
+    shares.extend(in_sight.iter().filter_map(|holder: &&Holder| {
         let silent = processes.iter().find(|process| process.pid == holder.pid).and_then(|process| process.name.clone());
         let (name, bytes) = (silent.or_else(|| holder.program.clone()), signed(holder.bytes?));
         Some(Share { pid: Some(holder.pid), name, ..Share::new(What::Process, bytes) })
-    };
-    shares.extend(in_sight.iter().filter_map(other));
+    }));
     if !out_of_sight.is_empty() {
         let bytes: i64 = out_of_sight.iter().map(|holder| signed(holder.bytes.unwrap_or(0))).sum();
         shares.push(Share::new(What::OutOfSight, bytes - known_of_unlisted));
@@ -108,9 +109,11 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     };
     let devices = || status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
     let state_of = |tag: &str| status.memory.tags.iter().find(|its| its.tag == tag).map(|its| its.state);
-    let of_tag =
-        |(tag, bytes): (&String, &u64)| Share { state: state_of(tag), cache: cache_of(tag), ..share(What::Tag, Some(tag), *bytes) };
-    let tags = devices().flat_map(|device| &device.tags).map(of_tag);
+    let tags = devices().flat_map(|device| &device.tags).map(|(tag, bytes): (&String, &u64)| Share {
+        state: state_of(tag),
+        cache: cache_of(tag),
+        ..share(What::Tag, Some(tag), *bytes)
+    });
     let left = status.memory.unmanaged.iter().filter_map(|left| Some(share(What::Unmanaged, Some(&left.owner), *left.gpus.get(uuid)?)));
     let guards = devices().map(|device| share(What::Guard, None, device.guard_bytes));
     let mut shares: Vec<_> = tags.chain(left).chain(guards).collect();

@@ -71,12 +71,14 @@ pub fn resident(pid: u32) -> (u64, u64) {
 
 /// The processes of a job, by their environment.
 fn of_job(job: &str) -> Vec<u32> {
-    let is_of_job = |pid: &u32| {
-        let [name, id] = proc::variables(*pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
-        name.filter(|name| checked_name(name).is_ok()).or(id).is_some_and(|its| its == job)
-    };
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_of_job).collect()
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(|pid: &u32| {
+            let [name, id] = proc::variables(*pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
+            name.filter(|name| checked_name(name).is_ok()).or(id).is_some_and(|its| its == job)
+        })
+        .collect()
 }
 
 /// For people.

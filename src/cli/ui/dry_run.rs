@@ -8,8 +8,11 @@ use vramctl_model::{Bytes, Plan, Policy, TagPlan};
 
 /// What would be done to a process, in words. Nothing for one that would refuse.
 fn text(one: &Forecast) -> Option<String> {
-    let aside = |bytes| format!("{}: would be held, too, until {} that it has open is resumed", one.process, Bytes(bytes));
-    let Some(plan) = &one.plan else { return one.aside_bytes.map(aside) };
+    let Some(plan) = &one.plan else {
+        return one
+            .aside_bytes
+            .map(|bytes| format!("{}: would be held, too, until {} that it has open is resumed", one.process, Bytes(bytes)));
+    };
     Some(tags_text(one, plan))
 }
 

@@ -105,10 +105,10 @@ pub fn hold_ends() {
 pub fn comes_within(time: Duration) -> bool {
     let wait = libc::timespec { tv_sec: time.as_secs() as libc::time_t, tv_nsec: time.subsec_nanos().into() };
     // SAFETY: both are initialised, and the signal's details are not needed.
-    let came = unsafe { libc::sigtimedwait(&set_of(&ENDS), ptr::null_mut(), &raw const wait) } > 0;
-    if came {
+    let has_arrived = unsafe { libc::sigtimedwait(&set_of(&ENDS), ptr::null_mut(), &raw const wait) } > 0;
+    if has_arrived {
         // SAFETY: as above.
         unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &set_of(&ENDS), ptr::null_mut()) };
     }
-    came
+    has_arrived
 }

@@ -40,11 +40,10 @@ impl Lines {
 
     /// The ranks of this node that take part.
     pub fn found<'a>(processes: impl Iterator<Item = &'a Process>) {
-        let process = |one: &Process| {
+        print(&json!({ "reply": "found", "processes": processes.map(|one: &Process| {
             let tags: Vec<_> = one.tags().iter().map(|tag| &tag.tag).collect();
             json!({ "pid": one.pid, "name": one.name(), "tags": tags })
-        };
-        print(&json!({ "reply": "found", "processes": processes.map(process).collect::<Vec<_>>() }));
+        }).collect::<Vec<_>>() }));
     }
 
     /// From now on, a cancellation answers this.

@@ -50,8 +50,9 @@ impl Ui {
     /// Shows a bar for each process that takes part.
     pub fn show(&self, plans: &[&Plan]) {
         let all = plans.iter().flat_map(|plan| plan.taking_part().into_iter().map(|pid| (pid, plan.process(pid))));
-        let bar = |(pid, process): (u32, Option<&Process>)| (pid, self.bars.bar(&process.map_or_else(String::new, ToString::to_string)));
-        *self.shown.lock().unpoisoned() = all.map(bar).collect();
+        *self.shown.lock().unpoisoned() = all
+            .map(|(pid, process): (u32, Option<&Process>)| (pid, self.bars.bar(&process.map_or_else(String::new, ToString::to_string))))
+            .collect();
     }
 
     /// Ends the display of progress.

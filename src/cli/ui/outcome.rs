@@ -10,7 +10,7 @@ use vramctl_coordinator::processes::Process;
 use vramctl_coordinator::{Hold, Operation, Outcome, Plan, Reporter, Scope, Swapped, shared};
 use vramctl_model::{Bytes, Kind, Registered, Report, Verb};
 
-/// Prints what came of the plan. Returns the exit code.
+/// Prints the outcome. Returns the exit code.
 pub fn print(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<Exit, CommandError> {
     let written = if ui.json {
         let jobs: Vec<_> = outcome.jobs.iter().map(job_json).collect();
@@ -31,7 +31,7 @@ pub fn write(plan: &Plan, outcome: &Outcome, ui: &Ui) -> Result<(), CommandError
     processes.chain(borrowers).chain(jobs).fold(Ok(()), Result::and)
 }
 
-/// What came of it for a process.
+/// The outcome for a process, as JSON.
 pub fn process_json(one: &ProcessOutcome) -> Value {
     let mut answer = json!({ "pid": one.process.pid, "name": one.process.name(), "tags": one.tags });
     if let Some(done) = &one.device {
@@ -44,12 +44,12 @@ pub fn process_json(one: &ProcessOutcome) -> Value {
     answer
 }
 
-/// What came of it for a job.
+/// The outcome for a job, as JSON.
 pub fn job_json(JobOutcome { job, pids, committed, attempts, ms }: &JobOutcome) -> Value {
     json!({ "job": job, "pids": pids, "committed": committed, "attempts": attempts, "ms": ms })
 }
 
-/// Prints what came of a suspend or move, as JSON or one line per process from `line`. Returns the exit code.
+/// Prints the outcome of a suspend or move, as JSON or one line per process from `line`. Returns the exit code.
 pub fn print_device(outcome: &Outcome, ui: &Ui, line: impl Fn(&Process, &Done) -> String) -> Result<Exit, CommandError> {
     let own = || outcome.processes.iter().filter_map(|one| Some((&one.process, one.device.as_ref()?)));
     let held: Vec<_> = outcome.processes.iter().flat_map(ProcessOutcome::stays_held).collect();
@@ -189,8 +189,11 @@ impl Printing<'_> {
         let name = job.job.as_deref().unwrap_or_default();
         let mut failures = processes.iter().filter(|one| job.pids.contains(&one.process.pid)).filter_map(|one| one.result.as_ref().err());
         // It has ended, or does not answer.
-        let is_lost = |failure: &CommandError| matches!(failure, CommandError::Here { .. }) || failure.is(Kind::Ending);
-        let others = if failures.any(is_lost) { "other " } else { "" };
+        let others = if failures.any(|failure: &CommandError| matches!(failure, CommandError::Here { .. }) || failure.is(Kind::Ending)) {
+            "other "
+        } else {
+            ""
+        };
         let left = match self.verb() {
             Verb::Pause => format!("nothing was paused; its {others}processes go on as before"),
             Verb::Resume => format!("nothing was resumed; its {others}processes stay as they were, and can be resumed again"),
@@ -301,11 +304,14 @@ fn holders(failure: &CommandError) -> Vec<u32> {
 
 /// For a shortage: the holders that can be paused.
 fn hints(holders: &[Process]) -> Vec<String> {
-    let hint = |process: &Process| {
-        let bytes = Bytes(process.active_bytes());
-        format!("{process} is managed too; `vramctl pause --pid {}` frees {bytes}", process.pid)
-    };
-    holders.iter().filter(|process| process.active_bytes() > 0).map(hint).collect()
+    holders
+        .iter()
+        .filter(|process| process.active_bytes() > 0)
+        .map(|process: &Process| {
+            let bytes = Bytes(process.active_bytes());
+            format!("{process} is managed too; `vramctl pause --pid {}` frees {bytes}", process.pid)
+        })
+        .collect()
 }
 
 #[cfg(test)]

@@ -152,11 +152,12 @@ fn policies_without_tag(given: &str, tags: &[TagStatus]) -> String {
     let known = || tags.iter().map(|tag| tag.tag.clone());
     let unused =
         given.split(',').filter_map(|policy| policy.split_once('=')).filter(|(tag, _)| !tags.is_empty() && known().all(|its| its != *tag));
-    let line = |(tag, policy)| {
-        let hint = target::nearest(tag, known()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
-        format!("\nNo allocation has the tag {tag}, for which it was started with --backup {tag}={policy}{hint}")
-    };
-    unused.map(line).collect()
+    unused
+        .map(|(tag, policy)| {
+            let hint = target::nearest(tag, known()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
+            format!("\nNo allocation has the tag {tag}, for which it was started with --backup {tag}={policy}{hint}")
+        })
+        .collect()
 }
 
 /// The last cycles, if something grows in them or if they are wanted.
@@ -174,8 +175,10 @@ fn cycles(cycles: &[Cycle]) -> String {
     let owners: BTreeSet<_> = cycles.iter().flat_map(BTreeMap::keys).collect();
     let bytes = |cycle: &BTreeMap<String, u64>, owner| cycle.get(owner).map_or_else(|| "?".to_owned(), |bytes| Bytes(*bytes).to_string());
     let rows = owners.into_iter().map(|owner| [owner.clone()].into_iter().chain(cycles.iter().map(|cycle| bytes(cycle, owner))).collect());
-    let ago = |back: usize| if back == 0 { "LAST PAUSE".to_owned() } else { format!("-{back}") };
-    let header: Vec<_> = ["OWNER".to_owned()].into_iter().chain((0..cycles.len()).rev().map(ago)).collect();
+    let header: Vec<_> = ["OWNER".to_owned()]
+        .into_iter()
+        .chain((0..cycles.len()).rev().map(|back: usize| if back == 0 { "LAST PAUSE".to_owned() } else { format!("-{back}") }))
+        .collect();
     output::table(&header.iter().map(String::as_str).collect::<Vec<_>>(), rows)
 }
 

@@ -382,11 +382,13 @@ mod tests {
     fn the_docs_list_all_metrics_as_they_are() {
         let docs = file("docs/monitoring.md");
         let rows: Vec<_> = docs.lines().filter(|line| line.starts_with("| `vramctl_")).map(str::to_owned).collect();
-        let row = |metric: &&Metric| {
-            let labels: Vec<_> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
-            format!("| `{}` | {} | {} |", metric.name, labels.join(", "), metric.help)
-        };
-        let wanted: Vec<_> = ALL.iter().map(row).collect();
+        let wanted: Vec<_> = ALL
+            .iter()
+            .map(|metric: &&Metric| {
+                let labels: Vec<_> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
+                format!("| `{}` | {} | {} |", metric.name, labels.join(", "), metric.help)
+            })
+            .collect();
         assert_eq!(rows.join("\n"), wanted.join("\n"), "the table should be:\n{}", wanted.join("\n"));
     }
 

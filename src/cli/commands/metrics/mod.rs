@@ -68,14 +68,13 @@ fn page() -> Result<String, CommandError> {
 /// Replaces a file atomically. The collector may be another user who can write to the folder, so a file that already exists under the
 /// temporary name is never written to.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "not the path of a file");
     // A rename would put a file in the place of a device, such as /dev/null, or of a link.
     if fs::symlink_metadata(path).is_ok_and(|there| !there.is_file()) {
         let why = "it is no plain file, but a link, a device or a folder. Give the path of the file itself; without --textfile, the metrics go to stdout";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     }
     // Not `….prom`: the collector reads those.
-    let mut name = path.file_name().ok_or_else(no_file)?.to_owned();
+    let mut name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "not the path of a file"))?.to_owned();
     name.push(format!(".{}.new", process::id()));
     let new = path.with_file_name(name);
     // Left behind by a killed process with the same pid.

@@ -26,7 +26,7 @@ use vramctl_model::Error;
 #[command(after_help = "Runs one operation for a program: docs/protocol.md, \"Operations\".")]
 pub struct Args {}
 
-/// What came of a request.
+/// The answer to a request.
 enum Answer {
     /// Of a pause or resume.
     Tags(Outcome),
@@ -202,7 +202,7 @@ fn device_json(one: &ProcessOutcome) -> Value {
     json!({ "pid": one.process.pid, "name": one.process.name(), "report": done })
 }
 
-/// What came of an operation, as its last line, and the exit code.
+/// The outcome of an operation as its last line, and the exit code.
 fn outcome_and_exit(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> Value) -> (Value, Exit) {
     let Outcome { processes, borrowers, jobs } = outcome;
     let all = || processes.iter().chain(borrowers);
@@ -227,7 +227,7 @@ fn outcome_and_exit(outcome: &Outcome, of_process: impl Fn(&ProcessOutcome) -> V
     (answer, cause.exit())
 }
 
-/// What came of a swap, as its last line, and the exit code.
+/// The outcome of a swap as its last line, and the exit code.
 fn swap_outcome(swapped: &Swapped) -> (Value, Exit) {
     let mut answer = outcome_of(swap_json(swapped), Some(swapped.committed));
     if let Some(failure) = swapped.failure() {

@@ -82,7 +82,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     lines.extend(bars[..shown].iter().map(|one| bar(one, width)));
     if shown < bars.len() {
         let gpus = text::count(bars.len() - shown, "more GPU", "more GPUs");
-        lines.push(Line::raw(format!("and {gpus}, not shown for lack of room")));
+        lines.push(Line::raw(format!("and {gpus}: there is no room to show them")));
     }
     match (bars.is_empty(), model.gpus_silent(now)) {
         (true, _) => lines.extend(wrapped(&text::plain(&model.no_bars()), usize::from(width)).into_iter().map(Line::raw)),

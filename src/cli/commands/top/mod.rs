@@ -263,8 +263,7 @@ fn once(interval: Duration) -> Result<Exit, CommandError> {
             break;
         }
     }
-    let of_environment = || env::var("COLUMNS").ok()?.parse().ok();
-    let width = output::width().or_else(of_environment).unwrap_or(80).clamp(40, 400);
+    let width = output::width().or_else(|| env::var("COLUMNS").ok()?.parse().ok()).unwrap_or(80).clamp(40, 400);
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, draw::height(&model, width, Instant::now())));
     paint(&mut buffer, &model, false, colours::allowed());
     output::print(&draw::text(&buffer, colours::wanted(&stdout()))).map(|()| Exit::Done)

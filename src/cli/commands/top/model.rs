@@ -374,13 +374,13 @@ impl Model {
             }
             // A single process is shown in the row above.
             View::Processes if members.len() < 2 => Vec::new(),
-            View::Processes => {
-                let row = |seen: &&Seen| {
+            View::Processes => members
+                .iter()
+                .map(|seen: &&Seen| {
                     let pid = seen.sample.process.pid;
                     TableRow { title: format!("pid {pid}"), ..self.row(Subject { pid: Some(pid), ..key.clone() }, &[seen], now) }
-                };
-                members.iter().map(row).collect()
-            }
+                })
+                .collect(),
         };
         match self.order {
             Order::Name => (),
@@ -399,7 +399,6 @@ impl Model {
         };
         let states: BTreeSet<_> = members.iter().map(|seen| self.state(seen, now)).collect();
         let tags = || members.iter().flat_map(|seen| seen.sample.process.tags());
-        let is_there = |seen: &&&Seen| seen.sample.process.suspended().is_none();
         TableRow {
             key,
             letter: None,
@@ -407,7 +406,11 @@ impl Model {
             state: states.into_iter().collect::<Vec<_>>().join("; "),
             progress: joined(members.iter().filter_map(|seen| copying(&seen.sample.process).map(|(_, now)| now))),
             discarded: discarded(tags()),
-            active: members.iter().filter(is_there).map(|seen| seen.sample.process.active_bytes()).sum(),
+            active: members
+                .iter()
+                .filter(|seen: &&&Seen| seen.sample.process.suspended().is_none())
+                .map(|seen| seen.sample.process.active_bytes())
+                .sum(),
             paused: tags().map(|tag| tag.paused_bytes).sum(),
             coming: tags().map(TagStatus::coming_bytes).sum(),
             host: tags().map(|tag| tag.host_bytes).sum(),

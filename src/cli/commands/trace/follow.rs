@@ -157,7 +157,7 @@ mod tests {
         let Ok(()) = followed.catch_up(&mut since, &mut ask);
         // It was 25 when the first ten were sent, so the third page has the last of them.
         assert_eq!((followed.events.len(), since), (30, 30));
-        // What came meanwhile is sent the next time.
+        // Events since then are sent the next time.
         let Ok(()) = followed.catch_up(&mut since, &mut ask);
         assert!(since > 30 && followed.events.iter().map(|event| event.number).eq(0..since));
     }

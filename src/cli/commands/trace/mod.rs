@@ -165,12 +165,17 @@ impl Recording {
             ended: one.ended.clone(),
         };
         let (on, off): (Vec<_>, Vec<_>) = followed.iter().partition(|one| one.is_on);
-        let why = |one: &&Followed| {
-            let text = "it records nothing: start it with `vramctl run --trace`, or VRAMCTL_TRACE=1";
-            let reason = one.ended.clone().unwrap_or_else(|| CommandError::new(Exit::Failed, text));
-            CommandError::new(reason.exit(), format!("{} (pid {}) is not in the trace: {reason}", one.name, one.pid))
-        };
-        Self { processes: on.into_iter().map(recorded).collect(), silent: off.iter().map(why).collect() }
+        Self {
+            processes: on.into_iter().map(recorded).collect(),
+            silent: off
+                .iter()
+                .map(|one: &&Followed| {
+                    let text = "it records nothing: start it with `vramctl run --trace`, or VRAMCTL_TRACE=1";
+                    let reason = one.ended.clone().unwrap_or_else(|| CommandError::new(Exit::Failed, text));
+                    CommandError::new(reason.exit(), format!("{} (pid {}) is not in the trace: {reason}", one.name, one.pid))
+                })
+                .collect(),
+        }
     }
 
     fn nothing(&self) -> CommandError {
@@ -199,11 +204,14 @@ impl Recording {
 
     /// The processes that are missing from the trace, or end early.
     fn ended(&self) -> Vec<String> {
-        let ended = |process: &Recorded| {
-            let why = process.ended.as_ref()?;
-            Some(format!("{} (pid {}) is in the trace up to its last answer: {why}", process.name, process.pid))
-        };
-        self.silent.iter().map(ToString::to_string).chain(self.processes.iter().filter_map(ended)).collect()
+        self.silent
+            .iter()
+            .map(ToString::to_string)
+            .chain(self.processes.iter().filter_map(|process: &Recorded| {
+                let why = process.ended.as_ref()?;
+                Some(format!("{} (pid {}) is in the trace up to its last answer: {why}", process.name, process.pid))
+            }))
+            .collect()
     }
 
     fn summary(&self, file: &Path) -> String {
