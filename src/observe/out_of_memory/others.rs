@@ -25,7 +25,7 @@ struct PeerStatus {
     trims: bool,
     suspended: Option<IgnoredAny>,
     devices: Vec<PeerDevice>,
-    #[serde(default, rename = "left_alone")]
+    #[serde(default)]
     unmanaged: Vec<PeerUnmanaged>,
 }
 
