@@ -338,6 +338,11 @@ pub fn socket_directory() -> &'static Path {
     &Config::get().directories.sockets
 }
 
+/// The directory of the control sockets of a process that has these variables.
+pub fn socket_directory_of(variable: impl Fn(&str) -> Option<OsString>) -> PathBuf {
+    Directories::from_variables(variable).sockets
+}
+
 /// The directory from `VRAMCTL_REPORT_DIR`.
 pub fn report_directory() -> Option<&'static Path> {
     Config::get().directories.reports.as_deref()

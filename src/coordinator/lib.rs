@@ -30,6 +30,7 @@ mod relocate;
 mod reporter;
 pub mod retry;
 pub mod shared;
+pub mod starting;
 mod stuck;
 mod suspend;
 mod swap;

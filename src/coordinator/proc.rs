@@ -10,6 +10,25 @@ pub fn exists(pid: impl Display) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
 
+/// All processes, in the order of their ids.
+pub fn pids() -> Vec<u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut pids: Vec<_> = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    pids.sort_unstable();
+    pids
+}
+
+/// Its command line. Empty if that cannot be read.
+pub fn command_line(pid: u32) -> String {
+    let words = fs::read(folder_of(pid).join("cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&words).trim_end_matches('\0').replace('\0', " ")
+}
+
+/// Whether this user may look into it.
+pub fn is_visible(pid: u32) -> bool {
+    fs::read(folder_of(pid).join("environ")).is_ok()
+}
+
 /// Whether it has the library loaded, under whatever name of the drop-in for `torch_memory_saver`, too.
 pub fn has_library(pid: u32) -> bool {
     let maps = fs::read(folder_of(pid).join("maps")).unwrap_or_default();

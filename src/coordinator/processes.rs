@@ -10,14 +10,16 @@ use crate::proc;
 pub use crate::process::Process;
 use crate::queue::{Entry, Ticket};
 use crate::reporter::Reporter;
+use crate::starting::starting;
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use std::{io, thread};
-use vramctl_config as config;
+use vramctl_config::{self as config, socket_directory_of};
 use vramctl_control::address::{ListenerName, hidden};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
@@ -117,9 +119,19 @@ impl Found {
 
     /// The processes that match.
     pub fn choose(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
-        choose(&self.processes, target).map_err(|none| match (target, self.processes.is_empty()) {
-            (Target::Pid(_), _) | (_, false) => none,
-            (_, true) => CommandError::new(Exit::NoProcess, self.nothing()),
+        choose(&self.processes, target).map_err(|none| {
+            if none.exit() != Exit::NoProcess {
+                return none;
+            }
+            match starting(target, &self.processes).as_slice() {
+                [] if self.processes.is_empty() && !matches!(target, Target::Pid(_)) => CommandError::new(Exit::NoProcess, self.nothing()),
+                [] => none,
+                [one] => none.saying(format!("{one} is starting: it has not allocated GPU memory yet")),
+                several => {
+                    let all: Vec<_> = several.iter().map(ToString::to_string).collect();
+                    none.saying(format!("{} are starting: they have not allocated GPU memory yet", all.join(", ")))
+                }
+            }
         })
     }
 
@@ -152,7 +164,7 @@ impl Found {
         }
         let (mut named, mut tags) = (Vec::new(), Vec::new());
         for word in words {
-            match self.process(&word) {
+            match self.process(&word).or_else(|| self.starting_process(&word)) {
                 Some(_) if self.is_tag(&word) => {
                     let word = text::one_line(&word);
                     let text =
@@ -217,6 +229,22 @@ impl Found {
             Target::Only | Target::Several(_) | Target::All => false,
         };
         is_there.then_some(target)
+    }
+
+    /// The program that has this name or id and is starting, unless the word is a tag.
+    fn starting_process(&self, word: &str) -> Option<Target> {
+        let target = Target::parse(word.to_owned());
+        (!self.is_tag(word) && !starting(&target, &self.processes).is_empty()).then_some(target)
+    }
+
+    /// Whether all that a target means is still starting, and there is time to look again, a little later.
+    pub fn waits_for_start(&self, target: &Target, deadline: &Deadline) -> bool {
+        let has_time = deadline.timeout.is_some_and(|timeout| deadline.begun.elapsed() < timeout);
+        let waits = has_time && choose(&self.processes, target).is_err() && !starting(target, &self.processes).is_empty();
+        if waits {
+            thread::sleep(LOOK_AGAIN);
+        }
+        waits
     }
 
     /// The current status of those of these processes that listen.
@@ -491,16 +519,31 @@ fn note_runs<'a>(processes: impl Iterator<Item = &'a Process>, reporter: &dyn Re
     }
 }
 
+/// Why no process of this id is managed, and what to do.
 fn not_managed(pid: u32) -> String {
-    if proc::exists(pid) {
+    if !proc::exists(pid) {
+        return format!("there is no process {pid}");
+    }
+    let [own, runtime] = proc::variables(pid, ["VRAMCTL_DIR", "XDG_RUNTIME_DIR"]);
+    let looks = socket_directory_of(|name| match name {
+        "VRAMCTL_DIR" => own.as_deref().map(OsString::from),
+        "XDG_RUNTIME_DIR" => runtime.as_deref().map(OsString::from),
+        _ => None,
+    });
+    let why = if !proc::is_visible(pid) {
+        "it is another user's: run vramctl as that user, or as root with the VRAMCTL_DIR of that user".into()
+    } else if !proc::has_library(pid) {
+        format!("it was not started under `vramctl run`. Start it again: vramctl run -- {}", text::one_line(&proc::command_line(pid)))
+    } else if looks != config::socket_directory() {
+        let there = looks.display();
         format!(
-            "process {pid} is not managed: it was not started under `vramctl run`, has not allocated GPU memory yet, or runs with a \
-             different VRAMCTL_DIR (looked in {})",
+            "it listens in another directory (VRAMCTL_DIR={there}), and this command has looked in {}",
             config::socket_directory().display()
         )
     } else {
-        format!("there is no process {pid}")
-    }
+        "it has not allocated GPU memory yet".into()
+    };
+    format!("process {pid} is not managed: {why}")
 }
 
 #[cfg(test)]
@@ -540,7 +583,8 @@ mod tests {
     #[test]
     fn an_unmanaged_process_is_distinguished_from_a_missing_one() {
         let own = std::process::id();
-        assert!(choose(&[], &Target::Pid(own)).unwrap_err().to_string().contains("is not managed"));
+        let why = choose(&[], &Target::Pid(own)).unwrap_err().to_string();
+        assert!(why.contains("is not managed: it was not started under `vramctl run`. Start it again: vramctl run -- "), "{why}");
         assert!(choose(&[], &Target::Pid(u32::MAX)).unwrap_err().to_string().contains("there is no process"));
     }
 

@@ -4,19 +4,21 @@ use crate::arguments::{GpuArgs, ProcessesOrAll};
 use crate::execute::Execute;
 use crate::ui::output;
 use clap::ValueEnum;
+use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramctl_coordinator::checkpoint;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::processes::{Found, Process, Target};
+use vramctl_coordinator::starting::{Starting, starting};
 use vramctl_coordinator::text;
 use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::{Bytes, DeviceStatus};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
-A process appears with its first allocation of GPU memory (1 MiB or more). One that does not answer is listed with the \
+A program that `vramctl run` has started is \"starting\" until its first allocation of GPU memory (1 MiB or more). A process that does not answer is listed with the \
 reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
 paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running.
 
@@ -37,7 +39,7 @@ pub struct Args {
     /// The order, largest first for bytes
     #[arg(long, value_name = "COLUMN", default_value = "pid")]
     sort: Column,
-    /// Print JSON, as `--output json`: {"processes": […]}, each as in `vramctl status --json`
+    /// Print JSON, as `--output json`: {"processes": […]}, each as in `vramctl status --json`, and "starting" if some are
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }
@@ -66,18 +68,29 @@ impl Execute for Args {
         let mut found = Found::look(&Target::All)?;
         let jobs = Jobs::of(&found.processes);
         found.keep_on(&self.gpu.gpu)?;
-        let mut chosen = if target == Target::All { found.processes.clone() } else { found.choose(&target)? };
+        let starting = if self.gpu.gpu.is_empty() { starting(&target, &found.processes) } else { Vec::new() };
+        let mut chosen = match target {
+            Target::All => found.processes.clone(),
+            _ => found.choose(&target).or_else(|none| if starting.is_empty() { Err(none) } else { Ok(Vec::new()) })?,
+        };
         let indices = gpus::indices();
         sort(&mut chosen, self.sort, &indices);
         if self.wants_json() {
-            output::json(&chosen)?;
-        } else if chosen.is_empty() {
+            let mut answer = json!({ "processes": chosen });
+            if !starting.is_empty() {
+                answer["starting"] = json!(starting);
+            }
+            output::answer(answer)?;
+        } else if chosen.is_empty() && starting.is_empty() {
             output::complain("note", &found.nothing());
         } else if self.output == Some(Format::Name) {
             output::say(&names(&chosen).join("\n"))?;
         } else {
             let states = checkpoint::states(&found, &chosen);
-            let rows = chosen.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
+            let rows = chosen
+                .iter()
+                .map(|process| row(process, states.get(&process.pid), &jobs, &indices))
+                .chain(starting.iter().map(starting_row));
             let shown = if self.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() };
             let rows = rows.map(|row| row.into_iter().take(shown).collect());
             output::show(&output::table(&COLUMNS[..shown], rows))?;
@@ -151,6 +164,13 @@ impl Jobs {
 /// The columns. Those that are shown at first fit a terminal.
 const COLUMNS: [&str; 9] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "PROGRAM"];
 const COLUMNS_AT_FIRST: usize = 6;
+
+fn starting_row(Starting { pid, name, program }: &Starting) -> Vec<String> {
+    let mut row = vec![pid.to_string(), name.clone(), "starting".into(), Bytes(0).to_string()];
+    row.resize(COLUMNS.len() - 1, String::new());
+    row.push(program.clone());
+    row
+}
 
 /// `state`: what the driver says of a suspended process, if it can be asked.
 fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {

@@ -4,7 +4,6 @@ use super::share::{Share, What, row, signed};
 use crate::ui::output;
 use serde::Serialize;
 use std::collections::BTreeSet;
-use std::fs;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::proc;
 use vramctl_coordinator::processes::Process;
@@ -71,9 +70,8 @@ pub fn resident(pid: u32) -> (u64, u64) {
 
 /// The processes of a job, by their environment.
 fn of_job(job: &str) -> Vec<u32> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+    proc::pids()
+        .into_iter()
         .filter(|pid: &u32| {
             let [name, id] = proc::variables(*pid, ["VRAMCTL_NAME", "VRAMCTL_JOB"]);
             name.filter(|name| checked_name(name).is_ok()).or(id).is_some_and(|its| its == job)

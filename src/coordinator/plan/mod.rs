@@ -68,10 +68,17 @@ impl Plan {
         loop {
             let found = Found::look_on(operation.machine, &operation.target)?;
             let planned = Self::among(operation.clone(), found.clone(), reporter);
-            if planned.as_ref().err().is_none_or(|failure| failure.exit() != Exit::Busy) {
+            let Some(exit) = planned.as_ref().err().map(CommandError::exit) else { return planned };
+            if !matches!(exit, Exit::Busy | Exit::NoProcess) {
                 return planned;
             }
             let (target, _) = operation.target_and_tags(&found)?;
+            if exit == Exit::NoProcess {
+                if found.waits_for_start(&target, &operation.deadline) {
+                    continue;
+                }
+                return planned;
+            }
             if operation.verb == Verb::Resume && stuck::free(&found, &target, &operation.deadline, reporter)? {
                 return Self::again(operation, reporter);
             }

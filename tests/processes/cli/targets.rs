@@ -246,3 +246,51 @@ fn a_gpu_chooses_the_processes_on_it() {
     pause.has(0, "paused weights of trainer", "");
     assert!(other.asked().is_empty());
 }
+
+/// It does not listen before it has GPU memory.
+#[test]
+fn a_program_that_is_starting_is_there() {
+    let machine = Machine::without_gpus();
+    let mut program = machine.cli("run --name engine -- sleep 100").spawn().unwrap();
+    common::eventually("it is listed", || machine.vramctl("ps").out.contains("engine  starting"));
+    let why = format!("engine (pid {}) is starting: it has not allocated GPU memory yet", program.id());
+    machine.vramctl("pause engine").expect(3, "", &why);
+    let _other = Fake::new(&machine, "other", &["weights"]);
+    for line in ["pause engine", "pause --name engine", "resume eng*", "status engine", "suspend engine"] {
+        machine.vramctl(line).expect(3, "", &why);
+    }
+    machine.vramctl("ps").expect(0, "engine  starting", "").expect(0, "other", "");
+    machine.vramctl("ps engine").expect(0, "starting", "");
+    let json = machine.vramctl("ps --json").only_json();
+    assert_eq!((&json["starting"][0]["name"], &json["starting"][0]["program"]), (&json!("engine"), &json!("sleep 100")));
+    // With a timeout, the command waits for it.
+    let waiting = machine.cli("pause engine --timeout 60").stdout(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_millis(300));
+    let _engine = Fake::new(&machine, "engine", &["cache"]);
+    let done = waiting.wait_with_output().unwrap();
+    assert!(String::from_utf8_lossy(&done.stdout).contains("paused cache of engine"), "{done:?}");
+    program.kill().unwrap();
+    program.wait().unwrap();
+}
+
+/// Each reason has another way out.
+#[test]
+fn a_process_that_is_not_managed_is_told_why() {
+    let machine = Machine::without_gpus();
+    let plain = machine.command("sleep", &["100"]).spawn().unwrap();
+    let start_again = "it was not started under `vramctl run`. Start it again: vramctl run -- sleep 100";
+    machine.vramctl(&format!("pause --pid {}", plain.id())).expect(3, "", start_again);
+    let starting = machine.cli("run sleep 100").spawn().unwrap();
+    let pid = starting.id();
+    common::eventually("it has the library", || {
+        fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains("libvramctl"))
+    });
+    machine.vramctl(&format!("pause --pid {pid}")).expect(3, "", "is starting: it has not allocated GPU memory yet");
+    let other = Machine::without_gpus();
+    let there = format!("it listens in another directory (VRAMCTL_DIR={})", machine.sockets().display());
+    other.vramctl(&format!("pause --pid {pid}")).expect(3, "", &there);
+    for mut program in [plain, starting] {
+        program.kill().unwrap();
+        program.wait().unwrap();
+    }
+}
