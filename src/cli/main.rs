@@ -51,7 +51,7 @@ commands! {
     /// Start a program whose GPU memory can be paused
     Run(run::Args),
     /// List the managed processes
-    #[command(visible_alias = "list")]
+    #[command(alias = "list")]
     Ps(ps::Args),
     /// Show the memory of processes, by tag and by GPU
     Status(status::Args),

@@ -2,7 +2,7 @@
 
 use crate::Cli;
 use clap::CommandFactory;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::fmt::Write;
 use vramctl_coordinator::failure::Exit;
 
@@ -46,6 +46,13 @@ const OTHERS: [(&str, &str); 2] = [
 
 /// A refusal by clap, which compares letters, with what the word means.
 pub fn explained(error: clap::Error) -> clap::Error {
+    if let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg)
+        && error.kind() == ErrorKind::UnknownArgument
+        && ["--tag", "--tags"].contains(&option.as_str())
+    {
+        let text = format!("{option} is no option here: a tag is a word, as in `vramctl pause kv_cache --name engine`\n");
+        return clap::Error::raw(error.kind(), text).with_cmd(&syntax());
+    }
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidSubcommand) else { return error };
     let has = |words: &str| words.split(' ').any(|known| known == word.to_lowercase());
     let hint = match (SYNONYMS.iter().find(|(_, words)| has(words)), OTHERS.iter().find(|(words, _)| has(words))) {
@@ -152,6 +159,14 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_tag_is_no_option() {
+        for line in ["vramctl pause x --tag y", "vramctl resume --tags=y"] {
+            let answer = explained(syntax().try_get_matches_from(line.split(' ')).unwrap_err()).to_string();
+            assert!(answer.contains("a tag is a word, as in `vramctl pause kv_cache --name engine`"), "{answer}");
+        }
+    }
+
     /// Otherwise, the word would never be explained.
     #[test]
     fn no_synonym_is_a_command_and_each_is_for_one() {
@@ -183,6 +198,7 @@ mod tests {
             ("run --min-bytes -1.5M -- true", "a size must not be negative"),
             ("watch engine --below --trim", "not a size: give bytes"),
             ("watch engine --below 0", "the size must be more than 0"),
+            ("watch engine --below 5 GB", "less than 1 MiB; give the unit with the number, as 5G"),
         ] {
             let text = refusal(&format!("vramctl {line}"));
             assert!(text.contains(why) && !text.contains("'-- -"), "{text}");

@@ -531,7 +531,7 @@ fn not_managed(pid: u32) -> String {
         _ => None,
     });
     let why = if !proc::is_visible(pid) {
-        "it is another user's: run vramctl as that user, or as root with the VRAMCTL_DIR of that user".into()
+        "this user may not look into it. If it is another user's, run vramctl as that user".into()
     } else if !proc::has_library(pid) {
         format!("it was not started under `vramctl run`. Start it again: vramctl run -- {}", text::one_line(&proc::command_line(pid)))
     } else if looks != config::socket_directory() {

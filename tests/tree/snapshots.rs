@@ -62,7 +62,15 @@ fn refusals() {
             "trim engine",
             "move engine --to 0",
             "watch engine --below 0",
+            "watch engine --below 5 GB",
+            "watch engine --below 900G",
             "run -- no-such-program",
+            "run --nmae engine -- true",
+            "run engine -- true",
+            "unpause engine",
+            "free engine",
+            "stop engine",
+            "pause engine --tag default",
         ],
     );
 }

@@ -19,8 +19,10 @@ fi
 The shell then also completes tags, names, process ids and GPUs. It asks `vramctl`, which must be on PATH.
 
 Examples:
+  mkdir -p ~/.local/share/bash-completion/completions
   vramctl completions bash > ~/.local/share/bash-completion/completions/vramctl
   vramctl completions zsh > \"${fpath[1]}/_vramctl\"
+  mkdir -p ~/.config/fish/completions
   vramctl completions fish > ~/.config/fish/completions/vramctl.fish")]
 pub struct Args {
     /// The shell

@@ -24,7 +24,7 @@ paused and resumed as one. If a name has several runs, the column says which, an
 
 Examples:
   vramctl ps
-  vramctl ps engine --output wide # also its limit and its tags, and its command line
+  vramctl ps engine --output wide # also limit, tags and command line
   vramctl ps --gpu 0 --sort bytes
   vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]

@@ -36,9 +36,13 @@ pub struct Args {
     json: bool,
 }
 
+/// A level below this is a number whose unit is missing.
+const LEAST: usize = 1 << 20;
+
 fn size(text: &str) -> Result<u64, String> {
     match arguments::size(text)? {
         0 => Err("the size must be more than 0; to stop watching, use --off".into()),
+        1..LEAST => Err(format!("less than 1 MiB; give the unit with the number, as {text}G")),
         bytes => Ok(bytes as u64),
     }
 }
@@ -54,10 +58,20 @@ impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         let target = self.processes.target();
         let found = Found::look(&target)?;
+        let chosen = found.choose_answering(&target)?;
+        for process in &chosen {
+            let largest =
+                process.status.as_ref().ok().and_then(|status| status.memory.devices.iter().filter_map(|device| device.total_bytes).max());
+            if let (Some(below), Some(all)) = (self.below, largest)
+                && below >= all
+            {
+                let text = format!("{process} has no GPU of more than {}; --below {} would always be reached", Bytes(all), Bytes(below));
+                return Err(CommandError::new(Exit::Usage, text));
+            }
+        }
         let below = if self.off { Some(0) } else { self.below };
-        let answers = ask::each(&found, found.choose_answering(&target)?, |client| {
-            client.watch(below, self.trim).map(|(below_bytes, trim)| Watching { below_bytes, trim })
-        });
+        let answers =
+            ask::each(&found, chosen, |client| client.watch(below, self.trim).map(|(below_bytes, trim)| Watching { below_bytes, trim }));
         ask::print(answers, self.json, "watch", |process, watching| match watching {
             Watching { below_bytes: 0, .. } => format!("{process}: does not watch"),
             Watching { below_bytes, trim } => {

@@ -156,7 +156,7 @@ impl Printing<'_> {
             }
             Err(failure) => {
                 output::complain("error", &format!("{process}: {failure}"));
-                for hint in hints(&self.plan.found().look_again(&holders(failure))) {
+                for hint in hints(process, &self.plan.found().look_again(&holders(failure))) {
                     output::complain("hint", &hint);
                 }
             }
@@ -302,14 +302,17 @@ fn holders(failure: &CommandError) -> Vec<u32> {
     refusal.shortage.iter().flat_map(|shortage| &shortage.holders).map(|holder| holder.pid).collect()
 }
 
-/// For a shortage: the holders that can be paused.
-fn hints(holders: &[Process]) -> Vec<String> {
+/// For a shortage of a process: the holders that can be paused, or change places with it.
+fn hints(of: &Process, holders: &[Process]) -> Vec<String> {
     holders
         .iter()
         .filter(|process| process.active_bytes() > 0)
         .map(|process: &Process| {
             let bytes = Bytes(process.active_bytes());
-            format!("{process} is managed too; `vramctl pause --pid {}` frees {bytes}", process.pid)
+            format!(
+                "{process} is managed too; `vramctl pause --pid {0}` frees {bytes}, and `vramctl swap {0} {1}` brings {of} in its place",
+                process.pid, of.pid
+            )
         })
         .collect()
 }
@@ -404,6 +407,8 @@ mod tests {
         assert_eq!(holders(&failure), [7, 8]);
         let paused = process(7, "paused", &[("x", TagState::Paused)]);
         let active = process(8, "trainer", &[("x", TagState::Paused), ("y", TagState::Active)]);
-        assert_eq!(hints(&[paused, active]), ["trainer (pid 8) is managed too; `vramctl pause --pid 8` frees 1.00 GiB"]);
+        let wanted = "trainer (pid 8) is managed too; `vramctl pause --pid 8` frees 1.00 GiB, and `vramctl swap 8 9` brings engine (pid 9) in its \
+                      place";
+        assert_eq!(hints(&process(9, "engine", &[]), &[paused, active]), [wanted]);
     }
 }

@@ -152,12 +152,11 @@ fn policies_without_tag(given: &str, tags: &[TagStatus]) -> String {
     let known = || tags.iter().map(|tag| tag.tag.clone());
     let unused =
         given.split(',').filter_map(|policy| policy.split_once('=')).filter(|(tag, _)| !tags.is_empty() && known().all(|its| its != *tag));
-    unused
-        .map(|(tag, policy)| {
-            let hint = target::nearest(tag, known()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
-            format!("\nNo allocation has the tag {tag}, for which it was started with --backup {tag}={policy}{hint}")
-        })
-        .collect()
+    unused.fold(String::new(), |mut text, (tag, policy)| {
+        let hint = target::nearest(tag, known()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
+        let _ = write!(text, "\nNo allocation has the tag {tag}, for which it was started with --backup {tag}={policy}{hint}");
+        text
+    })
 }
 
 /// The last cycles, if something grows in them or if they are wanted.

@@ -144,10 +144,7 @@ fn several_processes_need_a_target() {
         pause.has(2, "", &fake.pid().to_string());
     }
     machine.vramctl("pause --name nobody").expect(3, "", "trainer");
-    let sockets = format!("VRAMCTL_DIR (looked in {})", machine.sockets().display());
-    let unmanaged = machine.vramctl("pause --pid 1");
-    unmanaged.has(3, "", "process 1 is not managed");
-    unmanaged.has(3, "", &sockets);
+    machine.vramctl("pause --pid 1").expect(3, "", "process 1 is not managed");
     machine.vramctl("pause --pid 4294967295").expect(3, "", "there is no process 4294967295");
     machine.vramctl("pause --pid 1 --all").expect(2, "", "cannot be used with");
 
