@@ -242,7 +242,7 @@ impl Found {
         let has_time = deadline.timeout.is_some_and(|timeout| deadline.begun.elapsed() < timeout);
         let waits = has_time && choose(&self.processes, target).is_err() && !starting(target, &self.processes).is_empty();
         if waits {
-            thread::sleep(LOOK_AGAIN);
+            thread::sleep(LOOK_FOR_PROCESSES_EVERY);
         }
         waits
     }
