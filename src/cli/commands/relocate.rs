@@ -92,7 +92,11 @@ impl Execute for Args {
 fn print_forecast(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
     let all = plan.forecast();
     if as_json {
-        output::json(&all.iter().map(|Relocation { process, from, to, bytes }: &Relocation| json!({ "pid": process.pid, "name": process.name(), "from": from, "to": to, "bytes": bytes })).collect::<Vec<_>>())?;
+        let moves = all.iter().map(|Relocation { process, from, to, bytes }| {
+            let (pid, name) = (process.pid, process.name());
+            json!({ "pid": pid, "name": name, "from": from, "to": to, "bytes": bytes })
+        });
+        output::json(&moves.collect::<Vec<_>>())?;
         return Ok(Exit::Done);
     }
     for Relocation { process, from, to, bytes } in all {

@@ -153,7 +153,8 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
                 "index": room.index(), "uuid": uuid, "free_bytes": free, "out_bytes": leaving, "out_late_bytes": late, "in_bytes": coming
             })
         };
-        let coming: Vec<_> = coming.iter().map(|(process, bytes): &(&vramctl_coordinator::processes::Process, u64)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes })).collect();
+        let coming = coming.iter().map(|(process, bytes)| json!({ "pid": process.pid, "name": process.name(), "bytes": bytes }));
+        let coming: Vec<_> = coming.collect();
         let gpus: Vec<_> = gpus.iter().map(gpu).collect();
         let mut answer = json!({ "out": dry_run::json_of(&leaving), "in": coming, "gpus": gpus });
         if let Some(passing) = plan.passing() {
