@@ -15,8 +15,8 @@ impl State {
         let now = self.now;
         match event {
             Event::Gpu { gpu, total, unmanaged } => {
-                let aged_until = self.gpus.get(&gpu).map(|known| known.aged_until).unwrap_or_default();
-                self.gpus.insert(gpu, Gpu { total, unmanaged, aged_until });
+                let known = self.gpus.remove(&gpu).unwrap_or_default();
+                self.gpus.insert(gpu, Gpu { total, unmanaged, ..known });
             }
             Event::Host { room, files } => self.host = Host { room, files },
             Event::Ready => self.ready = true,
@@ -68,12 +68,13 @@ impl State {
             capturing: report.capturing,
             works: Works::known(now, report.activity, false),
             watched: None,
+            backoff,
             called: report.called.map(|waited| now.saturating_sub(waited)),
             asks: asks.collect(),
             settings: report.settings,
         };
         let turn = Turn { since: turn.0, until: turn.1, class: program.settings.priority };
-        self.gangs.insert(gang, Gang { programs: [(id, program)].into(), turn, backoff, ..Gang::default() });
+        self.gangs.insert(gang, Gang { programs: [(id, program)].into(), turn, ..Gang::default() });
         self.gang_of.insert(id, gang);
         self.regroup(&touched);
     }
@@ -162,7 +163,9 @@ impl State {
         let took_part = |gang: &Gang| gang.moving == Some(id) || gang.served_by == Some(id);
         // Whoever else refuses, it is the waiter that tries again later.
         let refuses = match outcome {
-            Outcome::Refused(program) => self.gang(program).filter(|gang| waiter != Some(*gang) && took_part(&self.gangs[gang])),
+            Outcome::Refused(program) => {
+                Some(program).filter(|_| self.gang(program).is_some_and(|gang| waiter != Some(gang) && took_part(&self.gangs[&gang])))
+            }
             Outcome::Changed | Outcome::Failed => None,
         };
         let policy = &self.policy;
@@ -173,28 +176,39 @@ impl State {
                 gang.programs.values_mut().for_each(|one| one.called = None);
             }
             if outcome != Outcome::Changed {
-                if refuses == Some(gang_id) {
-                    gang.backoff.extend(now, policy.backoff, policy.backoff_most);
+                if let Some(refuses) = refuses.and_then(|program| gang.programs.get_mut(&program)) {
+                    refuses.backoff.extend(now, policy.backoff, policy.backoff_most);
                 } else if refuses.is_none() && underway.change.cause.gang() == gang_id {
                     gang.retry.extend(now, policy.retry, policy.backoff);
                 }
             } else if waiter == Some(gang_id) {
                 gang.begin_turn(&underway, arrived, policy, now);
             } else {
-                gang.backoff = Backoff::default();
+                gang.programs.values_mut().for_each(|one| one.backoff = Backoff::default());
             }
         }
-        if let Some((id, gang)) = waiter.filter(|_| outcome == Outcome::Changed).and_then(|id| Some((id, self.gangs.get(&id)?))) {
-            if underway.class > gang.priority() {
-                let until = gang.turn.until;
-                for (_, gpu) in self.gpus.iter_mut().filter(|(id, _)| underway.gpus.contains(id)) {
-                    gpu.aged_until = gpu.aged_until.max(until);
-                }
+        if let Some(waiter) = waiter.filter(|waiter| outcome == Outcome::Changed && self.gangs.contains_key(waiter)) {
+            if underway.class > self.gangs[&waiter].priority() {
+                self.begin_aged_turn(waiter, &underway);
             }
-            self.grant_what_fits(id, actions);
+            self.grant_what_fits(waiter, actions);
         }
-        for program in std::mem::take(&mut self.ties) {
-            self.regroup(&[program].into());
+        for tied in std::mem::take(&mut self.ties) {
+            self.regroup(&tied);
+        }
+    }
+
+    /// The turn of a gang that has risen because of its age is at least `low_percent` of the time since the last such turn.
+    fn begin_aged_turn(&mut self, waiter: GangId, underway: &Underway) {
+        let (now, gang) = (self.now, self.gangs.get_mut(&waiter).expect("the caller has looked"));
+        let gpus = || underway.gpus.iter();
+        let last = gpus().filter_map(|gpu| self.gpus.get(gpu)).map(|gpu| gpu.aged_until).max().unwrap_or_default();
+        gang.turn.until = gang.turn.until.max(now + self.policy.aged_turn(now.saturating_sub(underway.since.max(last))));
+        let (until, again) = (gang.turn.until, gang.turn.until + self.policy.aged_after(gang.turn.until.saturating_sub(now)));
+        for gpu in gpus() {
+            if let Some(gpu) = self.gpus.get_mut(gpu) {
+                (gpu.aged_until, gpu.rises_again) = (gpu.aged_until.max(until), gpu.rises_again.max(again));
+            }
         }
     }
 

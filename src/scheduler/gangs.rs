@@ -33,6 +33,11 @@ impl Gang {
         self.is_parallel() && !self.is_away() && self.asks().next().is_some()
     }
 
+    /// Until when it is left alone since one of its programs did not drain.
+    pub fn left_alone_until(&self) -> Duration {
+        self.programs.values().map(|program| program.backoff.until).max().unwrap_or_default()
+    }
+
     pub fn is_capturing(&self) -> bool {
         self.programs.values().any(|program| program.capturing)
     }
@@ -125,7 +130,7 @@ impl State {
     pub(crate) fn regroup(&mut self, touched: &BTreeSet<ProgramId>) {
         let ids: BTreeSet<GangId> = touched.iter().filter_map(|program| self.gang(*program)).collect();
         if ids.iter().any(|id| self.gangs[id].moving.is_some() || self.gangs[id].served_by.is_some()) {
-            self.ties.extend(touched);
+            self.ties.push(touched.clone());
             return;
         }
         let mut shells: BTreeMap<GangId, Gang> = ids.into_iter().filter_map(|id| Some((id, self.gangs.remove(&id)?))).collect();
@@ -160,8 +165,6 @@ impl Gang {
         self.turn.since = self.turn.since.min(other.turn.since);
         self.turn.until = self.turn.until.max(other.turn.until);
         self.turn.class = self.turn.class.max(other.turn.class);
-        self.backoff.until = self.backoff.until.max(other.backoff.until);
-        self.backoff.next = self.backoff.next.max(other.backoff.next);
         self
     }
 }

@@ -4,8 +4,9 @@
 //! whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn goes before older waiters because its
 //! turn would be of no use otherwise: of two engines that start together, each would lose its place to the other at each allocation.
 //!
-//! A waiter of a lower priority rises to the highest once it has waited so long that its turn is `low_percent` of the time; on each GPU one at a time, and no
-//! sooner than as long after the turn of the last. Else a hundred trainers of a low priority would get a hundred turns for one of an engine.
+//! A waiter of a lower priority rises to the highest once it has waited for so long that a slice is `low_percent` of the time; on each GPU one at a time,
+//! and the next after the turn of the last has become `low_percent` of the time, too. Else a hundred trainers of a low priority would get a
+//! hundred turns for one of an engine.
 
 use crate::ids::{GangId, GpuId, Priority};
 use crate::memory::PerGpu;
@@ -21,11 +22,11 @@ pub(crate) struct Waiter {
     pub since: Duration,
     /// Its own priority.
     pub own: Priority,
-    /// The same, raised if it has aged.
+    /// The same, raised if it has aged or a rank is blocked.
     pub class: Priority,
     /// When it rises, if it has not.
     pub rises: Option<Duration>,
-    blocked: bool,
+    pub blocked: bool,
     in_turn: bool,
     pub lack: PerGpu,
 }
@@ -52,10 +53,14 @@ impl State {
         }
         let (since, lack) = (gang.waits_since()?, gang.lack());
         let in_turn = !gang.is_away() && self.now < gang.turn.until;
-        let class = if in_turn { gang.class(self.now) } else { gang.priority() };
-        let last = lack.keys().filter_map(|gpu| self.gpus.get(gpu)).map(|gpu| gpu.aged_until).max().unwrap_or_default();
-        let turn = self.policy.turn(self.policy.overhead + self.policy.copy(lack.values().copied().max().unwrap_or(0)));
-        let rises = (class < Priority::High).then(|| since.max(last) + self.policy.aged_after(turn));
-        Some(Waiter { gang: id, since, own: gang.priority(), class, rises, blocked: gang.is_blocked(), in_turn, lack })
+        let blocked = gang.is_blocked();
+        let class = match (blocked, in_turn) {
+            (true, _) => Priority::High,
+            (false, true) => gang.class(self.now),
+            (false, false) => gang.priority(),
+        };
+        let again = lack.keys().filter_map(|gpu| self.gpus.get(gpu)).map(|gpu| gpu.rises_again).max().unwrap_or_default();
+        let rises = (class < Priority::High).then(|| again.max(since + self.policy.aged_after(self.policy.slice)));
+        Some(Waiter { gang: id, since, own: gang.priority(), class, rises, blocked, in_turn, lack })
     }
 }

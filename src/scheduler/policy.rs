@@ -67,4 +67,9 @@ impl Policy {
     pub fn aged_after(&self, turn: Duration) -> Duration {
         turn * (100 - self.low_percent.clamp(1, 99)) / self.low_percent.clamp(1, 99)
     }
+
+    /// The turn of a waiter of a lower priority that has waited so long, so that it gets `low_percent`.
+    pub fn aged_turn(&self, waited: Duration) -> Duration {
+        waited * self.low_percent.clamp(1, 99) / (100 - self.low_percent.clamp(1, 99))
+    }
 }

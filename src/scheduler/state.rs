@@ -1,4 +1,4 @@
-//! What the scheduler knows. All times count from its epoch.
+//! What the scheduler knows. Its times count from long before its epoch ([`AGES`]), so that what began before it has one, too.
 
 use crate::action::{Because, Cause, Change};
 use crate::event::Settings;
@@ -7,6 +7,9 @@ use crate::memory::{Memory, PerGpu};
 use crate::policy::Policy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
+
+/// The time of the scheduler's epoch, as it counts. Older than any program.
+pub(crate) const AGES: Duration = Duration::from_secs(1 << 30);
 
 /// What the scheduler knows.
 #[derive(Debug, Clone)]
@@ -21,8 +24,8 @@ pub struct State {
     pub(crate) gang_of: BTreeMap<ProgramId, GangId>,
     pub(crate) changes: BTreeMap<ChangeId, Underway>,
     pub(crate) next_change: u64,
-    /// Programs whose ties have changed while their gangs move.
-    pub(crate) ties: BTreeSet<ProgramId>,
+    /// Programs whose ties have changed while their gangs move, as they were told.
+    pub(crate) ties: Vec<BTreeSet<ProgramId>>,
 }
 
 /// What the next scheduler wants to know of a program beside what the program knows itself.
@@ -41,8 +44,9 @@ pub struct Remembered {
 pub(crate) struct Gpu {
     pub total: u64,
     pub unmanaged: u64,
-    /// When the last turn ended that a program of a lower priority got because of its age.
+    /// When the last turn ended that a program of a lower priority got because of its age, and when the next may rise.
     pub aged_until: Duration,
+    pub rises_again: Duration,
 }
 
 /// Where contents go.
@@ -61,8 +65,6 @@ pub(crate) struct Gang {
     /// The change that makes room for it.
     pub served_by: Option<ChangeId>,
     pub turn: Turn,
-    /// It did not drain, and is left alone.
-    pub backoff: Backoff,
     /// A change for it failed, and it tries again later.
     pub retry: Backoff,
     /// Why it still waits. `None` if it does not.
@@ -101,6 +103,8 @@ pub(crate) struct Program {
     pub works: Works,
     /// Since when it is to tell whether it is idle.
     pub watched: Option<Duration>,
+    /// It did not drain, and is left alone.
+    pub backoff: Backoff,
     /// Since when a call waits.
     pub called: Option<Duration>,
     pub asks: BTreeMap<AskId, Ask>,
@@ -139,6 +143,8 @@ pub(crate) struct Underway {
     pub contents: (u64, u64),
     /// The priority that the waiter was chosen with.
     pub class: Priority,
+    /// Since when it had waited.
+    pub since: Duration,
 }
 
 /// The bytes of a GPU.
@@ -168,7 +174,7 @@ impl State {
     pub fn new(policy: Policy) -> Self {
         Self {
             policy,
-            now: Duration::ZERO,
+            now: AGES,
             ready: false,
             gpus: BTreeMap::new(),
             host: Host::default(),
@@ -176,7 +182,7 @@ impl State {
             gang_of: BTreeMap::new(),
             changes: BTreeMap::new(),
             next_change: 0,
-            ties: BTreeSet::new(),
+            ties: Vec::new(),
         }
     }
 
@@ -212,18 +218,25 @@ impl State {
 
     /// All gangs with their programs and why they still wait, if they do.
     pub fn gangs(&self) -> impl Iterator<Item = (GangId, Vec<ProgramId>, Option<Because>)> {
-        self.gangs.iter().map(|(&id, gang)| (id, gang.programs.keys().copied().collect(), gang.because))
+        let because = |gang: &Gang| {
+            Some(match gang.because? {
+                Because::Until(at) => Because::Until(at.saturating_sub(AGES)),
+                Because::Retries(at) => Because::Retries(at.saturating_sub(AGES)),
+                other => other,
+            })
+        };
+        self.gangs.iter().map(move |(&id, gang)| (id, gang.programs.keys().copied().collect(), because(gang)))
     }
 
     /// What the next scheduler cannot ask the program: its turn, its back-off, and for how long each of its requests was not served. The caller
     /// leaves it with the program, in the form that a [`crate::Report`] has.
     pub fn remembered(&self, program: ProgramId) -> Option<Remembered> {
         let gang = self.gangs.get(self.gang_of.get(&program)?)?;
-        let left = |until: Duration| until.saturating_sub(self.now);
+        let (one, left) = (&gang.programs[&program], |until: Duration| until.saturating_sub(self.now));
         Some(Remembered {
             turn: (self.now.saturating_sub(gang.turn.since), left(gang.turn.until)),
-            backoff: (left(gang.backoff.until), gang.backoff.next),
-            unserved: gang.programs[&program].asks.iter().map(|(&id, ask)| (id, ask.unserved)).collect(),
+            backoff: (left(one.backoff.until), one.backoff.next),
+            unserved: one.asks.iter().map(|(&id, ask)| (id, ask.unserved)).collect(),
         })
     }
 

@@ -5,7 +5,7 @@ use crate::event::Event;
 use crate::ids::{AskId, ChangeId, GangId, GpuId, Priority, ProgramId};
 use crate::memory::PerGpu;
 use crate::order::Waiter;
-use crate::state::{Gang, State, Underway, Works};
+use crate::state::{AGES, Gang, State, Underway, Works};
 use crate::victims::{Needs, Standing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -70,8 +70,9 @@ impl Round {
 impl State {
     /// Learns of an event that happens `now`, counted from the scheduler's epoch, and decides what to do.
     pub fn step(&mut self, now: Duration, event: Event) -> Step {
+        let now = self.now.max(AGES + now);
         let passed = now.saturating_sub(self.now);
-        self.now = self.now.max(now);
+        self.now = now;
         self.count_unserved(passed);
         let mut actions = Vec::new();
         self.learn(event, &mut actions);
@@ -88,7 +89,8 @@ impl State {
         }
         self.release_idle(&mut round);
         self.watch(&mut round);
-        round.step
+        let Step { actions, wake } = round.step;
+        Step { actions, wake: wake.map(|wake| wake.saturating_sub(AGES)) }
     }
 
     fn count_unserved(&mut self, passed: Duration) {
@@ -291,7 +293,10 @@ impl State {
         let id = underway.change.id;
         let gang = self.gangs.get_mut(&waiter.gang).expect("a waiter exists");
         *if comes { &mut gang.moving } else { &mut gang.served_by } = Some(id);
-        self.start(round, Underway { promised, class: waiter.class, ..underway });
+        self.start(
+            round,
+            Underway { promised, class: if waiter.blocked { waiter.own } else { waiter.class }, since: waiter.since, ..underway },
+        );
     }
 
     fn underway(
@@ -308,7 +313,15 @@ impl State {
         gpus.extend(leaving.iter().flat_map(|leave| leave.taken.keys().map(|(_, gpu)| *gpu)));
         let (passing, to_files) = self.passing(&leaving, contents);
         let change = Change { id, cause, leaving, coming, passing, to_files };
-        Underway { change, began: self.now, gpus, promised: PerGpu::new(), contents: (leaves, contents), class: Priority::Low }
+        Underway {
+            change,
+            began: self.now,
+            gpus,
+            promised: PerGpu::new(),
+            contents: (leaves, contents),
+            class: Priority::Low,
+            since: self.now,
+        }
     }
 
     fn start(&mut self, round: &mut Round, underway: Underway) {
@@ -333,7 +346,7 @@ impl State {
             {
                 continue;
             }
-            let due = (since + limit).max(gang.backoff.until).max(gang.retry.until);
+            let due = (since + limit).max(gang.left_alone_until()).max(gang.retry.until);
             if due > self.now {
                 round.wake_at(due);
                 continue;

@@ -48,8 +48,8 @@ impl State {
         if gang.is_paused() || gang.is_capturing() || gang.is_blocked() || (works_elsewhere && !gang.is_away()) {
             return Standing::Never(None);
         }
-        if self.now < gang.backoff.until {
-            return Standing::Never(Some(gang.backoff.until));
+        if self.now < gang.left_alone_until() {
+            return Standing::Never(Some(gang.left_alone_until()));
         }
         if gang.moving.is_some() || gang.served_by.is_some() || ahead.contains(&id) {
             return Standing::Later;
