@@ -40,6 +40,7 @@ fn unreliable(random: &mut Random) -> Conditions {
 
 /// From now on, nothing fails.
 fn calm(world: &mut World) {
+    world.faults.clear();
     world.conditions = Conditions { ranks_per_node: world.conditions.ranks_per_node, ..Conditions::default() };
 }
 
@@ -84,7 +85,11 @@ fn pause_with_faults(seed: u64) -> (String, u64) {
             4 => Fault::KillRank(node, random.below(world.nodes[node].ranks.len())),
             _ => Fault::LoseNode(node),
         };
-        world.fault(moment, fault);
+        if random.happens(0.5) {
+            world.fault(moment, fault);
+        } else {
+            world.fault_at(random.next() % (60 * world.nodes.len() as u64), fault);
+        }
     }
     world.run(1000.0, |_| false);
     assert!(!world.nodes.iter().any(|node| !node.is_gone && node.is_held()), "nobody is held for ever");

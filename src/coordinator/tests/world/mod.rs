@@ -247,6 +247,7 @@ pub struct Node {
     pub ranks: Vec<SimRank>,
     pub is_gone: bool,
     stopped_until: Time,
+    was_stopped: bool,
     leaves_at: Option<Time>,
     /// How many agents it has had.
     agents: u32,
@@ -304,6 +305,9 @@ pub struct World {
     /// The outcomes of commands that drive ranks for themselves.
     pub alone: BTreeMap<Key, bool>,
     pub messages: usize,
+    /// Faults that come after so many events.
+    pub faults: Vec<(u64, Fault)>,
+    events: u64,
     /// As planned: when the driver's processor is free, and the first collective of each attempt.
     free_at: Time,
     first: BTreeMap<u32, usize>,
@@ -328,6 +332,7 @@ impl World {
             ranks: vec![SimRank::default(); conditions.ranks_per_node],
             is_gone: false,
             stopped_until: Time::ZERO,
+            was_stopped: false,
             leaves_at: None,
             agents: 0,
             begun: Vec::new(),
@@ -346,6 +351,8 @@ impl World {
             records: BTreeMap::new(),
             alone: BTreeMap::new(),
             messages: 0,
+            faults: Vec::new(),
+            events: 0,
             free_at: Time::ZERO,
             first: BTreeMap::new(),
         }
@@ -389,6 +396,11 @@ impl World {
         key
     }
 
+    /// After so many events: they crowd where something can go wrong.
+    pub fn fault_at(&mut self, event: u64, fault: Fault) {
+        self.faults.push((event, fault));
+    }
+
     pub fn fault(&mut self, after: f64, fault: Fault) {
         self.at(self.now + seconds(after), Event::Fault(fault));
     }
@@ -403,6 +415,10 @@ impl World {
                 self.digest = (self.digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
             }
             self.happen(event);
+            self.events += 1;
+            for (_, fault) in self.faults.extract_if(.., |(event, _)| *event == self.events).collect::<Vec<_>>() {
+                self.happens(fault);
+            }
         }
     }
 
@@ -565,6 +581,8 @@ impl World {
             Fault::KillCommands(node) => {
                 let keys: Vec<_> = self.nodes[node].commands.keys().copied().collect();
                 for key in keys {
+                    let command = &self.nodes[node].commands[&key];
+                    self.nodes[node].may_run |= command.has_voted && command.outcome.is_none();
                     self.kill(node, key);
                 }
             }
@@ -575,7 +593,9 @@ impl World {
                 let place = self.nodes[node].commands[&key].ranks.iter().position(|one| *one == rank).unwrap();
                 self.rank_fails(node, key, place, "disconnected");
             }
-            Fault::Stop(node, time) => self.nodes[node].stopped_until = self.now + seconds(time),
+            Fault::Stop(node, time) => {
+                (self.nodes[node].stopped_until, self.nodes[node].was_stopped) = (self.now + seconds(time), true);
+            }
             Fault::LoseNode(node) => {
                 if self.nodes.iter().filter(|node| !node.is_gone).count() > 1 {
                     self.nodes[node].is_gone = true;
@@ -866,7 +886,6 @@ impl World {
         command.is_dead = true;
         command.decide(false);
         let ranks = 0..command.ranks.len();
-        self.nodes[node].may_run = true;
         for rank in ranks {
             self.later(self.conditions.release, Event::RankEnds(node, key, rank));
         }
@@ -1028,7 +1047,7 @@ impl World {
             return self.at(next, Event::Lease(node, key, rank));
         }
         if !command.decide(false) {
-            self.nodes[node].may_run = true;
+            self.nodes[node].may_run |= self.nodes[node].was_stopped;
             self.rank_fails(node, key, rank, "aborted");
         }
     }
