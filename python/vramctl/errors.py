@@ -251,6 +251,13 @@ class NotRestorable(Error):
     number = 21
 
 
+class Stale(Error):
+    """A newer scheduler has taken over from the one that asks."""
+
+    code = "stale"
+    number = 22
+
+
 class Leased(Error):
     """Another client is in the middle of a pause or resume of this process; try again."""
 

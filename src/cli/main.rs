@@ -14,8 +14,8 @@ mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, gpus, metrics, operate, pause, ps, python_path, ray, relocate, resume, run, set_tag, status, suspend,
-    swap, top, trace, trim, watch,
+    completions, coordinate, doctor, gpus, keeper, metrics, operate, pause, ps, python_path, ray, relocate, resume, run, set_tag, share,
+    status, suspend, swap, top, trace, trim, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;
@@ -77,6 +77,8 @@ commands! {
     Watch(watch::Args),
     /// Write a timeline of the memory, for Perfetto or as an HTML page
     Trace(trace::Args),
+    /// Show the programs that share GPUs, who waits, and why
+    Share(share::Args),
     /// Set the tag for a process's future allocations
     SetTag(set_tag::Args),
     /// Check this machine, and report what would fail
@@ -92,6 +94,9 @@ commands! {
     /// Coordinate the nodes of a job for a program: events and actions as JSON
     #[command(hide = true)]
     Coordinate(coordinate::Args),
+    /// Keep a run of `run --share`: schedule, or wait to be needed for that
+    #[command(hide = true)]
+    Keeper(keeper::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
-use vramctl_model::{DEFAULT_TAG, Limit, Policy, checked_name, checked_tag, parse_bytes};
+use vramctl_model::{DEFAULT_TAG, Limit, Policy, SharePriority, checked_name, checked_tag, parse_bytes};
 
 /// The page that lists the variables.
 const SETTINGS: &str = include_str!("../../docs/settings.md");
@@ -90,6 +90,12 @@ pub struct Config {
     pub exclude: Vec<String>,
     /// `VRAMCTL_GUARD`.
     pub guard: bool,
+    /// `VRAMCTL_SHARE`: the program shares its GPUs.
+    pub shares: bool,
+    /// `VRAMCTL_PRIORITY`.
+    pub priority: SharePriority,
+    /// `VRAMCTL_IDLE`: idle for so long, the program gives its memory back even if nobody asks.
+    pub gives_back_after: Option<Duration>,
     /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded.
     pub trace: usize,
     /// `VRAMCTL_WATCH`.
@@ -196,6 +202,15 @@ impl Config {
             min_bytes: variables.size("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES),
             exclude: variables.list("VRAMCTL_EXCLUDE").unwrap_or_default(),
             guard: variables.switch("VRAMCTL_GUARD") == Some(true),
+            shares: variables.switch("VRAMCTL_SHARE") == Some(true),
+            priority: variables.one_of(
+                "VRAMCTL_PRIORITY",
+                [("normal", SharePriority::Normal), ("low", SharePriority::Low), ("high", SharePriority::High)],
+            ),
+            gives_back_after: variables
+                .parsed("VRAMCTL_IDLE", |text| text.parse::<u32>().ok(), "not a number of seconds; ignored")
+                .filter(|seconds| *seconds > 0)
+                .map(|seconds| Duration::from_secs(seconds.into())),
             trace: variables.trace(),
             watch: variables.parsed("VRAMCTL_WATCH", Watch::parse, "not a size such as 5G, nor 5G,trim; ignored").unwrap_or_default(),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),

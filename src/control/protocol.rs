@@ -5,8 +5,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::iter;
 use vramctl_model::{
-    Cached, Error, Events, GpuUse, Kind, Lent, NoOther, Obstacle, Participants, PauseRequest, Plan, Progress, Registration, Report,
-    ResumeRequest, SetAside, Shortage, Status, Transition, Trimmed,
+    Cached, Error, Events, GpuUse, Kind, Lent, MemberState, NoOther, Obstacle, Order, Participants, PauseRequest, Plan, Progress,
+    Registration, Report, ResumeRequest, SetAside, Shortage, Status, Transition, Trimmed,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields and requests do not
@@ -128,6 +128,13 @@ pub enum Request {
     /// libraries of two processes. Otherwise the answer is an error with CUDA's code for an invalid handle (400).
     #[serde(deserialize_with = "no_fields")]
     Claim,
+    /// I schedule the programs that share this host's GPUs, in this epoch. Answered with `member` lines until the connection ends.
+    Share {
+        /// Of two schedulers, the newer one has the greater epoch.
+        epoch: u64,
+    },
+    /// On that connection: what to do. Has no answer.
+    Order(Order),
     /// I have closed that memory.
     Close {
         /// The token in the handle.
@@ -212,6 +219,8 @@ pub enum Reply {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         token: Option<String>,
     },
+    /// To `share`, as often as anything changes.
+    Member(MemberState),
     /// To `close`.
     Closed,
     /// Progress of a pause or resume.

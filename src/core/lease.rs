@@ -7,7 +7,7 @@
 use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;
 use crate::transition::{Pause, Preparation, Prepared, Resume, unless_ending};
-use crate::{engine, events};
+use crate::{engine, events, member};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -30,7 +30,10 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 pub fn at_once(transition: Transition, connection: &Connection) -> Result<Report, Error> {
     let mut caller = Caller::of(connection, transition.progress(), None);
     match transition {
-        Transition::Pause(request) => Memory::get().pause(&pause_of(request, connection), &mut caller),
+        Transition::Pause(request) => {
+            let (scheduler, holds) = (request.options.scheduler, request.hold.is_some());
+            as_scheduled(scheduler, holds, || Memory::get().pause(&pause_of(request, connection), &mut caller))
+        }
         Transition::Resume(request) => Memory::get().resume(&resume_of(request, connection), &mut caller),
     }
 }
@@ -51,6 +54,16 @@ pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) 
             Transition::Resume(request) => Memory::get().prepare_resume(&resume_of(request, connection), caller),
         })
     })
+}
+
+/// Refuses a scheduler whose time is over. A program that is held afterwards knows whether its calls bring its memory back.
+fn as_scheduled(scheduler: Option<u64>, holds: bool, pause: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+    member::admit(scheduler)?;
+    let report = pause()?;
+    if holds {
+        member::paused_by(scheduler);
+    }
+    Ok(report)
 }
 
 fn in_steps(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
@@ -121,8 +134,10 @@ impl<'a, 'b> Session<'a, 'b> {
                     self.answer(&Reply::Held)?;
                 }
                 Request::Prepare(Prepare { ranks, transition: Transition::Pause(request), .. }) => {
-                    let (progress, pause) = (request.progress, pause_of(request, connection));
-                    return self.complete(ranks, progress, |caller| holding.prepare_pause(&pause, caller));
+                    let (progress, scheduler, pause) = (request.progress, request.options.scheduler, pause_of(request, connection));
+                    return as_scheduled(scheduler, true, || {
+                        self.complete(ranks, progress, |caller| holding.prepare_pause(&pause, caller))
+                    });
                 }
                 Request::SetAside(request) => {
                     return self.complete(Vec::new(), false, |caller| holding.prepare_set_aside(&request, caller));

@@ -13,6 +13,7 @@ pub mod gate;
 mod holder;
 mod lease;
 pub mod limit;
+pub mod member;
 pub mod memory;
 mod quiet;
 pub mod server;

@@ -13,7 +13,7 @@ use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
 use crate::transition::Pause;
-use crate::{cache, door, engine, events, holder, lease, status};
+use crate::{cache, door, engine, events, holder, lease, member, status};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
@@ -289,7 +289,13 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
     if suspended().is_some()
         && !matches!(
             request,
-            Request::Hello | Request::Status | Request::Events { .. } | Request::Suspend | Request::Awake | Request::Close { .. }
+            Request::Hello
+                | Request::Status
+                | Request::Events { .. }
+                | Request::Share { .. }
+                | Request::Suspend
+                | Request::Awake
+                | Request::Close { .. }
         )
     {
         return Err(Error::Suspended);
@@ -328,6 +334,8 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         }
         Request::Cache => cache::ask(CACHE_WITHIN).map(|cache| Reply::Cache { cache }),
         Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
+        Request::Share { epoch } => member::serve(epoch, connection, lines).map(|()| Reply::Closed),
+        Request::Order(_) => Err(Error::Invalid("orders are for the connection of a scheduler (`share`)".into())),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;
             Ok(opened(loan, None, files))

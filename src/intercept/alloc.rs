@@ -7,13 +7,14 @@
 use crate::call::{Call, forward};
 use crate::limited::{self, Admitted};
 use crate::table::{CudaExtent, CudaPitchedPtr};
-use crate::{exclude, reentrancy, refusal};
+use crate::{exclude, reentrancy, refusal, room};
 use std::ffi::{c_uint, c_void};
 use std::sync::Arc;
 use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::{self, Cause, Event, FailedRequest};
 use vramctl_core::gate::{self, Gated};
+use vramctl_core::member;
 use vramctl_core::memory::sightings::{self, ObstacleKey};
 use vramctl_core::memory::{Memory, Placement, Requester, is_ours, region, unmanaged};
 use vramctl_core::server;
@@ -201,7 +202,7 @@ pub fn forward_unmanaged(
     note: impl FnOnce(Requester),
 ) -> StatusCode {
     if reentrancy::is_nested() {
-        return call.real();
+        return forward_nested(call, bytes, device);
     }
     if is_small(bytes) && (limited::is_unlimited() || bytes == 0) {
         return forward_reported(call, bytes, device, real);
@@ -223,7 +224,7 @@ pub fn forward_unmanaged(
 /// does that already.
 fn forward_reported(call: &mut Call, bytes: usize, device: Option<CUdevice>, real: impl FnOnce(&mut Call) -> StatusCode) -> StatusCode {
     if reentrancy::is_nested() {
-        return call.real();
+        return forward_nested(call, bytes, device);
     }
     let answer = reentrancy::forward(|| real(call));
     match answer {
@@ -235,11 +236,23 @@ fn forward_reported(call: &mut Call, bytes: usize, device: Option<CUdevice>, rea
     answer
 }
 
+/// Leaves the driver call of a request to CUDA that another of our functions has decided about.
+fn forward_nested(call: &mut Call, bytes: usize, device: Option<CUdevice>) -> StatusCode {
+    let answer = call.real();
+    if answer == code::OUT_OF_MEMORY {
+        room::is_final(device, bytes);
+    }
+    answer
+}
+
 /// Reports that a request has failed because memory is short.
 #[cold]
 fn report(bytes: usize, caller: *const c_void, device: Option<CUdevice>, tag: Option<&Arc<str>>, cause: Cause) {
     // The library's own CUDA calls here are not requests of the program.
     reentrancy::forward(|| {
+        if !room::is_final(device, bytes) {
+            return;
+        }
         let (bytes, tag, library) = (bytes as u64, tag.map(Arc::clone), asker(caller));
         events::publish(Event::Failed(FailedRequest { bytes, device, tag, library, caller: caller as usize, cause }));
     });
@@ -254,7 +267,7 @@ fn asker(caller: *const c_void) -> &'static str {
 /// next request.
 #[inline]
 pub fn can_forward(bytes: usize) -> bool {
-    is_small(bytes) && limited::is_unlimited() && !events::is_retry_expected()
+    is_small(bytes) && limited::is_unlimited() && !events::is_retry_expected() && !member::is_member()
 }
 
 /// Whether a free can go straight to the real function: the address is not known here.
@@ -314,6 +327,9 @@ pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
 unsafe fn allocate(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize, source: Source) -> StatusCode {
     if pointer.is_null() {
         return call.real();
+    }
+    if room::is_for_others(None, bytes) {
+        return code::OUT_OF_MEMORY;
     }
     let managed = placement(bytes, call.caller()).and_then(|placement| allocate_managed(call, &placement, bytes, source));
     match managed {

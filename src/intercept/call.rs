@@ -2,7 +2,7 @@
 
 use crate::runtimes::Runtime;
 use crate::table::{Effect, Flavour};
-use crate::{copies, reentrancy};
+use crate::{copies, reentrancy, room};
 use std::ffi::c_void;
 use vramctl_core::contexts::note_current;
 use vramctl_core::memory::Memory;
@@ -88,9 +88,9 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Has the handler answer. If it panics, the call fails.
-    fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> StatusCode {
-        guarded(|| {
+    /// Has the handler answer. If it panics, the call fails. Also returns whether the real function has been called.
+    fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> (StatusCode, bool) {
+        let answer = guarded(|| {
             if !copies::activate() {
                 return self.real();
             }
@@ -100,7 +100,8 @@ impl<'a> Call<'a> {
             }
             answer
         })
-        .unwrap_or(code::UNKNOWN)
+        .unwrap_or(code::UNKNOWN);
+        (answer, self.was_forwarded)
     }
 }
 
@@ -116,6 +117,9 @@ pub fn answer(
     mut real: impl FnMut() -> StatusCode,
     mut handler: impl FnMut(&mut Call) -> StatusCode,
 ) -> StatusCode {
+    if room::waits(&origin) {
+        return answer_with_room(origin, &mut real, &mut handler);
+    }
     if passes {
         let answer = reentrancy::forward(&mut real);
         if answer == code::OUT_OF_MEMORY && origin.effect == Effect::Allocates && !reentrancy::is_nested() {
@@ -123,7 +127,13 @@ pub fn answer(
         }
         return answer;
     }
-    Call::new(origin, &mut real).answer(&mut handler)
+    Call::new(origin, &mut real).answer(&mut handler).0
+}
+
+/// Answers a request of a program that shares its GPUs.
+#[cold]
+fn answer_with_room(origin: Origin, real: &mut dyn FnMut() -> StatusCode, handler: &mut dyn FnMut(&mut Call) -> StatusCode) -> StatusCode {
+    room::once_there_is(&origin, || Call::new(origin, real).answer(handler))
 }
 
 /// Answers a call for which CUDA has no memory: tries again if some can be released, and otherwise has the handler report the failure.

@@ -35,6 +35,7 @@ mod refusal;
 mod register;
 pub mod resolve;
 mod result;
+mod room;
 mod runtimes;
 mod share;
 mod streams;

@@ -6,6 +6,7 @@
 use crate::copies;
 use crate::entry::DriverFunction;
 use crate::real::DRIVER;
+use vramctl_core::{member, server};
 use vramctl_driver::Driver;
 use vramctl_host::symbols::Loaded;
 
@@ -16,6 +17,10 @@ pub fn look_up(functions: impl Iterator<Item = &'static DriverFunction>) {
         let there = functions.filter(|function| driver.symbol(function.symbol).is_some());
         there.for_each(|function| _ = function.original.address());
         let _ = Driver::get();
+    }
+    if member::is_member() && !copies::another_answers() {
+        // The scheduler has to know of the program before it takes memory.
+        server::ensure_running();
     }
     copies::another_answers();
 }

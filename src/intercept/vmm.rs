@@ -6,7 +6,7 @@ use crate::call::{Call, forward};
 use crate::limited::{self, Admitted};
 use crate::paused::once_there;
 use crate::share::BY_DESCRIPTOR;
-use crate::{driver_memory, driver_originals};
+use crate::{driver_memory, driver_originals, room};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::os::fd::BorrowedFd;
 use std::{ptr, slice};
@@ -39,6 +39,9 @@ pub unsafe fn create(
         // SAFETY: not null, and writable by the program's promise.
         return unsafe { answer_with(handle, made.map(Ok)) }.unwrap_or_else(|| call.real());
     };
+    if room::is_for_others(Some(device), bytes) {
+        return code::OUT_OF_MEMORY;
+    }
     if let Some(policy) = placement(bytes, call.caller())
         && let Some(current) = context_on(device)
     {

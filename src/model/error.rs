@@ -77,6 +77,13 @@ pub enum Error {
     NotUndone(Box<Error>, String),
     /// Another client is in the middle of a transition of this process.
     Leased,
+    /// A scheduler asks whose epoch is over.
+    Stale {
+        /// Its epoch.
+        epoch: u64,
+        /// The newest that the process has heard of.
+        newest: u64,
+    },
     /// A bug in the library.
     Internal(String),
 }
@@ -132,6 +139,7 @@ impl Error {
                 _ => Kind::Driver,
             },
             Self::Leased => Kind::Leased,
+            Self::Stale { .. } => Kind::Stale,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
@@ -161,6 +169,7 @@ impl Error {
             | Self::NotRestorable(_)
             | Self::Aborted(_)
             | Self::Leased
+            | Self::Stale { .. }
             | Self::NoThread(_)
             | Self::Disk(_)
             | Self::Internal(_) => code::UNKNOWN,
@@ -255,6 +264,7 @@ impl fmt::Display for Error {
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::NotUndone(_, what) => write!(out, "{what}"),
             Self::Aborted(why) => write!(out, "undone: {why}; nothing has changed"),
+            Self::Stale { epoch, newest } => write!(out, "the scheduler of epoch {epoch} is over: epoch {newest} has begun"),
             Self::Leased => write!(out, "another client is pausing, resuming or suspending this process, or has just done so; try again"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
             Self::NoThread(why) => write!(

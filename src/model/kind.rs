@@ -95,6 +95,8 @@ kinds! {
     Suspended = 20, Both, "";
     /// The driver could checkpoint the process, but not restore it.
     NotRestorable = 21, Socket, "`obstacles`";
+    /// A newer scheduler has taken over from the one that asks.
+    Stale = 22, Socket, "";
 }
 
 impl Kind {
@@ -133,6 +135,7 @@ mod tests {
             (Kind::Leased, 19, "leased"),
             (Kind::Suspended, 20, "suspended"),
             (Kind::NotRestorable, 21, "not_restorable"),
+            (Kind::Stale, 22, "stale"),
         ];
         assert_eq!(known.map(|(kind, ..)| kind).as_slice(), Kind::ALL);
         for (kind, number, name) in known {

@@ -59,6 +59,9 @@ pub struct PauseOptions {
     /// What to do with memory that another process, a network card or NCCL has registered.
     #[serde(default, skip_serializing_if = "Registered::is_default")]
     pub registered: Registered,
+    /// The epoch of the scheduler that asks (`vramctl run --share`): the program's calls bring the memory back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scheduler: Option<u64>,
     /// Map a small block of memory under the paused addresses, so that a stray access does not destroy the context. Best effort.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub guard: bool,

@@ -240,6 +240,7 @@ impl State {
                 self.asked.push(request.clone());
                 self.transition(&wanted.selection.tags, None, TagState::Active)
             }
+            Request::Share { .. } | Request::Order(_) => panic!("tests/processes/taking_turns.rs has real processes"),
             Request::Events { .. } => panic!("tests/events.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,

@@ -25,6 +25,7 @@ mod runtimes;
 mod shared;
 mod sharing;
 mod swap;
+mod taking_turns;
 mod top;
 mod trace;
 mod watch;

@@ -30,6 +30,7 @@ Examples:
   vramctl run -- python serve.py
   vramctl run --tag weights --backup kv_cache=discard -- ./engine --port 8000
   vramctl run --no-tag -- ./engine # manage only its own regions")]
+#[allow(clippy::struct_excessive_bools)] // independent options
 pub struct Args {
     /// The name by which other commands find it [default: the program's name]
     #[arg(long, short, value_parser = checked_name)]
@@ -55,6 +56,15 @@ pub struct Args {
     /// Record memory events, for `vramctl trace`
     #[arg(long)]
     trace: bool,
+    /// Share the GPUs with other programs that do: who is idle gives way, who calls comes back
+    #[arg(long)]
+    share: bool,
+    /// With --share: low, normal or high. Low takes what is left, and gives way first [default: normal]
+    #[arg(long, value_name = "PRIORITY", value_parser = ["low", "normal", "high"], requires = "share", hide_possible_values = true)]
+    priority: Option<String>,
+    /// With --share: idle for so many seconds, give the memory back even if nobody asks
+    #[arg(long, value_name = "SECONDS", requires = "share")]
+    idle: Option<u32>,
     /// The library's log level; it logs to stderr [default: warn]
     #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
     log: Option<String>,
@@ -91,8 +101,17 @@ impl Execute for Args {
         }
         // Everything that the command starts belongs to one run. Commands that are given the same one are ranks of one job.
         if env::var_os("VRAMCTL_JOB").is_none_or(|run| run.is_empty()) {
-            command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
+            let run = format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32);
+            command.env("VRAMCTL_JOB", &run);
+            if self.share {
+                leave_keeper(&run);
+            }
             self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
+        }
+        if self.share
+            && let Some(run) = env::var("VRAMCTL_JOB").ok().filter(|run| !run.is_empty())
+        {
+            leave_keeper(&run);
         }
         let error = command.exec();
         Err(not_started(program, &error))
@@ -128,6 +147,13 @@ fn mistake(program: &OsStr, arguments: &[OsString]) -> Option<String> {
     let first = word.split_whitespace().next().filter(|first| first.len() < word.len())?;
     preloading::on_path(OsStr::new(first))?;
     Some(format!("there is no program '{word}'; without the quotes, {first} is the program: vramctl run -- {word}"))
+}
+
+/// Without a keeper, the program runs as it would alone; another program's keeper may schedule it.
+fn leave_keeper(run: &str) {
+    if let Err(error) = vramctl_keeper::leave(run) {
+        output::complain("warning", &format!("could not start the keeper of this run: {error}; it shares its GPUs only while others do"));
+    }
 }
 
 /// As a shell has it: what is there and cannot be executed is something else than what is not there.
@@ -216,12 +242,16 @@ fn environment(
     if let Some(limit) = filled("VRAMCTL_LIMIT").filter(|_| args.limit.is_none()) {
         checked_limit(&limit.to_string_lossy()).map_err(|error| CommandError::new(Exit::Usage, format!("VRAMCTL_LIMIT: {error}")))?;
     }
+    let idle = args.idle.map(|seconds| seconds.to_string());
     let given = [
         ("VRAMCTL_NAME", args.name.as_deref()),
         ("VRAMCTL_LIMIT", args.limit.as_deref()),
         ("VRAMCTL_MIN_BYTES", args.min_bytes.as_deref()),
         ("VRAMCTL_TRACE", args.trace.then_some("1")),
         ("VRAMCTL_LOG", args.log.as_deref()),
+        ("VRAMCTL_SHARE", args.share.then_some("1")),
+        ("VRAMCTL_PRIORITY", args.priority.as_deref()),
+        ("VRAMCTL_IDLE", idle.as_deref()),
     ];
     // The program may change its directory before the library reads these.
     for name in ["VRAMCTL_DIR", "VRAMCTL_DISK_DIR", "VRAMCTL_REPORT_DIR"] {

@@ -151,6 +151,7 @@ impl ThreadMark {
             }
             self.leave();
             self.waits.fetch_add(1, Ordering::Relaxed);
+            sync::tell_of_waiter();
             sync::wait(&latch.0, seen);
             self.waits.fetch_sub(1, Ordering::Relaxed);
         }

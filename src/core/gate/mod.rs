@@ -75,6 +75,11 @@ pub fn wait(gated: &'static Gated) -> bool {
     })
 }
 
+/// Whether this thread is inside a gated call.
+pub fn is_inside() -> bool {
+    threads::with_mark(|mark| mark.is_some_and(latch::ThreadMark::is_inside))
+}
+
 /// Calls `make`, whose calls all pass even if the gate is closed: for the library's own work that goes through hooked entries.
 pub fn unheld<R>(make: impl FnOnce() -> R) -> R {
     static UNHELD: Gated = Gated("NCCL, for the library");

@@ -26,3 +26,8 @@ pub fn heavy_fence() -> bool {
 pub fn rest() {
     thread::sleep(Duration::from_millis(10));
 }
+
+/// A call is about to wait: programs that share GPUs tell the scheduler.
+pub fn tell_of_waiter() {
+    crate::member::tell();
+}

@@ -87,6 +87,7 @@ impl Memory {
             aside::keep_asking();
         } else {
             holder::released();
+            crate::member::given_back();
         }
     }
 }

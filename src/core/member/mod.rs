@@ -1,0 +1,155 @@
+//! The member's side of programs that share GPUs by themselves (`vramctl run --share`).
+//!
+//! The node's scheduler has a connection to each member ([`serve`]). The member tells it which calls wait because the scheduler has taken the
+//! memory, and which requests wait for room ([`room`]); the scheduler says when there is room. It pauses and resumes the member as any client
+//! does.
+//!
+//! Schedulers are numbered by epochs. A member that has heard of an epoch refuses all that an older scheduler asks for, so a scheduler that
+//! was stopped, and continues when another has taken over, does no harm.
+
+pub mod room;
+mod teller;
+
+use crate::connection::{Connection, Line, Lines};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use vramctl_config::Config;
+use vramctl_control::protocol::{self, Reply, Request};
+use vramctl_host::{PerProcess, exit};
+use vramctl_model::{Error, MemberState, Order};
+
+/// How long a scheduler may be silent. It sends a beat every two seconds.
+const SILENCE: Duration = Duration::from_secs(6);
+/// How often to look whether another scheduler has taken over, or the program exits.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// What this member knows of the scheduler.
+#[derive(Debug, Default)]
+struct Membership {
+    /// The highest epoch heard of.
+    epoch: AtomicU64,
+    /// The epoch of the scheduler that is connected; 0: none.
+    connected: AtomicU64,
+    /// The epoch of the scheduler that has paused the program; 0: none has.
+    taken_by: AtomicU64,
+    /// Whether to watch how long no call has passed.
+    watches: AtomicBool,
+}
+
+static MEMBERSHIP: PerProcess<Membership> = PerProcess::new(Membership::default);
+
+/// Whether the program shares its GPUs. Constant.
+#[inline]
+pub fn is_member() -> bool {
+    Config::get().shares
+}
+
+/// Whether the scheduler has the program's memory, so that calls of the program bring it back.
+pub fn is_away() -> bool {
+    MEMBERSHIP.existing().is_some_and(|its| its.taken_by.load(Ordering::Relaxed) != 0)
+}
+
+/// Something has changed that the scheduler may have to know. Neither allocates nor locks.
+pub(crate) fn tell() {
+    teller::wake();
+}
+
+/// Refuses what a scheduler asks for whose epoch is over. `None`: another client asks.
+pub fn admit(epoch: Option<u64>) -> Result<(), Error> {
+    let Some(epoch) = epoch else { return Ok(()) };
+    let newest = MEMBERSHIP.get().epoch.fetch_max(epoch, Ordering::SeqCst);
+    if epoch < newest { Err(Error::Stale { epoch, newest }) } else { Ok(()) }
+}
+
+/// A pause is done: the scheduler's of this epoch, or another client's, which the program's calls do not end.
+pub fn paused_by(scheduler: Option<u64>) {
+    match scheduler {
+        Some(epoch) => {
+            MEMBERSHIP.get().taken_by.store(epoch, Ordering::Relaxed);
+            tell();
+        }
+        None => given_back(),
+    }
+}
+
+/// The program is no longer held.
+pub fn given_back() {
+    if let Some(its) = MEMBERSHIP.existing()
+        && its.taken_by.swap(0, Ordering::Relaxed) != 0
+    {
+        tell();
+    }
+}
+
+/// Serves the scheduler until its connection ends, or a newer one connects.
+pub fn serve(epoch: u64, connection: &Connection, lines: &mut Lines<'_>) -> Result<(), Error> {
+    if !is_member() {
+        return Err(Error::Invalid("this process does not share its GPUs: it was not started with `vramctl run --share`".into()));
+    }
+    admit(Some(epoch))?;
+    let its = MEMBERSHIP.get();
+    its.connected.store(epoch, Ordering::SeqCst);
+    room::scheduler_here();
+    let _connected = Connected(epoch);
+    teller::telling(connection, || {
+        let mut silent = Duration::ZERO;
+        while its.connected.load(Ordering::SeqCst) == epoch && silent < SILENCE && !exit::is_ending() {
+            match lines.next(LOOK_EVERY)? {
+                Line::Complete(line) => {
+                    obey(&line)?;
+                    silent = Duration::ZERO;
+                }
+                Line::Late => silent += LOOK_EVERY,
+                Line::End => break,
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A scheduler is connected until this is dropped, or a newer one is.
+struct Connected(u64);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        let its = MEMBERSHIP.get();
+        if its.connected.compare_exchange(self.0, 0, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+            its.watches.store(false, Ordering::Relaxed);
+            room::scheduler_gone();
+        }
+    }
+}
+
+fn obey(line: &[u8]) -> Result<(), Error> {
+    if line.iter().all(u8::is_ascii_whitespace) {
+        return Ok(());
+    }
+    match protocol::parse(line)? {
+        Request::Order(Order::Beat) => (),
+        Request::Order(Order::Watch { on }) => {
+            MEMBERSHIP.get().watches.store(on, Ordering::Relaxed);
+            tell();
+        }
+        Request::Order(Order::AskFirst { gpus }) => room::promise(&gpus),
+        Request::Order(Order::Granted { ticket }) => room::answer(ticket, room::Verdict::Granted),
+        Request::Order(Order::Denied { ticket, why }) => room::answer(ticket, room::Verdict::Denied(why)),
+        _ => return Err(Error::Invalid("on the scheduler's connection, only orders are valid".into())),
+    }
+    Ok(())
+}
+
+fn watches() -> bool {
+    MEMBERSHIP.existing().is_some_and(|its| its.watches.load(Ordering::Relaxed))
+}
+
+fn state(calls_wait: Option<Duration>) -> Reply {
+    let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    Reply::Member(MemberState {
+        away: is_away(),
+        calls_wait_ms: calls_wait.filter(|_| is_away()).map(milliseconds),
+        idle_ms: watches().then(|| milliseconds(crate::gate::idle_for())),
+        priority: Config::get().priority,
+        gives_back_after_ms: Config::get().gives_back_after.map(milliseconds),
+        wants: room::wants(),
+    })
+}

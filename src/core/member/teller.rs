@@ -1,0 +1,68 @@
+//! Tells the scheduler of changes: one thread per connection, which sleeps until a call begins to wait, a request for room comes or goes, or
+//! the time for a sign of life is there.
+
+use super::{state, watches};
+use crate::connection::Connection;
+use crate::gate;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+use vramctl_host::worker;
+use vramctl_model::Error;
+
+/// The longest time between two lines.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
+/// The shortest: what changes meanwhile goes into one line.
+const TOGETHER: Duration = Duration::from_millis(2);
+/// How often to look for calls while the scheduler wants to know how long there was none.
+const LOOK_FOR_CALLS: Duration = Duration::from_millis(25);
+
+/// The thread that tells; null: none does. Never freed, because the thread that wakes it may still be using it.
+static TELLER: AtomicPtr<Thread> = AtomicPtr::new(ptr::null_mut());
+
+/// Has the teller look for what has changed. Neither allocates nor locks.
+pub fn wake() {
+    // SAFETY: null, or a thread's handle that is never freed. A forked child wakes a thread that it does not have: nothing happens.
+    if let Some(teller) = unsafe { TELLER.load(Ordering::Acquire).as_ref() } {
+        teller.unpark();
+    }
+}
+
+/// Serves a connection, and tells its client meanwhile what changes.
+pub fn telling(connection: &Connection, serve: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let teller = worker::spawn_scoped(scope, "vramctl-share", || tell_until(connection, &is_over))
+            .map_err(|error| Error::Invalid(format!("could not start a thread: {error}")))?;
+        TELLER.store(Box::into_raw(Box::new(teller.thread().clone())), Ordering::Release);
+        let served = serve();
+        is_over.store(true, Ordering::Release);
+        teller.thread().unpark();
+        served
+    })
+}
+
+fn tell_until(connection: &Connection, is_over: &AtomicBool) {
+    let mut waiting = Since::default();
+    while !is_over.load(Ordering::Acquire) {
+        let calls_wait = waiting.of(gate::waiting() > 0);
+        // The client reads, or has hung up, which the other thread notices.
+        if connection.send(&state(calls_wait), 0).is_err() {
+            return;
+        }
+        thread::sleep(TOGETHER);
+        thread::park_timeout(if watches() { LOOK_FOR_CALLS } else { SIGN_OF_LIFE });
+    }
+}
+
+/// Since when something is so.
+#[derive(Default)]
+struct Since(Option<Instant>);
+
+impl Since {
+    fn of(&mut self, is_so: bool) -> Option<Duration> {
+        self.0 = if is_so { self.0.or_else(|| Some(Instant::now())) } else { None };
+        self.0.map(|since| since.elapsed())
+    }
+}

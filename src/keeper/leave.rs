@@ -1,0 +1,44 @@
+//! Leaves a keeper behind.
+
+use std::env;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+/// The hidden command of a keeper.
+pub const COMMAND: &str = "keeper";
+
+/// Starts a keeper for the run of this process, which is about to become the program. The keeper is nobody's child, has a session of its own and
+/// none of this process's descriptors: the program, its parent, a pipe behind it and a batch system do not see it.
+pub fn leave(run: &str) -> io::Result<()> {
+    let mut keeper = Command::new("/proc/self/exe");
+    keeper.arg(COMMAND).arg("--run").arg(run).arg("--pid").arg(std::process::id().to_string());
+    keeper.stdin(Stdio::null()).stdout(Stdio::null()).current_dir("/");
+    // For those who look for a fault in it.
+    match env::var_os("VRAMCTL_KEEPER_LOG").and_then(|path| std::fs::File::options().append(true).create(true).open(path).ok()) {
+        Some(file) => keeper.stderr(file),
+        None => keeper.stderr(Stdio::null()),
+    };
+    keeper.env("VRAMCTL_DIR", vramctl_config::socket_directory()).env_remove("LD_PRELOAD");
+    // SAFETY: only calls that are safe after a fork.
+    unsafe {
+        keeper.pre_exec(|| {
+            // Signals as at the start of a program. `Command` resets the mask and SIGPIPE.
+            for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGCHLD, libc::SIGUSR1, libc::SIGUSR2] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            libc::setsid();
+            // CLOSE_RANGE_CLOEXEC, from Linux 5.11 on.
+            if libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, 4) != 0 {
+                let most = libc::sysconf(libc::_SC_OPEN_MAX).clamp(256, 65536) as libc::c_int;
+                (3..most).for_each(|file| _ = libc::fcntl(file, libc::F_SETFD, libc::FD_CLOEXEC));
+            }
+            match libc::fork() {
+                -1 => Err(io::Error::last_os_error()),
+                0 => Ok(()),
+                _ => libc::_exit(0),
+            }
+        })
+    };
+    keeper.spawn()?.wait().map(drop)
+}

@@ -1,0 +1,555 @@
+//! The scheduler's loop: news in, the policy's step, its actions out.
+
+use crate::books::Gpus;
+use crate::change::Task;
+use crate::member::{Line, Member};
+use crate::office::Office;
+use crate::view::{self, ChangeView, MemberView, View};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::discovery::Directory;
+use vramctl_control::protocol::{self, ProcessStatus};
+use vramctl_coordinator::processes::{Found, Target};
+use vramctl_model::{MemberState, Order, SharePriority};
+use vramctl_scheduler::{
+    Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, JobId, Memory, Outcome, PerGpu, Policy, Priority, ProgramId, Refusal,
+    Report, Settings, State, Why,
+};
+
+/// How often members hear that the scheduler lives.
+const BEAT: Duration = Duration::from_secs(2);
+/// How often to look at the GPUs and members while somebody waits.
+const LOOK: Duration = Duration::from_millis(250);
+/// How long the members that are there at the beginning may take to say how they are.
+const FIRST_WORDS_WITHIN: Duration = Duration::from_secs(2);
+/// How many changes `vramctl share` shows.
+const SHOWN: usize = 20;
+
+/// What the loop hears.
+#[derive(Debug)]
+pub enum News {
+    /// A process may have come or gone.
+    Directory,
+    /// A member says how it is.
+    State(u32, MemberState),
+    /// A process is no member, or refuses this scheduler.
+    Refused(u32, protocol::Refusal),
+    /// A connection has ended.
+    Gone(u32),
+    /// A change of places has ended.
+    Done(ChangeId, Outcome),
+    /// Somebody wants to see how things are.
+    Asked(UnixStream),
+}
+
+/// The scheduler.
+pub struct Node {
+    directory: Directory,
+    office: Office,
+    begun: Instant,
+    state: State,
+    is_ready: bool,
+    gpus: Gpus,
+    /// Connections whose processes have not said yet how they are.
+    greeted: BTreeMap<u32, Line>,
+    members: BTreeMap<u32, Member>,
+    /// Processes that are no members.
+    strangers: BTreeSet<u32>,
+    programs: BTreeMap<ProgramId, u32>,
+    next_program: u64,
+    jobs: BTreeMap<String, JobId>,
+    peaks: BTreeMap<u32, PerGpu>,
+    statuses: BTreeMap<u32, ProcessStatus>,
+    /// The programs of changes under way.
+    moving: BTreeMap<ChangeId, BTreeSet<ProgramId>>,
+    asks_first: BTreeSet<String>,
+    changes: Vec<(ChangeId, Instant, ChangeView)>,
+    wake: Option<Duration>,
+    sender: Sender<News>,
+    news: Receiver<News>,
+}
+
+impl Node {
+    /// Takes over.
+    pub fn new(directory: Directory, office: Office) -> io::Result<Self> {
+        let (sender, news) = mpsc::channel();
+        let mut gpus = Gpus::default();
+        gpus.look();
+        let smallest = gpus.unmanaged(&[]).iter().map(|(_, total, _)| *total).min().unwrap_or(0);
+        // On a small GPU, the usual reserve would be most of it.
+        let policy = Policy { reserve: Policy::default().reserve.min(smallest / 50), ..Policy::default() };
+        watch_directory(&directory, sender.clone())?;
+        listen(&directory, sender.clone())?;
+        Ok(Self {
+            directory,
+            office,
+            begun: Instant::now(),
+            state: State::new(policy),
+            is_ready: false,
+            gpus,
+            greeted: BTreeMap::new(),
+            members: BTreeMap::new(),
+            strangers: BTreeSet::new(),
+            programs: BTreeMap::new(),
+            next_program: 0,
+            jobs: BTreeMap::new(),
+            peaks: BTreeMap::new(),
+            statuses: BTreeMap::new(),
+            moving: BTreeMap::new(),
+            asks_first: BTreeSet::new(),
+            changes: Vec::new(),
+            wake: None,
+            sender,
+            news,
+        })
+    }
+
+    /// Schedules, until the process ends.
+    pub fn serve(mut self) -> io::Result<()> {
+        let mut beat = Instant::now();
+        self.learn_of_gpus();
+        self.look_for_members();
+        loop {
+            if beat.elapsed() >= BEAT {
+                beat = Instant::now();
+                self.members.values_mut().for_each(|member| member.line.order(Order::Beat));
+            }
+            if !self.is_ready && (self.greeted.is_empty() || self.begun.elapsed() > FIRST_WORDS_WITHIN) {
+                self.is_ready = true;
+                self.step(Event::Ready);
+            }
+            match self.news.recv_timeout(self.patience(beat)) {
+                Ok(news) => self.hear(news),
+                Err(RecvTimeoutError::Timeout) => {
+                    if self.somebody_waits() {
+                        self.look_again();
+                    }
+                    if self.wake.is_some_and(|wake| self.now() >= wake) {
+                        self.step(Event::Timer);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    fn patience(&self, beat: Instant) -> Duration {
+        let of_beat = BEAT.saturating_sub(beat.elapsed());
+        let of_policy = self.wake.map_or(BEAT, |wake| wake.saturating_sub(self.now()));
+        let of_look = if self.somebody_waits() || !self.is_ready { LOOK } else { BEAT };
+        of_beat.min(of_policy).min(of_look).max(Duration::from_millis(1))
+    }
+
+    fn now(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    fn somebody_waits(&self) -> bool {
+        self.members.values().any(|member| waits_since(&member.state).is_some())
+    }
+
+    fn hear(&mut self, news: News) {
+        match news {
+            News::Directory => self.look_for_members(),
+            News::State(pid, state) if self.members.contains_key(&pid) => self.changed(pid, &state),
+            News::State(pid, state) => self.join(pid, state),
+            News::Refused(pid, refusal) => {
+                eprintln!("scheduler: process {pid}: {}", refusal.message);
+                self.greeted.remove(&pid);
+                self.strangers.insert(pid);
+            }
+            News::Gone(pid) => self.left(pid),
+            News::Done(change, outcome) => self.done(change, outcome),
+            News::Asked(stream) => view::answer(&stream, &self.view()),
+        }
+    }
+
+    // Members come and go.
+
+    fn look_for_members(&mut self) {
+        let there: BTreeSet<_> = self.directory.processes().unwrap_or_default().into_iter().collect();
+        self.strangers.retain(|pid| there.contains(pid));
+        for pid in there {
+            if self.members.contains_key(&pid) || self.greeted.contains_key(&pid) || self.strangers.contains(&pid) {
+                continue;
+            }
+            if let Ok(line) = Line::open(&self.directory, pid, self.office.epoch, self.sender.clone()) {
+                self.greeted.insert(pid, line);
+            }
+        }
+    }
+
+    fn join(&mut self, pid: u32, state: MemberState) {
+        let Some(line) = self.greeted.remove(&pid) else { return };
+        self.gpus.look();
+        self.ask_all();
+        let Some(status) = self.statuses.get(&pid) else {
+            // It has ended, or does not answer: it is tried again when its socket changes.
+            return;
+        };
+        let program = ProgramId(self.next_program);
+        self.next_program += 1;
+        let next_job = JobId(self.jobs.len() as u64);
+        let job = status.process.job.clone().map(|job| *self.jobs.entry(job).or_insert(next_job));
+        let memory = self.gpus.memory(pid, status, state.away, self.peaks.entry(pid).or_default());
+        let partners = status.memory.borrowed.iter().filter_map(|open| self.members.get(&open.owner)).map(|owner| owner.program).collect();
+        let milliseconds = |time: Option<u64>| time.map(Duration::from_millis);
+        let report = Report {
+            program,
+            job,
+            partners,
+            several_nodes: false,
+            settings: Settings { priority: priority(state.priority), limit: None, idle: milliseconds(state.gives_back_after_ms) },
+            memory,
+            held: state.away,
+            paused: is_paused_by_others(&state, status),
+            capturing: false,
+            activity: state.idle_ms.map_or(Activity::Busy, |idle| Activity::Idle(Duration::from_millis(idle))),
+            called: milliseconds(state.calls_wait_ms),
+            asks: state.wants.iter().filter_map(|want| self.asked(want)).collect(),
+            turn: None,
+            backoff: None,
+        };
+        self.programs.insert(program, pid);
+        let mut line = line;
+        line.order(Order::Beat);
+        line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
+        self.members.insert(pid, Member { program, state, line });
+        self.learn_of_gpus();
+        self.step(Event::Joined(Box::new(report)));
+    }
+
+    fn asked(&self, want: &vramctl_model::Want) -> Option<Asked> {
+        let gpu = self.gpus.number(want.gpu.as_deref()?)?;
+        Some(Asked {
+            ask: AskId(want.ticket),
+            room: [(gpu, want.bytes)].into(),
+            waited: Duration::from_millis(want.waits_ms),
+            unserved: Duration::ZERO,
+            granted: want.tries,
+        })
+    }
+
+    fn left(&mut self, pid: u32) {
+        self.greeted.remove(&pid);
+        self.statuses.remove(&pid);
+        self.peaks.remove(&pid);
+        if let Some(member) = self.members.remove(&pid) {
+            self.programs.remove(&member.program);
+            self.look_again();
+            self.step(Event::Left(member.program));
+        }
+        // It may only have closed the connection, for a newer scheduler, say.
+        self.look_for_members();
+    }
+
+    // A member says something new.
+
+    fn changed(&mut self, pid: u32, new: &MemberState) {
+        let Some(member) = self.members.get_mut(&pid) else { return };
+        let (program, old) = (member.program, std::mem::replace(&mut member.state, new.clone()));
+        let waits_for =
+            |state: &MemberState| state.wants.iter().filter(|want| !want.tries).map(|want| want.ticket).collect::<BTreeSet<_>>();
+        let all_of = |state: &MemberState| state.wants.iter().map(|want| want.ticket).collect::<BTreeSet<_>>();
+        let (waited, waits) = (waits_for(&old), waits_for(new));
+        let begins_to_wait = waits.difference(&waited).next().is_some() || old.calls_wait_ms.is_none() && new.calls_wait_ms.is_some();
+        let settled: BTreeSet<_> = all_of(&old).difference(&all_of(new)).copied().collect();
+        if begins_to_wait || !settled.is_empty() || old.away != new.away {
+            self.look_again();
+        }
+        for ticket in settled {
+            let memory = self.memory_of(pid);
+            self.step(Event::Settled { program, ask: AskId(ticket), memory });
+        }
+        for want in new.wants.iter().filter(|want| !want.tries && !waited.contains(&want.ticket)) {
+            if all_of(&old).contains(&want.ticket) {
+                // It has tried, and somebody else had the room.
+                let memory = self.memory_of(pid);
+                self.step(Event::Settled { program, ask: AskId(want.ticket), memory });
+            }
+            if let Some(asked) = self.asked(want) {
+                self.step(Event::Asks { program, ask: asked.ask, room: asked.room });
+            }
+        }
+        if old.away != new.away
+            && let Some(status) = self.statuses.get(&pid)
+        {
+            self.step(Event::Paused(program, is_paused_by_others(new, status)));
+        }
+        if old.idle_ms != new.idle_ms
+            && let Some(idle) = new.idle_ms
+        {
+            let activity = if idle == 0 { Activity::Busy } else { Activity::Idle(Duration::from_millis(idle)) };
+            self.step(Event::Activity(program, activity));
+        }
+        if old.calls_wait_ms.is_none() && new.calls_wait_ms.is_some() {
+            self.step(Event::Called(program));
+        }
+    }
+
+    /// Looks at the GPUs and at all members that do not move.
+    fn look_again(&mut self) {
+        self.gpus.look();
+        self.ask_all();
+        self.learn_of_gpus();
+        let moving: BTreeSet<_> = self.moving.values().flatten().copied().collect();
+        let at_rest: Vec<_> = self
+            .members
+            .iter()
+            .filter(|(_, member)| !moving.contains(&member.program))
+            .map(|(pid, member)| (*pid, member.program))
+            .collect();
+        for (pid, program) in at_rest {
+            for (gpu, memory) in self.memory_of(pid) {
+                self.step(Event::Memory { program, gpu, memory });
+            }
+        }
+    }
+
+    fn ask_all(&mut self) {
+        let Ok(found) = Found::look(&Target::All) else { return };
+        let answers = found.processes.into_iter().filter_map(|process| Some((process.pid, process.status.ok()?)));
+        self.statuses = answers.collect();
+    }
+
+    fn memory_of(&mut self, pid: u32) -> PerGpu<Memory> {
+        let (Some(status), Some(member)) = (self.statuses.get(&pid), self.members.get(&pid)) else { return PerGpu::new() };
+        self.gpus.memory(pid, status, member.state.away, self.peaks.entry(pid).or_default())
+    }
+
+    fn learn_of_gpus(&mut self) {
+        let members: Vec<_> = self.members.keys().copied().collect();
+        for (gpu, total, unmanaged) in self.gpus.unmanaged(&members) {
+            self.step(Event::Gpu { gpu, total, unmanaged });
+        }
+        self.step(Event::Host { room: host_room(), files: 0 });
+    }
+
+    // What the policy says.
+
+    fn step(&mut self, event: Event) {
+        let step = self.state.step(self.now(), event);
+        self.wake = step.wake;
+        for action in step.actions {
+            self.act(action);
+        }
+        self.keep_promises();
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Change(change) => self.begin(&change),
+            Action::Grant(program, ask) => self.order(program, &Order::Granted { ticket: ask.0 }),
+            Action::Refuse(program, ask, why) => self.order(program, &Order::Denied { ticket: ask.0, why: refused(why) }),
+            Action::Watch(program, on) => self.order(program, &Order::Watch { on }),
+        }
+    }
+
+    fn order(&mut self, program: ProgramId, order: &Order) {
+        if let Some(member) = self.programs.get(&program).and_then(|pid| self.members.get_mut(pid)) {
+            member.line.order(order.clone());
+        }
+    }
+
+    /// While somebody waits for room on a GPU, others' allocations there ask first.
+    fn keep_promises(&mut self) {
+        let wanted = |member: &Member| member.state.wants.iter().filter_map(|want| want.gpu.clone()).collect::<Vec<_>>();
+        let gpus: BTreeSet<_> = self.members.values().flat_map(wanted).collect();
+        if gpus != self.asks_first {
+            self.asks_first = gpus;
+            for member in self.members.values_mut() {
+                member.line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
+            }
+        }
+    }
+
+    fn begin(&mut self, change: &Change) {
+        let programs: BTreeSet<_> = change.leaving.iter().flat_map(|leave| &leave.programs).chain(&change.coming).copied().collect();
+        let task = Task::of(change, &self.programs, &self.statuses, self.office.epoch, self.state.policy().drain);
+        self.moving.insert(change.id, programs);
+        let left = change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|program| (self.name(*program), words(leave.why))));
+        let view = ChangeView {
+            left: left.collect(),
+            came: change.coming.iter().map(|program| self.name(*program)).collect(),
+            ..ChangeView::default()
+        };
+        self.changes.push((change.id, Instant::now(), view));
+        let excess = self.changes.len().saturating_sub(SHOWN);
+        self.changes.drain(..excess);
+        let (sender, id) = (self.sender.clone(), change.id);
+        let work = move || {
+            let outcome = task.map_or(Outcome::Failed, |task| task.run());
+            let _ = sender.send(News::Done(id, outcome));
+        };
+        if thread::Builder::new().name("change".into()).spawn(work).is_err() {
+            let _ = self.sender.send(News::Done(change.id, Outcome::Failed));
+        }
+    }
+
+    fn done(&mut self, change: ChangeId, outcome: Outcome) {
+        let Some(programs) = self.moving.remove(&change) else { return };
+        if let Some((_, begun, view)) = self.changes.iter_mut().find(|(id, ..)| *id == change) {
+            view.took_ms = Some(begun.elapsed().as_millis() as u64);
+            view.outcome = match outcome {
+                Outcome::Changed => "changed",
+                Outcome::Refused(_) => "refused",
+                Outcome::Failed => "failed",
+            }
+            .into();
+        }
+        self.gpus.look();
+        self.ask_all();
+        let took_part: Vec<_> = programs.into_iter().filter_map(|program| Some((program, *self.programs.get(&program)?))).collect();
+        // The members' own word may still be on its way.
+        let is_held = |status: Option<&ProcessStatus>| status.is_some_and(|status| status.memory.held);
+        let mut now = Vec::new();
+        for (program, pid) in took_part {
+            let held = is_held(self.statuses.get(&pid));
+            if let Some(member) = self.members.get_mut(&pid) {
+                member.state.away = held;
+                if !held {
+                    member.state.calls_wait_ms = None;
+                }
+            }
+            now.push((program, self.memory_of(pid), held));
+        }
+        self.learn_of_gpus();
+        self.step(Event::Done { change, outcome, programs: now });
+    }
+
+    // What people see.
+
+    fn name(&self, program: ProgramId) -> String {
+        let pid = self.programs.get(&program);
+        let status = pid.and_then(|pid| self.statuses.get(pid));
+        status.map_or_else(|| format!("{pid:?}"), |status| status.process.name.clone())
+    }
+
+    fn view(&mut self) -> View {
+        self.ask_all();
+        let pids: Vec<_> = self.members.keys().copied().collect();
+        let reasons: BTreeMap<_, _> =
+            self.state.gangs().flat_map(|(_, programs, why)| programs.into_iter().map(move |one| (one, why))).collect();
+        let members = pids.into_iter().filter_map(|pid| {
+            let memory = self.memory_of(pid);
+            let member = self.members.get(&pid)?;
+            let (resident, away) = memory.values().fold((0, 0), |(here, away), one| (here + one.resident.bytes(), away + one.away.bytes()));
+            Some(MemberView {
+                pid,
+                name: self.name(member.program),
+                priority: format!("{:?}", priority(member.state.priority)).to_lowercase(),
+                place: if away == 0 {
+                    "in place"
+                } else if resident > 0 {
+                    "partly away"
+                } else {
+                    "away"
+                }
+                .into(),
+                resident_bytes: resident,
+                away_bytes: away,
+                waits_ms: waits_since(&member.state),
+                because: reasons.get(&member.program).copied().flatten().map(|why| self.reason(why)),
+                idle_ms: member.state.idle_ms,
+            })
+        });
+        let members = members.collect();
+        let changes = self.changes.iter().map(|(_, begun, view)| ChangeView { ago_ms: begun.elapsed().as_millis() as u64, ..view.clone() });
+        View { scheduler: std::process::id(), epoch: self.office.epoch, members, changes: changes.collect() }
+    }
+
+    fn reason(&self, because: Because) -> String {
+        match because {
+            Because::Served => "its room is being made".into(),
+            Because::Moving => "others change places on its GPUs".into(),
+            Because::Behind(_) => "another waits longer, or has a higher priority".into(),
+            Because::Until(at) => format!("those in place have their turn for {:.1} s more", at.saturating_sub(self.now()).as_secs_f64()),
+            Because::Busy => "those in place have a higher priority, or are about to change".into(),
+            Because::NobodyCan => "nobody can give way".into(),
+            Because::Retries(at) => format!("a change has failed; the next try is in {:.1} s", at.saturating_sub(self.now()).as_secs_f64()),
+        }
+    }
+}
+
+fn refused(why: Refusal) -> String {
+    match why {
+        Refusal::Limit => "it is above the program's limit".into(),
+        Refusal::NeverFits => "the GPU is too small".into(),
+        Refusal::Unserved(time) => format!("nobody could give way for {} s", time.as_secs()),
+    }
+}
+
+fn words(why: Why) -> String {
+    match why {
+        Why::Away => "part of it was away already".into(),
+        Why::WaitsBehind => "it waits itself, and its turn comes later".into(),
+        Why::Idle => "it was idle".into(),
+        Why::Lower(_) => "it has a lower priority".into(),
+        Why::TurnOver => "its turn was over".into(),
+    }
+}
+
+fn priority(given: SharePriority) -> Priority {
+    match given {
+        SharePriority::Low => Priority::Low,
+        SharePriority::Normal => Priority::Normal,
+        SharePriority::High => Priority::High,
+    }
+}
+
+fn waits_since(state: &MemberState) -> Option<u64> {
+    state.wants.iter().map(|want| want.waits_ms).chain(state.calls_wait_ms).max()
+}
+
+fn is_paused_by_others(state: &MemberState, status: &ProcessStatus) -> bool {
+    !state.away && status.memory.held
+}
+
+/// Bytes of host memory that contents may take: what the system says is available, less 8 GiB, or half of it on a small host.
+fn host_room() -> u64 {
+    const RESERVE: u64 = 8 << 30;
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let available = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    let available = available.unwrap_or(0) << 10;
+    available.saturating_sub(RESERVE.min(available / 2))
+}
+
+/// Tells when files of the directory come or go.
+fn watch_directory(directory: &Directory, news: Sender<News>) -> io::Result<()> {
+    let path = CString::new(directory.path().as_os_str().as_bytes())?;
+    // SAFETY: a NUL-terminated path.
+    let file = unsafe {
+        let file = libc::inotify_init1(libc::IN_CLOEXEC);
+        if file < 0 || libc::inotify_add_watch(file, path.as_ptr(), libc::IN_CREATE | libc::IN_MOVED_TO | libc::IN_DELETE) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        file
+    };
+    thread::Builder::new().name("directory".into()).spawn(move || {
+        let mut events = [0_u8; 4096];
+        // SAFETY: the buffer is writable.
+        while unsafe { libc::read(file, events.as_mut_ptr().cast(), events.len()) } > 0 && news.send(News::Directory).is_ok() {
+            // What comes together is looked at once.
+            thread::sleep(Duration::from_millis(5));
+        }
+    })?;
+    Ok(())
+}
+
+fn listen(directory: &Directory, news: Sender<News>) -> io::Result<()> {
+    let listener = view::listen(directory)?;
+    thread::Builder::new().name("view".into()).spawn(move || {
+        listener
+            .incoming()
+            .filter_map(Result::ok)
+            .take_while(|stream| stream.try_clone().is_ok_and(|stream| news.send(News::Asked(stream)).is_ok()))
+            .for_each(drop);
+    })?;
+    Ok(())
+}

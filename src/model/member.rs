@@ -1,0 +1,85 @@
+//! Programs that share GPUs by themselves: what a member and the node's scheduler tell each other (`docs/protocol.md`).
+
+use serde::{Deserialize, Serialize};
+
+/// What the scheduler has to know of a member at once. It asks for a status for the rest.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberState {
+    /// Whether the scheduler has paused the program.
+    pub away: bool,
+    /// How long the longest waiting call of a program that is away has waited, in milliseconds; absent: none waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calls_wait_ms: Option<u64>,
+    /// For how many milliseconds no call has passed that starts device work. Absent: the scheduler has not asked to watch for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_ms: Option<u64>,
+    /// Who gives way to whom.
+    #[serde(default)]
+    pub priority: SharePriority,
+    /// Idle for so many milliseconds, the program gives its memory back even if nobody asks. Absent: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gives_back_after_ms: Option<u64>,
+    /// Requests for memory that wait for room, the oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wants: Vec<Want>,
+}
+
+/// Who gives way to whom.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SharePriority {
+    /// Takes what is left, and gives way first.
+    Low,
+    /// The usual one.
+    #[default]
+    Normal,
+    /// Goes before all others.
+    High,
+}
+
+/// A request of the program for memory that waits for room.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Want {
+    /// Its number, for the answer.
+    pub ticket: u64,
+    /// The GPU's UUID; absent if the driver does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+    /// Bytes. What a context or loaded code takes is not known; then this is a guess.
+    pub bytes: u64,
+    /// The scheduler has answered, and the thread has not said yet whether it got the memory.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tries: bool,
+    /// How long it has waited, in milliseconds.
+    pub waits_ms: u64,
+}
+
+/// What the scheduler tells a member.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "order", rename_all = "kebab-case")]
+pub enum Order {
+    /// The scheduler is alive.
+    Beat,
+    /// Watch from now on, or no longer, how long no call has passed.
+    Watch {
+        /// See above.
+        on: bool,
+    },
+    /// Room on these GPUs is promised to others: allocations there wait before they try. Replaces what was said before.
+    AskFirst {
+        /// Their UUIDs.
+        gpus: Vec<String>,
+    },
+    /// There is room now: try again.
+    Granted {
+        /// Of the request.
+        ticket: u64,
+    },
+    /// There will be no room: the request fails as plain CUDA's would.
+    Denied {
+        /// Of the request.
+        ticket: u64,
+        /// In words.
+        why: String,
+    },
+}

@@ -1,0 +1,139 @@
+//! Programs that share a GPU by themselves (`vramctl run --share`): nobody gives a command, and each of them answers as if it were alone.
+
+use crate::common::machine::{Machine, Program, Ran};
+use crate::common::{cases, eventually, programs};
+use serde_json::Value;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+/// Engines that together need 3.5 times the GPU.
+const ENGINES: [(&str, u32); 4] = [("a", 72), ("b", 72), ("c", 72), ("d", 72)];
+
+fn crowded() -> Machine {
+    let mut machine = Machine::new();
+    machine.memory = "96M";
+    machine
+}
+
+fn sharing(machine: &Machine, name: &str, mib: u32, options: &[&str]) -> Command {
+    let mut command = machine.cli(&["run", "--share", "--name", name, "--no-python"]);
+    let (weights, seed) = ((mib - 8).to_string(), (u64::from(mib) + u64::from(name.as_bytes()[0])).to_string());
+    command.args(options).arg("--").arg(programs().join("engine"));
+    command.args(["--weights-mib", &weights, "--kv-mib", "8", "--seed", &seed]);
+    command
+}
+
+fn start_all(machine: &Machine) -> Vec<Program> {
+    let mut all: Vec<_> = ENGINES.iter().map(|(name, mib)| Program::spawn(&mut sharing(machine, name, *mib, &[]))).collect();
+    for engine in &mut all {
+        engine.expect("ready");
+    }
+    all
+}
+
+fn view(machine: &Machine) -> Value {
+    machine.vramctl("share --json").expect(0, "", "").json()
+}
+
+/// What an engine alone answers to the same requests.
+fn check_answers(machine: &Machine, at: usize, asked: &[(u32, String)]) {
+    let alone = Machine::new();
+    let (name, mib) = ENGINES[at];
+    let mut command = sharing(&alone, name, mib, &[]);
+    command.env("VRAMCTL_DIR", machine.sockets().join("nobody"));
+    let mut engine = Program::ready(&mut command);
+    for (request, answer) in asked {
+        assert_eq!(engine.ask(&format!("generate {request}")), *answer, "{name}");
+    }
+}
+
+/// They start at the same moment, and each may size itself as if it were alone.
+#[test]
+fn programs_that_do_not_fit_together_answer_as_if_alone() {
+    let machine = crowded();
+    let mut engines = start_all(&machine);
+    let mut asked = vec![Vec::new(); engines.len()];
+    let mut random = 7_u32;
+    for _ in 0..cases(24) {
+        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let (at, request) = ((random >> 16) as usize % engines.len(), random >> 28);
+        let answer = engines[at].ask(&format!("generate {request}"));
+        asked[at].push((request, answer));
+    }
+    engines.iter_mut().for_each(Program::verify);
+    let view = view(&machine);
+    assert_eq!(view["members"].as_array().unwrap().len(), ENGINES.len(), "{view}");
+    assert!(view["changes"].as_array().unwrap().iter().any(|change| change["outcome"] == "changed"), "{view}");
+    drop(engines);
+    for (at, asked) in asked.iter().enumerate() {
+        check_answers(&machine, at, asked);
+    }
+}
+
+/// The scheduler is killed, again and again: another keeper takes its place, with a greater epoch, and no answer is lost.
+#[test]
+fn another_keeper_takes_over_from_a_scheduler_that_dies() {
+    let machine = crowded();
+    let mut engines = start_all(&machine);
+    let mut epoch = 0;
+    for _ in 0..3 {
+        eventually("a scheduler", || Ran::of(&mut machine.cli("share --json")).out.trim() != "null");
+        let now = view(&machine);
+        assert!(now["epoch"].as_u64().unwrap() > epoch, "{now}");
+        epoch = now["epoch"].as_u64().unwrap();
+        // SAFETY: touches no memory.
+        unsafe { libc::kill(now["scheduler"].as_i64().unwrap() as i32, libc::SIGKILL) };
+        engines.iter_mut().for_each(Program::verify);
+    }
+}
+
+/// Members refuse what a scheduler asks for that was stopped, and continues when another one has taken over.
+#[test]
+fn keepers_end_with_the_last_program_of_their_run() {
+    let machine = crowded();
+    let keepers = || {
+        let all = Command::new("pgrep").args(["-f", "keeper --run"]).output().unwrap();
+        let of_machine = |pid: &&str| {
+            std::fs::read(format!("/proc/{pid}/environ")).is_ok_and(|all| {
+                let folder = machine.sockets();
+                String::from_utf8_lossy(&all).contains(folder.to_str().unwrap())
+            })
+        };
+        String::from_utf8(all.stdout).unwrap().lines().filter(of_machine).count()
+    };
+    let mut engines = start_all(&machine);
+    eventually("a keeper for each", || keepers() == ENGINES.len());
+    engines.pop();
+    eventually("one less", || keepers() == ENGINES.len() - 1);
+    drop(engines);
+    // A run whose processes never came is kept for ten seconds.
+    eventually("none", || keepers() == 0);
+}
+
+/// What a person pauses stays paused: no call brings it back, and the scheduler leaves it alone.
+#[test]
+fn what_a_person_pauses_stays_paused() {
+    let machine = crowded();
+    let mut engine = Program::ready(&mut sharing(&machine, "a", 48, &[]));
+    machine.vramctl("pause a").expect(0, "paused", "");
+    engine.tell("generate 1");
+    thread::sleep(Duration::from_millis(500));
+    assert_eq!(machine.settled(&[&engine]), "paused, held");
+    let mut other = Program::ready(&mut sharing(&machine, "b", 72, &[]));
+    other.verify();
+    assert_eq!(machine.settled(&[&engine]), "paused, held");
+    drop(other);
+    machine.vramctl("resume a").expect(0, "resumed", "");
+    engine.expect("answer 1");
+}
+
+/// A program that is idle for as long as it says gives its memory back even if nobody shares the GPU, and comes back when it is called.
+#[test]
+fn an_idle_program_makes_room_for_programs_that_do_not_share() {
+    let machine = crowded();
+    let mut engine = Program::ready(&mut sharing(&machine, "a", 72, &["--idle", "1"]));
+    eventually("its memory is away", || view(&machine)["members"][0]["place"] == "away");
+    drop(machine.hog(0, 72));
+    engine.verify();
+}
