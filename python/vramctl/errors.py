@@ -33,6 +33,7 @@ __all__ = [
     "Registered",
     "SeveralProcesses",
     "Shared",
+    "Stale",
     "Suspended",
     "UnknownTag",
     "Unsupported",

@@ -117,7 +117,7 @@ pub fn answer(
     mut real: impl FnMut() -> StatusCode,
     mut handler: impl FnMut(&mut Call) -> StatusCode,
 ) -> StatusCode {
-    if room::waits(&origin) {
+    if room::waits(origin.effect) {
         return answer_with_room(origin, &mut real, &mut handler);
     }
     if passes {
@@ -133,7 +133,8 @@ pub fn answer(
 /// Answers a request of a program that shares its GPUs.
 #[cold]
 fn answer_with_room(origin: Origin, real: &mut dyn FnMut() -> StatusCode, handler: &mut dyn FnMut(&mut Call) -> StatusCode) -> StatusCode {
-    room::once_there_is(&origin, || Call::new(origin, real).answer(handler))
+    let caller = room::Caller { address: origin.caller, is_runtimes: matches!(origin.api, Api::Runtime(_)) };
+    room::once_there_is(caller, || Call::new(origin, real).answer(handler))
 }
 
 /// Answers a call for which CUDA has no memory: tries again if some can be released, and otherwise has the handler report the failure.

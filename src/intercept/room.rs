@@ -3,10 +3,10 @@
 //!
 //! Torch gets its first error at once: it gives back what it has cached, and asks again.
 
-use crate::call::{Api, Origin};
 use crate::exclude;
 use crate::table::Effect;
 use std::cell::Cell;
+use std::ffi::c_void;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::member::{self, room};
 use vramctl_driver::{CUdevice, Current};
@@ -40,10 +40,19 @@ thread_local! {
     static REFUSED: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Whether requests of the program wait for room.
+/// Whether calls with this effect wait for room.
 #[inline]
-pub fn waits(origin: &Origin) -> bool {
-    origin.effect == Effect::Allocates && member::is_member()
+pub fn waits(effect: Effect) -> bool {
+    effect == Effect::Allocates && member::is_member()
+}
+
+/// Who makes a request.
+#[derive(Clone, Copy)]
+pub struct Caller {
+    /// The return address; null for a pool of torch's.
+    pub address: *const c_void,
+    /// Whether it has called the runtime: that allocates through the driver, whose functions wait by themselves.
+    pub is_runtimes: bool,
 }
 
 /// Whether a failure of the thread's request is to be reported: it will not be tried again.
@@ -70,7 +79,7 @@ fn device_of_thread() -> Option<CUdevice> {
 
 /// Answers a request, again and again until there is room, or there will be none. `attempt` answers it once, and says whether the real function
 /// did: what that calls waits by itself.
-pub fn once_there_is(origin: &Origin, mut attempt: impl FnMut() -> (StatusCode, bool)) -> StatusCode {
+pub fn once_there_is(caller: Caller, mut attempt: impl FnMut() -> (StatusCode, bool)) -> StatusCode {
     static ALLOCATES: Gated = Gated("an allocation");
     // An allocation counts as a call: it shows that the program is at work, and in a program that is away, it waits for the rest to come back.
     gate::wait(&ALLOCATES);
@@ -85,9 +94,9 @@ pub fn once_there_is(origin: &Origin, mut attempt: impl FnMut() -> (StatusCode, 
             REFUSED.set(None);
             return answer;
         }
-        let waits_inside = was_forwarded && matches!(origin.api, Api::Runtime(_));
+        let waits_inside = was_forwarded && caller.is_runtimes;
         let Some(lacked) = lacked.filter(|_| !waits_inside) else { return answer };
-        if gives_back_first(origin, lacked.bytes) || guarded(|| waited(&mut ticket, lacked)) != Some(true) {
+        if gives_back_first(caller, lacked.bytes) || guarded(|| waited(&mut ticket, lacked)) != Some(true) {
             // Once more, to fail as without the library.
             return attempt().0;
         }
@@ -105,9 +114,9 @@ fn waited(ticket: &mut Option<room::Ticket>, lacked: Shortage) -> bool {
 }
 
 /// Whether the request is torch's, which gives back what it has cached when it gets an error, and asks again.
-fn gives_back_first(origin: &Origin, bytes: usize) -> bool {
-    let is_torchs = origin.caller.is_null() || {
-        let library = exclude::library_at(origin.caller).name();
+fn gives_back_first(caller: Caller, bytes: usize) -> bool {
+    let is_torchs = caller.address.is_null() || {
+        let library = exclude::library_at(caller.address).name();
         library.starts_with("libc10_cuda") || library.starts_with("libtorch_cuda")
     };
     is_torchs && REFUSED.replace(Some(bytes)) != Some(bytes)

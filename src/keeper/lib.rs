@@ -11,6 +11,7 @@ mod change;
 mod keep;
 mod leave;
 mod member;
+mod news;
 mod node;
 mod office;
 mod view;

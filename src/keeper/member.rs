@@ -1,6 +1,6 @@
 //! A member, as the scheduler has it: its connection, and what it said last.
 
-use crate::node::News;
+use crate::news::News;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Sender;

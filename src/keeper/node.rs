@@ -3,18 +3,18 @@
 use crate::books::Gpus;
 use crate::change::Task;
 use crate::member::{Line, Member};
+use crate::news::News;
 use crate::office::Office;
 use crate::view::{self, ChangeView, MemberView, View};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
-use vramctl_control::protocol::{self, ProcessStatus};
+use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_model::{MemberState, Order, SharePriority};
 use vramctl_scheduler::{
@@ -30,23 +30,6 @@ const LOOK: Duration = Duration::from_millis(250);
 const FIRST_WORDS_WITHIN: Duration = Duration::from_secs(2);
 /// How many changes `vramctl share` shows.
 const SHOWN: usize = 20;
-
-/// What the loop hears.
-#[derive(Debug)]
-pub enum News {
-    /// A process may have come or gone.
-    Directory,
-    /// A member says how it is.
-    State(u32, MemberState),
-    /// A process is no member, or refuses this scheduler.
-    Refused(u32, protocol::Refusal),
-    /// A connection has ended.
-    Gone(u32),
-    /// A change of places has ended.
-    Done(ChangeId, Outcome),
-    /// Somebody wants to see how things are.
-    Asked(UnixStream),
-}
 
 /// The scheduler.
 pub struct Node {

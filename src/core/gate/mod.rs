@@ -18,6 +18,7 @@ mod latch;
 mod model;
 mod sync;
 mod threads;
+pub mod watcher;
 
 pub use closer::Closed;
 use closer::{Closer, Purpose};

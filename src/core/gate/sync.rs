@@ -29,5 +29,5 @@ pub fn rest() {
 
 /// A call is about to wait: programs that share GPUs tell the scheduler.
 pub fn tell_of_waiter() {
-    crate::member::tell();
+    super::watcher::wake();
 }

@@ -11,6 +11,7 @@ pub mod room;
 mod teller;
 
 use crate::connection::{Connection, Line, Lines};
+use crate::gate;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vramctl_config::Config;
@@ -51,7 +52,7 @@ pub fn is_away() -> bool {
 
 /// Something has changed that the scheduler may have to know. Neither allocates nor locks.
 pub(crate) fn tell() {
-    teller::wake();
+    gate::watcher::wake();
 }
 
 /// Refuses what a scheduler asks for whose epoch is over. `None`: another client asks.
@@ -147,7 +148,7 @@ fn state(calls_wait: Option<Duration>) -> Reply {
     Reply::Member(MemberState {
         away: is_away(),
         calls_wait_ms: calls_wait.filter(|_| is_away()).map(milliseconds),
-        idle_ms: watches().then(|| milliseconds(crate::gate::idle_for())),
+        idle_ms: watches().then(|| milliseconds(gate::idle_for())),
         priority: Config::get().priority,
         gives_back_after_ms: Config::get().gives_back_after.map(milliseconds),
         wants: room::wants(),

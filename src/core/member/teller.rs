@@ -4,9 +4,8 @@
 use super::{state, watches};
 use crate::connection::Connection;
 use crate::gate;
-use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::thread::{self, Thread};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::worker;
 use vramctl_model::Error;
@@ -18,24 +17,13 @@ const TOGETHER: Duration = Duration::from_millis(2);
 /// How often to look for calls while the scheduler wants to know how long there was none.
 const LOOK_FOR_CALLS: Duration = Duration::from_millis(25);
 
-/// The thread that tells; null: none does. Never freed, because the thread that wakes it may still be using it.
-static TELLER: AtomicPtr<Thread> = AtomicPtr::new(ptr::null_mut());
-
-/// Has the teller look for what has changed. Neither allocates nor locks.
-pub fn wake() {
-    // SAFETY: null, or a thread's handle that is never freed. A forked child wakes a thread that it does not have: nothing happens.
-    if let Some(teller) = unsafe { TELLER.load(Ordering::Acquire).as_ref() } {
-        teller.unpark();
-    }
-}
-
 /// Serves a connection, and tells its client meanwhile what changes.
 pub fn telling(connection: &Connection, serve: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         let teller = worker::spawn_scoped(scope, "vramctl-share", || tell_until(connection, &is_over))
             .map_err(|error| Error::Invalid(format!("could not start a thread: {error}")))?;
-        TELLER.store(Box::into_raw(Box::new(teller.thread().clone())), Ordering::Release);
+        gate::watcher::set(teller.thread().clone());
         let served = serve();
         is_over.store(true, Ordering::Release);
         teller.thread().unpark();
