@@ -14,7 +14,7 @@ use vramctl_core::limit;
 use vramctl_core::memory::{Memory, is_ours};
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_intercept::{entries, hooks};
-use vramctl_model::code::{INVALID_VALUE, OUT_OF_MEMORY, SUCCESS};
+use vramctl_model::code::{INVALID_VALUE, OUT_OF_MEMORY, STREAM_CAPTURE_UNSUPPORTED, SUCCESS};
 use vramctl_observe::out_of_memory;
 
 /// Of each device: half of it.
@@ -102,7 +102,6 @@ fn driver_unified(bytes: usize) -> Result<u64, u32> {
     answer(unsafe { entries::cuMemAllocManaged(&raw mut address, bytes, 1) }, address)
 }
 
-/// On the second device, if `on`.
 fn create_on(device: u32, bytes: usize) -> Result<u64, u32> {
     // `CUmemAllocationProp` of plain memory.
     let wanted = [1_u32, 0, 1, device, 0, 0, 0, 0];
@@ -278,6 +277,22 @@ fn a_pool_counts_with_what_it_keeps() {
         let all = malloc(LIMIT).expect("which is seen without a question, too");
         assert_eq!((free(all), counted(0)), (SUCCESS, 0), "{managed}");
     }
+}
+
+/// What CUDA refuses whatever the limit is, it refuses itself: a program tries what it can capture.
+#[test]
+fn a_capture_forbids_an_allocation_before_the_limit_does() {
+    let _gpu = take();
+    let (stream, held) = (Stream::create(), malloc(LIMIT).unwrap());
+    for allocate in [malloc as fn(_) -> _, driver_malloc] {
+        stream.begin_capture(0);
+        assert_eq!(allocate(64 << 10), Err(STREAM_CAPTURE_UNSUPPORTED));
+        assert!(stream.end_capture().is_err(), "and the call has ended the capture");
+    }
+    stream.begin_capture(0);
+    assert_eq!(create(PIECE), Err(OUT_OF_MEMORY));
+    assert!(stream.end_capture().is_ok(), "physical memory is made in a capture, too");
+    assert_eq!((free(held), counted(0)), (SUCCESS, 0));
 }
 
 /// A pool of the program's own. What other processes or the host have does not count.

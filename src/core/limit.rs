@@ -48,7 +48,6 @@ struct PoolCharge {
 #[must_use]
 #[derive(Debug)]
 pub struct Charge {
-    device: CUdevice,
     counted: &'static AtomicU64,
     bytes: u64,
 }
@@ -59,11 +58,6 @@ impl Charge {
         // Sums wrap, so one addition does both.
         self.counted.fetch_add(bytes.wrapping_sub(self.bytes), Ordering::Relaxed);
         self.bytes = bytes;
-    }
-
-    /// The device.
-    pub fn device(&self) -> CUdevice {
-        self.device
     }
 }
 
@@ -213,11 +207,11 @@ impl Budget {
     fn try_charge(&'static self, bytes: u64) -> Option<Charge> {
         let with = |counted: u64| counted.checked_add(bytes).filter(|sum| *sum <= self.limit);
         self.counted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with).ok()?;
-        Some(Charge { bytes, ..self.nothing() })
+        Some(Charge { counted: &self.counted, bytes })
     }
 
     fn nothing(&'static self) -> Charge {
-        Charge { device: self.device, counted: &self.counted, bytes: 0 }
+        Charge { counted: &self.counted, bytes: 0 }
     }
 
     fn refusal(&self, needed: u64) -> OverLimit {
