@@ -117,7 +117,7 @@ pub fn eventually_waits_for_memory(sockets: &Path) {
     eventually("a job waits for memory", || {
         let files = std::fs::read_dir(sockets).unwrap().map(|file| file.unwrap().path());
         let mut tickets = files.filter(|path| path.extension().is_some_and(|end| end == "ticket"));
-        tickets.any(|ticket| std::fs::read_to_string(ticket).is_ok_and(|text| text.contains("\"waits\":true")))
+        tickets.any(|ticket| std::fs::read_to_string(ticket).is_ok_and(|text| text.contains("\"stage\":\"waits_for_memory\"")))
     });
 }
 
