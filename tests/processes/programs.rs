@@ -344,9 +344,9 @@ print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
         assert_eq!(machine.used(), used, "nothing is paused");
         let of_cache = format!(r#""request":"pause","backup":"discard","tags":["{cache}"]"#);
         assert_eq!(ask(&of_cache)["code"], "prefix_cache");
-        assert_eq!(ask(r#""request":"plan","backup":"discard""#)["prefix_cache"], "vllm");
+        assert_eq!(ask(r#""request":"plan","of":"pause","backup":"discard""#)["prefix_cache"], "vllm");
 
-        let plan = ask(r#""request":"plan""#);
+        let plan = ask(r#""request":"plan","of":"pause""#);
         assert_eq!((&plan["reply"], &plan["prefix_cache"]), (&"plan".into(), &Value::Null), "what is kept is not lost: {plan}");
         let tags = plan["tags"].as_array().unwrap();
         assert!(tags.iter().all(|tag| tag["backup"]["host"] == 8 * MIB && tag["bytes"] == 8 * MIB), "{plan}");
@@ -358,7 +358,7 @@ print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
         assert_eq!(ask(r#""request":"pause","backup":"discard","tags":["weights"]"#)["reply"], "done", "weights are no cache");
         assert_eq!(ask(r#""request":"pause","backup":"discard","force":true"#)["reply"], "done");
         assert_eq!(ask(r#""request":"pause","backup":"discard""#)["reply"], "done", "what is paused already is not touched");
-        assert_eq!(ask(r#""request":"plan""#)["tags"], Value::Array(Vec::new()));
+        assert_eq!(ask(r#""request":"plan","of":"pause""#)["tags"], Value::Array(Vec::new()));
         assert_eq!(ask(r#""request":"resume""#)["reply"], "done");
         assert_eq!(engine.ask("go on"), "0", "the program knows what it does");
     }
