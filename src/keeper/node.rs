@@ -42,6 +42,8 @@ pub struct Node {
     /// Connections whose processes have not said yet how they are.
     greeted: BTreeMap<u32, Line>,
     members: BTreeMap<u32, Member>,
+    /// Some process did not answer when it was to join: it is asked again.
+    has_missed: bool,
     /// Processes that are no members.
     strangers: BTreeSet<u32>,
     programs: BTreeMap<ProgramId, u32>,
@@ -78,6 +80,7 @@ impl Node {
             gpus,
             greeted: BTreeMap::new(),
             members: BTreeMap::new(),
+            has_missed: false,
             strangers: BTreeSet::new(),
             programs: BTreeMap::new(),
             next_program: 0,
@@ -102,6 +105,9 @@ impl Node {
             if beat.elapsed() >= BEAT {
                 beat = Instant::now();
                 self.members.values_mut().for_each(|member| member.line.order(Order::Beat));
+                if std::mem::take(&mut self.has_missed) {
+                    self.look_for_members();
+                }
             }
             if !self.is_ready && (self.greeted.is_empty() || self.begun.elapsed() > FIRST_WORDS_WITHIN) {
                 self.is_ready = true;
@@ -162,8 +168,9 @@ impl Node {
             if self.members.contains_key(&pid) || self.greeted.contains_key(&pid) || self.strangers.contains(&pid) {
                 continue;
             }
-            if let Ok(line) = Line::open(&self.directory, pid, self.office.epoch, self.sender.clone()) {
-                self.greeted.insert(pid, line);
+            match Line::open(&self.directory, pid, self.office.epoch, self.sender.clone()) {
+                Ok(line) => _ = self.greeted.insert(pid, line),
+                Err(_) => self.has_missed = true,
             }
         }
     }
@@ -173,7 +180,8 @@ impl Node {
         self.gpus.look();
         self.ask_all();
         let Some(status) = self.statuses.get(&pid) else {
-            // It has ended, or does not answer: it is tried again when its socket changes.
+            // It has ended, or was too busy to answer.
+            self.has_missed = true;
             return;
         };
         let program = ProgramId(self.next_program);
@@ -311,7 +319,8 @@ impl Node {
         for (gpu, total, unmanaged) in self.gpus.unmanaged(&members) {
             self.step(Event::Gpu { gpu, total, unmanaged });
         }
-        self.step(Event::Host { room: host_room(), files: 0 });
+        let in_use: u64 = self.members.keys().filter_map(|pid| self.statuses.get(pid)).map(|status| status.memory.host.used_bytes).sum();
+        self.step(Event::Host { room: host_room(in_use), files: 0 });
     }
 
     // What the policy says.
@@ -494,13 +503,14 @@ fn is_paused_by_others(state: &MemberState, status: &ProcessStatus) -> bool {
     !state.away && status.memory.held
 }
 
-/// Bytes of host memory that contents may take: what the system says is available, less 8 GiB, or half of it on a small host.
-fn host_room() -> u64 {
+/// Bytes of host memory that contents may take in all: those that they take, and what the system says is available, less 8 GiB, or half of that
+/// on a small host.
+fn host_room(in_use: u64) -> u64 {
     const RESERVE: u64 = 8 << 30;
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let available = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     let available = available.unwrap_or(0) << 10;
-    available.saturating_sub(RESERVE.min(available / 2))
+    in_use + available.saturating_sub(RESERVE.min(available / 2))
 }
 
 /// Tells when files of the directory come or go.

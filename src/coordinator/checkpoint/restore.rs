@@ -5,12 +5,12 @@
 //! ```text
 //!                        some are suspended
 //! plan ────────────────────────────────────▶ queue ─▶ room? ─ yes ─▶ restore ─▶ unlock ─▶ plan again
-//!   │ none is                        ticket: "waits" ▲   │ no, and there is time left         │
+//!   │ none is                         stage: "waits…" ▲   │ no, and there is time left         │
 //!   │                                                └───┘                                    │
 //!   └──────────────────────────────┬───────────────────────────────────────────────◀──────────┘
 //!                                  ▼ each job
 //!   queue (within the operation's own place) ─▶ attempt ─▶ committed
-//!                                    ticket: "waits" ▲   │ short of memory, and there is time left: those that were short
+//!                                     stage: "waits…" ▲   │ short of memory, and there is time left: those that were short
 //!                                                    └───┘ wait for it in their processes first, and the others only then take part
 //! ```
 //!

@@ -186,7 +186,7 @@ impl Properties {
         for change in changes.iter().filter(|change| !matches!(change.cause, Cause::IdleFor(..))) {
             let gang = change.cause.gang();
             for (other, wait) in waits.iter().filter(|(other, wait)| **other != gang && wait.possible) {
-                self.is_not_overtaken(world, change, *other, &gangs[other].0, wait, gangs[other].1);
+                self.check_not_overtaken(world, change, *other, &gangs[other].0, wait, gangs[other].1);
             }
             let programs = &gangs[&gang].0;
             if waits_since(world, programs).is_some_and(|since| has_aged(world, programs, since)) {
@@ -198,7 +198,7 @@ impl Properties {
         self.gangs = gangs.into_iter().map(|(gang, (programs, _))| (gang, programs)).collect();
     }
 
-    fn is_not_overtaken(
+    fn check_not_overtaken(
         &self,
         world: &World,
         change: &Change,
