@@ -239,7 +239,7 @@ print(vramctl.trim().returned_bytes)
     def test_a_watch_trims_when_little_is_free(self) -> None:
         program = self.start()
         self.assertEqual(program.ask("segments"), "2")
-        self.command("watch", "trainer", "--below", "2G", "--trim")
+        self.command("watch", "trainer", "--below", "2040M", "--trim")
         eventually("trimmed", lambda: program.ask("segments") == "1")
 
     def test_a_forked_child_has_no_thread_of_it(self) -> None:
