@@ -541,7 +541,11 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         // Several clients at once: none may remove the new socket, mistaking it for the old one.
         std::thread::scope(|scope| {
             for _ in 0..6 {
-                scope.spawn(|| common::eventually("it is listed", || machine.done("ps -o wide").contains(mode)));
+                scope.spawn(|| {
+                    // Until it has its new socket, it is listed as starting.
+                    let is_found = |listed: String| listed.contains(mode) && !listed.contains("starting");
+                    common::eventually("it is listed", || is_found(machine.done("ps -o wide")));
+                });
             }
         });
         machine.done("pause --backup disk");
