@@ -3,7 +3,7 @@
 //! Locks are taken in this order:
 //!
 //! 1. the gate ([`gate`](crate::gate)), which a pause closes first;
-//! 2. [`Memory::transition`], for reading to allocate and free, for writing to pause and resume;
+//! 2. `Memory::transition`, for reading to allocate and free, for writing to pause and resume;
 //! 3. a map of the registry or of another room, for a moment: no call of the driver and no copy is made meanwhile;
 //! 4. the [contents](Allocation::contents) of one allocation, also while the driver maps or unmaps it.
 //!
