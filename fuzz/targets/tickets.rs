@@ -7,7 +7,7 @@ use std::io::Write;
 use std::sync::LazyLock;
 use std::time::Instant;
 use vramctl_control::discovery::Directory;
-use vramctl_coordinator::queue::{Place, Ticket};
+use vramctl_coordinator::queue::{Entry, Stage, Ticket};
 use vramctl_host::file_lock::{Sharing, try_lock};
 
 static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a directory"));
@@ -18,9 +18,9 @@ fuzz_target!(|text: &[u8]| {
     let mut file = File::create(&ahead).expect("a file");
     file.write_all(text).expect("room for it");
     assert!(try_lock(&file, Sharing::Exclusive).expect("a lock"));
-    let ticket = Ticket { who: "next".into(), gpus: vec!["GPU-1".into()], command: 1, waits: false, has_turn: false, within: None, pid: 0 };
-    let place = Place::take(&directory, ticket).expect("a place");
-    let before = place.wait(Instant::now(), true, &mut |_| ());
+    let ticket = Ticket { who: "next".into(), gpus: vec!["GPU-1".into()], command: 1, stage: Stage::Queued, within: None, pid: 0 };
+    let entry = Entry::take(&directory, ticket).expect("an entry");
+    let before = entry.wait(Instant::now(), true, &mut |_| ());
     if let Ok(ticket) = serde_json::from_slice::<Ticket>(text) {
         let counts = ticket.gpus.iter().any(|gpu| gpu == "GPU-1") && ticket.within.is_none() && ticket.command != 1;
         assert!(!counts || before == Err(vec![ticket]), "it is ahead");
@@ -28,6 +28,6 @@ fuzz_target!(|text: &[u8]| {
         assert_eq!(before, Ok(()), "what is no ticket stops nobody");
     }
     drop(file);
-    assert_eq!(place.wait(Instant::now(), true, &mut |_| ()), Ok(()), "its owner has died");
+    assert_eq!(entry.wait(Instant::now(), true, &mut |_| ()), Ok(()), "its owner has died");
     assert!(!ahead.exists());
 });
