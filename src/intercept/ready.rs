@@ -18,11 +18,10 @@ pub fn look_up(functions: impl Iterator<Item = &'static DriverFunction>) {
         there.for_each(|function| _ = function.original.address());
         let _ = Driver::get();
     }
-    if member::is_member() && !copies::another_answers() {
+    if !copies::another_answers() && member::is_member() {
         // The scheduler has to know of the program before it takes memory.
         server::ensure_running();
     }
-    copies::another_answers();
 }
 
 fn loaded_driver() -> Option<Loaded> {

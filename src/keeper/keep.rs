@@ -1,11 +1,10 @@
 //! A keeper's life: it waits for the office or for the end of its run.
 
 use crate::node::Node;
-use crate::office::{self, Office};
+use crate::office::Office;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
-use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::Client;
@@ -14,51 +13,15 @@ use vramctl_control::discovery::Directory;
 /// How long a run may take until its first process is found by its control socket.
 const FIRST_PROCESS_WITHIN: Duration = Duration::from_secs(10);
 
-/// Why a keeper does something next.
-enum Turn {
-    /// The office may be free.
-    Vacant,
-    /// All processes of the run have ended.
-    Over,
-}
-
-/// Keeps a run: `pid`, which began it, and all processes that say that they belong to it. Returns once they have ended.
+/// Keeps a run: `pid`, which began it, and all processes that say that they belong to it. Ends this process once they have ended.
 pub fn keep(run: &str, pid: u32) -> io::Result<()> {
     let directory = Directory::open_or_create_again()?;
-    let (turns, turn) = mpsc::channel();
-    watch_run(run.to_owned(), pid, directory.clone(), turns.clone());
-    watch_office(directory.clone(), turns);
-    for turn in turn.iter().by_ref() {
-        match turn {
-            Turn::Over => return Ok(()),
-            Turn::Vacant => {
-                if let Some(office) = Office::take(&directory)? {
-                    // The thread that watches the run ends the process when its turn comes: a node holds nothing that needs an end.
-                    return Node::new(directory, office)?.serve();
-                }
-            }
-        }
-    }
-    Ok(())
+    end_with_run(run.to_owned(), pid, directory.clone());
+    let office = Office::wait_for(&directory)?;
+    Node::new(directory, office)?.serve()
 }
 
-fn watch_office(directory: Directory, turns: Sender<Turn>) {
-    thread::spawn(move || {
-        loop {
-            if let Err(error) = office::wait_for_vacancy(&directory) {
-                eprintln!("keeper: {error}");
-                thread::sleep(Duration::from_secs(1));
-            }
-            if turns.send(Turn::Vacant).is_err() {
-                return;
-            }
-            // Whoever takes the office has it by then.
-            thread::sleep(Duration::from_millis(200));
-        }
-    });
-}
-
-fn watch_run(run: String, pid: u32, directory: Directory, turns: Sender<Turn>) {
+fn end_with_run(run: String, pid: u32, directory: Directory) {
     thread::spawn(move || {
         let begun = Instant::now();
         wait_for_end(pid);
@@ -73,8 +36,7 @@ fn watch_run(run: String, pid: u32, directory: Directory, turns: Sender<Turn>) {
             }
             alive.into_iter().for_each(wait_for_end);
         }
-        let _ = turns.send(Turn::Over);
-        // If this keeper has the office, nobody receives that.
+        // A scheduler holds nothing that needs an end.
         std::process::exit(0);
     });
 }

@@ -1,18 +1,16 @@
 //! Leaves a keeper behind.
 
 use std::env;
+use std::ffi::OsStr;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-/// The hidden command of a keeper.
-pub const COMMAND: &str = "keeper";
-
 /// Starts a keeper for the run of this process, which is about to become the program. The keeper is nobody's child, has a session of its own and
 /// none of this process's descriptors: the program, its parent, a pipe behind it and a batch system do not see it.
-pub fn leave(run: &str) -> io::Result<()> {
+pub fn leave(run: &OsStr) -> io::Result<()> {
     let mut keeper = Command::new("/proc/self/exe");
-    keeper.arg(COMMAND).arg("--run").arg(run).arg("--pid").arg(std::process::id().to_string());
+    keeper.args(["keeper", "--run"]).arg(run).arg("--pid").arg(std::process::id().to_string());
     keeper.stdin(Stdio::null()).stdout(Stdio::null()).current_dir("/");
     // For those who look for a fault in it.
     match env::var_os("VRAMCTL_KEEPER_LOG").and_then(|path| std::fs::File::options().append(true).create(true).open(path).ok()) {

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::processes::{Found, Target};
+use vramctl_host::limits;
 use vramctl_model::{MemberState, Order, SharePriority};
 use vramctl_scheduler::{
     Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, JobId, Memory, Outcome, PerGpu, Policy, Priority, ProgramId, Refusal,
@@ -503,13 +504,10 @@ fn is_paused_by_others(state: &MemberState, status: &ProcessStatus) -> bool {
     !state.away && status.memory.held
 }
 
-/// Bytes of host memory that contents may take in all: those that they take, and what the system says is available, less 8 GiB, or half of that
-/// on a small host.
+/// Bytes of host memory that contents may take in all: those that they take, and what is available, less 8 GiB, or half of that on a small host.
 fn host_room(in_use: u64) -> u64 {
     const RESERVE: u64 = 8 << 30;
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    let available = available.unwrap_or(0) << 10;
+    let available = limits::available_bytes();
     in_use + available.saturating_sub(RESERVE.min(available / 2))
 }
 

@@ -1,12 +1,10 @@
 //! Who is the scheduler: whoever has the lock on a file beside the sockets. The kernel gives it back however a process dies.
 
-use std::fs;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::time::{SystemTime, UNIX_EPOCH};
 use vramctl_control::discovery::Directory;
-use vramctl_host::file_lock::{self, Sharing};
 
 const LOCK: &str = "share.lock";
 const EPOCH: &str = "share.epoch";
@@ -19,33 +17,18 @@ pub struct Office {
     _lock: File,
 }
 
-fn open(directory: &Directory) -> io::Result<File> {
-    directory.file(LOCK, OpenOptions::new().read(true).write(true).create(true).truncate(false))
-}
-
 impl Office {
-    /// Takes the office, if nobody has it.
-    pub fn take(directory: &Directory) -> io::Result<Option<Self>> {
-        let lock = open(directory)?;
-        if !file_lock::try_lock(&lock, Sharing::Exclusive)? {
-            return Ok(None);
-        }
-        Ok(Some(Self { epoch: begin_epoch(directory)?, _lock: lock }))
-    }
-}
-
-/// Waits until nobody has the office. Somebody else may take it before the caller does.
-pub fn wait_for_vacancy(directory: &Directory) -> io::Result<()> {
-    let lock = open(directory)?;
-    loop {
+    /// Takes the office as soon as nobody has it.
+    pub fn wait_for(directory: &Directory) -> io::Result<Self> {
+        let lock = directory.file(LOCK, OpenOptions::new().read(true).write(true).create(true).truncate(false))?;
         // SAFETY: touches no memory.
-        if unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX) } == 0 {
-            return Ok(());
+        while unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX) } != 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
         }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
+        Ok(Self { epoch: begin_epoch(directory)?, _lock: lock })
     }
 }
 
@@ -70,19 +53,21 @@ fn begin_epoch(directory: &Directory) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vramctl_host::file_lock::{Sharing, try_lock};
 
     #[test]
     fn one_has_the_office_and_each_term_has_a_greater_epoch() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
-        let first = Office::take(&directory).unwrap().unwrap();
-        assert!(Office::take(&directory).unwrap().is_none());
+        let first = Office::wait_for(&directory).unwrap();
+        let lock = File::open(folder.path().join(LOCK)).unwrap();
+        assert!(!try_lock(&lock, Sharing::Exclusive).unwrap());
         let epoch = first.epoch;
         drop(first);
-        let second = Office::take(&directory).unwrap().unwrap();
+        let second = Office::wait_for(&directory).unwrap();
         assert!(second.epoch > epoch);
         drop(second);
         fs::write(folder.path().join(EPOCH), "99999999999999999").unwrap();
-        assert_eq!(Office::take(&directory).unwrap().unwrap().epoch, 100_000_000_000_000_000);
+        assert_eq!(Office::wait_for(&directory).unwrap().epoch, 100_000_000_000_000_000);
     }
 }

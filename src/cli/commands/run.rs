@@ -100,17 +100,14 @@ impl Execute for Args {
             };
         }
         // Everything that the command starts belongs to one run. Commands that are given the same one are ranks of one job.
-        if env::var_os("VRAMCTL_JOB").is_none_or(|run| run.is_empty()) {
-            let run = format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32);
+        let given = env::var_os("VRAMCTL_JOB").filter(|run| !run.is_empty());
+        let is_given = given.is_some();
+        let run = given.unwrap_or_else(|| format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32).into());
+        if !is_given {
             command.env("VRAMCTL_JOB", &run);
-            if self.share {
-                leave_keeper(&run);
-            }
             self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
         }
-        if self.share
-            && let Some(run) = env::var("VRAMCTL_JOB").ok().filter(|run| !run.is_empty())
-        {
+        if self.share {
             leave_keeper(&run);
         }
         let error = command.exec();
@@ -150,7 +147,7 @@ fn mistake(program: &OsStr, arguments: &[OsString]) -> Option<String> {
 }
 
 /// Without a keeper, the program runs as it would alone; another program's keeper may schedule it.
-fn leave_keeper(run: &str) {
+fn leave_keeper(run: &OsStr) {
     if let Err(error) = vramctl_keeper::leave(run) {
         output::complain("warning", &format!("could not start the keeper of this run: {error}; it shares its GPUs only while others do"));
     }
