@@ -2,7 +2,7 @@
 
 use crate::common::machine::{Machine, Program, Ran};
 use crate::common::{cases, eventually, programs};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
@@ -109,6 +109,23 @@ fn keepers_end_with_the_last_program_of_their_run() {
     drop(engines);
     // A run whose processes never came is kept for ten seconds.
     eventually("none", || keepers() == 0);
+}
+
+/// A scheduler that connects once more is served, however late the end of its first connection is noticed.
+#[test]
+fn the_end_of_an_old_connection_does_not_end_the_new_one() {
+    let machine = crowded();
+    let engine = Program::ready(&mut sharing(&machine, "a", 48, &[]));
+    let share = json!({ "request": "share", "epoch": u64::MAX });
+    let [mut first, mut second] = [0, 1].map(|_| machine.connect(&engine));
+    first.step(&share, None, "member");
+    second.step(&share, None, "member");
+    drop(first);
+    for _ in 0..2 {
+        let told = second.answer();
+        assert_eq!(told["reply"], "member", "{told}");
+        second.send(&json!({ "request": "order", "order": "beat" }), None);
+    }
 }
 
 /// What a person pauses stays paused: no call brings it back, and the scheduler leaves it alone.

@@ -29,7 +29,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 struct Membership {
     /// The highest epoch heard of.
     epoch: AtomicU64,
-    /// The epoch of the scheduler that is connected; 0: none.
+    /// The number of the scheduler's connection, from 1 on; 0: there is none. A scheduler may connect anew before the end of its old connection is
+    /// noticed.
     connected: AtomicU64,
     /// The epoch of the scheduler that has paused the program; 0: none has.
     taken_by: AtomicU64,
@@ -89,12 +90,13 @@ pub fn serve(epoch: u64, connection: &Connection, lines: &mut Lines<'_>) -> Resu
     }
     admit(Some(epoch))?;
     let its = MEMBERSHIP.get();
-    its.connected.store(epoch, Ordering::SeqCst);
+    let number = connection.borrower.connection + 1;
+    its.connected.store(number, Ordering::SeqCst);
     room::scheduler_here();
-    let _connected = Connected(epoch);
+    let _connected = Connected(number);
     teller::telling(connection, || {
         let mut silent = Duration::ZERO;
-        while its.connected.load(Ordering::SeqCst) == epoch && silent < SILENCE && !exit::is_ending() {
+        while its.connected.load(Ordering::SeqCst) == number && silent < SILENCE && !exit::is_ending() {
             match lines.next(LOOK_EVERY)? {
                 Line::Complete(line) => {
                     obey(&line)?;
@@ -108,7 +110,7 @@ pub fn serve(epoch: u64, connection: &Connection, lines: &mut Lines<'_>) -> Resu
     })
 }
 
-/// A scheduler is connected until this is dropped, or a newer one is.
+/// A scheduler is connected until this is dropped, or until it or another one connects anew.
 struct Connected(u64);
 
 impl Drop for Connected {
