@@ -252,7 +252,9 @@ impl Node {
         let (waited, waits) = (waits_for(&old), waits_for(new));
         let begins_to_wait = waits.difference(&waited).next().is_some() || old.calls_wait_ms.is_none() && new.calls_wait_ms.is_some();
         let settled: BTreeSet<_> = all_of(&old).difference(&all_of(new)).copied().collect();
-        if begins_to_wait || !settled.is_empty() || old.away != new.away {
+        // Nobody has looked at the memory of a program for which nobody waits.
+        let gives_back = new.gives_back_after_ms.is_some_and(|after| old.idle_ms < Some(after) && new.idle_ms >= Some(after));
+        if begins_to_wait || !settled.is_empty() || old.away != new.away || gives_back {
             self.look_again();
         }
         for ticket in settled {

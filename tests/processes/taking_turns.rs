@@ -147,7 +147,6 @@ fn what_a_person_pauses_stays_paused() {
 
 /// A program that is idle for as long as it says gives its memory back even if nobody shares the GPU, and comes back when it is called.
 #[test]
-#[ignore = "beside many other programs, its memory stays; why is not known"]
 fn an_idle_program_makes_room_for_programs_that_do_not_share() {
     let machine = crowded();
     let mut engine = Program::ready(&mut sharing(&machine, "a", 72, &["--idle", "1"]));
