@@ -135,13 +135,12 @@ pub fn describe(ledger: &Ledger) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ledger::share::shown::{MIB, line, rows};
     use vramctl_coordinator::failure::{CommandError, Exit};
     use vramctl_coordinator::process::made_up::process;
     use vramctl_model::{Cycle, DeviceStatus, GpuUse, TagState, TagStatus, Unmanaged};
 
     const UUID: &str = "GPU-0";
-    const MIB: u64 = 1 << 20;
-
     fn card(used: u64) -> Card {
         Card { uuid: UUID.into(), used, ..Card::default() }
     }
@@ -164,15 +163,6 @@ mod tests {
         memory.unmanaged = vec![Unmanaged { owner: "libnccl.so.2".into(), bytes: 71 * MIB, gpus }];
         memory.host.pinned_bytes = 512 * MIB;
         engine
-    }
-
-    fn rows(shares: &[Share]) -> Vec<(String, i64)> {
-        let mib = |share: &Share| share.bytes / MIB as i64;
-        shares.iter().map(|share| (format!("{} {}", share.name.as_deref().unwrap_or_default(), share.text()), mib(share))).collect()
-    }
-
-    fn line(text: &str, mib: i64) -> (String, i64) {
-        (text.into(), mib)
     }
 
     #[test]

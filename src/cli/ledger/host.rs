@@ -98,19 +98,9 @@ pub fn describe_host(host: &Host) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ledger::share::shown::{MIB, line, rows};
     use vramctl_coordinator::process::made_up::process;
     use vramctl_model::TagState;
-
-    const MIB: u64 = 1 << 20;
-
-    fn rows(shares: &[Share]) -> Vec<(String, i64)> {
-        let mib = |share: &Share| share.bytes / MIB as i64;
-        shares.iter().map(|share| (format!("{} {}", share.name.as_deref().unwrap_or_default(), share.text()), mib(share))).collect()
-    }
-
-    fn line(text: &str, mib: i64) -> (String, i64) {
-        (text.into(), mib)
-    }
 
     /// The library's arena contains the backups, and is part of the resident memory.
     #[test]

@@ -173,6 +173,23 @@ pub fn rows(share: &Share) -> Vec<Vec<String>> {
     [row(share)].into_iter().chain(below).collect()
 }
 
+/// Shares as tests compare them: text and MiB.
+#[cfg(test)]
+pub mod shown {
+    use super::Share;
+
+    pub const MIB: u64 = 1 << 20;
+
+    pub fn rows(shares: &[Share]) -> Vec<(String, i64)> {
+        let mib = |share: &Share| share.bytes / MIB as i64;
+        shares.iter().map(|share| (format!("{} {}", share.name.as_deref().unwrap_or_default(), share.text()), mib(share))).collect()
+    }
+
+    pub fn line(text: &str, mib: i64) -> (String, i64) {
+        (text.into(), mib)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
