@@ -387,9 +387,12 @@ mod tests {
         assert!([4712, 4713].iter().all(|pid| directory.connect(*pid).is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)));
         service.set_nonblocking(true).unwrap();
         assert_eq!(service.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has come");
-        // What it did make is reached, by its own name.
+        // What it did make is reached, by its own name alone.
         let directory = Directory::at(theirs.path()).unwrap();
-        assert!(directory.dial_of_another_user(&directory.within("4713.sock")).is_ok());
+        let dial = |file| directory.dial_of_another_user(&directory.within(file));
+        assert!(dial("4713.sock").is_ok() && dial("4712.sock").is_err());
+        fs::remove_file(theirs.path().join("4712.sock")).unwrap();
+        assert!(dial("4711.sock").is_err());
     }
 
     /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
