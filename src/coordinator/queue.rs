@@ -401,6 +401,10 @@ mod tests {
             |is_so: &dyn Fn() -> bool| assert!(std::iter::repeat_with(|| thread::sleep(LOOK_AT_QUEUE_EVERY)).take(3000).any(|()| is_so()));
         signal(libc::SIGSTOP);
         soon(&is_first);
+        // Another process has that number where the owner of this ticket is.
+        let _elsewhere = Entry::take(&directory, Ticket { pid: owner.id(), ..ticket(3, "elsewhere", &["b"]) }).unwrap();
+        let behind = Entry::take(&directory, ticket(4, "behind", &["b"])).unwrap();
+        assert!(behind.wait(Instant::now(), true, &mut |_| ()).is_err());
         // In the middle of taking memory, it is waited for.
         fs::write(&path, serde_json::to_vec(&Ticket { pid: owner.id(), stage: Stage::HasTurn, ..ticket(1, "stopped", &["a"]) }).unwrap())
             .unwrap();
