@@ -1,6 +1,7 @@
 //! What `vramctl share` shows: asked over a socket beside those of the programs.
 
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -64,6 +65,43 @@ pub struct ChangeView {
     pub outcome: String,
 }
 
+impl View {
+    /// Where a member stands, in words: in place, away since when and why, or what it waits for. `None`: no member.
+    pub fn standing(&self, pid: u32) -> Option<String> {
+        let member = self.members.iter().find(|member| member.pid == pid)?;
+        if let Some(waits) = member.waits_ms {
+            let why = member.because.as_ref().map_or_else(String::new, |why| format!(": {why}"));
+            return Some(format!("waits {}{why}", seconds(waits)));
+        }
+        let left = self.changes.iter().rev().filter(|_| member.away_bytes > 0).find_map(|change| {
+            let (_, why) = change.left.iter().find(|(name, _)| *name == member.name)?;
+            let to = if change.came.is_empty() { String::new() } else { format!(" to {}", change.came.join(", ")) };
+            Some(format!("gave way{to} {} ago: {why}", seconds(change.ago_ms)))
+        });
+        Some(left.unwrap_or_else(|| member.place.clone()))
+    }
+
+    /// The members that wait, with the reason of each, and the last change of places.
+    pub fn news(&self) -> Vec<String> {
+        let waiting = self.members.iter().filter(|member| member.waits_ms.is_some());
+        let waiting = waiting.filter_map(|member| Some(format!("{} {}", member.name, self.standing(member.pid)?)));
+        waiting.chain(self.changes.last().map(ToString::to_string)).collect()
+    }
+}
+
+impl fmt::Display for ChangeView {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let left: Vec<_> = self.left.iter().map(|(name, why)| format!("{name} gave way ({why})")).collect();
+        let came = if self.came.is_empty() { "room was made".to_owned() } else { format!("{} came", self.came.join(", ")) };
+        let took = self.took_ms.map_or_else(|| "under way".to_owned(), |ms| format!("{} in {ms} ms", self.outcome));
+        write!(out, "{} ago: {}; {came}: {took}", seconds(self.ago_ms), left.join(", "))
+    }
+}
+
+fn seconds(ms: u64) -> String {
+    format!("{:.1} s", ms as f64 / 1000.0)
+}
+
 /// Asks the scheduler. `None`: there is none.
 pub fn ask() -> io::Result<Option<View>> {
     let Some(directory) = Directory::open()? else { return Ok(None) };
@@ -71,7 +109,7 @@ pub fn ask() -> io::Result<Option<View>> {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return Ok(None),
         stream => stream?,
     };
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
     serde_json::from_str(&text).map(Some).map_err(io::Error::other)
@@ -88,4 +126,32 @@ pub fn listen(directory: &Directory) -> io::Result<UnixListener> {
 pub fn answer(mut stream: &UnixStream, view: &View) {
     let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
     let _ = serde_json::to_vec(view).map_err(io::Error::other).and_then(|text| stream.write_all(&text));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_member_stands_somewhere_for_a_reason() {
+        let member = |pid, name: &str| MemberView { pid, name: name.into(), place: "in place".into(), ..MemberView::default() };
+        let waits = MemberView { waits_ms: Some(2100), because: Some("nobody can give way".into()), away_bytes: 1, ..member(3, "c") };
+        let change = |left: &str, came: &str, ago_ms| ChangeView {
+            ago_ms,
+            left: vec![(left.into(), "it was idle".into())],
+            came: vec![came.into()],
+            took_ms: Some(210),
+            outcome: "changed".into(),
+        };
+        let away = MemberView { away_bytes: 1, ..member(2, "b") };
+        let changes = vec![change("b", "c", 30_000), change("c", "b", 20_000), change("b", "a", 9_000)];
+        let view = View { members: vec![member(1, "a"), away, waits], changes, ..View::default() };
+        let standing = |pid| view.standing(pid).unwrap_or_default();
+        assert_eq!(standing(1), "in place");
+        assert_eq!(standing(2), "gave way to a 9.0 s ago: it was idle");
+        assert_eq!(standing(3), "waits 2.1 s: nobody can give way");
+        assert_eq!(view.standing(4), None);
+        let news = ["c waits 2.1 s: nobody can give way", "9.0 s ago: b gave way (it was idle); a came: changed in 210 ms"];
+        assert_eq!(view.news(), news);
+    }
 }

@@ -65,6 +65,9 @@ fn programs_that_do_not_fit_together_answer_as_if_alone() {
     let view = view(&machine);
     assert_eq!(view["members"].as_array().unwrap().len(), ENGINES.len(), "{view}");
     assert!(view["changes"].as_array().unwrap().iter().any(|change| change["outcome"] == "changed"), "{view}");
+    let listed = machine.vramctl("ps").expect(0, "SHARING", "").out;
+    assert!(listed.contains("in place") && listed.contains("gave way to "), "{listed}");
+    machine.vramctl("top --once").expect(0, " came: ", "");
     drop(engines);
     for (at, asked) in asked.iter().enumerate() {
         check_answers(&machine, at, asked);

@@ -20,7 +20,8 @@ use vramctl_model::{Bytes, DeviceStatus};
 #[command(after_long_help = "\
 A program that `vramctl run` has started is \"starting\" until its first allocation of GPU memory (1 MiB or more). A process that does not answer is listed with the \
 reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
-paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running.
+paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running. Where programs share \
+GPUs (`vramctl run --share`), the last column says who is in place, who gave way to whom, and who waits for what.
 
 Examples:
   vramctl ps
@@ -92,8 +93,16 @@ impl Execute for Args {
                 .map(|process| row(process, states.get(&process.pid), &jobs, &indices))
                 .chain(starting.iter().map(starting_row));
             let shown = if self.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() };
-            let rows = rows.map(|row| row.into_iter().take(shown).collect());
-            output::show(&output::table(&COLUMNS[..shown], rows))?;
+            // The list is there without a scheduler that answers, too.
+            let sharing = vramctl_keeper::ask().ok().flatten().filter(|view| !view.members.is_empty());
+            let sharing_of =
+                |row: &[String]| sharing.as_ref().map(|view| row[0].parse().ok().and_then(|pid| view.standing(pid)).unwrap_or_default());
+            let headers: Vec<_> = COLUMNS[..shown].iter().copied().chain(sharing.as_ref().map(|_| "SHARING")).collect();
+            let rows = rows.map(|row| {
+                let standing = sharing_of(&row);
+                row.into_iter().take(shown).chain(standing).collect()
+            });
+            output::show(&output::table(&headers, rows))?;
         }
         Ok(Exit::Done)
     }

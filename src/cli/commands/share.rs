@@ -4,7 +4,7 @@ use crate::execute::Execute;
 use crate::ui::output;
 use serde_json::json;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_keeper::{ChangeView, MemberView, View};
+use vramctl_keeper::{MemberView, View};
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
@@ -39,7 +39,7 @@ impl Execute for Args {
 fn print(view: &View) -> Result<(), CommandError> {
     output::say(&format!("scheduler: process {}", view.scheduler))?;
     view.members.iter().try_for_each(|member| output::say(&member_line(member)))?;
-    view.changes.iter().try_for_each(|change| output::say(&change_line(change)))
+    view.changes.iter().try_for_each(|change| output::say(&change.to_string()))
 }
 
 fn member_line(member: &MemberView) -> String {
@@ -50,11 +50,4 @@ fn member_line(member: &MemberView) -> String {
     });
     let idle = member.idle_ms.map_or_else(String::new, |ms| format!("; idle for {ms} ms"));
     format!("{name} (pid {pid}), {priority}, {place}: {} there, {} away{idle}{waits}", Bytes(*resident_bytes), Bytes(*away_bytes))
-}
-
-fn change_line(change: &ChangeView) -> String {
-    let left: Vec<_> = change.left.iter().map(|(name, why)| format!("{name} gave way ({why})")).collect();
-    let came = if change.came.is_empty() { "room was made".to_owned() } else { format!("{} came", change.came.join(", ")) };
-    let took = change.took_ms.map_or_else(|| "under way".to_owned(), |ms| format!("{} in {ms} ms", change.outcome));
-    format!("{:.1} s ago: {}; {came}: {took}", change.ago_ms as f64 / 1000.0, left.join(", "))
 }

@@ -91,6 +91,9 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     }
     lines.push(host(model));
     lines.push(Line::raw(format!("Link   out {}, in {}", rate(model.rate(Verb::Pause)), rate(model.rate(Verb::Resume)))));
+    let wide = usize::from(width).saturating_sub(7);
+    let sharing = model.sharing.iter().flat_map(|news| wrapped(&text::plain(news), wide));
+    lines.extend(sharing.enumerate().map(|(number, line)| Line::raw(format!("{:7}{line}", if number == 0 { "Share" } else { "" }))));
     lines.push(Line::default());
     lines.truncate(most.max(1));
     lines
@@ -539,6 +542,26 @@ Link   out none yet, in none yet
         model.put(sample(paused), then + Duration::from_millis(500));
         let drawn = picture(&model, then, 80, 16);
         assert!(drawn.contains("Link   out 2.00 GiB/s last, in none yet") && !drawn.contains("save ["), "{drawn}");
+    }
+
+    #[test]
+    fn who_waits_and_why_is_shown_where_programs_share_gpus() {
+        let now = Instant::now();
+        let mut model = busy(now);
+        assert!(!picture(&model, now, 80, 20).contains("Share"));
+        model.sharing = vec![
+            "trainer waits 2.1 s: those in place have their turn for 0.5 s more, and after that it is its turn".into(),
+            "9.0 s ago: trainer gave way (it was idle); engine came: changed in 210 ms".into(),
+        ];
+        let picture = picture(&model, now, 80, 20);
+        let shown: Vec<_> = picture.lines().skip(5).take(4).collect();
+        let wanted = [
+            "Share  trainer waits 2.1 s: those in place have their turn for 0.5 s more, and",
+            "       after that it is its turn",
+            "       9.0 s ago: trainer gave way (it was idle); engine came: changed in 210 ms",
+            "",
+        ];
+        assert_eq!(shown, wanted, "{picture}");
     }
 
     #[test]

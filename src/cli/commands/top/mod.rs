@@ -177,6 +177,7 @@ fn learn(model: &mut Model, news: News, now: Instant) {
         News::Process(sample) => model.put(*sample, now),
         News::Gone(pid) => model.remove(pid),
         News::Gpus(gpus) => model.put_gpus(gpus, now),
+        News::Sharing(news) => model.sharing = news,
         News::Found(count) => (model.found, model.trouble) = (Some(count), None),
         News::Trouble(why) => model.trouble = Some(why),
     }
@@ -243,7 +244,7 @@ fn once(interval: Duration) -> Result<Exit, CommandError> {
     let (happen, incomings) = channel();
     poll::start(&happen, &Interval::new(interval));
     let (mut model, mut deadline) = (Model::new(interval), Instant::now() + ANSWERS);
-    let (mut found, mut answered, mut gpus, mut is_complete) = (None, BTreeSet::new(), false, false);
+    let (mut found, mut answered, mut gpus, mut sharing, mut is_complete) = (None, BTreeSet::new(), false, false, false);
     while let Ok(incoming) = incomings.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         let Incoming::News(news) = incoming else { continue };
         match &news {
@@ -251,10 +252,11 @@ fn once(interval: Duration) -> Result<Exit, CommandError> {
             News::Process(sample) => _ = answered.insert(sample.process.pid),
             News::Gone(pid) => _ = answered.insert(*pid),
             News::Gpus(_) => gpus = true,
+            News::Sharing(_) => sharing = true,
             News::Trouble(why) => return Err(CommandError::new(Exit::Failed, why.clone())),
         }
         learn(&mut model, news, Instant::now());
-        if !is_complete && gpus && found.is_some_and(|count| answered.len() >= count) {
+        if !is_complete && gpus && sharing && found.is_some_and(|count| answered.len() >= count) {
             is_complete = true;
             deadline = Instant::now() + if model.is_under_way() { SPEED } else { Duration::ZERO };
         }

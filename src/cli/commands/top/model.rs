@@ -24,6 +24,8 @@ pub struct Model {
     pub found: Option<usize>,
     /// Why no processes can be found.
     pub trouble: Option<String>,
+    /// Who of the programs that share GPUs waits and why, and the last change of places.
+    pub sharing: Vec<String>,
     pub interval: Duration,
     pub order: Order,
     pub view: View,
@@ -204,6 +206,7 @@ impl Model {
             letters: BTreeMap::new(),
             found: None,
             trouble: None,
+            sharing: Vec::new(),
             interval,
             order: Order::Name,
             view: View::Tags,

@@ -20,6 +20,8 @@ pub enum News {
     Process(Box<Sample>),
     Gone(u32),
     Gpus(Gpus),
+    /// What the scheduler of programs that share GPUs says: who waits and why, and the last change.
+    Sharing(Vec<String>),
     /// Discovery has found this many processes; each will answer or not.
     Found(usize),
     /// Why none can be found.
@@ -72,6 +74,8 @@ pub fn start<L: Listener>(listener: &L, interval: &Interval) {
     let (one, pace) = (listener.clone(), interval.clone());
     spawn(listener, move || ask_nvml(&one, &pace));
     let (one, pace) = (listener.clone(), interval.clone());
+    spawn(listener, move || ask_scheduler(&one, &pace));
+    let (one, pace) = (listener.clone(), interval.clone());
     spawn(listener, move || find(&one, &pace));
 }
 
@@ -86,6 +90,19 @@ fn ask_nvml(listener: &impl Listener, interval: &Interval) {
     loop {
         let cards = cards().map(|cards| cards.into_iter().map(|card| (card.clone(), holders_of(&card.uuid))).collect());
         if !listener.send_news(News::Gpus(Gpus { cards, available: limits::available_bytes() })) {
+            return;
+        }
+        interval.wait(Duration::MAX);
+    }
+}
+
+fn ask_scheduler(listener: &impl Listener, interval: &Interval) {
+    loop {
+        let news = match vramctl_keeper::ask() {
+            Ok(view) => view.map(|view| view.news()).unwrap_or_default(),
+            Err(error) => vec![format!("the scheduler does not answer: {error}")],
+        };
+        if !listener.send_news(News::Sharing(news)) {
             return;
         }
         interval.wait(Duration::MAX);
