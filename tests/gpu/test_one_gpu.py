@@ -149,6 +149,14 @@ class OneGpu(unittest.TestCase):
         engine"""
         run.script("handover.py", 110)
 
+    @section(300)
+    def test_turns(self, run):
+        """programs that share the GPU by themselves (`vramctl run --share`): two training loops that are always busy, and ten programs that work now
+        and then. Every result is that of a program alone"""
+        need_torch(run)
+        run.script("turns.py", 200, "loops", run.options.gib * 2, 60)
+        run.script("turns.py", 95, "cells", run.options.gib // 2, 10, 40)
+
     @section(120)
     def test_oom(self, run):
         """a resume without enough memory reports how much it needs, how much is free and who holds it; with --timeout it waits"""
