@@ -6,6 +6,7 @@
 
 use crate::call::{Call, forward};
 use crate::limited::{self, Admitted};
+use crate::runtimes::Runtime;
 use crate::table::{CudaExtent, CudaPitchedPtr};
 use crate::{exclude, reentrancy, refusal, room};
 use std::ffi::{c_uint, c_void};
@@ -253,7 +254,8 @@ fn forward_nested(call: &mut Call, bytes: usize, device: Option<CUdevice>) -> St
 fn report(bytes: usize, caller: *const c_void, device: Option<CUdevice>, tag: Option<&Arc<str>>, cause: Cause) {
     // The library's own CUDA calls here are not requests of the program.
     reentrancy::forward(|| {
-        if !room::is_final(device, bytes) {
+        // Above the limit, there is never room.
+        if !matches!(cause, Cause::Limit(_)) && !room::is_final(device, bytes) {
             return;
         }
         let (bytes, tag, library) = (bytes as u64, tag.map(Arc::clone), asker(caller));
@@ -392,6 +394,9 @@ fn allocate_managed(call: &Call, placement: &Placement, bytes: usize, source: So
         Ok(current) => current?,
         // The first call creates the context.
         Err(code::OUT_OF_MEMORY) => {
+            if let Some(device) = call.runtime().and_then(Runtime::current_device) {
+                room::lacks_context(device);
+            }
             report(bytes, call.caller(), None, Some(&placement.tag), Cause::Refused(None));
             return Some(Err(code::OUT_OF_MEMORY));
         }

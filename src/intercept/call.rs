@@ -4,6 +4,7 @@ use crate::runtimes::Runtime;
 use crate::table::{Effect, Flavour};
 use crate::{copies, reentrancy, room};
 use std::ffi::c_void;
+use std::mem;
 use vramctl_core::contexts::note_current;
 use vramctl_core::memory::Memory;
 use vramctl_driver::{Current, StreamHandle};
@@ -88,9 +89,9 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Has the handler answer. If it panics, the call fails. Also returns whether the real function has been called.
-    fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> (StatusCode, bool) {
-        let answer = guarded(|| {
+    /// Has the handler answer. If it panics, the call fails.
+    fn answer(mut self, handler: &mut dyn FnMut(&mut Self) -> StatusCode) -> StatusCode {
+        guarded(|| {
             if !copies::activate() {
                 return self.real();
             }
@@ -100,8 +101,7 @@ impl<'a> Call<'a> {
             }
             answer
         })
-        .unwrap_or(code::UNKNOWN);
-        (answer, self.was_forwarded)
+        .unwrap_or(code::UNKNOWN)
     }
 }
 
@@ -127,14 +127,24 @@ pub fn answer(
         }
         return answer;
     }
-    Call::new(origin, &mut real).answer(&mut handler).0
+    Call::new(origin, &mut real).answer(&mut handler)
 }
 
 /// Answers a request of a program that shares its GPUs.
 #[cold]
 fn answer_with_room(origin: Origin, real: &mut dyn FnMut() -> StatusCode, handler: &mut dyn FnMut(&mut Call) -> StatusCode) -> StatusCode {
-    let caller = room::Caller { address: origin.caller, is_runtimes: matches!(origin.api, Api::Runtime(_)) };
-    room::once_there_is(caller, || Call::new(origin, real).answer(handler))
+    let runtime = if let Api::Runtime(runtime) = origin.api { Some(runtime) } else { None };
+    let error_before = runtime.map(Runtime::last_error);
+    let mut is_again = false;
+    room::once_there_is(room::Caller { effect: origin.effect, address: origin.caller }, || {
+        // The program does not get the error of an attempt in vain.
+        if mem::replace(&mut is_again, true)
+            && let (Some(runtime), Some(error)) = (runtime, error_before)
+        {
+            runtime.restore_last_error(error);
+        }
+        Call::new(origin, real).answer(handler)
+    })
 }
 
 /// Answers a call for which CUDA has no memory: tries again if some can be released, and otherwise has the handler report the failure.

@@ -1,6 +1,7 @@
-//! Contexts that end, and the memory that is destroyed with them.
+//! Contexts that begin, and those that end with the memory that is destroyed with them.
 
 use crate::call::Call;
+use crate::room;
 use vramctl_core::memory::Memory;
 use vramctl_driver::{CUdevice, ContextHandle, Ending, Green};
 use vramctl_host::exit;
@@ -25,12 +26,21 @@ pub fn reset_device(call: &mut Call) -> StatusCode {
     }
 }
 
+/// Creates a context, or retains a primary one, which creates it if need be.
+pub fn begin(call: &mut Call, device: CUdevice) -> StatusCode {
+    let answer = call.real();
+    if answer == code::OUT_OF_MEMORY {
+        room::lacks_context(device);
+    }
+    answer
+}
+
 pub fn destroy_green(call: &mut Call, green: Green) -> StatusCode {
     end(call, || Ending::of_green(green))
 }
 
 pub unsafe fn create_green(call: &mut Call, green: *const Green, device: CUdevice) -> StatusCode {
-    let answer = call.real();
+    let answer = begin(call, device);
     if answer == code::SUCCESS
         // SAFETY: the program promises that a non-null pointer is writable, and the real function has succeeded.
         && let Some(green) = unsafe { green.as_ref() }

@@ -1,10 +1,11 @@
 //! Functions that start device work, change device memory or describe work on memory, generated from the table `gated_functions!`. They wait at
-//! the gate, and are otherwise unchanged, except that copies which the driver refuses may be made in another way (`reach.rs`).
+//! the gate, and are otherwise unchanged, except that copies which the driver refuses may be made in another way (`reach.rs`), and that calls which
+//! run out of memory may wait for room (`room.rs`).
 
 use crate::entry::{DriverFunction, symbol};
 use crate::real::Symbol;
 use crate::table::{Effect, Flavour};
-use crate::{gated_functions, reach};
+use crate::{gated_functions, reach, room};
 use std::ffi::c_void;
 use std::mem;
 use vramctl_core::gate::{self, Gated};
@@ -21,7 +22,7 @@ struct GatedFunction {
 
 impl Effect {
     /// Whether such a call may be made in another way if the driver refuses it.
-    const fn is_made_again(self) -> bool {
+    fn is_made_again(self) -> bool {
         matches!(self, Self::Copies | Self::Crosses | Self::Describes)
     }
 }
@@ -44,10 +45,7 @@ macro_rules! gated {
                         }
                         let answer = as_function!(driver.as_ptr(), $($argument)*)($($argument),*);
                         drop(inside);
-                        if const { Effect::$effect.is_made_again() } && answer == code::INVALID_VALUE {
-                            return make_again(&functions::$symbol, &[$($argument),*]);
-                        }
-                        return answer;
+                        return if answer == code::SUCCESS { answer } else { failed(&functions::$symbol, &[$($argument),*], answer) };
                     }
                     wait_and_call(&functions::$symbol, &[$($argument),*])
                 }
@@ -99,17 +97,24 @@ unsafe fn wait_and_call(function: &'static GatedFunction, arguments: &[usize]) -
     // SAFETY: the caller's promise.
     let answer = unsafe { call(function, arguments) };
     // SAFETY: as above.
-    if function.effect.is_made_again() && answer == code::INVALID_VALUE { unsafe { make_again(function, arguments) } } else { answer }
+    if answer == code::SUCCESS { answer } else { unsafe { failed(function, arguments, answer) } }
 }
 
-/// Makes a call that the driver has refused in another way, if the library is the reason.
+/// Makes a call that the driver has refused again: in another way if the library is the reason, or when there is room.
 ///
 /// # Safety
 /// As for [`wait_and_call`].
 #[cold]
-unsafe fn make_again(function: &'static GatedFunction, arguments: &[usize]) -> StatusCode {
-    // SAFETY: the arguments are those that the driver has got from the program.
-    unsafe { reach::again(function.gated.0, &function.gated, arguments, &|| call(function, arguments)) }
+unsafe fn failed(function: &'static GatedFunction, arguments: &[usize], answer: StatusCode) -> StatusCode {
+    match answer {
+        // SAFETY: the arguments are those that the driver has got from the program.
+        code::INVALID_VALUE if function.effect.is_made_again() => unsafe {
+            reach::again(function.gated.0, &function.gated, arguments, &|| call(function, arguments))
+        },
+        // SAFETY: as above.
+        code::OUT_OF_MEMORY => room::once_more(function.effect, answer, || unsafe { call(function, arguments) }),
+        answer => answer,
+    }
 }
 
 /// The call itself, once the gate is open.

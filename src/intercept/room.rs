@@ -1,5 +1,6 @@
-//! A request for memory that finds none, in a program that shares its GPUs, waits for room instead of failing. It waits outside the gate, and
-//! without a lock of the library's: handlers have returned by then.
+//! A request that finds no device memory, in a program that shares its GPUs, waits for room instead of failing: for an allocation, a context,
+//! code, or what the program itself has paused. It waits outside the gate, and without a lock of the library's: handlers have returned by then.
+//! If one of our functions reaches another, the outermost waits.
 //!
 //! Torch gets its first error at once: it gives back what it has cached, and asks again.
 
@@ -29,12 +30,14 @@ enum Mode {
 struct Shortage {
     device: CUdevice,
     bytes: usize,
+    /// Only the driver knows how much is needed.
+    is_guess: bool,
 }
 
 thread_local! {
     /// How the thread's request is tried.
     static MODE: Cell<Mode> = const { Cell::new(Mode::Final) };
-    /// What the last request of the thread in vain has lacked.
+    /// What the thread's request in vain has lacked.
     static LACKED: Cell<Option<Shortage>> = const { Cell::new(None) };
     /// What torch has been refused, and is about to ask for again.
     static REFUSED: Cell<Option<usize>> = const { Cell::new(None) };
@@ -43,25 +46,39 @@ thread_local! {
 /// Whether calls with this effect wait for room.
 #[inline]
 pub fn waits(effect: Effect) -> bool {
-    effect == Effect::Allocates && member::is_member()
+    matches!(effect, Effect::Allocates | Effect::Begins | Effect::Streams) && member::is_member()
 }
 
-/// Who makes a request.
-#[derive(Clone, Copy)]
-pub struct Caller {
-    /// The return address; null for a pool of torch's.
-    pub address: *const c_void,
-    /// Whether it has called the runtime: that allocates through the driver, whose functions wait by themselves.
-    pub is_runtimes: bool,
+/// Whether no call waits for room, because the program does not share its GPUs.
+#[inline]
+pub fn never_waits() -> bool {
+    !member::is_member()
 }
 
 /// Whether a failure of the thread's request is to be reported: it will not be tried again.
 pub fn is_final(device: Option<CUdevice>, bytes: usize) -> bool {
+    lacks(|| Some(Shortage { device: device.or_else(device_of_thread)?, bytes, is_guess: false }))
+}
+
+/// The thread's request lacks room for a context.
+pub fn lacks_context(device: CUdevice) {
+    lacks(|| Some(Shortage { device, bytes: room::of_context(device) as usize, is_guess: true }));
+}
+
+/// The thread's request lacks room for code, or for another object of the driver's.
+pub fn lacks_code() {
+    lacks(|| {
+        let device = device_of_thread()?;
+        Some(Shortage { device, bytes: room::of_code(device) as usize, is_guess: true })
+    });
+}
+
+/// Notes what the thread's request lacks, unless that is known. Returns whether it is not tried again.
+fn lacks(what: impl FnOnce() -> Option<Shortage>) -> bool {
     if MODE.get() == Mode::Final {
         return true;
     }
-    let device = device.or_else(device_of_thread);
-    LACKED.set(device.map(|device| Shortage { device, bytes }));
+    LACKED.set(LACKED.get().or_else(what));
     false
 }
 
@@ -77,47 +94,103 @@ fn device_of_thread() -> Option<CUdevice> {
     Some(Current::of_thread().ok()??.device())
 }
 
-/// Answers a request, again and again until there is room, or there will be none. `attempt` answers it once, and says whether the real function
-/// did: what that calls waits by itself.
-pub fn once_there_is(caller: Caller, mut attempt: impl FnMut() -> (StatusCode, bool)) -> StatusCode {
-    static ALLOCATES: Gated = Gated("an allocation");
-    // An allocation counts as a call: it shows that the program is at work, and in a program that is away, it waits for the rest to come back.
-    gate::wait(&ALLOCATES);
-    let mut ticket = None;
+/// Who makes a request.
+#[derive(Clone, Copy)]
+pub struct Caller {
+    pub effect: Effect,
+    /// The return address; null for a pool of torch's.
+    pub address: *const c_void,
+}
+
+/// Answers a request, again and again until there is room, or there will be none. `attempt` answers it once.
+pub fn once_there_is(caller: Caller, mut attempt: impl FnMut() -> StatusCode) -> StatusCode {
+    if MODE.get() != Mode::Final {
+        // The outer one waits.
+        return attempt();
+    }
+    let mut wait = Wait::default();
     loop {
-        MODE.set(if ticket.is_none() { Mode::Trial } else { Mode::Granted });
-        LACKED.set(None);
-        let (answer, was_forwarded) = attempt();
-        MODE.set(Mode::Final);
-        let lacked = LACKED.take();
+        if caller.effect == Effect::Allocates {
+            static ALLOCATES: Gated = Gated("an allocation");
+            // It counts as a call: it shows that the program is at work, and in a program that is away, it waits for the rest to come back.
+            gate::wait(&ALLOCATES);
+        }
+        let (answer, lacked) = wait.attempt(&mut attempt);
         if answer != code::OUT_OF_MEMORY {
             REFUSED.set(None);
             return answer;
         }
-        let waits_inside = was_forwarded && caller.is_runtimes;
-        let Some(lacked) = lacked.filter(|_| !waits_inside) else { return answer };
-        if gives_back_first(caller, lacked.bytes) || guarded(|| waited(&mut ticket, lacked)) != Some(true) {
+        let Some(lacked) = lacked else { return answer };
+        if gives_back_first(caller, lacked) || guarded(|| wait.wait_for(lacked)) != Some(true) {
             // Once more, to fail as without the library.
-            return attempt().0;
+            return attempt();
         }
     }
 }
 
-fn waited(ticket: &mut Option<room::Ticket>, lacked: Shortage) -> bool {
-    match ticket {
-        Some(ticket) => ticket.wait_for(lacked.bytes as u64),
-        None => match room::Ticket::take(lacked.device, lacked.bytes as u64) {
-            Some(new) => ticket.insert(new).wait(),
-            None => false,
-        },
+/// Answers a call that has run out of memory once more when there is room for what it loads.
+#[cold]
+pub fn once_more(effect: Effect, answer: StatusCode, mut call: impl FnMut() -> StatusCode) -> StatusCode {
+    if !member::is_member() {
+        return answer;
+    }
+    let mut answered = Some(answer);
+    once_there_is(Caller { effect, address: std::ptr::null() }, || {
+        let answer = answered.take().unwrap_or_else(&mut call);
+        if answer == code::OUT_OF_MEMORY {
+            guarded(lacks_code);
+        }
+        answer
+    })
+}
+
+/// The wait of a request, from its first attempt on.
+#[derive(Default)]
+struct Wait {
+    ticket: Option<room::Ticket>,
+    /// How often there has been room.
+    granted: u32,
+}
+
+impl Wait {
+    /// What did not help so often never will.
+    const TRIES: u32 = 10;
+    const TRIES_OF_GUESS: u32 = 3;
+
+    /// Makes an attempt. Also returns what it has lacked.
+    fn attempt<R>(&self, attempt: &mut impl FnMut() -> R) -> (R, Option<Shortage>) {
+        MODE.set(if self.ticket.is_none() { Mode::Trial } else { Mode::Granted });
+        LACKED.set(None);
+        let answer = attempt();
+        MODE.set(Mode::Final);
+        (answer, LACKED.take())
+    }
+
+    /// Waits until there is room; `false`: there will be none. A guess was too low if there has been room for it before.
+    fn wait_for(&mut self, lacked: Shortage) -> bool {
+        let tries = if lacked.is_guess { Self::TRIES_OF_GUESS } else { Self::TRIES };
+        if self.granted >= tries {
+            return false;
+        }
+        let bytes = (lacked.bytes as u64) << if lacked.is_guess { self.granted } else { 0 };
+        self.granted += 1;
+        match &mut self.ticket {
+            Some(ticket) => ticket.wait_for(bytes),
+            None => match room::Ticket::take(lacked.device, bytes) {
+                Some(new) => self.ticket.insert(new).wait(),
+                None => false,
+            },
+        }
     }
 }
 
 /// Whether the request is torch's, which gives back what it has cached when it gets an error, and asks again.
-fn gives_back_first(caller: Caller, bytes: usize) -> bool {
-    let is_torchs = caller.address.is_null() || {
-        let library = exclude::library_at(caller.address).name();
-        library.starts_with("libc10_cuda") || library.starts_with("libtorch_cuda")
+fn gives_back_first(caller: Caller, lacked: Shortage) -> bool {
+    let is_torchs = || {
+        caller.address.is_null() || {
+            let library = exclude::library_at(caller.address).name();
+            library.starts_with("libc10_cuda") || library.starts_with("libtorch_cuda")
+        }
     };
-    is_torchs && REFUSED.replace(Some(bytes)) != Some(bytes)
+    caller.effect == Effect::Allocates && !lacked.is_guess && is_torchs() && REFUSED.replace(Some(lacked.bytes)) != Some(lacked.bytes)
 }

@@ -107,9 +107,28 @@ impl Runtime {
             return;
         }
         guarded(|| {
-            // SAFETY: no arguments.
-            if unsafe { self.cudaPeekAtLastError() } != error {
+            if self.last_error() != error {
                 self.leave_as_last_error(error);
+            }
+        });
+    }
+
+    /// The last error of this thread.
+    pub fn last_error(&self) -> CudaError {
+        // SAFETY: no arguments.
+        unsafe { self.cudaPeekAtLastError() }
+    }
+
+    /// Has the runtime forget what has failed since its last error was this one.
+    #[cold]
+    pub fn restore_last_error(&self, before: CudaError) {
+        guarded(|| {
+            if self.last_error() != before {
+                // SAFETY: no arguments.
+                unsafe { self.cudaGetLastError() };
+                if before != code::SUCCESS {
+                    self.leave_as_last_error(before);
+                }
             }
         });
     }

@@ -2,12 +2,16 @@
 //! ([`vramctl_driver::streams`]).
 
 use crate::call::Call;
+use crate::room;
 use vramctl_driver::{StreamHandle, streams};
 use vramctl_host::exit;
 use vramctl_model::{StatusCode, code};
 
 pub unsafe fn create(call: &mut Call, stream: *const StreamHandle) -> StatusCode {
     let answer = call.real();
+    if answer == code::OUT_OF_MEMORY {
+        room::lacks_code();
+    }
     if answer == code::SUCCESS
         && !exit::is_ending()
         // SAFETY: the program promises that a non-null pointer is writable, and the real function has succeeded.

@@ -270,10 +270,13 @@ macro_rules! driver_functions {
         Frees cuMemPoolTrimTo "cuMemPoolTrimTo" 11020 Plain (pool: *mut c_void, keep: usize) { pools::trim(pool, keep) };
 
         Starts cuInit "cuInit" 2000 Plain (flags: c_uint) { ready::look_up };
-        Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) { call::forward() };
-        Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) { call::forward() };
-        Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) { call::forward() };
-        Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) { call::forward() };
+        Begins cuDevicePrimaryCtxRetain "cuDevicePrimaryCtxRetain" 7000 Plain
+            (context: *mut ContextHandle, device: CUdevice) { contexts::begin(device) unless room::never_waits() };
+        Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) { contexts::begin(device) };
+        Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) { contexts::begin(device) };
+        Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain
+            (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) { contexts::begin(device) };
+        Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) { contexts::begin(device) };
         Begins cuGreenCtxCreate "cuGreenCtxCreate" 12040 Plain
             (green: *mut Green, resources: *const c_void, device: CUdevice, flags: c_uint) { contexts::create_green(green, device) };
         Begins cuCtxFromGreenCtx "cuCtxFromGreenCtx" 12040 Plain (context: *mut ContextHandle, green: Green) { contexts::from_green(context, green) };

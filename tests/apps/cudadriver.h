@@ -59,6 +59,7 @@ CUresult cuCtxDestroy_v2(CUcontext context);
 CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxGetDevice(CUdevice *device);
 CUresult cuCtxSynchronize(void);
+CUresult cuCtxPopCurrent_v2(CUcontext *context);
 
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes);
 CUresult cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned element);
@@ -84,6 +85,12 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, vo
 CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, void *stream);
 CUresult cuLaunchHostFunc(void *stream, void (*function)(void *), void *data);
 CUresult cuStreamSynchronize(void *stream);
+CUresult cuStreamCreate(CUstream *stream, unsigned flags);
+CUresult cuStreamQuery(CUstream stream);
+CUresult cuEventCreate(void **event, unsigned flags);
+CUresult cuEventQuery(void *event);
+CUresult cuGraphCreate(void **graph, unsigned flags);
+CUresult cuGraphInstantiateWithFlags(void **executable, void *graph, uint64_t flags);
 CUresult cuIpcCloseMemHandle(CUdeviceptr address);
 
 CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags);

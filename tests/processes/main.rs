@@ -28,4 +28,5 @@ mod swap;
 mod taking_turns;
 mod top;
 mod trace;
+mod waiting;
 mod watch;

@@ -135,6 +135,21 @@ pub fn is_promised(device: CUdevice) -> bool {
     driver::uuid(device).is_some_and(|uuid| queue().promised.contains(&uuid))
 }
 
+/// The bytes that a context may need on a device.
+pub fn of_context(device: CUdevice) -> u64 {
+    at_most(512 << 20, device)
+}
+
+/// The bytes that code, or another object of the driver's, may need on a device.
+pub fn of_code(device: CUdevice) -> u64 {
+    at_most(64 << 20, device)
+}
+
+/// A guess, which is less on a small device.
+fn at_most(bytes: u64, device: CUdevice) -> u64 {
+    driver::total_memory(device).map_or(bytes, |total| bytes.min(total / 64))
+}
+
 /// A request for memory that has found no room. It is in the scheduler's queue until this is dropped.
 #[derive(Debug)]
 pub struct Ticket {

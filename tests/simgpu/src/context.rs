@@ -3,9 +3,10 @@
 use crate::abi::{Handle, Out};
 use crate::capture;
 use crate::codes::{
-    CONTEXT_IS_DESTROYED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome,
-    PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED, PEER_ACCESS_UNSUPPORTED,
+    CONTEXT_IS_DESTROYED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Outcome, PEER_ACCESS_ALREADY_ENABLED,
+    PEER_ACCESS_NOT_ENABLED, PEER_ACCESS_UNSUPPORTED,
 };
+use crate::device;
 use crate::driver::{self, State, machine, settings, state};
 use crate::pool;
 use crate::stream::Ticket;
@@ -302,6 +303,7 @@ pub fn create(handle: Out<Handle>, flags: u32, device: i32) -> Outcome {
     let device = driver::device(device)?;
     let mut state = state();
     state.contexts.admit(device)?;
+    device::take(device, settings().context_bytes)?;
     let context = new(state.contexts.destroyed.pop().unwrap_or_else(driver::new_handle), device, false, flags);
     state.contexts.known.insert(context.handle, Arc::clone(&context));
     drop(state);
@@ -324,6 +326,9 @@ pub fn destroy(handle: Handle) -> Outcome {
     state.contexts.known.remove(&handle);
     state.contexts.destroyed.push(handle);
     drop(state);
+    if context.green.is_none() {
+        machine()?.give(context.device, settings().context_bytes);
+    }
     stack(|stack| {
         if stack.last() == Some(&handle) {
             stack.pop();
@@ -347,9 +352,7 @@ fn retain(device: i32) -> Outcome<Handle> {
     let (context, retained) = contexts.primary.entry(device).or_insert_with(|| (new(driver::new_handle(), device, true, 0), 0));
     if *retained == 0 {
         admitted?;
-        if !machine()?.take(device, settings().context_bytes) {
-            return Err(OUT_OF_MEMORY);
-        }
+        device::take(device, settings().context_bytes)?;
         context.sticky.store(0, Ordering::Release);
         context.id.store(new_id(), Ordering::Release);
         context.active.store(true, Ordering::Release);

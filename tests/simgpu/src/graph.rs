@@ -5,6 +5,7 @@ use crate::codes::{INVALID_HANDLE, INVALID_VALUE, Outcome};
 use crate::context;
 use crate::copy::Work;
 use crate::driver::{self, State, state};
+use crate::kernel::Code;
 use crate::stream;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +21,13 @@ struct Graph {
 #[derive(Debug, Default)]
 pub struct Graphs {
     graphs: HashMap<Handle, Graph>,
-    executables: HashMap<Handle, Arc<[Work]>>,
+    executables: HashMap<Handle, Executable>,
+}
+
+#[derive(Debug)]
+struct Executable {
+    nodes: Arc<[Work]>,
+    _code: Code,
 }
 
 impl Graphs {
@@ -71,7 +78,7 @@ pub fn instantiate(executable: Out<Handle>, graph: Handle) -> Outcome {
         return Err(INVALID_VALUE);
     }
     let handle = driver::new_handle();
-    state.graphs.executables.insert(handle, nodes);
+    state.graphs.executables.insert(handle, Executable { nodes, _code: Code::load(device)? });
     executable.put(handle)
 }
 
@@ -103,7 +110,7 @@ pub fn launch(executable: Handle, handle: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, handle)?;
     let State { graphs, .. } = &mut *state;
-    let nodes = Arc::clone(graphs.executables.get(&executable).ok_or(INVALID_HANDLE)?);
+    let nodes = Arc::clone(&graphs.executables.get(&executable).ok_or(INVALID_HANDLE)?.nodes);
     stream::submit(&mut state, &stream, Work::Graph { nodes })?;
     Ok(())
 }

@@ -6,7 +6,8 @@ use crate::abi::{Address, Handle, In, Out};
 use crate::codes::{ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, MISALIGNED_ADDRESS, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::context::{self, Context};
 use crate::copy::{self, Work};
-use crate::driver::{self, state};
+use crate::device;
+use crate::driver::{self, machine, settings, state};
 use crate::host;
 use crate::stream::{self, Ticket};
 use crate::vmm::{self, Piece, READ, READ_WRITE};
@@ -53,14 +54,52 @@ impl Kernel {
 struct Module {
     context: Handle,
     text: String,
+    code: Code,
+}
+
+/// Device memory of code, until dropped.
+#[derive(Debug)]
+pub struct Code(usize, u64);
+
+impl Code {
+    /// Loads some onto a device.
+    pub fn load(device: usize) -> Outcome<Self> {
+        let bytes = settings().code_bytes;
+        device::take(device, bytes)?;
+        Ok(Self(device, bytes))
+    }
+
+    /// Loads more of it.
+    fn load_more(&mut self) -> Outcome {
+        device::take(self.0, settings().code_bytes)?;
+        self.1 += settings().code_bytes;
+        Ok(())
+    }
+}
+
+impl Drop for Code {
+    fn drop(&mut self) {
+        if let Ok(machine) = machine() {
+            machine.give(self.0, self.1);
+        }
+    }
+}
+
+/// A function of a module.
+#[derive(Debug)]
+struct Function {
+    kernel: Kernel,
+    home: Handle,
+    /// Whether its code is on the device: lazy loading puts it there at the first launch.
+    is_loaded: bool,
 }
 
 /// This process's modules and functions.
 #[derive(Debug, Default)]
 pub struct Modules {
     loaded: HashMap<Handle, Module>,
-    /// By function handle, the kernel and its module.
-    functions: HashMap<Handle, (Kernel, Handle)>,
+    /// By handle.
+    functions: HashMap<Handle, Function>,
     /// What is being compiled.
     linkers: HashMap<Handle, CString>,
 }
@@ -76,10 +115,15 @@ impl Modules {
         self.loaded.len()
     }
 
-    /// A function's kernel and context.
-    fn function(&self, function: Handle) -> Option<(Kernel, Handle)> {
-        let (kernel, home) = self.functions.get(&function)?;
-        Some((*kernel, self.loaded.get(home)?.context))
+    /// A function's kernel and context. Loads it if it is not loaded yet.
+    fn function(&mut self, function: Handle) -> Outcome<(Kernel, Handle)> {
+        let function = self.functions.get_mut(&function).ok_or(INVALID_HANDLE)?;
+        let module = self.loaded.get_mut(&function.home).ok_or(INVALID_HANDLE)?;
+        if !function.is_loaded {
+            module.code.load_more()?;
+            function.is_loaded = true;
+        }
+        Ok((function.kernel, module.context))
     }
 }
 
@@ -95,7 +139,8 @@ pub fn load(module: Out<Handle>, image: In<c_char>) -> Outcome {
     context.wait_alone(&pending);
     context.check()?;
     let handle = driver::new_handle();
-    state().modules.loaded.insert(handle, Module { context: context.handle, text: text.to_owned() });
+    let loaded = Module { context: context.handle, text: text.to_owned(), code: Code::load(context.device)? };
+    state().modules.loaded.insert(handle, loaded);
     module.put(handle)
 }
 
@@ -137,7 +182,7 @@ pub fn unload(module: Handle) -> Outcome {
     let pending = state().streams.pending(home);
     Ticket::wait_all(&pending);
     let modules = &mut state().modules;
-    modules.functions.retain(|_, (_, home)| *home != module);
+    modules.functions.retain(|_, function| function.home != module);
     modules.loaded.remove(&module).map(drop).ok_or(INVALID_HANDLE)
 }
 
@@ -152,7 +197,7 @@ pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> 
     }
     let kernel = Kernel::of(&home.text, name).ok_or(NOT_SUPPORTED)?;
     let handle = driver::new_handle();
-    modules.functions.insert(handle, (kernel, module));
+    modules.functions.insert(handle, Function { kernel, home: module, is_loaded: false });
     function.put(handle)
 }
 
@@ -168,7 +213,7 @@ pub fn launch(
     if extra != 0 {
         return Err(NOT_SUPPORTED);
     }
-    let (kernel, context) = state().modules.function(function).ok_or(INVALID_HANDLE)?;
+    let (kernel, context) = state().modules.function(function)?;
     if blocks[0] == 0 || blocks[1..] != [1, 1] || kernel.threads().is_some_and(|wanted| threads != [wanted, 1, 1]) {
         return Err(INVALID_VALUE);
     }

@@ -53,8 +53,10 @@ pub struct Settings {
     pub mps: bool,
     /// `SIMGPU_NVML_PIDS`: which processes NVML lists in this one.
     pub pids: Pids,
-    /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a primary context.
+    /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a context, except a green one.
     pub context_bytes: u64,
+    /// `SIMGPU_CODE_BYTES`: device memory taken by each module, by each function once it is launched, and by each executable graph.
+    pub code_bytes: u64,
     /// `SIMGPU_END_MS`: how long the driver's shutdown takes at exit. If set, calls during or after it abort the process.
     pub end_ms: Option<u64>,
 }
@@ -97,6 +99,7 @@ pub fn get() -> &'static Settings {
                 _ => Pids::Ours,
             },
             context_bytes: number("SIMGPU_CONTEXT_BYTES", 0),
+            code_bytes: number("SIMGPU_CODE_BYTES", 0),
             end_ms: Some(number("SIMGPU_END_MS", 0)).filter(|milliseconds| *milliseconds > 0),
         }
     })

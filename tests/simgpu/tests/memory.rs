@@ -354,6 +354,33 @@ fn several_devices() {
 }
 
 #[test]
+fn contexts_and_code_need_memory() {
+    let environment = [("SIMGPU_MEMORY", "8M"), ("SIMGPU_CONTEXT_BYTES", "2M"), ("SIMGPU_CODE_BYTES", "1M")];
+    isolated("contexts_and_code_need_memory", &environment, || {
+        let gpu = Gpu::start();
+        let (mut second, mut third) = (0, 0);
+        ok!(gpu.cuCtxCreate_v2(&raw mut second, 0, 0));
+        assert_eq!(gpu.used(), 4 << 20);
+        let filler = gpu.alloc(3 << 20);
+        fails!(2, gpu.cuCtxCreate_v2(&raw mut third, 0, 0));
+        let (mut module, mut function) = (0, 0);
+        let text = c".version 8.0\n.entry nothing() { ret; }";
+        ok!(gpu.cuModuleLoadData(&raw mut module, text.as_ptr()));
+        fails!(2, gpu.cuModuleLoadData(&raw mut module, text.as_ptr()));
+        // A function is loaded when it is first launched.
+        ok!(gpu.cuModuleGetFunction(&raw mut function, module, c"nothing".as_ptr()));
+        let launch = || unsafe { (gpu.cuLaunchKernel)(function, 1, 1, 1, 1, 1, 1, 0, 0, std::ptr::null(), 0) };
+        assert_eq!(launch(), 2);
+        ok!(gpu.cuMemFree_v2(filler));
+        assert_eq!((launch(), launch(), gpu.used()), (0, 0, 6 << 20));
+        ok!(gpu.cuModuleUnload(module));
+        assert_eq!(gpu.used(), 4 << 20);
+        ok!(gpu.cuCtxDestroy_v2(second));
+        assert_eq!(gpu.used(), 2 << 20);
+    });
+}
+
+#[test]
 fn any_call_can_be_made_to_fail() {
     let environment = [("SIMGPU_FAIL", "cuMemCreate:2:999:2,cuMemMap:1:205:*")];
     isolated("any_call_can_be_made_to_fail", &environment, || {
