@@ -1,0 +1,155 @@
+//! Programs made up, and their images.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use vramctl_store::{Buffer, Caller, Contents, Error, Image, Manifest, Process, Result, Saving, Store, cut};
+
+pub struct Folder {
+    folder: tempfile::TempDir,
+}
+
+impl Folder {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        Self { folder }
+    }
+
+    pub fn images(&self) -> PathBuf {
+        self.folder.path().join("images")
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn store(&self) -> Store {
+        Store::create(&self.images()).unwrap()
+    }
+
+    /// The packs' files, sorted.
+    pub fn packs(&self) -> Vec<PathBuf> {
+        self.in_store("packs", "pack")
+    }
+
+    pub fn in_store(&self, folder: &str, ending: &str) -> Vec<PathBuf> {
+        let entries = fs::read_dir(self.images().join(".store").join(folder)).unwrap().map(|entry| entry.unwrap().path());
+        let mut all: Vec<_> = entries.filter(|path| path.extension().unwrap_or_default() == ending).collect();
+        all.sort();
+        all
+    }
+}
+
+/// A program: what it has in memory, by tag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Program {
+    pub memory: Vec<(String, Vec<u8>)>,
+    pub files: HashMap<String, Vec<u8>>,
+}
+
+/// Bytes that look random and are the same for a seed.
+pub fn random(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    (0..bytes.div_ceil(8)).flat_map(|_| next()).take(bytes).collect()
+}
+
+/// Bytes of a piece in most tests. The store takes any size; [`cut`] is for whole programs.
+pub const SMALL: usize = 8192;
+
+impl Program {
+    /// One whose tags have contents of these seeds, one piece each. Seed 0: zeros.
+    pub fn of(seeds: &[u64]) -> Self {
+        let memory = seeds.iter().enumerate().map(|(at, seed)| {
+            let bytes = if *seed == 0 { vec![0; SMALL] } else { random(*seed, SMALL - at % 3 * 100) };
+            (format!("tag-{at}"), bytes)
+        });
+        let files = [("criu/core-1.img", random(seeds.len() as u64 + 1, 5000)), ("files/deep/shm", random(3, 100))];
+        Self { memory: memory.collect(), files: files.map(|(path, bytes)| (path.to_owned(), bytes)).into() }
+    }
+
+    pub fn contents(&self, mut put: impl FnMut(&[u8]) -> Result<vramctl_store::Piece>) -> Result<Vec<Contents>> {
+        let contents = self.memory.iter().map(|(tag, bytes)| {
+            let size = bytes.len() as u64;
+            let pieces = cut(0, size).map(|(at, length)| Ok(put(&bytes[at as usize..][..length])?.id)).collect::<Result<_>>()?;
+            Ok(Contents { tag: tag.clone(), bytes: size, ranges: vec![(0, size)], pieces, ..Contents::default() })
+        });
+        contents.collect()
+    }
+
+    pub fn manifest() -> Manifest {
+        let caller = Caller::current().unwrap();
+        let process = Process { pid: 7, uids: caller.uids, gids: caller.gids, ..Process::default() };
+        Manifest { processes: vec![process], ..Manifest::default() }
+    }
+
+    /// What a save does: all but `finish`.
+    pub fn put(&self, saving: &Saving) -> Result<Vec<Contents>> {
+        let contents = self.contents(|piece| saving.put(piece))?;
+        for (path, bytes) in &self.files {
+            let path = saving.criu_path().parent().unwrap().join(path);
+            let write = || fs::create_dir_all(path.parent().unwrap()).and_then(|()| fs::write(&path, bytes));
+            // Half of the save may be gone where tests have steps fail.
+            write().map_err(|error| Error::Io { doing: "write", path: path.clone(), error })?;
+        }
+        Ok(contents)
+    }
+
+    pub fn save(&self, store: &Store, name: &str) -> Result<()> {
+        let mut saving = store.save(name)?;
+        let contents = self.put(&saving)?;
+        saving.finish(Self::manifest(), &contents)
+    }
+
+    /// What is in an image, verified.
+    pub fn load(store: &Store, name: &str) -> Result<Self> {
+        let image = store.load(name, &Caller::current()?)?;
+        let mut files = HashMap::new();
+        for file in image.manifest().hashes.iter().filter(|file| file.path != "contents") {
+            files.insert(file.path.clone(), fs::read(image.criu_path().parent().unwrap().join(&file.path)).unwrap());
+        }
+        Ok(Self { memory: Self::read(&image)?, files })
+    }
+
+    fn read(image: &Image) -> Result<Vec<(String, Vec<u8>)>> {
+        let listed = &image.manifest().contents;
+        let pieces = listed.iter().map(|one| image.pieces_of(one)).collect::<Result<Vec<_>>>()?.concat();
+        let source = image.source(&pieces)?;
+        let bytes = read_all(&source, pieces, 3)?;
+        let mut left = bytes.as_slice();
+        let memory = listed.iter().map(|one| {
+            let (own, rest) = left.split_at(one.bytes as usize);
+            left = rest;
+            (one.tag.clone(), own.to_vec())
+        });
+        Ok(memory.collect())
+    }
+}
+
+/// Reads pieces one after the other.
+pub fn read_all(source: &Arc<vramctl_store::Source>, pieces: Vec<vramctl_store::Piece>, buffers: usize) -> Result<Vec<u8>> {
+    let mut all = Vec::new();
+    thread::scope(|scope| {
+        let mut reading = source.read_ahead(scope, pieces, (0..buffers).map(|_| Buffer::for_piece()).collect());
+        while let Some(loaded) = reading.take()? {
+            let bytes = loaded.id.bytes as usize;
+            match loaded.buffer {
+                Some(buffer) => {
+                    all.extend_from_slice(&buffer[..bytes]);
+                    reading.give_back(buffer);
+                }
+                None => all.resize(all.len() + bytes, 0),
+            }
+        }
+        Ok(all)
+    })
+}

@@ -1,0 +1,5 @@
+//! Images on disk: saved and loaded, by whatever it is interrupted.
+#![allow(missing_docs)]
+
+mod common;
+mod images;
