@@ -18,7 +18,7 @@ use vramctl_backup::quiet;
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::Driver;
 use vramctl_intercept::hooks as interpose;
-use vramctl_model::{Error, Policy, Report};
+use vramctl_model::{Amount, Class, Error, Policy, Report};
 
 /// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = Driver::NAMES;
@@ -110,14 +110,22 @@ enum Path {
     PauseInMemory,
     /// With a guard.
     PauseGuarded,
+    /// A scheduler takes some of it.
+    Take,
     Resume,
     /// Of memory with a guard, to which something has written.
     ResumeGuarded,
     /// A kernel copies the contents back, as while the copy engines are slow.
     ResumeByKernel,
+    /// A scheduler brings back what it has taken.
+    BringBack,
 }
 
-const PATHS: [Path; 12] = [
+/// What it takes: a class, the bytes of each, and how many.
+const TAKEN: [(Class, u64, u64); 3] =
+    [(Class::Discardable, 2 * MIB as u64, 2), (Class::Retained, 4 * MIB as u64, 1), (Class::Kept, 2 * MIB as u64, 1)];
+
+const PATHS: [Path; 14] = [
     Path::Allocate,
     Path::FreeActive,
     Path::FreePaused,
@@ -127,9 +135,11 @@ const PATHS: [Path; 12] = [
     Path::Pause,
     Path::PauseInMemory,
     Path::PauseGuarded,
+    Path::Take,
     Path::Resume,
     Path::ResumeGuarded,
     Path::ResumeByKernel,
+    Path::BringBack,
 ];
 
 impl Path {
@@ -143,7 +153,7 @@ impl Path {
     }
 
     fn is_resume(self) -> bool {
-        matches!(self, Self::Resume | Self::ResumeGuarded | Self::ResumeByKernel)
+        matches!(self, Self::Resume | Self::ResumeGuarded | Self::ResumeByKernel | Self::BringBack)
     }
 
     fn is_guarded(self) -> bool {
@@ -151,11 +161,28 @@ impl Path {
     }
 
     fn is_pause(self) -> bool {
-        matches!(self, Self::Pause | Self::PauseInMemory | Self::PauseGuarded)
+        matches!(self, Self::Pause | Self::PauseInMemory | Self::PauseGuarded | Self::Take)
     }
 
     fn pause(self) -> Result<Report, vramctl_model::Error> {
-        Memory::get().pause(&common::pausing_with(self.tags(), |request| request.options.guard = self.is_guarded()), &mut ())
+        let wanted = common::pausing_with(self.tags(), |request| {
+            request.options.guard = self.is_guarded();
+            if self.is_by_scheduler() {
+                let amounts = TAKEN.map(|(class, bytes, count)| Amount { class, bytes, count });
+                request.amounts = Some([(vramctl_driver::uuid(0).unwrap(), amounts.into())].into());
+                request.options.scheduler = Some(1);
+            }
+        });
+        Memory::get().pause(&wanted, &mut ())
+    }
+
+    fn resume(self) -> Result<Report, vramctl_model::Error> {
+        let scheduler = self.is_by_scheduler().then_some(1);
+        Memory::get().resume(&common::resuming_with(&[], |request| request.scheduler = scheduler), &mut ())
+    }
+
+    fn is_by_scheduler(self) -> bool {
+        matches!(self, Self::Take | Self::BringBack)
     }
 
     fn choose_who_copies(self) {
@@ -204,7 +231,11 @@ fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
 /// Creates everything that is created once per process.
 fn warm_up(gpu: &Gpu) {
     static ONCE: Once = Once::new();
-    ONCE.call_once(|| [Path::Resume, Path::ResumeGuarded, Path::ResumeByKernel].into_iter().for_each(|path| run(gpu, path, &[], None)));
+    ONCE.call_once(|| {
+        for path in [Path::Resume, Path::ResumeGuarded, Path::ResumeByKernel, Path::BringBack] {
+            run(gpu, path, &[], None);
+        }
+    });
 }
 
 /// Runs a program down one path with the faults injected, then to its end without them.
@@ -230,8 +261,8 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         Path::Allocate => extra.extend(malloc_tagged("extra", None, 4 * MIB)),
         Path::AllocateAsync => extra.extend(malloc_async("extra", 4 * MIB, &stream)),
         Path::FreeActive | Path::FreePaused | Path::FreeGuarded | Path::FreeAsync => (),
-        Path::Pause | Path::PauseInMemory | Path::PauseGuarded => answer = Some(path.pause()),
-        Path::Resume | Path::ResumeGuarded | Path::ResumeByKernel => answer = Some(resume(&[])),
+        Path::Pause | Path::PauseInMemory | Path::PauseGuarded | Path::Take => answer = Some(path.pause()),
+        Path::Resume | Path::ResumeGuarded | Path::ResumeByKernel | Path::BringBack => answer = Some(path.resume()),
     }
     let mut freed = Vec::new();
     if path.is_free() {
@@ -286,7 +317,8 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
 fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl_model::Error>, case: &str) {
     let status = Memory::get().status();
     let chosen = status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
-    let all: u64 = chosen.map(|tag| tag.bytes).sum();
+    let all: u64 =
+        if path.is_by_scheduler() { TAKEN.iter().map(|(_, bytes, count)| bytes * count).sum() } else { chosen.map(|tag| tag.bytes).sum() };
     let paused: u64 = status.tags.iter().map(|tag| tag.paused_bytes).sum();
     assert_eq!(paused, if path.is_resume() == answer.is_ok() { 0 } else { all }, "{case}: {answer:?}");
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vramctl_core::memory::{Memory, region};
 use vramctl_core::transition::Pause;
-use vramctl_model::{Policy, Span};
+use vramctl_model::{Amounts, Policy, Span};
 
 const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
@@ -27,6 +27,10 @@ enum Step {
     /// length. And whether with a guard.
     Pause(Option<usize>, Option<Policy>, Option<(usize, usize, usize)>, bool),
     Resume(Option<usize>),
+    /// A scheduler takes some of each class and size, with or without a guard: of how many, counted from the number.
+    Take(u64, bool),
+    /// It brings them back.
+    BringBack,
 }
 
 fn backup() -> impl Strategy<Value = Option<Policy>> {
@@ -44,6 +48,8 @@ fn step() -> impl Strategy<Value = Step> {
         3 => (prop::option::of(0..TAGS.len()), backup(), prop::option::of((any::<usize>(), 0..8 * MIB, 0..8 * MIB)), any::<bool>())
             .prop_map(|(tag, backup, unused, guard)| Step::Pause(tag, backup, unused, guard)),
         3 => prop::option::of(0..TAGS.len()).prop_map(Step::Resume),
+        3 => (any::<u64>(), any::<bool>()).prop_map(|(which, guard)| Step::Take(which, guard)),
+        2 => Just(Step::BringBack),
     ]
 }
 
@@ -53,6 +59,8 @@ struct Model {
     bytes: usize,
     contents: Option<Vec<u8>>,
     paused: bool,
+    /// Paused by the scheduler alone.
+    away: bool,
     /// Paused with a guard: writes are lost, and nothing else happens.
     guarded: bool,
 }
@@ -67,6 +75,15 @@ impl Model {
             contents[start.min(end)..end].fill(0);
         }
     }
+}
+
+/// Allocations by their bytes, whatever their class.
+fn counts(amounts: &Amounts) -> BTreeMap<u64, u64> {
+    let mut counts = BTreeMap::new();
+    for amount in amounts.values().flatten().filter(|amount| amount.count > 0) {
+        *counts.entry(amount.bytes).or_default() += amount.count;
+    }
+    counts
 }
 
 #[derive(Default)]
@@ -91,6 +108,15 @@ impl World {
         self.allocations.values_mut().filter(move |model| model.tag.is_some_and(|(known, _)| tag.is_none_or(|tag| known == tag)))
     }
 
+    /// Managed allocations by bytes on the device.
+    fn counts(&self, which: impl Fn(&Model) -> bool) -> BTreeMap<u64, u64> {
+        let mut counts = BTreeMap::new();
+        for model in self.allocations.values().filter(|model| model.tag.is_some() && which(model)) {
+            *counts.entry(model.bytes.next_multiple_of(2 * MIB) as u64).or_default() += 1;
+        }
+        counts
+    }
+
     fn apply(&mut self, step: Step) -> Result<(), TestCaseError> {
         let tags = |tag: Option<usize>| tag.map_or_else(Vec::new, |tag| vec![TAGS[tag]]);
         match step {
@@ -109,7 +135,7 @@ impl World {
                     Ok(address) => {
                         prop_assert_eq!(Memory::get().registry.find(address).is_some(), tag.is_some());
                         let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Policy::Host)));
-                        let model = Model { tag, bytes, contents: None, paused: false, guarded: false };
+                        let model = Model { tag, bytes, contents: None, paused: false, away: false, guarded: false };
                         // Plain memory is not guaranteed to be zero, so clear it.
                         if model.tag.is_none() {
                             prop_assert_eq!(write(address, &vec![0; bytes]), 0);
@@ -150,6 +176,9 @@ impl World {
                 };
                 let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
+                if answer.is_ok() {
+                    self.of_tag(tag).for_each(|model| model.away = false);
+                }
                 let mut changed = 0;
                 let wanted = |model: &Model| model.tag.is_some_and(|(known, _)| tag.is_none_or(|tag| known == tag));
                 for (address, model) in self.allocations.iter_mut().filter(|(_, model)| wanted(model) && !model.paused) {
@@ -170,17 +199,65 @@ impl World {
                     prop_assert_eq!(report.allocations, changed);
                 }
             }
+            Step::Take(which, guard) => self.take(which, guard)?,
+            Step::BringBack => self.bring_back()?,
             Step::Resume(tag) => match Memory::get().resume(&common::resuming(&tags(tag)), &mut ()) {
                 Ok(report) => {
                     let any_guarded = self.of_tag(tag).any(|model| model.paused && model.guarded);
                     // What is freed, or resumed with a failure, takes what was written to it along.
                     prop_assert!(report.guard_written_bytes == 0 || self.strays);
                     self.strays &= !any_guarded;
-                    self.of_tag(tag).for_each(|model| model.paused = false);
+                    self.of_tag(tag).for_each(|model| (model.paused, model.away) = (false, false));
                 }
                 Err(vramctl_model::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
                 Err(error) => prop_assert!(!self.known(tag), "{}", error),
             },
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, which: u64, guard: bool) -> Result<(), TestCaseError> {
+        let holdings = Memory::get().holdings();
+        prop_assert_eq!(counts(&holdings.away), self.counts(|model| model.away));
+        prop_assert_eq!(counts(&holdings.here), self.counts(|model| !model.paused));
+        let mut amounts = holdings.here;
+        amounts.values_mut().flatten().for_each(|amount| amount.count = which % (amount.count + 1));
+        let asked = counts(&amounts);
+        let wanted = common::pausing_with(&[], |request| {
+            request.options.scheduler = Some(1);
+            request.options.guard = guard;
+            request.amounts = Some(amounts);
+        });
+        let report = Memory::get().pause(&wanted, &mut ()).unwrap();
+        let is_away = |address: &u64| Memory::get().registry.find(*address).is_some_and(|one| one.is_unmapped());
+        for (_, model) in self.allocations.iter_mut().filter(|(address, model)| !model.paused && is_away(address)) {
+            (model.paused, model.away, model.guarded) = (true, true, guard && report.unguarded_bytes == 0);
+            if model.tag.is_some_and(|(_, policy)| policy == Policy::Discard) {
+                model.contents = None;
+            }
+        }
+        let mut now = self.counts(|model| model.away);
+        for (bytes, count) in counts(&holdings.away) {
+            *now.entry(bytes).or_default() -= count;
+        }
+        now.retain(|_, count| *count > 0);
+        prop_assert_eq!(now, asked);
+        Ok(())
+    }
+
+    fn bring_back(&mut self) -> Result<(), TestCaseError> {
+        let wanted = common::resuming_with(&[], |request| request.scheduler = Some(1));
+        match Memory::get().resume(&wanted, &mut ()) {
+            Ok(report) => {
+                let away = |model: &&mut Model| model.away;
+                prop_assert_eq!(report.allocations, self.of_tag(None).filter(away).count() as u64);
+                let any_guarded = self.of_tag(None).any(|model| model.away && model.guarded);
+                prop_assert!(report.guard_written_bytes == 0 || self.strays);
+                self.strays &= !any_guarded;
+                self.of_tag(None).filter(away).for_each(|model| (model.paused, model.away) = (false, false));
+            }
+            Err(vramctl_model::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
+            Err(error) => prop_assert!(false, "{}", error),
         }
         Ok(())
     }

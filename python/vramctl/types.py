@@ -110,6 +110,8 @@ class Tag:
     self_paused_bytes: int = 0
     #: Part of `self_paused_bytes`: what others have paused as well, so that the program is held.
     both_paused_bytes: int = 0
+    #: Part of `paused_bytes`: what the scheduler has taken (``vramctl run --share``), and nobody else has paused.
+    away_bytes: int = 0
     #: Contents in host memory: backups of paused allocations, and retained copies of active ones.
     host_bytes: int = 0
     #: Contents in files.
@@ -137,6 +139,8 @@ class Device:
     paused_bytes: int = 0
     #: Part of `paused_bytes`: what the program has paused itself.
     self_paused_bytes: int = 0
+    #: Part of `paused_bytes`: what the scheduler has taken (``vramctl run --share``), and nobody else has paused.
+    away_bytes: int = 0
     #: The block that is mapped under guarded paused memory.
     guard_bytes: int = 0
     #: The most memory that the process may take of the device; None without a limit.

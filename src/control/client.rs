@@ -10,7 +10,9 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
-use vramctl_model::{Cached, Events, GpuUse, Kind, PauseRequest, Progress, Report, ResumeRequest, Transition, Trimmed, milliseconds};
+use vramctl_model::{
+    Cached, Events, GpuUse, Holdings, Kind, PauseRequest, Progress, Report, ResumeRequest, Transition, Trimmed, milliseconds,
+};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -206,6 +208,11 @@ impl Client {
     /// Sets the tag of allocations outside regions.
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
         answer!(self, Request::SetTag { tag }, Reply::Tag { tag } => tag)
+    }
+
+    /// Asks what it could give up to a scheduler, and what it has.
+    pub fn holdings(&mut self) -> Result<Holdings, ClientError> {
+        answer!(self, Request::Holdings, Reply::Holdings(holdings) => holdings)
     }
 
     /// Asks what its own allocator holds.

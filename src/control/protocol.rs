@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::iter;
 use vramctl_model::{
-    Cached, Error, Events, GpuUse, Kind, Lent, MemberState, NoOther, Obstacle, Order, Participants, PauseRequest, Plan, Progress,
+    Cached, Error, Events, GpuUse, Holdings, Kind, Lent, MemberState, NoOther, Obstacle, Order, Participants, PauseRequest, Plan, Progress,
     Registration, Report, ResumeRequest, SetAside, Shortage, Status, Transition, Trimmed,
 };
 
@@ -135,6 +135,9 @@ pub enum Request {
     },
     /// On that connection: what to do. Has no answer.
     Order(Order),
+    /// What could you give up, and what have you given up to the scheduler?
+    #[serde(deserialize_with = "no_fields")]
+    Holdings,
     /// I have closed that memory.
     Close {
         /// The token in the handle.
@@ -221,6 +224,8 @@ pub enum Reply {
     },
     /// To `share`, as often as anything changes.
     Member(MemberState),
+    /// To `holdings`.
+    Holdings(Holdings),
     /// To `close`.
     Closed,
     /// Progress of a pause or resume.

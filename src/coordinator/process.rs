@@ -148,7 +148,7 @@ impl Process {
                 first.state_in_words().into()
             }
             _ => {
-                let states = ["pausing", "resuming", "undoing", "paused", "paused by itself", "partly paused"];
+                let states = ["pausing", "resuming", "undoing", "paused", "paused by itself", "partly paused", "away", "partly away"];
                 let part = |state| {
                     let names: Vec<_> = tags.iter().filter(|tag| tag.state_in_words() == state).map(|tag| tag.tag.as_str()).collect();
                     (!names.is_empty()).then(|| format!("{} {state}", names.join(", ")))

@@ -31,10 +31,11 @@ pub fn at_once(transition: Transition, connection: &Connection) -> Result<Report
     let mut caller = Caller::of(connection, transition.progress(), None);
     match transition {
         Transition::Pause(request) => {
-            let (scheduler, holds) = (request.options.scheduler, request.hold.is_some());
-            as_scheduled(scheduler, holds, || Memory::get().pause(&pause_of(request, connection), &mut caller))
+            as_scheduled(request.options.scheduler, || Memory::get().pause(&pause_of(request, connection), &mut caller))
         }
-        Transition::Resume(request) => Memory::get().resume(&resume_of(request, connection), &mut caller),
+        Transition::Resume(request) => {
+            as_scheduled(request.scheduler, || Memory::get().resume(&resume_of(request, connection), &mut caller))
+        }
     }
 }
 
@@ -48,21 +49,19 @@ pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_
 pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
     let session = Session::begin(wanted.lease_ms, connection, lines)?;
     let Prepare { ranks, transition, .. } = wanted;
-    in_steps(transition.verb(), || {
-        session.complete(ranks, transition.progress(), |caller| match transition {
-            Transition::Pause(request) => Memory::get().prepare_pause(&pause_of(request, connection), caller),
-            Transition::Resume(request) => Memory::get().prepare_resume(&resume_of(request, connection), caller),
-        })
-    })
+    let (verb, progress, scheduler) = (transition.verb(), transition.progress(), transition.scheduler());
+    let prepare = |caller: &mut dyn Observer| match transition {
+        Transition::Pause(request) => Memory::get().prepare_pause(&pause_of(request, connection), caller),
+        Transition::Resume(request) => Memory::get().prepare_resume(&resume_of(request, connection), caller),
+    };
+    in_steps(verb, || as_scheduled(scheduler, || session.complete(ranks, progress, prepare)))
 }
 
 /// Refuses a scheduler whose time is over. A program that is held afterwards knows whether its calls bring its memory back.
-fn as_scheduled(scheduler: Option<u64>, holds: bool, pause: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+fn as_scheduled(scheduler: Option<u64>, work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
     member::admit(scheduler)?;
-    let report = pause()?;
-    if holds {
-        member::paused_by(scheduler);
-    }
+    let report = work()?;
+    Memory::get().tell_scheduler();
     Ok(report)
 }
 
@@ -135,9 +134,7 @@ impl<'a, 'b> Session<'a, 'b> {
                 }
                 Request::Prepare(Prepare { ranks, transition: Transition::Pause(request), .. }) => {
                     let (progress, scheduler, pause) = (request.progress, request.options.scheduler, pause_of(request, connection));
-                    return as_scheduled(scheduler, true, || {
-                        self.complete(ranks, progress, |caller| holding.prepare_pause(&pause, caller))
-                    });
+                    return as_scheduled(scheduler, || self.complete(ranks, progress, |caller| holding.prepare_pause(&pause, caller)));
                 }
                 Request::SetAside(request) => {
                     return self.complete(Vec::new(), false, |caller| holding.prepare_set_aside(&request, caller));

@@ -269,8 +269,8 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
 /// Whether a request may wait long: for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). The steps of
 /// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
-    use Request::{Cache, Counted, Pause, Plan, Resume, Suspend, Trim};
-    matches!(request, Pause(_) | Plan(_) | Resume(_) | Suspend | Counted { .. } | Cache | Trim { .. })
+    use Request::{Cache, Counted, Holdings, Pause, Plan, Resume, Suspend, Trim};
+    matches!(request, Pause(_) | Plan(_) | Resume(_) | Suspend | Counted { .. } | Cache | Holdings | Trim { .. })
 }
 
 /// Whether the program is held afterwards.
@@ -335,6 +335,7 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
         Request::Cache => cache::ask(CACHE_WITHIN).map(|cache| Reply::Cache { cache }),
         Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
         Request::Share { epoch } => member::serve(epoch, connection, lines).map(|()| Reply::Closed),
+        Request::Holdings => Ok(Reply::Holdings(memory.holdings())),
         Request::Order(_) => Err(Error::Invalid("orders are for the connection of a scheduler (`share`)".into())),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;

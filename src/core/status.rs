@@ -134,12 +134,14 @@ impl Memory {
             };
             let paused_bytes = if paused_by.is_some() { bytes } else { 0 };
             let self_paused_bytes = if paused_by.is_some_and(PausedBy::is_self_paused) { bytes } else { 0 };
+            let away_bytes = if paused_by == Some(PausedBy::SCHEDULER) { bytes } else { 0 };
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
             tag.bytes += bytes;
             tag.paused_bytes += paused_bytes;
             tag.self_paused_bytes += self_paused_bytes;
-            tag.both_paused_bytes += if paused_by == Some(PausedBy::Both) { bytes } else { 0 };
+            tag.both_paused_bytes += if paused_by.is_some_and(|by| by.is_self_paused() && by.is_held()) { bytes } else { 0 };
+            tag.away_bytes += away_bytes;
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
@@ -148,6 +150,7 @@ impl Memory {
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
             device.self_paused_bytes += self_paused_bytes;
+            device.away_bytes += away_bytes;
         }
         for (Account { device: ordinal, label }, bytes) in driver::device_memory() {
             let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });

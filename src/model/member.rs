@@ -1,6 +1,7 @@
 //! Programs that share GPUs by themselves: what a member and the node's scheduler tell each other (`docs/protocol.md`).
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// What the scheduler has to know of a member at once. It asks for a status for the rest.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +53,58 @@ pub struct Want {
     pub tries: bool,
     /// How long it has waited, in milliseconds.
     pub waits_ms: u64,
+}
+
+/// What it costs to take an allocation away. The cheapest comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// Contents that nobody needs: no copy either way.
+    Discardable,
+    /// Host memory still has the contents of the last pause: only what has changed since is copied.
+    Retained,
+    /// The contents are copied both ways.
+    Kept,
+}
+
+impl Class {
+    /// Whether the contents are somewhere else while the allocation is away.
+    pub fn has_contents(self) -> bool {
+        self != Self::Discardable
+    }
+}
+
+/// Allocations of one class and size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Amount {
+    /// What it costs to take them away.
+    pub class: Class,
+    /// Bytes of each.
+    pub bytes: u64,
+    /// How many.
+    pub count: u64,
+}
+
+impl Amount {
+    /// Bytes of all.
+    pub fn total(&self) -> u64 {
+        self.bytes.saturating_mul(self.count)
+    }
+}
+
+/// Allocations by the UUID of the GPU.
+pub type Amounts = BTreeMap<String, Vec<Amount>>;
+
+/// What a member has, as far as the scheduler may take it or has taken it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holdings {
+    /// On the GPU, and free to go: nobody else has it open, knows its physical memory, or must go with it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub here: Amounts,
+    /// What the scheduler alone has taken.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub away: Amounts,
 }
 
 /// What the scheduler tells a member.

@@ -3,7 +3,7 @@
 //!
 //! A process refuses a field that it does not know: the caller would rely on it.
 
-use crate::{Policy, Registered, Verb, milliseconds};
+use crate::{Amounts, Policy, Registered, Verb, milliseconds};
 use serde::de::{self, MapAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -110,6 +110,10 @@ pub struct PauseRequest {
     /// it would take new memory there.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub leaves: bool,
+    /// With `scheduler`: takes only so many allocations of these classes and sizes of the selected memory. If there are fewer by now, as many bytes,
+    /// the cheapest first, with no more contents. `None`: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub amounts: Option<Amounts>,
     /// The other processes that take part.
     #[serde(flatten)]
     pub participants: Participants,
@@ -140,6 +144,9 @@ pub struct ResumeRequest {
     /// from outside is as it was.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub self_paused: bool,
+    /// The epoch of the scheduler that asks: brings back only what nobody but a scheduler has paused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scheduler: Option<u64>,
     /// In a swap, this job comes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub swap: Option<SwapIn>,
@@ -239,6 +246,14 @@ impl Transition {
         match self {
             Self::Pause(pause) => pause.progress,
             Self::Resume(resume) => resume.progress,
+        }
+    }
+
+    /// The epoch of the scheduler that asks, if one does.
+    pub fn scheduler(&self) -> Option<u64> {
+        match self {
+            Self::Pause(pause) => pause.options.scheduler,
+            Self::Resume(resume) => resume.scheduler,
         }
     }
 

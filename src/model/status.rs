@@ -91,6 +91,9 @@ pub struct TagStatus {
     /// Of those, bytes that others have paused as well: the program is held until they resume the tag, or all.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub both_paused_bytes: u64,
+    /// Of those, bytes that the scheduler alone has taken (`vramctl run --share`): a call of the program brings them back.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub away_bytes: u64,
     /// Bytes of contents in host memory: backups of paused allocations and retained copies of active ones.
     pub host_bytes: u64,
     /// Bytes of contents in files.
@@ -124,9 +127,12 @@ impl TagStatus {
         self.self_paused_bytes == self.paused_bytes && self.both_paused_bytes == 0
     }
 
-    /// Its state in words. Only the program itself has paused what is "paused by itself".
+    /// Its state in words. Only the program itself has paused what is "paused by itself", and only the scheduler what is "away".
     pub fn state_in_words(&self) -> &'static str {
+        let is_away = self.paused_bytes > 0 && self.away_bytes == self.paused_bytes;
         match self.state {
+            TagState::Mixed if is_away => "partly away",
+            TagState::Paused if is_away => "away",
             TagState::Mixed => "partly paused",
             TagState::Paused if self.is_only_self_paused() => "paused by itself",
             state => state.name(),
@@ -153,6 +159,9 @@ pub struct DeviceStatus {
     /// Of those, bytes that the program has paused itself: a resume from outside leaves them, unless it names the tag.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub self_paused_bytes: u64,
+    /// Of those, bytes that the scheduler alone has taken (`vramctl run --share`): a call of the program brings them back.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub away_bytes: u64,
     /// Bytes of the block that is mapped under guarded paused memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_bytes: u64,

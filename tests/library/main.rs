@@ -7,6 +7,7 @@ mod common;
 
 mod abi;
 mod addresses;
+mod amounts;
 mod copier;
 mod guard;
 mod hand_over;

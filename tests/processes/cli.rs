@@ -240,7 +240,7 @@ impl State {
                 self.asked.push(request.clone());
                 self.transition(&wanted.selection.tags, None, TagState::Active)
             }
-            Request::Share { .. } | Request::Order(_) => panic!("tests/processes/taking_turns.rs has real processes"),
+            Request::Share { .. } | Request::Order(_) | Request::Holdings => panic!("tests/processes/taking_turns.rs has real processes"),
             Request::Events { .. } => panic!("tests/events.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,
@@ -317,6 +317,7 @@ impl State {
             paused_bytes: if *state == TagState::Paused { GIB } else { 0 },
             self_paused_bytes: 0,
             both_paused_bytes: 0,
+            away_bytes: 0,
             host_bytes: if *state == TagState::Paused { GIB } else { 0 },
             disk_bytes: 0,
             backup: [(Policy::Host, GIB)].into(),
@@ -330,6 +331,7 @@ impl State {
             tags: [("kv_cache".into(), GIB), ("weights".into(), GIB)].into(),
             paused_bytes: 0,
             self_paused_bytes: 0,
+            away_bytes: 0,
             guard_bytes: 0,
             limit_bytes: None,
             counted_bytes: 0,

@@ -189,6 +189,7 @@ pub fn come_so_far(tag: &TagStatus) -> String {
 
 fn tag_row(tag: &TagStatus) -> Vec<String> {
     let state = match tag.state {
+        TagState::Mixed if tag.away_bytes == tag.paused_bytes => format!("partly away ({})", Bytes(tag.paused_bytes)),
         TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
         state if state.is_under_way() => state.name().to_owned() + &come_so_far(tag),
         _ => tag.state_in_words().to_owned(),
@@ -232,6 +233,7 @@ mod tests {
             paused_bytes: 1 << 30,
             self_paused_bytes: 0,
             both_paused_bytes: 0,
+            away_bytes: 0,
             host_bytes: 0,
             disk_bytes: 0,
             backup: [(Policy::Discard, 1 << 30), (Policy::Host, 2 << 30)].into(),

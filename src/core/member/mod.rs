@@ -32,8 +32,8 @@ struct Membership {
     /// The number of the scheduler's connection, from 1 on; 0: there is none. A scheduler may connect anew before the end of its old connection is
     /// noticed.
     connected: AtomicU64,
-    /// The epoch of the scheduler that has paused the program; 0: none has.
-    taken_by: AtomicU64,
+    /// Whether the scheduler keeps the program held.
+    is_away: AtomicBool,
     /// Whether to watch how long no call has passed.
     watches: AtomicBool,
 }
@@ -48,7 +48,7 @@ pub fn is_member() -> bool {
 
 /// Whether the scheduler has the program's memory, so that calls of the program bring it back.
 pub fn is_away() -> bool {
-    MEMBERSHIP.existing().is_some_and(|its| its.taken_by.load(Ordering::Relaxed) != 0)
+    MEMBERSHIP.existing().is_some_and(|its| its.is_away.load(Ordering::Relaxed))
 }
 
 /// Something has changed that the scheduler may have to know. Neither allocates nor locks.
@@ -63,22 +63,9 @@ pub fn admit(epoch: Option<u64>) -> Result<(), Error> {
     if epoch < newest { Err(Error::Stale { epoch, newest }) } else { Ok(()) }
 }
 
-/// A pause is done: the scheduler's of this epoch, or another client's, which the program's calls do not end.
-pub fn paused_by(scheduler: Option<u64>) {
-    match scheduler {
-        Some(epoch) => {
-            MEMBERSHIP.get().taken_by.store(epoch, Ordering::Relaxed);
-            tell();
-        }
-        None => given_back(),
-    }
-}
-
-/// The program is no longer held.
-pub fn given_back() {
-    if let Some(its) = MEMBERSHIP.existing()
-        && its.taken_by.swap(0, Ordering::Relaxed) != 0
-    {
+/// Whether the scheduler keeps the program held, from now on. What another client has paused, the program's calls do not bring back.
+pub(crate) fn set_away(is_away: bool) {
+    if MEMBERSHIP.get().is_away.swap(is_away, Ordering::Relaxed) != is_away {
         tell();
     }
 }

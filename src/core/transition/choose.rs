@@ -1,8 +1,7 @@
 //! What a request selects, and what protects memory from being taken.
 
-use super::contents::policy_for;
+use super::contents::{may_hold_cache, policy_for};
 use super::{Pause, Resume};
-use crate::engine;
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy};
 use std::collections::{BTreeMap, BTreeSet};
@@ -43,6 +42,12 @@ impl Memory {
         Ok(Chosen { all, active, paused })
     }
 
+    /// Selects what a pause takes.
+    pub(super) fn choose_for(&self, pause: &Pause) -> Result<Chosen, Error> {
+        let mut chosen = self.choose(&pause.request.selection)?;
+        chosen.take_amounts(pause).map(|()| chosen)
+    }
+
     /// Like [`choose`](Self::choose), after finishing what earlier failures and destroyed contexts left behind. Under the
     /// exclusive transition lock.
     pub(super) fn choose_settled(&self, selection: &Selection) -> Result<Chosen, Error> {
@@ -74,7 +79,7 @@ impl Memory {
 
 impl Chosen {
     /// For a resume: leaves out what stays paused. Returns it.
-    pub(super) fn leave_self_paused(&mut self, resume: &Resume) -> Vec<Arc<Allocation>> {
+    pub(super) fn leave_paused(&mut self, resume: &Resume) -> Vec<Arc<Allocation>> {
         let (paused, left) = std::mem::take(&mut self.paused).into_iter().partition(|allocation| comes_back(resume, allocation));
         self.paused = paused;
         left
@@ -82,12 +87,8 @@ impl Chosen {
 
     /// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
     pub(super) fn spare_prefix_cache(&self, pause: &Pause) -> Result<(), Error> {
-        const KV_CACHE: &str = "kv_cache";
         let Some(engine) = &pause.engine else { return Ok(()) };
-        // Unless the engine's adapter has said that it tags all of it (not in an unknown version), the cache may be in everything else.
-        let tagged = engine::tags_cache();
-        let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
-        let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(&pause.request.options, one) == Policy::Discard);
+        let lost = self.active.iter().any(|one| may_hold_cache(&one.tag) && policy_for(pause, one) == Policy::Discard);
         if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
     }
 
@@ -118,8 +119,13 @@ impl Chosen {
 }
 
 /// Whether a resume brings back this paused allocation that it selects: what the program has paused itself, the program resumes.
+/// A scheduler brings back what only it has paused.
 pub(super) fn comes_back(resume: &Resume, allocation: &Allocation) -> bool {
-    !resume.is_from_outside || resume.request.self_paused || !allocation.contents().state.paused_by().is_some_and(PausedBy::is_self_paused)
+    let by = allocation.contents().state.paused_by();
+    match resume.request.scheduler {
+        Some(_) => by.is_none_or(|by| by == PausedBy::SCHEDULER),
+        None => !resume.is_from_outside || resume.request.self_paused || !by.is_some_and(PausedBy::is_self_paused),
+    }
 }
 
 /// Whether this allocation is selected.

@@ -1,20 +1,32 @@
 //! Which contents a pause keeps, and where.
 
 use super::Pause;
+use crate::engine;
 use crate::memory::Allocation;
 use std::ops::Range;
 use vramctl_backup as backup;
 use vramctl_config::CpuBackupBackend;
-use vramctl_model::{PauseOptions, Policy, Span};
+use vramctl_model::{Policy, Span};
 
 /// The policy of a pause for an allocation: the caller's, or the allocation's own.
-pub(super) fn policy_for(options: &PauseOptions, allocation: &Allocation) -> Policy {
-    options.backups.get(&*allocation.tag).copied().unwrap_or(options.backup).unwrap_or(allocation.backup)
+pub(super) fn policy_for(pause: &Pause, allocation: &Allocation) -> Policy {
+    let options = &pause.request.options;
+    let policy = options.backups.get(&*allocation.tag).copied().unwrap_or(options.backup).unwrap_or(allocation.backup);
+    // A scheduler does not ask the engine to reset its prefix cache.
+    let is_described = policy == Policy::Discard && pause.request.amounts.is_some() && pause.engine.is_some();
+    if is_described && may_hold_cache(&allocation.tag) { Policy::Host } else { policy }
+}
+
+/// Whether the KV cache of this process's engine may be in the memory of a tag.
+pub(super) fn may_hold_cache(tag: &str) -> bool {
+    const KV_CACHE: &str = "kv_cache";
+    // Unless the engine's adapter has said that it tags all of it (not in an unknown version), the cache may be in everything else.
+    if engine::tags_cache() { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) }
 }
 
 /// Which contents of an allocation to keep, and where.
 pub(super) fn wanted_of(pause: &Pause, allocation: &Allocation) -> backup::Wanted {
-    let policy = policy_for(&pause.request.options, allocation);
+    let policy = policy_for(pause, allocation);
     let retain = backup::retains(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };
     let live = match policy {

@@ -84,15 +84,19 @@ impl Memory {
             let saved: Vec<_> =
                 items.iter().filter_map(|(extent, _)| of_address.get(&Some(extent.address)).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
-            if unmap(&saved, PausedBy::Others).is_ok() {
+            if unmap(&saved, PausedBy::OTHERS).is_ok() {
                 release(&saved, items.iter().copied(), |_| true);
+                due.iter().copied().for_each(Restored::set_paused_by);
             }
         };
         let wanted = due.iter().map(|one| one.wanted()).collect();
         let saved = backup::save(wanted, Flow::Pieces { within }, &mut progress, &mut saved_already);
-        let saved = saved.and_then(|kept| unmap(&allocations, PausedBy::Others).map(|()| kept).map_err(Error::from));
+        let saved = saved.and_then(|kept| unmap(&allocations, PausedBy::OTHERS).map(|()| kept).map_err(Error::from));
         match saved {
-            Ok(kept) => release(&allocations, &kept.items, |_| true),
+            Ok(kept) => {
+                release(&allocations, &kept.items, |_| true);
+                due.iter().copied().for_each(Restored::set_paused_by);
+            }
             Err(error) => {
                 for allocation in allocations.iter().filter(|one: &&Arc<Allocation>| matches!(one.contents().state, State::Unmapped(..))) {
                     let _ = self.map_at_last(allocation);

@@ -6,16 +6,15 @@
 use super::prepared::{Failed, Preparation, Prepared};
 use super::{Pause, unless_ending};
 use crate::events::{self, Event};
-use crate::memory::{Allocation, Memory, aside, check_not_quiesced};
+use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced};
 use crate::{contexts, drain, gate, holder};
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_host::{PerProcess, exit, opens};
+use vramctl_host::{PerProcess, Unpoison, exit, opens};
 use vramctl_model::{Error, Observer, PauseRequest, Report, SetAside, Stage};
 
 /// A held program. When this is dropped, the program continues, unless memory of it is away by then: after a commit because it is paused, after a
@@ -96,22 +95,22 @@ pub(crate) fn passing_by() -> Vec<String> {
     opens::passing_by(c"libcuda.so.1", |name| name.starts_with(b"cu") && name.get(2).is_some_and(u8::is_ascii_uppercase), &TRACES)
 }
 
-/// Whether the program leaves its GPUs as a whole: it stays held, whether or not anything of it is paused.
-static LEAVES: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
+/// For whom the program stays held whether or not anything of it is paused: it leaves its GPUs as a whole, or others of its job have left.
+static LEAVES: PerProcess<Mutex<Option<PausedBy>>> = PerProcess::new(Mutex::default);
 
-pub(super) fn leaves() -> bool {
-    LEAVES.existing().is_some_and(|leaves| leaves.load(Ordering::Relaxed))
+pub(super) fn leaves() -> Option<PausedBy> {
+    LEAVES.existing().and_then(|leaves| *leaves.lock().unpoisoned())
 }
 
 /// From now on, until it stays. Under the transition lock.
-pub(super) fn leave() {
-    LEAVES.get().store(true, Ordering::Relaxed);
+pub(super) fn leave(by: PausedBy) {
+    *LEAVES.get().lock().unpoisoned() = Some(by);
 }
 
 /// The program is on its GPUs again, or stays there after all.
 pub(crate) fn stay() {
     if let Some(leaves) = LEAVES.existing() {
-        leaves.store(false, Ordering::Relaxed);
+        *leaves.lock().unpoisoned() = None;
     }
 }
 

@@ -19,6 +19,7 @@
 //! releases host memory. To undo a swap, they change roles. Neither needs to hear of the other: each waits for the memory that the other releases.
 //! One of them can always go on if the host and the device together have room for the largest allocation of each. The coordinator checks that.
 
+mod amounts;
 mod choose;
 mod contents;
 mod exchange;
@@ -42,7 +43,7 @@ pub(crate) use hold::{passing_by, stay};
 
 use crate::events::{self, Event};
 use crate::memory::{Allocation, Memory, PausedBy, aside};
-use crate::{gate, holder};
+use crate::{gate, holder, member};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use vramctl_backup::Flow;
@@ -70,13 +71,21 @@ fn tags_text(selection: &Selection) -> String {
 impl Memory {
     /// Whether any memory of this process is paused by others, whether or not the program has paused it as well.
     pub(crate) fn is_paused_by_others(&self) -> bool {
-        self.registry.all().iter().any(|allocation| allocation.contents().state.paused_by().is_some_and(|by| by != PausedBy::Program))
+        self.registry.all().iter().any(|allocation| allocation.contents().state.paused_by().is_some_and(PausedBy::is_held))
+    }
+
+    /// Whether the scheduler, and nobody else outside, keeps the program held: its calls bring its memory back.
+    fn is_away(&self) -> bool {
+        let paused_by: Vec<_> = self.registry.all().iter().filter_map(|allocation| allocation.contents().state.paused_by()).collect();
+        let left_for = hold::leaves();
+        let is_taken = left_for == Some(PausedBy::SCHEDULER) || paused_by.iter().any(|by| by.without_scheduler() != *by);
+        gate::is_held() && is_taken && left_for != Some(PausedBy::OTHERS) && !paused_by.iter().any(|by| by.is_by_others())
     }
 
     /// Whether a held program must stay held: it leaves its GPUs, or some memory is paused or has to be, including open memory of other processes, and
     /// not only by the program itself.
     fn must_stay_held(&self) -> bool {
-        aside::any() || self.is_paused_by_others() || unfinished::must_pause_more() || hold::leaves()
+        aside::any() || self.is_paused_by_others() || unfinished::must_pause_more() || hold::leaves().is_some()
     }
 
     /// Lets a held program continue once nothing is paused by others. Called wherever the last paused memory may have been resumed or freed. If only
@@ -87,7 +96,14 @@ impl Memory {
             aside::keep_asking();
         } else {
             holder::released();
-            crate::member::given_back();
+        }
+        self.tell_scheduler();
+    }
+
+    /// Whether calls of the program bring its memory back, has changed, perhaps.
+    pub(crate) fn tell_scheduler(&self) {
+        if member::is_member() {
+            member::set_away(self.is_away());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! A pause: wait, save, unmap, release.
 
-use super::choose::{Chosen, is_meant, refuse_if_still_lent};
+use super::choose::{Chosen, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::hand_over::{HandOver, release};
 use super::prepared::{Failed, Preparation, Prepared, complete};
@@ -64,7 +64,7 @@ impl Memory {
     /// Under the lock, only work started since then remains.
     fn wait_unlocked(&self, pause: &Pause, left: Option<Duration>, clock: &mut Clock, observer: &mut dyn Observer) -> Result<(), Error> {
         check_not_quiesced()?;
-        let mut chosen = self.choose(&pause.request.selection)?;
+        let mut chosen = self.choose_for(pause)?;
         chosen.spare_prefix_cache(pause)?;
         chosen.spare_registered(&pause.request)?;
         refuse_if_still_lent(&chosen.active, &pause.request.participants)?;
@@ -92,6 +92,7 @@ impl Memory {
         let relaxed = RelaxedCapture::enter();
         let request = &pause.request;
         let mut chosen = self.choose_settled(&request.selection)?;
+        chosen.take_amounts(pause)?;
         chosen.spare_prefix_cache(pause)?;
         chosen.spare_registered(request)?;
         refuse_if_lent(&chosen.active, &request.participants)?;
@@ -111,7 +112,7 @@ impl Memory {
         let quiet = (gate::is_held() && quiet::activity_outside(&idle) == Activity::Idle).then(backup::quiet::grant);
         let pooling_stopped = if exchanges(request) { Some(backup::stop_pooling()?) } else { None };
         if exchanges(request) {
-            drop_retained(pause, &all);
+            drop_retained(pause, &all, &victims);
         }
         let shown = self.show(TagState::Pausing, &victims);
         let (pause, kept, clock) = (pause.clone(), Kept::default(), mem::take(clock));
@@ -204,9 +205,10 @@ impl Memory {
     /// The active allocations whose retained backups a pause would drop to make room. `None` if that would not be enough.
     pub(super) fn retained_in_the_way(&self, pause: &Pause) -> Option<Vec<Arc<Allocation>>> {
         let (mut wanted, mut retained) = (Vec::new(), Vec::new());
-        for allocation in self.registry.snapshot().into_iter().filter(|allocation| !allocation.is_unmapped()) {
-            let new =
-                Some(wanted_of(pause, &allocation)).filter(|new| is_meant(&pause.request.selection, &allocation) && !new.live.is_empty());
+        let Chosen { all, active, .. } = self.choose_for(pause).ok()?;
+        let goes: BTreeSet<_> = active.iter().map(Arc::as_ptr).collect();
+        for allocation in all.into_iter().filter(|allocation| !allocation.is_unmapped()) {
+            let new = goes.contains(&Arc::as_ptr(&allocation)).then(|| wanted_of(pause, &allocation)).filter(|new| !new.live.is_empty());
             let saved = allocation.contents().state.backup().cloned();
             if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
                 retained.push((allocation, saved));
@@ -261,8 +263,7 @@ impl PreparedPause<'_> {
     /// `hand_over` is released as well, as long as the caller is there.
     fn save(&mut self, hand_over: Option<&mut HandOver>, observer: &mut dyn Observer) -> Result<Kept, Error> {
         let Self { memory, pause, clock, victims, guards, .. } = self;
-        let kept: Vec<_> =
-            victims.iter().filter(|allocation| policy_for(&pause.request.options, allocation) != Policy::Discard).map(Arc::clone).collect();
+        let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(pause, allocation) != Policy::Discard).map(Arc::clone).collect();
         memory.make_reachable(&kept)?;
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(pause, allocation)).collect();
@@ -297,13 +298,12 @@ impl PreparedPause<'_> {
         let Self { memory, pause, already, .. } = self;
         unfinished::keep_paused(already);
         // What the program has paused itself, others need not pause as well, unless they name it, or nothing else would keep the program held.
-        if pause.is_from_outside && pause.request.selection.tags.is_empty() && memory.is_paused_by_others() {
-            return;
-        }
+        let leaves_own = pause.is_from_outside && pause.request.selection.tags.is_empty() && memory.is_paused_by_others();
         for allocation in already {
             let mut contents = allocation.contents();
+            let is_left = leaves_own && contents.state.paused_by() == Some(PausedBy::PROGRAM);
             // What others may have open comes back with them: the program alone could not have paused it.
-            if pause.is_from_outside || !contents.lending.has_begun() {
+            if !is_left && (pause.is_from_outside || !contents.lending.has_begun()) {
                 contents.state.set_paused_by(|by| by.and(wanted_by(pause)));
             }
         }
@@ -321,9 +321,16 @@ impl Prepared for PreparedPause<'_> {
         self.keep_paused();
         let Self { memory, pause, started, mut clock, all, victims, already, kept, guards } = *self;
         let request = &pause.request;
-        aside::set_aside(&request.selection, &request.participants.partners, false);
+        // What is asked for by amounts is nothing that others have open.
+        if request.amounts.is_none() {
+            aside::set_aside(&request.selection, &request.participants.partners, false);
+        }
         if request.leaves && gate::is_held() {
-            hold::leave();
+            hold::leave(PausedBy::OTHERS);
+        }
+        // Others of its job have left: it would soon wait for them, with work in flight.
+        if request.options.scheduler.is_some() && gate::is_held() && hold::leaves().is_none() && !memory.is_paused_by_others() {
+            hold::leave(PausedBy::SCHEDULER);
         }
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
@@ -364,13 +371,18 @@ fn exchanges(request: &PauseRequest) -> bool {
 
 /// Who wants the memory of a request to be paused.
 fn wanted_by(pause: &Pause) -> PausedBy {
-    if pause.is_from_outside { PausedBy::Others } else { PausedBy::Program }
+    match (pause.request.options.scheduler, pause.is_from_outside) {
+        (Some(_), _) => PausedBy::SCHEDULER,
+        (None, true) => PausedBy::OTHERS,
+        (None, false) => PausedBy::PROGRAM,
+    }
 }
 
 /// Drops the retained backups of active memory, which only save time, except those that the pause writes to.
-fn drop_retained(pause: &Pause, all: &[Arc<Allocation>]) {
+fn drop_retained(pause: &Pause, all: &[Arc<Allocation>], victims: &[Arc<Allocation>]) {
+    let goes: BTreeSet<_> = victims.iter().map(Arc::as_ptr).collect();
     for allocation in all.iter().filter(|allocation| !allocation.is_unmapped()) {
-        let is_written = is_meant(&pause.request.selection, allocation) && wanted_of(pause, allocation).saved_over().is_some();
+        let is_written = goes.contains(&Arc::as_ptr(allocation)) && wanted_of(pause, allocation).saved_over().is_some();
         let dropped = if is_written { None } else { allocation.contents().state.take_retained() };
         drop(dropped);
     }

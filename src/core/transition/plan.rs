@@ -17,7 +17,7 @@ impl Memory {
     /// the device.
     pub fn plan_pause(&self, pause: &Pause) -> Result<(Plan, Result<(), Error>), Error> {
         let request = &pause.request;
-        let mut chosen = self.choose(&request.selection)?;
+        let mut chosen = self.choose_for(pause)?;
         chosen.spare_registered(request)?;
         let prefix_cache = match chosen.spare_prefix_cache(pause) {
             Err(Error::PrefixCache(engine)) => Some(engine),

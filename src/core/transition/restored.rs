@@ -12,13 +12,16 @@ pub(super) struct Restored {
     pub allocation: Arc<Allocation>,
     /// What was kept of it, as offsets.
     live: Vec<Range<usize>>,
+    /// Who had paused it.
+    by: PausedBy,
 }
 
 impl Restored {
     /// Of an allocation that still has its backup.
     pub fn of(allocation: &Arc<Allocation>) -> Self {
-        let live = allocation.contents().state.saved().map_or_else(Vec::new, |saved| saved.live().to_vec());
-        Self { allocation: Arc::clone(allocation), live }
+        let contents = allocation.contents();
+        let live = contents.state.saved().map_or_else(Vec::new, |saved| saved.live().to_vec());
+        Self { allocation: Arc::clone(allocation), live, by: contents.state.paused_by().unwrap_or(PausedBy::OTHERS) }
     }
 
     /// Bytes that were kept.
@@ -29,6 +32,11 @@ impl Restored {
     /// Whether it is still to be saved.
     pub fn is_due(&self) -> bool {
         !self.allocation.is_unmapped()
+    }
+
+    /// It is paused again, for whoever had paused it.
+    pub fn set_paused_by(&self) {
+        self.allocation.contents().state.set_paused_by(|_| self.by);
     }
 
     /// To save it again.
@@ -42,6 +50,6 @@ impl Restored {
 /// device memory before that is certain to stay. What the program has paused itself would be paused by others only, if this were undone.
 pub(super) fn can_change_hands(allocation: &Allocation) -> bool {
     let contents = allocation.contents();
-    let State::Released(Released { saved: Some(saved), guard: None, by: PausedBy::Others }) = &contents.state else { return false };
-    saved.place().is_some() && contents.registrant().is_none() && !contents.lending.has_begun()
+    let State::Released(Released { saved: Some(saved), guard: None, by }) = &contents.state else { return false };
+    !by.is_self_paused() && saved.place().is_some() && contents.registrant().is_none() && !contents.lending.has_begun()
 }

@@ -44,7 +44,7 @@ impl Memory {
             check_not_quiesced()?;
             let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
             let mut chosen = self.choose(&request.selection)?;
-            chosen.leave_self_paused(resume);
+            chosen.leave_paused(resume);
             self.wait_for_guarded(&chosen.paused, left, observer).map_err(busy_since(started))?;
             let attempt = self.try_prepare_resume(resume, started, observer);
             let limit = match &attempt {
@@ -83,7 +83,7 @@ impl Memory {
         let exclusive = self.exclude_unless_quiesced()?;
         let relaxed = RelaxedCapture::enter();
         let mut chosen = self.choose_settled(&request.selection)?;
-        let self_paused = chosen.leave_self_paused(resume);
+        let stays_paused = chosen.leave_paused(resume);
         let Chosen { all, mut paused, active: already } = chosen;
         let exchanges = request.swap.as_ref().is_some_and(|swap| swap.host);
         let exchange = if exchanges { Some(self.begin_exchange(&all)?) } else { None };
@@ -116,6 +116,7 @@ impl Memory {
         let mut prepared = PreparedResume {
             memory: self,
             is_from_outside,
+            is_by_scheduler: request.scheduler.is_some(),
             started,
             clock,
             all,
@@ -123,7 +124,7 @@ impl Memory {
             memories,
             restored,
             already,
-            self_paused,
+            stays_paused,
             refused,
             unguarded,
             guards,
@@ -154,6 +155,7 @@ struct Guards<'a> {
 struct PreparedResume<'a> {
     memory: &'a Memory,
     is_from_outside: bool,
+    is_by_scheduler: bool,
     started: Instant,
     clock: Clock,
     /// All allocations of the process.
@@ -165,8 +167,8 @@ struct PreparedResume<'a> {
     restored: Vec<Restored>,
     /// What was active before.
     already: Vec<Arc<Allocation>>,
-    /// What stays paused, because the program itself has paused it.
-    self_paused: Vec<Arc<Allocation>>,
+    /// What stays paused, because the program itself has paused it, or others than the scheduler that asks.
+    stays_paused: Vec<Arc<Allocation>>,
     /// What the driver refuses of the program's mappings.
     refused: Vec<String>,
     unguarded: Unguarded<'a>,
@@ -178,6 +180,7 @@ impl Prepared for PreparedResume<'_> {
         let Self {
             memory,
             is_from_outside,
+            is_by_scheduler,
             started,
             clock,
             all,
@@ -185,18 +188,18 @@ impl Prepared for PreparedResume<'_> {
             memories,
             restored,
             already,
-            self_paused,
+            stays_paused,
             refused,
             unguarded,
             guards,
         } = *self;
         unguarded.for_good();
         unfinished::keep_active(&already);
-        if is_from_outside {
+        if is_from_outside && (!is_by_scheduler || hold::leaves() == Some(PausedBy::SCHEDULER)) {
             hold::stay();
         }
-        for allocation in &self_paused {
-            allocation.contents().state.set_paused_by(|_| PausedBy::Program);
+        for allocation in &stays_paused {
+            allocation.contents().state.set_paused_by(|by| if is_by_scheduler { by.without_scheduler() } else { PausedBy::PROGRAM });
         }
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, refused, ..Report::default() };
         report.guard_bytes = guard::all_bytes(&all);
@@ -215,7 +218,8 @@ impl Prepared for PreparedResume<'_> {
         // What the program has only had in a mapping that is refused.
         memory.end_unused();
         report.discarded_bytes = report.bytes - report.kept_bytes;
-        report.self_paused_bytes = self_paused.iter().map(|allocation| allocation.bytes() as u64).sum();
+        let is_self_paused = |one: &&Arc<Allocation>| one.contents().state.paused_by().is_some_and(PausedBy::is_self_paused);
+        report.self_paused_bytes = stays_paused.iter().filter(is_self_paused).map(|allocation| allocation.bytes() as u64).sum();
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
         report.ms = milliseconds(started.elapsed());

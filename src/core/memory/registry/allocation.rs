@@ -406,7 +406,7 @@ impl Allocation {
     pub(crate) fn release(&self, saved: Option<Arc<Backup>>) {
         self.record(Change::Paused);
         let mut contents = self.contents();
-        let by = contents.state.paused_by().unwrap_or(PausedBy::Others);
+        let by = contents.state.paused_by().unwrap_or(PausedBy::OTHERS);
         let before = mem::replace(&mut contents.state, State::Released(Released { saved, guard: None, by }));
         let exports = contents.lending.forget_exports();
         contents.pauses += 1;
@@ -430,7 +430,7 @@ impl Allocation {
         if !contents.state.is_active() {
             return None;
         }
-        let released = Released { saved: None, guard: None, by: PausedBy::Others };
+        let released = Released { saved: None, guard: None, by: PausedBy::OTHERS };
         let State::Active(present) = mem::replace(&mut contents.state, State::Released(released)) else { return None };
         Some(present.memory)
     }

@@ -47,27 +47,47 @@ pub struct Released {
     pub by: PausedBy,
 }
 
-/// Who wants memory to be paused.
+/// Who wants memory to be paused. When one of them no longer does, it stays paused for the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PausedBy {
-    /// Another process.
-    Others,
-    /// Only the program itself.
-    Program,
-    /// Both: when the other one resumes it, it stays paused.
-    Both,
+pub struct PausedBy {
+    program: bool,
+    others: bool,
+    scheduler: bool,
 }
 
 impl PausedBy {
+    /// Only another process.
+    pub const OTHERS: Self = Self { program: false, others: true, scheduler: false };
+    /// Only the program itself.
+    pub const PROGRAM: Self = Self { program: true, others: false, scheduler: false };
+    /// Only the scheduler of programs that share GPUs: the program's calls bring the memory back.
+    pub const SCHEDULER: Self = Self { program: false, others: false, scheduler: true };
+
     /// With another pause of the same memory.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
-        if self == other { self } else { Self::Both }
+        Self { program: self.program || other.program, others: self.others || other.others, scheduler: self.scheduler || other.scheduler }
+    }
+
+    /// Once the scheduler no longer wants it.
+    #[must_use]
+    pub fn without_scheduler(self) -> Self {
+        Self { scheduler: false, ..self }
     }
 
     /// Whether the program itself wants it to be paused.
     pub fn is_self_paused(self) -> bool {
-        self != Self::Others
+        self.program
+    }
+
+    /// Whether anybody else does: the program is held meanwhile.
+    pub fn is_held(self) -> bool {
+        self.others || self.scheduler
+    }
+
+    /// Whether another process does that is not the scheduler.
+    pub fn is_by_others(self) -> bool {
+        self.others
     }
 }
 
