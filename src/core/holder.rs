@@ -13,18 +13,31 @@ thread_local! {
     static CLIENT: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Since when the program is held.
-static SINCE: PerProcess<Mutex<Option<Instant>>> = PerProcess::new(Mutex::default);
+/// A hold that lasts.
+struct Held {
+    since: Instant,
+    /// What is routine is said at a lower level.
+    level: log::Level,
+}
+
+static HELD: PerProcess<Mutex<Option<Held>>> = PerProcess::new(Mutex::default);
 
 /// From now on, this thread serves a client with this process id; 0 if it is out of sight.
 pub(crate) fn serve(client: u32) {
     CLIENT.set(client);
 }
 
-/// The program stays held. Once for each hold.
-pub(crate) fn held() {
-    let mut since = SINCE.get().lock().unpoisoned();
-    if since.replace(Instant::now()).is_none() {
+/// The program stays held. Once for each hold. `gives_way`: for other programs that share its GPUs, until it makes a call.
+pub(crate) fn held(gives_way: bool) {
+    let level = if gives_way { log::Level::Info } else { log::Level::Warn };
+    if HELD.get().lock().unpoisoned().replace(Held { since: Instant::now(), level }).is_some() {
+        return;
+    }
+    if gives_way {
+        log::info!(
+            "gives way to other programs that share its GPUs: its next call brings its memory back (`vramctl share` tells who and why)"
+        );
+    } else {
         let own = process::id();
         log::warn!(
             "held by {}: calls that start GPU work wait until everything is resumed (`vramctl resume --pid {own}`)",
@@ -35,8 +48,8 @@ pub(crate) fn held() {
 
 /// The program is no longer held, if it was.
 pub(crate) fn released() {
-    let Some(since) = SINCE.existing().and_then(|since| since.lock().unpoisoned().take()) else { return };
-    log::warn!("no longer held, after {:.1} s", since.elapsed().as_secs_f64());
+    let Some(Held { since, level }) = HELD.existing().and_then(|held| held.lock().unpoisoned().take()) else { return };
+    log::log!(level, "no longer held, after {:.1} s", since.elapsed().as_secs_f64());
 }
 
 fn in_words(pid: u32) -> String {

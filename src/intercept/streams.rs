@@ -3,6 +3,7 @@
 
 use crate::call::Call;
 use crate::room;
+use vramctl_core::member;
 use vramctl_driver::{StreamHandle, streams};
 use vramctl_host::exit;
 use vramctl_model::{StatusCode, code};
@@ -31,9 +32,13 @@ pub fn destroy(call: &mut Call, stream: StreamHandle) -> StatusCode {
 }
 
 pub fn begin_capture(call: &mut Call, stream: StreamHandle) -> StatusCode {
-    streams::begin_capture(call.stream(stream), || call.real())
+    let answer = streams::begin_capture(call.stream(stream), || call.real());
+    member::note_capture();
+    answer
 }
 
 pub fn end_capture(call: &mut Call, stream: StreamHandle) -> StatusCode {
-    streams::end_capture(call.stream(stream), || call.real())
+    let answer = streams::end_capture(call.stream(stream), || call.real());
+    member::note_capture();
+    answer
 }

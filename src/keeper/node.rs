@@ -106,6 +106,7 @@ impl Node {
             if beat.elapsed() >= BEAT {
                 beat = Instant::now();
                 self.members.values_mut().for_each(|member| member.line.order(Order::Beat));
+                self.say_why();
                 if std::mem::take(&mut self.has_missed) {
                     self.look_for_members();
                 }
@@ -201,7 +202,7 @@ impl Node {
             memory,
             held: state.away,
             paused: is_paused_by_others(&state, status),
-            capturing: false,
+            capturing: state.captures,
             activity: state.idle_ms.map_or(Activity::Busy, |idle| Activity::Idle(Duration::from_millis(idle))),
             called: milliseconds(state.calls_wait_ms),
             asks: state.wants.iter().filter_map(|want| self.asked(want)).collect(),
@@ -275,6 +276,9 @@ impl Node {
             && let Some(status) = self.statuses.get(&pid)
         {
             self.step(Event::Paused(program, is_paused_by_others(new, status)));
+        }
+        if old.captures != new.captures {
+            self.step(Event::Capturing(program, new.captures));
         }
         if old.idle_ms != new.idle_ms
             && let Some(idle) = new.idle_ms
@@ -457,6 +461,16 @@ impl Node {
         let members = members.collect();
         let changes = self.changes.iter().map(|(_, begun, view)| ChangeView { ago_ms: begun.elapsed().as_millis() as u64, ..view.clone() });
         View { scheduler: std::process::id(), epoch: self.office.epoch, members, changes: changes.collect() }
+    }
+
+    /// Tells those that wait why, for their logs.
+    fn say_why(&mut self) {
+        let reasons: Vec<_> = self.state.gangs().filter_map(|(_, programs, why)| Some((programs, self.reason(why?)))).collect();
+        for (programs, why) in reasons {
+            for program in programs {
+                self.order(program, &Order::Waits { why: why.clone() });
+            }
+        }
     }
 
     fn reason(&self, because: Because) -> String {

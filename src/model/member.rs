@@ -11,9 +11,13 @@ pub struct MemberState {
     /// How long the longest waiting call of a program that is away has waited, in milliseconds; absent: none waits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calls_wait_ms: Option<u64>,
-    /// For how many milliseconds no call has passed that starts device work. Absent: the scheduler has not asked to watch for that.
+    /// For how many milliseconds no call has passed that starts device work or allocates, and none has been inside or has waited. Absent: the
+    /// scheduler has not asked to watch for that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ms: Option<u64>,
+    /// Whether it captures work for a graph: it must not be paused.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub captures: bool,
     /// Who gives way to whom.
     #[serde(default)]
     pub priority: SharePriority,
@@ -122,6 +126,11 @@ pub enum Order {
     AskFirst {
         /// Their UUIDs.
         gpus: Vec<String>,
+    },
+    /// Why the program's calls and requests still wait.
+    Waits {
+        /// In words.
+        why: String,
     },
     /// There is room now: try again.
     Granted {

@@ -87,6 +87,8 @@ CUresult cuLaunchHostFunc(void *stream, void (*function)(void *), void *data);
 CUresult cuStreamSynchronize(void *stream);
 CUresult cuStreamCreate(CUstream *stream, unsigned flags);
 CUresult cuStreamQuery(CUstream stream);
+CUresult cuStreamBeginCapture_v2(CUstream stream, int mode);
+CUresult cuStreamEndCapture(CUstream stream, void **graph);
 CUresult cuEventCreate(void **event, unsigned flags);
 CUresult cuEventQuery(void *event);
 CUresult cuGraphCreate(void **graph, unsigned flags);

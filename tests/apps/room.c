@@ -12,7 +12,8 @@
  *   order MIB    one in stream order
  *   error        the runtime's last error
  *   check        whether all that has been taken is as it was written: ok or corrupt
- *   poll         asks an event and a stream for half a second whether they have work
+ *   poll         from now on, a thread asks an event and a stream whether they have work
+ *   capture, end a relaxed capture
  *
  * Knows nothing of vramctl.
  */
@@ -21,11 +22,12 @@
 #include "cudadriver.h"
 #include "cudart.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { MOST = 64, MIB = 1 << 20 };
+enum { MOST = 64, MIB = 1 << 20, NOT_READY = 600 };
 
 static struct {
 	CUdeviceptr at;
@@ -35,6 +37,7 @@ static int count;
 
 static CUmodule module;
 static CUfunction function;
+static CUstream captured;
 static void *event;
 
 static int first(void)
@@ -105,17 +108,38 @@ static const char *verified(void)
 	return "ok";
 }
 
-static int poll(void)
+static void *ask_forever(void *context)
 {
 	struct timespec pause = { 0, 1000000 };
-	int error = event == NULL ? cuEventCreate(&event, 0) : 0;
-	for (int i = 0; i < 500 && error == 0; i++) {
-		error = cuEventQuery(event);
-		if (error == 0)
-			error = cuStreamQuery(NULL);
+	check(cuCtxSetCurrent(context) == 0, "the context");
+	for (;;) {
+		int of_stream = cuStreamQuery(NULL);
+		check(cuEventQuery(event) == 0 && (of_stream == 0 || of_stream == NOT_READY), "a query");
 		nanosleep(&pause, NULL);
 	}
-	return error;
+	return NULL;
+}
+
+static int poll(void)
+{
+	pthread_t thread;
+	CUcontext context;
+	int error = cuDevicePrimaryCtxRetain(&context, 0);
+	if (error == 0)
+		error = cuEventCreate(&event, 0);
+	return error == 0 ? pthread_create(&thread, NULL, ask_forever, context) : error;
+}
+
+static int capture(void)
+{
+	int error = captured == NULL ? cuStreamCreate(&captured, 1) : 0;
+	return error == 0 ? cuStreamBeginCapture_v2(captured, 2) : error;
+}
+
+static int end(void)
+{
+	void *graph;
+	return cuStreamEndCapture(captured, &graph);
 }
 
 int main(void)
@@ -124,7 +148,8 @@ int main(void)
 		const char *name;
 		int (*make)(void);
 	} calls[] = { { "first\n", first }, { "context\n", another }, { "load\n", load }, { "launch\n", launch },
-		      { "graph\n", graph }, { "stream\n", stream },   { "poll\n", poll } };
+		      { "graph\n", graph }, { "stream\n", stream },   { "poll\n", poll },
+		      { "capture\n", capture }, { "end\n", end } };
 	char line[64];
 	size_t mib;
 	printf("ready\n");

@@ -1,11 +1,13 @@
 //! What a program that shares its GPU waits for (`vramctl run --share`), and what it does not.
 
 use crate::common::machine::{Machine, Program};
-use crate::common::{compile, own_folder, programs};
-use serde_json::Value;
+use crate::common::{compile, eventually, own_folder, patiently, programs};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 /// Of a context, and of what is loaded.
@@ -44,8 +46,18 @@ fn asking(machine: &Machine) -> Program {
     Program::ready(&mut sharing(machine, "asking", &[room().to_str().unwrap()]))
 }
 
+fn view(machine: &Machine) -> Value {
+    machine.vramctl("share --json").expect(0, "", "").json()
+}
+
+/// What `vramctl share` says of a program.
+fn member(machine: &Machine, program: &Program) -> Value {
+    let view = view(machine);
+    view["members"].as_array().unwrap().iter().find(|member| member["pid"] == program.pid()).unwrap_or_else(|| panic!("{view}")).clone()
+}
+
 fn changes(machine: &Machine) -> usize {
-    let view: Value = machine.vramctl("share --json").expect(0, "", "").json();
+    let view = view(machine);
     view["changes"].as_array().unwrap().iter().filter(|change| change["outcome"] == "changed").count()
 }
 
@@ -76,4 +88,54 @@ fn contexts_and_code_wait_for_room() {
         idle.verify();
         assert_eq!(asking.ask("check"), "ok");
     }
+}
+
+/// Threads that wait for events do so for ever: NCCL's watchdog, and those that keep pinned memory.
+#[test]
+fn questions_about_work_are_no_calls() {
+    let machine = crowded();
+    let mut idle = idle(&machine, 48);
+    let mut asking = asking(&machine);
+    for request in ["first", "take 40", "poll"] {
+        assert_eq!(asking.ask(request), "0", "{request}");
+    }
+    // In place, it is idle.
+    let mut wire = machine.connect(&asking);
+    wire.step(&json!({ "request": "share", "epoch": u64::MAX }), None, "member");
+    wire.send(&json!({ "request": "order", "order": "watch", "on": true }), None);
+    patiently(|| {
+        wire.send(&json!({ "request": "order", "order": "beat" }), None);
+        let told = wire.answer();
+        if told["idle_ms"].as_u64() > Some(300) { Ok(()) } else { Err(told) }
+    })
+    .unwrap();
+    drop(wire);
+    drop(asking);
+    // Away, it stays away.
+    let mut asking = self::asking(&machine);
+    for request in ["first", "take 40", "poll"] {
+        assert_eq!(asking.ask(request), "0", "{request}");
+    }
+    idle.verify();
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(member(&machine, &asking)["place"], "away");
+    assert_eq!(asking.ask("check"), "ok");
+}
+
+/// Whoever captures is left alone, and may wait for others meanwhile.
+#[test]
+fn a_capture_waits_for_room_and_gives_none() {
+    let machine = crowded();
+    let mut idle = idle(&machine, 48);
+    let mut asking = asking(&machine);
+    assert_eq!([asking.ask("first"), asking.ask("capture")], ["0", "0"]);
+    let before = changes(&machine);
+    assert_eq!(asking.ask("take 40"), "0");
+    assert!(changes(&machine) > before, "nobody has given way");
+    idle.tell("verify");
+    eventually("nobody can give way", || member(&machine, &idle)["because"] == "nobody can give way");
+    assert_eq!(member(&machine, &asking)["place"], "in place");
+    assert_eq!(asking.ask("end"), "0");
+    assert!(idle.line().contains("ok"));
+    assert_eq!(asking.ask("check"), "ok");
 }

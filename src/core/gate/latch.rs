@@ -139,7 +139,7 @@ impl ThreadMark {
             let seen = latch.0.load(Ordering::Acquire);
             if seen & CLOSED == 0 {
                 if seen & WATCHED != 0 {
-                    latch.0.fetch_and(!WATCHED, Ordering::Relaxed);
+                    latch.note();
                 }
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
@@ -220,6 +220,11 @@ impl Latch {
     /// Begins to watch whether a thread passes. `false` if that has been begun, and none has passed since.
     pub fn watch(&self) -> bool {
         self.0.fetch_or(WATCHED, Ordering::Relaxed) & WATCHED == 0
+    }
+
+    /// Has the next [`watch`](Self::watch) find that a thread has passed.
+    pub fn note(&self) {
+        self.0.fetch_and(!WATCHED, Ordering::Relaxed);
     }
 
     /// Whether it is closed.

@@ -193,16 +193,22 @@ pub fn is_held() -> bool {
     LATCH.is_closed() && CLOSER.existing().is_some_and(Closer::is_holding)
 }
 
-/// How long, at least, no call of the program has passed. The time counts from the first question, and anew from each that finds that a call
-/// has passed since the question before.
+/// How long, at least, no call of the program has passed, been inside or waited. The time counts from the first question, and anew from each that
+/// finds such a call now or since the question before.
 pub fn idle_for() -> Duration {
     static SINCE: PerProcess<Mutex<Option<Instant>>> = PerProcess::new(Mutex::default);
     let mut since = SINCE.get().lock().unpoisoned();
-    if LATCH.watch() {
+    let has_passed = LATCH.watch();
+    if has_passed || threads::marks().any(|(mark, _)| mark.is_waiting() || mark.call().is_some()) {
         *since = Some(Instant::now());
         return Duration::ZERO;
     }
     since.map_or(Duration::ZERO, |since| since.elapsed())
+}
+
+/// Something counts as a call that does not pass.
+pub fn note_call() {
+    LATCH.note();
 }
 
 /// How many threads of a held program wait at the gate.

@@ -12,15 +12,19 @@ mod teller;
 
 use crate::connection::{Connection, Line, Lines};
 use crate::gate;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vramctl_config::Config;
 use vramctl_control::protocol::{self, Reply, Request};
-use vramctl_host::{PerProcess, exit};
+use vramctl_driver::streams;
+use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Error, MemberState, Order};
 
 /// How long a scheduler may be silent. It sends a beat every two seconds.
 const SILENCE: Duration = Duration::from_secs(6);
+/// When calls or a request that still wait are worth a warning.
+const WORTH_A_WARNING: Duration = Duration::from_secs(5);
 /// How often to look whether another scheduler has taken over, or the program exits.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -36,6 +40,8 @@ struct Membership {
     is_away: AtomicBool,
     /// Whether to watch how long no call has passed.
     watches: AtomicBool,
+    /// Why calls and requests wait, as the scheduler has said.
+    why: Mutex<Option<String>>,
 }
 
 static MEMBERSHIP: PerProcess<Membership> = PerProcess::new(Membership::default);
@@ -54,6 +60,19 @@ pub fn is_away() -> bool {
 /// Something has changed that the scheduler may have to know. Neither allocates nor locks.
 pub(crate) fn tell() {
     gate::watcher::wake();
+}
+
+/// A capture has begun or ended.
+pub fn note_capture() {
+    if is_member() {
+        tell();
+    }
+}
+
+/// Why calls and requests wait, in a message.
+fn why_waiting() -> String {
+    let why = MEMBERSHIP.existing().and_then(|its| its.why.lock().unpoisoned().clone());
+    why.unwrap_or_else(|| "`vramctl share` shows who has the GPU".into())
 }
 
 /// Refuses what a scheduler asks for whose epoch is over. `None`: another client asks.
@@ -105,6 +124,7 @@ impl Drop for Connected {
         let its = MEMBERSHIP.get();
         if its.connected.compare_exchange(self.0, 0, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
             its.watches.store(false, Ordering::Relaxed);
+            *its.why.lock().unpoisoned() = None;
             room::scheduler_gone();
         }
     }
@@ -121,6 +141,7 @@ fn obey(line: &[u8]) -> Result<(), Error> {
             tell();
         }
         Request::Order(Order::AskFirst { gpus }) => room::promise(&gpus),
+        Request::Order(Order::Waits { why }) => *MEMBERSHIP.get().why.lock().unpoisoned() = Some(why),
         Request::Order(Order::Granted { ticket }) => room::answer(ticket, room::Verdict::Granted),
         Request::Order(Order::Denied { ticket, why }) => room::answer(ticket, room::Verdict::Denied(why)),
         _ => return Err(Error::Invalid("on the scheduler's connection, only orders are valid".into())),
@@ -134,12 +155,15 @@ fn watches() -> bool {
 
 fn state(calls_wait: Option<Duration>) -> Reply {
     let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let wants = room::wants();
+    let idle_for = || if wants.is_empty() { gate::idle_for() } else { Duration::ZERO };
     Reply::Member(MemberState {
         away: is_away(),
         calls_wait_ms: calls_wait.filter(|_| is_away()).map(milliseconds),
-        idle_ms: watches().then(|| milliseconds(gate::idle_for())),
+        idle_ms: watches().then(|| milliseconds(idle_for())),
+        captures: streams::is_any_captured(),
         priority: Config::get().priority,
         gives_back_after_ms: Config::get().gives_back_after.map(milliseconds),
-        wants: room::wants(),
+        wants,
     })
 }

@@ -4,7 +4,7 @@
 //! Locks of its callers (torch's allocator, CUDA's runtime, Python's interpreter) stay locked: nothing that the scheduler asks of the program
 //! needs one of them.
 
-use super::{is_member, tell};
+use super::{WORTH_A_WARNING, is_member, tell, why_waiting};
 use crate::gate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
@@ -17,8 +17,6 @@ use vramctl_model::{Bytes, Want};
 
 /// How long a request waits without a scheduler: another one takes over within seconds.
 const WITHOUT_SCHEDULER: Duration = Duration::from_secs(30);
-/// When a request that still waits is worth a warning.
-const WORTH_A_WARNING: Duration = Duration::from_secs(5);
 /// How often to look whether the program exits.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -210,11 +208,8 @@ impl Ticket {
                 return false;
             }
             if waiting.since.elapsed() >= WORTH_A_WARNING && !mem::replace(&mut self.is_warned, true) {
-                log::warn!(
-                    "{} on {} have waited for room for 5 s; `vramctl share` shows who has it",
-                    Bytes(waiting.bytes),
-                    driver::gpu_in_words(waiting.device)
-                );
+                let (bytes, gpu) = (Bytes(waiting.bytes), driver::gpu_in_words(waiting.device));
+                log::warn!("{bytes} on {gpu} have waited for room for {} s: {}", WORTH_A_WARNING.as_secs(), why_waiting());
             }
             queue = ROOM.get().answered.wait_timeout(queue, LOOK_EVERY).unpoisoned().0;
         }
@@ -224,6 +219,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         queue().waiting.remove(&self.number);
+        gate::note_call();
         tell();
     }
 }

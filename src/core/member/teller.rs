@@ -1,7 +1,7 @@
 //! Tells the scheduler of changes: one thread per connection, which sleeps until a call begins to wait, a request for room comes or goes, or
 //! the time for a sign of life is there.
 
-use super::{state, watches};
+use super::{WORTH_A_WARNING, is_away, state, watches, why_waiting};
 use crate::connection::Connection;
 use crate::gate;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,9 +32,14 @@ pub fn telling(connection: &Connection, serve: impl FnOnce() -> Result<(), Error
 }
 
 fn tell_until(connection: &Connection, is_over: &AtomicBool) {
-    let mut waiting = Since::default();
+    let (mut waiting, mut is_warned) = (Since::default(), false);
     while !is_over.load(Ordering::Acquire) {
         let calls_wait = waiting.of(gate::waiting() > 0);
+        let wait_long = is_away() && calls_wait.is_some_and(|waited| waited >= WORTH_A_WARNING);
+        if wait_long && !is_warned {
+            log::warn!("calls have waited for the program's memory for {} s: {}", WORTH_A_WARNING.as_secs(), why_waiting());
+        }
+        is_warned = wait_long;
         // The client reads, or has hung up, which the other thread notices.
         if connection.send(&state(calls_wait), 0).is_err() {
             return;

@@ -25,6 +25,8 @@ pub struct Holding<'a> {
     closed: Option<gate::Closed<'static>>,
     /// Whether it was held before.
     was_held: bool,
+    /// Whether it makes room for programs that share its GPUs.
+    gives_way: bool,
     pause: PauseOfHeld,
 }
 
@@ -44,7 +46,7 @@ impl Drop for Holding<'_> {
         };
         if let Some(closed) = self.closed.take().filter(|_| must_stay) {
             closed.keep();
-            holder::held();
+            holder::held(self.gives_way);
         }
         // Memory paused before may have been resumed or freed while the gate was closed.
         self.memory.let_go();
@@ -130,7 +132,7 @@ impl Memory {
         if opens::count() != opened {
             return Err(Error::NotHeld("it has just opened a library whose calls may pass by the gate".into()));
         }
-        Ok(Holding { memory: self, was_held: closed.was_held(), closed: Some(closed), pause: PauseOfHeld::NotBegun })
+        Ok(Holding { memory: self, was_held: closed.was_held(), closed: Some(closed), gives_way: false, pause: PauseOfHeld::NotBegun })
     }
 
     /// Holds the program, once calls inside have finished, and prepares its pause.
@@ -194,7 +196,8 @@ impl<'a> Holding<'a> {
     }
 
     /// Prepares a pause. Once that is committed, the program stays held until everything is resumed.
-    pub fn prepare_pause(self, pause: &Pause, observer: &mut dyn Observer) -> Preparation<'a> {
+    pub fn prepare_pause(mut self, pause: &Pause, observer: &mut dyn Observer) -> Preparation<'a> {
+        self.gives_way = pause.request.options.scheduler.is_some();
         self.prepare(|memory| memory.prepare_when_idle(pause, observer))
     }
 
