@@ -78,8 +78,8 @@ pub fn in_loaded(library: *const c_char, name: &CStr) -> *mut c_void {
         if library.is_null() {
             return ptr::null_mut();
         }
-        let found = symbols::dlsym(library, name);
+        // First: it would end the error of the look-up. The library stays.
         libc::dlclose(library);
-        found
+        symbols::dlsym(library, name)
     }
 }

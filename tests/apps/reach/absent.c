@@ -13,10 +13,7 @@ void cuMemAlloc_v2(void) __attribute__((weak));
 void cuLaunchKernel(void) __attribute__((weak));
 void ncclCommInitRank(void) __attribute__((weak));
 
-/* Of these, the loader writes one into memory that is only read from then on. */
-static void (*const constant)(void) = cudaMalloc;
-
-void look(const char *who)
+void look_up(const char *who)
 {
 	static const char *const names[] = {"cudaMalloc", "cudaFree", "cudaGetDevice", "cuMemAlloc_v2", "cuLaunchKernel", "cuGetProcAddress_v2",
 					    "cuInit", "ncclCommInitRank", "nothing"};
@@ -36,24 +33,35 @@ void look(const char *who)
 				printf("%s: %s %s %d: %s, %s, %d\n", who, ways[k].name, names[i], versioned, found != NULL ? "found" : "null",
 				       error != NULL ? error : "no error", number);
 			}
+}
+
+#ifndef LIBRARY
+/* The loader writes this into memory that is only read from then on. */
+static void (*const constant)(void) = cudaMalloc;
+
+static void look(const char *who)
+{
+	look_up(who);
 	void (*volatile declared[])(void) = {cudaMalloc, cudaFree, cuMemAlloc_v2, cuLaunchKernel, ncclCommInitRank, constant};
 	for (size_t i = 0; i < sizeof declared / sizeof *declared; i++)
 		printf("%s: declared %zu: %s\n", who, i, declared[i] != NULL ? "found" : "null");
 }
 
-#ifndef LIBRARY
 int main(int count, char **arguments)
 {
 	look("at first");
 	void *library = dlopen("libabsent.so", RTLD_NOW | RTLD_LOCAL);
 	if (library == NULL)
 		return puts(dlerror()), 1;
+	void (*library_looks_up)(const char *) = (void (*)(const char *))dlsym(library, "look_up");
+	library_looks_up("a library, at first");
 	for (int i = 1; i < count; i++)
 		dlopen(arguments[i], RTLD_NOW | RTLD_LOCAL);
 	look("when others have it");
 	for (int i = 1; i < count; i++)
 		dlopen(arguments[i], RTLD_NOW | RTLD_GLOBAL);
 	look("when all have it");
+	library_looks_up("a library, when all have it");
 	return 0;
 }
 #endif
