@@ -11,7 +11,7 @@
 //! The commit is the point of no return, for both at once: then OUT is paused, and IN runs once OUT has given back the rest of its memory, or
 //! a second later. If anything fails or dies before that, both are undone: IN gives the new memory back (its contents are still on the host),
 //! and OUT takes as much new memory, fills it, and runs on. If that memory is late, OUT stays held until the memory arrives
-//! (`core/transition/owed.rs`). Memory that changes hands never holds the only copy of contents.
+//! (`core/transition/unfinished.rs`). Memory that changes hands never holds the only copy of contents.
 //!
 //! If the host has no room for the contents of both, host memory passes the other way meanwhile, and the contents of IN that have arrived are
 //! saved again if the swap is undone (`passing.rs`).

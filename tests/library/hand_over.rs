@@ -48,7 +48,11 @@ impl Watches<'_> {
 
 /// Memory with contents.
 fn filled(seed: u64) -> (u64, Vec<u8>) {
-    let (address, contents) = (malloc_tagged("weights", None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
+    filled_as("weights", seed)
+}
+
+fn filled_as(tag: &str, seed: u64) -> (u64, Vec<u8>) {
+    let (address, contents) = (malloc_tagged(tag, None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
     assert_eq!(write(address, &contents), 0);
     (address, contents)
 }
@@ -157,11 +161,7 @@ fn is_anything_unfinished() -> bool {
 #[test]
 fn what_a_user_resumes_after_an_undone_swap_stays_active() {
     let gpu = Gpu::take();
-    let kept = [("one", 1), ("two", 2)].map(|(tag, seed)| {
-        let (address, contents) = (malloc_tagged(tag, None, UNIT as usize).unwrap(), pattern(seed, UNIT as usize));
-        assert_eq!(write(address, &contents), 0);
-        (address, contents)
-    });
+    let kept = [("one", 1), ("two", 2)].map(|(tag, seed)| filled_as(tag, seed));
     Memory::get().pause(&common::pausing_with(&[], |request| request.hold = Some(Duration::from_secs(100))), &mut ()).unwrap();
     let swap = common::resuming_with(&[], |request| request.swap = Some(SwapIn { host: true }));
     let undone = common::decide(Memory::get().prepare_resume(&swap, &mut ()), |_| {
@@ -180,12 +180,13 @@ fn what_a_user_resumes_after_an_undone_swap_stays_active() {
     }
 }
 
-/// What comes back by itself after an undone swap stays away once a user has paused it, and else comes.
+/// What comes back by itself after an undone swap stays away once a user has paused it, and the rest comes.
 #[test]
 fn what_a_user_pauses_after_an_undone_swap_stays_paused() {
-    for is_paused in [false, true] {
+    const TAGS: [&str; 2] = ["one", "two"];
+    for paused in [&[][..], &TAGS[..1], &TAGS[..]] {
         let gpu = Gpu::take();
-        let kept = [1, 2].map(filled);
+        let kept = [filled_as(TAGS[0], 1), filled_as(TAGS[1], 2)];
         let swap =
             common::pausing_with(&[], |request| request.swap = Some(SwapOut { host: Some(Duration::from_secs(1)), ..SwapOut::default() }));
         // The driver refuses memory, so that nothing comes back at once.
@@ -196,13 +197,13 @@ fn what_a_user_pauses_after_an_undone_swap_stays_paused() {
         let undone = undone.unwrap_err();
         assert!(matches!(undone, Error::NotUndone(..)), "{undone}");
         eventually("it is unfinished", is_anything_unfinished);
-        assert_eq!(state("weights"), Some(TagState::Paused));
-        if is_paused {
-            assert_eq!(Memory::get().pause(&common::pausing(&[]), &mut ()).unwrap().unchanged, 2);
+        assert_eq!(TAGS.map(state), [Some(TagState::Paused); 2]);
+        if !paused.is_empty() {
+            assert_eq!(Memory::get().pause(&common::pausing(paused), &mut ()).unwrap().unchanged, paused.len() as u64);
         }
         gpu.clear_faults();
         eventually("nothing is unfinished", || !is_anything_unfinished());
-        assert_eq!(state("weights"), Some(if is_paused { TagState::Paused } else { TagState::Active }));
+        assert_eq!(TAGS.map(state), TAGS.map(|tag| Some(if paused.contains(&tag) { TagState::Paused } else { TagState::Active })));
         resume(&[]).unwrap();
         for (address, contents) in kept {
             assert!(read(address, contents.len()).unwrap() == contents);

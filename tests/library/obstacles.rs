@@ -160,6 +160,18 @@ fn what_ends_with_its_context() {
     reset_unseen(0);
     use_again(0);
     there_are_none();
+
+    // Before anybody looks, other memory may get the address, which stays as it is.
+    let gone = small();
+    sync_memops(gone);
+    reset_unseen(0);
+    use_again(0);
+    let new = small();
+    assert_eq!(new, gone);
+    sync_memops(new);
+    there_are("1 registration of memory (cuPointerSetAttribute(SYNC_MEMOPS))");
+    assert_eq!(free(new), 0);
+    there_are_none();
 }
 
 #[test]

@@ -364,15 +364,20 @@ fn statistics() -> [u64; 4] {
     })
 }
 
+/// From now on, only what comes counts as the most.
+fn reset_highest() {
+    for attribute in [6, 8] {
+        let mut reset = 0_u64;
+        assert_eq!(unsafe { entries::cuMemPoolSetAttribute(common::default_pool(), attribute, (&raw mut reset).cast()) }, 0);
+    }
+}
+
 /// To the program, nothing changes while its memory is paused. What ends otherwise than by a free in stream order counts no longer, either.
 #[test]
 fn statistics_of_the_pool_do_not_change_while_memory_is_paused() {
     const BYTES: u64 = 4 * MIB as u64;
     let _gpu = Gpu::take();
-    let mut reset = 0_u64;
-    for attribute in [6, 8] {
-        assert_eq!(unsafe { entries::cuMemPoolSetAttribute(common::default_pool(), attribute, (&raw mut reset).cast()) }, 0);
-    }
+    reset_highest();
     let before = statistics();
     let stream = Stream::create();
     let address = allocate(4 * MIB, stream.handle()).unwrap();
@@ -387,4 +392,13 @@ fn statistics_of_the_pool_do_not_change_while_memory_is_paused() {
     resume(&["t"]).unwrap();
     assert_eq!(free(other), 0);
     assert_eq!([statistics()[0], statistics()[2]], [before[0], before[2]]);
+    // What the pool keeps for later is reserved and not used, and after a reset nothing counts that was before.
+    keep_up_to(u64::MAX);
+    release(allocate(4 * MIB, stream.handle()).unwrap(), stream.handle());
+    assert_eq!(synchronize(), 0);
+    reset_highest();
+    assert_eq!(statistics(), [before[0] + BYTES, before[0] + BYTES, before[2], before[2]]);
+    keep_up_to(0);
+    assert_eq!(synchronize(), 0);
+    assert_eq!(statistics()[0], before[0]);
 }

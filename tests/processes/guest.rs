@@ -105,7 +105,8 @@ fn a_constructor_waits_for_a_thread_that_calls_cuda() {
 #[test]
 fn memory_is_that_of_the_library_that_is_there_now() {
     let machine = Machine::new();
-    let (program, [plugin, model]) = loading(["libnccl-plugin.so", "libmodel.so"]);
+    // Of the same length, so that the loader has the new path at the address of the old one, too.
+    let (program, [plugin, model]) = loading(["libnccl-plugin.so", "libmodel-layer.so"]);
     let paths = [&plugin, &model].map(|path| path.to_str().unwrap());
     let program = machine.start_with("loading", program.to_str().unwrap(), |command| _ = command.arg("closes").args(paths));
     let status = machine.status("loading");

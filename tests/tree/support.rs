@@ -86,13 +86,16 @@ fn a_driver_before_cuda_12_is_refused_by_name() {
     assert!(code == Some(1) && text.contains(&too_old) && text.contains(support::PAUSE.otherwise), "{code:?} {text}");
     let (_, text) = told(&machine, ("SIMGPU_CUDA", "12.0"), "doctor");
     assert!(!text.contains(&too_old), "{text}");
-    // Two contexts, of which one is destroyed.
-    let program = "import ctypes; cu = ctypes.CDLL('libcuda.so.1'); c, d = ctypes.c_void_p(), ctypes.c_uint64(); a = ctypes.byref; \
+    // Two contexts, of which one is destroyed. At the end, whether any memory is managed.
+    let program = "import ctypes, vramctl; cu = ctypes.CDLL('libcuda.so.1'); c, d = ctypes.c_void_p(), ctypes.c_uint64(); a = ctypes.byref; \
                    print([cu.cuInit(0), *[r for _ in 'ab' for r in (cu.cuCtxCreate_v2(a(c), 0, 0), cu.cuMemAlloc_v2(a(d), ctypes.c_size_t(4 << 20)))], \
-                   cu.cuCtxDestroy_v2(c), cu.cuMemAlloc_v2(a(d), ctypes.c_size_t(4 << 20)), cu.cuMemFree_v2(d)])";
-    let output = machine.cli("run -- python3 -c").arg(program).env("SIMGPU_CUDA", "11.8").output().unwrap();
-    let (told, warned) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!((told.trim(), warned.matches(&too_old).count()), ("[0, 0, 0, 0, 0, 0, 0, 0]", 1), "{warned}");
+                   cu.cuCtxDestroy_v2(c), cu.cuMemAlloc_v2(a(d), ctypes.c_size_t(4 << 20)), cu.cuMemFree_v2(d)], \
+                   bool(vramctl.status().tags))";
+    for (cuda, wanted) in [("11.8", ("[0, 0, 0, 0, 0, 0, 0, 0] False", 1)), ("12.0", ("[0, 0, 0, 0, 0, 0, 0, 0] True", 0))] {
+        let output = machine.cli("run -- python3 -c").arg(program).env("SIMGPU_CUDA", cuda).output().unwrap();
+        let (told, warned) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!((told.trim(), warned.matches(&too_old).count()), wanted, "{cuda}: {warned}");
+    }
 }
 
 /// Each reason to refuse a suspend or a move that the doctor can know.
