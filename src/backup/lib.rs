@@ -3,7 +3,7 @@
 //! [`save`] copies allocations' contents to where their policies say, and [`restore`] brings them back. `host` and `spill`
 //! are the two destinations. `arena` manages host memory (`stock`: bookkeeping, `addresses`: system calls), `transfer`
 //! copies to and from it (`copier`: without the copy engines), `loading` loads kernels, `digest` detects changes, `disk` is
-//! the file, `quiet` says when nothing of the program's can be held up, and `settings` holds run-time settings.
+//! the file, `stored` the image, `quiet` says when nothing of the program's can be held up, and `settings` holds run-time settings.
 
 mod addresses;
 mod arena;
@@ -18,12 +18,14 @@ mod ranges;
 mod settings;
 mod spill;
 mod stock;
+mod stored;
 mod transfer;
 
 pub use arena::{PoolingStopped, piece_end};
 pub use host::given_back;
 pub use settings::{CopyBy, disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use stock::HOST_PIECE;
+pub use stored::{set_source, store};
 pub use transfer::{Flow, Part};
 
 use arena::Arena;
@@ -41,6 +43,8 @@ pub enum Backup {
     Host(host::InMemory),
     /// In a file.
     Disk(spill::OnDisk),
+    /// In an image.
+    Stored(stored::Stored),
 }
 
 impl Backup {
@@ -48,7 +52,7 @@ impl Backup {
     pub fn kept_from(&self, byte: usize) -> Option<&[u8]> {
         match self {
             Self::Host(saved) => saved.kept_from(byte),
-            Self::Disk(_) => None,
+            Self::Disk(_) | Self::Stored(_) => None,
         }
     }
 
@@ -57,12 +61,13 @@ impl Backup {
         match self {
             Self::Host(saved) => saved.kept_bytes(),
             Self::Disk(saved) => saved.kept_bytes(),
+            Self::Stored(saved) => saved.kept_bytes(),
         }
     }
 
     /// Of these, bytes in a file.
     pub fn disk_bytes(&self) -> u64 {
-        if let Self::Disk(saved) = self { saved.kept_bytes() } else { 0 }
+        if let Self::Host(_) = self { 0 } else { self.kept_bytes() }
     }
 }
 
@@ -170,14 +175,18 @@ pub struct Due {
     in_memory: Vec<Part>,
     /// What is in files.
     on_disk: Vec<Item>,
+    /// What is in an image.
+    stored: Vec<Item>,
 }
 
 impl Due {
     /// Adds one.
     pub fn add(&mut self, item: Item) {
         self.in_memory.extend(parts_in_memory(&item));
-        if let Backup::Disk(_) = &*item.1 {
-            self.on_disk.push(item);
+        match &*item.1 {
+            Backup::Host(_) => (),
+            Backup::Disk(_) => self.on_disk.push(item),
+            Backup::Stored(_) => self.stored.push(item),
         }
     }
 }
@@ -218,7 +227,8 @@ pub fn restore(
             }
         })
     })?;
-    spill::restore(&due.on_disk, progress)
+    spill::restore(&due.on_disk, progress)?;
+    stored::restore(&due.stored, progress)
 }
 
 /// Keeps no host memory in the pool until the value is dropped: another process waits for it.

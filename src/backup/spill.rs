@@ -25,6 +25,12 @@ impl OnDisk {
     pub fn kept_bytes(&self) -> u64 {
         self.bytes
     }
+
+    /// Reads a part of it, from this byte of the allocation on. The buffer and the byte are aligned for direct I/O.
+    pub fn read(&self, byte: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        let spill = self.file.spill.as_ref().ok_or_else(|| Error::Internal("a file is gone".into()))?;
+        spill.read_at(self.offset + byte, buffer).map_err(|error| Error::Disk(error.to_string()))
+    }
 }
 
 /// A file and its staging memory, kept so that a resume does not depend on free host memory. Dropping it removes the name at
@@ -127,7 +133,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
 pub fn restore(items: &[Item], progress: &mut OnProgress<'_>) -> Result<(), Error> {
     let on_disk = |(extent, saved): &Item| match &**saved {
         Backup::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
-        Backup::Host(_) => None,
+        Backup::Host(_) | Backup::Stored(_) => None,
     };
     let mut wanted: Vec<_> = items.iter().filter_map(on_disk).collect();
     if wanted.is_empty() {

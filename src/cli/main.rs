@@ -14,8 +14,8 @@ mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, gpus, keeper, metrics, operate, pause, ps, python_path, ray, relocate, resume, run, set_tag, share,
-    status, suspend, swap, top, trace, trim, watch,
+    completions, coordinate, doctor, gpus, image_init, keeper, load, metrics, operate, pause, ps, python_path, ray, relocate, resume, run,
+    save, set_tag, share, status, suspend, swap, top, trace, trim, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;
@@ -69,6 +69,10 @@ commands! {
     Suspend(suspend::Args),
     /// Move processes to other GPUs: suspend, restore there, resume
     Move(relocate::Args),
+    /// Save a running program to disk as an image
+    Save(save::Args),
+    /// Start a program from an image, where it was saved
+    Load(load::Args),
     /// Print or serve metrics for Prometheus
     Metrics(metrics::Args),
     /// Have torch return the GPU memory that it has cached
@@ -97,6 +101,9 @@ commands! {
     /// Keep a run of `run --share`: schedule, or wait to be needed for that
     #[command(hide = true)]
     Keeper(keeper::Args),
+    /// The first process of a loaded program's namespace
+    #[command(hide = true)]
+    ImageInit(image_init::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
 }

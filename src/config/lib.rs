@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, OsString};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 use vramctl_host::{PerProcess, logger, system};
 use vramctl_model::{DEFAULT_TAG, Limit, Policy, SharePriority, checked_name, checked_tag, parse_bytes};
@@ -168,6 +168,24 @@ const DEFAULT_HOST_KEEP: u32 = 60;
 /// The most and the least of `VRAMCTL_TRACE`.
 const MOST_TRACE: usize = 16 << 20;
 const LEAST_TRACE: usize = 64 << 10;
+
+/// The name that this process has got since its start, as the process of an image.
+static NAME: PerProcess<RwLock<Option<String>>> = PerProcess::new(RwLock::default);
+
+/// The name that this process has got since its start, if it has.
+pub fn new_name() -> Option<String> {
+    NAME.existing()?.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The name of this process: the one that it has got, else `VRAMCTL_NAME`.
+pub fn own_name() -> Option<String> {
+    new_name().or_else(|| Config::get().name.clone())
+}
+
+/// Gives this process a name.
+pub fn set_own_name(name: &str) {
+    *NAME.get().write().unwrap_or_else(PoisonError::into_inner) = Some(name.to_owned());
+}
 
 static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
 

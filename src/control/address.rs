@@ -240,7 +240,7 @@ pub enum ListenerName {
 impl ListenerName {
     /// That of this process.
     pub fn own() -> Self {
-        config::Config::get().name.clone().map_or_else(|| Self::Program(program_of(process::id()).unwrap_or_default()), Self::Given)
+        config::own_name().map_or_else(|| Self::Program(program_of(process::id()).unwrap_or_default()), Self::Given)
     }
 
     /// The name in the address of the socket that this is a connection to. `None` if the name is too long.

@@ -205,6 +205,22 @@ impl Client {
         answer!(self, Request::Awake, Reply::Awake => ())
     }
 
+    /// Has it write its paused contents to a file, which has this name there. Returns the bytes of contents, and how many of them are written.
+    pub fn store(&mut self, path: &str, file: BorrowedFd<'_>) -> Result<(u64, u64), ClientError> {
+        match self.ask(Request::Store { path: path.to_owned() }, Some(file), &mut |_| ())? {
+            Reply::Stored { bytes, written_bytes } => Ok((bytes, written_bytes)),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Has it close everything by which it is reached.
+    pub fn detach(&mut self) -> Result<(), ClientError> {
+        let detached: Result<(), ClientError> = answer!(self, Request::Detach, Reply::Detached => ());
+        // It begins when somebody calls.
+        let _ = detached.is_ok().then(|| self.directory.connect(self.pid));
+        detached
+    }
+
     /// Sets the tag of allocations outside regions.
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
         answer!(self, Request::SetTag { tag }, Reply::Tag { tag } => tag)

@@ -8,6 +8,7 @@ use crate::address::{self, Address, ListenerName, Listeners};
 use crate::presence::{self, Lock};
 use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
+use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, fchown};
@@ -18,8 +19,12 @@ use std::time::{Duration, Instant};
 use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::directory::{Unsafe, open_private};
+use vramctl_host::file_lock::{Sharing, try_lock};
 use vramctl_host::system::{own_folder, user};
 use vramctl_host::{Held, Identity, Unpoison};
+
+/// More than a process is ever told at its start.
+const LONGEST_LOADING: u64 = 64 << 10;
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug, Clone)]
@@ -276,6 +281,34 @@ impl Directory {
     }
 }
 
+/// Whether somebody keeps a process of this address from listening, by a lock on `ADDRESS.saving`.
+pub fn is_being_saved(address: &str) -> bool {
+    let Ok(Some(directory)) = Directory::open() else { return false };
+    let lock = directory.file(&format!("{address}.saving"), File::options().read(true));
+    lock.is_ok_and(|file| try_lock(&file, Sharing::Shared).is_ok_and(|is_free| !is_free))
+}
+
+/// The PID namespace of this process.
+pub fn own_namespace() -> Option<u64> {
+    address::namespace_of(own_folder())
+}
+
+/// The file that tells the process of this PID in this namespace something at its start.
+pub fn name_of_loading(pid: u32) -> String {
+    let [_, address] = Address::beside(pid);
+    format!("{address}.loading")
+}
+
+/// What `ADDRESS.loading` says to this process, which the file is for. It is then gone.
+pub fn take_loading() -> Option<String> {
+    let directory = Directory::open().ok()??;
+    let name = name_of_loading(process::id());
+    let mut text = String::new();
+    directory.file(&name, File::options().read(true)).ok()?.take(LONGEST_LOADING).read_to_string(&mut text).ok()?;
+    let _ = fs::remove_file(directory.within(&name));
+    Some(text)
+}
+
 /// A bound socket's file.
 #[derive(Debug)]
 pub struct Bound {
@@ -300,6 +333,11 @@ impl Bound {
         self.deleted.take_if(|(_, since)| since.elapsed() >= after);
     }
 
+    /// Its name, without the ending.
+    pub fn address(&self) -> Option<&str> {
+        Path::new(self.path.to_str().ok()?).file_stem()?.to_str()
+    }
+
     /// Whether its name is gone, or belongs to another file: somebody has deleted it, or the directory. In doubt it is not: in another
     /// root directory, a name means something else.
     pub fn is_lost(&self) -> bool {
@@ -307,6 +345,13 @@ impl Bound {
             Ok(found) => found != self.file && root() == self.root,
             Err(error) => matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) && root() == self.root,
         }
+    }
+
+    /// Removes it, once nothing else tells that the process listens.
+    pub fn give_up(mut self) {
+        self.deleted = None;
+        self.lock = None;
+        self.remove();
     }
 
     /// Removes it, unless another file has its name by now. Needs no memory: the program may exit in a signal handler that has

@@ -58,6 +58,16 @@ pub enum Request {
     /// The process is running again: the library may use the driver.
     #[serde(deserialize_with = "no_fields")]
     Awake,
+    /// Write the contents that are kept of paused memory to the file whose descriptor the line carries, and keep them nowhere else. All memory must be
+    /// paused. Read back from the file of this name.
+    Store {
+        /// The file's name, for this process.
+        path: String,
+    },
+    /// After `suspend`: close everything by which this process is reached, for as long as somebody has the lock `ADDRESS.saving`, so that it can be
+    /// written to a disk. Then it listens anew. As the process of an image, it takes the name that `ADDRESS.loading` says.
+    #[serde(deserialize_with = "no_fields")]
+    Detach,
     /// First step of a held pause: new calls wait from now on. Everything is undone when the lease ends. The line may carry a
     /// descriptor: the [`Decision`](super::decision::Decision) that the processes of a job share.
     Hold {
@@ -187,6 +197,15 @@ pub enum Reply {
     },
     /// To `awake`.
     Awake,
+    /// To `store`.
+    Stored {
+        /// Bytes of contents.
+        bytes: u64,
+        /// Bytes written: those that are not zero.
+        written_bytes: u64,
+    },
+    /// To `detach`. The process is not reached from now on.
+    Detached,
     /// To `set-tag`.
     Tag {
         /// The new tag.

@@ -13,7 +13,7 @@ mod figures;
 pub mod forecast;
 pub mod gpus;
 mod job;
-mod lock;
+pub mod lock;
 pub mod machine;
 pub mod nodes;
 pub mod operation;

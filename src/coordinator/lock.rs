@@ -24,6 +24,7 @@ pub struct FileLock {
 pub struct Others {
     /// The command's process id, if it has written it by now.
     pub pid: Option<u32>,
+    /// The file.
     pub place: PathBuf,
 }
 

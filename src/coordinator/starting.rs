@@ -35,7 +35,7 @@ impl fmt::Display for Starting {
 pub fn starting(target: &Target, managed: &[Process]) -> Vec<Starting> {
     const VARIABLES: [&str; 5] = ["VRAMCTL_JOB", "VRAMCTL_NAME", "VRAMCTL_DIR", "XDG_RUNTIME_DIR", "LD_PRELOAD"];
     let mut runs = BTreeMap::new();
-    for pid in proc::pids().into_iter().filter(|pid| *pid != process::id()) {
+    for pid in proc::pids().into_iter().filter(|pid| *pid != process::id() && managed.iter().all(|process| process.pid != *pid)) {
         let values = proc::variables(pid, VARIABLES);
         let value = |name: &str| VARIABLES.iter().position(|known| *known == name).and_then(|at| values[at].clone());
         let Some(run) = value("VRAMCTL_JOB").filter(|run| managed.iter().all(|process| process.run() != Some(run))) else { continue };

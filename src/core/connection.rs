@@ -2,13 +2,14 @@
 
 use crate::memory::Memory;
 use crate::memory::share::{Borrower, Loan, Token};
-use std::io;
 use std::mem::{self, ManuallyDrop};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
+use std::{io, thread};
 use vramctl_control::descriptors::{self, Passed};
 use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
 use vramctl_host::{Held, PerProcess, Unpoison, reserve, system};
@@ -98,6 +99,24 @@ impl Connection {
         seated.retain(|connection| connection.strong_count() > 0);
         seated.push(Arc::downgrade(&new));
         new
+    }
+
+    /// Hangs up on all clients, and waits until all connections are closed, if that is within this time.
+    pub fn close_all(within: Duration) -> bool {
+        const LOOK_AGAIN: Duration = Duration::from_millis(1);
+        let deadline = Instant::now() + within;
+        loop {
+            SEATED.get().lock().unpoisoned().retain(|connection| connection.strong_count() > 0);
+            let open: Vec<_> = SEATED.get().lock().unpoisoned().iter().filter_map(Weak::upgrade).collect();
+            for stream in open.iter().filter_map(|connection| connection.stream().ok()) {
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+            if open.is_empty() || Instant::now() >= deadline {
+                return open.is_empty();
+            }
+            drop(open);
+            thread::sleep(LOOK_AGAIN);
+        }
     }
 
     /// Whether the client is another process.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use vramctl_config::Config;
+use vramctl_config::own_name;
 use vramctl_host::system::own_folder;
 use vramctl_host::{PerProcess, Unpoison};
 
@@ -32,9 +32,9 @@ pub fn name() -> Option<String> {
     ENGINE.existing()?.lock().unpoisoned().clone()
 }
 
-/// The process's name: `VRAMCTL_NAME`, else the program's.
+/// The process's name: that of an image's process, else `VRAMCTL_NAME`, else the program's.
 pub fn process_name() -> String {
-    Config::get().name.clone().unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned())
+    own_name().unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned())
 }
 
 /// The beginning of its command line.

@@ -5,6 +5,7 @@
 pub mod cache;
 mod connection;
 pub mod contexts;
+mod detach;
 mod door;
 mod drain;
 pub mod engine;
@@ -18,5 +19,6 @@ pub mod memory;
 mod quiet;
 pub mod server;
 mod status;
+mod store;
 mod suspend;
 pub mod transition;

@@ -13,15 +13,16 @@ use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
 use crate::transition::Pause;
-use crate::{cache, door, engine, events, holder, lease, member, status};
+use crate::{cache, detach, door, engine, events, holder, lease, member, status};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 use std::{io, iter, mem, thread};
-use vramctl_config::Config;
+use vramctl_config::{Config, new_name};
 use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
 use vramctl_host::{Held, PerProcess, Unpoison, exit, reserve, system, worker};
@@ -72,6 +73,9 @@ fn serve(first: io::Result<Held>) {
     let in_reserve = start_threads_in_reserve();
     let mut named = Named { socket: first.ok(), tried: Instant::now(), is_loss_logged: false };
     loop {
+        if detach::is_wanted() {
+            named = named.detach();
+        }
         reserve::fill();
         let door = door::socket();
         let both = [named.socket.as_ref(), door.as_deref()];
@@ -94,6 +98,15 @@ struct Named {
 }
 
 impl Named {
+    /// Closes everything by which the process is reached, and listens anew once it may.
+    fn detach(self) -> Self {
+        let bound = BOUND.get().lock().unpoisoned().take();
+        door::close();
+        drop(self.socket);
+        detach::stay_away(bound);
+        Self { socket: listen().inspect_err(complain).ok(), tried: Instant::now(), is_loss_logged: false }
+    }
+
     /// Accepts a client if there `is_one`. Makes the socket again if the program has closed it, or if somebody has deleted its name.
     fn serve(self, is_one: bool, in_reserve: &Sender<Arc<Connection>>) -> Self {
         let Some(socket) = &self.socket else {
@@ -253,7 +266,11 @@ fn converse(connection: &Connection) {
             }
             Err(error) => (Reply::Error(Refusal::from(&error)), true),
         };
-        if connection.send_with(&reply, &files).is_err() || end {
+        let is_sent = connection.send_with(&reply, &files).is_ok();
+        if reply == Reply::Detached {
+            detach::want();
+        }
+        if !is_sent || end {
             return;
         }
     }
@@ -269,8 +286,8 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
 /// Whether a request may wait long: for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). The steps of
 /// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
-    use Request::{Cache, Counted, Holdings, Pause, Plan, Resume, Suspend, Trim};
-    matches!(request, Pause(_) | Plan(_) | Resume(_) | Suspend | Counted { .. } | Cache | Holdings | Trim { .. })
+    use Request::{Cache, Counted, Holdings, Pause, Plan, Resume, Store, Suspend, Trim};
+    matches!(request, Pause(_) | Plan(_) | Resume(_) | Store { .. } | Suspend | Counted { .. } | Cache | Holdings | Trim { .. })
 }
 
 /// Whether the program is held afterwards.
@@ -295,6 +312,7 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
                 | Request::Share { .. }
                 | Request::Suspend
                 | Request::Awake
+                | Request::Detach
                 | Request::Close { .. }
         )
     {
@@ -328,6 +346,11 @@ fn serve_request(request: Request, connection: &Connection, lines: &mut Lines<'_
             memory.awake();
             Ok(Reply::Awake)
         }
+        Request::Store { path } => {
+            let file = lines.take_file().ok_or_else(|| Error::Invalid("to store contents needs a descriptor".into()))?;
+            memory.store(&file, Path::new(&path)).map(|(bytes, written_bytes)| Reply::Stored { bytes, written_bytes })
+        }
+        Request::Detach => detach::check().map(|()| Reply::Detached),
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
@@ -368,8 +391,9 @@ fn hello() -> Hello {
         name: engine::process_name(),
         program: engine::program(),
         engine: engine::name(),
-        job: Config::get().job.clone(),
-        run: Config::get().run.clone(),
+        job: new_name().or_else(|| Config::get().job.clone()),
+        // Several may run of one image.
+        run: Config::get().run.clone().filter(|_| new_name().is_none()),
         age_s: engine::age_s(),
         ranks: lease::ranks().clone(),
         trims: cache::is_served(),

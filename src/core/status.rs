@@ -129,6 +129,7 @@ impl Memory {
                 match contents.state.backup().map(|saved| &**saved) {
                     Some(saved @ Backup::Host(_)) => (paused_by, saved.kept_bytes(), 0),
                     Some(Backup::Disk(_)) => (paused_by, 0, bytes),
+                    Some(saved @ Backup::Stored(_)) => (paused_by, 0, saved.kept_bytes()),
                     None => (paused_by, 0, 0),
                 }
             };

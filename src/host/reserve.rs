@@ -18,6 +18,13 @@ pub fn fill() {
     fill_up(&mut RESERVE.get().lock().unpoisoned());
 }
 
+/// Closes all of it, until it is filled again.
+pub fn empty() {
+    if let Some(reserve) = RESERVE.existing() {
+        reserve.lock().unpoisoned().clear();
+    }
+}
+
 fn fill_up(reserve: &mut Vec<Held>) {
     // The program may have closed some.
     reserve.retain(Held::is_ours);

@@ -21,6 +21,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::{fmt, io, slice, thread};
@@ -182,6 +183,11 @@ impl Spill {
             }
             Ok(())
         })
+    }
+
+    /// Reads a part of it, on the calling thread. Everything is a multiple of [`ALIGNMENT`].
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.file()?.read_exact_at(buffer, offset)
     }
 
     /// Runs `work` with the engine, and returns once the engine has stopped.

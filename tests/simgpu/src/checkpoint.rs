@@ -66,7 +66,7 @@ pub fn state(pid: i32, state: Out<u32>) -> Outcome {
     state.put(machine()?.state_of(process(pid)?)? as u32)
 }
 
-/// `cuCheckpointProcessGetRestoreThreadId`: no such thread is simulated.
+/// `cuCheckpointProcessGetRestoreThreadId`: the main thread's; that of [`crate::restore_thread`] calls nothing.
 pub fn restore_thread(pid: i32, thread: Out<i32>) -> Outcome {
     machine()?.state_of(process(pid)?)?;
     thread.put(pid)

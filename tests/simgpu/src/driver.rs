@@ -13,6 +13,7 @@ use crate::host::HostMemory;
 use crate::kernel::Modules;
 use crate::machine::{Hand, Machine};
 use crate::pool::Pools;
+use crate::restore_thread;
 use crate::settings::{self, Settings};
 use crate::sharing::Opened;
 use crate::stream::{self, Streams};
@@ -121,7 +122,9 @@ pub fn init(flags: u32) -> Outcome {
         }
     });
     INITIALISED.store(true, Ordering::Release);
-    let _ = HAND.set(machine.hand());
+    if HAND.set(machine.hand()).is_ok() && settings().restore_thread {
+        restore_thread::start(machine);
+    }
     Ok(())
 }
 

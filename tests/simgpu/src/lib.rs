@@ -47,6 +47,7 @@ pub mod machine;
 pub mod memory;
 pub mod nvml;
 pub mod pool;
+pub mod restore_thread;
 pub mod settings;
 pub mod shaped;
 pub mod sharing;

@@ -12,14 +12,14 @@
 //! never closes it, and its threads also exclude each other with a mutex.
 
 use crate::codes::{ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome};
+use crate::restore_thread::{self, has_left};
 use crate::settings::{self, Settings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ const OUT_OF_ROOM: u32 = 1;
 /// The process has something that is never restored.
 const UNRESTORABLE: u32 = 2;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
-const MAGIC: u64 = 0x7369_6d67_7075_0005;
+const MAGIC: u64 = 0x7369_6d67_7075_0006;
 /// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
 /// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
@@ -54,6 +54,8 @@ struct Slot {
     opened: AtomicU32,
     /// Why a restore fails for good: 0, [`OUT_OF_ROOM`] or [`UNRESTORABLE`].
     spoilt: AtomicU32,
+    /// 1: it leaves the machine once it is checkpointed ([`crate::restore_thread`]).
+    leaves: AtomicU32,
     used: [AtomicU64; MAX_DEVICES],
     /// What it used when it was checkpointed.
     saved: [AtomicU64; MAX_DEVICES],
@@ -107,6 +109,21 @@ struct Shared {
     memories: [Common; MEMORIES],
 }
 
+fn file_in(directory: &Path) -> PathBuf {
+    directory.join("machine")
+}
+
+/// Maps the shared state, or memory of the same size.
+///
+/// # Safety
+///
+/// As for `mmap`: with `MAP_FIXED`, what is at the address is replaced.
+unsafe fn map_at(address: *mut Shared, flags: i32, file: i32) -> io::Result<*const Shared> {
+    // SAFETY: as promised.
+    let mapped = unsafe { libc::mmap(address.cast(), size_of::<Shared>(), libc::PROT_READ | libc::PROT_WRITE, flags, file, 0) };
+    if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(mapped.cast()) }
+}
+
 fn place_of_common(place: usize) -> i64 {
     DOOR + 1 + (SLOTS + place) as i64
 }
@@ -149,7 +166,7 @@ impl Slot {
 
 /// This process, as other processes handle it.
 #[derive(Debug, Clone, Copy)]
-pub struct Hand(&'static Slot);
+pub struct Hand(&'static Machine);
 
 impl std::fmt::Debug for Slot {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -159,18 +176,21 @@ impl std::fmt::Debug for Slot {
 
 /// A call in progress.
 #[derive(Debug)]
-pub struct Inside(Hand);
+pub struct Inside(&'static Slot);
 
 impl Hand {
     /// Begins a call, once the process is not locked.
     pub fn enter(self) -> Inside {
         loop {
-            self.0.inside.fetch_add(1, Ordering::SeqCst);
-            let inside = Inside(self);
-            if self.0.state() == State::Running {
-                return inside;
+            if let Some(slot) = self.0.own() {
+                slot.inside.fetch_add(1, Ordering::SeqCst);
+                let inside = Inside(slot);
+                if slot.state() == State::Running {
+                    return inside;
+                }
+                drop(inside);
             }
-            drop(inside);
+            // Locked, or it has left the machine.
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -178,7 +198,7 @@ impl Hand {
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        self.0.0.inside.fetch_sub(1, Ordering::SeqCst);
+        self.0.inside.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -226,12 +246,17 @@ pub struct Tenant {
 /// A simulated machine, opened by this process.
 #[derive(Debug)]
 pub struct Machine {
-    file: File,
+    /// The descriptor of its file; -1 while this process has left it.
+    file: AtomicI32,
+    /// The file's name, if it has one.
+    path: Option<PathBuf>,
     shared: &'static Shared,
     /// Excludes other threads of this process; the record lock excludes other processes.
     door: Mutex<()>,
     /// This process's slot, or -1 if it has none.
     slot: AtomicI64,
+    /// The slot that it had when it left, or -1.
+    left: AtomicI64,
     /// The process that owns that slot: a forked child does not.
     owner: AtomicU32,
     /// How often this process refers to shared memories, by place.
@@ -243,6 +268,13 @@ pub struct Machine {
 impl std::fmt::Debug for Shared {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // SAFETY: nobody else's, and -1 is refused.
+        unsafe { libc::close(self.descriptor()) };
     }
 }
 
@@ -264,7 +296,7 @@ impl Machine {
         let file = match &settings.directory {
             Some(directory) => {
                 std::fs::create_dir_all(directory)?;
-                File::options().read(true).write(true).create(true).truncate(false).open(directory.join("machine"))?
+                File::options().read(true).write(true).create(true).truncate(false).open(file_in(directory))?
             }
             None => {
                 // SAFETY: the name is a C string; the new descriptor is owned by the `File`.
@@ -281,7 +313,9 @@ impl Machine {
         if file.metadata()?.len() < size_of::<Shared>() as u64 {
             file.set_len(size_of::<Shared>() as u64)?;
         }
-        let machine = Self::map(file)?;
+        let path = settings.directory.as_deref().map(file_in);
+        let mut machine = Self::map(file)?;
+        machine.path = path;
         let door = machine.enter();
         if machine.shared.magic.load(Ordering::Acquire) == 0 {
             machine.shared.devices.store(settings.devices as u64, Ordering::Relaxed);
@@ -289,14 +323,14 @@ impl Machine {
             machine.shared.magic.store(MAGIC, Ordering::Release);
         }
         drop(door);
-        let machine = machine.checked()?;
-        let visible = settings::visible(settings.visible.as_deref(), machine.devices());
-        Ok(Self { visible, ..machine })
+        let mut machine = machine.checked()?;
+        machine.visible = settings::visible(settings.visible.as_deref(), machine.devices());
+        Ok(machine)
     }
 
     /// Opens an existing machine read-only for inspection, without joining it.
     pub fn look(directory: &Path) -> io::Result<Self> {
-        let file = File::options().read(true).write(true).open(directory.join("machine"))?;
+        let file = File::options().read(true).write(true).open(file_in(directory))?;
         if file.metadata()?.len() < size_of::<Shared>() as u64 {
             return Err(io::Error::other("not a simulated machine of this version"));
         }
@@ -306,23 +340,11 @@ impl Machine {
     fn map(file: File) -> io::Result<Self> {
         // SAFETY: a new shared mapping of a file that is at least this long. It is never unmapped, and everything in it is
         // atomic.
-        // unmapped, and everything in it is atomic.
-        let shared = unsafe {
-            let address = libc::mmap(
-                std::ptr::null_mut(),
-                size_of::<Shared>(),
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            );
-            if address == libc::MAP_FAILED {
-                return Err(io::Error::last_os_error());
-            }
-            &*address.cast::<Shared>()
-        };
+        let shared = unsafe { &*map_at(std::ptr::null_mut(), libc::MAP_SHARED, file.as_raw_fd())? };
         let (door, slot, owner, common) = (Mutex::new(()), AtomicI64::new(-1), AtomicU32::new(0), Mutex::default());
-        Ok(Self { file, shared, door, slot, owner, common, visible: Vec::new() })
+        let file = AtomicI32::new(file.into_raw_fd());
+        let left = AtomicI64::new(-1);
+        Ok(Self { file, path: None, shared, door, slot, left, owner, common, visible: Vec::new() })
     }
 
     fn checked(self) -> io::Result<Self> {
@@ -476,7 +498,13 @@ impl Machine {
 
     /// What distinguishes this machine from others.
     pub fn identity(&self) -> Key {
-        self.file.metadata().map_or((0, 0), |metadata| (metadata.dev(), metadata.ino()))
+        // SAFETY: a stat of zeros is valid, and the call fills it.
+        let found = unsafe {
+            let mut found: libc::stat64 = std::mem::zeroed();
+            libc::fstat64(self.descriptor(), &raw mut found);
+            found
+        };
+        (found.st_dev, found.st_ino)
     }
 
     /// Bytes of a device in use by this process.
@@ -497,8 +525,8 @@ impl Machine {
     /// The live processes that have joined the machine.
     pub fn tenants(&self) -> Vec<Tenant> {
         self.living()
-            .map(|(_, slot)| Tenant {
-                pid: slot.pid.load(Ordering::Relaxed),
+            .map(|(index, slot)| Tenant {
+                pid: self.pid_here(index, slot),
                 command: slot
                     .command
                     .iter()
@@ -556,18 +584,27 @@ impl Machine {
 
     /// What other processes do to this one, once it has joined.
     pub fn hand(&'static self) -> Option<Hand> {
-        self.own().map(Hand)
+        self.own().map(|_| Hand(self))
     }
 
     /// The living process with this id.
     fn process(&self, pid: u32) -> Option<&Slot> {
-        self.living().map(|(_, slot)| slot).find(|slot| slot.pid.load(Ordering::Acquire) == pid)
+        self.living().find(|(index, slot)| self.pid_here(*index, slot) == pid).map(|(_, slot)| slot)
+    }
+
+    /// The id of a living process, in the PID namespace of this one.
+    fn pid_here(&self, index: usize, slot: &Slot) -> u32 {
+        let holder = self.locker(1 + index as i64).filter(|holder| *holder > 0);
+        holder.map_or_else(|| slot.pid.load(Ordering::Acquire), i32::cast_unsigned)
     }
 
     /// A process's state.
     pub fn state_of(&self, pid: u32) -> Outcome<State> {
-        let _door = self.enter();
-        self.process(pid).ok_or(INVALID_VALUE).map(Slot::state)
+        let state = {
+            let _door = self.enter();
+            self.process(pid).map(Slot::state)
+        };
+        state.or_else(|| has_left(pid).then_some(State::Checkpointed)).ok_or(INVALID_VALUE)
     }
 
     /// Makes the calls of a running process wait, and waits for those that have begun.
@@ -596,11 +633,29 @@ impl Machine {
                 saved.store(used.swap(0, Ordering::Relaxed), Ordering::Relaxed);
             }
             Ok(())
-        })
+        })?;
+        self.wait_until_left(pid)
+    }
+
+    /// Waits until a checkpointed process has left the machine, if it does that.
+    fn wait_until_left(&self, pid: u32) -> Outcome {
+        let is_leaving = || {
+            let _door = self.enter();
+            self.process(pid).is_some_and(|slot| slot.leaves.load(Ordering::SeqCst) != 0)
+        };
+        let begun = Instant::now();
+        while is_leaving() {
+            if begun.elapsed() > restore_thread::PATIENCE {
+                return Err(OPERATING_SYSTEM);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// Gives it back, on other devices if there is a map of all of them.
     pub fn restore_process(&self, pid: u32, map: Option<&BTreeMap<usize, usize>>) -> Outcome {
+        let _called = has_left(pid).then(|| restore_thread::Called::back(self, pid)).transpose()?;
         self.change(pid, State::Checkpointed, State::Locked, |slot| {
             let new: BTreeMap<usize, usize> = map.cloned().unwrap_or_else(|| (0..self.devices()).map(|device| (device, device)).collect());
             let targets: BTreeSet<_> = new.values().copied().collect();
@@ -644,7 +699,7 @@ impl Machine {
 
     fn change(&self, pid: u32, from: State, to: State, work: impl FnOnce(&Slot) -> Outcome) -> Outcome {
         let _door = self.enter();
-        let slot = self.process(pid).ok_or(INVALID_VALUE)?;
+        let slot = self.process(pid).ok_or_else(|| if has_left(pid) { ILLEGAL_STATE } else { INVALID_VALUE })?;
         if slot.state() != from {
             return Err(ILLEGAL_STATE);
         }
@@ -693,9 +748,10 @@ impl Machine {
 
     /// This process's slot, claimed at the first call. The caller must hold the lock.
     fn claim(&self) -> Option<&Slot> {
-        if let Some(slot) = self.own() {
-            return Some(slot);
-        }
+        self.own().or_else(|| self.claim_as(State::Running))
+    }
+
+    fn claim_as(&self, state: State) -> Option<&Slot> {
         let index = (0..SLOTS)
             .find(|&index| !self.is_locked(1 + index as i64) && self.record_lock(libc::F_SETLK, libc::F_WRLCK, DOOR + 1 + index as i64))?;
         self.common().clear();
@@ -708,10 +764,11 @@ impl Machine {
             slot.kernels[device].running.store(0, Ordering::SeqCst);
             slot.kernels[device].busy.store(0, Ordering::SeqCst);
         }
-        for word in [&slot.state, &slot.inside, &slot.imported, &slot.opened] {
+        for word in [&slot.state, &slot.inside, &slot.imported, &slot.opened, &slot.leaves] {
             word.store(0, Ordering::SeqCst);
         }
         slot.spoilt.store(if settings::get().unrestorable { UNRESTORABLE } else { 0 }, Ordering::SeqCst);
+        slot.state.store(state as u32, Ordering::SeqCst);
         let command = std::fs::read("/proc/self/comm").unwrap_or_default();
         for (index, byte) in slot.command.iter().enumerate() {
             let value = command.get(index).copied().filter(|&byte| byte != b'\n').unwrap_or(0);
@@ -721,6 +778,83 @@ impl Machine {
         self.owner.store(std::process::id(), Ordering::Relaxed);
         self.slot.store(index as i64, Ordering::Release);
         Some(slot)
+    }
+
+    /// Leaves the machine: what it has there is copied to its own memory, at the same addresses, and the file is closed, and with it the locks.
+    pub fn leave(&self) {
+        let door = self.enter();
+        let bytes = size_of::<Shared>();
+        let (mut copy, at) = (vec![0_u8; bytes], std::ptr::from_ref(self.shared).cast_mut());
+        let left = self.slot.swap(-1, Ordering::SeqCst);
+        // SAFETY: the mapping of this length is replaced by one of the process's own memory. Who reads it meanwhile reads zeros, and nobody waits
+        // for anything that is in there: the process has no slot.
+        unsafe {
+            std::ptr::copy_nonoverlapping(at.cast(), copy.as_mut_ptr(), bytes);
+            if map_at(at, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED, -1).is_err() {
+                self.slot.store(left, Ordering::SeqCst);
+                return;
+            }
+            std::ptr::copy_nonoverlapping(copy.as_ptr(), at.cast(), bytes);
+            libc::close(self.file.swap(-1, Ordering::SeqCst));
+        }
+        self.left.store(left, Ordering::SeqCst);
+        drop(door);
+    }
+
+    /// Comes back to the machine, checkpointed as it has left it. The machine may be another one of the same kind.
+    pub fn come_back(&self) -> io::Result<()> {
+        let path = self.path.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        if file.metadata()?.len() < size_of::<Shared>() as u64 {
+            file.set_len(size_of::<Shared>() as u64)?;
+        }
+        let words = |slot: &Slot| [&slot.imported, &slot.opened, &slot.spoilt].map(|word| word.load(Ordering::SeqCst));
+        let left = &self.shared.slots[self.left.load(Ordering::SeqCst).max(0) as usize];
+        let (ties, devices, memory) = (words(left), self.devices(), self.memory());
+        let saved: [u64; MAX_DEVICES] = std::array::from_fn(|device| left.saved[device].load(Ordering::SeqCst));
+        let place: [u32; MAX_DEVICES] = std::array::from_fn(|device| left.place[device].load(Ordering::SeqCst));
+        // SAFETY: as in `leave`; the file is at least this long.
+        unsafe { map_at(std::ptr::from_ref(self.shared).cast_mut(), libc::MAP_SHARED | libc::MAP_FIXED, file.as_raw_fd())? };
+        self.file.store(file.into_raw_fd(), Ordering::SeqCst);
+        let _door = self.enter();
+        if self.shared.magic.load(Ordering::Acquire) == 0 {
+            self.shared.devices.store(devices as u64, Ordering::Relaxed);
+            self.shared.memory.store(memory, Ordering::Relaxed);
+            self.shared.magic.store(MAGIC, Ordering::Release);
+        }
+        let places: Vec<_> = self.common().keys().copied().collect();
+        let slot = self.claim_as(State::Checkpointed).ok_or(io::ErrorKind::Other)?;
+        for (word, was) in [&slot.imported, &slot.opened, &slot.spoilt].iter().zip(ties) {
+            word.store(was, Ordering::SeqCst);
+        }
+        for device in 0..MAX_DEVICES {
+            slot.saved[device].store(saved[device], Ordering::SeqCst);
+            slot.place[device].store(place[device], Ordering::SeqCst);
+        }
+        for place in places {
+            self.refer(place);
+        }
+        slot.leaves.store(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Whether this process has been checkpointed.
+    pub fn is_checkpointed(&self) -> bool {
+        self.own().is_some_and(|slot| slot.state() == State::Checkpointed)
+    }
+
+    /// This process will leave the machine once it is checkpointed.
+    pub fn will_leave(&self) {
+        self.own().iter().for_each(|slot| slot.leaves.store(1, Ordering::SeqCst));
+    }
+
+    /// The folder of its file.
+    pub fn folder(&self) -> Option<&Path> {
+        self.path.as_ref()?.parent()
+    }
+
+    fn descriptor(&self) -> i32 {
+        self.file.load(Ordering::SeqCst)
     }
 
     fn own(&self) -> Option<&Slot> {
@@ -739,6 +873,11 @@ impl Machine {
 
     /// Whether another process holds a lock on this byte, counted from the door's.
     fn is_locked(&self, byte: i64) -> bool {
+        self.locker(byte).is_some()
+    }
+
+    /// Which other process does; 0 if that cannot be seen from here.
+    fn locker(&self, byte: i64) -> Option<i32> {
         // SAFETY: a flock of zeros is valid, and the call fills it.
         unsafe {
             let mut lock: libc::flock = std::mem::zeroed();
@@ -746,7 +885,8 @@ impl Machine {
             lock.l_whence = libc::SEEK_SET as _;
             lock.l_start = DOOR + byte;
             lock.l_len = 1;
-            libc::fcntl(self.file.as_raw_fd(), libc::F_GETLK, &raw mut lock) == 0 && i32::from(lock.l_type) != libc::F_UNLCK
+            (libc::fcntl(self.descriptor(), libc::F_GETLK, &raw mut lock) == 0 && i32::from(lock.l_type) != libc::F_UNLCK)
+                .then_some(lock.l_pid)
         }
     }
 
@@ -759,7 +899,7 @@ impl Machine {
             lock.l_start = position;
             lock.l_len = 1;
             loop {
-                if libc::fcntl(self.file.as_raw_fd(), command, &raw const lock) == 0 {
+                if libc::fcntl(self.descriptor(), command, &raw const lock) == 0 {
                     return true;
                 }
                 if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {

@@ -47,6 +47,8 @@ pub struct Settings {
     pub decompression: bool,
     /// `SIMGPU_UNRESTORABLE`: a restore of this process from a checkpoint fails, as with NCCL.
     pub unrestorable: bool,
+    /// `SIMGPU_RESTORE_THREAD`: a checkpointed process leaves the machine, and a thread of it brings it back.
+    pub restore_thread: bool,
     /// `SIMGPU_MIG`: the devices are in MIG mode.
     pub mig: bool,
     /// `SIMGPU_MPS`: the devices' contexts are behind MPS.
@@ -91,6 +93,7 @@ pub fn get() -> &'static Settings {
             no_rdma: !matches!(text("SIMGPU_NO_RDMA").as_str(), "" | "0"),
             decompression: !matches!(text("SIMGPU_DECOMPRESSION").as_str(), "" | "0"),
             unrestorable: !matches!(text("SIMGPU_UNRESTORABLE").as_str(), "" | "0"),
+            restore_thread: !matches!(text("SIMGPU_RESTORE_THREAD").as_str(), "" | "0"),
             mig: !matches!(text("SIMGPU_MIG").as_str(), "" | "0"),
             mps: !matches!(text("SIMGPU_MPS").as_str(), "" | "0"),
             pids: match text("SIMGPU_NVML_PIDS").as_str() {

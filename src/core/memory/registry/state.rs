@@ -147,6 +147,11 @@ impl State {
         if let Self::Released(released) = self { released.saved.as_ref() } else { None }
     }
 
+    /// Replaces the contents of released memory by the same in another place. Returns where they were.
+    pub(crate) fn replace_saved(&mut self, now: Arc<Backup>) -> Option<Arc<Backup>> {
+        if let Self::Released(released) = self { released.saved.replace(now) } else { None }
+    }
+
     /// The backup that exists: the contents of released memory, or what was retained of the last pause.
     pub fn backup(&self) -> Option<&Arc<Backup>> {
         match self {

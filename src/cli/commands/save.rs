@@ -1,0 +1,92 @@
+//! `vramctl save`.
+
+use crate::arguments::{BackupArgs, seconds};
+use crate::candidates;
+use crate::execute::Execute;
+use crate::ui::Ui;
+use crate::ui::interrupt;
+use crate::ui::output;
+use clap_complete::ArgValueCandidates;
+use serde_json::json;
+use std::path::PathBuf;
+use std::time::Duration;
+use vramctl_coordinator::deadline::Deadline;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::operation::{Hold, HowToPause};
+use vramctl_coordinator::processes::Target;
+use vramctl_coordinator::{Operation, Scope};
+use vramctl_images::Save;
+use vramctl_model::{PauseOptions, Verb};
+
+#[derive(clap::Args)]
+#[command(after_long_help = "\
+Suspends the program as `vramctl suspend` does, and writes it to a directory: the contents of its GPU memory, and with CRIU the process. \
+Then it ends; with --keep it goes on. `vramctl load` starts it again, as often as wanted.
+
+Needs root and CRIU 4.1 or later (VRAMCTL_CRIU, else on the PATH). A program that cannot be saved is refused with exit code 7, and nothing \
+changes: the message names what is in the way, such as an io_uring, a TCP connection to outside, or a child.
+
+An image has all of the program's memory in it, and so its secrets. Only its owner and root can read it.
+
+Examples:
+  vramctl save engine /images/llama
+  vramctl save engine /images/llama --keep
+  vramctl load /images/llama --name e1")]
+pub struct Args {
+    /// The process, by name or id
+    #[arg(value_name = "NAME", add = ArgValueCandidates::new(candidates::targets))]
+    process: String,
+    /// The directory to make
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    /// Have the program go on afterwards
+    #[arg(long)]
+    keep: bool,
+    #[command(flatten)]
+    backup: BackupArgs,
+    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    hold_timeout: Duration,
+    /// Print JSON: {"bytes": {"contents", "written", "process"}, "stages": {…}}
+    #[arg(long)]
+    json: bool,
+    /// Print errors and warnings only
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
+}
+
+impl Execute for Args {
+    fn execute(&self) -> Result<Exit, CommandError> {
+        let ui = Ui::new(self.json, self.quiet);
+        let save = Save::plan(&self.operation(), &self.directory, self.keep, &ui)?;
+        interrupt::hold();
+        interrupt::watch(|| {
+            output::complain("interrupted", "the image is not complete; `vramctl resume` brings the program back");
+        });
+        let saved = save.run(&ui)?;
+        if self.json {
+            let stages: serde_json::Map<_, _> =
+                saved.stages.iter().map(|(stage, took)| ((*stage).to_owned(), json!(took.as_secs_f64() * 1e3))).collect();
+            let bytes = json!({"contents": saved.contents_bytes, "written": saved.written_bytes, "process": saved.process_bytes});
+            return output::told(output::print(&format!("{}\n", json!({"bytes": bytes, "stages": stages}))), Exit::Done);
+        }
+        let said = if self.quiet { Ok(()) } else { output::say(&saved.to_string()) };
+        output::told(said, Exit::Done)
+    }
+
+    fn wants_json(&self) -> bool {
+        self.json
+    }
+
+    fn drives_checkpoints(&self) -> bool {
+        true
+    }
+}
+
+impl Args {
+    fn operation(&self) -> Operation {
+        let options = PauseOptions { backup: self.backup.policy(), ..PauseOptions::default() };
+        let pause = HowToPause { options, hold: Hold::Within(self.hold_timeout), ..HowToPause::default() };
+        Operation::new(Verb::Pause, Target::parse(self.process.clone()), Scope::Device, Deadline::new(None), pause)
+    }
+}

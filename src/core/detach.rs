@@ -1,0 +1,76 @@
+//! Leaves a suspended process without any descriptor of the library's, so that it can be written to a disk: no socket, no lock, no connection. The
+//! process is not reached meanwhile, so it looks by itself when that is over. To look takes a descriptor for a moment; whoever writes the process
+//! looks for that.
+//!
+//! The process of an image goes on from here, too, with another PID namespace, and perhaps on another day. Then nobody has to release it.
+
+use crate::connection::Connection;
+use crate::suspend::suspended;
+use serde::Deserialize;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+use vramctl_backup as backup;
+use vramctl_config as config;
+use vramctl_control::discovery::{self, Bound};
+use vramctl_host::{PerProcess, reserve};
+use vramctl_model::Error;
+
+/// Set from the answer to a client until the control thread has listened anew.
+static WANTED: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
+
+/// What the process of an image is told at its start.
+#[derive(Debug, Deserialize)]
+struct Loading {
+    /// Its name from now on.
+    name: Option<String>,
+    /// Where its contents are.
+    contents: Option<String>,
+}
+
+/// Whether the control thread is to close everything.
+pub fn is_wanted() -> bool {
+    WANTED.existing().is_some_and(|wanted| wanted.load(Ordering::SeqCst))
+}
+
+/// Fails unless the process is suspended.
+pub fn check() -> Result<(), Error> {
+    let why = "only a suspended process can be detached";
+    suspended().map(drop).ok_or_else(|| Error::Invalid(why.into()))
+}
+
+/// Has the control thread close everything.
+pub fn want() {
+    WANTED.get().store(true, Ordering::SeqCst);
+}
+
+/// Gives up the socket's name last, by which who waits knows that nothing is left. Returns once the process may listen again.
+pub fn stay_away(bound: Option<Bound>) {
+    /// How long clients may take to hang up.
+    const PATIENCE: Duration = Duration::from_secs(5);
+    const LOOK_EVERY: Duration = Duration::from_millis(20);
+    if !Connection::close_all(PATIENCE) {
+        log::warn!("some clients do not hang up");
+    }
+    reserve::empty();
+    let address = bound.as_ref().and_then(Bound::address).map(str::to_owned);
+    bound.into_iter().for_each(Bound::give_up);
+    let before = discovery::own_namespace();
+    // In another namespace, this is the process of an image.
+    while discovery::own_namespace() == before && address.as_deref().is_some_and(discovery::is_being_saved) {
+        thread::sleep(LOOK_EVERY);
+    }
+    if let Some(text) = discovery::take_loading() {
+        match serde_json::from_str::<Loading>(&text) {
+            Ok(loading) => apply(&loading),
+            Err(error) => log::warn!("what the process of an image is told cannot be read: {error}"),
+        }
+    }
+    WANTED.get().store(false, Ordering::SeqCst);
+}
+
+fn apply(loading: &Loading) {
+    loading.name.iter().for_each(|name| config::set_own_name(name));
+    loading.contents.iter().for_each(|path| backup::set_source(Path::new(path)));
+}

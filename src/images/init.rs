@@ -1,0 +1,225 @@
+//! The first process of a loaded program's PID namespace: brings the program back, reaps, passes signals on, and ends as the program does.
+
+use crate::criu::{Criu, errors_in, inherit};
+use crate::folder::{CRIU, failed};
+use crate::manifest::{KeptFile, Manifest};
+use serde::{Deserialize, Serialize};
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::{mem, ptr};
+use vramctl_control::discovery::{self, Directory};
+use vramctl_coordinator::failure::{CommandError, Exit};
+
+/// What it is told, as its only argument.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Task {
+    /// The image's folder.
+    pub image: PathBuf,
+    /// The program's name.
+    pub name: String,
+    /// The descriptor to which it writes a [`Report`].
+    pub report: RawFd,
+}
+
+/// What it says once the program is back, or is not.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// Why not.
+    pub failure: Option<String>,
+}
+
+/// What is told to the library ([`discovery::take_loading`]).
+#[derive(Debug, Serialize)]
+struct Loading<'a> {
+    name: &'a str,
+    contents: &'a Path,
+}
+
+/// Signals that are the program's.
+const PASSED: [libc::c_int; 9] =
+    [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGUSR1, libc::SIGUSR2, libc::SIGALRM, libc::SIGWINCH, libc::SIGCONT];
+
+/// The signals that [`Loaded`](crate::Loaded) and this process wait for.
+pub(crate) fn waited_for() -> libc::sigset_t {
+    // SAFETY: plain data, and writable.
+    unsafe {
+        let mut set = mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for signal in PASSED.iter().chain(&[libc::SIGCHLD]) {
+            libc::sigaddset(&raw mut set, *signal);
+        }
+        set
+    }
+}
+
+/// Blocks them in this thread, and in those that it starts.
+pub fn hold_signals() {
+    // SAFETY: an initialised set.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &waited_for(), ptr::null_mut()) };
+}
+
+/// Waits for the end of a child, and passes signals on to it meanwhile. Returns its exit code. Reaps whatever else ends.
+pub(crate) fn wait_for(child: libc::pid_t) -> i32 {
+    loop {
+        let mut status = 0;
+        // SAFETY: writable; touches nothing else.
+        let ended = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
+        if ended == child {
+            return if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 128 + libc::WTERMSIG(status) };
+        }
+        if ended > 0 {
+            continue;
+        }
+        // SAFETY: as above.
+        if ended < 0 && unsafe { *libc::__errno_location() } == libc::ECHILD {
+            return 1;
+        }
+        let mut signal = 0;
+        // SAFETY: an initialised set, and a writable number.
+        if unsafe { libc::sigwait(&waited_for(), &raw mut signal) } == 0 && signal != libc::SIGCHLD {
+            // SAFETY: touches no memory.
+            unsafe { libc::kill(child, signal) };
+        }
+    }
+}
+
+/// Does it. Returns the program's exit code.
+pub fn run(task: &Task) -> i32 {
+    hold_signals();
+    // SAFETY: touches no memory. The terminal's ^C is passed on, and must not reach the program twice.
+    unsafe { libc::setsid() };
+    // SAFETY: opened for this process alone.
+    let mut report = unsafe { File::from_raw_fd(task.report) };
+    let restored = restore(task);
+    let failure = restored.as_ref().err().map(ToString::to_string);
+    let _ = report.write_all(&serde_json::to_vec(&Report { failure }).unwrap_or_default());
+    drop(report);
+    restored.map_or(1, wait_for)
+}
+
+fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
+    let manifest = Manifest::read(&task.image)?;
+    let criu = Criu::find()?;
+    mount_own().map_err(|error| CommandError::new(Exit::Failed, format!("cannot mount /proc and /dev/shm: {error}")))?;
+    open_null_anew().map_err(failed("open", Path::new("/dev/null")))?;
+    for kept in &manifest.kept {
+        put_back(&task.image, kept).map_err(failed("put back", &kept.path))?;
+    }
+    tell_library(task, &manifest)?;
+    let images = task.image.join(CRIU);
+    let folder = |path: &Path| File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
+    let images_open = folder(&images).map_err(failed("open", &images))?;
+    let work = Path::new("/dev/shm/.vramctl");
+    fs::create_dir(work).map_err(failed("make", work))?;
+    let work_open = folder(work).map_err(failed("open", work))?;
+    let (mut more, mut replacing) = (Vec::new(), Vec::new());
+    for (number, name) in streams(&manifest) {
+        // CRIU has its own standard streams.
+        let copy = copy_of(number).map_err(failed("copy", Path::new("a standard stream")))?;
+        more.extend(["--inherit-fd".to_owned(), format!("fd[{}]:{name}", copy.as_raw_fd())]);
+        replacing.push(copy);
+    }
+    if manifest.has_connections {
+        more.extend(["--tcp-established", "--network-lock", "skip"].map(str::to_owned));
+    }
+    let mut command = criu.restore(images_open.as_fd(), work_open.as_fd(), &more);
+    inherit(&mut command, &replacing.iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let done = command.status().map_err(|error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}")))?;
+    let why = if done.success() { None } else { Some(errors_in(work)) };
+    let _ = fs::remove_dir_all(work);
+    match why {
+        None => Ok(manifest.process.pid.cast_signed()),
+        Some(why) => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back ({done}): {why}"))),
+    }
+}
+
+fn copy_of(stream: usize) -> io::Result<OwnedFd> {
+    // SAFETY: touches no memory.
+    let copy = unsafe { libc::fcntl(stream as RawFd, libc::F_DUPFD_CLOEXEC, 3) };
+    // SAFETY: just opened, and nobody else's.
+    if copy < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { OwnedFd::from_raw_fd(copy) }) }
+}
+
+/// Which descriptor takes the place of which stream.
+fn streams(manifest: &Manifest) -> Vec<(usize, &str)> {
+    let mut found = Vec::<(usize, &str)>::new();
+    // What stdout shares with others is stdout's.
+    for number in [1, 2, 0] {
+        if let Some(name) = manifest.process.streams[number].as_deref()
+            && found.iter().all(|(_, known)| *known != name)
+        {
+            found.push((number, name));
+        }
+    }
+    found
+}
+
+/// `/proc` of the PID namespace, and a `/dev/shm` of the program's own.
+fn mount_own() -> io::Result<()> {
+    let mount = |kind: Option<&CString>, place: &str, flags: libc::c_ulong| {
+        let place = CString::new(place)?;
+        let kind_or_null = kind.map_or(ptr::null(), |kind| kind.as_ptr());
+        // SAFETY: NUL-terminated names, or null where the kernel ignores them.
+        let mounted = unsafe { libc::mount(kind_or_null, place.as_ptr(), kind_or_null, flags, ptr::null()) };
+        if mounted == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    let [proc, tmpfs] = ["proc", "tmpfs"].map(CString::new);
+    mount(None, "/", libc::MS_REC | libc::MS_PRIVATE)?;
+    mount(Some(&proc?), "/proc", libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC)?;
+    mount(Some(&tmpfs?), "/dev/shm", libc::MS_NOSUID | libc::MS_NODEV)
+}
+
+/// Standard streams that are `/dev/null` are that of the new mount namespace, so that a later save finds them.
+fn open_null_anew() -> io::Result<()> {
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    for number in 0..3 {
+        let stream = fs::metadata(format!("/proc/self/fd/{number}"));
+        if stream.is_ok_and(|found| found.file_type().is_char_device() && found.rdev() == null.metadata().map_or(0, |null| null.rdev())) {
+            // SAFETY: touches no memory. Replaces a standard stream of this process by the same device.
+            unsafe { libc::dup2(null.as_raw_fd(), number) };
+        }
+    }
+    Ok(())
+}
+
+fn put_back(image: &Path, kept: &KeptFile) -> io::Result<()> {
+    if !kept.path.starts_with("/dev/shm") || kept.path.components().any(|part| part == std::path::Component::ParentDir) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    kept.path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    let (mut from, mut to) = (File::open(image.join(&kept.file))?, File::options().write(true).create_new(true).open(&kept.path)?);
+    io::copy(&mut from, &mut to)?;
+    chown(&kept.path, Some(kept.user), Some(kept.group))?;
+    fs::set_permissions(&kept.path, fs::Permissions::from_mode(kept.mode))
+}
+
+/// Tells the library in the program its new name, and where its contents are.
+fn tell_library(task: &Task, manifest: &Manifest) -> Result<(), CommandError> {
+    let contents = task.image.join(crate::folder::CONTENTS);
+    let text = serde_json::to_vec(&Loading { name: &task.name, contents: &contents }).unwrap_or_default();
+    let name = discovery::name_of_loading(manifest.process.pid);
+    let write = || {
+        let directory = Directory::open_or_create_again()?;
+        directory.file(&name, File::options().write(true).create(true).truncate(true))?.write_all(&text)
+    };
+    write().map_err(failed("write", &manifest.process.sockets.join(&name)))
+}
+
+impl Task {
+    /// As an argument.
+    pub fn to_argument(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// From an argument.
+    pub fn parse(text: &std::ffi::OsStr) -> Result<Self, CommandError> {
+        serde_json::from_slice(text.as_bytes()).map_err(|error| CommandError::new(Exit::Usage, error.to_string()))
+    }
+}

@@ -1,0 +1,20 @@
+//! Images: saves a running program to disk, and starts it from there.
+//!
+//! CRIU writes the process. Its GPU memory is not in there: the library writes the contents of paused memory to the image by itself, and the
+//! driver's checkpoint leaves the rest in the process. [`Save`] and [`Load`] have the steps.
+
+mod criu;
+mod folder;
+mod guard;
+pub mod init;
+mod load;
+mod look;
+mod manifest;
+mod namespace;
+mod patch;
+mod save;
+
+pub use criu::Criu;
+pub use load::{Load, Loaded, Streams};
+pub use manifest::Manifest;
+pub use save::{Save, Saved};

@@ -1,0 +1,271 @@
+//! What a process has that can, or cannot, be written to a disk: looked at before anything changes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// What has been seen of a process.
+#[derive(Debug, Default)]
+pub struct Look {
+    /// What prevents an image, each with what to do about it.
+    pub obstacles: Vec<String>,
+    /// The standard streams that lead to a terminal, a file, or another process.
+    pub streams: [Option<Stream>; 3],
+    /// Whether it has connections to itself.
+    pub has_connections: bool,
+}
+
+/// A standard stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stream {
+    /// What CRIU calls it when it is replaced.
+    pub name: String,
+    /// What CRIU has to be told of it when it is saved.
+    pub external: Option<String>,
+}
+
+/// An open file.
+#[derive(Debug, Clone)]
+struct Open {
+    number: u32,
+    /// Where `/proc` says that it leads.
+    text: String,
+    metadata: Option<fs::Metadata>,
+    is_queue: bool,
+    /// The id of its mount.
+    mount: u64,
+}
+
+/// Looks at a process. `with_driver`: it may have files of the driver open, as before its checkpoint.
+pub fn look(pid: u32, with_driver: bool) -> io::Result<Look> {
+    let mut look = Look::default();
+    let opened = open_files(pid)?;
+    for file in &opened {
+        if let Some(stream) = look.streams.get_mut(file.number as usize) {
+            *stream = stream_of(file);
+        }
+    }
+    let replaced: BTreeSet<_> = look.streams.iter().flatten().map(|stream| stream.name.clone()).collect();
+    let sockets: BTreeSet<u64> = opened.iter().filter_map(|file| numbered(&file.text, "socket")).collect();
+    for file in &opened {
+        if stream_of(file).is_some_and(|stream| replaced.contains(&stream.name)) {
+            continue;
+        }
+        let what = obstacle(pid, file, with_driver);
+        look.obstacles.extend(what.map(|what| format!("descriptor {}: {what}", file.number)));
+    }
+    let connections = connections(pid, &sockets);
+    look.has_connections = !connections.is_empty();
+    let is_inside = |(own, other): &(String, String)| connections.iter().any(|(its, to)| its == other && to == own);
+    let outside = connections.iter().filter(|connection| !is_inside(connection));
+    look.obstacles.extend(
+        outside.map(|(own, other)| format!("a TCP connection to outside ({} to {}): have it closed", address(own), address(other))),
+    );
+    for child in children(pid) {
+        let name = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
+        look.obstacles.push(format!("a child ({}, pid {child}): an image is of one process", name.trim_end()));
+    }
+    Ok(look)
+}
+
+fn open_files(pid: u32) -> io::Result<Vec<Open>> {
+    let folder = format!("/proc/{pid}/fd");
+    let mut found = Vec::new();
+    for entry in fs::read_dir(&folder)? {
+        let entry = entry?;
+        let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Ok(text) = fs::read_link(entry.path()) else { continue };
+        let text = text.to_string_lossy().into_owned();
+        found.push(Open {
+            number,
+            text,
+            metadata: fs::metadata(entry.path()).ok(),
+            is_queue: is_queue(&entry.path()),
+            mount: mount_of(pid, number),
+        });
+    }
+    found.sort_by_key(|file| file.number);
+    Ok(found)
+}
+
+fn mount_of(pid: u32, number: u32) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
+    text.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok()).unwrap_or_default()
+}
+
+/// Whether it is a POSIX message queue.
+fn is_queue(path: &Path) -> bool {
+    const MQUEUE_MAGIC: i64 = 0x1980_0202;
+    let Ok(name) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return false };
+    let mut found = MaybeUninit::<libc::statfs64>::zeroed();
+    // SAFETY: a NUL-terminated name, and writable memory, which is valid as all zeros.
+    unsafe { libc::statfs64(name.as_ptr(), found.as_mut_ptr()) == 0 && found.assume_init().f_type == MQUEUE_MAGIC }
+}
+
+/// The number in `KIND:[NUMBER]`.
+fn numbered(text: &str, kind: &str) -> Option<u64> {
+    text.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// What it is as a standard stream. `None` for what is the same everywhere, such as `/dev/null`.
+fn stream_of(file: &Open) -> Option<Stream> {
+    let found = file.metadata.as_ref()?;
+    let kind = found.file_type();
+    if numbered(&file.text, "pipe").is_some() {
+        return Some(Stream { name: file.text.clone(), external: None });
+    }
+    if let Some(inode) = numbered(&file.text, "socket") {
+        return Some(Stream { name: file.text.clone(), external: Some(format!("unix[{inode}]")) });
+    }
+    if kind.is_char_device() && is_terminal(&file.text) {
+        let name = format!("tty[{:x}:{:x}]", found.rdev(), found.dev());
+        return Some(Stream { external: Some(name.clone()), name });
+    }
+    // Of whatever mount namespace, and whatever size.
+    let name = format!("file[{:x}:{:x}]", file.mount, found.ino());
+    (kind.is_file() && file.number < 3).then(|| Stream { external: Some(name.clone()), name })
+}
+
+fn is_terminal(text: &str) -> bool {
+    text.starts_with("/dev/pts/") || text.starts_with("/dev/tty") || text == "/dev/console"
+}
+
+/// Devices that are the same wherever the program goes on.
+const SAME_EVERYWHERE: [&str; 7] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx"];
+
+fn obstacle(pid: u32, file: &Open, with_driver: bool) -> Option<String> {
+    let text = file.text.as_str();
+    if let Some(kind) = text.strip_prefix("anon_inode:") {
+        return match kind {
+            "[io_uring]" => {
+                Some("an io_uring; start the program with UV_USE_IO_URING=0, or without what makes it (libuv, liburing)".into())
+            }
+            "[userfaultfd]" => Some("a userfaultfd, which CRIU does not save".into()),
+            "[perf_event]" | "bpf-map" | "bpf-prog" | "bpf_link" => Some(format!("{kind}: a profiler or tracer; detach it")),
+            _ if kind.starts_with("kvm") => Some("a virtual machine".into()),
+            _ => None,
+        };
+    }
+    if file.is_queue {
+        return Some("a POSIX message queue; have it closed".into());
+    }
+    if let Some(inode) = numbered(text, "pipe") {
+        return other_end(pid, inode).map(|other| format!("a pipe to {other}; have it closed, or start the program without it"));
+    }
+    let is_device = file.metadata.as_ref().is_some_and(|found| found.file_type().is_char_device() || found.file_type().is_block_device());
+    if !is_device {
+        return None;
+    }
+    if SAME_EVERYWHERE.contains(&text) || text.starts_with("/dev/pts/") {
+        return None;
+    }
+    if text.starts_with("/dev/nvidia") {
+        let why = "a file of the GPU driver that its checkpoint leaves open: NVML that was never shut down, or inherited from a parent";
+        return (!with_driver).then(|| format!("{text}: {why}"));
+    }
+    Some(format!("{text}, a device; have it closed"))
+}
+
+/// Who else has this pipe.
+fn other_end(pid: u32, inode: u64) -> Option<String> {
+    let text = format!("pipe:[{inode}]");
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let others = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok()).filter(|other| *other != pid);
+    others
+        .filter(|other| {
+            let files = fs::read_dir(format!("/proc/{other}/fd")).into_iter().flatten().flatten();
+            files.filter_map(|file| fs::read_link(file.path()).ok()).any(|link| link.as_os_str() == text.as_str())
+        })
+        .map(|other| {
+            let name = fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
+            format!("{} (pid {other})", name.trim_end())
+        })
+        .next()
+}
+
+/// The connections of these sockets: both addresses, as the kernel writes them.
+fn connections(pid: u32, sockets: &BTreeSet<u64>) -> Vec<(String, String)> {
+    const LISTENING: &str = "0A";
+    const CLOSED: &str = "07";
+    let mut found = Vec::new();
+    for table in ["tcp", "tcp6"] {
+        let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
+        for line in text.lines().skip(1) {
+            let fields: Vec<_> = line.split_whitespace().collect();
+            let [_, own, other, state, ..] = fields[..] else { continue };
+            let is_its = fields.get(9).and_then(|inode| inode.parse().ok()).is_some_and(|inode: u64| sockets.contains(&inode));
+            if is_its && ![LISTENING, CLOSED].contains(&state) {
+                found.push((own.to_owned(), other.to_owned()));
+            }
+        }
+    }
+    found
+}
+
+/// An address of the kernel's tables, to read.
+fn address(text: &str) -> String {
+    let Some((host, port)) = text.split_once(':') else { return text.to_owned() };
+    let port = u16::from_str_radix(port, 16).unwrap_or_default();
+    match u32::from_str_radix(host, 16) {
+        Ok(host) if text.len() == 13 => format!("{}:{port}", std::net::Ipv4Addr::from(host.to_ne_bytes())),
+        _ => format!("port {port}"),
+    }
+}
+
+/// The children of all of its threads.
+pub fn children(pid: u32) -> Vec<u32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    texts.flat_map(|text| text.split_whitespace().filter_map(|child| child.parse().ok()).collect::<Vec<_>>()).collect()
+}
+
+/// The files in `/dev/shm` that a process has open or mapped. Those that are not deleted.
+pub fn shared_files(pid: u32) -> BTreeMap<PathBuf, PathBuf> {
+    let mut found = BTreeMap::new();
+    for folder in ["fd", "map_files"] {
+        for entry in fs::read_dir(format!("/proc/{pid}/{folder}")).into_iter().flatten().flatten() {
+            if let Ok(path) = fs::read_link(entry.path())
+                && path.starts_with("/dev/shm")
+                && !path.to_string_lossy().ends_with(" (deleted)")
+            {
+                found.entry(path).or_insert(entry.path());
+            }
+        }
+    }
+    found
+}
+
+/// Whether a process has any socket, or the file of this name, open.
+pub fn has_file(pid: u32, name: &str) -> bool {
+    open_files(pid).is_ok_and(|files| files.iter().any(|file| Path::new(&file.text).file_name().is_some_and(|its| its == name)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn what_leads_outside_is_named() {
+        let pid = std::process::id();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        let inside = look(pid, true).unwrap();
+        assert!(inside.has_connections && !inside.obstacles.iter().any(|one| one.contains("TCP")), "{:?}", inside.obstacles);
+        drop((own, accepted));
+        assert_eq!(address("0100007F:1F90"), "127.0.0.1:8080");
+    }
+
+    #[test]
+    fn an_anonymous_file_is_known_by_its_kind() {
+        let file = |text: &str| Open { number: 9, text: text.into(), metadata: None, is_queue: false, mount: 0 };
+        assert!(obstacle(1, &file("anon_inode:[io_uring]"), false).unwrap().contains("UV_USE_IO_URING"));
+        assert_eq!(obstacle(1, &file("anon_inode:[eventpoll]"), false), None);
+        assert_eq!(numbered("pipe:[17]", "pipe"), Some(17));
+    }
+}

@@ -1,0 +1,175 @@
+//! Changes what CRIU has written of open files: of those that others replace, it must compare neither size nor permissions, nor seek in them.
+//!
+//! `files.img` has two numbers, and then records: a length each, and a message of protocol buffers (`FileEntry`).
+
+use std::io;
+
+/// The fields of the messages.
+mod field {
+    /// `FileEntry`: what is known of a plain file.
+    pub const PLAIN: u64 = 3;
+    /// `RegFileEntry`: where it was.
+    pub const POSITION: u64 = 3;
+    /// `RegFileEntry`: its name.
+    pub const NAME: u64 = 6;
+    /// `RegFileEntry`: its size.
+    pub const SIZE: u64 = 8;
+    /// `RegFileEntry`: its permissions.
+    pub const MODE: u64 = 10;
+}
+
+const HEADER: usize = 8;
+
+/// A field of a message: its number, its value, and all of its bytes.
+struct Field<'a> {
+    number: u64,
+    value: Value<'a>,
+    bytes: &'a [u8],
+}
+
+enum Value<'a> {
+    Bytes(&'a [u8]),
+    Number,
+}
+
+fn damaged() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "CRIU has written files.img in an unknown form")
+}
+
+/// Takes bytes from the front.
+fn take<'a>(from: &mut &'a [u8], count: usize) -> io::Result<&'a [u8]> {
+    let (taken, rest) = from.split_at_checked(count).ok_or_else(damaged)?;
+    *from = rest;
+    Ok(taken)
+}
+
+fn take_number(from: &mut &[u8]) -> io::Result<u64> {
+    let mut number = 0;
+    for place in 0..10 {
+        let byte = take(from, 1)?[0];
+        number |= u64::from(byte & 0x7f) << (7 * place);
+        if byte & 0x80 == 0 {
+            return Ok(number);
+        }
+    }
+    Err(damaged())
+}
+
+fn put_number(mut number: u64, to: &mut Vec<u8>) {
+    while number > 0x7f {
+        to.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    to.push(number as u8);
+}
+
+fn fields(mut message: &[u8]) -> io::Result<Vec<Field<'_>>> {
+    let mut found = Vec::new();
+    while !message.is_empty() {
+        let whole = message;
+        let key = take_number(&mut message)?;
+        let value = match key & 7 {
+            0 => take_number(&mut message).map(|_| Value::Number)?,
+            1 => take(&mut message, 8).map(|_| Value::Number)?,
+            2 => {
+                let count = take_number(&mut message)?;
+                Value::Bytes(take(&mut message, count as usize)?)
+            }
+            5 => take(&mut message, 4).map(|_| Value::Number)?,
+            _ => return Err(damaged()),
+        };
+        found.push(Field { number: key >> 3, value, bytes: &whole[..whole.len() - message.len()] });
+    }
+    Ok(found)
+}
+
+/// The contents of `files.img`, in which these files (by their name there) are of any size, and are used where they are.
+pub fn replaced(image: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
+    let (header, mut records) = image.split_at_checked(HEADER).ok_or_else(damaged)?;
+    let mut new = header.to_vec();
+    while !records.is_empty() {
+        let count = u32::from_le_bytes(take(&mut records, 4)?.try_into().map_err(|_| damaged())?);
+        let record = entry(take(&mut records, count as usize)?, is_meant)?;
+        new.extend((record.len() as u32).to_le_bytes());
+        new.extend(record);
+    }
+    Ok(new)
+}
+
+fn entry(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
+    let mut new = Vec::new();
+    for Field { number, value, bytes } in fields(message)? {
+        match value {
+            Value::Bytes(plain) if number == field::PLAIN => {
+                let plain = plain_file(plain, is_meant)?;
+                put_number(number << 3 | 2, &mut new);
+                put_number(plain.len() as u64, &mut new);
+                new.extend(plain);
+            }
+            _ => new.extend(bytes),
+        }
+    }
+    Ok(new)
+}
+
+fn plain_file(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
+    let fields = fields(message)?;
+    let name = fields.iter().find_map(|field| match field.value {
+        Value::Bytes(name) if field.number == field::NAME => str::from_utf8(name).ok(),
+        _ => None,
+    });
+    if !name.is_some_and(is_meant) {
+        return Ok(message.to_vec());
+    }
+    let mut new = Vec::new();
+    for Field { number, bytes, .. } in fields {
+        match number {
+            field::SIZE | field::MODE => (),
+            field::POSITION => {
+                // None.
+                put_number(number << 3, &mut new);
+                put_number(u64::MAX, &mut new);
+            }
+            _ => new.extend(bytes),
+        }
+    }
+    Ok(new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(field: u64, value: u64) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        put_number(field << 3, &mut bytes);
+        put_number(value, &mut bytes);
+        bytes
+    }
+
+    fn bytes(field: u64, value: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        put_number(field << 3 | 2, &mut bytes);
+        put_number(value.len() as u64, &mut bytes);
+        bytes.extend(value);
+        bytes
+    }
+
+    fn image(name: &str, plain: &[Vec<u8>]) -> Vec<u8> {
+        let plain = [plain.concat(), bytes(field::NAME, name.as_bytes())].concat();
+        let record = [number(1, 1), number(2, 700), bytes(field::PLAIN, &plain)].concat();
+        [&[7; HEADER][..], &(record.len() as u32).to_le_bytes(), &record].concat()
+    }
+
+    #[test]
+    fn only_the_files_that_are_meant_lose_their_size() {
+        let before = [number(2, 0x8401), number(field::POSITION, 300), number(field::SIZE, 1 << 40), number(field::MODE, 0o100_600)];
+        let after = [number(2, 0x8401), number(field::POSITION, u64::MAX)];
+        let is_meant = |name: &str| name == "/log";
+        assert_eq!(replaced(&image("/log", &before), &is_meant).unwrap(), image("/log", &after));
+        assert_eq!(replaced(&image("/data", &before), &is_meant).unwrap(), image("/data", &before));
+        for cut in HEADER + 1..image("/log", &before).len() {
+            assert!(replaced(&image("/log", &before)[..cut], &is_meant).is_err(), "{cut}");
+        }
+    }
+}

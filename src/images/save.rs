@@ -1,0 +1,462 @@
+//! Saves a process as an image.
+//!
+//! | step | undone by |
+//! | --- | --- |
+//! | look whether it can be saved | |
+//! | hold and pause all memory | resume |
+//! | the library writes the contents to the image, and keeps them there alone | the resume reads them |
+//! | it leaves the driver, which locks and checkpoints the process | restore, unlock, awake |
+//! | it closes its socket, as long as a lock is held | the lock |
+//! | CRIU writes the process, and leaves it stopped | SIGCONT |
+//! | the manifest gets its name: **the decision** | |
+//! | the process is killed, or all that is undone | |
+//!
+//! If this command dies, the kernel gives the lock back, and a child of it ([`Guard`]) continues the process. Then the process is suspended, and any
+//! `vramctl resume` brings it back.
+
+use crate::criu::{self, Criu};
+use crate::folder::{self, CONTENTS, CRIU, FILES, failed};
+use crate::guard::Guard;
+use crate::look::{self, Look};
+use crate::manifest::{FORMAT, KeptFile, Manifest, SavedProcess};
+use crate::{namespace, patch};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+use std::{iter, thread};
+use vramctl_control::client::Client;
+use vramctl_control::discovery::Directory;
+use vramctl_coordinator::checkpoint::{self, Checkpoint};
+use vramctl_coordinator::deadline::Deadline;
+use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::lock::FileLock;
+use vramctl_coordinator::processes::Found;
+use vramctl_coordinator::{Operation, Reporter};
+use vramctl_driver::checkpoint::GpuMap;
+use vramctl_model::{Bytes, PauseRequest};
+
+/// How long the process may take to close its socket, or to have it again.
+const SOCKET_WITHIN: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+/// What a save will do.
+pub struct Save {
+    checkpoint: Checkpoint,
+    directory: Directory,
+    request: PauseRequest,
+    folder: PathBuf,
+    criu: Criu,
+    keeps: bool,
+}
+
+/// What a save has done.
+#[derive(Debug, Clone)]
+pub struct Saved {
+    /// The process, as a message names it.
+    pub process: String,
+    /// Bytes of contents.
+    pub contents_bytes: u64,
+    /// Of these, those that are written.
+    pub written_bytes: u64,
+    /// Bytes of CRIU's part.
+    pub process_bytes: u64,
+    /// How long each stage took.
+    pub stages: Vec<(&'static str, Duration)>,
+}
+
+fn cannot(why: &str) -> CommandError {
+    CommandError::new(Exit::Unsuspendable, format!("{why}. Nothing has changed"))
+}
+
+impl Save {
+    /// Finds the process and looks whether it can be saved. Changes nothing. `keeps`: the process goes on afterwards.
+    pub fn plan(operation: &Operation, folder: &Path, keeps: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+        let criu = Criu::find()?;
+        // SAFETY: touches no memory.
+        if unsafe { libc::geteuid() } != 0 {
+            return Err(cannot("to save a process takes root: CRIU reads all of it"));
+        }
+        criu.check()?;
+        let Operation { target, deadline, pause, .. } = operation;
+        let found = Found::look_in_turn(operation.machine, target, deadline)?;
+        let mut checkpoint = Checkpoint::of(&found, target)?;
+        let [member] = checkpoint.members.as_slice() else {
+            let several: Vec<_> = checkpoint.members.iter().map(|member| member.process.to_string()).collect();
+            return Err(cannot(&format!("an image is of one process, and these are {}: {}", several.len(), several.join(", "))));
+        };
+        if member.process.suspended().is_some() {
+            return Err(cannot(&format!("{} is suspended; resume it first", member.process)));
+        }
+        let (pid, name) = (member.pid.cast_unsigned(), member.process.to_string());
+        let directory = found.directory(member.process.pid)?;
+        let request = pause.request(deadline);
+        checkpoint.check_restorable(&request, reporter).map_err(|failure| failure.adding(". Nothing has changed"))?;
+        let look = look::look(pid, true).map_err(|error| cannot(&format!("{name} cannot be looked at: {error}")))?;
+        if !look.obstacles.is_empty() {
+            return Err(cannot(&format!("{name} cannot be saved: {}", look.obstacles.join("; "))));
+        }
+        if fs::symlink_metadata(folder).is_ok() {
+            return Err(cannot(&format!("{} is there already", folder.display())));
+        }
+        let above = folder.canonical_parent()?;
+        folder::check_owner(&above)?;
+        let name = folder.file_name().ok_or_else(|| cannot(&format!("{} is no name for an image", folder.display())))?;
+        Ok(Self { checkpoint, directory, request, folder: above.join(name), criu, keeps })
+    }
+
+    /// Saves it. After a failure, the process goes on.
+    pub fn run(mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
+        let guard = Guard::start().map_err(|error| cannot(&format!("no child can be started: {error}")))?;
+        folder::make(&self.folder)?;
+        let mut run = Run {
+            save: &mut self,
+            guard,
+            stages: Vec::new(),
+            socket: None,
+            lock_name: String::new(),
+            is_stopped: false,
+            is_off: false,
+            is_paused: false,
+        };
+        match run.save(reporter) {
+            Ok(saved) => Ok(saved),
+            Err(failure) => {
+                let undone = run.undo(reporter);
+                let is_complete = self.folder.join(folder::MANIFEST).exists();
+                if undone.is_ok() && !is_complete {
+                    let _ = fs::remove_dir_all(&self.folder);
+                }
+                Err(match undone {
+                    Ok(()) => failure.adding(". The program goes on"),
+                    Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
+                })
+            }
+        }
+    }
+}
+
+trait Parent {
+    fn canonical_parent(&self) -> Result<PathBuf, CommandError>;
+}
+
+impl Parent for Path {
+    fn canonical_parent(&self) -> Result<PathBuf, CommandError> {
+        let above = self.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs::canonicalize(above).map_err(failed("open", above))
+    }
+}
+
+/// A save that has begun, and what has to be undone of it.
+struct Run<'a> {
+    save: &'a mut Save,
+    guard: Guard,
+    stages: Vec<(&'static str, Duration)>,
+    /// The lock that keeps the process from listening, and its name.
+    socket: Option<FileLock>,
+    lock_name: String,
+    /// CRIU has, or may have, stopped it.
+    is_stopped: bool,
+    /// It is, or may be, off its GPUs.
+    is_off: bool,
+    /// Its memory is, or may be, paused.
+    is_paused: bool,
+}
+
+impl Run<'_> {
+    fn pid(&self) -> u32 {
+        self.save.checkpoint.members.first().map_or(0, |member| member.pid.cast_unsigned())
+    }
+
+    /// The process as commands name it.
+    fn known_as(&self) -> u32 {
+        self.save.checkpoint.members.first().map_or(0, |member| member.process.pid)
+    }
+
+    fn client(&self) -> Result<Client, CommandError> {
+        Ok(Client::connect(&self.save.directory, self.known_as())?)
+    }
+
+    fn timed<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> Result<R, CommandError>) -> Result<R, CommandError> {
+        let begun = Instant::now();
+        let result = step(self)?;
+        self.stages.push((stage, begun.elapsed()));
+        Ok(result)
+    }
+
+    fn save(&mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
+        self.guard.watch(self.pid()).map_err(|error| cannot(&format!("the child that watches has ended: {error}")))?;
+        self.is_paused = true;
+        let request = self.save.request.clone();
+        self.timed("pause", |run| run.save.checkpoint.pause(&request, None, reporter).map(drop))?;
+        let (contents_bytes, written_bytes) = self.timed("store", Self::store)?;
+        self.timed("checkpoint", |run| {
+            checkpoint::load(run.save.checkpoint.found.machine())?;
+            run.is_off = true;
+            run.save.checkpoint.leave_gpus(Deadline::new(run.save.request.hold), reporter)
+        })?;
+        self.timed("detach", Self::detach)?;
+        let look = self.look()?;
+        self.timed("dump", |run| run.dump(&look))?;
+        let kept = self.timed("copy", Self::copy_files)?;
+        let manifest = self.timed("sync", |run| run.complete(&look, kept, contents_bytes))?;
+        // The decision.
+        manifest.write(&self.save.folder)?;
+        let process = self.save.checkpoint.members.first().map(|member| member.process.to_string()).unwrap_or_default();
+        if self.save.keeps {
+            self.timed("resume", |run| run.undo(reporter))?;
+        } else {
+            self.kill()?;
+        }
+        let process_bytes = manifest.files.values().map(|file| file.bytes).sum();
+        Ok(Saved { process, contents_bytes, written_bytes, process_bytes, stages: std::mem::take(&mut self.stages) })
+    }
+
+    /// Has the library write the contents.
+    fn store(&mut self) -> Result<(u64, u64), CommandError> {
+        let path = self.save.folder.join(CONTENTS);
+        let file = folder::create(&path)?;
+        let text = path.to_str().ok_or_else(|| cannot("the image's name is not UTF-8"))?;
+        let stored = self.client()?.store(text, file.as_fd())?;
+        file.sync_all().map_err(failed("write", &path))?;
+        Ok(stored)
+    }
+
+    /// Has the library close everything by which it is reached.
+    fn detach(&mut self) -> Result<(), CommandError> {
+        let (known_as, directory) = (self.known_as(), self.save.directory.clone());
+        self.lock_name = directory.beside(known_as, "saving");
+        let others = |_| CommandError::new(Exit::Busy, "another vramctl saves this process");
+        self.socket = FileLock::take(&self.lock_name, Duration::ZERO).map_err(others)?;
+        if self.socket.is_none() {
+            return Err(CommandError::new(Exit::Failed, format!("{}: no lock can be taken there", directory.path().display())));
+        }
+        let socket = directory.path().join(directory.beside(known_as, "sock"));
+        self.client()?.detach()?;
+        let is_gone = || fs::symlink_metadata(&socket).is_err();
+        if wait_until(SOCKET_WITHIN, is_gone) {
+            return Ok(());
+        }
+        Err(CommandError::new(Exit::Busy, "the library has not closed its socket"))
+    }
+
+    /// Looks at the process again, now that neither the driver's files nor the library's should be open.
+    fn look(&self) -> Result<Look, CommandError> {
+        let look = look::look(self.pid(), false).map_err(|error| cannot(&error.to_string()))?;
+        if look.obstacles.is_empty() {
+            return Ok(look);
+        }
+        Err(CommandError::new(Exit::Unsuspendable, format!("it cannot be saved: {}", look.obstacles.join("; "))))
+    }
+
+    fn dump(&mut self, look: &Look) -> Result<(), CommandError> {
+        /// How often the library may have been looking for its lock at the moment of the dump.
+        const TRIES: usize = 5;
+        let images = self.save.folder.join(CRIU);
+        for _ in 0..TRIES {
+            folder::make(&images)?;
+            self.is_stopped = true;
+            self.dump_to(&images, look)?;
+            // It is stopped, so this is what CRIU has seen, too.
+            if !look::has_file(self.pid(), &self.lock_name) {
+                return Ok(());
+            }
+            self.go_on();
+            fs::remove_dir_all(&images).map_err(failed("remove", &images))?;
+        }
+        Err(CommandError::new(Exit::Busy, "the library has had a file open at every attempt"))
+    }
+
+    fn dump_to(&self, images: &Path, look: &Look) -> Result<(), CommandError> {
+        let work = self.save.folder.join("work");
+        folder::make(&work)?;
+        let open = |path: &Path| {
+            let folder = File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
+            folder.map_err(failed("open", path))
+        };
+        let (images_open, work_open) = (open(images)?, open(&work)?);
+        let mut more: Vec<_> = look.streams.iter().flatten().filter_map(|stream| stream.external.clone()).collect();
+        more.dedup();
+        let mut more: Vec<_> = more.into_iter().flat_map(|external| ["--external".to_owned(), external]).collect();
+        if look.has_connections {
+            more.extend(["--tcp-established", "--network-lock", "skip"].map(str::to_owned));
+        }
+        let dumped = self.save.criu.dump(self.pid(), images_open.as_fd(), work_open.as_fd(), &more, self.guard.held_open());
+        let said = criu::errors_in(&work);
+        fs::remove_dir_all(&work).map_err(failed("remove", &work))?;
+        match dumped {
+            Ok(status) if status.success() => patch(images, look).map_err(failed("change", images)),
+            Ok(status) => Err(CommandError::new(Exit::Failed, format!("CRIU could not write the process ({status}): {said}"))),
+            Err(error) => Err(CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}"))),
+        }
+    }
+
+    /// Copies what is gone when the process is.
+    fn copy_files(&mut self) -> Result<Vec<KeptFile>, CommandError> {
+        let top = self.save.folder.join(FILES);
+        let mut kept = Vec::new();
+        let root = PathBuf::from(format!("/proc/{}/root", self.pid()));
+        let shared = look::shared_files(self.pid()).into_keys();
+        let beside = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path));
+        // What CRIU has linked so that it is found again.
+        let linked = files_in(&root.join("dev/shm")).into_iter().filter(|name| name.starts_with("link_remap."));
+        let mut paths: Vec<_> = shared.chain(linked.map(|name| Path::new("/dev/shm").join(name))).collect();
+        paths.sort();
+        paths.dedup();
+        for (number, path) in paths.into_iter().enumerate() {
+            if number == 0 {
+                folder::make(&top)?;
+            }
+            let from = beside(&path);
+            let found = fs::symlink_metadata(&from).map_err(failed("look at", &path))?;
+            let file = Path::new(FILES).join(number.to_string());
+            let mut copy = folder::create(&self.save.folder.join(&file))?;
+            let mut from = File::open(&from).map_err(failed("read", &path))?;
+            std::io::copy(&mut from, &mut copy).map_err(failed("copy", &path))?;
+            kept.push(KeptFile { path, file, mode: found.mode() & 0o7777, user: found.uid(), group: found.gid() });
+        }
+        Ok(kept)
+    }
+
+    /// Makes all of it durable, and describes it.
+    fn complete(&mut self, look: &Look, kept: Vec<KeptFile>, contents_bytes: u64) -> Result<Manifest, CommandError> {
+        let folder = &self.save.folder;
+        let describe = || {
+            let names = [CRIU, FILES].iter().map(|below| folder::files(folder, below)).collect::<Result<Vec<_>, _>>()?.concat();
+            let described = names.into_iter().map(|name| Ok((name.clone(), folder::describe(&folder.join(name))?)));
+            let files: BTreeMap<_, _> = described.collect::<std::io::Result<_>>()?;
+            folder::sync(folder, &files)?;
+            Ok((files, fs::metadata(folder.join(CONTENTS))?.len()))
+        };
+        let (files, contents_file_bytes) = describe().map_err(failed("complete", folder))?;
+        let member = self.save.checkpoint.members.first().ok_or_else(|| cannot("there is no process"))?;
+        let owner = fs::metadata(format!("/proc/{}", self.pid())).map_err(|error| cannot(&error.to_string()))?;
+        let name = member.process.status.as_ref().map(|status| (status.process.name.clone(), status.process.program.clone()));
+        let (name, program) = name.unwrap_or_default();
+        let process = SavedProcess {
+            pid: namespace::pid_there(self.pid()).ok_or_else(|| cannot("the process has ended"))?,
+            name,
+            program,
+            user: owner.uid(),
+            group: owner.gid(),
+            sockets: self.save.directory.path().to_owned(),
+            gpus: member.gpus.clone(),
+            streams: look.streams.each_ref().map(|stream| stream.as_ref().map(|stream| stream.name.clone())),
+        };
+        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        Ok(Manifest {
+            format: FORMAT,
+            vramctl: env!("CARGO_PKG_VERSION").into(),
+            criu: self.save.criu.version().into(),
+            kernel: fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().into(),
+            cuda: self.save.checkpoint.found.machine().cuda().map(|version| version.to_string()).unwrap_or_default(),
+            made_s: now.as_secs(),
+            process,
+            contents_bytes,
+            kept,
+            has_connections: look.has_connections,
+            files,
+            contents_file_bytes,
+        })
+    }
+
+    /// Ends the process, which goes on from the image.
+    fn kill(&mut self) -> Result<(), CommandError> {
+        let failed =
+            |error: std::io::Error| CommandError::new(Exit::Failed, format!("the image is complete, but the process lives: {error}"));
+        // SAFETY: touches no memory.
+        let opened = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid(), 0) };
+        if opened < 0 {
+            return Err(failed(std::io::Error::last_os_error()));
+        }
+        // SAFETY: just opened, and nobody else's.
+        let process = unsafe { OwnedFd::from_raw_fd(opened as libc::c_int) };
+        // SAFETY: as above; there are no details of the signal.
+        let sent = unsafe {
+            libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), libc::SIGKILL, std::ptr::null::<libc::siginfo_t>(), 0)
+        };
+        if sent != 0 {
+            return Err(failed(std::io::Error::last_os_error()));
+        }
+        // Until then, its lock keeps it from being taken for one that somebody has deleted the socket of.
+        let mut ended = libc::pollfd { fd: process.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one structure, writable.
+        unsafe { libc::poll(&raw mut ended, 1, SOCKET_WITHIN.as_millis() as libc::c_int) };
+        (self.is_stopped, self.is_off, self.is_paused) = (false, false, false);
+        Ok(())
+    }
+
+    fn go_on(&mut self) {
+        // SAFETY: touches no memory.
+        unsafe { libc::kill(self.pid().cast_signed(), libc::SIGCONT) };
+        self.is_stopped = false;
+    }
+
+    /// Undoes what has been done.
+    fn undo(&mut self, reporter: &dyn Reporter) -> Result<(), CommandError> {
+        if self.is_stopped {
+            self.go_on();
+        }
+        self.socket = None;
+        if self.is_off {
+            let known_as = self.known_as();
+            let directory = self.save.directory.clone();
+            if !wait_until(SOCKET_WITHIN, || directory.connect(known_as).is_ok()) {
+                return Err(CommandError::new(Exit::Busy, "the process has not opened its socket again"));
+            }
+            self.save.checkpoint.restore(&GpuMap::new(), &Deadline::new(None), reporter)?;
+            self.is_off = false;
+        }
+        if self.is_paused {
+            self.save.checkpoint.resume(reporter)?;
+            self.is_paused = false;
+        }
+        Ok(())
+    }
+}
+
+/// What replaces a plain file as a stream may have another size.
+fn patch(images: &Path, look: &Look) -> std::io::Result<()> {
+    let is_replaced = |name: &str| look.streams.iter().flatten().any(|stream| stream.name == name);
+    let path = images.join("files.img");
+    fs::write(&path, patch::replaced(&fs::read(&path)?, &is_replaced)?)
+}
+
+fn files_in(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// Waits until this is so, and returns whether it is.
+pub fn wait_until(within: Duration, mut is_so: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + within;
+    let mut looks = iter::from_fn(|| {
+        let is_over = Instant::now() >= deadline;
+        let found = is_so();
+        if !found && !is_over {
+            thread::sleep(LOOK_EVERY);
+        }
+        Some(if found { Some(true) } else { is_over.then_some(false) })
+    });
+    looks.find_map(|look| look).unwrap_or_default()
+}
+
+impl std::fmt::Display for Saved {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let took: Duration = self.stages.iter().map(|(_, took)| *took).sum();
+        let stages: Vec<_> = self.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
+        write!(
+            out,
+            "saved {}: {} of contents, {} of them written, and {} of the process in {} ms\n  {} ms",
+            self.process,
+            Bytes(self.contents_bytes),
+            Bytes(self.written_bytes),
+            Bytes(self.process_bytes),
+            took.as_millis(),
+            stages.join(", ")
+        )
+    }
+}

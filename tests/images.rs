@@ -1,0 +1,203 @@
+//! Images: real programs on a simulated machine, saved by the real CRIU, and started again.
+//!
+//! They need root and CRIU (`scripts/criu` brings it to `target/criu`). Without, each says that it did not run.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::machine::{Machine, Program, Ran};
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+/// CRIU, where it works.
+fn criu() -> Option<&'static Path> {
+    static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let find = || {
+        let brought = common::artifacts().parent()?.join("criu/criu");
+        let named = std::env::var_os("VRAMCTL_CRIU").map(PathBuf::from);
+        let criu = named.unwrap_or(if brought.exists() { brought } else { "criu".into() });
+        let works = unsafe { libc::geteuid() } == 0 && Command::new(&criu).arg("check").output().is_ok_and(|done| done.status.success());
+        works.then_some(criu)
+    };
+    FOUND.get_or_init(find).as_deref()
+}
+
+/// A machine on which programs can be saved.
+struct Images {
+    machine: Machine,
+    criu: &'static Path,
+}
+
+/// The test does not run where CRIU cannot.
+macro_rules! with_images {
+    () => {
+        match criu() {
+            Some(criu) => Images { machine: Machine { engine_mib: [16, 8], context_bytes: 1 << 20, ..Machine::with(1, "1G") }, criu },
+            None => return eprintln!("not run: no CRIU that works here, or not root (scripts/criu)"),
+        }
+    };
+}
+
+/// Leaves a program none of the descriptors that this one has inherited from whatever started it.
+fn without_inherited(command: &mut Command) -> &mut Command {
+    let close = || {
+        unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        Ok(())
+    };
+    unsafe { command.pre_exec(close) }
+}
+
+impl Images {
+    fn cli(&self, words: &str) -> Command {
+        let mut command = self.machine.cli(words);
+        command.env("VRAMCTL_CRIU", self.criu);
+        without_inherited(&mut command);
+        command
+    }
+
+    fn vramctl(&self, words: &str) -> Ran {
+        Ran::of(&mut self.cli(words))
+    }
+
+    fn engine(&self, name: &str) -> Program {
+        self.machine.engine_with(name, |command| {
+            without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1"));
+        })
+    }
+
+    fn image(&self, name: &str) -> String {
+        self.machine.folder.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn save(&self, program: &str, image: &str) -> Ran {
+        self.vramctl(&format!("save {program} {}", self.image(image)))
+    }
+
+    /// Loads it, with this process's pipes as its streams.
+    fn load(&self, image: &str, name: &str) -> Program {
+        Program::spawn(&mut self.cli(&format!("load {} --name {name} --quiet", self.image(image))))
+    }
+}
+
+/// It works, and answers as one that nothing has happened to.
+#[track_caller]
+fn is_well(engine: &mut Program, plain: &mut Program, token: u32) {
+    engine.verify();
+    let request = format!("generate {token}");
+    assert_eq!(engine.ask(&request), plain.ask(&request));
+}
+
+#[test]
+fn a_saved_program_is_loaded_three_times_at_once_and_saved_again() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    is_well(&mut engine, &mut plain, 1);
+    images.save("engine", "first").expect(0, "saved engine", "");
+    engine.ended();
+    let before = images.machine.used();
+    let mut loaded = ["e1", "e2", "e3"].map(|name| images.load("first", name));
+    let expected = plain.ask("generate 2");
+    for engine in &mut loaded {
+        engine.verify();
+        assert_eq!(engine.ask("generate 2"), expected);
+    }
+    let listed = images.vramctl("ps").expect(0, "e1", "").out;
+    assert!(["e2", "e3", "plain"].iter().all(|name| listed.contains(name)) && !listed.contains("engine"), "{listed}");
+    assert!(images.machine.used() > before + 3 * (24 << 20));
+
+    // Each is a program of its own.
+    images.vramctl("pause e2").expect(0, "paused", "");
+    is_well(&mut loaded[0], &mut plain, 3);
+    images.vramctl("resume e2").expect(0, "resumed", "");
+    images.save("e1", "second").expect(0, "saved e1", "");
+    loaded[0].ended();
+    let mut again = images.load("second", "e4");
+    is_well(&mut again, &mut plain, 4);
+
+    // A signal to the command is the program's, and so is its end.
+    let [_, second, third] = loaded;
+    second.end();
+    third.signal(libc::SIGTERM);
+    let mut third = third;
+    assert_eq!(third.ended().code(), Some(128 + libc::SIGTERM));
+    assert!(!images.vramctl("ps").out.contains("e3"));
+}
+
+#[test]
+fn a_program_that_is_kept_goes_on_beside_its_image() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    for round in 1..3 {
+        let kept = images.vramctl(&format!("save engine {} --keep", images.image(&format!("image{round}"))));
+        kept.expect(0, "saved engine", "");
+        is_well(&mut engine, &mut plain, round);
+    }
+    let mut loaded = images.load("image2", "copy");
+    engine.tell("generate 3");
+    loaded.verify();
+    engine.line();
+    loaded.end();
+    engine.end();
+}
+
+#[test]
+fn what_is_damaged_or_incomplete_is_not_loaded() {
+    let images = with_images!();
+    let mut engine = images.engine("engine");
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let folder = PathBuf::from(images.image("image"));
+    let before = images.machine.gpus();
+    let refused = |words: &str| {
+        let mut load = images.cli(&format!("load {} --name e", folder.display()));
+        let mut load = load.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // Without input, the program would end by itself.
+        let _input = load.stdin.take();
+        Ran::end_of(load).expect(1, "", words);
+        assert_eq!(images.machine.gpus(), before);
+        images.vramctl("ps").expect(0, "", "no process is managed");
+    };
+    let files: Vec<_> =
+        fs::read_dir(folder.join("criu")).unwrap().map(|file| file.unwrap().path()).chain([folder.join("contents")]).collect();
+    assert!(files.len() > 5);
+    for path in files {
+        let whole = fs::read(&path).unwrap();
+        let mut flipped = whole.clone();
+        let place = flipped.len() / 2;
+        flipped[place] ^= 1;
+        for wrong in [flipped, whole[..whole.len() - 1].to_vec()] {
+            fs::write(&path, wrong).unwrap();
+            refused("damaged");
+        }
+        fs::write(&path, whole).unwrap();
+    }
+    let contents = fs::read(folder.join("contents")).unwrap();
+    fs::remove_file(folder.join("contents")).unwrap();
+    refused("damaged");
+    fs::write(folder.join("contents"), contents).unwrap();
+    let mut whole = images.load("image", "e");
+    whole.verify();
+    whole.end();
+    fs::remove_file(folder.join("manifest.json")).unwrap();
+    refused("never completed");
+}
+
+#[test]
+fn a_program_that_cannot_be_saved_goes_on() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    fs::create_dir(images.image("taken")).unwrap();
+    images.save("engine", "taken").expect(7, "", "is there already");
+    is_well(&mut engine, &mut plain, 1);
+    images.vramctl("suspend engine").expect(0, "suspended", "");
+    images.save("engine", "image").expect(7, "", "resume it first");
+    images.vramctl("resume engine").expect(0, "resumed", "");
+    images.save("none", "image").expect(3, "", "none");
+    let mut refused = images.cli(&format!("save engine {}", images.image("image")));
+    Ran::of(refused.env("VRAMCTL_CRIU", "/bin/false")).expect(1, "", "does not say its version");
+    is_well(&mut engine, &mut plain, 2);
+    assert!(!Path::new(&images.image("image")).exists());
+}
