@@ -4,6 +4,7 @@
 //! a [`VramctlResult`]; [`vramctl_last_error`] has the text of the calling thread's last error.
 
 pub use crate::result::VramctlResult;
+use crate::room;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -14,7 +15,7 @@ use vramctl_control::protocol::Refusal;
 use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
-use vramctl_core::transition::{Pause, Resume};
+use vramctl_core::transition::Pause;
 use vramctl_host::guarded;
 use vramctl_model::{Error, Kind, PauseOptions, PauseRequest, Policy, ResumeRequest, Selection, Span};
 use vramctl_observe::watch;
@@ -206,8 +207,7 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
         // SAFETY: the caller's promise.
         let selection = unsafe { selection(tag)? };
         let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
-        let request = ResumeRequest { selection, timeout, ..ResumeRequest::default() };
-        keep_report(&Memory::get().resume(&Resume { request, ..Resume::default() }, &mut ())?);
+        keep_report(&room::resume(&ResumeRequest { selection, timeout, ..ResumeRequest::default() })?);
         Ok(())
     })
 }
@@ -243,8 +243,7 @@ pub unsafe extern "C" fn vramctl_resume_with(options: *const VramctlResumeOption
         let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>().unwrap_or_default();
         let selection = Selection { tags, ..Selection::default() };
         let timeout = timeout(options.timeout_ms).or(Some(Duration::MAX));
-        let request = ResumeRequest { selection, timeout, ..ResumeRequest::default() };
-        keep_report(&Memory::get().resume(&Resume { request, ..Resume::default() }, &mut ())?);
+        keep_report(&room::resume(&ResumeRequest { selection, timeout, ..ResumeRequest::default() })?);
         Ok(())
     })
 }

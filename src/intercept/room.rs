@@ -7,12 +7,15 @@
 use crate::exclude;
 use crate::table::Effect;
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::member::{self, room};
+use vramctl_core::memory::Memory;
+use vramctl_core::transition::Resume;
 use vramctl_driver::{CUdevice, Current};
 use vramctl_host::guarded;
-use vramctl_model::{StatusCode, code};
+use vramctl_model::{Error, Report, ResumeRequest, StatusCode, code};
 
 /// How a request is tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -144,10 +147,42 @@ pub fn once_more(effect: Effect, answer: StatusCode, mut call: impl FnMut() -> S
     })
 }
 
+/// Resumes what the program has paused itself, again and again until there is room, or there will be none.
+pub fn resume(request: &ResumeRequest) -> Result<Report, Error> {
+    static RESUMES: Gated = Gated("a resume");
+    let memory = Memory::get();
+    let resume = |request| memory.resume(&Resume { request, ..Resume::default() }, &mut ());
+    if never_waits() {
+        return resume(request.clone());
+    }
+    let trial = Resume { request: ResumeRequest { timeout: None, tries_again: true, ..request.clone() }, ..Resume::default() };
+    let mut wait = Wait::default();
+    loop {
+        if member::is_away() {
+            // What the scheduler has taken comes back by a call, and this is one.
+            gate::wait(&RESUMES);
+        }
+        let is_first = wait.tickets.is_empty();
+        let promised = if is_first && room::is_anything_promised() { memory.short_of_promised(&trial) } else { None };
+        let lacked = match promised {
+            Some((device, bytes)) => Shortage { device, bytes: bytes as usize, is_guess: false },
+            None => match memory.resume(&trial, &mut ()) {
+                Err(Error::DeviceMemory(short)) => Shortage { device: short.device, bytes: short.needed as usize, is_guess: false },
+                done => return done,
+            },
+        };
+        if !wait.wait_for(lacked) {
+            // Once more, to fail as without the library, or to wait as the program says.
+            return resume(request.clone());
+        }
+    }
+}
+
 /// The wait of a request, from its first attempt on.
 #[derive(Default)]
 struct Wait {
-    ticket: Option<room::Ticket>,
+    /// By device. What has been granted on one stays promised while the request waits for another.
+    tickets: BTreeMap<CUdevice, room::Ticket>,
     /// How often there has been room.
     granted: u32,
 }
@@ -159,7 +194,7 @@ impl Wait {
 
     /// Makes an attempt. Also returns what it has lacked.
     fn attempt<R>(&self, attempt: &mut impl FnMut() -> R) -> (R, Option<Shortage>) {
-        MODE.set(if self.ticket.is_none() { Mode::Trial } else { Mode::Granted });
+        MODE.set(if self.tickets.is_empty() { Mode::Trial } else { Mode::Granted });
         LACKED.set(None);
         let answer = attempt();
         MODE.set(Mode::Final);
@@ -174,13 +209,11 @@ impl Wait {
         }
         let bytes = (lacked.bytes as u64) << if lacked.is_guess { self.granted } else { 0 };
         self.granted += 1;
-        match &mut self.ticket {
-            Some(ticket) => ticket.wait_for(bytes),
-            None => match room::Ticket::take(lacked.device, bytes) {
-                Some(new) => self.ticket.insert(new).wait(),
-                None => false,
-            },
+        if let Some(ticket) = self.tickets.get_mut(&lacked.device) {
+            return ticket.wait_for(bytes);
         }
+        let Some(ticket) = room::Ticket::take(lacked.device, bytes) else { return false };
+        self.tickets.entry(lacked.device).or_insert(ticket).wait()
     }
 }
 

@@ -122,6 +122,29 @@ fn questions_about_work_are_no_calls() {
     assert_eq!(asking.ask("check"), "ok");
 }
 
+/// An engine that sleeps wakes up while others have the GPU. Neither its calls nor the scheduler bring back what it has paused itself.
+#[test]
+fn a_programs_own_resume_waits_for_room() {
+    let machine = crowded();
+    let program = programs().join("engine_regions");
+    let mut sleeper =
+        Program::ready(&mut sharing(&machine, "sleeper", &[program.to_str().unwrap(), "--weights-mib", "40", "--kv-mib", "8"]));
+    assert_eq!(sleeper.ask("pause weights"), "paused weights");
+    let mut idle = idle(&machine, 48);
+    sleeper.ask("memory");
+    idle.verify();
+    let status = machine.status("sleeper");
+    let weights =
+        status["processes"][0]["tags"].as_array().unwrap().iter().find(|tag| tag["tag"] == "weights").unwrap_or_else(|| panic!("{status}"));
+    assert_eq!(weights["self_paused_bytes"], weights["bytes"], "{status}");
+    let before = changes(&machine);
+    assert_eq!(sleeper.ask("resume weights 0"), "resumed weights");
+    assert!(changes(&machine) > before, "nobody has given way");
+    sleeper.verify();
+    idle.verify();
+    sleeper.verify();
+}
+
 /// Whoever captures is left alone, and may wait for others meanwhile.
 #[test]
 fn a_capture_waits_for_room_and_gives_none() {

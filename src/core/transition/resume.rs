@@ -8,6 +8,7 @@ use super::restored::Restored;
 use super::{Clock, Resume, WAIT_LOCKED, busy_since, hold, milliseconds, tags_text, unfinished, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
 use crate::gate;
+use crate::member::room;
 use crate::memory::guard::Unguarded;
 use crate::memory::under_way::Shown;
 use crate::memory::{Allocation, Memory, PausedBy, aside, check_not_quiesced, guard};
@@ -16,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, RwLockWriteGuard};
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_driver::{self as driver, Context, Physical, RelaxedCapture};
+use vramctl_driver::{self as driver, CUdevice, Context, Physical, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Error, Observer, Report, ResumeRequest, Selection, Shortage, Stage, TagState, Verb};
 
@@ -31,6 +32,13 @@ impl Memory {
     /// error.
     pub fn resume(&self, resume: &Resume, observer: &mut dyn Observer) -> Result<Report, Error> {
         events::transition(Verb::Resume, || unless_ending(|| complete(self.prepare_resume(resume, observer), observer)))
+    }
+
+    /// Room that a resume needs where it is promised to other programs: the device, and bytes.
+    pub fn short_of_promised(&self, resume: &Resume) -> Option<(CUdevice, u64)> {
+        let mut chosen = self.choose(&resume.request.selection).ok()?;
+        chosen.leave_paused(resume);
+        needed_by(&chosen.paused).into_iter().find(|(device, _)| room::is_promised(*device))
     }
 
     /// Does all of a resume that can be undone.
