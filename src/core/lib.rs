@@ -17,6 +17,7 @@ pub mod limit;
 pub mod member;
 pub mod memory;
 mod quiet;
+mod requests;
 pub mod server;
 mod status;
 mod store;

@@ -120,7 +120,7 @@ pub fn is_spare(address: CUdeviceptr) -> bool {
 /// Frees the ranges that are kept for pools. For tests: what is reserved then is in use.
 pub fn free_spare_addresses() {
     for range in mem::take(&mut *SPARE.get().lock().unpoisoned()) {
-        undo(Leftover { addresses: Some(range), ..Leftover::default() });
+        give_back(Leftover { addresses: Some(range), ..Leftover::default() });
     }
 }
 
@@ -133,7 +133,7 @@ impl Drop for Addresses {
             freed = (spare.len() > MOST_SPARE).then(|| spare.remove(0));
         }
         if freed.is_some() {
-            undo(Leftover { addresses: freed, ..Leftover::default() });
+            give_back(Leftover { addresses: freed, ..Leftover::default() });
         }
     }
 }
@@ -355,7 +355,7 @@ impl Physical {
         if let Some(mapping) = self.forget(address) {
             let mappings = if mapping.mapped { vec![mapping.place.span] } else { Vec::new() };
             let (at, is_import) = (mapping.place.ours.into_iter().collect(), self.is_import);
-            undo(Leftover { mappings, at, is_import, ..Leftover::default() });
+            give_back(Leftover { mappings, at, is_import, ..Leftover::default() });
         }
     }
 
@@ -387,7 +387,7 @@ impl Drop for Physical {
         let of = self.of.take();
         let handles = if of.is_none() { mem::take(&mut self.pieces) } else { Vec::new() };
         let (account, is_import) = (self.account.take(), self.is_import);
-        undo(Leftover { mappings, at, handles, account, of, is_import, ..Leftover::default() });
+        give_back(Leftover { mappings, at, handles, account, of, is_import, ..Leftover::default() });
     }
 }
 
@@ -406,7 +406,7 @@ fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place, i
         if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
             if base > start {
                 let mappings = vec![Span { address: start, bytes: (base - start) as usize }];
-                undo(Leftover { mappings, at: place.ours.iter().cloned().collect(), is_import, ..Leftover::default() });
+                give_back(Leftover { mappings, at: place.ours.iter().cloned().collect(), is_import, ..Leftover::default() });
             }
             return Err(failure);
         }
@@ -460,7 +460,7 @@ fn unmap_all(memories: &mut [&mut Physical]) -> Result<(), Failure> {
     }
 }
 
-/// The operations left to undo, in the order that the driver requires.
+/// What is to be given back to the driver, in the order that it requires.
 #[derive(Debug, Default)]
 struct Leftover {
     /// A block from `cuMemAlloc`: address, bytes and buffer id.
@@ -479,8 +479,8 @@ struct Leftover {
 }
 
 impl Leftover {
-    /// Undoes as much as possible and keeps the rest.
-    fn undo(&mut self) -> Result<(), Failure> {
+    /// As much as the driver takes; keeps the rest.
+    fn give_back(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
         // If the id differs, the block was freed with its context. If earlier work failed, it will be.
         if let Some((address, _, id)) = self.block
@@ -490,7 +490,7 @@ impl Leftover {
             unsafe { driver.cuMemFree_v2(address) }.or_else(|failure| if failure.is_of_earlier_work() { Ok(()) } else { Err(failure) })?;
         }
         self.block = None;
-        // SAFETY: each entry is an object of ours, moved out of its owner, and is cleared once undone.
+        // SAFETY: each entry is an object of ours, moved out of its owner, and is cleared once it is given back.
         unsafe {
             let mut refused = Ok(());
             self.mappings.retain(|span| driver.cuMemUnmap(span.address, span.bytes).map_err(|failure| refused = Err(failure)).is_err());
@@ -517,8 +517,9 @@ impl Leftover {
 
 static LEFTOVERS: PerProcess<Mutex<Vec<Leftover>>> = PerProcess::new(Mutex::default);
 
-fn undo(mut leftover: Leftover) {
-    if let Err(failure) = leftover.undo() {
+/// Gives it back to the driver, now or later ([`sweep`]).
+fn give_back(mut leftover: Leftover) {
+    if let Err(failure) = leftover.give_back() {
         log::debug!("{failure}; will retry");
         LEFTOVERS.get().lock().unpoisoned().push(leftover);
     }
@@ -527,7 +528,7 @@ fn undo(mut leftover: Leftover) {
 /// Queues a block from `cuMemAlloc` that the driver has refused to free.
 pub(super) fn free_later(address: CUdeviceptr, bytes: usize) {
     if let Ok(id) = number_of(address) {
-        undo(Leftover { block: Some((address, bytes, id)), ..Leftover::default() });
+        give_back(Leftover { block: Some((address, bytes, id)), ..Leftover::default() });
     }
 }
 
@@ -536,14 +537,14 @@ fn number_of(address: CUdeviceptr) -> Result<u64, Failure> {
     pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)
 }
 
-/// Retries what the driver has refused to undo. Returns whether any of it was undone.
+/// Retries what the driver has refused to take back. Returns whether it has taken any of it.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
-    let (mut undone, mut free, mut blocks) = (false, Vec::new(), Vec::new());
+    let (mut any, mut free, mut blocks) = (false, Vec::new(), Vec::new());
     leftovers.lock().unpoisoned().retain_mut(|leftover| {
         let before = (leftover.mappings.len(), leftover.handles.len());
-        let gone = leftover.undo().is_ok();
-        undone |= gone || before != (leftover.mappings.len(), leftover.handles.len());
+        let gone = leftover.give_back().is_ok();
+        any |= gone || before != (leftover.mappings.len(), leftover.handles.len());
         if gone {
             free.append(&mut leftover.at);
             blocks.extend(leftover.of.take());
@@ -553,7 +554,7 @@ pub fn sweep() -> bool {
     // Outside the lock: if the driver refuses to free them, dropping them adds them to the list. The blocks first, which are mapped.
     drop(blocks);
     drop(free);
-    undone
+    any
 }
 
 /// Whether there is memory of other processes among what the driver has refused to take back so far.

@@ -11,7 +11,7 @@
 use super::Requester;
 use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
-use super::state::{PausedBy, Released, State};
+use super::state::{PausedBy, State};
 use crate::contexts;
 use crate::events::{self, Change, Owner};
 use crate::limit::Charge;
@@ -267,7 +267,7 @@ impl Allocation {
         if !contents.state.is_active() || contents.registrant().is_some() || contents.lending.has_begun() {
             return None;
         }
-        let State::Active(mut present) = mem::replace(&mut contents.state, State::Freed) else { return None };
+        let State::Active(mut present) = contents.state.free() else { return None };
         let (mappings, charge) = (mem::take(&mut contents.mappings), contents.charge.take());
         drop(contents);
         if placement.tag != self.tag {
@@ -406,8 +406,7 @@ impl Allocation {
     pub(crate) fn release(&self, saved: Option<Arc<Backup>>) {
         self.record(Change::Paused);
         let mut contents = self.contents();
-        let by = contents.state.paused_by().unwrap_or(PausedBy::OTHERS);
-        let before = mem::replace(&mut contents.state, State::Released(Released { saved, guard: None, by }));
+        let before = contents.state.release(saved);
         let exports = contents.lending.forget_exports();
         contents.pauses += 1;
         // The registration was of these pages.
@@ -421,7 +420,7 @@ impl Allocation {
     /// Makes released memory active again. Returns the state before: dropping that frees the backup, unless it is `retained`.
     pub(crate) fn activate(&self, memory: Physical, retained: Option<Arc<Backup>>) -> State {
         self.record(Change::Resumed);
-        mem::replace(&mut self.contents().state, State::active(memory, retained))
+        self.contents().state.activate(memory, retained)
     }
 
     /// Takes the memory of an import away, to be dropped without a lock. The addresses and the handle stay the program's.
@@ -430,8 +429,7 @@ impl Allocation {
         if !contents.state.is_active() {
             return None;
         }
-        let released = Released { saved: None, guard: None, by: PausedBy::OTHERS };
-        let State::Active(present) = mem::replace(&mut contents.state, State::Released(released)) else { return None };
+        let State::Active(present) = contents.state.release(None) else { return None };
         Some(present.memory)
     }
 
@@ -442,7 +440,7 @@ impl Allocation {
             memory.map(place)?;
             driver::open([(place.span(), access.clone().unwrap_or_default())])?;
         }
-        contents.state = State::active(memory, None);
+        contents.state.activate(memory, None);
         Ok(())
     }
 
@@ -511,7 +509,7 @@ impl Allocation {
     pub fn end(&self) {
         let mut contents = self.contents();
         let is_released = matches!(contents.state, State::Released(_));
-        let before = (mem::replace(&mut contents.state, State::Freed), contents.lending.forget_exports(), contents.charge.take());
+        let before = (contents.state.free(), contents.lending.forget_exports(), contents.charge.take());
         // Readers need not wait until the driver has freed these.
         drop(contents);
         self.record(if is_released { Change::FreedPaused } else { Change::Freed });

@@ -1,4 +1,4 @@
-//! The states of an allocation: all of them are variants of [`State`].
+//! The states of an allocation: all of them are variants of [`State`], and each change of one is a function of it.
 
 use std::mem;
 use std::sync::Arc;
@@ -8,11 +8,13 @@ use vramctl_driver::Physical;
 /// Where the contents of an allocation are. Changes only under the transition lock: exclusive for pauses and resumes, shared for a free.
 ///
 /// ```text
-/// Active ──unmap──▶ Unmapped ──release──▶ Released ──activate──▶ Active
-///   ▲ ▲                │ │
-///   │ └───map again────┘ └──strand──▶ Stranded          each ──free──▶ Freed
-///   └────────────────────map again───────┘
+/// Active ──unmapped──▶ Unmapped ──release──▶ Released ──activate──▶ Active
+///   ▲ ▲                   │ │
+///   │ └────mapped again───┘ └──strand──▶ Stranded          each ──free──▶ Freed
+///   └──────────────────────mapped again─────┘
 /// ```
+///
+/// An import is released while it is active, when its owner pauses it.
 #[derive(Debug)]
 pub enum State {
     /// The memory is mapped wherever the program has it.
@@ -200,7 +202,23 @@ impl State {
         self.change(|state| if let Self::Unmapped(present, by) = state { Self::Stranded(present, by) } else { state });
     }
 
+    /// Released, with the contents where they were `saved`. Returns the state before: dropping that gives the memory back to the driver.
+    pub(in crate::memory) fn release(&mut self, saved: Option<Arc<Backup>>) -> Self {
+        let by = self.paused_by().unwrap_or(PausedBy::OTHERS);
+        mem::replace(self, Self::Released(Released { saved, guard: None, by }))
+    }
+
+    /// Active again, with new memory. Returns the state before: dropping that frees the backup, unless it is `retained`.
+    pub(in crate::memory) fn activate(&mut self, memory: Physical, retained: Option<Arc<Backup>>) -> Self {
+        mem::replace(self, Self::active(memory, retained))
+    }
+
+    /// Freed. Returns the state before, with what is to be dropped.
+    pub(in crate::memory) fn free(&mut self) -> Self {
+        mem::replace(self, Self::Freed)
+    }
+
     fn change(&mut self, change: impl FnOnce(Self) -> Self) {
-        *self = change(mem::replace(self, Self::Freed));
+        *self = change(self.free());
     }
 }
