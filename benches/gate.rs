@@ -3,11 +3,13 @@
 //! `cargo bench --bench gate`
 #![allow(missing_docs)]
 
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+mod timed;
+
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use timed::timed;
 use vramctl_core::gate::{self, Gated};
 
 static CALL: Gated = Gated("call");
@@ -23,14 +25,16 @@ fn call() {
     }
 }
 
-fn open(criterion: &mut Criterion) {
-    criterion.bench_function("a call through the open gate", |bencher| bencher.iter(call));
-    criterion.bench_function("a call within a call", |bencher| gate::pass(&CALL, || bencher.iter(call)));
+/// Closing makes every thread of the process execute a fence, and waits for those inside.
+fn close() {
+    let soon = Instant::now() + Duration::from_secs(100);
+    let closed = gate::close(soon).expect("nobody else closes it");
+    closed.wait_until_empty(soon, &mut || true).expect("no call is long");
 }
 
-/// Closing makes every thread of the process execute a fence, and waits for those inside.
-fn close(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("close and open beside threads that call");
+fn main() {
+    timed("a call through the open gate", call);
+    gate::pass(&CALL, || timed("a call within a call", call));
     for threads in [0, 1, 4] {
         let ends = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -41,18 +45,8 @@ fn close(criterion: &mut Criterion) {
                     }
                 });
             }
-            group.bench_function(BenchmarkId::from_parameter(threads), |bencher| {
-                bencher.iter(|| {
-                    let soon = Instant::now() + Duration::from_secs(100);
-                    let closed = gate::close(soon).expect("nobody else closes it");
-                    closed.wait_until_empty(soon, &mut || true).expect("no call is long");
-                });
-            });
+            timed(&format!("close and open beside {threads} threads that call"), close);
             ends.store(true, Ordering::Relaxed);
         });
     }
-    group.finish();
 }
-
-criterion_group!(benches, open, close);
-criterion_main!(benches);

@@ -6,10 +6,11 @@
 
 #[path = "../tests/common/mod.rs"]
 mod common;
+mod timed;
 
 use common::{Gpu, MIB, free, malloc_tagged};
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use std::hint::black_box;
+use timed::timed;
 use vramctl_core::memory::Memory;
 use vramctl_model::Policy;
 
@@ -17,31 +18,19 @@ fn allocate() -> u64 {
     malloc_tagged("weights", Some(Policy::Discard), 2 * MIB).expect("there is room")
 }
 
-fn registry(criterion: &mut Criterion) {
+fn main() {
     let _gpu = Gpu::take();
     for count in [1, 100] {
         let addresses: Vec<_> = (0..count).map(|_| allocate()).collect();
         let address = addresses[count / 2];
-        let mut bench = |name: &str, work: &mut dyn FnMut()| {
-            criterion.bench_with_input(BenchmarkId::new(name, count), &count, |bencher, _| bencher.iter(&mut *work));
-        };
-        bench("find an address", &mut || {
-            black_box(Memory::get().registry.find(black_box(address)));
-        });
-        bench("find an address in the middle", &mut || {
-            black_box(Memory::get().registry.find(black_box(address + 4096)));
-        });
-        bench("find an address that is not managed", &mut || {
-            black_box(Memory::get().registry.find(black_box(4096)));
-        });
-        bench("allocate and free", &mut || {
-            free(allocate());
-        });
+        for (what, address) in
+            [("an address", address), ("an address in the middle", address + 4096), ("an address that is not managed", 4096)]
+        {
+            timed(&format!("find {what}, of {count}"), || _ = black_box(Memory::get().registry.find(black_box(address))));
+        }
+        timed(&format!("allocate and free beside {count}"), || _ = free(allocate()));
         for address in addresses {
             free(address);
         }
     }
 }
-
-criterion_group!(benches, registry);
-criterion_main!(benches);
