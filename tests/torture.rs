@@ -16,16 +16,14 @@
 
 mod common;
 
-use common::machine::{Machine, NEVER, Program, Ran, pass_on};
+use common::machine::{Machine, NEVER, Program, Ran};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 use vramctl_driver::Driver;
@@ -35,8 +33,7 @@ struct Random(u64);
 impl Random {
     fn new(test: u64) -> Self {
         let given = std::env::var("TORTURE_SEED").ok().map(|seed| seed.parse().expect("TORTURE_SEED is a number"));
-        let now = || UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64) * 100 + test;
-        let seed: u64 = given.unwrap_or_else(now);
+        let seed: u64 = given.unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64) * 100 + test);
         println!("TORTURE_SEED={seed}");
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }
@@ -339,177 +336,6 @@ fn a_killed_rank_in_collectives_does_not_kill_the_others() {
             assert_eq!(rank.ask("verify"), "ok");
         }
     }
-}
-
-/// The network between a coordinator and its processes, under names that the coordinator takes for theirs.
-struct Network {
-    folder: tempfile::TempDir,
-    weather: Arc<Weather>,
-}
-
-/// Its behaviour, derived from a seed.
-struct Weather {
-    random: Mutex<Random>,
-    /// How long the processes wait for the coordinator.
-    lease_ms: AtomicU64,
-    /// The coordinator, to be killed.
-    coordinator: Mutex<Option<u32>>,
-    /// No more data of a dead coordinator arrives.
-    is_cut: AtomicBool,
-    /// Whether somebody may still be killed or cut off. One event at a time: then all that is left must be in one state, whatever it
-    /// was.
-    is_rough: AtomicBool,
-    /// The processes that were killed.
-    killed: Mutex<Vec<u32>>,
-}
-
-impl Weather {
-    /// Does what happens when a process or its coordinator says something: both live on, or one of them dies. Returns how late the line
-    /// is; `None` if it is lost, and its connection with it.
-    fn strikes(&self, pid: u32) -> Option<Duration> {
-        let mut random = self.random.lock().unwrap();
-        match (random.below(90), self.is_rough.load(Ordering::SeqCst)) {
-            (0, true) => {
-                self.is_rough.store(false, Ordering::SeqCst);
-                return None;
-            }
-            (1, true) => {
-                self.is_rough.store(false, Ordering::SeqCst);
-                unsafe { libc::kill(pid.cast_signed(), libc::SIGKILL) };
-                self.killed.lock().unwrap().push(pid);
-            }
-            (2 | 3, true) => {
-                if let Some(coordinator) = self.coordinator.lock().unwrap().take() {
-                    self.is_rough.store(false, Ordering::SeqCst);
-                    unsafe { libc::kill(coordinator.cast_signed(), libc::SIGKILL) };
-                    self.is_cut.store(true, Ordering::SeqCst);
-                }
-            }
-            (4, _) => return Some(Duration::from_millis(400)),
-            // Lines overtake each other.
-            (5..40, _) => return Some(Duration::from_micros(random.below(4000))),
-            _ => (),
-        }
-        Some(Duration::ZERO)
-    }
-
-    /// Nobody dies any more.
-    fn calms(&self) {
-        let _quiet = self.random.lock().unwrap();
-        self.is_rough.store(false, Ordering::SeqCst);
-        self.coordinator.lock().unwrap().take();
-    }
-
-    /// Whether a line arrives.
-    fn passes(&self, pid: u32, request: &str, line: &mut Vec<u8>, is_answer: bool) -> bool {
-        if !["hold", "drain", "prepare", "renew", "commit", "abort"].contains(&request) {
-            return true;
-        }
-        if !is_answer && ["hold", "prepare"].contains(&request) {
-            let mut told: Value = serde_json::from_slice(line).unwrap();
-            told["lease_ms"] = json!(self.lease_ms.load(Ordering::Relaxed));
-            *line = format!("{told}\n").into_bytes();
-        }
-        let Some(late) = self.strikes(pid) else { return false };
-        thread::sleep(late);
-        // What it has sent may still arrive, or not.
-        is_answer || !self.is_cut.load(Ordering::SeqCst) || self.random.lock().unwrap().one_in(2)
-    }
-}
-
-impl Network {
-    fn new(random: Random) -> Self {
-        let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
-        let weather = Weather {
-            random: Mutex::new(random),
-            lease_ms: AtomicU64::default(),
-            coordinator: Mutex::default(),
-            is_cut: AtomicBool::default(),
-            is_rough: AtomicBool::default(),
-            killed: Mutex::default(),
-        };
-        Self { folder, weather: Arc::new(weather) }
-    }
-
-    fn add(&self, machine: &Machine, pid: u32) {
-        let name = format!("{pid}.sock");
-        let listener = UnixListener::bind(self.folder.path().join(&name)).unwrap();
-        let (own, weather) = (machine.sockets().join(name), Arc::clone(&self.weather));
-        thread::spawn(move || {
-            for coordinator in listener.incoming() {
-                let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
-                let weather = Arc::clone(&weather);
-                pass_on([coordinator, process], move |request, line, is_answer| weather.passes(pid, request, line, is_answer));
-            }
-        });
-    }
-}
-
-/// The two-phase protocol, with its real coordinator and its real processes. Lines are late, overtake each other, or are lost with
-/// their connection; the coordinator or a process dies; leases expire.
-#[test]
-fn the_protocol_keeps_its_promises_in_any_order_of_events() {
-    // Each lane has a job of its own, because they spend their time waiting.
-    thread::scope(|scope| {
-        for lane in 0..3 {
-            scope.spawn(move || schedules(Random::new(10 + lane)));
-        }
-    });
-}
-
-fn schedules(mut random: Random) {
-    let machine = Machine::new();
-    let network = Network::new(Random(random.0.rotate_left(32) | 1));
-    let mut ranks: [Program; 3] = machine.job("engine");
-    for rank in &ranks {
-        network.add(&machine, rank.pid());
-    }
-    let (mut done, mut undone, mut unknown) = (0, 0, 0);
-    for round in 0..rounds(15) {
-        let before = machine.settled(&ranks.each_ref());
-        let (verb, after) = if before == "active" { ("pause", "paused, held") } else { ("resume", "active") };
-        network.weather.lease_ms.store([150, 5000][random.below(2) as usize], Ordering::Relaxed);
-        network.weather.is_cut.store(false, Ordering::SeqCst);
-        network.weather.is_rough.store(true, Ordering::SeqCst);
-        let mut command = machine.cli(&[verb, "--name", "engine", "--json"]);
-        command.env("VRAMCTL_DIR", network.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let child = {
-            let mut coordinator = network.weather.coordinator.lock().unwrap();
-            let child = command.spawn().unwrap();
-            *coordinator = Some(child.id());
-            child
-        };
-        let ran = Ran::end_of(child);
-        network.weather.calms();
-        let case = format!("round {round}, {verb}: {:?} {}{}", ran.code, ran.out, ran.err);
-
-        let killed = std::mem::take(&mut *network.weather.killed.lock().unwrap());
-        let is_alive = |rank: &mut Program| !killed.contains(&rank.pid()) || rank.child.wait().is_err();
-        let alive: Vec<bool> = ranks.iter_mut().map(is_alive).collect();
-        let survivors: Vec<_> = ranks.iter().zip(&alive).filter_map(|(rank, alive)| alive.then_some(rank)).collect();
-        let state = machine.settled(&survivors);
-        if ran.code.is_none() {
-            assert!(state == before || state == after, "{case}: {state}");
-            unknown += 1;
-        } else {
-            let committed = ran.json()["jobs"][0]["committed"] == true;
-            assert_eq!(state, if committed { after } else { before.as_str() }, "{case}");
-            *(if committed { &mut done } else { &mut undone }) += 1;
-        }
-        // All survivors can be resumed by anybody, and a new process can replace a dead one.
-        if alive.contains(&false) {
-            machine.vramctl("resume --name engine").expect(0, "", "");
-            for (rank, _) in ranks.iter_mut().zip(alive).filter(|(_, alive)| !alive) {
-                let _ = fs::remove_file(network.folder.path().join(format!("{}.sock", rank.pid())));
-                *rank = machine.engine("engine");
-                network.add(&machine, rank.pid());
-            }
-        }
-    }
-    println!("{done} committed, {undone} taken back, {unknown} without a coordinator");
-    machine.vramctl("resume --name engine").expect(0, "", "");
-    assert_eq!(machine.settled(&ranks.each_ref()), "active");
-    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// What comes to a job from outside.

@@ -592,12 +592,12 @@ impl Wire {
 
 /// Relays lines between a client and a process, until one of them disconnects or `may_pass` returns false. `may_pass` gets the request, the
 /// line, and whether it is an answer.
-pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, bool) -> bool + Send + Sync + 'static) {
+fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &[u8], bool) -> bool + Send + Sync + 'static) {
     let (sides, asked, may_pass) = (Arc::new(sides), Arc::new(Mutex::new(String::new())), Arc::new(may_pass));
     for from in [0, 1] {
         let (sides, asked, may_pass) = (Arc::clone(&sides), Arc::clone(&asked), Arc::clone(&may_pass));
         thread::spawn(move || {
-            while let Some((mut line, files)) = line_with_files(&sides[from]) {
+            while let Some((line, files)) = line_with_files(&sides[from]) {
                 let request = match from {
                     0 => serde_json::from_slice::<Value>(&line).unwrap()["request"].as_str().unwrap().to_owned(),
                     _ => asked.lock().unwrap().clone(),
@@ -606,7 +606,7 @@ pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, boo
                     asked.lock().unwrap().clone_from(&request);
                 }
                 let files: Vec<_> = files.iter().map(|file| file.get().unwrap()).collect();
-                let passes = may_pass(&request, &mut line, from == 1);
+                let passes = may_pass(&request, &line, from == 1);
                 if !passes || descriptors::send_line(&sides[1 - from], &line, &files, 0).is_err() {
                     break;
                 }
