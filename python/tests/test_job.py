@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import pickle
-import shutil
 import signal
 import socket
 import socketserver
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import vramctl
-from support import HOLDER, MIB, ROOT, VRAMCTL, Program, eventually
+from support import HOLDER, MIB, VRAMCTL, Program, eventually
 from vramctl import errors
 
 
@@ -818,153 +817,31 @@ def pending(pid: int, wanted: int) -> bool:
     return any(mask >> (wanted - 1) & 1 for mask in masks)
 
 
-#: One process shares its memory by CUDA IPC, and the other opens the handle that it gets.
-SHARING = """
-import ctypes, sys
-sys.path.insert(0, {tests!r})
-from support import Cuda, MIB, pattern
-cuda = Cuda()
-class Handle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
-own = cuda.malloc(4 * MIB)
-cuda.write(own, pattern(3, 4 * MIB))
-opened = ctypes.c_void_p()
-print("ready", flush=True)
-for line in sys.stdin:
-    command, _, argument = line.strip().partition(" ")
-    handle = Handle()
-    if command == "handle":
-        cuda.call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(own))
-        print(bytes(handle.bytes).hex(), flush=True)
-    elif command == "open":
-        handle.bytes[:] = bytes.fromhex(argument)
-        cuda.call("cudaIpcOpenMemHandle", ctypes.byref(opened), handle, 1)
-        print(opened.value, flush=True)
-    else:
-        print(cuda.read(opened.value, 4 * MIB) == pattern(3, 4 * MIB), flush=True)
-""".format(tests=str(Path(__file__).resolve().parent))
+class Asked(unittest.TestCase):
+    def test_the_command_is_asked_for_what_is_wanted_and_its_answer_is_read(self) -> None:
+        """What it does then, its own tests show."""
+        asked: list[dict[str, Any]] = []
+        aside = {"owner": 7, "tag": "default", "bytes": 4, "paused_bytes": 4}
+        report = {"bytes": 0, "ms": 1.0, "stages": {}, "missing": [aside]}
+        made = {"id": "1", "rank": 0, "ranks": 2}
+        process = {"pid": 1, "report": report, "borrowed": [aside], "communicators": [made]}
 
+        def run(operation: Any) -> dict[str, Any]:
+            asked.append(operation._request)
+            return {"processes": [process], "jobs": []}
 
-class Sharing(unittest.TestCase):
-    def setUp(self) -> None:
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.trainer, self.engine = (stack.enter_context(Program(name, SHARING)) for name in ("trainer", "engine"))
-        self.address = self.engine.ask(f"open {self.trainer.ask('handle')}")
-
-    def held_up(self) -> list[vramctl.types.Borrowed]:
-        return [one for one in vramctl.Client(self.engine.pid).status().borrowed if one.paused_bytes]
-
-    def test_a_job_is_paused_with_those_that_have_its_memory_open(self) -> None:
         job = vramctl.Job("trainer")
-        with self.assertRaises(errors.Shared):
-            job.pause()
-        report = job.pause(shared=True)
-        self.assertEqual(set(report.processes), {self.trainer.pid, self.engine.pid})
-        aside = report.processes[self.engine.pid].missing
-        self.assertEqual([(one.owner, one.bytes, one.paused_bytes) for one in aside], [(self.trainer.pid, 4 * MIB, 4 * MIB)])
-        self.assertEqual((report.processes[self.trainer.pid].missing, report.bytes), ((), 4 * MIB))
-        self.assertEqual(tuple(self.held_up()), aside)
-        self.assertEqual(vramctl.Client(self.engine.pid).resume().missing, aside)
-        job.resume()
-        self.assertEqual(self.engine.ask("check"), "True")
-        self.assertEqual(self.held_up(), [])
-
-    def test_it_is_suspended_while_they_are_held(self) -> None:
-        job = vramctl.Job("trainer")
-        with self.assertRaises(errors.Shared):
-            job.suspend()
-        with self.assertRaises(errors.Invalid):
-            job.suspend(registered="keep")
-        report = job.suspend(shared=True)
-        self.assertGreater(report[self.trainer.pid].bytes, 4 * MIB)
-        self.assertEqual((report[self.engine.pid].bytes, report[self.engine.pid].missing), (0, tuple(self.held_up())))
-        job.resume()
-        self.assertEqual(self.engine.ask("check"), "True")
-
-
-#: Stands in for NCCL: tests/apps/nccl/communicators.c, loaded by ctypes.
-COMMUNICATING = """
-import ctypes, sys
-sys.path.insert(0, {tests!r})
-from support import Cuda, MIB
-cuda = Cuda()
-cuda.malloc(4 * MIB)
-class Id(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]
-nccl = ctypes.CDLL({library!r})
-nccl.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int]
-made = ctypes.c_void_p()
-total = ctypes.c_long()
-print("ready", flush=True)
-for line in sys.stdin:
-    command, *arguments = line.split()
-    if command == "join":
-        rank, ranks, name = arguments
-        print(nccl.ncclCommInitRank(ctypes.byref(made), int(ranks), Id(name.encode()), int(rank)), flush=True)
-    else:
-        answer = nccl.sum_over_ranks(made, ctypes.c_long(int(arguments[0])), ctypes.byref(total))
-        print(answer, total.value, flush=True)
-"""
-
-
-@unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
-class Communicators(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        source = ROOT / "tests" / "apps" / "nccl" / "communicators.c"
-        library = Path(folder.name, "libnccl.so.2")
-        made = [f"-Wl,-soname,{library.name}", "-o", library, source, "-ldl"]
-        subprocess.run([os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", *made], check=True, timeout=60)
-        cls.source = COMMUNICATING.format(tests=str(Path(__file__).resolve().parent), library=str(library))
-
-    def setUp(self) -> None:
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.ranks = [stack.enter_context(Program("train", self.source)) for _ in range(2)]
-
-    def all_say(self, lines: list[str]) -> list[str]:
-        """The ranks wait for each other."""
-        with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as threads:
-            return list(threads.map(lambda rank, line: rank.ask(line), self.ranks, lines))
-
-    def states(self) -> set[tuple[str, str]]:
-        return {(tag.tag, tag.state) for status in vramctl.Job("train").status().values() for tag in status.tags}
-
-    def test_a_job_gives_back_the_memory_of_its_communicators(self) -> None:
-        self.assertEqual(self.all_say(["join 0 2 job", "join 1 2 job"]), ["0", "0"])
-        job = vramctl.Job("train")
-        ranks = sorted((one.rank, one.ranks) for status in job.status().values() for one in status.communicators)
-        self.assertEqual(ranks, [(0, 2), (1, 2)])
-        # Only on request.
-        job.pause()
-        self.assertEqual(self.states(), {("default", "paused"), ("nccl", "active")})
-        job.resume()
-        job.pause(nccl=True)
-        self.assertEqual(self.states(), {("default", "paused"), ("nccl", "paused")})
-        job.resume()
-        self.assertEqual(self.all_say(["sum 1", "sum 2"]), ["0 3", "0 3"])
-        job.suspend()
-        job.resume()
-        self.assertEqual(self.all_say(["sum 3", "sum 4"]), ["0 7", "0 7"])
-        with self.assertRaises(errors.Error):
-            job.pause(nccl=True, hold=False)
-
-    def test_a_rank_elsewhere_prevents_it(self) -> None:
-        elsewhere = Program("serve", self.source)
-        self.addCleanup(elsewhere.__exit__, None, None, None)
-        self.ranks.append(elsewhere.__enter__())
-        self.assertEqual(self.all_say(["join 0 3 three", "join 1 3 three", "join 2 3 three"]), ["0", "0", "0"])
-        job = vramctl.Job("train")
-        for leave in (job.suspend, lambda: job.move(1)):
-            with self.assertRaisesRegex(errors.NotRestorable, "1 of 3 ranks elsewhere") as refused:
-                leave()
-            self.assertIs(refused.exception.committed, False)
-        with self.assertRaisesRegex(errors.Error, "1 of 3 ranks elsewhere"):
-            job.pause(nccl=True)
-        self.assertEqual(self.states(), {("default", "active"), ("nccl", "active")})
+        with unittest.mock.patch("vramctl.job._Operation._run_command", run):
+            paused = job.pause(shared=True, nccl=True, registered="take").processes[1]
+            suspended = job.suspend(shared=True, registered="take")[1]
+            status = job.status()[1]
+        wanted = {"operation": "pause", "target": {"name": "trainer"}, "shared": True, "nccl": True, "registered": "take"}
+        self.assertEqual(asked[0], {**asked[0], **wanted})
+        wanted = {"operation": "suspend", "target": {"name": "trainer"}, "shared": True, "registered": "take"}
+        self.assertEqual(asked[1], {**asked[1], **wanted})
+        for found in (paused.missing, suspended.missing, status.borrowed):
+            self.assertEqual([(one.owner, one.bytes, one.paused_bytes) for one in found], [(7, 4, 4)])
+        self.assertEqual([(one.rank, one.ranks) for one in status.communicators], [(0, 2)])
 
 
 if __name__ == "__main__":

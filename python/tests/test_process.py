@@ -101,13 +101,6 @@ class Process(unittest.TestCase):
         self.assertEqual(self.cuda.read(weights, 8 * MIB), pattern(1, 8 * MIB))
         self.assertEqual(self.cuda.read(cache, 4 * MIB), bytes(4 * MIB))
 
-    def test_a_policy_for_one_pause_counts_more_than_the_region_s(self) -> None:
-        cache = self.malloc("kv_cache", 4 * MIB, "discard")
-        self.cuda.write(cache, pattern(2, 4 * MIB))
-        self.assertEqual(vramctl.pause("kv_cache", backup="host").kept_bytes, 4 * MIB)
-        vramctl.resume("kv_cache")
-        self.assertEqual(self.cuda.read(cache, 4 * MIB), pattern(2, 4 * MIB))
-
     def test_regions_nest_and_end_after_an_exception(self) -> None:
         self.assertEqual(vramctl.current_tag(), "default")
         with self.assertRaises(KeyError):
@@ -303,20 +296,6 @@ for around in ("default", "around"):
                 vramctl.pause(wrong)
         with self.assertRaises(errors.Invalid):
             vramctl.pause({"kept": "host"}, backup="host")
-
-    def test_a_resume_of_several_tags_that_finds_too_little_memory_resumes_none(self) -> None:
-        self.malloc("a", 8 * MIB)
-        self.malloc("b", 64 * MIB)
-        vramctl.pause()
-        with vramctl.unmanaged():
-            hog = self.cuda.malloc(self.cuda.free_memory() - 16 * MIB)
-        try:
-            with self.assertRaises(errors.DeviceMemory):
-                vramctl.resume(["a", "b"], timeout=0.05)
-            self.assertEqual({tag.state for tag in vramctl.status().tags}, {"paused"})
-        finally:
-            self.cuda.free(hog)
-        self.assertEqual(vramctl.resume(["a", "b"]).bytes, 72 * MIB)
 
     def test_the_status_is_by_tag_and_by_device(self) -> None:
         self.malloc("a", 2 * MIB)

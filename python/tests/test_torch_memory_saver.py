@@ -234,17 +234,6 @@ class Memory(unittest.TestCase):
         self.assertEqual(self.runtime.read(kept, 4 * MIB), b"\7" * (4 * MIB))
         self.assertEqual(self.runtime.read(on_disk, 4 * MIB), b"\7" * (4 * MIB))
 
-    def test_a_second_pause_or_resume_and_a_tag_of_nothing_are_no_error(self) -> None:
-        with torch_memory_saver.region("weights", enable_cpu_backup=True):
-            address = self.malloc()
-        for _ in range(2):
-            torch_memory_saver.pause("weights")
-            torch_memory_saver.pause("cuda_graph")
-        for _ in range(2):
-            torch_memory_saver.resume("weights")
-            torch_memory_saver.resume("cuda_graph")
-        self.assertEqual(self.runtime.read(address, 4 * MIB), b"\7" * (4 * MIB))
-
     def test_a_resume_that_finds_too_little_memory_raises_and_can_be_tried_again(self) -> None:
         with torch_memory_saver.region("weights", enable_cpu_backup=True):
             address = self.malloc(64 * MIB)
@@ -279,23 +268,6 @@ class Memory(unittest.TestCase):
         self.assertEqual(settings(), outside)
         self.assertEqual(cdll().tms_get_cpu_backup_backend(), b"pinned")
 
-    def test_turning_it_off_in_the_middle_of_a_region_leaves_memory_to_cuda(self) -> None:
-        """As slime does around buffers that it shares with other processes."""
-        before = sum(tag.bytes for tag in vramctl.status().tags)
-        with torch_memory_saver.region("chunks", enable_cpu_backup=True):
-            self.malloc()
-            cdll().tms_set_interesting_region(False)
-            self.malloc()
-            cdll().tms_set_interesting_region(True)
-            cdll().tms_set_current_tag(b"chunks_0")
-            self.malloc()
-            self.assertEqual(settings(), ("chunks_0", True, True, False))
-        with torch_memory_saver.disable():
-            self.malloc()
-        self.assertEqual(self.policy("chunks"), {"host": 4 * MIB})
-        self.assertEqual(self.policy("chunks_0"), {"host": 4 * MIB})
-        self.assertEqual(sum(tag.bytes for tag in vramctl.status().tags) - before, 8 * MIB)
-
     def test_a_backup_can_be_retained_and_given_up(self) -> None:
         self.assertFalse(torch_memory_saver.retain_cpu_backup)
         self.addCleanup(vramctl.retain, None, None)
@@ -312,69 +284,6 @@ class Memory(unittest.TestCase):
         torch_memory_saver.resume("retained")
         self.assertEqual(vramctl.status().host.used_bytes, 0)
 
-    def test_a_backup_that_is_retained_when_it_is_resumed_stays_where_it_was(self) -> None:
-        self.addCleanup(vramctl.retain, None, None)
-        with torch_memory_saver.region("stays", enable_cpu_backup=True):
-            address = self.malloc(byte=9)
-
-        def kept() -> int | None:
-            pointer = cdll().tms_get_cpu_backup_pointer(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), 4 * MIB)
-            self.assertTrue(not pointer or pointer[: 4 * MIB] == [9] * (4 * MIB))
-            return ctypes.cast(pointer, ctypes.c_void_p).value
-
-        torch_memory_saver.pause("stays")
-        first = kept()
-        self.assertIsNotNone(first)
-        torch_memory_saver.retain_cpu_backup = True
-        torch_memory_saver.resume("stays")
-        self.assertEqual(kept(), first)
-        torch_memory_saver.retain_cpu_backup = False
-        self.assertEqual(kept(), first)
-        torch_memory_saver.pause("stays")
-        self.assertEqual(kept(), first)
-        torch_memory_saver.resume("stays")
-        self.assertIsNone(kept())
-
-    def test_host_memory_of_mmap_is_gone_when_the_resume_returns(self) -> None:
-        def resident() -> int:
-            status = Path("/proc/self/status").read_text()
-            return int(re.search(r"VmRSS:\s*(\d+) kB", status)[1]) << 10
-
-        with torch_memory_saver.region("gone", enable_cpu_backup=True, cpu_backup_backend="mmap"):
-            self.malloc(256 * MIB)
-        before = resident()
-        torch_memory_saver.pause("gone")
-        torch_memory_saver.resume("gone")
-        self.assertLess(resident() - before, 64 * MIB)
-        self.assertEqual(vramctl.status().host.used_bytes, 0)
-
-    def test_a_file_for_each_paused_allocation_and_none_of_what_was_killed(self) -> None:
-        source = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from torch_memory_saver import torch_memory_saver
-from support import Cuda
-torch_memory_saver.set_disk_backup_dir(sys.argv[2])
-with torch_memory_saver.region("on_disk", enable_disk_backup=True):
-    for size in (2, 4):
-        Cuda(sys.argv[4]).malloc(size << 20)
-torch_memory_saver.pause()
-print(sorted(os.path.getsize(os.path.join(sys.argv[2], name)) >> 20 for name in os.listdir(sys.argv[2])), flush=True)
-if sys.argv[3] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-torch_memory_saver.resume()
-print(os.listdir(sys.argv[2]))
-"""
-        with tempfile.TemporaryDirectory() as folder:
-            for ending, found, left in (("killed", "[2, 4]\n", 2), ("killed", "[2, 4]\n", 2), ("resumed", "[2, 4]\n[]\n", 0)):
-                child = subprocess.run(
-                    [sys.executable, "-c", source, str(TESTS), folder, ending, runtime()],
-                    env={**os.environ, "PYTHONPATH": str(DROPIN), "LD_PRELOAD": str(HOOKS[0])},
-                    capture_output=True,
-                    text=True,
-                )
-                self.assertEqual((child.stdout, child.stderr, len(os.listdir(folder))), (found, "", left))
-
     def test_the_margin_is_kept_free(self) -> None:
         self.addCleanup(setattr, torch_memory_saver, "memory_margin_bytes", 0)
         torch_memory_saver.memory_margin_bytes = 1 << 50
@@ -382,35 +291,6 @@ print(os.listdir(sys.argv[2]))
         with torch_memory_saver.region(), self.assertRaises(RuntimeError):
             self.malloc()
 
-    def test_the_backup_of_a_paused_allocation_is_at_the_pointer(self) -> None:
-        with torch_memory_saver.region("at_the_pointer", enable_cpu_backup=True):
-            address = self.malloc(byte=9)
-        pointer = ctypes.cast(ctypes.c_void_p(address + 100), ctypes.POINTER(ctypes.c_uint8))
-        self.assertFalse(cdll().tms_get_cpu_backup_pointer(pointer, 16))
-        torch_memory_saver.pause("at_the_pointer")
-        self.assertEqual(cdll().tms_get_cpu_backup_pointer(pointer, 16)[:16], [9] * 16)
-
-    def backup_at(self, address: int) -> int | None:
-        """The address of the allocation's backup; None if there is none."""
-        pointer = ctypes.cast(ctypes.c_void_p(address), ctypes.POINTER(ctypes.c_uint8))
-        kept = cdll().tms_get_cpu_backup_pointer(pointer, 4 * MIB)
-        return ctypes.addressof(kept.contents) if kept else None
-
-    def test_what_was_retained_can_be_read_until_the_next_resume(self) -> None:
-        self.addCleanup(vramctl.retain, None, None)
-        with torch_memory_saver.region("given_up_late", enable_cpu_backup=True):
-            address = self.malloc(byte=6)
-        torch_memory_saver.retain_cpu_backup = True
-        torch_memory_saver.pause("given_up_late")
-        torch_memory_saver.resume("given_up_late")
-        before = self.backup_at(address)
-        torch_memory_saver.retain_cpu_backup = False
-        self.assertIsNotNone(before)
-        self.assertEqual(self.backup_at(address), before)
-        self.assertEqual(ctypes.string_at(before or 0, 4 * MIB), b"\6" * (4 * MIB))
-        torch_memory_saver.pause("given_up_late")
-        torch_memory_saver.resume("given_up_late")
-        self.assertIsNone(self.backup_at(address))
 
 
 class Environment(unittest.TestCase):
