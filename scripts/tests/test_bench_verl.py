@@ -18,7 +18,6 @@ HERE = ROOT / "scripts" / "benchmarks" / "verl"
 sys.path[:0] = [str(ROOT / "scripts"), str(HERE), str(ROOT / "python" / "tests")]
 
 import support  # noqa: E402
-import test_ray  # noqa: E402
 import test_verl  # noqa: E402
 from benchmarks.verl import fit, report, watch  # noqa: E402
 from vramctl import errors  # noqa: E402
@@ -750,123 +749,6 @@ class WholeOnTheLibrary(Script):
                 mib[label, "rollout"]["host, the job's processes"], 64, "the trainer's parameters are there"
             )
             self.assertGreaterEqual(mib[label, "rollout"]["GPU, peak"], 128)
-
-
-#: The same as actors of Ray: two that take turns on a GPU. What they compute comes from the memory that is paused. The last step goes on until the
-#: job has been paused often enough.
-RAY_JOB = """
-    import json, os, pathlib, sys, time
-    MIB = 1 << 20
-    os.environ["OF_THE_JOB"] = "set"
-    def prepare():
-        pathlib.Path(os.environ["JOB"]).mkdir(exist_ok=True)
-    class Role:
-        def __init__(self, tag, mib):
-            assert os.environ["OF_THE_JOB"] == "set"
-            sys.path[:0] = [{tests!r}, {package!r}]
-            from support import Cuda, pattern
-            import vramctl, verl_timers
-            self.vramctl, self.timers, self.tag, self.cuda = vramctl, verl_timers, tag, Cuda()
-            with vramctl.region(tag):
-                self.at = self.cuda.malloc(mib * MIB)
-            self.cuda.write(self.at, pattern(mib, mib * MIB))
-            self.go("")
-        def timed(self, name, what):
-            began = time.time()
-            what()
-            if name:
-                self.timers.note(name, began=began, seconds=time.time() - began, used_before=0, used_after=0, pinned=None)
-        def come(self, name):
-            self.timed(name, lambda: self.vramctl.resume(self.tag))
-        def go(self, name):
-            self.timed(name, lambda: self.vramctl.pause(self.tag))
-        def send(self):
-            self.timed("send weights", lambda: None)
-        def work(self, step):
-            digest = 0
-            for turn in range(10):
-                here = self.at + (step * 10 + turn) * 4096
-                digest += sum(self.cuda.read(here, 4096))
-                time.sleep(0.03)
-            # For the next step.
-            self.cuda.write(here + 4096, b"x" * step)
-            return digest
-    if __name__ == "__main__":
-        import ray
-        settings = dict(one.split("=", 1) for one in sys.argv[1:])
-        place = pathlib.Path(settings["trainer.rollout_data_dir"]).parent
-        outside = lambda: sum("error" not in json.loads(line) for line in (place / "outside.jsonl").open()) if (place / "outside.jsonl").exists() else 0
-        ray.init(num_cpus=None if settings.get("ray_kwargs.ray_init.num_cpus") == "null" else 4, num_gpus=None if "RAY_ADDRESS" in os.environ else 1)
-        actor = ray.remote(num_cpus=1, num_gpus=0.5)(Role)
-        rollout, trainer = actor.remote("kv_cache", 128), actor.remote("actor_params", 64)
-        does = lambda role, what, *given: ray.get(getattr(role, what).remote(*given))
-        steps = int(settings["trainer.total_training_steps"])
-        with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
-            for step in range(1, steps + 1):
-                began = time.time()
-                while True:
-                    does(rollout, "come", "wake kv_cache")
-                    answer = does(rollout, "work", step)
-                    does(rollout, "go", "sleep level 2")
-                    does(trainer, "come", "to cuda: model+optimizer")
-                    loss = does(trainer, "work", step)
-                    does(trainer, "go", "to cpu: model+optimizer")
-                    if step < steps or outside() >= int(settings.get("outside", 0)) or "RAY_ADDRESS" not in os.environ:
-                        break
-                does(trainer, "send")
-                (place / "answers" / f"{{step}}.jsonl").write_text(json.dumps(dict(input="q", output=str(answer))))
-                file.write(json.dumps(dict(step=step, data={{"timing_s/step": time.time() - began, "actor/pg_loss": loss}})) + "\\n")
-                file.flush()
-        time.sleep(600)
-    """
-
-
-def ray_folder():
-    """With Ray's packages, in target/, if they can be installed."""
-    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    folder = target / f"bench-verl-ray-{sys.version_info.major}.{sys.version_info.minor}"
-    done = folder / "installed"
-    if not done.exists() or done.read_text() != test_ray.RAY:
-        plain = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder), test_ray.RAY]
-        if subprocess.run(command, env=plain, capture_output=True).returncode != 0:
-            return None
-        done.write_text(test_ray.RAY)
-    return str(folder)
-
-
-@unittest.skipUnless(test_ray.ROUNDS, "RAY_ROUNDS: it takes a while, and fails on a busy machine")
-class PausedFromOutside(Script):
-    """Modes d and e, with Ray, the library and the command line themselves, on the simulated GPU."""
-
-    def setUp(self):
-        super().setUp()
-        self.ray = ray_folder()
-        if self.ray is None:
-            self.skipTest(f"not run: {test_ray.RAY} cannot be installed")
-        here = ROOT / "python" / "tests"
-        (self.folder / "fake_job.py").write_text(textwrap.dedent(RAY_JOB.format(tests=str(here), package=str(here.parent))))
-
-    def test_the_whole_job_is_paused_and_its_results_are_those_of_an_undisturbed_run(self):
-        built = str(pathlib.Path(support.VRAMCTL).resolve().parent)
-        counts = ("--pauses", "2", "--suspends", "1", "--seed", "7", "--set", "outside=3")
-        more = ("--modes", "e,c", "--steps", "5", "--warm", "2", "--bin", built, "--verl-dir", self.ray, *counts)
-        done = self.bench(*more, env={"SIMGPU_CONTEXT_BYTES": str(100 << 20), "HOME": str(self.folder)})
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertFalse((self.folder / ".ray").exists(), "it leaves no token that later clusters would ask for")
-        modes = self.result()["modes"]
-        self.assertEqual({label: mode["ended"] for label, mode in modes.items()}, dict.fromkeys("ce", "complete"))
-        rows = [row for row in modes["e"]["outside"] if "error" not in row]
-        self.assertEqual(sorted(row["what"] for row in rows), ["pause", "pause", "suspend"], modes["e"]["outside"])
-        for row in rows:
-            self.assertEqual(row["ranks"], 2, row)
-            # Two contexts, or nothing.
-            left = 0 if row["what"] == "suspend" else 200
-            self.assertAlmostEqual(row["left"] >> 20, left, delta=10, msg=row)
-            self.assertGreater(row["after"], row["left"])
-        self.assertIn("seed 7", done.stdout)
-        self.assertEqual(done.stdout.count("suspend from outside, "), 1)
-        self.assertIn("**10 of 10 results equal those of c:", done.stdout)
 
 
 def is_running(pid):
