@@ -116,9 +116,20 @@ impl Program {
         }
     }
 
+    /// A closer from beginning to end.
+    fn close_and_take(&self) {
+        let _closed = self.close();
+        self.take_if_nobody_is_inside();
+    }
+
     fn let_go(&self) {
         self.closer.let_go(&self.latch, || self.paused.load(Ordering::Acquire) != 0);
     }
+}
+
+fn spawn(program: &Arc<Program>, work: impl FnOnce(&Program) + 'static) -> thread::JoinHandle<()> {
+    let program = Arc::clone(program);
+    thread::spawn(move || work(&program))
 }
 
 fn explore(model: impl Fn() + Sync + Send + 'static) {
@@ -131,13 +142,8 @@ fn explore(model: impl Fn() + Sync + Send + 'static) {
 fn nobody_is_inside_while_it_is_closed() {
     explore(|| {
         let program = Program::new(OPEN);
-        let threads = [0, 1].map(|thread| {
-            let program = Arc::clone(&program);
-            thread::spawn(move || program.call(thread, || program.work()))
-        });
-        let closed = program.close();
-        program.take_if_nobody_is_inside();
-        drop(closed);
+        let threads = [0, 1].map(|thread| spawn(&program, move |program| program.call(thread, || program.work())));
+        program.close_and_take();
         for thread in threads {
             thread.join().unwrap();
         }
@@ -151,13 +157,8 @@ fn the_model_finds_missing_fences() {
     explore(|| {
         sync::NO_FENCES.set(true);
         let program = Program::new(OPEN);
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || program.call(0, || program.work()))
-        };
-        let closed = program.close();
-        program.take_if_nobody_is_inside();
-        drop(closed);
+        let thread = spawn(&program, |program| program.call(0, || program.work()));
+        program.close_and_take();
         thread.join().unwrap();
     });
 }
@@ -167,16 +168,11 @@ fn the_model_finds_missing_fences() {
 fn threads_that_fence_for_themselves_are_seen() {
     explore(|| {
         let program = Program::new(FENCED);
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                program.call(0, || program.work());
-                program.call(0, || program.work());
-            })
-        };
-        let closed = program.close();
-        program.take_if_nobody_is_inside();
-        drop(closed);
+        let thread = spawn(&program, |program| {
+            program.call(0, || program.work());
+            program.call(0, || program.work());
+        });
+        program.close_and_take();
         thread.join().unwrap();
     });
 }
@@ -186,10 +182,7 @@ fn threads_that_fence_for_themselves_are_seen() {
 fn a_nested_call_does_not_wait() {
     explore(|| {
         let program = Program::new(OPEN);
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || program.call(0, || program.call(0, || program.work())))
-        };
+        let thread = spawn(&program, |program| program.call(0, || program.call(0, || program.work())));
         let closed = program.close();
         while program.marks[0].call().is_some() {
             thread::yield_now();
@@ -205,24 +198,19 @@ fn a_nested_call_does_not_wait() {
 fn a_signal_handler_waits_for_itself_and_for_its_thread() {
     explore(|| {
         let program = Program::new(OPEN);
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                let mark = &program.marks[0];
-                mark.want(CALL);
-                sync::light_fence();
-                mark.pass(&program.latch, OTHER_CALL, || program.work());
-                assert_eq!(mark.inside.load(Ordering::Relaxed), CALL | ADMITTED);
-                if mark.look(&program.latch, CALL) {
-                    program.work();
-                    mark.leave();
-                }
-            })
-        };
+        let thread = spawn(&program, |program| {
+            let mark = &program.marks[0];
+            mark.want(CALL);
+            sync::light_fence();
+            mark.pass(&program.latch, OTHER_CALL, || program.work());
+            assert_eq!(mark.inside.load(Ordering::Relaxed), CALL | ADMITTED);
+            if mark.look(&program.latch, CALL) {
+                program.work();
+                mark.leave();
+            }
+        });
         for _ in 0..2 {
-            let closed = program.close();
-            program.take_if_nobody_is_inside();
-            drop(closed);
+            program.close_and_take();
         }
         thread.join().unwrap();
     });
@@ -233,25 +221,20 @@ fn a_signal_handler_waits_for_itself_and_for_its_thread() {
 fn a_threads_check_stays_valid_after_a_signal_handler() {
     explore(|| {
         let program = Program::new(OPEN);
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                let mark = &program.marks[0];
-                mark.want(CALL);
-                sync::light_fence();
-                let open = program.latch.0.load(Ordering::Acquire) == OPEN;
-                mark.pass(&program.latch, OTHER_CALL, || program.work());
-                if open {
-                    mark.inside.store(CALL | ADMITTED, Ordering::Relaxed);
-                    program.work();
-                }
-                mark.leave();
-            })
-        };
+        let thread = spawn(&program, |program| {
+            let mark = &program.marks[0];
+            mark.want(CALL);
+            sync::light_fence();
+            let open = program.latch.0.load(Ordering::Acquire) == OPEN;
+            mark.pass(&program.latch, OTHER_CALL, || program.work());
+            if open {
+                mark.inside.store(CALL | ADMITTED, Ordering::Relaxed);
+                program.work();
+            }
+            mark.leave();
+        });
         for _ in 0..2 {
-            let closed = program.close();
-            program.take_if_nobody_is_inside();
-            drop(closed);
+            program.close_and_take();
         }
         thread.join().unwrap();
     });
@@ -263,20 +246,12 @@ fn a_fiber_may_change_its_thread_inside() {
     explore(|| {
         let program = Program::new(OPEN);
         assert!(program.marks[0].enter(&program.latch, CALL));
-        let fiber = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                program.work();
-                program.marks[0].leave();
-            })
-        };
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || program.call(0, || program.work()))
-        };
-        let closed = program.close();
-        program.take_if_nobody_is_inside();
-        drop(closed);
+        let fiber = spawn(&program, |program| {
+            program.work();
+            program.marks[0].leave();
+        });
+        let thread = spawn(&program, |program| program.call(0, || program.work()));
+        program.close_and_take();
         fiber.join().unwrap();
         thread.join().unwrap();
     });
@@ -290,8 +265,7 @@ fn a_held_program_is_let_go_when_nothing_is_paused() {
         program.paused.store(2, Ordering::Relaxed);
         program.close().keep();
         let resume = || {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
+            spawn(&program, |program| {
                 program.paused.fetch_sub(1, Ordering::AcqRel);
                 program.let_go();
             })
@@ -311,13 +285,10 @@ fn a_program_that_frees_what_is_paused_is_let_go() {
     explore(|| {
         let program = Program::new(OPEN);
         program.paused.store(1, Ordering::Relaxed);
-        let free = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                program.paused.store(0, Ordering::Relaxed);
-                program.let_go();
-            })
-        };
+        let free = spawn(&program, |program| {
+            program.paused.store(0, Ordering::Relaxed);
+            program.let_go();
+        });
         let closed = program.close();
         if program.paused.load(Ordering::Relaxed) != 0 {
             closed.keep();
@@ -338,20 +309,12 @@ fn a_latch_closed_by_another_is_not_opened() {
         let program = Program::new(OPEN);
         program.paused.store(1, Ordering::Relaxed);
         program.close().keep();
-        let thread = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || program.call(0, || program.work()))
-        };
-        let resume = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                program.paused.store(0, Ordering::Release);
-                program.let_go();
-            })
-        };
-        let closed = program.close();
-        program.take_if_nobody_is_inside();
-        drop(closed);
+        let thread = spawn(&program, |program| program.call(0, || program.work()));
+        let resume = spawn(&program, |program| {
+            program.paused.store(0, Ordering::Release);
+            program.let_go();
+        });
+        program.close_and_take();
         program.let_go();
         resume.join().unwrap();
         thread.join().unwrap();
@@ -367,14 +330,11 @@ fn a_moment_does_not_prolong_a_hold() {
         let program = Program::new(OPEN);
         program.paused.store(1, Ordering::Relaxed);
         program.close().keep();
-        let resume = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                program.paused.store(0, Ordering::Release);
-                program.let_go();
-                assert!(!program.closer.is_holding());
-            })
-        };
+        let resume = spawn(&program, |program| {
+            program.paused.store(0, Ordering::Release);
+            program.let_go();
+            assert!(!program.closer.is_holding());
+        });
         let moment = program.close_for(Purpose::Moment);
         program.take_if_nobody_is_inside();
         drop(moment);
@@ -390,10 +350,7 @@ fn an_admitted_call_is_seen() {
     explore(|| {
         let program = Program::new(OPEN);
         let closed = program.close();
-        let threads = [0, 1].map(|thread| {
-            let program = Arc::clone(&program);
-            thread::spawn(move || program.call(thread, || program.work()))
-        });
+        let threads = [0, 1].map(|thread| spawn(&program, move |program| program.call(thread, || program.work())));
         program.latch.admit(1);
         program.latch.admit_none();
         program.take_if_nobody_is_inside();
@@ -410,15 +367,12 @@ fn an_admitted_call_is_seen() {
 fn one_closer_at_a_time() {
     explore(|| {
         let program = Program::new(OPEN);
-        let other = {
-            let program = Arc::clone(&program);
-            thread::spawn(move || {
-                let closed = program.close();
-                program.memory.with_mut(|_| ());
-                drop(closed);
-                program.let_go();
-            })
-        };
+        let other = spawn(&program, |program| {
+            let closed = program.close();
+            program.memory.with_mut(|_| ());
+            drop(closed);
+            program.let_go();
+        });
         let closed = program.close();
         program.memory.with_mut(|_| ());
         assert!(program.latch.is_closed());
