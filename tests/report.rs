@@ -166,7 +166,7 @@ fn rows(report: &Value, what: &str) -> Vec<(String, u64)> {
 #[test]
 fn a_refusal_in_the_runtime_or_the_driver_is_reported_managed_or_not() {
     let gpu = take();
-    let kept = malloc_tagged("weights", None, LARGE).unwrap();
+    malloc_tagged("weights", None, LARGE).unwrap();
     let doors: [(&str, Allocate, bool); 4] = [
         ("librefused_runtime.so", hooks::cudaMalloc, true),
         ("librefused_driver.so", drivers_door(), true),
@@ -210,7 +210,6 @@ fn a_refusal_in_the_runtime_or_the_driver_is_reported_managed_or_not() {
     assert!(changes.iter().any(|line| line.contains("tag weights +64.00 MiB")), "{changes:?}");
     assert!(warned_about("The full report is in ").len() >= 4 && !warned_about("tag weights").is_empty());
     assert_eq!(gpu.footprint(), before, "a report leaves nothing on the device");
-    assert_eq!(free(kept), 0);
 }
 
 #[test]
@@ -261,18 +260,17 @@ fn what_the_programs_own_allocator_has_cached_can_be_trimmed() {
     };
     assert!((0..10).any(is_listed));
     CACHED.lock().unwrap().clear();
-    assert_eq!(free(address), 0);
 }
 
 #[test]
 fn the_page_tells_how_far_back_its_events_go() {
     let _gpu = take();
     let library = Library::new("libbusy.so");
-    let kept = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    malloc_tagged("busy", None, 2 * MIB).unwrap();
     for _ in 0..2100 {
         assert_eq!(free(malloc_tagged("churn", None, 2 * MIB).unwrap()), 0);
     }
-    let last = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    malloc_tagged("busy", None, 2 * MIB).unwrap();
     assert_eq!(library.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
     let report = library.report();
     let covered = report["events_seconds"].as_f64().unwrap();
@@ -282,7 +280,6 @@ fn the_page_tells_how_far_back_its_events_go() {
     let within = if covered < 1.0 { format!("{:.0} ms", covered * 1e3) } else { format!("{covered:.1} s") };
     let lines = warned_about(&format!("Changes in the last {within}: "));
     assert!(lines.iter().any(|line| line.contains("tag busy +2.00 MiB")), "{lines:?}");
-    assert_eq!((free(kept), free(last)), (0, 0));
 }
 
 fn thread_name() -> String {
@@ -334,8 +331,8 @@ fn a_refusal_by_the_margin_reports_its_size() {
 #[test]
 fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
     let gpu = take();
-    let address = malloc_tagged("kv_cache", None, 150 * MIB).unwrap();
-    let other = malloc_tagged("weights", None, 40 * MIB).unwrap();
+    malloc_tagged("kv_cache", None, 150 * MIB).unwrap();
+    malloc_tagged("weights", None, 40 * MIB).unwrap();
     pause(&["kv_cache"]).unwrap();
     gpu.occupy(0, 100 * MIB);
     for _ in 0..5 {
@@ -354,7 +351,6 @@ fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
     assert_eq!((&ways[0]["bytes"], &ways[0]["is_enough"]), (&(40 * MIB).into(), &true.into()), "{report:#}");
     assert!(warned_about("a resume (tag kv_cache) needs 150.00 MiB on GPU-73696d75;").len() == 1, "{:?}", warned_about("a resume"));
     resume(&["kv_cache"]).unwrap();
-    assert_eq!((free(address), free(other)), (0, 0));
 }
 
 /// torch empties its cache and tries again: one page, with the state at that point.
@@ -386,14 +382,13 @@ fn a_successful_retry_of_torch_is_one_line_and_no_page() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_saved.so");
     region::begin(Some("default"), None).unwrap();
-    let got = torch.retry(|| torch.ask(150 * MIB));
+    torch.retry(|| torch.ask(150 * MIB));
     region::end().unwrap();
     out_of_memory::settle();
     let lines = warned_about(&torch.name);
     assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(lines[0].contains("asked for 150.00 MiB (tag default)") && lines[0].contains("a later attempt succeeded"), "{lines:?}");
     assert_eq!(torch.reports().len(), 0);
-    assert_eq!(free(got), 0);
 }
 
 /// Near the limit of memory, torch may retry all day. The failure that ends the program needs its page all the same.
@@ -551,7 +546,6 @@ fn a_failure_in_a_capture_is_reported_and_leaves_the_capture_valid() {
     let report = library.report();
     assert_eq!(report["device"]["device"], 0, "{report:#}");
     drop((graph, stream));
-    assert_eq!(free(address), 0);
 }
 
 /// A request of the program that fails.
@@ -725,8 +719,7 @@ fn fail_and_go_on() {
         assert_eq!(malloc_tagged(tag, None, TOO_MUCH), Err(OUT_OF_MEMORY));
         out_of_memory::settle();
     }
-    let address = malloc_tagged("x", None, MIB).unwrap();
-    assert_eq!(free(address), 0);
+    malloc_tagged("x", None, MIB).unwrap();
 }
 
 #[test]

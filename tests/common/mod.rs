@@ -252,102 +252,74 @@ unsafe fn open(path: &Path) -> *mut c_void {
     library
 }
 
-struct Simulated {
-    simgpu_fail: unsafe extern "C" fn(*const c_char, u64, u32, u64),
-    simgpu_slow_down: unsafe extern "C" fn(*const c_char, u64) -> c_int,
-    simgpu_hold: unsafe extern "C" fn(u64),
-    simgpu_is_holding: unsafe extern "C" fn() -> c_int,
-    simgpu_release: unsafe extern "C" fn(),
-    simgpu_clear_faults: unsafe extern "C" fn(),
-    simgpu_calls: unsafe extern "C" fn(*const c_char) -> u64,
-    simgpu_reset_counts: unsafe extern "C" fn(),
-    simgpu_used: unsafe extern "C" fn(c_int) -> u64,
-    simgpu_live: unsafe extern "C" fn(*const c_char) -> u64,
-    simgpu_set_op_delay_ms: unsafe extern "C" fn(u64),
-    simgpu_occupy: unsafe extern "C" fn(c_int, u64),
-    cu_mem_retain_allocation_handle: unsafe extern "C" fn(*mut u64, *mut c_void) -> u32,
-    cu_mem_get_allocation_properties_from_handle: unsafe extern "C" fn(*mut CUmemAllocationProp, u64) -> u32,
-    cu_mem_release: unsafe extern "C" fn(u64) -> u32,
-    cu_device_primary_ctx_retain: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32,
-    cu_ctx_set_current: unsafe extern "C" fn(*mut c_void) -> u32,
-    cu_device_primary_ctx_reset: unsafe extern "C" fn(c_int) -> u32,
-    cu_stream_wait_value: unsafe extern "C" fn(*mut c_void, *const AtomicU32, u32, u32) -> u32,
-    cu_launch_host_func: unsafe extern "C" fn(*mut c_void, extern "C" fn(*mut c_void), *mut c_void) -> u32,
-    cu_graph_create: unsafe extern "C" fn(*mut *mut c_void, u32) -> u32,
-    cu_graph_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
-    cu_mem_host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> u32,
-    cu_mem_free_host: unsafe extern "C" fn(*mut c_void) -> u32,
-    cu_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
-    cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
-    cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
-    cuda_memset_async: unsafe extern "C" fn(*mut c_void, c_int, usize, *mut c_void) -> u32,
-    cuda_device_get_default_mem_pool: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32,
-    cuda_device_synchronize: unsafe extern "C" fn() -> u32,
-    cuda_set_device: unsafe extern "C" fn(c_int) -> u32,
-    cuda_get_last_error: unsafe extern "C" fn() -> u32,
-    cuda_peek_at_last_error: unsafe extern "C" fn() -> u32,
-    cuda_stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, u32) -> u32,
-    cuda_stream_synchronize: unsafe extern "C" fn(*mut c_void) -> u32,
-    cuda_stream_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
-    cuda_graph_instantiate: unsafe extern "C" fn(*mut *mut c_void, *mut c_void, u64) -> u32,
-    cuda_graph_launch: unsafe extern "C" fn(*mut c_void, *mut c_void) -> u32,
-    cuda_graph_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
-    cuda_graph_exec_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
+/// The functions of the simulated driver and runtime that the tests call.
+macro_rules! simulated {
+    ($($library:ident($file:literal) { $($field:ident = $name:literal($($argument:ty),*) $(-> $answer:ty)?,)* })*) => {
+        struct Simulated {
+            $($($field: unsafe extern "C" fn($($argument),*) $(-> $answer)?,)*)*
+        }
+
+        impl Simulated {
+            fn load() -> Self {
+                let libraries = simulated_libraries();
+                $(
+                    let library = unsafe { open(&libraries.join($file)) };
+                    let $library = move |name: &CStr| {
+                        let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
+                        assert!(!symbol.is_null(), "{name:?} is missing");
+                        symbol
+                    };
+                )*
+                Self { $($($field: unsafe { transmute($library($name)) },)*)* }
+            }
+        }
+    };
 }
 
-impl Simulated {
-    fn load() -> Self {
-        let libraries = simulated_libraries();
-        let (driver, runtime) = unsafe { (open(&libraries.join("libcuda.so.1")), open(&libraries.join("libcudart.so.13"))) };
-        macro_rules! find {
-            ($library:expr, $name:literal) => {{
-                let symbol = unsafe { libc::dlsym($library, concat!($name, "\0").as_ptr().cast()) };
-                assert!(!symbol.is_null(), concat!($name, " is missing"));
-                unsafe { transmute(symbol) }
-            }};
-        }
-        Self {
-            simgpu_fail: find!(driver, "simgpu_fail"),
-            simgpu_slow_down: find!(driver, "simgpu_slow_down"),
-            simgpu_hold: find!(driver, "simgpu_hold"),
-            simgpu_is_holding: find!(driver, "simgpu_is_holding"),
-            simgpu_release: find!(driver, "simgpu_release"),
-            simgpu_clear_faults: find!(driver, "simgpu_clear_faults"),
-            simgpu_calls: find!(driver, "simgpu_calls"),
-            simgpu_reset_counts: find!(driver, "simgpu_reset_counts"),
-            simgpu_used: find!(driver, "simgpu_used"),
-            simgpu_live: find!(driver, "simgpu_live"),
-            simgpu_set_op_delay_ms: find!(driver, "simgpu_set_op_delay_ms"),
-            simgpu_occupy: find!(driver, "simgpu_occupy"),
-            cu_mem_retain_allocation_handle: find!(driver, "cuMemRetainAllocationHandle"),
-            cu_mem_get_allocation_properties_from_handle: find!(driver, "cuMemGetAllocationPropertiesFromHandle"),
-            cu_mem_release: find!(driver, "cuMemRelease"),
-            cu_device_primary_ctx_retain: find!(driver, "cuDevicePrimaryCtxRetain"),
-            cu_ctx_set_current: find!(driver, "cuCtxSetCurrent"),
-            cu_device_primary_ctx_reset: find!(driver, "cuDevicePrimaryCtxReset_v2"),
-            cu_stream_wait_value: find!(driver, "cuStreamWaitValue32_v2"),
-            cu_launch_host_func: find!(driver, "cuLaunchHostFunc"),
-            cu_graph_create: find!(driver, "cuGraphCreate"),
-            cu_graph_destroy: find!(driver, "cuGraphDestroy"),
-            cu_mem_host_alloc: find!(driver, "cuMemHostAlloc"),
-            cu_mem_free_host: find!(driver, "cuMemFreeHost"),
-            cu_ctx_destroy: find!(driver, "cuCtxDestroy_v2"),
-            cuda_memcpy: find!(runtime, "cudaMemcpy"),
-            cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
-            cuda_memset_async: find!(runtime, "cudaMemsetAsync"),
-            cuda_device_get_default_mem_pool: find!(runtime, "cudaDeviceGetDefaultMemPool"),
-            cuda_device_synchronize: find!(runtime, "cudaDeviceSynchronize"),
-            cuda_set_device: find!(runtime, "cudaSetDevice"),
-            cuda_get_last_error: find!(runtime, "cudaGetLastError"),
-            cuda_peek_at_last_error: find!(runtime, "cudaPeekAtLastError"),
-            cuda_stream_create_with_flags: find!(runtime, "cudaStreamCreateWithFlags"),
-            cuda_stream_synchronize: find!(runtime, "cudaStreamSynchronize"),
-            cuda_stream_destroy: find!(runtime, "cudaStreamDestroy"),
-            cuda_graph_instantiate: find!(runtime, "cudaGraphInstantiate"),
-            cuda_graph_launch: find!(runtime, "cudaGraphLaunch"),
-            cuda_graph_destroy: find!(runtime, "cudaGraphDestroy"),
-            cuda_graph_exec_destroy: find!(runtime, "cudaGraphExecDestroy"),
-        }
+simulated! {
+    driver("libcuda.so.1") {
+        simgpu_fail = c"simgpu_fail"(*const c_char, u64, u32, u64),
+        simgpu_slow_down = c"simgpu_slow_down"(*const c_char, u64) -> c_int,
+        simgpu_hold = c"simgpu_hold"(u64),
+        simgpu_is_holding = c"simgpu_is_holding"() -> c_int,
+        simgpu_release = c"simgpu_release"(),
+        simgpu_clear_faults = c"simgpu_clear_faults"(),
+        simgpu_calls = c"simgpu_calls"(*const c_char) -> u64,
+        simgpu_reset_counts = c"simgpu_reset_counts"(),
+        simgpu_used = c"simgpu_used"(c_int) -> u64,
+        simgpu_live = c"simgpu_live"(*const c_char) -> u64,
+        simgpu_set_op_delay_ms = c"simgpu_set_op_delay_ms"(u64),
+        simgpu_occupy = c"simgpu_occupy"(c_int, u64),
+        cu_mem_retain_allocation_handle = c"cuMemRetainAllocationHandle"(*mut u64, *mut c_void) -> u32,
+        cu_mem_get_allocation_properties_from_handle = c"cuMemGetAllocationPropertiesFromHandle"(*mut CUmemAllocationProp, u64) -> u32,
+        cu_mem_release = c"cuMemRelease"(u64) -> u32,
+        cu_device_primary_ctx_retain = c"cuDevicePrimaryCtxRetain"(*mut *mut c_void, c_int) -> u32,
+        cu_ctx_set_current = c"cuCtxSetCurrent"(*mut c_void) -> u32,
+        cu_device_primary_ctx_reset = c"cuDevicePrimaryCtxReset_v2"(c_int) -> u32,
+        cu_stream_wait_value = c"cuStreamWaitValue32_v2"(*mut c_void, *const AtomicU32, u32, u32) -> u32,
+        cu_launch_host_func = c"cuLaunchHostFunc"(*mut c_void, extern "C" fn(*mut c_void), *mut c_void) -> u32,
+        cu_graph_create = c"cuGraphCreate"(*mut *mut c_void, u32) -> u32,
+        cu_graph_destroy = c"cuGraphDestroy"(*mut c_void) -> u32,
+        cu_mem_host_alloc = c"cuMemHostAlloc"(*mut *mut c_void, usize, u32) -> u32,
+        cu_mem_free_host = c"cuMemFreeHost"(*mut c_void) -> u32,
+        cu_ctx_destroy = c"cuCtxDestroy_v2"(*mut c_void) -> u32,
+    }
+    runtime("libcudart.so.13") {
+        cuda_memcpy = c"cudaMemcpy"(*mut c_void, *const c_void, usize, c_int) -> u32,
+        cuda_memcpy_async = c"cudaMemcpyAsync"(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
+        cuda_memset_async = c"cudaMemsetAsync"(*mut c_void, c_int, usize, *mut c_void) -> u32,
+        cuda_device_get_default_mem_pool = c"cudaDeviceGetDefaultMemPool"(*mut *mut c_void, c_int) -> u32,
+        cuda_device_synchronize = c"cudaDeviceSynchronize"() -> u32,
+        cuda_set_device = c"cudaSetDevice"(c_int) -> u32,
+        cuda_get_last_error = c"cudaGetLastError"() -> u32,
+        cuda_peek_at_last_error = c"cudaPeekAtLastError"() -> u32,
+        cuda_stream_create_with_flags = c"cudaStreamCreateWithFlags"(*mut *mut c_void, u32) -> u32,
+        cuda_stream_synchronize = c"cudaStreamSynchronize"(*mut c_void) -> u32,
+        cuda_stream_destroy = c"cudaStreamDestroy"(*mut c_void) -> u32,
+        cuda_graph_instantiate = c"cudaGraphInstantiate"(*mut *mut c_void, *mut c_void, u64) -> u32,
+        cuda_graph_launch = c"cudaGraphLaunch"(*mut c_void, *mut c_void) -> u32,
+        cuda_graph_destroy = c"cudaGraphDestroy"(*mut c_void) -> u32,
+        cuda_graph_exec_destroy = c"cudaGraphExecDestroy"(*mut c_void) -> u32,
     }
 }
 

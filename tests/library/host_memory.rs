@@ -81,7 +81,9 @@ fn host_memory_is_kept_for_the_next_pause() {
 fn a_resume_takes_the_threads_that_its_own_contents_need() {
     const ENTER_AND_LEAVE: u64 = 2;
     let gpu = Gpu::take();
-    let [small, large] = [("small", HOST_PIECE), ("large", 2 * HOST_PIECE)].map(|(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap());
+    for (tag, bytes) in [("small", HOST_PIECE), ("large", 2 * HOST_PIECE)] {
+        malloc_tagged(tag, None, bytes).unwrap();
+    }
     let _kept = Kept::for_long();
     let suspend_and_awake = || {
         Memory::get().suspend(|| false).unwrap();
@@ -113,13 +115,12 @@ fn a_resume_takes_the_threads_that_its_own_contents_need() {
     pause(&["small"]).unwrap();
     suspend_and_awake();
     assert_eq!(threads_to_resume_small(), registering, "the driver has registered memory since it refused some");
-    assert_eq!([small, large].map(free), [0; 2]);
 }
 
 #[test]
 fn kept_host_memory_is_released_in_time_and_the_worker_ends() {
     let _gpu = Gpu::take();
-    let address = allocation(40 * MIB);
+    allocation(40 * MIB);
     set_host_keep(Some(Duration::from_millis(30)), Some(u64::MAX));
     pause(&[]).unwrap();
     resume(&[]).unwrap();
@@ -128,20 +129,18 @@ fn kept_host_memory_is_released_in_time_and_the_worker_ends() {
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert!(is_ready(0), "kept for no time at all");
-    assert_eq!(free(address), 0);
 }
 
 #[test]
 fn kept_host_memory_is_released_when_memory_is_short() {
     let _gpu = Gpu::take();
-    let address = allocation(40 * MIB);
+    allocation(40 * MIB);
     let _kept = Kept::for_long();
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert!(!is_ready(0));
     set_host_keep(LONG, Some(0));
     eventually("given back because memory is short", || is_ready(0));
-    assert_eq!(free(address), 0);
 }
 
 /// Memory kept ready only saves time. It must not prevent a backup.
@@ -150,9 +149,10 @@ fn kept_host_memory_makes_room_for_a_pause_under_the_cap() {
     let _gpu = Gpu::take();
     let _kept = Kept::for_long();
     let make = |tag: &str, bytes| malloc_tagged(tag, None, bytes).unwrap();
-    let (first, between) = (make("first", 64 * MIB), make("between", 32 * MIB));
+    make("first", 64 * MIB);
+    make("between", 32 * MIB);
     set_device(1);
-    let large = make("large", 128 * MIB);
+    make("large", 128 * MIB);
     set_device(0);
     pause(&["first"]).unwrap();
     pause(&["between"]).unwrap();
@@ -163,7 +163,6 @@ fn kept_host_memory_makes_room_for_a_pause_under_the_cap() {
     pause(&["large"]).unwrap();
     assert!(is_ready((32 + 128) * MIB));
     resume(&[]).unwrap();
-    assert_eq!([first, between, large].map(free), [0; 3]);
 }
 
 /// Who asks before a pause must be told what the pause then finds.
@@ -344,7 +343,7 @@ fn expect_directory() {
 #[test]
 fn kept_host_memory_goes_to_another_process_that_needs_it() {
     let _gpu = Gpu::take();
-    let address = allocation(40 * MIB);
+    allocation(40 * MIB);
     expect_directory();
     let _kept = Kept::for_long();
     pause(&[]).unwrap();
@@ -353,7 +352,6 @@ fn kept_host_memory_goes_to_another_process_that_needs_it() {
     assert!(!is_ready(0));
     let _needs = Lock::take(NEEDS);
     eventually("given to another", || is_ready(0) && !Lock::is_taken(KEEPS));
-    assert_eq!(free(address), 0);
 }
 
 #[test]
@@ -374,14 +372,13 @@ fn a_pause_gets_host_memory_that_another_process_keeps() {
     assert!(!Lock::is_taken(NEEDS));
     resume(&[]).unwrap();
     assert!(read(address, 40 * MIB).unwrap() == pattern(5, 40 * MIB));
-    assert_eq!(free(address), 0);
 }
 
 /// There is nothing left to wait for.
 #[test]
 fn a_pause_is_refused_as_soon_as_the_other_process_has_given_back_too_little() {
     let _gpu = Gpu::take();
-    let address = allocation(40 * MIB);
+    allocation(40 * MIB);
     expect_directory();
     set_host_keep(None, Some(0));
     let keeps = Lock::take(KEEPS);
@@ -393,5 +390,4 @@ fn a_pause_is_refused_as_soon_as_the_other_process_has_given_back_too_little() {
     assert!(matches!(pause(&[]), Err(Error::HostMemory { capped: false, .. })));
     assert!(other.join().unwrap().elapsed() < Duration::from_secs(5));
     set_host_keep(None, None);
-    assert_eq!(free(address), 0);
 }

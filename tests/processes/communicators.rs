@@ -280,8 +280,7 @@ fn a_job_with_an_all_reduce_of_its_own_is_suspended_at_any_moment() {
 #[test]
 fn ranks_change_places() {
     let machine = Machine { devices: 2, ..Machine::new() };
-    let set = |command: &mut Command| _ = command.env("SPREAD", "1");
-    let mut ranks = start_with(&machine, "train", &[0, 1], 2, &[], set);
+    let mut ranks = start_with(&machine, "train", &[0, 1], 2, &[], |command: &mut Command| _ = command.env("SPREAD", "1"));
     let gpu = |rank: &Program| status(&machine, rank)["devices"][0]["uuid"].clone();
     let before = [gpu(&ranks[0]), gpu(&ranks[1])];
     assert_ne!(before[0], before[1]);
@@ -427,8 +426,7 @@ fn ranks_elsewhere_prevent_a_suspend_and_a_pause_of_nccls_memory() {
 #[test]
 fn nccls_memory_that_is_not_managed_prevents_a_suspend() {
     let machine = Machine::new();
-    let exclude = |command: &mut Command| _ = command.env("VRAMCTL_EXCLUDE", "libnccl");
-    let mut ranks = start_with(&machine, "train", &[0, 1], 2, &[], exclude);
+    let mut ranks = start_with(&machine, "train", &[0, 1], 2, &[], |command: &mut Command| _ = command.env("VRAMCTL_EXCLUDE", "libnccl"));
     let refused = machine.vramctl("suspend train");
     refused.expect(7, "", "communicators of libnccl.so.2: 1 of 2 ranks (2.00 MiB)");
     assert_eq!(machine.state(&ranks[0]), "active");

@@ -683,8 +683,7 @@ fn two_jobs_change_places_on_a_host_without_room_for_both() {
     assert_eq!(running(&machine, &a, &b), "a");
     for words in [["a", "b"], ["b", "a"]] {
         let apart = leave_half();
-        let swap = || machine.vramctl(&["swap", words[0], words[1], "--json"]).expect(0, "", "").json();
-        let (most, swapped) = host.most_during(swap);
+        let (most, swapped) = host.most_during(|| machine.vramctl(&["swap", words[0], words[1], "--json"]).expect(0, "", "").json());
         // What the programs themselves use goes up and down.
         assert!(most - apart <= copy / 2 * 3 + 64 * MIB, "{} of {copy}", most - apart);
         let told = swapped["host_peak_bytes"].as_u64().unwrap();

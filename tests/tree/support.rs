@@ -103,8 +103,8 @@ fn a_driver_before_cuda_12_is_refused_by_name() {
 fn doctor_dry_run_status_and_the_page_agree() {
     let mut machine = Machine::new();
     machine.devices = 2;
-    let mps = |command: &mut std::process::Command| _ = command.env("SIMGPU_MPS", "1");
-    let (mut engine, mut behind) = (machine.engine("engine"), machine.engine_with("behind", mps));
+    let (mut engine, mut behind) =
+        (machine.engine("engine"), machine.engine_with("behind", |command: &mut std::process::Command| _ = command.env("SIMGPU_MPS", "1")));
     let page = page();
     for (variable, name, refused, why) in [
         (("SIMGPU_CUDA", "12.4"), "engine", &["suspend", "move"][..], SUSPEND.text()),
@@ -275,8 +275,7 @@ fn forbid_kcmp() -> std::io::Result<()> {
 fn doctor_dry_run_status_and_the_pause_tell_the_same_numbers() {
     const CAP: u64 = 64 << 20;
     let machine = Machine::new();
-    let capped = |command: &mut std::process::Command| _ = command.env("VRAMCTL_HOST_CAP", "64M");
-    let mut engine = machine.engine_with("engine", capped);
+    let mut engine = machine.engine_with("engine", |command: &mut std::process::Command| _ = command.env("VRAMCTL_HOST_CAP", "64M"));
     let cap = ("VRAMCTL_HOST_CAP", "64M");
     let json = |line: &str| serde_json::from_str::<Value>(&told(&machine, cap, line).1).unwrap();
     let (doctor, plan, status) = (json("doctor --json"), json("pause engine --dry-run --json"), json("status engine --json"));

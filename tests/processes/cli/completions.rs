@@ -25,8 +25,7 @@ fn shells_complete_tags_processes_and_gpus() {
         let output = machine.cli(&arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
         let ran = Ran::new(&output);
         assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""), "{ran:?}");
-        let first = |line: &str| line.split('\t').next().unwrap().to_owned();
-        ran.out.lines().map(first).collect::<Vec<_>>()
+        ran.out.lines().map(|line: &str| line.split('\t').next().unwrap().to_owned()).collect::<Vec<_>>()
     };
     assert_eq!(complete(&["set-t"]), ["set-tag"]);
     assert!(complete(&["pause", "w"]).is_empty(), "nobody is there, and nobody complains");
