@@ -339,9 +339,8 @@ fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
         resume(&["kv_cache"]).unwrap_err();
     }
     gpu.occupy(0, 0);
-    let of_resumes = || reports("vramctl");
     out_of_memory::settle();
-    let all = of_resumes();
+    let all = reports("vramctl");
     assert_eq!(all.len(), 1, "{all:#?}");
     let report = &all[0];
     assert_eq!((&report["request"]["refused_by"], &report["request"]["tag"]), (&"resume".into(), &"kv_cache".into()));

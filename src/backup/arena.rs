@@ -516,7 +516,7 @@ impl Arena {
             }
             state.kept = pieces;
         }
-        let work = move || {
+        if let Err(error) = worker::spawn("vramctl-prewarm", move || {
             worker::step_back();
             for piece in 0..pieces {
                 if exit::is_ending() {
@@ -528,8 +528,7 @@ impl Arena {
                 }
             }
             log::info!("{} of host memory is ready", Bytes((pieces * HOST_PIECE) as u64));
-        };
-        if let Err(error) = worker::spawn("vramctl-prewarm", work) {
+        }) {
             log::warn!("could not start a thread to prepare host memory: {error}");
             self.keep(0);
         }

@@ -47,8 +47,8 @@ impl Seat {
 
     /// For a request that may wait.
     pub fn for_waiting() -> Result<Self, Error> {
-        let too_many = || Error::Late(format!("{MOST_WAITING} requests to this process wait already, perhaps for its driver; try again"));
-        Self::take(&WAITING, MOST_WAITING).ok_or_else(too_many)
+        Self::take(&WAITING, MOST_WAITING)
+            .ok_or_else(|| Error::Late(format!("{MOST_WAITING} requests to this process wait already, perhaps for its driver; try again")))
     }
 
     fn take(taken: &'static PerProcess<AtomicUsize>, most: usize) -> Option<Self> {
@@ -155,8 +155,8 @@ impl Connection {
             return Err(Error::Busy(Duration::ZERO));
         }
         if !self.borrows.load(Ordering::Relaxed) {
-            let too_many = || Error::Invalid("too many processes have memory of this one open".into());
-            let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;
+            let seat = Seat::take(&BORROWERS, MOST_BORROWERS)
+                .ok_or_else(|| Error::Invalid("too many processes have memory of this one open".into()))?;
             *self.seat.lock().unpoisoned() = Some(seat);
             self.borrows.store(true, Ordering::Relaxed);
         }

@@ -76,8 +76,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn growing(mib: &[u64]) -> Option<(u64, u64)> {
-        let cycle = |mib: &u64| Cycle { unmanaged: [("libleak.so".into(), mib * MIB)].into(), ..Cycle::default() };
-        let cycles: Vec<_> = mib.iter().map(cycle).collect();
+        let cycles: Vec<_> =
+            mib.iter().map(|mib: &u64| Cycle { unmanaged: [("libleak.so".into(), mib * MIB)].into(), ..Cycle::default() }).collect();
         let found = Cycle::growing(&cycles);
         assert!(found.iter().all(|growth| growth.owner == "libleak.so"));
         found.first().map(|growth| (growth.bytes_per_cycle / MIB, growth.cycles))

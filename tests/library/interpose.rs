@@ -1229,7 +1229,6 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
 fn retained_contents_stay_if_dropping_them_would_not_help() {
     const RETAINED: usize = 64 * MIB;
     let _gpu = Gpu::take();
-    let host = || Memory::get().status().host.used_bytes;
     malloc_tagged(common::RETAINED_TAG, None, RETAINED).unwrap();
     pause(&[common::RETAINED_TAG]).unwrap();
     resume(&[common::RETAINED_TAG]).unwrap();
@@ -1244,7 +1243,7 @@ fn retained_contents_stay_if_dropping_them_would_not_help() {
         set_device(0);
         assert!(matches!(pause(tags), Err(Error::HostMemory { capped: true, .. })));
         assert_eq!(state("t"), Some(TagState::Active));
-        assert_eq!(host(), RETAINED as u64);
+        assert_eq!(Memory::get().status().host.used_bytes, RETAINED as u64);
         assert_eq!(free(others), 0);
     }
 }
@@ -1253,7 +1252,6 @@ fn retained_contents_stay_if_dropping_them_would_not_help() {
 #[test]
 fn retained_contents_that_make_no_room_stay() {
     let _gpu = Gpu::take();
-    let host = || Memory::get().status().host.used_bytes;
     let allocate = |(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap();
     let all = || [("kept", 8 * MIB), ("shares", 24 * MIB), ("alone", 64 * MIB)].map(allocate).to_vec();
     let mut addresses = all();
@@ -1274,7 +1272,7 @@ fn retained_contents_that_make_no_room_stay() {
     // Needs four pieces; three are free.
     addresses.push(allocate(("t", 120 * MIB)));
     pause(&["t"]).unwrap();
-    assert_eq!(host(), (8 + 24 + 120) << 20, "the copy that takes two pieces is given up, and no other");
+    assert_eq!(Memory::get().status().host.used_bytes, (8 + 24 + 120) << 20, "the copy that takes two pieces is given up, and no other");
     resume(&[]).unwrap();
     for tag in ["kept", "shares", "alone"] {
         Memory::get().set_retain(Some(tag), None).unwrap();

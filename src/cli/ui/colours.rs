@@ -12,8 +12,7 @@ pub fn allowed() -> bool {
 
 /// Whether to write them here.
 pub fn wanted(here: &impl IsTerminal) -> bool {
-    let forced = || env::var_os("CLICOLOR_FORCE").is_some_and(|value| !value.is_empty() && value != "0");
-    allowed() && (here.is_terminal() || forced())
+    allowed() && (here.is_terminal() || env::var_os("CLICOLOR_FORCE").is_some_and(|value| !value.is_empty() && value != "0"))
 }
 
 /// The word with which a line on stderr begins, in clap's colours.

@@ -183,8 +183,7 @@ fn cycles(cycles: &[Cycle]) -> String {
 
 /// Progress of a pause or resume, in brackets.
 pub fn come_so_far(tag: &TagStatus) -> String {
-    let text = |now: Progress| format!(" ({} {} of {})", now.stage.name(), Bytes(now.done), Bytes(now.total));
-    tag.progress.map_or_else(String::new, text)
+    tag.progress.map_or_else(String::new, |now: Progress| format!(" ({} {} of {})", now.stage.name(), Bytes(now.done), Bytes(now.total)))
 }
 
 fn tag_row(tag: &TagStatus) -> Vec<String> {

@@ -32,13 +32,12 @@ pub unsafe fn charge_pool(device: CUdevice, pool: *mut c_void, bytes: usize) -> 
 
 /// What has ended with its context, or has left a pool, is still charged. Who finds no room looks for that, and tries again.
 fn or_again<T>(device: CUdevice, charge: impl Fn() -> Result<T, OverLimit>) -> Result<T, Error> {
-    let again = |_| {
+    charge().or_else(|_| {
         unmanaged::forget_gone();
         Memory::existing().map(Memory::drop_gone);
         limit::refresh(device);
         charge().map_err(Error::Limit)
-    };
-    charge().or_else(again)
+    })
 }
 
 /// What the program is shown of a device that has so many bytes free and in all. `None` without a limit.

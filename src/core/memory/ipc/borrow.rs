@@ -581,8 +581,7 @@ impl Lease {
     fn end(self: &Arc<Self>, token: &Token, meant: impl Fn(&Opened) -> bool) -> bool {
         let opened = {
             let mut borrowed = borrowed();
-            let is_meant = |opened: &Opened| Arc::ptr_eq(&opened.lease, self) && meant(opened);
-            if !borrowed.open.get(token).is_some_and(is_meant) {
+            if !borrowed.open.get(token).is_some_and(|opened: &Opened| Arc::ptr_eq(&opened.lease, self) && meant(opened)) {
                 return false;
             }
             borrowed.open.remove(token)

@@ -220,10 +220,9 @@ mod tests {
         let [file, other] = [(); 2].map(|()| Held::new(UnixDatagram::unbound().unwrap()).unwrap());
         let mut lending = Lending::default();
         let marks = [0, 1].map(|number| Arc::downgrade(&lending.exported(file.copy().unwrap(), number)));
-        let left = || marks.iter().filter(|mark| mark.strong_count() > 0).count();
         for (claimed, remaining) in [(&other, 2), (&file, 1), (&file, 0), (&file, 0)] {
             lending.claimed(claimed.get().unwrap());
-            assert_eq!(left(), remaining);
+            assert_eq!(marks.iter().filter(|mark| mark.strong_count() > 0).count(), remaining);
             assert!(lending.has_exported(file.get().unwrap()) && !lending.has_exported(other.get().unwrap()));
         }
         assert_eq!(lending.forget_exports().len(), 2);
