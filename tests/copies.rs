@@ -99,8 +99,7 @@ fn a_captured_copy_between_devices_survives_pauses() {
         set_device(1);
         assert_eq!(write(there, &contents), 0);
         set_device(0);
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
         assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
         assert!(read(here, 2 * MIB).unwrap() == contents);
     }

@@ -319,8 +319,7 @@ fn many_threads_find_their_own_contents() {
         });
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
-                common::pause(&["bystander"]).unwrap();
-                common::resume(&["bystander"]).unwrap();
+                common::cycle(&["bystander"]);
             }
         });
         let told = common::SetOnDrop(&over);

@@ -34,6 +34,13 @@ impl Machine {
         Self { context_bytes: CONTEXT, engine_mib: [32, 16], ..Self::with(gpus, "256M") }
     }
 
+    /// Two GPUs, and an engine on the first.
+    fn with_an_engine() -> (Self, Program) {
+        let machine = Self::with_gpus(2);
+        let engine = machine.engine("engine");
+        (machine, engine)
+    }
+
     /// With faults of the driver in the command line's own process.
     fn vramctl_failing(&self, faults: &str, arguments: &str) -> Ran {
         Ran::of(self.cli(arguments).env("SIMGPU_FAIL", faults))
@@ -107,8 +114,7 @@ impl Program {
 
 #[test]
 fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     engine.is_well();
     let before = machine.gpus();
     assert!(before[0].0 > CONTEXT && before[0].1 == 1, "{before:?}");
@@ -144,8 +150,7 @@ fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
 
 #[test]
 fn a_resume_without_room_changes_nothing_and_waits_if_told() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     machine.vramctl("suspend engine").expect(0, "suspended", "");
     let hog = machine.hog(0, 180);
     let short = machine.vramctl("resume");
@@ -171,8 +176,7 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
     thread::scope(|scope| {
         for (about, stop, command, first) in calls {
             scope.spawn(move || {
-                let machine = Machine::with_gpus(2);
-                let mut engine = machine.engine("engine");
+                let (machine, mut engine) = Machine::with_an_engine();
                 let before = machine.gpus();
                 if let Some(first) = first {
                     machine.vramctl(first).expect(0, "suspended", "");
@@ -183,8 +187,7 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
             });
         }
         scope.spawn(|| {
-            let machine = Machine::with_gpus(2);
-            let mut engine = machine.engine("engine");
+            let (machine, mut engine) = Machine::with_an_engine();
             machine.vramctl("suspend engine").expect(0, "suspended", "");
             let hog = machine.hog(0, 180);
             let waits = machine.begin("resume --timeout 120");
@@ -261,8 +264,7 @@ fn a_suspended_job_is_not_overtaken_between_its_context_and_its_memory() {
 /// Then it needs room there.
 #[test]
 fn a_job_may_move_while_a_resume_waits_for_room() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     machine.vramctl("suspend engine").expect(0, "suspended", "");
     let _hog = machine.hog(0, 180);
     let waits = machine.begin("resume --timeout 20");
@@ -433,8 +435,7 @@ fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, case: impl Fn(T) + Sync)
 /// The list above contains exactly the calls that the commands make.
 #[test]
 fn the_tested_steps_are_those_of_the_commands() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     for (command, first, steps) in COMMANDS {
         for name in ["GetState", "Lock", "Checkpoint", "Restore", "Unlock"] {
             let listed = steps.iter().filter(|(call, _)| *call == name).map(|(_, nth)| *nth).max().unwrap_or(0);
@@ -456,8 +457,7 @@ fn the_tested_steps_are_those_of_the_commands() {
 /// The caller may be killed at any step. The next caller continues from there, in either direction.
 #[test]
 fn a_caller_may_be_killed_at_any_step() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let before = machine.gpus();
     for (round, (command, first, step)) in steps().enumerate() {
         for when in ["before", "after"] {
@@ -492,8 +492,7 @@ fn a_caller_may_be_killed_at_any_step() {
 fn two_commands_at_once_lose_nothing() {
     const MEANWHILE: Duration = Duration::from_millis(700);
     at_once(["suspend engine", "resume"].into_iter().flat_map(|other| COMMANDS.iter().map(move |one| (one, other))), |(one, other)| {
-        let machine = Machine::with_gpus(2);
-        let mut engine = machine.engine("engine");
+        let (machine, mut engine) = Machine::with_an_engine();
         let before = machine.gpus();
         for (command, first, step) in steps_of(one) {
             if let Some(first) = first {
@@ -524,8 +523,7 @@ fn two_commands_at_once_lose_nothing() {
 /// It says how to find out how far it has come, and how to go on.
 #[test]
 fn an_interrupted_command_says_how_to_continue() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let before = machine.gpus();
     for (command, said) in [("suspend engine", "`vramctl suspend --name=engine` continues"), ("move engine --to 1", "to continue")] {
         let lock = fs::File::create(machine.sockets().join(format!("{}.lock", engine.pid()))).unwrap();
@@ -545,8 +543,7 @@ fn an_interrupted_command_says_how_to_continue() {
 /// A command that has been stopped in the middle keeps others out, and they say who it is.
 #[test]
 fn a_stopped_command_is_named() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     machine.vramctl("suspend engine").expect(0, "suspended", "");
     let lock = machine.sockets().join(format!("{}.lock", engine.pid()));
     let resumed = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume", || {
@@ -563,8 +560,7 @@ fn a_stopped_command_is_named() {
 /// Others may resume a job while a suspend waits: before its pause, as if it had been suspended already, or after it.
 #[test]
 fn a_job_that_is_resumed_during_a_suspend_is_said_to_run() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let pid = engine.pid();
     let runs =
         format!("engine (pid {pid}) has been resumed meanwhile, and runs; try again. What is paused stays paused until `vramctl resume`");
@@ -630,8 +626,7 @@ fn a_program_without_memory_at_its_pause_is_suspended() {
 #[test]
 fn a_process_that_was_checkpointed_without_its_library_comes_back() {
     at_once([("Lock", None), ("Lock Checkpoint", None), ("Lock Checkpoint", Some(150))], |(calls, hog)| {
-        let machine = Machine::with_gpus(2);
-        let mut engine = machine.engine("engine");
+        let (machine, mut engine) = Machine::with_an_engine();
         let before = machine.gpus();
         let pid = engine.pid();
         machine.call_for(pid, &calls.split(' ').collect::<Vec<_>>());
@@ -652,8 +647,7 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
 /// Whatever clients ask of a process that waits in the driver, and whether they wait for the answer or hang up, the next one is served.
 #[test]
 fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let (pid, before) = (engine.pid(), machine.gpus());
     machine.call_for(pid, &["Lock"]);
     let socket = machine.sockets().join(format!("{pid}.sock"));
@@ -696,8 +690,7 @@ fn clients_of_a_process_that_waits_in_the_driver_use_up_nothing() {
 /// Nobody would wake the library again: the next command finds a process that can be resumed.
 #[test]
 fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     machine.vramctl("pause --name engine").expect(0, "paused", "");
     let socket = machine.sockets().join(format!("{}.sock", engine.pid()));
     // Stopped, it reads no request before its client has hung up.
@@ -750,8 +743,7 @@ fn a_process_may_be_killed_at_any_step() {
 #[test]
 fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
     at_once(COMMANDS, |one| {
-        let machine = Machine::with_gpus(2);
-        let mut engine = machine.engine("engine");
+        let (machine, mut engine) = Machine::with_an_engine();
         let before = machine.gpus();
         for ((command, first, step), code) in steps_of(one).flat_map(|step| [999, 600, 1, 2].map(|code| (step.clone(), code))) {
             if let Some(first) = first {
@@ -807,8 +799,7 @@ fn a_driver_that_goes_on_refusing_leaves_no_program_held() {
 /// Nothing is set aside that the driver has not been asked about, and a dry run tells it.
 #[test]
 fn a_driver_that_tells_no_state_is_asked_before_anything_changes() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let silent = "cuCheckpointProcessGetState:1:801:*";
     machine.vramctl_failing(silent, "suspend engine --dry-run").expect(
         1,
@@ -869,8 +860,7 @@ sys.stdin.read()
 
 #[test]
 fn a_job_moves_to_another_gpu_and_back() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let before = machine.gpus();
     engine.is_well();
     for (round, gpu) in ["1", "0000:10:00.0", "GPU-73696d76-6c61-7465-642d-6770752d3031", "0"].iter().enumerate() {
@@ -894,8 +884,7 @@ fn a_job_moves_to_another_gpu_and_back() {
 /// Another program takes the room on the other GPU in the middle of a move.
 #[test]
 fn a_move_whose_room_is_taken_says_where_the_job_is() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let before = machine.gpus();
     let short = "too little memory on GPU 1 (GPU-73696d76): ";
     let move_meanwhile = |mib| {
@@ -926,8 +915,7 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
 /// What is suspended needs as much room as what is active.
 #[test]
 fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let before = machine.gpus();
     // Room for its context, with what a restore wants beyond that, but not for its tags as well.
     let hog = machine.hog(1, 144);
@@ -955,8 +943,7 @@ fn a_suspended_job_moves_only_where_it_fits_with_its_tags() {
 /// There would be room for what it has now, but a restore wants more.
 #[test]
 fn a_move_is_refused_before_a_restore_would_be() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let free = machine.gpus()[0].0 + CONTEXT / 8;
     let _hog = machine.hog(1, ((256 * MIB - CONTEXT - free) / MIB) as u32);
     machine.vramctl_failing("cuCheckpointProcessLock:1:999", "move engine --to 1").expect(4, "", ". Nothing has changed");
@@ -1285,8 +1272,7 @@ fn a_process_that_was_resumed_meanwhile_is_not_said_to_be_paused() {
 /// The caller has been killed, or is on its way: what the process still has on the GPU is not denied.
 #[test]
 fn the_middle_of_a_suspend_is_no_suspend() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     for (death, state, text) in [
         ("Lock:1:kill-before", "partly suspended", "its CUDA context is on the GPU"),
         ("Checkpoint:1:kill-before", "partly suspended", "its CUDA context is on the GPU"),
@@ -1325,8 +1311,7 @@ fn what_has_not_left_needs_no_room() {
 /// The process is lost with such a restore, so it must not come to that.
 #[test]
 fn a_process_that_cannot_be_restored_is_paused_by_tag() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let old = machine.vramctl_failing("cuCheckpointProcessGetState:1:500", "suspend engine");
     old.has(7, "", "older than 570");
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
@@ -1337,8 +1322,7 @@ fn a_process_that_cannot_be_restored_is_paused_by_tag() {
 /// The process reports MPS, even without memory. MIG is detected from outside.
 #[test]
 fn suspend_is_refused_with_mps_and_mig() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let on_mig = |arguments: &str| Ran::of(machine.cli(arguments).env("SIMGPU_MIG", "1"));
     let before = machine.gpus();
     machine.vramctl("suspend engine --dry-run").expect(0, "a pause would free", "");
@@ -1384,8 +1368,7 @@ fn a_process_that_cannot_be_restored_is_neither_moved_nor_paused() {
 /// The program keeps running until the driver has locked it. Obstacles that it creates until then are found, and nothing is checkpointed.
 #[test]
 fn an_obstacle_that_appears_in_the_middle_is_found() {
-    let machine = Machine::with_gpus(2);
-    let mut engine = machine.engine("engine");
+    let (machine, mut engine) = Machine::with_an_engine();
     let before = machine.gpus();
     for command in ["suspend engine", "move engine --to 1"] {
         let refused = machine.vramctl_meanwhile("cuCheckpointProcessLock:1:stop-before", command, || {

@@ -336,8 +336,7 @@ fn contents_without_addresses_are_kept() {
         assert_eq!(read(place.0, 2 * PAGE), Ok(bytes.clone()));
         // From here on for reading alone.
         assert_eq!(allow(place.0, 2 * PAGE, 0, 1), 0);
-        pause(&["own"]).unwrap();
-        resume(&["own"]).unwrap();
+        common::cycle(&["own"]);
         assert_eq!(read(place.0, 2 * PAGE), Ok(bytes.clone()));
         assert_eq!(unmap(place.0, 2 * PAGE), 0);
     }
@@ -405,8 +404,7 @@ fn access_of_other_devices_is_restored() {
     let place = Reserved::new(PAGE);
     let handle = create("own", None, PAGE).unwrap();
     assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE), allow(place.0, PAGE, 1, 3)), (0, 0, 0));
-    pause(&["own"]).unwrap();
-    resume(&["own"]).unwrap();
+    common::cycle(&["own"]);
     assert_eq!((access(place.0, 0), access(place.0, 1)), (Ok(3), Ok(3)));
     assert_eq!((unmap(place.0, PAGE), release(handle)), (0, 0));
 }
@@ -439,8 +437,7 @@ fn memory_is_managed_on_a_device_without_a_primary_context() {
     common::set_device(0);
     let handle = create_on(1, "own", None, PAGE).unwrap();
     assert!(is_ours(handle));
-    pause(&["own"]).unwrap();
-    resume(&["own"]).unwrap();
+    common::cycle(&["own"]);
     assert_eq!(release(handle), 0);
     // A call that may destroy it is under way.
     let ending = Ending::of(other.handle());
@@ -556,8 +553,7 @@ fn registered_memory_is_replaced_only_when_told_so() {
     assert_eq!((read(card, PAGE), read(mine, PAGE), read(place.0, PAGE)), (Ok(bytes.clone()), Ok(bytes.clone()), Ok(bytes)));
     // What was known is gone, and nobody knows what came.
     assert!(Memory::get().obstacles().iter().all(|one| one.kind != ObstacleKind::Registered), "{:?}", Memory::get().obstacles());
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert_eq!(unsafe { entries::cuPointerSetAttribute((&raw const on).cast(), 6, card) }, 0);
     assert!(matches!(pause(&[]), Err(Error::Registered(_))), "registered anew");
     unsafe { libc::close(shared) };
@@ -727,8 +723,7 @@ fn what_is_in_a_context_ends_with_it(gpu: &Gpu, end: unsafe extern "C-unwind" fn
     assert_eq!(unsafe { end(std::mem::transmute::<*mut std::ffi::c_void, vramctl_driver::ContextHandle>(context)) }, 0);
     assert_eq!(pages_in_use(gpu), 2, "at once");
     assert_eq!(state("plain"), None);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert_eq!(read(place.0, PAGE), Ok(bytes));
     assert_eq!((unmap(place.0, PAGE), release(handle), common::free(primary)), (0, 0, 0));
 }
@@ -750,8 +745,7 @@ fn memory_outlives_the_green_context_in_which_it_was_made() {
     drop(stream);
     drop(green);
     for _ in 0..2 {
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
         assert_eq!((read(plain, PAGE), read(streamed, PAGE), pages_in_use(&gpu)), (Ok(one.clone()), Ok(two.clone()), 2));
     }
 }

@@ -828,6 +828,13 @@ pub fn resume(tags: &[&str]) -> Result<Report, vramctl_model::Error> {
     Memory::get().resume(&resuming(tags), &mut ())
 }
 
+/// Pauses these tags and resumes them.
+#[track_caller]
+pub fn cycle(tags: &[&str]) {
+    pause(tags).unwrap();
+    resume(tags).unwrap();
+}
+
 pub fn state(tag: &str) -> Option<TagState> {
     Memory::get().status().tags.into_iter().find(|status| status.tag == tag).map(|status| status.state)
 }

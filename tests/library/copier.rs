@@ -212,8 +212,7 @@ fn a_large_pause_loads_it_in_the_background() {
     let small = Program::start(&[LARGE; 2]);
     set_copy_by(CopyBy::Auto, None);
     gpu.reset_counts();
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     vramctl_backup::settle();
     assert_eq!(gpu.calls("cuModuleLoadData"), 0);
     small.end();
@@ -226,8 +225,7 @@ fn a_reset_waits_for_a_kernel_that_is_being_loaded() {
     let load_a_copier = || {
         drop(Program::start(&[LARGE; 3]));
         set_copy_by(CopyBy::Auto, Some(0));
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
     };
     let load_a_hasher = || assert!(malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).is_ok());
     for load in [&load_a_copier as &dyn Fn(), &load_a_hasher] {

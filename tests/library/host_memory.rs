@@ -122,12 +122,10 @@ fn kept_host_memory_is_released_in_time_and_the_worker_ends() {
     let _gpu = Gpu::take();
     allocation(40 * MIB);
     set_host_keep(Some(Duration::from_millis(30)), Some(u64::MAX));
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     eventually("given back in time", || is_ready(0) && no_thread_is_left());
     set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert!(is_ready(0), "kept for no time at all");
 }
 
@@ -136,8 +134,7 @@ fn kept_host_memory_is_released_when_memory_is_short() {
     let _gpu = Gpu::take();
     allocation(40 * MIB);
     let _kept = Kept::for_long();
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert!(!is_ready(0));
     set_host_keep(LONG, Some(0));
     eventually("given back because memory is short", || is_ready(0));
@@ -236,8 +233,7 @@ fn contents_in_files_pass_wherever_the_others_end() {
             assert_eq!(common::write(address, &contents), 0);
             (address, contents)
         });
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
         for (address, contents) in all {
             assert!(common::read(address, contents.len()).unwrap() == contents, "{kept}");
             assert_eq!(free(address), 0);
@@ -269,8 +265,7 @@ proptest! {
         let before: Vec<_> = sizes[..1].iter().map(make).collect();
         if retained {
             set(u64::MAX, u64::MAX - 1);
-            pause(&[]).unwrap();
-            resume(&[]).unwrap();
+            common::cycle(&[]);
         }
         let all: Vec<_> = before.into_iter().chain(sizes[1..].iter().map(make)).collect();
         let done = loop {
@@ -346,8 +341,7 @@ fn kept_host_memory_goes_to_another_process_that_needs_it() {
     allocation(40 * MIB);
     expect_directory();
     let _kept = Kept::for_long();
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     eventually("it says that it keeps some", || Lock::is_taken(KEEPS));
     assert!(!is_ready(0));
     let _needs = Lock::take(NEEDS);

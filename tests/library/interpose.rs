@@ -106,8 +106,7 @@ fn network_cards_can_access_managed_memory_if_the_device_supports_it() {
     let address = malloc_tagged("weights", None, 4 * MIB).unwrap();
     let is_reached = || gpu.properties(address).map(|properties| properties.allocFlags.gpuDirectRDMACapable);
     assert_eq!(is_reached(), Some(1));
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert_eq!(is_reached(), Some(1));
 }
 
@@ -288,8 +287,7 @@ fn a_graph_replays_after_a_pause_because_no_address_changes() {
     for round in 0..5 {
         let contents = pattern(round, 2 * MIB);
         assert_eq!(write(source, &contents), 0);
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
         assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
         assert!(read(target, 2 * MIB).unwrap() == contents);
     }
@@ -628,8 +626,7 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
     assert_eq!(free(here), 1, "as the runtime answers for memory that a reset has destroyed");
     last_error();
     set_device(1);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert!(read(there, 2 * MIB).unwrap() == contents);
     set_device(0);
     let again = malloc_tagged("t", None, 2 * MIB).unwrap();
@@ -639,12 +636,10 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
     let again = malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap();
     assert_eq!(write(again, &contents), 0);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert_eq!(pause(&[common::RETAINED_TAG]).unwrap().unchanged_bytes, 2 << 20);
     resume(&[]).unwrap();
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
 }
 
 /// Does work that must not wait for anything that the test does later.
@@ -847,8 +842,7 @@ fn peers_can_access_each_others_memory() {
     let stream = Stream::create();
     assert_eq!((stream.copy(here, there, 2 * MIB), stream.synchronize()), (0, 0));
     assert!(read(here, 2 * MIB).unwrap() == contents);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert_eq!((stream.fill(there, 7, 2 * MIB), stream.copy(here, there, 2 * MIB), stream.synchronize()), (0, 0, 0));
     assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
 }
@@ -1140,8 +1134,7 @@ fn host_memory_is_released_after_a_resume_or_retained_as_configured() {
     for round in 2..5 {
         let contents = pattern(round, 3 * MIB);
         assert_eq!(write(retained, &contents), 0);
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
         assert_eq!((host().used_bytes, host().ready_bytes), (4 << 20, HOST_PIECE as u64));
         assert!(read(retained, 3 * MIB).unwrap() == contents);
     }
@@ -1162,8 +1155,7 @@ fn adjacent_saved_memory_is_unmapped_together() {
         addresses.sort_unstable();
         let runs = addresses.chunk_by(|one, next| one + 2 * MIB as u64 == *next).count();
         assert!(runs <= COUNT / 2 + 1, "hardly any are neighbours: {addresses:x?}");
-        pause(&[]).unwrap();
-        resume(&[]).unwrap();
+        common::cycle(&[]);
         gpu.reset_counts();
         assert_eq!(pause(&[]).unwrap().unchanged_bytes, (unchanged * 2 * MIB) as u64);
         let calls = gpu.calls("cuMemUnmap") as usize;
@@ -1204,8 +1196,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
     let host = || Memory::get().status().host.used_bytes;
     let make = |retained, others| {
         let addresses = [(common::RETAINED_TAG, retained), ("t", others)].map(|(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap());
-        pause(&[common::RETAINED_TAG]).unwrap();
-        resume(&[common::RETAINED_TAG]).unwrap();
+        common::cycle(&[common::RETAINED_TAG]);
         assert_eq!(host(), retained as u64, "it is retained");
         addresses
     };
@@ -1216,8 +1207,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
         assert_eq!(host(), OTHERS as u64, "what was retained is given up");
         resume(&["t"]).unwrap();
         // Everything is saved and restored as if nothing had been retained.
-        pause(&[common::RETAINED_TAG]).unwrap();
-        resume(&[common::RETAINED_TAG]).unwrap();
+        common::cycle(&[common::RETAINED_TAG]);
         assert_eq!(host(), RETAINED as u64);
         assert!(read(retained, RETAINED).unwrap() == pattern(round, RETAINED));
         assert!(read(others, OTHERS).unwrap() == pattern(9, OTHERS));
@@ -1230,8 +1220,7 @@ fn retained_contents_stay_if_dropping_them_would_not_help() {
     const RETAINED: usize = 64 * MIB;
     let _gpu = Gpu::take();
     malloc_tagged(common::RETAINED_TAG, None, RETAINED).unwrap();
-    pause(&[common::RETAINED_TAG]).unwrap();
-    resume(&[common::RETAINED_TAG]).unwrap();
+    common::cycle(&[common::RETAINED_TAG]);
     for (tags, others) in [
         // More than would fit even without them.
         (&["t"][..], common::HOST_CAP as usize + 48 * MIB),
@@ -1295,8 +1284,7 @@ fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
     assert_eq!(Memory::get().status().host.used_bytes, 64 << 20, "a part is retained");
     let contents = pattern(5, BYTES);
     assert_eq!(write(address, &contents), 0);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert!(read(address, BYTES).unwrap() == contents);
     Memory::get().set_retain(Some("parts"), None).unwrap();
 }
@@ -1682,16 +1670,14 @@ fn a_failed_pause_invalidates_a_half_replaced_copy() {
     let address = malloc_tagged(common::RETAINED_TAG, None, 4 * MIB).unwrap();
     let (first, second) = (pattern(1, 4 * MIB), pattern(2, 4 * MIB));
     assert_eq!(write(address, &first), 0);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert_eq!(write(address, &second), 0);
     // Fails the unmap that overlaps the copies, and the last one.
     gpu.fail("cuMemUnmap", 1, 999, 2);
     pause(&[]).unwrap_err();
     // Restores the contents that the old digests match, while the copy holds the second contents.
     assert_eq!(write(address, &first), 0);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     assert!(read(address, 4 * MIB).unwrap() == first);
 }
 
@@ -1840,8 +1826,7 @@ fn after_a_failed_copy_nothing_is_released_and_everything_is_restored() {
         }
     };
     fill(0, 0);
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     fill(1000, 0);
     gpu.reset_counts();
     gpu.set_op_delay_ms(5);
@@ -1853,8 +1838,7 @@ fn after_a_failed_copy_nothing_is_released_and_everything_is_restored() {
     check(1000, 0);
 
     // 66 are unmapped while the rest is hashed, then a copy fails.
-    pause(&[]).unwrap();
-    resume(&[]).unwrap();
+    common::cycle(&[]);
     fill(2000, 66);
     gpu.reset_counts();
     gpu.fail("cuMemcpyDtoHAsync_v2", 2, 999, 1);

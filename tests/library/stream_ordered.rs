@@ -227,8 +227,7 @@ fn as_much_as_the_pool_may_keep_is_kept_for_later() {
             }
             1 => assert_eq!(unsafe { entries::cuMemPoolTrimTo(common::default_pool(), 0) }, 0),
             _ => {
-                pause(&[]).unwrap();
-                resume(&[]).unwrap();
+                common::cycle(&[]);
             }
         }
         assert_eq!(gpu.used(0), before, "{end}");
