@@ -170,7 +170,7 @@ impl Path {
             if self.is_by_scheduler() {
                 let amounts = TAKEN.map(|(class, bytes, count)| Amount { class, bytes, count });
                 request.amounts = Some([(vramctl_driver::uuid(0).unwrap(), amounts.into())].into());
-                request.options.scheduler = Some(1);
+                request.scheduler = Some(1);
             }
         });
         Memory::get().pause(&wanted, &mut ())

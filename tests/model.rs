@@ -224,7 +224,7 @@ impl World {
         amounts.values_mut().flatten().for_each(|amount| amount.count = which % (amount.count + 1));
         let asked = counts(&amounts);
         let wanted = common::pausing_with(&[], |request| {
-            request.options.scheduler = Some(1);
+            request.scheduler = Some(1);
             request.options.guard = guard;
             request.amounts = Some(amounts);
         });

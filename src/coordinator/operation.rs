@@ -7,10 +7,10 @@ use crate::machine::{Machine, ThisMachine};
 use crate::nodes::Participant;
 use crate::patience::HOLD_WITHIN;
 use crate::processes::{Found, Target};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
-use vramctl_model::{Error, PauseOptions, PauseRequest, Selection, Verb};
+use vramctl_model::{Amounts, Error, PauseOptions, PauseRequest, Selection, Verb};
 
 /// An operation on jobs.
 #[derive(Debug, Clone)]
@@ -31,6 +31,8 @@ pub struct Operation {
     pub pause: HowToPause,
     /// Resume only: whether it brings back what the programs have paused themselves. `None`: if tags are named.
     pub self_paused: Option<bool>,
+    /// The epoch of the scheduler of programs that share GPUs, if it asks: it pauses and resumes beside people.
+    pub scheduler: Option<u64>,
     /// If the job has ranks on other nodes: how those here take part.
     pub nodes: Option<Arc<Participant>>,
 }
@@ -47,6 +49,8 @@ pub enum Scope {
         /// The GPUs, as users name them.
         gpus: Vec<String>,
     },
+    /// So many allocations of each process. Only a scheduler can count them.
+    Amounts(BTreeMap<u32, Amounts>),
     /// All of it: the tags, and then contexts and loaded code by the driver's checkpoint.
     Device,
     /// The same, and back on other GPUs at once.
@@ -103,7 +107,12 @@ impl Hold {
 impl Operation {
     /// On this machine, and with as many processes as when the job was last paused or resumed.
     pub fn new(verb: Verb, target: Target, scope: Scope, deadline: Deadline, pause: HowToPause) -> Self {
-        Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, self_paused: None, nodes: None }
+        Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, self_paused: None, scheduler: None, nodes: None }
+    }
+
+    /// What to take of a process. `None`: all that is selected.
+    pub(crate) fn amounts_of(&self, pid: u32) -> Option<Amounts> {
+        if let Scope::Amounts(amounts) = &self.scope { Some(amounts.get(&pid).cloned().unwrap_or_default()) } else { None }
     }
 
     /// Which processes, and which of their tags.
@@ -111,7 +120,7 @@ impl Operation {
         match &self.scope {
             Scope::Tags { words, may_name: true, .. } => found.separate(self.target.clone(), words.clone()),
             Scope::Tags { words, .. } => Ok((self.target.clone(), words.clone())),
-            Scope::Device | Scope::Elsewhere { .. } => Ok((self.target.clone(), Vec::new())),
+            Scope::Amounts(_) | Scope::Device | Scope::Elsewhere { .. } => Ok((self.target.clone(), Vec::new())),
         }
     }
 }

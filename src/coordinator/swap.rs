@@ -267,7 +267,11 @@ fn usage(why: impl Into<String>) -> CommandError {
 fn coming_tags<'a>(process: &'a Process, request: &Transition) -> impl Iterator<Item = (&'a TagStatus, u64)> {
     let tags = &request.selection().tags;
     let is_meant = |tag: &&TagStatus| tags.is_empty() || tags.contains(&tag.tag);
-    let comes = |tag: &TagStatus| if request.self_paused() { tag.paused_bytes } else { tag.coming_bytes() };
+    let comes = |tag: &TagStatus| match request.scheduler() {
+        Some(_) => tag.away_bytes,
+        None if request.self_paused() => tag.paused_bytes,
+        None => tag.coming_bytes(),
+    };
     process.tags().iter().filter(is_meant).map(move |tag| (tag, comes(tag)))
 }
 
@@ -303,6 +307,12 @@ fn room(leaving: &Plan, forecast: &[Forecast], coming: &Plan) -> Vec<Room> {
         let kept: u64 = coming_tags(process, coming.request()).filter(has_contents).map(|(_, bytes)| bytes).sum();
         for device in &status.memory.devices {
             if let Some(room) = room_on(&mut rooms, device, coming) {
+                if coming.request().scheduler().is_some() {
+                    room.coming += device.away_bytes;
+                    room.coming_at_most += device.away_bytes;
+                    room.kept_at_most += kept.min(device.away_bytes);
+                    continue;
+                }
                 // A process does not report on which GPU the paused memory of a tag was.
                 let elsewhere = all - device.paused_bytes;
                 room.coming += comes.saturating_sub(elsewhere).min(device.paused_bytes);

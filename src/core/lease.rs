@@ -30,9 +30,7 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 pub fn at_once(transition: Transition, connection: &Connection) -> Result<Report, Error> {
     let mut caller = Caller::of(connection, transition.progress(), None);
     match transition {
-        Transition::Pause(request) => {
-            as_scheduled(request.options.scheduler, || Memory::get().pause(&pause_of(request, connection), &mut caller))
-        }
+        Transition::Pause(request) => as_scheduled(request.scheduler, || Memory::get().pause(&pause_of(request, connection), &mut caller)),
         Transition::Resume(request) => {
             as_scheduled(request.scheduler, || Memory::get().resume(&resume_of(request, connection), &mut caller))
         }
@@ -133,7 +131,7 @@ impl<'a, 'b> Session<'a, 'b> {
                     self.answer(&Reply::Held)?;
                 }
                 Request::Prepare(Prepare { ranks, transition: Transition::Pause(request), .. }) => {
-                    let (progress, scheduler, pause) = (request.progress, request.options.scheduler, pause_of(request, connection));
+                    let (progress, scheduler, pause) = (request.progress, request.scheduler, pause_of(request, connection));
                     return as_scheduled(scheduler, || self.complete(ranks, progress, |caller| holding.prepare_pause(&pause, caller)));
                 }
                 Request::SetAside(request) => {

@@ -1,9 +1,8 @@
-//! What members hold, in the scheduler's terms: from their statuses and from what NVML counts.
+//! What members hold, in the scheduler's terms: from what they say and from what NVML counts.
 
 use std::collections::BTreeMap;
-use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::{self as driver, Card};
-use vramctl_model::{Policy, TagStatus};
+use vramctl_model::{self as model, Amount, Amounts};
 use vramctl_scheduler::{Class, GpuId, Holdings, Memory, PerGpu};
 
 /// The GPUs of the host, numbered, and what NVML counts on each.
@@ -34,6 +33,16 @@ impl Gpus {
         self.numbers.get(uuid).copied()
     }
 
+    /// Allocations of one process, as it is asked for them.
+    pub fn amounts<'a>(&self, taken: impl IntoIterator<Item = (GpuId, &'a Holdings)>) -> Amounts {
+        let of_gpu = |(number, holdings): (GpuId, &Holdings)| {
+            let (uuid, _) = self.numbers.iter().find(|(_, known)| **known == number)?;
+            let amounts = holdings.iter().map(|(class, bytes, count)| Amount { class: asked(class), bytes, count });
+            Some((uuid.clone(), amounts.collect()))
+        };
+        taken.into_iter().filter_map(of_gpu).collect()
+    }
+
     /// Each GPU, its bytes in all, and those that members do not hold.
     pub fn unmanaged(&self, members: &[u32]) -> Vec<(GpuId, u64, u64)> {
         let of = |card: &Card| {
@@ -44,18 +53,17 @@ impl Gpus {
         self.cards.iter().filter_map(of).collect()
     }
 
-    /// What a member has on each GPU. `is_away`: what is paused was taken by the scheduler. `peaks`: the most so far, which this raises.
-    pub fn memory(&self, pid: u32, status: &ProcessStatus, is_away: bool, peaks: &mut PerGpu) -> PerGpu<Memory> {
-        let mut all = PerGpu::new();
-        for device in &status.memory.devices {
-            let Some(number) = device.uuid.as_deref().and_then(|uuid| self.number(uuid)) else { continue };
-            let memory: &mut Memory = all.entry(number).or_default();
-            for (tag, bytes) in &device.tags {
-                let class = status.memory.tags.iter().find(|known| known.tag == *tag).map_or(Class::Kept, class);
-                memory.resident.add(class, *bytes, 1);
+    /// What a member has on each GPU. `peaks`: the most so far, which this raises.
+    pub fn memory(&self, pid: u32, holdings: &model::Holdings, peaks: &mut PerGpu) -> PerGpu<Memory> {
+        let mut all: PerGpu<Memory> = peaks.keys().map(|number| (*number, Memory::default())).collect();
+        for (uuid, amounts) in &holdings.here {
+            if let Some(number) = self.number(uuid) {
+                all.entry(number).or_default().resident = counted(amounts);
             }
-            if is_away {
-                memory.away = Holdings::from_iter([(Class::Kept, device.coming_bytes(), 1)]);
+        }
+        for (uuid, amounts) in &holdings.away {
+            if let Some(number) = self.number(uuid) {
+                all.entry(number).or_default().away = counted(amounts);
             }
         }
         for ((number, holder), used) in &self.used {
@@ -73,20 +81,43 @@ impl Gpus {
     }
 }
 
-/// The tags of a member that make up these holdings, on any GPU. Tags go as a whole.
-pub fn tags(status: &ProcessStatus, taken: &[&Holdings]) -> Vec<String> {
-    let is_meant = |device: &BTreeMap<String, u64>, tag: &TagStatus| {
-        device.get(&tag.tag).is_some_and(|bytes| taken.iter().any(|holdings| holdings.count(class(tag), *bytes) > 0))
-    };
-    let meant = |tag: &&TagStatus| status.memory.devices.iter().any(|device| is_meant(&device.tags, tag));
-    status.memory.tags.iter().filter(meant).map(|tag| tag.tag.clone()).collect()
+fn counted(amounts: &[Amount]) -> Holdings {
+    amounts.iter().map(|amount| (known(amount.class), amount.bytes, amount.count)).collect()
 }
 
-fn class(tag: &TagStatus) -> Class {
-    let is_discarded = tag.bytes > 0 && tag.backup.get(&Policy::Discard) == Some(&tag.bytes);
-    match () {
-        () if is_discarded => Class::Discardable,
-        () if tag.retained && tag.host_bytes >= tag.bytes => Class::Unchanged,
-        () => Class::Kept,
+fn known(class: model::Class) -> Class {
+    match class {
+        model::Class::Discardable => Class::Discardable,
+        model::Class::Retained => Class::Unchanged,
+        model::Class::Kept => Class::Kept,
+    }
+}
+
+fn asked(class: Class) -> model::Class {
+    match class {
+        Class::FreeCache | Class::Discardable => model::Class::Discardable,
+        Class::Unchanged => model::Class::Retained,
+        Class::Kept => model::Class::Kept,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A member gets the numbers back that it gave.
+    #[test]
+    fn amounts_pass_through_the_scheduler_as_they_are() {
+        let gpus = Gpus { numbers: [("GPU-a".to_owned(), GpuId(0)), ("GPU-b".to_owned(), GpuId(1))].into(), ..Gpus::default() };
+        let amounts = vec![
+            Amount { class: model::Class::Discardable, bytes: 2, count: 5 },
+            Amount { class: model::Class::Retained, bytes: 4, count: 1 },
+            Amount { class: model::Class::Kept, bytes: 3, count: 7 },
+        ];
+        let here: Amounts = [("GPU-b".to_owned(), amounts)].into();
+        let away = [("GPU-a".to_owned(), vec![Amount { class: model::Class::Kept, bytes: 6, count: 2 }])].into();
+        let memory = gpus.memory(1, &model::Holdings { here: here.clone(), away }, &mut PerGpu::new());
+        assert_eq!((memory[&GpuId(0)].away.bytes(), memory[&GpuId(1)].resident.bytes(), memory[&GpuId(1)].own()), (12, 35, 35));
+        assert_eq!(gpus.amounts(memory.iter().map(|(gpu, memory)| (*gpu, &memory.resident)).skip(1)), here);
     }
 }

@@ -1,16 +1,15 @@
 //! Carries out a change of places: some leave while one comes.
 
-use crate::books;
+use crate::books::Gpus;
 use std::collections::BTreeMap;
 use std::time::Duration;
-use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Outcome, Plan, Scope, Swap, parallel};
-use vramctl_model::{Kind, PauseOptions, Policy, Verb};
-use vramctl_scheduler::{self as scheduler, Change, Holdings, ProgramId};
+use vramctl_model::{Amounts, Verb};
+use vramctl_scheduler::{self as scheduler, Change, Leave, ProgramId};
 
 /// A change in terms of processes.
 #[derive(Debug, Clone)]
@@ -26,36 +25,25 @@ pub struct Task {
 struct Part {
     /// One of it, for the scheduler.
     program: ProgramId,
-    pids: Vec<u32>,
-    /// Empty: all.
-    tags: Vec<String>,
+    /// What to take of each of its processes. Of some that is nothing: they are held with the others.
+    taken: BTreeMap<u32, Amounts>,
 }
 
 /// How long the copies of a change may take in all.
 const COPIES_WITHIN: Duration = Duration::from_secs(120);
 
 impl Task {
-    /// Names the processes and tags of a change. `None`: some of them have ended.
-    pub fn of(
-        change: &Change,
-        pids: &BTreeMap<ProgramId, u32>,
-        statuses: &BTreeMap<u32, ProcessStatus>,
-        epoch: u64,
-        drain: Duration,
-    ) -> Option<Self> {
+    /// Names the processes of a change. `None`: some of them have ended.
+    pub fn of(change: &Change, pids: &BTreeMap<ProgramId, u32>, gpus: &Gpus, epoch: u64, drain: Duration) -> Option<Self> {
         let pid = |program: &ProgramId| pids.get(program).copied();
-        let leaving = change.leaving.iter().map(|leave| {
-            let its: Option<Vec<_>> = leave.programs.iter().map(pid).collect();
-            let mut tags = Vec::new();
-            for program in leave.taken.keys().map(|(program, _)| program) {
-                let taken: Vec<&Holdings> = leave.taken.iter().filter(|((of, _), _)| of == program).map(|(_, holdings)| holdings).collect();
-                tags.extend(books::tags(statuses.get(&pid(program)?)?, &taken));
-            }
-            tags.sort();
-            tags.dedup();
-            Some(Part { program: *leave.programs.first()?, pids: its?, tags })
-        });
-        let leaving = leaving.collect::<Option<_>>()?;
+        let part = |leave: &Leave| {
+            let of = |program: &ProgramId| {
+                let its = leave.taken.iter().filter(|((of, _), _)| of == program).map(|((_, gpu), holdings)| (*gpu, holdings));
+                Some((pid(program)?, gpus.amounts(its)))
+            };
+            Some(Part { program: *leave.programs.first()?, taken: leave.programs.iter().map(of).collect::<Option<_>>()? })
+        };
+        let leaving = change.leaving.iter().map(part).collect::<Option<_>>()?;
         Some(Self { leaving, coming: change.coming.iter().map(pid).collect::<Option<_>>()?, epoch, drain })
     }
 
@@ -69,7 +57,7 @@ impl Task {
 
     fn swap(&self, part: &Part) -> scheduler::Outcome {
         // Without room for both copies, or where one is suspended, one goes before the other comes.
-        let Ok(plan) = Swap::plan(self.pause(part, None), resume(&self.coming), &()) else { return self.one_after_the_other() };
+        let Ok(plan) = Swap::plan(self.pause(part), self.resume(&self.coming), &()) else { return self.one_after_the_other() };
         let Ok(consent) = plan.consent(&()) else { return scheduler::Outcome::Refused(part.program) };
         let swapped = plan.run(&consent, &());
         match () {
@@ -81,47 +69,43 @@ impl Task {
 
     /// All pauses at once, then the resume. What has been paused comes back if anything fails.
     fn one_after_the_other(&self) -> scheduler::Outcome {
-        let paused = parallel::each_well(&self.leaving, |part| (part, self.take(part)));
+        let paused = parallel::each_well(&self.leaving, |part| (part, run(self.pause(part))));
         let refused = paused.iter().find(|(_, done)| done.is_err()).map(|(part, _)| part.program);
         let outcome = match refused {
             Some(program) => scheduler::Outcome::Refused(program),
-            None if bring(&self.coming).is_ok() => return scheduler::Outcome::Changed,
+            None if self.bring(&self.coming).is_ok() => return scheduler::Outcome::Changed,
             None => scheduler::Outcome::Failed,
         };
         for (part, _) in paused.iter().filter(|(_, done)| done.is_ok()) {
-            let _ = bring(&part.pids);
+            let _ = self.bring(&part.pids());
         }
         outcome
     }
 
-    fn take(&self, part: &Part) -> Result<(), CommandError> {
-        let done = run(self.pause(part, None));
-        match done {
-            // The engine cannot be asked here, so the cache is kept.
-            Err(failure) if failure.is(Kind::PrefixCache) => run(self.pause(part, Some(Policy::Host))),
-            done => done,
-        }
+    fn bring(&self, pids: &[u32]) -> Result<(), CommandError> {
+        if pids.is_empty() { Ok(()) } else { run(self.resume(pids)) }
     }
 
-    fn pause(&self, part: &Part, backup: Option<Policy>) -> Operation {
-        let options = PauseOptions { backup, scheduler: Some(self.epoch), ..PauseOptions::default() };
-        let how = HowToPause { options, hold: Hold::Within(self.drain), ..HowToPause::default() };
-        operation(Verb::Pause, &part.pids, part.tags.clone(), how)
+    fn pause(&self, part: &Part) -> Operation {
+        let how = HowToPause { hold: Hold::Within(self.drain), ..HowToPause::default() };
+        self.operation(Verb::Pause, &part.pids(), Scope::Amounts(part.taken.clone()), how)
+    }
+
+    fn resume(&self, pids: &[u32]) -> Operation {
+        let scope = Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() };
+        self.operation(Verb::Resume, pids, scope, HowToPause::default())
+    }
+
+    fn operation(&self, verb: Verb, pids: &[u32], scope: Scope, how: HowToPause) -> Operation {
+        let target = Target::of(pids.iter().map(|pid| Target::Pid(*pid)).collect()).unwrap_or(Target::Only);
+        Operation { scheduler: Some(self.epoch), ..Operation::new(verb, target, scope, Deadline::new(Some(COPIES_WITHIN)), how) }
     }
 }
 
-fn bring(pids: &[u32]) -> Result<(), CommandError> {
-    if pids.is_empty() { Ok(()) } else { run(resume(pids)) }
-}
-
-fn resume(pids: &[u32]) -> Operation {
-    operation(Verb::Resume, pids, Vec::new(), HowToPause::default())
-}
-
-fn operation(verb: Verb, pids: &[u32], tags: Vec<String>, how: HowToPause) -> Operation {
-    let target = Target::of(pids.iter().map(|pid| Target::Pid(*pid)).collect()).unwrap_or(Target::Only);
-    let scope = Scope::Tags { words: tags, may_name: false, gpus: Vec::new() };
-    Operation::new(verb, target, scope, Deadline::new(Some(COPIES_WITHIN)), how)
+impl Part {
+    fn pids(&self) -> Vec<u32> {
+        self.taken.keys().copied().collect()
+    }
 }
 
 fn run(operation: Operation) -> Result<(), CommandError> {

@@ -15,12 +15,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::ProcessStatus;
+use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_host::limits;
-use vramctl_model::{MemberState, Order, SharePriority};
+use vramctl_model::{Holdings, MemberState, Order, SharePriority};
 use vramctl_scheduler::{
-    Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, JobId, Memory, Outcome, PerGpu, Policy, Priority, ProgramId, Refusal,
-    Report, Settings, State, Why,
+    Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, Holdings as Taken, JobId, Memory, Outcome, PerGpu, Policy, Priority,
+    ProgramId, Refusal, Report, Settings, State, Why,
 };
 
 /// How often members hear that the scheduler lives.
@@ -52,6 +53,7 @@ pub struct Node {
     jobs: BTreeMap<String, JobId>,
     peaks: BTreeMap<u32, PerGpu>,
     statuses: BTreeMap<u32, ProcessStatus>,
+    holdings: BTreeMap<u32, Holdings>,
     /// The programs of changes under way.
     moving: BTreeMap<ChangeId, BTreeSet<ProgramId>>,
     asks_first: BTreeSet<String>,
@@ -88,6 +90,7 @@ impl Node {
             jobs: BTreeMap::new(),
             peaks: BTreeMap::new(),
             statuses: BTreeMap::new(),
+            holdings: BTreeMap::new(),
             moving: BTreeMap::new(),
             asks_first: BTreeSet::new(),
             changes: Vec::new(),
@@ -190,7 +193,7 @@ impl Node {
         self.next_program += 1;
         let next_job = JobId(self.jobs.len() as u64);
         let job = status.process.job.clone().map(|job| *self.jobs.entry(job).or_insert(next_job));
-        let memory = self.gpus.memory(pid, status, state.away, self.peaks.entry(pid).or_default());
+        let memory = self.gpus.memory(pid, self.holdings.entry(pid).or_default(), self.peaks.entry(pid).or_default());
         let partners = status.memory.borrowed.iter().filter_map(|open| self.members.get(&open.owner)).map(|owner| owner.program).collect();
         let milliseconds = |time: Option<u64>| time.map(Duration::from_millis);
         let report = Report {
@@ -312,13 +315,17 @@ impl Node {
 
     fn ask_all(&mut self) {
         let Ok(found) = Found::look(&Target::All) else { return };
-        let answers = found.processes.into_iter().filter_map(|process| Some((process.pid, process.status.ok()?)));
+        let answers = found.processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?.clone())));
         self.statuses = answers.collect();
+        let asked = self.statuses.keys().copied().filter(|pid| !self.strangers.contains(pid)).collect::<Vec<_>>();
+        let answers = parallel::each_well(asked, |pid| Some((pid, found.connect(pid).ok()?.holdings().ok()?)));
+        self.holdings.retain(|pid, _| self.statuses.contains_key(pid));
+        self.holdings.extend(answers.into_iter().flatten());
     }
 
     fn memory_of(&mut self, pid: u32) -> PerGpu<Memory> {
-        let (Some(status), Some(member)) = (self.statuses.get(&pid), self.members.get(&pid)) else { return PerGpu::new() };
-        self.gpus.memory(pid, status, member.state.away, self.peaks.entry(pid).or_default())
+        let Some(holdings) = self.holdings.get(&pid) else { return PerGpu::new() };
+        self.gpus.memory(pid, holdings, self.peaks.entry(pid).or_default())
     }
 
     fn learn_of_gpus(&mut self) {
@@ -370,12 +377,13 @@ impl Node {
 
     fn begin(&mut self, change: &Change) {
         let programs: BTreeSet<_> = change.leaving.iter().flat_map(|leave| &leave.programs).chain(&change.coming).copied().collect();
-        let task = Task::of(change, &self.programs, &self.statuses, self.office.epoch, self.state.policy().drain);
+        let task = Task::of(change, &self.programs, &self.gpus, self.office.epoch, self.state.policy().drain);
         self.moving.insert(change.id, programs);
         let left = change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|program| (self.name(*program), words(leave.why))));
         let view = ChangeView {
             left: left.collect(),
             came: change.coming.iter().map(|program| self.name(*program)).collect(),
+            bytes: change.leaving.iter().flat_map(|leave| leave.taken.values()).map(Taken::bytes).sum(),
             ..ChangeView::default()
         };
         self.changes.push((change.id, Instant::now(), view));
@@ -436,9 +444,9 @@ impl Node {
         let reasons: BTreeMap<_, _> =
             self.state.gangs().flat_map(|(_, programs, why)| programs.into_iter().map(move |one| (one, why))).collect();
         let members = pids.into_iter().filter_map(|pid| {
-            let memory = self.memory_of(pid);
             let member = self.members.get(&pid)?;
-            let (resident, away) = memory.values().fold((0, 0), |(here, away), one| (here + one.resident.bytes(), away + one.away.bytes()));
+            let devices = self.statuses.get(&pid).map_or(&[][..], |status| &status.memory.devices);
+            let (resident, away) = devices.iter().fold((0, 0), |(here, away), one| (here + one.active_bytes, away + one.away_bytes));
             Some(MemberView {
                 pid,
                 name: self.name(member.program),

@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 use vramctl_control::discovery::Directory;
+use vramctl_model::Bytes;
 
 const SOCKET: &str = "share.scheduler";
 
@@ -61,6 +62,9 @@ pub struct ChangeView {
     pub left: Vec<(String, String)>,
     /// Who came.
     pub came: Vec<String>,
+    /// Bytes that leave.
+    #[serde(default)]
+    pub bytes: u64,
     /// `changed`, `refused` or `failed`; empty while it is under way.
     pub outcome: String,
 }
@@ -91,10 +95,11 @@ impl View {
 
 impl fmt::Display for ChangeView {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = if self.bytes > 0 { format!(", {}", Bytes(self.bytes)) } else { String::new() };
         let left: Vec<_> = self.left.iter().map(|(name, why)| format!("{name} gave way ({why})")).collect();
         let came = if self.came.is_empty() { "room was made".to_owned() } else { format!("{} came", self.came.join(", ")) };
         let took = self.took_ms.map_or_else(|| "under way".to_owned(), |ms| format!("{} in {ms} ms", self.outcome));
-        write!(out, "{} ago: {}; {came}: {took}", seconds(self.ago_ms), left.join(", "))
+        write!(out, "{} ago: {}{bytes}; {came}: {took}", seconds(self.ago_ms), left.join(", "))
     }
 }
 
@@ -140,6 +145,7 @@ mod tests {
             ago_ms,
             left: vec![(left.into(), "it was idle".into())],
             came: vec![came.into()],
+            bytes: 24 << 20,
             took_ms: Some(210),
             outcome: "changed".into(),
         };
@@ -151,7 +157,7 @@ mod tests {
         assert_eq!(standing(2), "gave way to a 9.0 s ago: it was idle");
         assert_eq!(standing(3), "waits 2.1 s: nobody can give way");
         assert_eq!(view.standing(4), None);
-        let news = ["c waits 2.1 s: nobody can give way", "9.0 s ago: b gave way (it was idle); a came: changed in 210 ms"];
+        let news = ["c waits 2.1 s: nobody can give way", "9.0 s ago: b gave way (it was idle), 24.00 MiB; a came: changed in 210 ms"];
         assert_eq!(view.news(), news);
     }
 }

@@ -59,9 +59,6 @@ pub struct PauseOptions {
     /// What to do with memory that another process, a network card or NCCL has registered.
     #[serde(default, skip_serializing_if = "Registered::is_default")]
     pub registered: Registered,
-    /// The epoch of the scheduler that asks (`vramctl run --share`): the program's calls bring the memory back.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub scheduler: Option<u64>,
     /// Map a small block of memory under the paused addresses, so that a stray access does not destroy the context. Best effort.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub guard: bool,
@@ -110,6 +107,9 @@ pub struct PauseRequest {
     /// it would take new memory there.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub leaves: bool,
+    /// The epoch of the scheduler that asks (`vramctl run --share`): the program's calls bring the memory back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scheduler: Option<u64>,
     /// With `scheduler`: takes only so many allocations of these classes and sizes of the selected memory. If there are fewer by now, as many bytes,
     /// the cheapest first, with no more contents. `None`: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -252,7 +252,7 @@ impl Transition {
     /// The epoch of the scheduler that asks, if one does.
     pub fn scheduler(&self) -> Option<u64> {
         match self {
-            Self::Pause(pause) => pause.options.scheduler,
+            Self::Pause(pause) => pause.scheduler,
             Self::Resume(resume) => resume.scheduler,
         }
     }

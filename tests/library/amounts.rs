@@ -43,7 +43,7 @@ fn free_all(all: Filled) {
 fn request(list: &[(Class, u64, u64)]) -> impl FnOnce(&mut PauseRequest) {
     let amounts = list.iter().map(|&(class, bytes, count)| Amount { class, bytes, count }).collect();
     |request| {
-        request.options.scheduler = Some(1);
+        request.scheduler = Some(1);
         request.hold = Some(Duration::from_secs(100));
         request.amounts = Some([(driver::uuid(0).unwrap(), amounts)].into());
     }

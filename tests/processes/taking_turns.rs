@@ -74,6 +74,53 @@ fn programs_that_do_not_fit_together_answer_as_if_alone() {
     }
 }
 
+/// Two programs that each need 0.65 of the GPU exchange what is missing, and the rest stays where it is.
+#[test]
+fn only_what_is_missing_changes_places() {
+    const MIB: u64 = 1 << 20;
+    // Of the engines' tensors.
+    const LARGEST: u64 = 12 * MIB;
+    let mut machine = Machine::new();
+    machine.memory = "192M";
+    let mut engines: Vec<_> = ["a", "b"].iter().map(|name| Program::ready(&mut sharing(&machine, name, 120, &[]))).collect();
+    for round in 0..cases(6) {
+        for engine in &mut engines {
+            engine.ask(&format!("generate {round}"));
+            engine.verify();
+        }
+    }
+    let now = view(&machine);
+    let bytes = |of: &Value, what: &str| of[what].as_u64().unwrap_or_default();
+    let (members, changes) = (now["members"].as_array().unwrap(), now["changes"].as_array().unwrap());
+    let all: u64 = members.iter().map(|member| bytes(member, "resident_bytes") + bytes(member, "away_bytes")).sum();
+    // The scheduler keeps a fiftieth of a small GPU free.
+    let missing = all + 192 * MIB / 50 - 192 * MIB;
+    assert!(changes.len() > 6 && changes.iter().all(|change| bytes(change, "bytes") < missing + LARGEST), "{missing}: {now:#}");
+
+    // Who came last is in place, and what is seen of the other one agrees.
+    assert_eq!((&members[0]["place"], &members[1]["place"]), (&json!("partly away"), &json!("in place")), "{now:#}");
+    let away = bytes(&members[0], "away_bytes");
+    assert!((missing..missing + LARGEST).contains(&away), "{now:#}");
+    let status = machine.vramctl("status a --json").expect(0, "", "").json();
+    let (tag, device) = (&status["processes"][0]["tags"][0], &status["processes"][0]["devices"][0]);
+    assert_eq!([bytes(tag, "paused_bytes"), bytes(tag, "away_bytes")], [away; 2], "{status:#}");
+    assert_eq!([bytes(device, "paused_bytes"), bytes(device, "away_bytes")], [away; 2], "{status:#}");
+    assert_eq!(bytes(device, "active_bytes"), bytes(&members[0], "resident_bytes"), "{status:#}");
+    machine.vramctl("ps").expect(0, "default partly away", "");
+    machine.vramctl("status a").expect(0, "partly away (", "");
+
+    // A person may pause the rest. Then all of it is the person's.
+    machine.vramctl("pause a").expect(0, "paused", "");
+    engines[0].tell("generate 7");
+    engines[1].verify();
+    assert_eq!(machine.settled(&[&engines[0]]), "paused, held");
+    assert_eq!(bytes(&view(&machine)["members"][0], "away_bytes"), 0);
+    engines.pop();
+    machine.vramctl("resume a").expect(0, "resumed", "");
+    engines[0].expect("answer 7");
+    engines[0].verify();
+}
+
 /// The scheduler is killed, again and again: another keeper takes its place, with a greater epoch, and no answer is lost.
 #[test]
 fn another_keeper_takes_over_from_a_scheduler_that_dies() {

@@ -299,7 +299,13 @@ impl Checkpoint {
         // The members may be several jobs, as in a swap.
         let jobs: BTreeSet<_> = self.members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
         let mut due: Vec<_> = self.members.iter_mut().filter_map(|member| Some((member.due(verb)?, member))).collect();
-        let rank = |(tags, member): &(Vec<String>, &mut Member)| Rank { pid: member.process.pid, role, tags: tags.clone(), lenient: false };
+        let rank = |(tags, member): &(Vec<String>, &mut Member)| Rank {
+            pid: member.process.pid,
+            role,
+            tags: tags.clone(),
+            lenient: false,
+            amounts: None,
+        };
         let report = Job {
             found: &self.found,
             request,

@@ -295,7 +295,7 @@ impl<'a> Attempt<'a> {
     }
 
     fn prepare(&self, rank: usize) -> Request {
-        let Rank { role, tags, lenient, .. } = &self.ranks[rank];
+        let Rank { role, tags, lenient, amounts, .. } = &self.ranks[rank];
         let lease_ms = Some(LEASE.as_millis() as u64);
         let selection = |common: &Selection| Selection { tags: tags.clone(), lenient: *lenient, ..common.clone() };
         match (role, self.job.request.pause(), self.job.request.resume()) {
@@ -304,8 +304,8 @@ impl<'a> Attempt<'a> {
                     Some(_) => (Some(self.drain_within), self.others_that_pause(rank)),
                     None => (pause.timeout, Participants::default()),
                 };
-                let selection = selection(&pause.selection);
-                let pause = PauseRequest { selection, timeout, participants, hold: None, ..pause.clone() };
+                let (selection, amounts) = (selection(&pause.selection), amounts.clone());
+                let pause = PauseRequest { selection, amounts, timeout, participants, hold: None, ..pause.clone() };
                 Request::Prepare(Prepare { lease_ms, ranks: self.whole_job(Role::Leaves), transition: Transition::Pause(pause) })
             }
             (Role::Borrows, Some(pause), _) => Request::SetAside(SetAside {

@@ -35,7 +35,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_control::protocol::Refusal;
-use vramctl_model::{PauseRequest, Report, ResumeRequest, Selection, Transition, Verb};
+use vramctl_model::{Amounts, PauseRequest, Report, ResumeRequest, Selection, Transition, Verb};
 
 /// What a job is to do.
 pub struct Job<'a> {
@@ -134,6 +134,8 @@ pub struct Rank {
     pub tags: Vec<String>,
     /// Ignore tags that it does not have, instead of failing.
     pub lenient: bool,
+    /// What to take of it. `None`: all that is selected.
+    pub amounts: Option<Amounts>,
 }
 
 /// The result of a job.
@@ -209,7 +211,7 @@ impl Job<'_> {
     /// It sets aside what the request selects of the others' memory.
     fn borrower(pause: &PauseRequest, Borrower { process, .. }: &Borrower) -> Rank {
         let Selection { tags, lenient, .. } = &pause.selection;
-        Rank { pid: process.pid, role: Role::Borrows, tags: tags.clone(), lenient: *lenient }
+        Rank { pid: process.pid, role: Role::Borrows, tags: tags.clone(), lenient: *lenient, amounts: None }
     }
 
     /// The ranks without those that come.

@@ -100,7 +100,8 @@ impl Plan {
         let tags: Vec<_> = self.due_tags().into_iter().map(str::to_owned).collect();
         let selection = Selection { lenient: true, tags, gpus: self.request.selection().gpus.clone(), nccl: false };
         let self_paused = self.request.self_paused();
-        let request = Transition::Resume(ResumeRequest { selection, self_paused, ..ResumeRequest::default() });
+        let scheduler = self.operation.scheduler;
+        let request = Transition::Resume(ResumeRequest { selection, self_paused, scheduler, ..ResumeRequest::default() });
         let pids: Vec<_> = self.processes().map(|process| process.pid).collect();
         let answering = self.found.look_again(&pids).into_iter().filter(|process| process.status.is_ok()).collect();
         let operation = Operation { verb: Verb::Resume, deadline, pause: HowToPause::default(), ..self.operation.clone() };

@@ -109,12 +109,14 @@ impl Plan {
         let request = match verb {
             Verb::Pause => {
                 let pause = operation.pause.request(&operation.deadline);
-                Transition::Pause(PauseRequest { selection: Selection { nccl: pause.selection.nccl, ..selection }, progress, ..pause })
+                let selection = Selection { nccl: pause.selection.nccl, ..selection };
+                Transition::Pause(PauseRequest { selection, scheduler: operation.scheduler, progress, ..pause })
             }
             Verb::Resume => {
                 // Whoever names a tag means all of it.
                 let self_paused = operation.self_paused.unwrap_or(!tags.is_empty());
-                Transition::Resume(ResumeRequest { selection, self_paused, progress, ..ResumeRequest::default() })
+                let scheduler = operation.scheduler;
+                Transition::Resume(ResumeRequest { selection, self_paused, scheduler, progress, ..ResumeRequest::default() })
             }
         };
         // The ranks of other nodes may have tags that the ranks here do not have.
@@ -228,6 +230,9 @@ impl Plan {
             let borrowers = group.borrowers.iter().map(|borrower| borrower.process.pid).collect();
             pause.participants = Participants { partners: self.pids(&group.members), borrowers };
         }
+        if let Transition::Pause(pause) = &mut request {
+            pause.amounts = self.operation.amounts_of(member.process.pid);
+        }
         Ok(self.found.connect(member.process.pid)?.plan(request)?)
     }
 
@@ -280,7 +285,10 @@ impl Plan {
             }
         };
         let Selection { tags, lenient, .. } = request.selection();
-        let rank = |member: &ProcessPlan| Rank { pid: member.process.pid, role, tags: tags.clone(), lenient: *lenient };
+        let rank = |member: &ProcessPlan| {
+            let (pid, amounts) = (member.process.pid, self.operation.amounts_of(member.process.pid));
+            Rank { pid, role, tags: tags.clone(), lenient: *lenient, amounts }
+        };
         let who = members().next().map(|member| member.process.job_or_itself()).unwrap_or_default();
         Job {
             found: &self.found,
@@ -484,7 +492,10 @@ fn is_due(tag: &TagStatus, request: &Transition) -> bool {
 
 /// Whether a resume brings memory of a tag back.
 fn comes_back(tag: &TagStatus, request: &Transition) -> bool {
-    tag.state.is_under_way() || request.self_paused() || tag.paused_bytes > tag.self_paused_bytes
+    match request.scheduler() {
+        Some(_) => tag.state.is_under_way() || tag.away_bytes > 0,
+        None => tag.state.is_under_way() || request.self_paused() || tag.paused_bytes > tag.self_paused_bytes,
+    }
 }
 
 impl Operation {
@@ -496,7 +507,7 @@ impl Operation {
     fn gpus(&self) -> &[String] {
         match &self.scope {
             Scope::Tags { gpus, .. } => gpus,
-            Scope::Device | Scope::Elsewhere { .. } => &[],
+            Scope::Amounts(_) | Scope::Device | Scope::Elsewhere { .. } => &[],
         }
     }
 }

@@ -42,7 +42,7 @@ impl Chosen {
     /// Leaves out what the request does not take.
     pub(super) fn take_amounts(&mut self, pause: &Pause) -> Result<(), Error> {
         let Some(amounts) = &pause.request.amounts else { return Ok(()) };
-        if pause.request.options.scheduler.is_none() {
+        if pause.request.scheduler.is_none() {
             return Err(Error::Invalid("`amounts` are for a scheduler: name tags".into()));
         }
         let mut there = BTreeMap::<_, Vec<_>>::new();

@@ -197,7 +197,7 @@ impl<'a> Holding<'a> {
 
     /// Prepares a pause. Once that is committed, the program stays held until everything is resumed.
     pub fn prepare_pause(mut self, pause: &Pause, observer: &mut dyn Observer) -> Preparation<'a> {
-        self.gives_way = pause.request.options.scheduler.is_some();
+        self.gives_way = pause.request.scheduler.is_some();
         self.prepare(|memory| memory.prepare_when_idle(pause, observer))
     }
 

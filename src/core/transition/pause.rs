@@ -329,7 +329,7 @@ impl Prepared for PreparedPause<'_> {
             hold::leave(PausedBy::OTHERS);
         }
         // Others of its job have left: it would soon wait for them, with work in flight.
-        if request.options.scheduler.is_some() && gate::is_held() && hold::leaves().is_none() && !memory.is_paused_by_others() {
+        if request.scheduler.is_some() && gate::is_held() && hold::leaves().is_none() && !memory.is_paused_by_others() {
             hold::leave(PausedBy::SCHEDULER);
         }
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
@@ -371,7 +371,7 @@ fn exchanges(request: &PauseRequest) -> bool {
 
 /// Who wants the memory of a request to be paused.
 fn wanted_by(pause: &Pause) -> PausedBy {
-    match (pause.request.options.scheduler, pause.is_from_outside) {
+    match (pause.request.scheduler, pause.is_from_outside) {
         (Some(_), _) => PausedBy::SCHEDULER,
         (None, true) => PausedBy::OTHERS,
         (None, false) => PausedBy::PROGRAM,
