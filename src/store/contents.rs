@@ -13,7 +13,7 @@ const MAGIC: &[u8; 16] = b"vramctl pieces 1";
 pub const MOST: u64 = 1 << 29;
 
 /// The contents of an allocation, for [`crate::Saving::finish`].
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Contents {
     /// The process that had them, in the program.
     pub process: u32,

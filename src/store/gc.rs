@@ -49,22 +49,24 @@ impl Store {
         let _alone = self.lock_within(Sharing::Exclusive, limit)?;
         let pinned = self.clear_roots()?;
         let live = self.live_pieces()?;
+        let mut root = Root::create(self.disk(), &self.roots(), None)?;
+        root.keep();
         let mut cleaned = Cleaned::default();
         let (whole, without_index) = pack::list(&self.packs())?;
-        for id in without_index.into_iter().filter(|id| !pinned.contains(id)) {
-            self.remove_pack(id, &mut cleaned)?;
-        }
+        let lost = without_index.iter().filter(|id| !pinned.contains(id)).map(|id| pack::pack_path(&self.packs(), *id));
+        cleaned.left.extend(lost.map(|path| Error::damaged(&path, "its index is not there")));
         self.remove_unfinished(&pinned)?;
         let mut few = Vec::new();
         for pack in self.in_use(whole, &pinned, live, &mut cleaned) {
             match pack.bytes_in_use() {
-                0 => self.remove_pack(pack.id, &mut cleaned)?,
+                0 => self.remove_pack(&root, pack.id, &mut cleaned)?,
                 used if (pack.bytes - used) * PART >= pack.bytes => few.push(pack),
                 _ => (),
             }
         }
-        self.compact(few, &mut cleaned)?;
+        self.compact(&root, few, &mut cleaned)?;
         self.disk().sync_directory(&self.packs())?;
+        root.release();
         Ok(cleaned)
     }
 
@@ -75,7 +77,7 @@ impl Store {
             match found.damage {
                 Some(damage) => return Err(damage),
                 None if found.is_alive => pinned.extend(found.packs),
-                None => root::clear(self.disk(), self.images_path(), &found)?,
+                None => root::clear(self.disk(), self.images_path(), &self.packs(), &found)?,
             }
         }
         for entry in fs::read_dir(self.roots()).map_err(Error::io("read", &self.roots()))? {
@@ -123,9 +125,10 @@ impl Store {
         used
     }
 
-    /// The index goes first: a pack without one is nobody's.
-    fn remove_pack(&self, id: PackId, cleaned: &mut Cleaned) -> Result<()> {
+    /// The index goes first. Then the root tells that the pack was not meant to stay.
+    fn remove_pack(&self, root: &Root, id: PackId, cleaned: &mut Cleaned) -> Result<()> {
         let (packs, pack) = (self.packs(), pack::pack_path(&self.packs(), id));
+        root.pin_new(id)?;
         let bytes = pack.symlink_metadata().map_or(0, |found| found.len());
         self.disk().remove_file(&pack::index_path(&packs, id))?;
         self.disk().sync_directory(&packs)?;
@@ -148,24 +151,24 @@ impl Store {
     }
 
     /// Writes what is in use of packs into new ones, a pack's worth at a time.
-    fn compact(&self, packs: Vec<Used>, cleaned: &mut Cleaned) -> Result<()> {
+    fn compact(&self, root: &Root, packs: Vec<Used>, cleaned: &mut Cleaned) -> Result<()> {
         let mut batch = Vec::new();
         for pack in packs {
             let bytes: u64 = batch.iter().map(Used::bytes_in_use).sum();
             if bytes + pack.bytes_in_use() > PACK_BYTES {
-                self.compact_batch(std::mem::take(&mut batch), cleaned)?;
+                self.compact_batch(root, std::mem::take(&mut batch), cleaned)?;
             }
             batch.push(pack);
         }
-        self.compact_batch(batch, cleaned)
+        self.compact_batch(root, batch, cleaned)
     }
 
-    fn compact_batch(&self, packs: Vec<Used>, cleaned: &mut Cleaned) -> Result<()> {
+    fn compact_batch(&self, root: &Root, packs: Vec<Used>, cleaned: &mut Cleaned) -> Result<()> {
         if packs.is_empty() {
             return Ok(());
         }
-        let root = Root::create(self.disk(), &self.roots(), None)?;
-        let writer = Writer::new(self.disk().clone(), self.packs(), root, Known::default());
+        let own = Root::create(self.disk(), &self.roots(), None)?;
+        let writer = Writer::new(self.disk().clone(), self.packs(), own, Known::default());
         let mut moved = Vec::new();
         for pack in packs {
             match self.move_pieces(&pack, &writer) {
@@ -176,12 +179,12 @@ impl Store {
         }
         if let Err(error) = writer.finish() {
             for id in writer.packs() {
-                self.remove_pack(id, &mut Cleaned::default())?;
+                self.remove_pack(root, id, &mut Cleaned::default())?;
             }
             cleaned.left.push(error);
             return Ok(());
         }
-        moved.iter().try_for_each(|id| self.remove_pack(*id, cleaned))?;
+        moved.iter().try_for_each(|id| self.remove_pack(root, *id, cleaned))?;
         cleaned.freed = cleaned.freed.saturating_sub(writer.written().stored());
         Ok(())
     }

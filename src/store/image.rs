@@ -151,8 +151,9 @@ impl Image {
 
     /// The pieces of contents in the manifest, and where they are.
     pub fn pieces_of(&self, listed: &Listed) -> Result<Vec<Piece>> {
+        let all = self.all_pieces()?;
         let own = listed.first as usize..(listed.first + listed.pieces) as usize;
-        self.all_pieces()?[own].iter().map(|id| self.find(id)).collect()
+        all[own].iter().map(|id| self.find(id)).collect()
     }
 
     /// Opens the packs of pieces to read these, here or, by [`Source::descriptors`], in another process.

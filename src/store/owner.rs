@@ -12,6 +12,15 @@ use vramctl_host::system::user;
 /// caller's or root's and writable by nobody else, but a shared one of root's in which nobody replaces what others have (`/tmp`). Returns the way
 /// without links.
 pub fn check_way(path: &Path) -> Result<PathBuf> {
+    walk(path, false)
+}
+
+/// Refuses a directory in which somebody else could replace what the caller makes there.
+pub fn check_parent(path: &Path) -> Result<PathBuf> {
+    walk(path, true)
+}
+
+fn walk(path: &Path, may_be_shared: bool) -> Result<PathBuf> {
     const MOST_LINKS: usize = 40;
     let whole = std::path::absolute(path).map_err(Error::io("find", path))?;
     let mut left: VecDeque<OsString> = whole.components().map(|part| part.as_os_str().to_owned()).collect();
@@ -41,18 +50,18 @@ pub fn check_way(path: &Path) -> Result<PathBuf> {
             _ => continue,
         }
         let found = way.symlink_metadata().map_err(Error::io("open", &way))?;
-        check_directory(&way, &found, left.is_empty())?;
+        check_directory(&way, &found, may_be_shared || !left.is_empty())?;
     }
     Ok(way)
 }
 
-fn check_directory(path: &Path, found: &Metadata, is_last: bool) -> Result<()> {
+fn check_directory(path: &Path, found: &Metadata, may_be_shared: bool) -> Result<()> {
     check_owner(path, found)?;
     if !found.is_dir() {
         return Err(refused(path, "it is no directory"));
     }
     let is_shared = found.mode() & libc::S_ISVTX != 0 && found.uid() == 0;
-    if found.mode() & 0o022 != 0 && (is_last || !is_shared) {
+    if found.mode() & 0o022 != 0 && !(may_be_shared && is_shared) {
         return Err(refused(path, &format!("others may write to it (mode {:04o}); run chmod go-w on it", found.mode() & 0o7777)));
     }
     Ok(())
@@ -108,6 +117,9 @@ mod tests {
         for open in [0o720, 0o702, 0o1777] {
             fs::set_permissions(&two, Permissions::from_mode(open)).unwrap();
             assert!(why(&two).contains("others may write"), "{open:o}");
+        }
+        if user() == 0 {
+            assert!(check_parent(&two).is_ok(), "as in /tmp, nobody replaces there what others have");
         }
         fs::set_permissions(&two, Permissions::from_mode(0o700)).unwrap();
         fs::set_permissions(&one, Permissions::from_mode(0o770)).unwrap();

@@ -63,12 +63,22 @@ impl Root {
         self.add(&format!("pack {pack}\n"))
     }
 
+    /// The same for a pack that will be created, or removed: without an index, it goes with the root.
+    pub fn pin_new(&self, pack: PackId) -> Result<()> {
+        self.add(&format!("new {pack}\n"))
+    }
+
     /// Has the root stay as long as a process lives.
     pub fn keep_for(&mut self, pid: u32) -> Result<()> {
         let process = Process::of(pid).map_err(Error::io("look at", Path::new(&format!("/proc/{pid}"))))?;
         self.add(&format!("process {} {} {} {}\n", process.pid, process.start, process.boot, process.namespace))?;
         self.is_kept = true;
         Ok(())
+    }
+
+    /// Has the root stay, for `gc`.
+    pub fn keep(&mut self) {
+        self.is_kept = true;
     }
 
     /// Nobody needs it beyond this any more.
@@ -151,7 +161,10 @@ pub struct Found {
     pub path: PathBuf,
     /// The image that is, or was, being saved.
     pub image: Option<String>,
+    /// All packs that it pins.
     pub packs: BTreeSet<PackId>,
+    /// Those of them that its save has created.
+    pub new: BTreeSet<PackId>,
     pub is_alive: bool,
     /// Why not all of it can be read.
     pub damage: Option<Error>,
@@ -179,7 +192,7 @@ fn read(disk: &Disk, path: PathBuf) -> Result<Found> {
     let file = disk.open(&path)?;
     let is_free = file_lock::try_lock(&file, Sharing::Shared).map_err(Error::io("lock", &path))?;
     let text = disk.read_whole(&path, MOST)?;
-    let mut found = Found { path, image: None, packs: BTreeSet::new(), is_alive: !is_free, damage: None };
+    let mut found = Found { path, image: None, packs: BTreeSet::new(), new: BTreeSet::new(), is_alive: !is_free, damage: None };
     // A line without an end was never relied on.
     for line in String::from_utf8_lossy(&text).split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
         if line != FIRST_LINE && found.take_in(line).is_none() {
@@ -193,7 +206,13 @@ impl Found {
     fn take_in(&mut self, line: &str) -> Option<()> {
         match *line.split(' ').collect::<Vec<_>>() {
             ["image", name] => self.image = Some(name.to_owned()),
-            ["pack", id] => drop(self.packs.insert(PackId(u64::from_str_radix(id, 16).ok()?))),
+            [kind @ ("pack" | "new"), id] => {
+                let id = PackId(u64::from_str_radix(id, 16).ok()?);
+                self.packs.insert(id);
+                if kind == "new" {
+                    self.new.insert(id);
+                }
+            }
             ["process", pid, start, boot, namespace] => {
                 let boot = boot.to_owned();
                 let process = Process { pid: pid.parse().ok()?, start: start.parse().ok()?, boot, namespace: namespace.parse().ok()? };
@@ -205,12 +224,26 @@ impl Found {
     }
 }
 
-/// Removes what a dead save has left: the image without a manifest, then its root. Its packs are nobody's then.
-pub fn clear(disk: &Disk, images: &Path, root: &Found) -> Result<()> {
+/// Removes what a dead save has left: the image without a manifest and the packs without an index, then its root, without which nobody would know
+/// whose they are.
+pub fn clear(disk: &Disk, images: &Path, packs: &Path, root: &Found) -> Result<()> {
     if let Some(name) = &root.image {
         clear_half(disk, images, name)?;
     }
+    remove_unfinished(disk, packs, &root.new)?;
     disk.remove_file(&root.path)
+}
+
+/// Removes packs without an index, durably.
+pub fn remove_unfinished(disk: &Disk, packs: &Path, new: &BTreeSet<PackId>) -> Result<()> {
+    for id in new {
+        let index = pack::index_path(packs, *id);
+        if index.symlink_metadata().is_err() {
+            disk.remove_file(&disk::new_name(&index))?;
+            disk.remove_file(&pack::pack_path(packs, *id))?;
+        }
+    }
+    if new.is_empty() { Ok(()) } else { disk.sync_directory(packs) }
 }
 
 /// Removes an image without a manifest. A root must name it: other directories are not ours.
@@ -224,5 +257,6 @@ pub fn clear_half(disk: &Disk, images: &Path, name: &str) -> Result<()> {
     if image.join(crate::name::MANIFEST).symlink_metadata().is_ok() {
         return Ok(());
     }
-    disk.remove_tree(&image)
+    disk.remove_tree(&image)?;
+    disk.sync_directory(images)
 }

@@ -7,7 +7,7 @@ use crate::piece::{PackId, Piece};
 use crate::root::Root;
 use crate::store::Store;
 use crate::writer::{Writer, Written};
-use crate::{Error, Result, disk, files, name};
+use crate::{Error, Result, disk, files, name, root};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -110,11 +110,6 @@ impl Saving {
         self.writer.with_root(Root::release);
     }
 
-    /// Opens packs to read pieces back, for [`crate::Source::new`].
-    pub fn open_packs(&self, packs: &[PackId]) -> Result<Vec<(PackId, pack::PackFile)>> {
-        packs.iter().map(|id| Ok((*id, pack::PackFile::open(self.store.disk(), &self.store.packs(), *id)?))).collect()
-    }
-
     /// Makes the image: all is durable, then the manifest gets its name, which is the decision. On an error there is no image, and what was put can
     /// still be read. Nothing is put after this.
     pub fn finish(&mut self, mut manifest: Manifest, contents: &[Contents]) -> Result<()> {
@@ -177,28 +172,23 @@ impl Saving {
         Ok(())
     }
 
-    /// Removes what this save has made. What fails is left to `gc`. A pack with an index stays: another save may have found pieces in it.
-    fn undo(&self) {
-        let (disk, packs) = (self.store.disk(), self.store.packs());
-        drop(disk.remove_tree(&self.image));
+    /// Removes what this save has made. A pack with an index stays: another save may have found pieces in it.
+    fn undo(&self) -> Result<()> {
+        root::clear_half(self.store.disk(), self.store.images_path(), &self.name)?;
         if self.writer.with_root(|root| root.is_kept()) {
-            return;
+            return Ok(());
         }
         let handed_out = std::mem::take(&mut *self.handed_out.lock().unpoisoned());
-        for id in self.writer.packs().into_iter().chain(handed_out) {
-            let index = pack::index_path(&packs, id);
-            if index.symlink_metadata().is_err() {
-                drop(disk.remove_file(&disk::new_name(&index)));
-                drop(disk.remove_file(&pack::pack_path(&packs, id)));
-            }
-        }
+        let new = self.writer.packs().into_iter().chain(handed_out).collect();
+        root::remove_unfinished(self.store.disk(), &self.store.packs(), &new)
     }
 }
 
 impl Drop for Saving {
     fn drop(&mut self) {
-        if !self.is_decided {
-            self.undo();
+        if !self.is_decided && self.undo().is_err() {
+            // The root tells `gc` whose it is.
+            self.writer.with_root(Root::keep);
         }
     }
 }

@@ -4,7 +4,8 @@
 use crate::disk::Hook;
 use crate::disk::{self, Disk};
 use crate::hash::Hash;
-use crate::pack::Known;
+use crate::pack::{Known, PackFile};
+use crate::piece::PackId;
 use crate::{Error, Result, name, owner, root};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -71,7 +72,7 @@ impl Store {
         let images = std::path::absolute(images).map_err(Error::io("find", images))?;
         let parent = images.parent().unwrap_or(Path::new("/"));
         if images.symlink_metadata().is_err() {
-            owner::check_way(parent)?;
+            owner::check_parent(parent)?;
             disk.make_directory(&images)?;
             disk.sync_directory(parent)?;
         }
@@ -188,6 +189,11 @@ impl Store {
         self.disk().remove_tree(&removed)
     }
 
+    /// Opens packs to read pieces back, for [`crate::Source::new`]: of a program that is kept ([`crate::Saving::keep_for`]).
+    pub fn open_packs(&self, packs: &[PackId]) -> Result<Vec<(PackId, PackFile)>> {
+        packs.iter().map(|id| Ok((*id, PackFile::open(self.disk(), &self.packs(), *id)?))).collect()
+    }
+
     /// Which pieces the store has, and where.
     pub(crate) fn known(&self) -> Result<Known> {
         Known::read(self.disk(), &self.packs())
@@ -200,7 +206,7 @@ impl Store {
                 // The program needs the packs, not the half image.
                 root::clear_half(self.disk(), self.images_path(), image)?;
             } else {
-                root::clear(self.disk(), self.images_path(), &found)?;
+                root::clear(self.disk(), self.images_path(), &self.packs(), &found)?;
             }
         }
         Ok(())

@@ -17,7 +17,7 @@ use vramctl_host::{Unpoison, system};
 
 const MAGIC: &[u8; 16] = b"vramctl hand 1\0\0";
 
-/// How much disk space is reserved at once.
+/// Most disk space that is reserved at once. It is as much as the pack has, so that a small one takes little.
 const RESERVED: u64 = 64 << 20;
 
 /// What has been put so far, in bytes.
@@ -91,7 +91,7 @@ impl Pack {
             return None;
         }
         if end > self.reserved {
-            let until = (self.reserved + RESERVED).min(most);
+            let until = (2 * self.reserved).clamp(end, self.reserved.max(end) + RESERVED).min(most);
             disk::reserve(&self.file, self.reserved, until - self.reserved);
             self.reserved = until;
         }
@@ -305,7 +305,7 @@ impl State {
 /// Creates a pack, pinned before anybody could take it for a leftover.
 fn create_pack(root: &Root, disk: &Disk, packs: &Path) -> Result<(PackId, File, PathBuf)> {
     let id = pack::new_id()?;
-    root.pin(id)?;
+    root.pin_new(id)?;
     let path = pack::pack_path(packs, id);
     Ok((id, disk.create(&path)?, path))
 }

@@ -1,6 +1,7 @@
 //! Programs made up, and their images.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -13,8 +14,16 @@ pub struct Folder {
 }
 
 impl Folder {
+    /// In memory, where there is such a place: many tests make much durable.
     pub fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        Self::of(tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap())
+    }
+
+    pub fn on_disk() -> Self {
+        Self::of(tempfile::tempdir().unwrap())
+    }
+
+    fn of(folder: tempfile::TempDir) -> Self {
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
         Self { folder }
     }
@@ -45,10 +54,18 @@ impl Folder {
 }
 
 /// A program: what it has in memory, by tag.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Program {
     pub memory: Vec<(String, Vec<u8>)>,
     pub files: HashMap<String, Vec<u8>>,
+}
+
+impl fmt::Debug for Program {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let short = |bytes: &Vec<u8>| format!("{} bytes from {:?}", bytes.len(), &bytes[..bytes.len().min(4)]);
+        let memory = self.memory.iter().map(|(tag, bytes)| (tag, short(bytes)));
+        out.debug_map().entries(memory).entries(self.files.iter().map(|(path, bytes)| (path, short(bytes)))).finish()
+    }
 }
 
 /// Bytes that look random and are the same for a seed.

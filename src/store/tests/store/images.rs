@@ -10,7 +10,7 @@ use vramctl_store::{Caller, Contents, Error, PIECE_BYTES, Piece, Source, Store, 
 
 #[test]
 fn what_was_saved_is_loaded() {
-    let folder = Folder::new();
+    let folder = Folder::on_disk();
     let store = folder.store();
     let mut program = Program::of(&[1, 0, 2, 1]);
     // Several pieces, of which one is zeros, and one is no whole block.
@@ -35,7 +35,7 @@ fn what_was_saved_is_loaded() {
 
 #[test]
 fn equal_pieces_are_stored_once() {
-    let folder = Folder::new();
+    let folder = Folder::on_disk();
     let store = folder.store();
     Program::of(&[1, 2, 1, 0]).save(&store, "one").unwrap();
     Program::of(&[1, 2, 5]).save(&store, "two").unwrap();
@@ -52,7 +52,7 @@ fn equal_pieces_are_stored_once() {
 /// In a program's own process, and others write beside it.
 #[test]
 fn several_threads_and_processes_write_one_image() {
-    let folder = Folder::new();
+    let folder = Folder::on_disk();
     let store = folder.store();
     Program::of(&[1]).save(&store, "before").unwrap();
     let mut saving = store.save("one").unwrap();
@@ -85,7 +85,7 @@ fn several_threads_and_processes_write_one_image() {
     assert!(others[1][0].place.is_some() && saving.written().known == 0, "the other process knows what the store has");
     // Until then, it can read its pieces back.
     let packs: Vec<_> = others[0].iter().map(|piece| piece.place.unwrap().pack).collect();
-    let source = Source::new("one", saving.open_packs(&packs).unwrap());
+    let source = Source::new("one", store.open_packs(&packs).unwrap());
     let (packs, descriptors) = source.descriptors().unwrap();
     let source = Source::from_descriptors("one", &packs, descriptors).unwrap();
     assert_eq!(read_all(&source.into(), others[0].clone(), 2).unwrap(), programs[1]);
@@ -110,7 +110,7 @@ fn several_threads_and_processes_write_one_image() {
 
 #[test]
 fn pieces_go_with_the_last_image_that_has_them() {
-    let folder = Folder::new();
+    let folder = Folder::on_disk();
     let store = folder.store();
     let soon = Duration::ZERO;
     let [one, two] = [Program::of(&[1, 2, 3, 4, 5]), Program::of(&[1, 6])];
@@ -137,7 +137,7 @@ fn pieces_go_with_the_last_image_that_has_them() {
 
 #[test]
 fn an_image_goes_elsewhere_and_comes_back() {
-    let folder = Folder::new();
+    let folder = Folder::on_disk();
     let store = folder.store();
     let program = Program::of(&[1, 2, 0, 3]);
     program.save(&store, "one").unwrap();
@@ -154,11 +154,11 @@ fn an_image_goes_elsewhere_and_comes_back() {
 /// The caller has them all, and asks for more.
 #[test]
 fn no_buffer_is_an_error() {
-    let folder = Folder::new();
+    let folder = Folder::on_disk();
     let store = folder.store();
     let saving = store.save("one").unwrap();
     let pieces = [1, 2].map(|seed| saving.put(&random(seed, SMALL)).unwrap());
-    let source = std::sync::Arc::new(Source::new("one", saving.open_packs(&[pieces[0].place.unwrap().pack]).unwrap()));
+    let source = std::sync::Arc::new(Source::new("one", store.open_packs(&[pieces[0].place.unwrap().pack]).unwrap()));
     thread::scope(|scope| {
         let mut reading = source.read_ahead(scope, pieces.to_vec(), vec![vec![0; SMALL]]);
         let loaded = reading.take().unwrap().unwrap();

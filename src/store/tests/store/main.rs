@@ -2,4 +2,8 @@
 #![allow(missing_docs)]
 
 mod common;
+mod crashes;
+mod damage;
 mod images;
+mod model;
+mod others;
