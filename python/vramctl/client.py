@@ -562,8 +562,9 @@ def _may_be_called(name: str, pid: int) -> bool:
     # The address has the name: `….+<name>.new`, or `….-<name>.new` with that of the program, which may have changed.
     kind, its = _name_in_address(bound_to)
     if kind == "-":
+        # It was that of its script, if the program is Python.
         with contextlib.suppress(OSError):
-            its = Path(f"/proc/{seen_as}/comm").read_text(errors="replace").strip()
+            return name in (its, Path(f"/proc/{seen_as}/comm").read_text(errors="replace").strip())
     if kind:
         return its == name
     try:

@@ -14,7 +14,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
 use vramctl_config as config;
-use vramctl_host::system::{folder_of, own_folder, program_of};
+use vramctl_host::own_program;
+use vramctl_host::system::{folder_of, own_folder};
 
 /// Where a process listens: `<pid>.sock`, or `<pid>-<PID namespace>.sock` if a process of another namespace has that name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -240,7 +241,7 @@ pub enum ListenerName {
 impl ListenerName {
     /// That of this process.
     pub fn own() -> Self {
-        config::own_name().map_or_else(|| Self::Program(program_of(process::id()).unwrap_or_default()), Self::Given)
+        config::own_name().map_or_else(|| Self::Program(own_program().unwrap_or_default()), Self::Given)
     }
 
     /// The name in the address of the socket that this is a connection to. `None` if the name is too long.

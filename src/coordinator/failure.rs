@@ -121,6 +121,8 @@ pub struct Choice {
     pub state: String,
     /// Its managed memory.
     pub bytes: String,
+    /// Its command line.
+    pub command: String,
 }
 
 /// Why a command failed. As JSON, an object with `code` and `message`.

@@ -109,7 +109,8 @@ impl Process {
     pub(crate) fn as_choice(&self) -> Choice {
         let bytes = || Bytes(self.tags().iter().map(|tag| tag.bytes).sum()).to_string();
         let (state, bytes) = if self.status.is_ok() { (self.state(), bytes()) } else { ("?".into(), "?".into()) };
-        Choice { pid: self.pid, name: self.name().unwrap_or("?").to_owned(), state, bytes }
+        let command = self.status.as_ref().map_or_else(|_| String::new(), |status| status.process.program.clone());
+        Choice { pid: self.pid, name: self.name().unwrap_or("?").to_owned(), state, bytes, command }
     }
 
     /// The states of its tags.

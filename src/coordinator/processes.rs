@@ -26,7 +26,7 @@ use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::uuid_of_index;
 use vramctl_host::Unpoison;
-use vramctl_host::system::program_of;
+use vramctl_host::program_of;
 use vramctl_model::{Error, Kind, checked_name, short_uuid};
 
 /// The user's managed processes.
@@ -139,6 +139,7 @@ impl Found {
     /// none.
     pub fn choose_answering(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
         let chosen = self.choose(target)?;
+        target.parts().iter().try_for_each(|part| self.check_one_job(part))?;
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
         let Some((_, first)) = silent.first() else { return Ok(chosen) };
         let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process} ({failure})")).collect();
@@ -154,6 +155,24 @@ impl Found {
             why.join(", ")
         );
         Err(CommandError::new(first.exit(), text))
+    }
+
+    /// Fails if a name that is no pattern means several jobs: programs that nobody has named have that of their program.
+    fn check_one_job(&self, part: &Target) -> Result<(), CommandError> {
+        let Target::Name(name) = part else { return Ok(()) };
+        let namesakes: Vec<_> = self.processes.iter().filter(|process| process.name() == Some(name)).collect();
+        let jobs: BTreeSet<_> = namesakes.iter().filter(|process| process.status.is_ok()).map(|process| process.job_or_itself()).collect();
+        if jobs.len() < 2 {
+            return Ok(());
+        }
+        let text = format!(
+            "{} programs that do not belong together are called {}; choose by id, or all of them with a pattern ({}); `vramctl run --name` \
+             gives a program a name of its own",
+            jobs.len(),
+            text::one_line(name),
+            text::quoted(&format!("{name}*"))
+        );
+        Err(CommandError::new(Exit::Usage, text).with_choices(namesakes.into_iter().map(Process::as_choice).collect()))
     }
 
     /// Separates a command's words into a target and tags. If no target is given, the words that name processes are the target. Fails if a

@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::process;
 use vramctl_config::{socket_directory, socket_directory_of};
-use vramctl_host::system::program_of;
+use vramctl_host::program_of;
 use vramctl_model::checked_name;
 
 /// Such a program: the first process of its run.

@@ -31,6 +31,11 @@ pub fn quoted(word: &str) -> String {
     if !word.is_empty() && word.chars().all(is_safe) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
 }
 
+/// The beginning of a text, if it is longer than this many characters.
+pub fn cut(text: &str, most: usize) -> String {
+    if text.chars().count() <= most { text.into() } else { text.chars().take(most.saturating_sub(1)).chain(['…']).collect() }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

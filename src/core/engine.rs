@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vramctl_config::own_name;
 use vramctl_host::system::own_folder;
-use vramctl_host::{PerProcess, Unpoison};
+use vramctl_host::{PerProcess, Unpoison, own_program};
 
 static ENGINE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
 
@@ -32,9 +32,9 @@ pub fn name() -> Option<String> {
     ENGINE.existing()?.lock().unpoisoned().clone()
 }
 
-/// The process's name: that of an image's process, else `VRAMCTL_NAME`, else the program's.
+/// The process's name: that of an image's process, else `VRAMCTL_NAME`, else the program's ([`own_program`]).
 pub fn process_name() -> String {
-    own_name().unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned())
+    own_name().or_else(own_program).unwrap_or_default()
 }
 
 /// The beginning of its command line.

@@ -4,8 +4,8 @@
 use super::{CUdevice, Driver, NoCards, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 use std::{mem, process, ptr};
+use vramctl_host::program_of;
 use vramctl_host::symbols;
-use vramctl_host::system::program_of;
 use vramctl_model::{GpuUse, Holder};
 
 /// The other processes that hold memory of `device`, largest first. Empty if NVML is missing or does not report them.

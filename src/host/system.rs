@@ -129,11 +129,6 @@ fn state(folder: &Path) -> Option<u8> {
     stat.get(name_ends + 2).copied()
 }
 
-/// The name of a process's program; `None` if it has ended.
-pub fn program_of(pid: u32) -> Option<String> {
-    fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim().to_owned())
-}
-
 /// Whether a process is stopped, by ^Z or a debugger, and answers nobody. `false` if that cannot be seen.
 pub fn is_stopped(pid: u32) -> bool {
     matches!(state(&folder_of(pid)), Some(b'T' | b't'))

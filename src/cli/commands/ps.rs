@@ -21,11 +21,12 @@ use vramctl_model::{Bytes, DeviceStatus};
 A program that `vramctl run` has started is \"starting\" until its first allocation of GPU memory (1 MiB or more). A process that does not answer is listed with the \
 reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
 paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running. Where programs share \
-GPUs (`vramctl run --share`), the last column says who is in place, who gave way to whom, and who waits for what.
+GPUs (`vramctl run --share`), a column says who is in place, who gave way to whom, and who waits for what. \
+In a terminal, command lines are cut to the room that is left.
 
 Examples:
   vramctl ps
-  vramctl ps engine --output wide # also limit, tags and command line
+  vramctl ps engine --output wide # also limit, tags and whole command lines
   vramctl ps --gpu 0 --sort bytes
   vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]
@@ -92,17 +93,19 @@ impl Execute for Args {
                 .iter()
                 .map(|process| row(process, states.get(&process.pid), &jobs, &indices))
                 .chain(starting.iter().map(starting_row));
-            let shown = if self.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() };
+            let shown = if self.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() - 1 };
             // The list is there without a scheduler that answers, too.
             let sharing = vramctl_keeper::ask().ok().flatten().filter(|view| !view.members.is_empty());
             let sharing_of =
                 |row: &[String]| sharing.as_ref().map(|view| row[0].parse().ok().and_then(|pid| view.standing(pid)).unwrap_or_default());
-            let headers: Vec<_> = COLUMNS[..shown].iter().copied().chain(sharing.as_ref().map(|_| "SHARING")).collect();
-            let rows = rows.map(|row| {
-                let standing = sharing_of(&row);
-                row.into_iter().take(shown).chain(standing).collect()
+            let headers: Vec<_> =
+                COLUMNS[..shown].iter().copied().chain(sharing.as_ref().map(|_| "SHARING")).chain(COLUMNS.last().copied()).collect();
+            let rows = rows.map(|mut row| {
+                let (standing, command) = (sharing_of(&row), row.pop());
+                row.into_iter().take(shown).chain(standing).chain(command).collect()
             });
-            output::show(&output::table(&headers, rows))?;
+            let rows = rows.collect();
+            output::show(&if self.output.is_none() { output::table_with_commands(&headers, rows) } else { output::table(&headers, rows) })?;
         }
         Ok(Exit::Done)
     }
@@ -171,7 +174,7 @@ impl Jobs {
 }
 
 /// The columns. Those that are shown at first fit a terminal.
-const COLUMNS: [&str; 9] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "PROGRAM"];
+const COLUMNS: [&str; 9] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "COMMAND"];
 const COLUMNS_AT_FIRST: usize = 6;
 
 fn starting_row(Starting { pid, name, program }: &Starting) -> Vec<String> {

@@ -32,7 +32,7 @@ Examples:
   vramctl run --no-tag -- ./engine # manage only its own regions")]
 #[allow(clippy::struct_excessive_bools)] // independent options
 pub struct Args {
-    /// The name by which other commands find it [default: the program's name]
+    /// The name by which other commands find it [default: the program's name, or that of a Python script or module]
     #[arg(long, short, value_parser = checked_name)]
     name: Option<String>,
     /// The tag for allocations outside regions

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::io::{self, ErrorKind, IsTerminal, Write, stdout};
 use vramctl_coordinator::failure::{Choice, CommandError, Exit};
 use vramctl_coordinator::gpus;
-use vramctl_coordinator::text::{one_line, plain};
+use vramctl_coordinator::text::{self, one_line, plain};
 
 /// Writes to stdout. A closed pipe (`vramctl ps | head -1`) is not an error.
 pub fn print(text: &str) -> Result<(), CommandError> {
@@ -56,11 +56,10 @@ pub fn told(written: Result<(), CommandError>, exit: Exit) -> Result<Exit, Comma
 pub fn fail(failure: &CommandError, json: bool) {
     let is_told = json && answer(json!({ "processes": [], "error": failure })).is_ok();
     if !is_told {
-        let rows = failure
-            .choices()
-            .iter()
-            .map(|Choice { pid, name, state, bytes }| vec![pid.to_string(), name.clone(), state.clone(), bytes.clone()]);
-        let table = arranged(&["PID", "NAME", "STATE", "BYTES"], rows, width(), false);
+        let rows = failure.choices().iter().map(|Choice { pid, name, state, bytes, command }| {
+            vec![pid.to_string(), name.clone(), state.clone(), bytes.clone(), command.clone()]
+        });
+        let table = with_commands(&["PID", "NAME", "STATE", "BYTES", "COMMAND"], rows.collect(), width(), false);
         let choices = if failure.choices().is_empty() { String::new() } else { format!(":\n{table}") };
         complain("error", &format!("{failure}{choices}"));
     }
@@ -92,6 +91,30 @@ pub fn width() -> Option<u16> {
 /// A table without lines, as `ps` prints it.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     arranged(header, rows, width(), colours::wanted(&stdout()))
+}
+
+/// The same, of which the last column is of command lines: as much of them as there is room for, and none if that is little.
+pub fn table_with_commands(header: &[&str], rows: Vec<Vec<String>>) -> String {
+    with_commands(header, rows, width(), colours::wanted(&stdout()))
+}
+
+fn with_commands(header: &[&str], mut rows: Vec<Vec<String>>, width: Option<u16>, in_colour: bool) -> String {
+    /// Less of a command line says little.
+    const LEAST: usize = 16;
+    let Some(width) = width else { return arranged(header, rows, None, in_colour) };
+    let last = header.len() - 1;
+    let widest = |column: usize| rows.iter().map(|row| row[column].chars().count()).chain([header[column].len()]).max().unwrap_or(0);
+    let room = usize::from(width).saturating_sub((0..last).map(|column| widest(column) + 2).sum());
+    if room < LEAST {
+        for row in &mut rows {
+            row.truncate(last);
+        }
+        return arranged(&header[..last], rows, Some(width), in_colour);
+    }
+    for row in &mut rows {
+        row[last] = text::cut(&row[last], room);
+    }
+    arranged(header, rows, Some(width), in_colour)
 }
 
 /// A table for a terminal of this width.

@@ -137,8 +137,8 @@ fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
     assert_eq!(names("list -o name --sort name"), ["a-small-one", "big"]);
     assert_eq!(names("ps -o name --sort bytes"), ["big", "a-small-one"]);
     let titles = |line: &str| machine.vramctl(line).out.lines().next().unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB"]);
-    assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "PROGRAM"]);
+    assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "COMMAND"]);
+    assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "COMMAND"]);
     assert_eq!(machine.vramctl("ps -o json").only_json(), machine.vramctl("ps --json").only_json());
 }
 

@@ -134,8 +134,8 @@ fn a_stopped_process_with_a_full_queue_delays_nobody() {
 #[test]
 fn several_processes_need_a_target() {
     let machine = Machine::without_gpus();
-    let engine = Fake::new(&machine, "engine", &["weights"]);
-    let twin = Fake::new(&machine, "engine", &["weights"]);
+    let engine = Fake::new(&machine, "engine", &["weights"]).of_job("engine");
+    let twin = Fake::new(&machine, "engine", &["weights"]).of_job("engine");
     let trainer = Fake::new(&machine, "trainer", &["optimizer"]);
 
     let pause = machine.vramctl("pause");
@@ -160,6 +160,41 @@ fn several_processes_need_a_target() {
     pause.has(0, "paused optimizer of trainer", "");
     pause.has(0, &format!("nothing to do: engine (pid {}) has none of these tags", engine.pid()), "");
     machine.vramctl("pause optimizer lost --all").expect(6, "", "the tag lost; the tags are optimizer, weights");
+}
+
+/// Nobody has named them: they have their program's name.
+#[test]
+fn a_name_that_means_several_jobs_is_refused_for_a_change() {
+    let machine = Machine::without_gpus();
+    let fakes = ["run-1", "run-2", "run-2"].map(|run| Fake::new(&machine, "serve", &["weights"]).of_job(run));
+    let refused = "error: 2 programs that do not belong together are called serve; choose by id, or all of them with a pattern ('serve*'); \
+                   `vramctl run --name` gives a program a name of its own:\nPID";
+    for line in ["pause serve", "resume --name serve", "suspend serve", "move serve --to 1", "set-tag x --name serve", "swap serve serve*"]
+    {
+        let ran = machine.vramctl(line).expect(2, "", refused);
+        assert!(fakes.iter().all(|fake| ran.err.contains(&format!("{}  serve  active", fake.pid()))), "{ran:?}");
+    }
+    let error = machine.vramctl("pause serve --json").only_json()["error"].clone();
+    assert_eq!((&error["code"], error["pids"].as_array().map(Vec::len)), (&json!("several_processes"), Some(3)));
+    assert!(fakes.iter().all(|fake| fake.asked().is_empty()));
+    machine.vramctl("status serve").expect(0, "serve --serve", "");
+    machine.vramctl("pause serve*").expect(0, "paused weights of serve", "");
+    assert!(fakes.iter().all(|fake| fake.asked().len() == 1));
+}
+
+#[test]
+fn a_python_program_is_called_as_its_script_or_its_module() {
+    let machine = Machine::without_gpus();
+    let script = machine.folder.path().join("serve.py");
+    fs::write(&script, "import time; time.sleep(100)").unwrap();
+    let mut programs =
+        [machine.cli(&["run", "--", "python3", "-u", script.to_str().unwrap()]), machine.cli(&["run", "--", "python3", "-m", "serve"])]
+            .map(|mut command| command.current_dir(machine.folder.path()).spawn().unwrap());
+    common::eventually("both are listed", || machine.vramctl("ps serve").out.matches("serve  starting").count() == 2);
+    for program in &mut programs {
+        program.kill().unwrap();
+        program.wait().unwrap();
+    }
 }
 
 /// Words may be processes, as for other commands, if they are no tags and nothing else chooses the processes.

@@ -19,7 +19,7 @@ use vramctl_control::descriptors;
 use vramctl_control::door::Door;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
 use vramctl_host::Held;
-use vramctl_host::system::program_of;
+use vramctl_host::program_of;
 use vramctl_model::{Error, Failure, Holder, Lent, Participants, StatusCode, code};
 
 /// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
