@@ -293,7 +293,7 @@ fn close_gate(within: Duration, observer: &mut dyn Observer) -> Option<gate::Clo
 }
 
 /// The contexts whose managed memory is nearly all paused, so that the program has next to nothing to run on. What an engine
-/// keeps active while it sleeps (0.1 to 0.3 GiB for vLLM and `SGLang`) does not count as busy.
+/// keeps active while it sleeps (0.1 to 0.3 GiB for vLLM and `SGLang`) does not count as busy. A held program runs nothing, whatever it has.
 fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
     let mut bytes = BTreeMap::<Context, (usize, usize)>::new();
     for allocation in all {
@@ -301,7 +301,7 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
         *paused += if allocation.is_unmapped() { allocation.bytes() } else { 0 };
         *total += allocation.bytes();
     }
-    bytes.into_iter().filter(|(_, (paused, total))| *paused >= total / 8 * 7).map(|(context, _)| context).collect()
+    bytes.into_iter().filter(|(_, (paused, total))| gate::is_held() || *paused >= total / 8 * 7).map(|(context, _)| context).collect()
 }
 
 /// A failure after which no other attempt is made. Whoever asks may try again; otherwise, a shortage is reported.
