@@ -5,10 +5,11 @@ use std::thread;
 use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
+use vramctl_core::transition::Prepared;
 use vramctl_driver as driver;
 use vramctl_intercept::{entries, launch};
 use vramctl_model::Class::{self, Discardable, Kept, Retained};
-use vramctl_model::{Amount, Error, PauseRequest, Policy, Report, TagState};
+use vramctl_model::{Amount, Error, PauseRequest, Policy, Report, SwapIn, SwapOut, TagState};
 
 const LARGE: u64 = 4 * MIB as u64;
 const SMALL: u64 = 2 * MIB as u64;
@@ -246,6 +247,38 @@ fn what_a_person_pauses_is_left_alone() {
     check(&two);
     free_all(one);
     free_all(two);
+}
+
+/// In a swap, memory changes hands before the commit. What is undone is the scheduler's as before.
+#[test]
+fn a_swap_takes_and_brings_back_as_much() {
+    const UNIT: u64 = 32 * MIB as u64;
+    let gpu = Gpu::take();
+    let all = filled("one", None, &[UNIT; 4]);
+    let used = gpu.used(0);
+    let aborted = |_: &dyn Prepared| Err(Error::Aborted("a test".into()));
+    for host in [None, Some(Duration::from_secs(100))] {
+        let leaving = common::pausing_with(&[], |it| {
+            request(&[(Kept, UNIT, 2)])(it);
+            it.swap = Some(SwapOut { host, ..SwapOut::default() });
+        });
+        let coming = common::resuming_with(&[], |it| {
+            it.scheduler = Some(1);
+            it.timeout = Some(Duration::from_secs(100));
+            it.swap = Some(SwapIn { host: host.is_some() });
+        });
+        common::decide(Memory::get().prepare_pause(&leaving, &mut ()), aborted).unwrap_err();
+        assert_eq!((here(), away(), gate::is_held(), gpu.used(0)), (vec![(Kept, UNIT, 4)], vec![], false, used));
+        common::decide(Memory::get().prepare_pause(&leaving, &mut ()), |_| Ok(())).unwrap();
+        assert_eq!((here(), away()), (vec![(Kept, UNIT, 2)], vec![(Kept, UNIT, 2)]));
+        common::decide(Memory::get().prepare_resume(&coming, &mut ()), aborted).unwrap_err();
+        assert_eq!((here(), away(), gate::is_held()), (vec![(Kept, UNIT, 2)], vec![(Kept, UNIT, 2)], true));
+        assert_eq!((gpu.used(0), paused_and_away()), (used - 2 * UNIT, (2 * UNIT, 2 * UNIT)));
+        common::decide(Memory::get().prepare_resume(&coming, &mut ()), |_| Ok(())).unwrap();
+        assert_eq!((away(), gate::is_held(), gpu.used(0)), (vec![], false, used));
+        check(&all);
+    }
+    free_all(all);
 }
 
 /// What the program has paused itself, it resumes itself.

@@ -107,7 +107,7 @@ fn only_what_is_missing_changes_places() {
     assert_eq!([bytes(device, "paused_bytes"), bytes(device, "away_bytes")], [away; 2], "{status:#}");
     assert_eq!(bytes(device, "active_bytes"), bytes(&members[0], "resident_bytes"), "{status:#}");
     machine.vramctl("ps").expect(0, "default partly away", "");
-    machine.vramctl("status a").expect(0, "partly away (", "");
+    machine.vramctl("status a").expect(0, "A call brings it back.", "");
 
     // A person may pause the rest. Then all of it is the person's.
     machine.vramctl("pause a").expect(0, "paused", "");

@@ -66,7 +66,13 @@ fn standing(memory: &Status, state: Option<&ProcessState>) -> String {
             0 => "no thread waits".to_owned(),
             several => text::count(several, "thread waits", "threads wait"),
         };
-        let _ = writeln!(text, "Held until it is resumed: {waiting} to start GPU work.");
+        let sum = |bytes: fn(&TagStatus) -> u64| memory.tags.iter().map(bytes).sum::<u64>();
+        let away = sum(|tag| tag.away_bytes);
+        let _ = if away > 0 && away == sum(TagStatus::coming_bytes) {
+            writeln!(text, "It has given {} to others that share its GPUs: {waiting} for it. A call brings it back.", Bytes(away))
+        } else {
+            writeln!(text, "Held until it is resumed: {waiting} to start GPU work.")
+        };
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {
             let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it continues by itself.");
         }
