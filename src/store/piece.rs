@@ -2,10 +2,9 @@
 
 use crate::hash::Hash;
 use serde::{Deserialize, Serialize};
-use std::alloc::{self, Layout};
-use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
+use std::{fmt, io, slice};
 
 /// Most bytes of a piece.
 pub const PIECE_BYTES: usize = 2 << 20;
@@ -84,10 +83,10 @@ pub fn cut(offset: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     })
 }
 
-/// Memory that is aligned for direct I/O.
+/// Memory that is aligned for direct I/O: whole pages of its own, which the system gives once they are touched.
 pub struct Buffer {
     address: NonNull<u8>,
-    layout: Layout,
+    bytes: usize,
 }
 
 // SAFETY: it owns its memory.
@@ -96,12 +95,13 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Memory of so many bytes, all zero.
+    /// Memory of so many bytes, all zero. Panics without it, as a vector does.
     pub fn new(bytes: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.max(1), ALIGNMENT).expect("a size that fits into memory");
-        // SAFETY: the size is not zero.
-        let address = NonNull::new(unsafe { alloc::alloc_zeroed(layout) });
-        Self { address: address.unwrap_or_else(|| alloc::handle_alloc_error(layout)), layout }
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping, which touches no other memory.
+        let address = unsafe { libc::mmap(ptr::null_mut(), bytes.max(1), access, kind, -1, 0) };
+        assert!(address != libc::MAP_FAILED, "{bytes} bytes of memory: {}", io::Error::last_os_error());
+        Self { address: NonNull::new(address.cast()).expect("a mapping is not at zero"), bytes }
     }
 
     /// Room for a piece.
@@ -114,15 +114,15 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: allocated with this size, and initialised.
-        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.layout.size()) }
+        // SAFETY: mapped with this size, and initialised.
+        unsafe { slice::from_raw_parts(self.address.as_ptr(), self.bytes) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.layout.size()) }
+        unsafe { slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) }
     }
 }
 
@@ -134,14 +134,14 @@ impl AsMut<[u8]> for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
-        unsafe { alloc::dealloc(self.address.as_ptr(), self.layout) };
+        // SAFETY: our own mapping, of this size, to which nothing refers any more.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), self.bytes.max(1)) };
     }
 }
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "Buffer of {} bytes", self.layout.size())
+        write!(out, "Buffer of {} bytes", self.bytes)
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
 use vramctl_store::{Buffer, Caller, Contents, Error, Image, Manifest, Process, Result, Saving, Store, cut};
@@ -50,6 +51,25 @@ impl Folder {
         let mut all: Vec<_> = entries.filter(|path| path.extension().unwrap_or_default() == ending).collect();
         all.sort();
         all
+    }
+}
+
+/// A process that lives until this is dropped.
+pub struct Living(Child);
+
+impl Living {
+    pub fn new() -> Self {
+        Self(Command::new("sleep").arg("600").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for Living {
+    fn drop(&mut self) {
+        self.0.kill().and_then(|()| self.0.wait()).unwrap();
     }
 }
 

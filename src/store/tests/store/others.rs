@@ -1,7 +1,6 @@
 //! Several work with one store at once, and programs whose contents are there alone.
 
-use crate::common::{Folder, Program, SMALL, random, read_all};
-use std::process::Command;
+use crate::common::{Folder, Living, Program, SMALL, random, read_all};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -86,10 +85,10 @@ fn a_program_whose_command_is_dead_gets_its_contents_back() {
     let folder = Folder::new();
     let store = folder.store();
     Program::of(&[1, 2, 3, 4, 5]).save(&store, "before").unwrap();
-    let mut program = Command::new("sleep").arg("600").spawn().unwrap();
+    let program = Living::new();
     let (mortal, is_dead) = mortal(&folder);
     let saving = mortal.save("one").unwrap();
-    saving.keep_for(program.id()).unwrap();
+    saving.keep_for(program.pid()).unwrap();
     let memory = [random(1, SMALL), random(8, SMALL)];
     let pieces = memory.each_ref().map(|piece| saving.put(piece).unwrap());
     is_dead.store(true, Ordering::Relaxed);
@@ -105,8 +104,7 @@ fn a_program_whose_command_is_dead_gets_its_contents_back() {
     Program::of(&[9]).save(&store, "one").unwrap();
     store.gc(Duration::ZERO).unwrap();
     assert!(store.open_packs(&packs).is_ok());
-    program.kill().unwrap();
-    program.wait().unwrap();
+    drop(program);
     store.gc(Duration::ZERO).unwrap();
     assert!(store.open_packs(&packs).is_err());
     assert_eq!(folder.packs().len(), 1);
@@ -138,9 +136,9 @@ fn a_program_that_has_the_root_is_enough() {
 fn a_kept_program_keeps_its_pieces() {
     let folder = Folder::new();
     let store = folder.store();
-    let mut program = Command::new("sleep").arg("600").spawn().unwrap();
+    let program = Living::new();
     let mut saving = store.save("one").unwrap();
-    saving.keep_for(program.id()).unwrap();
+    saving.keep_for(program.pid()).unwrap();
     let saved = Program::of(&[1, 2]);
     let contents = saved.put(&saving).unwrap();
     let pack = saving.put(&saved.memory[0].1).unwrap().place.unwrap().pack;
@@ -150,8 +148,7 @@ fn a_kept_program_keeps_its_pieces() {
     store.remove("one").unwrap();
     store.gc(Duration::ZERO).unwrap();
     assert!(again.is_ok() && store.open_packs(&[pack]).is_ok(), "it may still read them");
-    program.kill().unwrap();
-    program.wait().unwrap();
+    drop(program);
     store.gc(Duration::ZERO).unwrap();
     assert!(store.open_packs(&[pack]).is_err());
     let mut saving = store.save("two").unwrap();
