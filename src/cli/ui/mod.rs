@@ -69,7 +69,7 @@ impl Ui {
 
     fn complain(&self, what: &str, text: &str) {
         if self.said.lock().unpoisoned().insert(text.to_owned()) {
-            output::complain(what, text);
+            self.bars.above(|| output::complain(what, text));
         }
     }
 }
@@ -92,7 +92,7 @@ impl Reporter for Ui {
     fn done(&self, text: &str) {
         if !self.json && !self.quiet {
             // The outcome reports what is wrong with stdout.
-            let _ = output::say(text);
+            self.bars.above(|| _ = output::say(text));
         }
     }
 

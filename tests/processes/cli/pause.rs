@@ -192,6 +192,7 @@ if pid == 0:
     # A background job that runs these tests has SIGINT ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.execv(sys.argv[1], [sys.argv[1], 'pause'])
+signal.alarm(100)
 said = b''
 while b'wait' not in said:
     said += os.read(terminal, 4096)
