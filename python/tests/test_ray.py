@@ -379,22 +379,6 @@ class ManyNodes(unittest.TestCase):
                 self.assertEqual(self.cluster.settled(), "active")
         self.cluster.go_on()
 
-    @unittest.skipUnless(ROUNDS, "RAY_ROUNDS: it takes a while")
-    def test_an_agent_that_is_stopped_comes_back(self) -> None:
-        for step in (("go", 1, 2), ("go", 2, 2), ("after the record", 0, 0)):
-            agents = self.cluster.processes(1, "ray::_Agent")
-            back = threading.Timer(15, lambda agents=agents: [os.kill(pid, signal.SIGCONT) for pid in agents])
-
-            def stop(agents: list[int] = agents, back: Any = back) -> None:
-                for pid in agents:
-                    os.kill(pid, signal.SIGSTOP)
-                back.start()
-
-            said = self.during("pause", step, stop)
-            back.join()
-            self.all_or_none(("stopped", step, said))
-            print("stopped at", step, "the pause said", said)
-
     def test_from_the_shell_of_a_node(self) -> None:
         def shell(*words: str) -> Any:
             # Its Python comes first on PATH, as in an environment that is active.
