@@ -21,6 +21,14 @@ use vramctl_intercept::{entries, nccl};
 
 const MIB: u64 = 1 << 20;
 
+/// A sample program goes on, finds all as it should be, and ends.
+#[track_caller]
+fn ends_well(mut program: Program) {
+    program.tell("go on");
+    program.expect("ok");
+    program.end();
+}
+
 /// The ledger adds up with whatever NVML reports; missing figures are not invented.
 #[test]
 fn the_ledger_adds_up() {
@@ -413,9 +421,7 @@ fn forking_all_the_time_while_paused_and_resumed() {
         machine.done("resume --name forking");
     }
     program.expect("forked");
-    program.tell("go on");
-    program.expect("ok");
-    program.end();
+    ends_well(program);
 }
 
 /// The child must not inherit the socket, or a client would wait for a dead server.
@@ -854,7 +860,7 @@ fn two_programs_wait_for_each_others_memory() {
 #[test]
 fn rude_clients_do_no_harm() {
     let machine = Machine::with(1, "256M");
-    let mut program = machine.start("polite", "odd plain");
+    let program = machine.start("polite", "odd plain");
     let path = machine.socket(program.pid());
     assert_eq!(fs::metadata(machine.sockets()).unwrap().permissions().mode() & 0o777, 0o700);
     let connect = || UnixStream::connect(&path).unwrap();
@@ -924,9 +930,7 @@ fn rude_clients_do_no_harm() {
     // The deaf client's request is carried out or dropped, but it ends eventually.
     common::eventually("it ends", serves_nobody);
     machine.done("resume");
-    program.tell("go on");
-    program.expect("ok");
-    program.end();
+    ends_well(program);
 }
 
 /// Other users are refused even if they get past the directory's mode.
@@ -1008,9 +1012,7 @@ fn works_with_another_preloaded_library() {
             machine.done("resume");
         }
         program.expect("forked");
-        program.tell("go on");
-        program.expect("ok");
-        program.end();
+        ends_well(program);
     }
 }
 
@@ -1021,9 +1023,7 @@ fn a_device_without_virtual_memory_is_left_to_cuda_with_one_warning() {
         command.env("SIMGPU_NO_VMM", "1").stderr(Stdio::piped());
     });
     let mut errors = program.child.stderr.take().unwrap();
-    program.tell("go on");
-    program.expect("ok");
-    program.end();
+    ends_well(program);
     let mut text = String::new();
     errors.read_to_string(&mut text).unwrap();
     assert_eq!(text.matches("warn").count(), 1, "{text}");
@@ -1061,9 +1061,7 @@ fn no_more_host_memory_is_prepared_in_advance_than_the_cap_allows() {
         machine.done(&[transition]);
         assert_eq!(machine.status("capped")["processes"][0]["host"]["ready_bytes"], 64 * MIB, "after the {transition}");
     }
-    program.tell("go on");
-    program.expect("ok");
-    program.end();
+    ends_well(program);
 }
 
 #[test]
@@ -1083,9 +1081,7 @@ fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
     }
     assert_eq!(ready(), 128 * MIB, "it stays ready");
     let mut errors = program.child.stderr.take().unwrap();
-    program.tell("go on");
-    program.expect("ok");
-    program.end();
+    ends_well(program);
     let mut text = String::new();
     errors.read_to_string(&mut text).unwrap();
     assert_eq!(besides_holds(&text), "");
