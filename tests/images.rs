@@ -69,7 +69,7 @@ impl Images {
     }
 
     fn image(&self, name: &str) -> String {
-        self.machine.folder.path().join(name).to_str().unwrap().to_owned()
+        self.machine.folder.path().join("images").join(name).to_str().unwrap().to_owned()
     }
 
     fn save(&self, program: &str, image: &str) -> Ran {
@@ -152,7 +152,7 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
     let folder = PathBuf::from(images.image("image"));
     let before = images.machine.gpus();
     let refused = |words: &str| {
-        let mut load = images.cli(&format!("load {} --name e", folder.display()));
+        let mut load = images.cli(&format!("load {} --name e --log /dev/null", folder.display()));
         let mut load = load.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         // Without input, the program would end by itself.
         let _input = load.stdin.take();
@@ -160,19 +160,21 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
         assert_eq!(images.machine.gpus(), before);
         images.vramctl("ps").expect(0, "", "no process is managed");
     };
-    let files: Vec<_> =
-        fs::read_dir(folder.join("criu")).unwrap().map(|file| file.unwrap().path()).chain([folder.join("contents")]).collect();
-    assert!(files.len() > 5);
-    for path in files {
-        let whole = fs::read(&path).unwrap();
+    let files = |folder: &Path| fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect::<Vec<_>>();
+    let mut all = files(&folder.join("criu"));
+    all.extend(files(&folder.join("../.store/packs")));
+    all.extend(["contents", "manifest.json"].map(|name| folder.join(name)));
+    assert!(all.len() > 8, "{all:?}");
+    for path in &all {
+        let whole = fs::read(path).unwrap();
         let mut flipped = whole.clone();
         let place = flipped.len() / 2;
         flipped[place] ^= 1;
-        for wrong in [flipped, whole[..whole.len() - 1].to_vec()] {
-            fs::write(&path, wrong).unwrap();
+        for wrong in [flipped, whole[..whole.len() - 2].to_vec()] {
+            fs::write(path, wrong).unwrap();
             refused("damaged");
         }
-        fs::write(&path, whole).unwrap();
+        fs::write(path, whole).unwrap();
     }
     let contents = fs::read(folder.join("contents")).unwrap();
     fs::remove_file(folder.join("contents")).unwrap();
@@ -182,15 +184,15 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
     whole.verify();
     whole.end();
     fs::remove_file(folder.join("manifest.json")).unwrap();
-    refused("never completed");
+    refused("there is no image");
 }
 
 #[test]
 fn a_program_that_cannot_be_saved_goes_on() {
     let images = with_images!();
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
-    fs::create_dir(images.image("taken")).unwrap();
-    images.save("engine", "taken").expect(7, "", "is there already");
+    fs::create_dir_all(images.image("taken")).unwrap();
+    images.save("engine", "taken").expect(1, "", "exists already");
     is_well(&mut engine, &mut plain, 1);
     images.vramctl("suspend engine").expect(0, "suspended", "");
     images.save("engine", "image").expect(7, "", "resume it first");

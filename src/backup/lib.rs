@@ -25,7 +25,7 @@ pub use arena::{PoolingStopped, piece_end};
 pub use host::given_back;
 pub use settings::{CopyBy, disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use stock::HOST_PIECE;
-pub use stored::{set_source, store};
+pub use stored::{Origin, close_origin, set_origin, store};
 pub use transfer::{Flow, Part};
 
 use arena::Arena;

@@ -1,73 +1,80 @@
-//! Contents in the file of an image: in pieces, each with its hash, which is compared before the device gets the piece.
+//! Contents in an image (`vramctl_store`): in pieces, each of which is verified before the device gets it.
 
 use super::{Backup, Item, Meter, OnProgress};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::{slice, thread};
 use vramctl_driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, PinnedBuffer, RelaxedCapture};
 use vramctl_host::{PerProcess, Unpoison, worker};
 use vramctl_model::{Error, Stage};
+use vramctl_store::{Buffer, PIECE_BYTES, PackId, Piece, PieceId, Place, Source, Store, Writer, cut};
 
-/// Most bytes of a piece.
-const PIECE: usize = 2 << 20;
-/// Pieces begin at multiples of this in the file.
-const ALIGNMENT: usize = 4096;
-/// Most threads that hash and write, or read and compare.
+/// Threads that hash and write. More gain nothing on the drives that there are.
 const MOST_THREADS: usize = 8;
+/// Buffers between the files and the devices: enough for all readers, and for as many copies in flight.
+const BUFFERS: usize = 2 * vramctl_store::READERS;
 
-/// An allocation's contents in the file.
+/// An allocation's contents in an image.
 #[derive(Debug)]
 pub struct Stored {
-    pieces: Vec<Piece>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Piece {
-    /// The first byte in the allocation.
-    at: usize,
-    bytes: usize,
-    hash: [u8; 32],
-    /// The first byte in the file. `None` if all is zero, as new memory is.
-    place: Option<u64>,
+    /// Where each begins in the allocation, in order.
+    pieces: Vec<(usize, Piece)>,
+    /// The parts of the allocation that are kept.
+    live: Vec<Range<usize>>,
 }
 
 impl Stored {
     /// Bytes kept.
     pub fn kept_bytes(&self) -> u64 {
-        self.pieces.iter().map(|piece| piece.bytes as u64).sum()
+        self.pieces.iter().map(|(_, piece)| u64::from(piece.id.bytes)).sum()
+    }
+
+    /// The parts of the allocation that are kept.
+    pub fn live(&self) -> &[Range<usize>] {
+        &self.live
+    }
+
+    /// The files that have its pieces.
+    pub fn packs(&self) -> Vec<PackId> {
+        self.pieces.iter().filter_map(|(_, piece)| piece.place).map(|place| place.pack).collect()
+    }
+
+    /// The pieces, in order.
+    pub fn ids(&self) -> Vec<PieceId> {
+        self.pieces.iter().map(|(_, piece)| piece.id).collect()
     }
 }
 
-/// The file's name.
-static SOURCE: PerProcess<Mutex<Option<PathBuf>>> = PerProcess::new(Mutex::default);
-
-/// Sets the file that contents are read back from.
-pub fn set_source(path: &Path) {
-    *SOURCE.get().lock().unpoisoned() = Some(path.to_owned());
+/// Where contents are read back from.
+#[derive(Debug, Clone, Default)]
+pub struct Origin {
+    /// The directory of images.
+    pub directory: PathBuf,
+    /// The image's name.
+    pub image: String,
+    /// The files, and where they have the pieces, if others have opened them. Otherwise they are opened when they are needed, and have each piece
+    /// where it was put.
+    pub opened: Option<(Arc<Source>, HashMap<PieceId, Place>)>,
 }
 
-/// A file on its way: a buffer aligned for direct I/O.
-#[repr(C, align(4096))]
-#[derive(Clone)]
-struct Page([u8; ALIGNMENT]);
+static ORIGIN: PerProcess<Mutex<Option<Origin>>> = PerProcess::new(Mutex::default);
 
-struct Buffer(Vec<Page>);
+/// Sets from where contents are read back.
+pub fn set_origin(origin: Origin) {
+    *ORIGIN.get().lock().unpoisoned() = Some(origin);
+}
 
-impl Buffer {
-    fn new() -> Self {
-        Self(vec![Page([0; ALIGNMENT]); PIECE / ALIGNMENT])
-    }
-
-    fn first(&mut self, bytes: usize) -> &mut [u8] {
-        // SAFETY: plain bytes, and as many as there are.
-        unsafe { slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), bytes.min(PIECE)) }
+/// Closes the files that others have opened.
+pub fn close_origin() {
+    if let Some(origin) = ORIGIN.existing() {
+        origin.lock().unpoisoned().iter_mut().for_each(|origin| origin.opened = None);
     }
 }
 
-/// A piece to write: of which backup, and where it is in the allocation.
+/// A piece to put: of which backup, and where it is in the allocation.
 struct Job<'a> {
     of: usize,
     at: usize,
@@ -76,90 +83,63 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Writes the piece, unless it is zero.
-    fn run(&self, buffer: &mut Buffer, file: &File, end: &AtomicU64) -> Result<Piece, Error> {
+    fn run(&self, buffer: &mut Buffer, writer: &Writer) -> Result<Piece, Error> {
         let contents = match self.backup {
             Backup::Host(saved) => saved.kept_from(self.at).and_then(|kept| kept.get(..self.bytes)),
             Backup::Disk(saved) => {
-                let contents = buffer.first(self.bytes);
+                let contents = &mut buffer[..self.bytes];
                 saved.read(self.at as u64, contents)?;
                 Some(&*contents)
             }
             Backup::Stored(_) => None,
         };
         let contents = contents.ok_or_else(|| Error::Internal("contents to store are gone".into()))?;
-        let (at, bytes) = (self.at, self.bytes);
-        if is_zero(contents) {
-            return Ok(Piece { at, bytes, hash: [0; 32], place: None });
-        }
-        let place = end.fetch_add(bytes.next_multiple_of(ALIGNMENT) as u64, Ordering::Relaxed);
-        file.write_all_at(contents, place).map_err(|error| Error::Disk(format!("cannot write contents to the image: {error}")))?;
-        Ok(Piece { at, bytes, hash: hash(contents), place: Some(place) })
+        writer.put(contents).map_err(failed)
     }
 }
 
-fn hash(bytes: &[u8]) -> [u8; 32] {
-    *blake3::hash(bytes).as_bytes()
+/// An error of the store.
+#[allow(clippy::needless_pass_by_value)] // for `map_err`
+fn failed(error: vramctl_store::Error) -> Error {
+    Error::Disk(error.to_string())
 }
 
-fn is_zero(bytes: &[u8]) -> bool {
-    bytes.first().is_none_or(|first| *first == 0 && bytes[1..] == bytes[..bytes.len() - 1])
-}
-
-/// The pieces of a range of an allocation.
-fn cut(start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
-    let next = move |at: usize| end.min((at / PIECE + 1) * PIECE);
-    std::iter::successors((start < end).then_some(start), move |at| Some(next(*at)).filter(|at| *at < end))
-        .map(move |at| (at, next(at) - at))
-}
-
-/// Writes these contents to the file. Returns for each where it is now, and the bytes written. On error, the contents are still where they were.
-pub fn store(saved: &[Arc<Backup>], file: &File) -> Result<(Vec<Arc<Backup>>, u64), Error> {
-    let pieces_of = |(of, backup): (usize, &'_ Arc<Backup>)| -> Vec<(usize, usize, usize)> {
-        let ranges = match &**backup {
-            Backup::Host(saved) => saved.live().iter().map(|live| (live.start, live.end)).collect(),
-            Backup::Disk(saved) => vec![(0, saved.kept_bytes() as usize)],
-            Backup::Stored(_) => Vec::new(),
-        };
-        ranges.into_iter().flat_map(|(start, end)| cut(start, end)).map(|(at, bytes)| (of, at, bytes)).collect()
-    };
-    let pieces: Vec<_> = saved.iter().enumerate().flat_map(pieces_of).collect();
-    let jobs: Vec<_> = pieces.into_iter().map(|(of, at, bytes)| Job { of, at, bytes, backup: &saved[of] }).collect();
+/// Puts these contents into the store. Returns for each where it is now. On error, the contents are still where they were.
+pub fn store(saved: &[Arc<Backup>], writer: &Writer) -> Result<Vec<Arc<Backup>>, Error> {
     if saved.iter().any(|backup| matches!(**backup, Backup::Stored(_))) {
         return Err(Error::Invalid("some contents are in an image already; resume the process first".into()));
     }
-    let (end, written) = (AtomicU64::new(0), AtomicU64::new(0));
-    let mut done: Vec<_> = saved.iter().map(|_| Vec::new()).collect();
-    let stored = in_threads(
+    let live_of = |backup: &'_ Arc<Backup>| match &**backup {
+        Backup::Host(saved) => saved.live().to_vec(),
+        Backup::Disk(_) | Backup::Stored(_) => vec![Range { start: 0, end: backup.kept_bytes() as usize }],
+    };
+    let live: Vec<_> = saved.iter().map(live_of).collect();
+    let pieces_of = |of: usize| live[of].iter().flat_map(|range| cut(range.start as u64, range.len() as u64)).map(move |piece| (of, piece));
+    let job = |(of, (at, bytes))| Job { of, at: at as usize, bytes, backup: &saved[of] };
+    let jobs: Vec<_> = (0..saved.len()).flat_map(pieces_of).map(job).collect();
+    let mut done: Vec<_> = live.into_iter().map(|live| Stored { pieces: Vec::new(), live }).collect();
+    in_threads(
         jobs.len(),
-        |next, give: mpsc::Sender<(usize, Piece)>| {
-            let mut buffer = Buffer::new();
+        |next, give| {
+            let mut buffer = Buffer::for_piece();
             while let Some(job) = next().map(|number| &jobs[number]) {
-                let piece = job.run(&mut buffer, file, &end)?;
-                if piece.place.is_some() {
-                    written.fetch_add(piece.bytes as u64, Ordering::Relaxed);
-                }
-                let _ = give.send((job.of, piece));
+                let _ = give.send((job.of, job.at, job.run(&mut buffer, writer)?));
             }
             Ok(())
         },
-        &mut |(of, piece): (usize, Piece)| {
-            done[of].push(piece);
-            Ok(())
-        },
-    );
-    stored?;
-    for pieces in &mut done {
-        pieces.sort_unstable_by_key(|piece| piece.at);
+        &mut |(of, at, piece): (usize, usize, Piece)| done[of].pieces.push((at, piece)),
+    )?;
+    for stored in &mut done {
+        stored.pieces.sort_unstable_by_key(|(at, _)| *at);
     }
-    Ok((done.into_iter().map(|pieces| Arc::new(Backup::Stored(Stored { pieces }))).collect(), written.into_inner()))
+    Ok(done.into_iter().map(|stored| Arc::new(Backup::Stored(stored))).collect())
 }
 
 /// Runs `work` in several threads, which each take numbers below `count` until there are no more. What they give is `taken` here.
 fn in_threads<T: Send>(
     count: usize,
     work: impl Fn(&dyn Fn() -> Option<usize>, mpsc::Sender<T>) -> Result<(), Error> + Sync,
-    taken: &mut dyn FnMut(T) -> Result<(), Error>,
+    taken: &mut dyn FnMut(T),
 ) -> Result<(), Error> {
     let (next, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
     let next = || (!is_over.load(Ordering::Relaxed)).then(|| next.fetch_add(1, Ordering::Relaxed)).filter(|number| *number < count);
@@ -171,129 +151,129 @@ fn in_threads<T: Send>(
     let (give, given) = mpsc::channel();
     thread::scope(|scope| {
         let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(count.max(1));
-        let spawn = |_| {
+        let spawn = || {
             let (give, run) = (give.clone(), &run);
             worker::spawn_scoped(scope, "vramctl-store", move || run(give))
         };
-        let workers: Vec<_> = (0..threads).map_while(|number| spawn(number).ok()).collect();
+        // Fewer are only slower.
+        let workers: Vec<_> = (0..threads).map_while(|_| spawn().ok()).collect();
         if workers.is_empty() {
             return Err(Error::NoThread("no thread for the contents of an image".into()));
         }
         drop(give);
-        let mut all = Ok(());
-        for one in given {
-            if let Err(error) = taken(one) {
-                is_over.store(true, Ordering::Relaxed);
-                all = Err(error);
-            }
-        }
+        given.into_iter().for_each(taken);
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a thread panicked".into()))));
-        worked.fold(all, Result::and)
+        worked.fold(Ok(()), Result::and)
     })
 }
 
-/// Reads contents back into mapped memory, which is new and so zero. Nothing is copied of a piece that is not what was stored.
+/// A piece, and where it goes.
+#[derive(Clone, Copy)]
+struct Wanted {
+    context: Context,
+    device: CUdeviceptr,
+    piece: Piece,
+}
+
+/// Reads contents back into mapped memory, which is new and so zero. Nothing of a bad piece gets there.
 pub fn restore(items: &[Item], progress: &mut OnProgress<'_>) -> Result<(), Error> {
     let pieces_of = |(extent, saved): &Item| match &**saved {
         Backup::Stored(stored) => {
-            let piece = |piece: &Piece| Some((extent.context, extent.address + piece.at as u64, *piece, piece.place?));
-            stored.pieces.iter().filter_map(piece).collect()
+            let wanted =
+                |(at, piece): &(usize, Piece)| Wanted { context: extent.context, device: extent.address + *at as u64, piece: *piece };
+            stored.pieces.iter().filter(|(_, piece)| !piece.id.is_zeros()).map(wanted).collect()
         }
         Backup::Host(_) | Backup::Disk(_) => Vec::new(),
     };
     let mut wanted: Vec<_> = items.iter().flat_map(pieces_of).collect();
-    if wanted.is_empty() {
-        return Ok(());
-    }
-    // As they lie in the file.
-    wanted.sort_unstable_by_key(|(_, _, _, place)| *place);
-    let path = SOURCE.get().lock().unpoisoned().clone().ok_or_else(|| Error::Disk("nobody has said where the image is".into()))?;
-    let open = File::open(&path).map_err(|error| Error::Disk(format!("cannot read {}: {error}", path.display())));
-    let file = open?;
-    let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|(_, _, piece, _)| piece.bytes).sum(), progress);
-    in_threads(
-        wanted.len(),
-        |next, give: mpsc::Sender<usize>| {
-            let _relaxed = RelaxedCapture::enter();
-            let mut copier = Copier::default();
-            while let Some((context, address, piece, place)) = next().map(|number| wanted[number]) {
-                copier.copy(context, address, &mut |buffer| {
-                    read(&file, &path, piece, place, buffer)?;
-                    Ok(piece.bytes)
-                })?;
-                let _ = give.send(piece.bytes);
+    let Some(first) = wanted.first().copied() else { return Ok(()) };
+    let origin = ORIGIN.get().lock().unpoisoned().clone().ok_or_else(|| Error::Internal("nobody has said where the image is".into()))?;
+    let source = if let Some((source, places)) = origin.opened {
+        for Wanted { piece, .. } in &mut wanted {
+            piece.place = places.get(&piece.id).copied().or(piece.place);
+        }
+        source
+    } else {
+        let packs: BTreeSet<_> = wanted.iter().filter_map(|wanted| wanted.piece.place).map(|place| place.pack).collect();
+        let opened = Store::open(&origin.directory).and_then(|store| store.open_packs(&packs.into_iter().collect::<Vec<_>>()));
+        Arc::new(Source::new(&origin.image, opened.map_err(failed)?))
+    };
+    // As they lie in the files.
+    wanted.sort_unstable_by_key(|wanted| wanted.piece.place.map(|place| (place.pack, place.offset)));
+    let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|wanted| wanted.piece.id.bytes as usize).sum(), progress);
+    let _relaxed = RelaxedCapture::enter();
+    let buffers = buffers(first.context, wanted.len().min(BUFFERS))?;
+    thread::scope(|scope| {
+        let pieces = wanted.iter().map(|wanted| wanted.piece).collect();
+        let mut reading = source.read_ahead(scope, pieces, buffers);
+        let mut copies = Copies::default();
+        for wanted in &wanted {
+            // The readers need some of the buffers.
+            while copies.in_flight.len() > BUFFERS / 2 || copies.is_first_past()? {
+                copies.finish_first(&mut |buffer| reading.give_back(buffer))?;
             }
-            copier.finish()
-        },
-        &mut |bytes| meter.add(bytes),
-    )
+            let read = reading.take().map_err(failed)?.and_then(|read| read.buffer);
+            let buffer = read.ok_or_else(|| Error::Internal("a piece was not read".into()))?;
+            copies.begin(wanted, buffer)?;
+            meter.add(wanted.piece.id.bytes as usize)?;
+        }
+        while !copies.in_flight.is_empty() {
+            copies.finish_first(&mut drop)?;
+        }
+        Ok(())
+    })
 }
 
-/// Reads a piece, and fails if it is not what was stored.
-fn read(file: &File, path: &Path, piece: Piece, place: u64, buffer: &mut [u8]) -> Result<(), Error> {
-    let contents = buffer.get_mut(..piece.bytes).ok_or_else(|| Error::Internal("a piece is too large".into()))?;
-    file.read_exact_at(contents, place).map_err(|error| Error::Disk(format!("cannot read {}: {error}", path.display())))?;
-    if hash(contents) == piece.hash {
-        return Ok(());
+/// Memory that the copy engines reach.
+struct Pinned(PinnedBuffer);
+
+impl AsMut<[u8]> for Pinned {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the buffer's own bytes, initialised by the driver. No copy of it is in flight: those in flight are owned by `Copies`.
+        unsafe { slice::from_raw_parts_mut(self.0.address(), self.0.bytes()) }
     }
-    Err(Error::Disk(format!("{} is damaged: what is at byte {place} is not what was written there", path.display())))
 }
 
-/// Copies pieces to devices through two buffers, of which one is filled while the other is copied.
+fn buffers(context: Context, count: usize) -> Result<Vec<Pinned>, Error> {
+    let current = Current::push(context)?;
+    let make = |_| Ok(Pinned(PinnedBuffer::new(PIECE_BYTES, &current)?));
+    (0..count).map(make).collect()
+}
+
+/// Copies in flight, in order. Dropped, none is.
 #[derive(Default)]
-struct Copier {
+struct Copies {
+    // Dropped first, which waits.
     lane: Lane,
-    buffers: [Option<(PinnedBuffer, Option<Mark>)>; 2],
-    next: usize,
+    in_flight: VecDeque<(Mark, Pinned)>,
 }
 
-impl Copier {
-    /// `fill` fills the buffer, and says how much of it.
-    fn copy(
-        &mut self,
-        context: Context,
-        address: CUdeviceptr,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<usize, Error>,
-    ) -> Result<(), Error> {
-        let Self { lane, buffers, next } = self;
-        let slot = &mut buffers[*next];
-        *next = 1 - *next;
-        if slot.is_none() {
-            let current = Current::push(context)?;
-            *slot = Some((PinnedBuffer::new(PIECE, &current)?, None));
-        }
-        let Some((buffer, in_flight)) = slot else { return Ok(()) };
-        if let Some(mark) = in_flight.take() {
-            mark.wait()?;
-        }
-        // SAFETY: the buffer's own bytes, of which no copy is in flight.
-        let bytes = fill(unsafe { slice::from_raw_parts_mut(buffer.address(), buffer.bytes()) })?;
+impl Copies {
+    fn begin(&mut self, wanted: &Wanted, buffer: Pinned) -> Result<(), Error> {
+        let Wanted { context, device, piece } = wanted;
         // SAFETY: the buffer stays as it is until this copy is past.
-        unsafe { lane.queue(Direction::ToDevice, context, address, buffer.address(), bytes)? };
-        *in_flight = Some(lane.mark_in(context)?);
+        unsafe { self.lane.queue(Direction::ToDevice, *context, *device, buffer.0.address(), piece.id.bytes as usize)? };
+        match self.lane.mark_in(*context) {
+            Ok(mark) => self.in_flight.push_back((mark, buffer)),
+            Err(failure) => {
+                self.lane.finish()?;
+                return Err(failure.into());
+            }
+        }
         Ok(())
     }
 
-    fn finish(&self) -> Result<(), Error> {
-        Ok(self.lane.finish()?)
+    fn is_first_past(&self) -> Result<bool, Error> {
+        Ok(self.in_flight.front().map_or(Ok(false), |(mark, _)| mark.is_past())?)
     }
-}
 
-impl Drop for Copier {
-    fn drop(&mut self) {
-        // Before the buffers go.
-        let _ = self.lane.finish();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pieces_end_at_multiples_of_their_size_in_the_allocation() {
-        assert_eq!(cut(0, 0).count(), 0);
-        assert_eq!(cut(5, PIECE).collect::<Vec<_>>(), [(5, PIECE - 5)]);
-        assert_eq!(cut(PIECE - 1, 2 * PIECE + 3).collect::<Vec<_>>(), [(PIECE - 1, 1), (PIECE, PIECE), (2 * PIECE, 3)]);
+    fn finish_first(&mut self, done_with: &mut dyn FnMut(Pinned)) -> Result<(), Error> {
+        if let Some((mark, _)) = self.in_flight.front() {
+            mark.wait()?;
+        }
+        if let Some((_, buffer)) = self.in_flight.pop_front() {
+            done_with(buffer);
+        }
+        Ok(())
     }
 }

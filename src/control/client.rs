@@ -1,7 +1,7 @@
 //! The client side of the socket, for the command line.
 
 use super::discovery::{self, Directory};
-use super::protocol::{self, DryRun, Hello, ProcessStatus, Refusal, Reply, Request};
+use super::protocol::{self, DryRun, Hello, ImageName, ProcessStatus, Refusal, Reply, Request};
 use crate::descriptors;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
@@ -205,12 +205,32 @@ impl Client {
         answer!(self, Request::Awake, Reply::Awake => ())
     }
 
-    /// Has it write its paused contents to a file, which has this name there. Returns the bytes of contents, and how many of them are written.
-    pub fn store(&mut self, path: &str, file: BorrowedFd<'_>) -> Result<(u64, u64), ClientError> {
-        match self.ask(Request::Store { path: path.to_owned() }, Some(file), &mut |_| ())? {
+    /// Has it put its paused contents into an image by these descriptors. Returns the bytes of contents, and how many of them are written.
+    pub fn store(&mut self, image: ImageName, files: &[BorrowedFd<'_>]) -> Result<(u64, u64), ClientError> {
+        match self.ask_with(Request::Store(image), files)? {
             Reply::Stored { bytes, written_bytes } => Ok((bytes, written_bytes)),
             other => Err(self.unexpected(&other)),
         }
+    }
+
+    /// Gives it the descriptors by which it reads stored contents back.
+    pub fn set_origin(&mut self, image: ImageName, packs: Vec<u64>, files: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+        match self.ask_with(Request::Origin { image, packs }, files)? {
+            Reply::Origin => Ok(()),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Asks with many descriptors, which come through a socket of their own.
+    fn ask_with(&mut self, request: Request, files: &[BorrowedFd<'_>]) -> Result<Reply, ClientError> {
+        let pid = self.pid;
+        let send = || {
+            let (here, there) = UnixStream::pair()?;
+            descriptors::send_line(&here, b"\n", files, 0)?;
+            Ok(there)
+        };
+        let there = send().map_err(|error| ClientError::Io { pid, error })?;
+        self.ask(request, Some(there.as_fd()), &mut |_| ())
     }
 
     /// Has it close everything by which it is reached.

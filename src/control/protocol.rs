@@ -58,11 +58,16 @@ pub enum Request {
     /// The process is running again: the library may use the driver.
     #[serde(deserialize_with = "no_fields")]
     Awake,
-    /// Write the contents that are kept of paused memory to the file whose descriptor the line carries, and keep them nowhere else. All memory must be
-    /// paused. Read back from the file of this name.
-    Store {
-        /// The file's name, for this process.
-        path: String,
+    /// Put the contents that are kept of paused memory into an image, and keep them nowhere else. All memory must be paused. The line carries the
+    /// descriptor of a socket, through which others come with one byte: those of `vramctl_store`'s writer, and a file for the list of the contents.
+    Store(ImageName),
+    /// Read stored contents back through these files. The line carries the descriptor of a socket, as with `store`: through it come a file that
+    /// lists where pieces are, which may be none, and two of each pack.
+    Origin {
+        /// The image.
+        image: ImageName,
+        /// The packs.
+        packs: Vec<u64>,
     },
     /// After `suspend`: close everything by which this process is reached, for as long as somebody has the lock `ADDRESS.saving`, so that it can be
     /// written to a disk. Then it listens anew. As the process of an image, it takes the name that `ADDRESS.loading` says.
@@ -155,6 +160,16 @@ pub enum Request {
     },
 }
 
+/// An image's name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageName {
+    /// The directory of images.
+    pub directory: String,
+    /// The name in there.
+    pub name: String,
+}
+
 /// What to prepare.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prepare {
@@ -204,6 +219,8 @@ pub enum Reply {
         /// Bytes written: those that are not zero.
         written_bytes: u64,
     },
+    /// To `origin`.
+    Origin,
     /// To `detach`. The process is not reached from now on.
     Detached,
     /// To `set-tag`.

@@ -7,7 +7,6 @@
 use crate::connection::Connection;
 use crate::suspend::suspended;
 use serde::Deserialize;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -25,8 +24,6 @@ static WANTED: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
 struct Loading {
     /// Its name from now on.
     name: Option<String>,
-    /// Where its contents are.
-    contents: Option<String>,
 }
 
 /// Whether the control thread is to close everything.
@@ -53,6 +50,7 @@ pub fn stay_away(bound: Option<Bound>) {
     if !Connection::close_all(PATIENCE) {
         log::warn!("some clients do not hang up");
     }
+    backup::close_origin();
     reserve::empty();
     let address = bound.as_ref().and_then(Bound::address).map(str::to_owned);
     bound.into_iter().for_each(Bound::give_up);
@@ -72,5 +70,4 @@ pub fn stay_away(bound: Option<Bound>) {
 
 fn apply(loading: &Loading) {
     loading.name.iter().for_each(|name| config::set_own_name(name));
-    loading.contents.iter().for_each(|path| backup::set_source(Path::new(path)));
 }

@@ -5,9 +5,8 @@ use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
 use crate::transition::Pause;
-use crate::{cache, detach, engine, events, lease, member, status};
+use crate::{cache, detach, engine, events, lease, member, status, store};
 use std::panic::{self, AssertUnwindSafe};
-use std::path::Path;
 use std::time::Duration;
 use vramctl_config::{Config, new_name};
 use vramctl_control::protocol::{self, DryRun, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
@@ -40,6 +39,7 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
                 | Request::Suspend
                 | Request::Awake
                 | Request::Detach
+                | Request::Origin { .. }
                 | Request::Close { .. }
         )
     {
@@ -73,10 +73,11 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
             memory.awake();
             Ok(Reply::Awake)
         }
-        Request::Store { path } => {
-            let file = lines.take_file().ok_or_else(|| Error::Invalid("to store contents needs a descriptor".into()))?;
-            memory.store(&file, Path::new(&path)).map(|(bytes, written_bytes)| Reply::Stored { bytes, written_bytes })
+        Request::Store(image) => {
+            let files = store::received(lines)?;
+            memory.store(files, image).map(|(bytes, written_bytes)| Reply::Stored { bytes, written_bytes })
         }
+        Request::Origin { image, packs } => Memory::set_origin(store::received(lines)?, image, &packs).map(|()| Reply::Origin),
         Request::Detach => detach::check().map(|()| Reply::Detached),
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
@@ -107,7 +108,7 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
 /// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
     use Request::{Cache, Counted, Holdings, Pause, Plan, Resume, Store, Suspend, Trim};
-    matches!(request, Pause(_) | Plan(_) | Resume(_) | Store { .. } | Suspend | Counted { .. } | Cache | Holdings | Trim { .. })
+    matches!(request, Pause(_) | Plan(_) | Resume(_) | Store(_) | Suspend | Counted { .. } | Cache | Holdings | Trim { .. })
 }
 
 /// Whether the program is held afterwards.

@@ -1,28 +1,42 @@
-//! Puts the contents of paused memory into an image.
+//! Puts the contents of paused memory into an image, and gets them back.
 
-use crate::memory::Memory;
+use crate::connection::Lines;
+use crate::memory::{Allocation, Memory};
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
-use std::path::Path;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
-use vramctl_backup as backup;
+use vramctl_backup::{self as backup, Backup, Origin};
+use vramctl_control::descriptors::{self, Passed};
+use vramctl_control::protocol::ImageName;
 use vramctl_host::Held;
 use vramctl_model::Error;
+use vramctl_store::{Contents, PackId, Piece, Source, Writer};
 
 impl Memory {
-    /// Writes what is kept of paused memory to a file, from which the resume reads it back by its name. The host memory goes back to the system. All
-    /// or nothing. Returns the bytes of contents, and how many of them are written.
-    pub fn store(&self, file: &Held, path: &Path) -> Result<(u64, u64), Error> {
+    /// Puts what is kept of paused memory into an image. The host memory goes back to the system. All or nothing. The last of the files gets the list
+    /// of the contents, and of the packs. Returns the bytes of contents, and how many of them are written.
+    pub fn store(&self, mut files: Vec<OwnedFd>, image: ImageName) -> Result<(u64, u64), Error> {
         let _exclusive = self.exclude_unless_quiesced()?;
-        let all = self.registry.all();
+        let list = files.pop().ok_or_else(|| Error::Invalid("descriptors are missing".into()))?;
+        let all = self.registry.snapshot();
         if all.iter().any(|allocation| allocation.contents().state.is_active()) {
             return Err(Error::Invalid("not all memory is paused, so its contents cannot be stored".into()));
         }
         let kept: Vec<_> = all.iter().filter_map(|allocation| Some((allocation, allocation.contents().state.saved().cloned()?))).collect();
         let saved: Vec<_> = kept.iter().map(|(_, saved)| Arc::clone(saved)).collect();
-        let file = file.as_type::<File>().map_err(|error| Error::Disk(error.to_string()))?;
-        let (stored, written) = backup::store(&saved, &file)?;
-        backup::set_source(path);
+        let writer = Writer::from_descriptors(files).map_err(failed)?;
+        let stored = backup::store(&saved, &writer)?;
         let bytes = stored.iter().map(|stored| stored.kept_bytes()).sum();
+        let described: Vec<_> = kept.iter().zip(&stored).map(|((allocation, _), stored)| describe(allocation, stored)).collect();
+        let packs: BTreeSet<_> = stored.iter().flat_map(|stored| packs_of(stored)).collect();
+        let written = serde_json::to_writer(File::from(list), &(described, packs));
+        written.map_err(|error| Error::Disk(error.to_string()))?;
+        writer.finish().map_err(failed)?;
+        backup::set_origin(Origin { directory: image.directory.into(), image: image.name, opened: None });
         // An image has all of the process's memory in it, so what is not needed must be gone.
         let _unpooled = backup::stop_pooling()?;
         for ((allocation, _), now) in kept.iter().zip(stored) {
@@ -30,6 +44,75 @@ impl Memory {
             let _before = allocation.contents().state.replace_saved(now);
         }
         drop((saved, kept));
-        Ok((bytes, written))
+        Ok((bytes, writer.written().stored()))
     }
+
+    /// Reads stored contents back from these files from now on: the first has where each piece is, and two of each pack follow.
+    pub fn set_origin(files: Vec<OwnedFd>, image: ImageName, packs: &[u64]) -> Result<(), Error> {
+        let mut files = files.into_iter();
+        let missing = || Error::Invalid("descriptors are missing".into());
+        let mut text = Vec::new();
+        File::from(files.next().ok_or_else(missing)?).read_to_end(&mut text).map_err(|error| Error::Disk(error.to_string()))?;
+        let pieces: Vec<Piece> = serde_json::from_slice(&text).map_err(|error| Error::Invalid(error.to_string()))?;
+        let places: HashMap<_, _> = pieces.into_iter().filter_map(|piece| Some((piece.id, piece.place?))).collect();
+        let packs: Vec<_> = packs.iter().copied().map(PackId).collect();
+        let source = Source::from_descriptors(&image.name, &packs, files.collect()).map_err(failed)?;
+        backup::set_origin(Origin {
+            directory: PathBuf::from(image.directory),
+            image: image.name,
+            opened: Some((Arc::new(source), places)),
+        });
+        Ok(())
+    }
+
+    /// Closes the files of stored contents once nothing is stored any more.
+    pub(crate) fn close_origin(&self) {
+        let is_stored =
+            |allocation: &Arc<Allocation>| matches!(allocation.contents().state.saved().map(|saved| &**saved), Some(Backup::Stored(_)));
+        if !self.registry.all().iter().any(is_stored) {
+            backup::close_origin();
+        }
+    }
+}
+
+#[allow(clippy::needless_pass_by_value)] // for `map_err`
+fn failed(error: vramctl_store::Error) -> Error {
+    Error::Disk(error.to_string())
+}
+
+fn packs_of(stored: &Backup) -> Vec<PackId> {
+    if let Backup::Stored(stored) = stored { stored.packs() } else { Vec::new() }
+}
+
+fn describe(allocation: &Allocation, stored: &Backup) -> Contents {
+    let (ranges, pieces) = match stored {
+        Backup::Stored(stored) => (stored.live().iter().map(|live| (live.start as u64, live.len() as u64)).collect(), stored.ids()),
+        Backup::Host(_) | Backup::Disk(_) => (Vec::new(), Vec::new()),
+    };
+    Contents {
+        process: 0,
+        tag: allocation.tag.to_string(),
+        gpu: allocation.on_device().map_or(0, i32::cast_unsigned),
+        address: allocation.address().unwrap_or_default(),
+        bytes: allocation.bytes() as u64,
+        ranges,
+        pieces,
+    }
+}
+
+/// The descriptors that a client sends through the socket whose descriptor its request carries.
+pub fn received(lines: &mut Lines<'_>) -> Result<Vec<OwnedFd>, Error> {
+    let missing = || Error::Invalid("the request needs a descriptor of a socket, through which others come".into());
+    let socket = lines.take_file().ok_or_else(missing)?;
+    let stream = socket.as_type::<UnixStream>().map_err(|error| Error::Invalid(error.to_string()))?;
+    let mut passed = Passed::default();
+    descriptors::receive(&stream, &mut [0], &mut passed).map_err(|error| Error::Invalid(error.to_string()))?;
+    if passed.lacks_some {
+        return Err(Error::Invalid(
+            "not all descriptors have arrived: this process has reached its limit of open files (ulimit -n)".into(),
+        ));
+    }
+
+    let copy = |file: &Held| file.get().and_then(|file| file.try_clone_to_owned());
+    passed.files.iter().map(copy).collect::<io::Result<_>>().map_err(|error| Error::Invalid(error.to_string()))
 }

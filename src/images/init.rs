@@ -1,8 +1,7 @@
 //! The first process of a loaded program's PID namespace: brings the program back, reaps, passes signals on, and ends as the program does.
 
 use crate::criu::{Criu, errors_in, inherit};
-use crate::folder::{CRIU, failed};
-use crate::manifest::{KeptFile, Manifest};
+use crate::details::{Details, failed, refused};
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -10,17 +9,20 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
 use std::{mem, ptr};
 use vramctl_control::discovery::{self, Directory};
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_store::{Manifest, Remap, Store};
 
 /// What it is told, as its only argument.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Task {
-    /// The image's folder.
-    pub image: PathBuf,
+    /// The directory of images.
+    pub directory: PathBuf,
+    /// The image's name.
+    pub image: String,
     /// The program's name.
     pub name: String,
     /// The descriptor to which it writes a [`Report`].
@@ -38,7 +40,6 @@ pub struct Report {
 #[derive(Debug, Serialize)]
 struct Loading<'a> {
     name: &'a str,
-    contents: &'a Path,
 }
 
 /// Signals that are the program's.
@@ -104,28 +105,30 @@ pub fn run(task: &Task) -> i32 {
 }
 
 fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
-    let manifest = Manifest::read(&task.image)?;
+    let image = Store::open(&task.directory).and_then(|store| store.inspect(&task.image)).map_err(failed)?;
+    let (manifest, details) = (image.manifest(), Details::of(image.manifest())?);
+    let own = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
     let criu = Criu::find()?;
     mount_own().map_err(|error| CommandError::new(Exit::Failed, format!("cannot mount /proc and /dev/shm: {error}")))?;
-    open_null_anew().map_err(failed("open", Path::new("/dev/null")))?;
-    for kept in &manifest.kept {
-        put_back(&task.image, kept).map_err(failed("put back", &kept.path))?;
+    open_null_anew().map_err(refused("open", Path::new("/dev/null")))?;
+    for remap in &manifest.remaps {
+        put_back(&image.files_path(), remap).map_err(refused("put back", Path::new(&remap.to)))?;
     }
-    tell_library(task, &manifest)?;
-    let images = task.image.join(CRIU);
+    tell_library(task, own.pid, &details)?;
+    let images = image.criu_path();
     let folder = |path: &Path| File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
-    let images_open = folder(&images).map_err(failed("open", &images))?;
+    let images_open = folder(&images).map_err(refused("open", &images))?;
     let work = Path::new("/dev/shm/.vramctl");
-    fs::create_dir(work).map_err(failed("make", work))?;
-    let work_open = folder(work).map_err(failed("open", work))?;
+    fs::create_dir(work).map_err(refused("make", work))?;
+    let work_open = folder(work).map_err(refused("open", work))?;
     let (mut more, mut replacing) = (Vec::new(), Vec::new());
-    for (number, name) in streams(&manifest) {
+    for (number, name) in streams(manifest) {
         // CRIU has its own standard streams.
-        let copy = copy_of(number).map_err(failed("copy", Path::new("a standard stream")))?;
+        let copy = copy_of(number).map_err(refused("copy", Path::new("a standard stream")))?;
         more.extend(["--inherit-fd".to_owned(), format!("fd[{}]:{name}", copy.as_raw_fd())]);
         replacing.push(copy);
     }
-    if manifest.has_connections {
+    if details.has_connections {
         more.extend(["--tcp-established", "--network-lock", "skip"].map(str::to_owned));
     }
     let mut command = criu.restore(images_open.as_fd(), work_open.as_fd(), &more);
@@ -135,24 +138,25 @@ fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
     let why = if done.success() { None } else { Some(errors_in(work)) };
     let _ = fs::remove_dir_all(work);
     match why {
-        None => Ok(manifest.process.pid.cast_signed()),
+        None => Ok(own.pid.cast_signed()),
         Some(why) => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back ({done}): {why}"))),
     }
 }
 
-fn copy_of(stream: usize) -> io::Result<OwnedFd> {
+fn copy_of(stream: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: touches no memory.
-    let copy = unsafe { libc::fcntl(stream as RawFd, libc::F_DUPFD_CLOEXEC, 3) };
+    let copy = unsafe { libc::fcntl(stream, libc::F_DUPFD_CLOEXEC, 3) };
     // SAFETY: just opened, and nobody else's.
     if copy < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { OwnedFd::from_raw_fd(copy) }) }
 }
 
 /// Which descriptor takes the place of which stream.
-fn streams(manifest: &Manifest) -> Vec<(usize, &str)> {
-    let mut found = Vec::<(usize, &str)>::new();
+fn streams(manifest: &Manifest) -> Vec<(i32, &str)> {
+    let mut found = Vec::<(i32, &str)>::new();
     // What stdout shares with others is stdout's.
     for number in [1, 2, 0] {
-        if let Some(name) = manifest.process.streams[number].as_deref()
+        let stream = manifest.streams.iter().find(|stream| stream.descriptor == number);
+        if let Some(name) = stream.map(|stream| stream.was.as_str())
             && found.iter().all(|(_, known)| *known != name)
         {
             found.push((number, name));
@@ -189,27 +193,28 @@ fn open_null_anew() -> io::Result<()> {
     Ok(())
 }
 
-fn put_back(image: &Path, kept: &KeptFile) -> io::Result<()> {
-    if !kept.path.starts_with("/dev/shm") || kept.path.components().any(|part| part == std::path::Component::ParentDir) {
+fn put_back(files: &Path, remap: &Remap) -> io::Result<()> {
+    let to = Path::new(&remap.to);
+    let leads_elsewhere = |path: &Path| path.components().any(|part| part == Component::ParentDir);
+    if !to.starts_with("/dev/shm") || leads_elsewhere(to) || leads_elsewhere(Path::new(&remap.from)) {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    kept.path.parent().map_or(Ok(()), fs::create_dir_all)?;
-    let (mut from, mut to) = (File::open(image.join(&kept.file))?, File::options().write(true).create_new(true).open(&kept.path)?);
-    io::copy(&mut from, &mut to)?;
-    chown(&kept.path, Some(kept.user), Some(kept.group))?;
-    fs::set_permissions(&kept.path, fs::Permissions::from_mode(kept.mode))
+    to.parent().map_or(Ok(()), fs::create_dir_all)?;
+    let (mut from, mut new) = (File::open(files.join(&remap.from))?, File::options().write(true).create_new(true).open(to)?);
+    io::copy(&mut from, &mut new)?;
+    chown(to, Some(remap.uid), Some(remap.gid))?;
+    fs::set_permissions(to, fs::Permissions::from_mode(remap.mode))
 }
 
-/// Tells the library in the program its new name, and where its contents are.
-fn tell_library(task: &Task, manifest: &Manifest) -> Result<(), CommandError> {
-    let contents = task.image.join(crate::folder::CONTENTS);
-    let text = serde_json::to_vec(&Loading { name: &task.name, contents: &contents }).unwrap_or_default();
-    let name = discovery::name_of_loading(manifest.process.pid);
+/// Tells the library in the program its new name.
+fn tell_library(task: &Task, pid: u32, details: &Details) -> Result<(), CommandError> {
+    let text = serde_json::to_vec(&Loading { name: &task.name }).unwrap_or_default();
+    let name = discovery::name_of_loading(pid);
     let write = || {
         let directory = Directory::open_or_create_again()?;
         directory.file(&name, File::options().write(true).create(true).truncate(true))?.write_all(&text)
     };
-    write().map_err(failed("write", &manifest.process.sockets.join(&name)))
+    write().map_err(refused("write", &details.sockets.join(&name)))
 }
 
 impl Task {

@@ -4,17 +4,15 @@
 //! driver's checkpoint leaves the rest in the process. [`Save`] and [`Load`] have the steps.
 
 mod criu;
-mod folder;
+mod details;
 mod guard;
 pub mod init;
 mod load;
 mod look;
-mod manifest;
 mod namespace;
 mod patch;
 mod save;
 
 pub use criu::Criu;
 pub use load::{Load, Loaded, Streams};
-pub use manifest::Manifest;
 pub use save::{Save, Saved};

@@ -4,12 +4,11 @@
 //! several times at once, and on another day.
 
 use crate::criu::Criu;
-use crate::folder::{self, failed};
+use crate::details::{Details, failed, refused, split};
 use crate::init::{self, Report, Task};
 use crate::look::children;
-use crate::manifest::Manifest;
 use crate::namespace;
-use crate::save::wait_until;
+use crate::save::{image_name, send_origin, wait_until};
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -17,8 +16,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use std::{env, fs, io};
+use std::{env, io};
 use vramctl_config::socket_directory;
+use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -26,14 +26,16 @@ use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope};
 use vramctl_model::{Verb, checked_name};
+use vramctl_store::{Caller, Image, Store};
 
 /// How long the library may take to listen, once the program is back.
 const SOCKET_WITHIN: Duration = Duration::from_secs(30);
 
 /// What a load will do.
 pub struct Load {
-    image: PathBuf,
-    manifest: Manifest,
+    store: Store,
+    image: Image,
+    details: Details,
     name: String,
     streams: Streams,
     timeout: Option<Duration>,
@@ -76,23 +78,24 @@ impl Load {
                 "to load an image takes root: it makes namespaces, and CRIU brings the process back",
             ));
         }
-        folder::check_owner(image)?;
-        let image = fs::canonicalize(image).map_err(failed("open", image))?;
-        let manifest = Manifest::read(&image)?;
+        let (directory, image) = split(image)?;
+        let store = Store::open(directory).map_err(failed)?;
+        let image = Caller::current().and_then(|caller| store.load(image, &caller)).map_err(failed)?;
+        let details = Details::of(image.manifest())?;
         Criu::find()?.check()?;
-        let name = name.unwrap_or(&manifest.process.name).to_owned();
+        let old = image.manifest().processes.first().map(|process| process.name.as_str()).unwrap_or_default();
+        let name = name.unwrap_or(old).to_owned();
         checked_name(&name).map_err(|why| CommandError::new(Exit::Usage, why.to_string()))?;
         let sockets = socket_directory();
-        if *sockets != manifest.process.sockets {
+        if *sockets != details.sockets {
             let text = format!(
                 "the program's control socket is in {}, and this command looks in {}: set VRAMCTL_DIR to the former",
-                manifest.process.sockets.display(),
+                details.sockets.display(),
                 sockets.display()
             );
             return Err(CommandError::new(Exit::Failed, text));
         }
-        manifest.check_files(&image)?;
-        let load = Self { image, manifest, name, streams, timeout };
+        let load = Self { store, image, details, name, streams, timeout };
         load.check_gpus(reporter)?;
         Ok(load)
     }
@@ -100,14 +103,14 @@ impl Load {
     fn check_gpus(&self, reporter: &dyn Reporter) -> Result<(), CommandError> {
         let machine = self.operation(0).machine;
         if let Ok(cards) = machine.cards() {
-            let missing = self.manifest.process.gpus.iter().find(|gpu| cards.iter().all(|card| card.uuid != gpu.uuid));
+            let missing = self.details.gpus.iter().find(|gpu| cards.iter().all(|card| card.uuid != gpu.uuid));
             if let Some(gpu) = missing {
                 return Err(CommandError::new(Exit::Failed, format!("the image was made with {}, which is not here", gpu.uuid)));
             }
         }
         let now = machine.cuda().map(|version| version.to_string()).unwrap_or_default();
-        if now != self.manifest.cuda {
-            reporter.warn(&format!("the image was made with a driver for CUDA {}, and here is one for {now}", self.manifest.cuda));
+        if now != self.details.cuda {
+            reporter.warn(&format!("the image was made with a driver for CUDA {}, and here is one for {now}", self.details.cuda));
         }
         Ok(())
     }
@@ -149,7 +152,8 @@ impl Load {
         }
         // SAFETY: just opened, and nobody else's.
         let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
-        let task = Task { image: self.image.clone(), name: self.name.clone(), report: write.as_raw_fd() };
+        let directory = self.store.images_path().to_owned();
+        let task = Task { directory, image: self.image.name().to_owned(), name: self.name.clone(), report: write.as_raw_fd() };
         let mut command = Command::new(env::current_exe().map_err(cannot)?);
         command.args(["image-init", &task.to_argument()]);
         crate::criu::inherit(&mut command, &[write.as_raw_fd()]);
@@ -157,7 +161,7 @@ impl Load {
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         }
         if let Some(log) = &self.streams.log {
-            let opened = File::options().append(true).create(true).mode(0o600).open(log).map_err(failed("open", log))?;
+            let opened = File::options().append(true).create(true).mode(0o600).open(log).map_err(refused("open", log))?;
             command.stdout(opened.try_clone().map_err(cannot)?).stderr(opened);
         }
         let child = namespace::spawn_apart(&mut command).map_err(cannot)?;
@@ -171,16 +175,30 @@ impl Load {
         if let Some(failure) = failure {
             return Err(CommandError::new(Exit::Failed, failure));
         }
-        let is_it = |pid: &u32| namespace::pid_there(*pid) == Some(self.manifest.process.pid);
+        let there = self.image.manifest().processes.first().map(|process| process.pid);
+        let is_it = |pid: &u32| namespace::pid_there(*pid) == there;
         let pid = children(first.id()).into_iter().find(is_it).ok_or_else(ended)?;
         let listens = || matches!(Directory::open(), Ok(Some(directory)) if directory.connect(pid).is_ok());
         if !wait_until(SOCKET_WITHIN, listens) {
             return Err(CommandError::new(Exit::Failed, "the library in the program does not open its socket"));
         }
+        self.give_contents(pid)?;
         let plan = Plan::make(self.operation(pid), reporter)?.restore_suspended(reporter)?;
         let outcome = plan.run(&Consent::default(), reporter);
         let failures = outcome.all().filter_map(|one| one.result.as_ref().err());
         CommandError::original(failures.cloned()).map_or(Ok(pid), Err)
+    }
+}
+
+impl Load {
+    /// Gives the library the files by which it reads its contents.
+    fn give_contents(&self, pid: u32) -> Result<(), CommandError> {
+        let listed = &self.image.manifest().contents;
+        let pieces = listed.iter().map(|listed| self.image.pieces_of(listed)).collect::<Result<Vec<_>, _>>().map_err(failed)?.concat();
+        let source = self.image.source(&pieces).map_err(failed)?;
+        let gone = || CommandError::new(Exit::NoProcess, "the program has ended");
+        let directory = Directory::open().ok().flatten().ok_or_else(gone)?;
+        send_origin(&mut Client::connect(&directory, pid)?, image_name(&self.store, self.image.name())?, &source, &pieces)
     }
 }
 

@@ -7,6 +7,7 @@ use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use vramctl_store::Process;
 
 /// What has been seen of a process.
 #[derive(Debug, Default)]
@@ -204,6 +205,19 @@ fn connections(pid: u32, sockets: &BTreeSet<u64>) -> Vec<(String, String)> {
         }
     }
     found
+}
+
+/// Whose a process is, and what it may do.
+pub fn credentials(pid: u32) -> Process {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let words = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let numbers = |name: &str| words(name).iter().filter_map(|word| word.parse().ok()).collect::<Vec<u32>>();
+    let capabilities = ["CapInh:", "CapPrm:", "CapAmb:"].iter().flat_map(|name| words(name));
+    let capabilities = capabilities.filter_map(|word| u64::from_str_radix(&word, 16).ok()).fold(0, |all, some| all | some);
+    Process { uids: numbers("Uid:"), gids: [numbers("Gid:"), numbers("Groups:")].concat(), capabilities, ..Process::default() }
 }
 
 /// An address of the kernel's tables, to read.

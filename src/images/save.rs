@@ -15,21 +15,21 @@
 //! `vramctl resume` brings it back.
 
 use crate::criu::{self, Criu};
-use crate::folder::{self, CONTENTS, CRIU, FILES, failed};
+use crate::details::{Details, failed, refused, split};
 use crate::guard::Guard;
 use crate::look::{self, Look};
-use crate::manifest::{FORMAT, KeptFile, Manifest, SavedProcess};
 use crate::{namespace, patch};
-use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File};
 
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io::{self, Seek};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
-use std::{iter, thread};
+use std::{env, iter, thread};
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
+use vramctl_control::protocol::ImageName;
 use vramctl_coordinator::checkpoint::{self, Checkpoint};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -38,6 +38,7 @@ use vramctl_coordinator::processes::Found;
 use vramctl_coordinator::{Operation, Reporter};
 use vramctl_driver::checkpoint::GpuMap;
 use vramctl_model::{Bytes, PauseRequest};
+use vramctl_store::{Contents, Cpu, Gpu, Manifest, PackId, Piece, Process, Remap, Saving, Source, Store, Stream, Versions};
 
 /// How long the process may take to close its socket, or to have it again.
 const SOCKET_WITHIN: Duration = Duration::from_secs(10);
@@ -48,7 +49,9 @@ pub struct Save {
     checkpoint: Checkpoint,
     directory: Directory,
     request: PauseRequest,
-    folder: PathBuf,
+    /// The directory of images, and the name in there.
+    images: PathBuf,
+    name: String,
     criu: Criu,
     keeps: bool,
 }
@@ -74,7 +77,7 @@ fn cannot(why: &str) -> CommandError {
 
 impl Save {
     /// Finds the process and looks whether it can be saved. Changes nothing. `keeps`: the process goes on afterwards.
-    pub fn plan(operation: &Operation, folder: &Path, keeps: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+    pub fn plan(operation: &Operation, image: &Path, keeps: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let criu = Criu::find()?;
         // SAFETY: touches no memory.
         if unsafe { libc::geteuid() } != 0 {
@@ -99,21 +102,26 @@ impl Save {
         if !look.obstacles.is_empty() {
             return Err(cannot(&format!("{name} cannot be saved: {}", look.obstacles.join("; "))));
         }
-        if fs::symlink_metadata(folder).is_ok() {
-            return Err(cannot(&format!("{} is there already", folder.display())));
+        if fs::symlink_metadata(image.join("manifest.json")).is_ok() {
+            return Err(cannot(&format!("{} is there already", image.display())));
         }
-        let above = folder.canonical_parent()?;
-        folder::check_owner(&above)?;
-        let name = folder.file_name().ok_or_else(|| cannot(&format!("{} is no name for an image", folder.display())))?;
-        Ok(Self { checkpoint, directory, request, folder: above.join(name), criu, keeps })
+        let (images, name) = split(image)?;
+        let images = std::path::absolute(images).map_err(refused("find", images))?;
+        Ok(Self { checkpoint, directory, request, images, name: name.to_owned(), criu, keeps })
     }
 
     /// Saves it. After a failure, the process goes on.
     pub fn run(mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
         let guard = Guard::start().map_err(|error| cannot(&format!("no child can be started: {error}")))?;
-        folder::make(&self.folder)?;
+        let store = Store::create(&self.images).map_err(failed)?;
+        let saving = store.save(&self.name).map_err(failed)?;
+        let (contents, packs) = (Vec::new(), Vec::new());
         let mut run = Run {
             save: &mut self,
+            store,
+            saving,
+            contents,
+            packs,
             guard,
             stages: Vec::new(),
             socket: None,
@@ -125,12 +133,8 @@ impl Save {
         match run.save(reporter) {
             Ok(saved) => Ok(saved),
             Err(failure) => {
-                let undone = run.undo(reporter);
-                let is_complete = self.folder.join(folder::MANIFEST).exists();
-                if undone.is_ok() && !is_complete {
-                    let _ = fs::remove_dir_all(&self.folder);
-                }
-                Err(match undone {
+                // What is of the image goes with `run`, unless the program still needs it.
+                Err(match run.undo(reporter) {
                     Ok(()) => failure.adding(". The program goes on"),
                     Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
                 })
@@ -139,20 +143,14 @@ impl Save {
     }
 }
 
-trait Parent {
-    fn canonical_parent(&self) -> Result<PathBuf, CommandError>;
-}
-
-impl Parent for Path {
-    fn canonical_parent(&self) -> Result<PathBuf, CommandError> {
-        let above = self.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        fs::canonicalize(above).map_err(failed("open", above))
-    }
-}
-
 /// A save that has begun, and what has to be undone of it.
 struct Run<'a> {
     save: &'a mut Save,
+    store: Store,
+    saving: Saving,
+    contents: Vec<Contents>,
+    /// The files that have the contents.
+    packs: Vec<PackId>,
     guard: Guard,
     stages: Vec<(&'static str, Duration)>,
     /// The lock that keeps the process from listening, and its name.
@@ -202,27 +200,37 @@ impl Run<'_> {
         let look = self.look()?;
         self.timed("dump", |run| run.dump(&look))?;
         let kept = self.timed("copy", Self::copy_files)?;
-        let manifest = self.timed("sync", |run| run.complete(&look, kept, contents_bytes))?;
+        let process_bytes = self.process_bytes();
+        let manifest = self.describe(&look, kept)?;
         // The decision.
-        manifest.write(&self.save.folder)?;
+        self.timed("sync", |run| run.saving.finish(manifest, &run.contents).map_err(failed))?;
         let process = self.save.checkpoint.members.first().map(|member| member.process.to_string()).unwrap_or_default();
         if self.save.keeps {
             self.timed("resume", |run| run.undo(reporter))?;
         } else {
             self.kill()?;
         }
-        let process_bytes = manifest.files.values().map(|file| file.bytes).sum();
         Ok(Saved { process, contents_bytes, written_bytes, process_bytes, stages: std::mem::take(&mut self.stages) })
     }
 
     /// Has the library write the contents.
     fn store(&mut self) -> Result<(u64, u64), CommandError> {
-        let path = self.save.folder.join(CONTENTS);
-        let file = folder::create(&path)?;
-        let text = path.to_str().ok_or_else(|| cannot("the image's name is not UTF-8"))?;
-        let stored = self.client()?.store(text, file.as_fd())?;
-        file.sync_all().map_err(failed("write", &path))?;
+        let list = Path::new("the list of contents");
+        self.saving.keep_for(self.pid()).map_err(failed)?;
+        let mut client = self.client()?;
+        let tags = client.status()?.memory.tags;
+        let bytes = tags.iter().map(|tag| tag.host_bytes + tag.disk_bytes).sum();
+        let descriptors = self.saving.hand_out(bytes).map_err(failed)?;
+        let mut file = memory_file().map_err(refused("make", list))?;
+        let all: Vec<_> = descriptors.iter().map(AsFd::as_fd).chain([file.as_fd()]).collect();
+        let stored = client.store(self.image()?, &all)?;
+        file.rewind().map_err(refused("read", list))?;
+        (self.contents, self.packs) = serde_json::from_reader(&file).map_err(|error| refused("read", list)(error.into()))?;
         Ok(stored)
+    }
+
+    fn image(&self) -> Result<ImageName, CommandError> {
+        image_name(&self.store, &self.save.name)
     }
 
     /// Has the library close everything by which it is reached.
@@ -255,9 +263,8 @@ impl Run<'_> {
     fn dump(&mut self, look: &Look) -> Result<(), CommandError> {
         /// How often the library may have been looking for its lock at the moment of the dump.
         const TRIES: usize = 5;
-        let images = self.save.folder.join(CRIU);
+        let images = self.saving.criu_path();
         for _ in 0..TRIES {
-            folder::make(&images)?;
             self.is_stopped = true;
             self.dump_to(&images, look)?;
             // It is stopped, so this is what CRIU has seen, too.
@@ -265,17 +272,17 @@ impl Run<'_> {
                 return Ok(());
             }
             self.go_on();
-            fs::remove_dir_all(&images).map_err(failed("remove", &images))?;
+            fs::remove_dir_all(&images).and_then(|()| make(&images)).map_err(refused("empty", &images))?;
         }
         Err(CommandError::new(Exit::Busy, "the library has had a file open at every attempt"))
     }
 
     fn dump_to(&self, images: &Path, look: &Look) -> Result<(), CommandError> {
-        let work = self.save.folder.join("work");
-        folder::make(&work)?;
+        let work = images.join("work");
+        make(&work).map_err(refused("make", &work))?;
         let open = |path: &Path| {
             let folder = File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
-            folder.map_err(failed("open", path))
+            folder.map_err(refused("open", path))
         };
         let (images_open, work_open) = (open(images)?, open(&work)?);
         let mut more: Vec<_> = look.streams.iter().flatten().filter_map(|stream| stream.external.clone()).collect();
@@ -286,17 +293,17 @@ impl Run<'_> {
         }
         let dumped = self.save.criu.dump(self.pid(), images_open.as_fd(), work_open.as_fd(), &more, self.guard.held_open());
         let said = criu::errors_in(&work);
-        fs::remove_dir_all(&work).map_err(failed("remove", &work))?;
+        fs::remove_dir_all(&work).map_err(refused("remove", &work))?;
         match dumped {
-            Ok(status) if status.success() => patch(images, look).map_err(failed("change", images)),
+            Ok(status) if status.success() => patch(images, look).map_err(refused("change", images)),
             Ok(status) => Err(CommandError::new(Exit::Failed, format!("CRIU could not write the process ({status}): {said}"))),
             Err(error) => Err(CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}"))),
         }
     }
 
     /// Copies what is gone when the process is.
-    fn copy_files(&mut self) -> Result<Vec<KeptFile>, CommandError> {
-        let top = self.save.folder.join(FILES);
+    fn copy_files(&mut self) -> Result<Vec<Remap>, CommandError> {
+        let top = self.saving.files_path();
         let mut kept = Vec::new();
         let root = PathBuf::from(format!("/proc/{}/root", self.pid()));
         let shared = look::shared_files(self.pid()).into_keys();
@@ -307,60 +314,71 @@ impl Run<'_> {
         paths.sort();
         paths.dedup();
         for (number, path) in paths.into_iter().enumerate() {
-            if number == 0 {
-                folder::make(&top)?;
-            }
             let from = beside(&path);
-            let found = fs::symlink_metadata(&from).map_err(failed("look at", &path))?;
-            let file = Path::new(FILES).join(number.to_string());
-            let mut copy = folder::create(&self.save.folder.join(&file))?;
-            let mut from = File::open(&from).map_err(failed("read", &path))?;
-            std::io::copy(&mut from, &mut copy).map_err(failed("copy", &path))?;
-            kept.push(KeptFile { path, file, mode: found.mode() & 0o7777, user: found.uid(), group: found.gid() });
+            let found = fs::symlink_metadata(&from).map_err(refused("look at", &path))?;
+            let name = number.to_string();
+            fs::copy(&from, top.join(&name)).map_err(refused("copy", &path))?;
+            let to = path.to_string_lossy().into_owned();
+            kept.push(Remap { from: name, to, mode: found.mode() & 0o7777, uid: found.uid(), gid: found.gid() });
         }
         Ok(kept)
     }
 
-    /// Makes all of it durable, and describes it.
-    fn complete(&mut self, look: &Look, kept: Vec<KeptFile>, contents_bytes: u64) -> Result<Manifest, CommandError> {
-        let folder = &self.save.folder;
-        let describe = || {
-            let names = [CRIU, FILES].iter().map(|below| folder::files(folder, below)).collect::<Result<Vec<_>, _>>()?.concat();
-            let described = names.into_iter().map(|name| Ok((name.clone(), folder::describe(&folder.join(name))?)));
-            let files: BTreeMap<_, _> = described.collect::<std::io::Result<_>>()?;
-            folder::sync(folder, &files)?;
-            Ok((files, fs::metadata(folder.join(CONTENTS))?.len()))
+    fn process_bytes(&self) -> u64 {
+        let sizes = |folder: &Path| {
+            fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|file| Some(file.metadata().ok()?.len())).sum::<u64>()
         };
-        let (files, contents_file_bytes) = describe().map_err(failed("complete", folder))?;
+        sizes(&self.saving.criu_path()) + sizes(&self.saving.files_path())
+    }
+
+    /// What the image says of itself.
+    fn describe(&self, look: &Look, remaps: Vec<Remap>) -> Result<Manifest, CommandError> {
         let member = self.save.checkpoint.members.first().ok_or_else(|| cannot("there is no process"))?;
-        let owner = fs::metadata(format!("/proc/{}", self.pid())).map_err(|error| cannot(&error.to_string()))?;
-        let name = member.process.status.as_ref().map(|status| (status.process.name.clone(), status.process.program.clone()));
-        let (name, program) = name.unwrap_or_default();
-        let process = SavedProcess {
-            pid: namespace::pid_there(self.pid()).ok_or_else(|| cannot("the process has ended"))?,
-            name,
-            program,
-            user: owner.uid(),
-            group: owner.gid(),
+        let machine = self.save.checkpoint.found.machine();
+        let hello = member.process.status.as_ref().map(|status| status.process.clone()).ok();
+        let there = namespace::pid_there(self.pid()).ok_or_else(|| cannot("the process has ended"))?;
+        let gpus: Vec<_> = member.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let cards = machine.cards().unwrap_or_default();
+        let card = |uuid: &String| cards.iter().find(|card| card.uuid == *uuid);
+        let gpu = |uuid: &String| Gpu { uuid: uuid.clone(), bytes: card(uuid).map_or(0, |card| card.total), ..Gpu::default() };
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let streams = look
+            .streams
+            .iter()
+            .zip(0..)
+            .filter_map(|(stream, descriptor)| Some(Stream { process: there, descriptor, was: stream.as_ref()?.name.clone() }));
+        let mut manifest = Manifest {
+            saved_at: SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs(),
+            versions: Versions {
+                vramctl: env!("CARGO_PKG_VERSION").into(),
+                library: hello.as_ref().map(|hello| hello.library.clone()).unwrap_or_default(),
+                criu: self.save.criu.version().into(),
+                kernel: kernel.trim().into(),
+                ..Versions::default()
+            },
+            cpu: Cpu { architecture: env::consts::ARCH.into(), ..Cpu::default() },
+            page_size: 4096,
+            gpus: gpus.iter().map(gpu).collect(),
+            processes: vec![Process {
+                pid: there,
+                kind: "library".into(),
+                name: hello.as_ref().map(|hello| hello.name.clone()).unwrap_or_default(),
+                gpus,
+                ..look::credentials(self.pid())
+            }],
+            streams: streams.collect(),
+            remaps,
+            ..Manifest::default()
+        };
+        Details {
+            program: hello.map(|hello| hello.program).unwrap_or_default(),
             sockets: self.save.directory.path().to_owned(),
             gpus: member.gpus.clone(),
-            streams: look.streams.each_ref().map(|stream| stream.as_ref().map(|stream| stream.name.clone())),
-        };
-        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
-        Ok(Manifest {
-            format: FORMAT,
-            vramctl: env!("CARGO_PKG_VERSION").into(),
-            criu: self.save.criu.version().into(),
-            kernel: fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().into(),
-            cuda: self.save.checkpoint.found.machine().cuda().map(|version| version.to_string()).unwrap_or_default(),
-            made_s: now.as_secs(),
-            process,
-            contents_bytes,
-            kept,
+            cuda: machine.cuda().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
-            files,
-            contents_file_bytes,
-        })
+        }
+        .put(&mut manifest);
+        Ok(manifest)
     }
 
     /// Ends the process, which goes on from the image.
@@ -386,6 +404,7 @@ impl Run<'_> {
         // SAFETY: one structure, writable.
         unsafe { libc::poll(&raw mut ended, 1, SOCKET_WITHIN.as_millis() as libc::c_int) };
         (self.is_stopped, self.is_off, self.is_paused) = (false, false, false);
+        self.saving.release();
         Ok(())
     }
 
@@ -411,11 +430,51 @@ impl Run<'_> {
             self.is_off = false;
         }
         if self.is_paused {
+            self.give_contents()?;
             self.save.checkpoint.resume(reporter)?;
             self.is_paused = false;
         }
+        self.saving.release();
         Ok(())
     }
+
+    /// Gives the library the files by which it reads its contents: it may have no right to open them.
+    fn give_contents(&self) -> Result<(), CommandError> {
+        if self.packs.is_empty() {
+            return Ok(());
+        }
+        let source = Source::new(&self.save.name, self.store.open_packs(&self.packs).map_err(failed)?);
+        // Each is where it was put.
+        send_origin(&mut self.client()?, self.image()?, &source, &[])
+    }
+}
+
+/// The image's name in a request.
+pub fn image_name(store: &Store, name: &str) -> Result<ImageName, CommandError> {
+    let directory = store.images_path().to_str().ok_or_else(|| cannot("the name of the directory of images is not UTF-8"))?;
+    Ok(ImageName { directory: directory.to_owned(), name: name.to_owned() })
+}
+
+/// Gives a process the files by which it reads its contents, and where the pieces are.
+pub fn send_origin(client: &mut Client, image: ImageName, source: &Source, pieces: &[Piece]) -> Result<(), CommandError> {
+    let list = Path::new("the list of pieces");
+    let mut file = memory_file().map_err(refused("make", list))?;
+    serde_json::to_writer(&file, pieces).map_err(|error| refused("write", list)(error.into()))?;
+    file.rewind().map_err(refused("write", list))?;
+    let (packs, descriptors) = source.descriptors().map_err(failed)?;
+    let all: Vec<BorrowedFd<'_>> = [file.as_fd()].into_iter().chain(descriptors.iter().map(AsFd::as_fd)).collect();
+    Ok(client.set_origin(image, packs.into_iter().map(|pack| pack.0).collect(), &all)?)
+}
+
+fn memory_file() -> io::Result<File> {
+    // SAFETY: a NUL-terminated name.
+    let number = unsafe { libc::memfd_create(c"vramctl-image".as_ptr(), libc::MFD_CLOEXEC) };
+    // SAFETY: just opened, and nobody else's.
+    if number < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { File::from_raw_fd(number) }) }
+}
+
+fn make(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).create(folder)
 }
 
 /// What replaces a plain file as a stream may have another size.

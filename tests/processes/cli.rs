@@ -252,7 +252,7 @@ impl State {
             Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
             Request::Counted { .. } => Reply::Counted,
             Request::Cache | Request::Trim { .. } | Request::Watch { .. } => panic!("python/tests/test_trim.py has real processes"),
-            Request::Store { .. } | Request::Detach => panic!("tests/images.rs has real processes"),
+            Request::Store(_) | Request::Origin { .. } | Request::Detach => panic!("tests/images.rs has real processes"),
             Request::SetAside(_) => panic!("tests/processes/shared.rs has real processes"),
             Request::Open { .. } | Request::Claim | Request::Close { .. } => panic!("the command line shares no memory"),
         }

@@ -234,6 +234,7 @@ impl Prepared for PreparedResume<'_> {
         drop(guards);
         // Without the lock.
         drop(done_with);
+        memory.close_origin();
         report
     }
 
