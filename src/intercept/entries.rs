@@ -107,7 +107,11 @@ macro_rules! guard {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             guarded(|| $($handler)::+(all()));
             // SAFETY: the arguments are passed on unchanged.
-            unsafe { driver_originals::$symbol($($argument),*) }
+            let answer = unsafe { driver_originals::$symbol($($argument),*) };
+            if answer == code::SUCCESS {
+                guarded(ready::started);
+            }
+            answer
         }
     };
     (Synchronizes $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ unless $passes:expr }) => {

@@ -18,6 +18,10 @@ pub fn look_up(functions: impl Iterator<Item = &'static DriverFunction>) {
         there.for_each(|function| _ = function.original.address());
         let _ = Driver::get();
     }
+}
+
+/// CUDA has started, and the program has no memory yet. Not before that: what the server registers for the exit has to run before the driver's end.
+pub fn started() {
     if !copies::another_answers() && member::is_member() {
         // The scheduler has to know of the program before it takes memory.
         server::ensure_running();

@@ -108,7 +108,8 @@ pub enum Effect {
     Shares,
     /// Queries it.
     Queries,
-    /// Starts the driver. Its handler gets the functions that have entries, and runs before it.
+    /// Starts the driver. Its handler gets the functions that have entries, and runs before it; then the server of a program that shares its
+    /// GPUs starts.
     Starts,
     /// Creates a context.
     Begins,

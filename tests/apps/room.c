@@ -11,6 +11,9 @@
  *   take MIB     an allocation, which is written
  *   order MIB    one in stream order
  *   error        the runtime's last error
+ *   at-exit      checks at exit, as `check` does
+ *   free-at-exit frees everything then, and prints CUDA's code
+ *   on-term      checks when it is told to end (SIGTERM), and exits
  *   check        whether all that has been taken is as it was written: ok or corrupt
  *   poll         from now on, a thread asks an event and a stream whether they have work
  *   capture, end a relaxed capture
@@ -23,6 +26,7 @@
 #include "cudart.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -142,6 +146,43 @@ static int end(void)
 	return cuStreamEndCapture(captured, &graph);
 }
 
+static void check_at_exit(void)
+{
+	printf("%s\n", verified());
+	fflush(stdout);
+}
+
+static void free_at_exit(void)
+{
+	int error = 0;
+	for (int i = 0; i < count && error == 0; i++)
+		error = cudaFree((void *)taken[i].at);
+	printf("%d\n", error);
+	fflush(stdout);
+}
+
+static void check_and_exit(int signal)
+{
+	(void)signal;
+	check_at_exit();
+	exit(0);
+}
+
+static int at_exit(void)
+{
+	return atexit(check_at_exit);
+}
+
+static int frees_at_exit(void)
+{
+	return atexit(free_at_exit);
+}
+
+static int on_term(void)
+{
+	return signal(SIGTERM, check_and_exit) == SIG_ERR;
+}
+
 int main(void)
 {
 	static const struct {
@@ -149,7 +190,8 @@ int main(void)
 		int (*make)(void);
 	} calls[] = { { "first\n", first }, { "context\n", another }, { "load\n", load }, { "launch\n", launch },
 		      { "graph\n", graph }, { "stream\n", stream },   { "poll\n", poll },
-		      { "capture\n", capture }, { "end\n", end } };
+		      { "capture\n", capture }, { "end\n", end },
+		      { "at-exit\n", at_exit }, { "free-at-exit\n", frees_at_exit }, { "on-term\n", on_term } };
 	char line[64];
 	size_t mib;
 	printf("ready\n");

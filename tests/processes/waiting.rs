@@ -122,6 +122,29 @@ fn questions_about_work_are_no_calls() {
     assert_eq!(asking.ask("check"), "ok");
 }
 
+/// What can never be had fails as it would alone: above the program's own limit, and on any GPU of this size.
+#[test]
+fn what_can_never_fit_is_out_of_memory() {
+    let machine = crowded();
+    let mut idle = idle(&machine, 48);
+    let room = room().to_str().unwrap();
+    let mut command = machine.cli(&["run", "--share", "--name", "asking", "--no-python", "--limit", "40M", "--", room]);
+    let mut asking = Program::ready(&mut command);
+    assert_eq!(asking.ask("first"), "0");
+    let before = changes(&machine);
+    for request in ["take 44", "order 44", "take 200"] {
+        assert_eq!([asking.ask(request), asking.ask("error")], ["2", "2"], "{request}");
+    }
+    assert_eq!(changes(&machine), before, "somebody has given way in vain");
+    assert_eq!([asking.ask("take 24"), asking.ask("error")], ["0", "0"]);
+    drop(asking);
+    let mut asking = self::asking(&machine);
+    for request in ["take 200", "order 200"] {
+        assert_eq!([asking.ask(request), asking.ask("error")], ["2", "2"], "{request}");
+    }
+    idle.verify();
+}
+
 /// An engine that sleeps wakes up while others have the GPU. Neither its calls nor the scheduler bring back what it has paused itself.
 #[test]
 fn a_programs_own_resume_waits_for_room() {
@@ -161,4 +184,29 @@ fn a_capture_waits_for_room_and_gives_none() {
     assert_eq!(asking.ask("end"), "0");
     assert!(idle.line().contains("ok"));
     assert_eq!(asking.ask("check"), "ok");
+}
+
+/// With the memory away, exit handlers and signal handlers find it where it was, and what ends without them does not wait.
+#[test]
+fn a_program_that_is_away_ends_as_it_would_alone() {
+    for (request, says) in [("at-exit", "ok"), ("free-at-exit", "0"), ("on-term", "ok"), ("error", "")] {
+        let machine = crowded();
+        let mut idle = idle(&machine, 48);
+        // A call of the library's during the driver's end, or after it, would abort the program.
+        let mut asking = Program::ready(sharing(&machine, "asking", &[room().to_str().unwrap()]).env("SIMGPU_END_MS", "20"));
+        for request in ["first", "take 40", request] {
+            assert_eq!(asking.ask(request), "0", "{request}");
+        }
+        idle.verify();
+        assert_eq!(member(&machine, &asking)["place"], "away", "{request}");
+        match request {
+            "on-term" => asking.signal(libc::SIGTERM),
+            "error" => asking.signal(libc::SIGKILL),
+            _ => drop(asking.child.stdin.take()),
+        }
+        assert_eq!(asking.line(), says, "{request}");
+        let status = asking.ended();
+        assert_eq!(status.success(), request != "error", "{request}: {status}");
+        idle.verify();
+    }
 }

@@ -150,11 +150,18 @@ impl ThreadMark {
                 continue;
             }
             self.leave();
-            self.waits.fetch_add(1, Ordering::Relaxed);
-            sync::tell_of_waiter();
-            sync::wait(&latch.0, seen);
-            self.waits.fetch_sub(1, Ordering::Relaxed);
+            self.wait(|| {
+                sync::tell_of_waiter();
+                sync::wait(&latch.0, seen);
+            });
         }
+    }
+
+    /// Makes a wait for the latch to open.
+    pub fn wait(&self, wait: impl FnOnce()) {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        wait();
+        self.waits.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// For the closer: the call that the thread is inside, or wants to make; `Some(NOTHING)` for a nested call whose outer call has ended.

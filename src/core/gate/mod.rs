@@ -62,6 +62,7 @@ impl Drop for Inside {
 
 /// Calls `make` once the gate is open.
 pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
+    wait_at_the_end();
     threads::with_mark(|mark| match mark {
         Some(mark) => mark.pass(&LATCH, number(gated), make),
         None => make(),
@@ -70,6 +71,7 @@ pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
 
 /// Waits until the gate is open. `false`, at once, in a call that is inside already, and in the thread that ends the process.
 pub fn wait(gated: &'static Gated) -> bool {
+    wait_at_the_end();
     threads::with_mark(|mark| {
         let outside = mark.filter(|mark| !mark.is_inside());
         outside.inspect(|mark| mark.pass(&LATCH, number(gated), || ())).is_some()
@@ -135,12 +137,42 @@ fn close_for(purpose: Purpose, deadline: Instant) -> Option<Closed<'static>> {
 }
 
 /// A thread that ends a held program runs its exit handlers and destructors: if one of them waited at the gate, the program would not
-/// end before somebody resumed it. Registered as late as this, so that it runs before those of the program.
+/// end before somebody resumed it. Unless its calls do that. Registered as late as this, so that it runs before those of the program.
 fn let_the_end_pass() {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if !REGISTERED.swap(true, Ordering::Relaxed) {
-        exit::at_exit(threads::stay_inside);
+        exit::at_exit(|| if is_opened_by_calls() { threads::begin_the_end() } else { threads::stay_inside() });
     }
+}
+
+/// Whether a call that waits at the closed gate has somebody open it.
+static OPENED_BY_CALLS: AtomicBool = AtomicBool::new(false);
+
+fn is_opened_by_calls() -> bool {
+    OPENED_BY_CALLS.load(Ordering::Relaxed)
+}
+
+/// From now on, a call that waits at the closed gate has somebody open it, or no longer.
+pub(crate) fn set_opened_by_calls(is_so: bool) {
+    OPENED_BY_CALLS.store(is_so, Ordering::Relaxed);
+}
+
+/// On the thread that ends the process, its call opens the gate. If that takes too long, the program ends without: its calls pass.
+fn wait_at_the_end() {
+    const TOO_LONG: Duration = Duration::from_secs(30);
+    const LOOK_EVERY: Duration = Duration::from_millis(1);
+    if !threads::is_the_last() || !LATCH.is_closed() {
+        return;
+    }
+    let Some(mark) = threads::mark().filter(|mark| !mark.is_inside()) else { return };
+    let begun = Instant::now();
+    mark.wait(|| {
+        while LATCH.is_closed() && is_opened_by_calls() && begun.elapsed() < TOO_LONG {
+            watcher::wake();
+            thread::sleep(LOOK_EVERY);
+        }
+    });
+    threads::stay_inside();
 }
 
 /// The functions that threads are inside, with the ids of the threads.

@@ -162,6 +162,20 @@ pub fn stay_inside() {
     }
 }
 
+/// The thread that ends the process, if its calls have somebody open the gate.
+static LAST: AtomicU32 = AtomicU32::new(0);
+
+/// This thread ends the process.
+pub fn begin_the_end() {
+    LAST.store(stack::thread_id(), Ordering::Relaxed);
+}
+
+/// Whether it is this thread that does.
+pub fn is_the_last() -> bool {
+    let last = LAST.load(Ordering::Relaxed);
+    last != 0 && last == stack::thread_id()
+}
+
 /// A slot that this thread has until it is dropped.
 struct Owned(&'static Slot);
 
@@ -221,6 +235,7 @@ pub fn start_clean_in_children() {
             }
         }
         LATCH.open();
+        super::set_opened_by_calls(false);
     }
     static DONE: AtomicBool = AtomicBool::new(false);
     // Doing it twice is harmless. Waiting for another thread to do it is not: a child forked meanwhile would wait forever.

@@ -85,6 +85,7 @@ pub fn admit(epoch: Option<u64>) -> Result<(), Error> {
 /// Whether the scheduler keeps the program held, from now on. What another client has paused, the program's calls do not bring back.
 pub(crate) fn set_away(is_away: bool) {
     if MEMBERSHIP.get().is_away.swap(is_away, Ordering::Relaxed) != is_away {
+        gate::set_opened_by_calls(is_away);
         tell();
     }
 }
