@@ -236,8 +236,7 @@ impl AsMut<[u8]> for Pinned {
 
 fn buffers(context: Context, count: usize) -> Result<Vec<Pinned>, Error> {
     let current = Current::push(context)?;
-    let make = |_| Ok(Pinned(PinnedBuffer::new(PIECE_BYTES, &current)?));
-    (0..count).map(make).collect()
+    (0..count).map(|_| Ok(Pinned(PinnedBuffer::new(PIECE_BYTES, &current)?))).collect()
 }
 
 /// Copies in flight, in order. Dropped, none is.

@@ -52,9 +52,8 @@ impl Seat {
     }
 
     fn take(taken: &'static PerProcess<AtomicUsize>, most: usize) -> Option<Self> {
-        let more = |count| (count < most).then_some(count + 1);
         let taken = taken.get();
-        taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self(taken))
+        taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| (count < most).then_some(count + 1)).ok().map(|_| Self(taken))
     }
 }
 

@@ -21,9 +21,9 @@ const CACHE_WITHIN: Duration = Duration::from_millis(200);
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 /// Does what a line asks for. `files`: descriptors to send with the reply.
 pub fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<Held>) -> Reply {
-    let work = || protocol::parse(line).and_then(|request| serve(request, connection, lines, files));
     // A bug in the library becomes an error reply and must not end the program.
-    let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
+    let done = panic::catch_unwind(AssertUnwindSafe(|| protocol::parse(line).and_then(|request| serve(request, connection, lines, files))))
+        .unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
 

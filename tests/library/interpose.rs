@@ -1910,9 +1910,8 @@ fn a_report_says_how_long_each_stage_took() {
 #[test]
 fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
     let gpu = Gpu::take();
-    let allocate = |tag| malloc_tagged(tag, Some(Policy::Discard), 2 * MIB).unwrap();
     // Not neighbours, so that each is unmapped in a call.
-    let all = ["t", "u", "t", "u", "t"].map(allocate);
+    let all = ["t", "u", "t", "u", "t"].map(|tag| malloc_tagged(tag, Some(Policy::Discard), 2 * MIB).unwrap());
     gpu.fail("cuMemUnmap", 3, 999, u64::MAX);
     gpu.fail("cuMemMap", 1, 999, u64::MAX);
     let error = pause(&["t"]).unwrap_err().to_string();

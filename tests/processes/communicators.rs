@@ -355,10 +355,9 @@ fn a_communicator_that_grows_has_all_of_its_ranks() {
     let machine = Machine { devices: 2, ..Machine::new() };
     let mut ranks = job(&machine, 2, &[]);
     let (joined, grown) = thread::scope(|scope| {
-        let joins = |command: &mut Command| _ = command.env("JOINS", "1");
         let joined = scope.spawn({
             let machine = &machine;
-            move || start_with(machine, "later", &[2], 3, &[], joins)
+            move || start_with(machine, "later", &[2], 3, &[], |command: &mut Command| _ = command.env("JOINS", "1"))
         });
         let grown = all_say(&mut ranks, "grow");
         (joined.join().unwrap(), grown)
