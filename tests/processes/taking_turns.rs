@@ -121,6 +121,28 @@ fn only_what_is_missing_changes_places() {
     engines[0].verify();
 }
 
+/// A rank of which nothing is taken is held with the others of its job, and a call of either brings back both.
+#[test]
+fn a_job_gives_way_as_one_and_more_than_once() {
+    let machine = Machine::with(2, "192M");
+    let start = |name: &str, mib: u32, device: &str| Program::ready(sharing(&machine, name, mib, &[]).args(["--device", device]));
+    let mut job = ["0", "1"].map(|device| start("job", 120, device));
+    let away = |rank: usize| -> u64 {
+        let view = view(&machine);
+        let rank = view["members"].as_array().unwrap().iter().find(|member| member["pid"] == job[rank].pid()).unwrap();
+        rank["away_bytes"].as_u64().unwrap()
+    };
+    let mut others = vec![start("other", 120, "0")];
+    let first = away(0);
+    others.push(start("more", 40, "0"));
+    assert!(first > 0 && away(0) > first && away(1) == 0, "{}", view(&machine));
+    assert!(machine.status("job")["processes"].as_array().unwrap().iter().all(|rank| rank["held"] == true));
+    for rank in [1, 0] {
+        job[rank].verify();
+        others.iter_mut().for_each(Program::verify);
+    }
+}
+
 /// The scheduler is killed, again and again: another keeper takes its place, with a greater epoch, and no answer is lost.
 #[test]
 fn another_keeper_takes_over_from_a_scheduler_that_dies() {
