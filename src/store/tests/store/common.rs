@@ -5,13 +5,44 @@ use std::fmt;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
+use std::time::Duration;
 use vramctl_store::{Buffer, Caller, Contents, Error, Image, Manifest, Process, Result, Saving, Store, cut};
 
 pub struct Folder {
     folder: tempfile::TempDir,
+    working: Option<Working>,
+}
+
+/// How many folders are in use. A process that another test starts has this one's files, and so its locks, until it runs its program: so none is started
+/// meanwhile.
+static WORKING: Mutex<usize> = Mutex::new(0);
+static CHANGED: Condvar = Condvar::new();
+
+struct Working;
+
+impl Working {
+    fn new() -> Self {
+        *WORKING.lock().unwrap() += 1;
+        Self
+    }
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        *WORKING.lock().unwrap() -= 1;
+        CHANGED.notify_all();
+    }
+}
+
+/// Starts a process once no folder is in use.
+pub fn start(command: &mut Command) -> Child {
+    const LIMIT: Duration = Duration::from_secs(600);
+    let (working, waited) = CHANGED.wait_timeout_while(WORKING.lock().unwrap(), LIMIT, |working| *working > 0).unwrap();
+    assert!(!waited.timed_out(), "{} folders are still in use", *working);
+    command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
 impl Folder {
@@ -26,7 +57,15 @@ impl Folder {
 
     fn of(folder: tempfile::TempDir) -> Self {
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
-        Self { folder }
+        Self { folder, working: Some(Working::new()) }
+    }
+
+    /// Starts a process that uses the folder, and waits for its end. Nobody else uses the folder meanwhile.
+    pub fn lend(&mut self, command: &mut Command) -> ExitStatus {
+        self.working = None;
+        let ended = start(command).wait().unwrap();
+        self.working = Some(Working::new());
+        ended
     }
 
     pub fn images(&self) -> PathBuf {
@@ -54,12 +93,12 @@ impl Folder {
     }
 }
 
-/// A process that lives until this is dropped.
+/// A process that lives until this is dropped. Made before any [`Folder`] of its test.
 pub struct Living(Child);
 
 impl Living {
     pub fn new() -> Self {
-        Self(Command::new("sleep").arg("600").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
+        Self(start(Command::new("sleep").arg("600")))
     }
 
     pub fn pid(&self) -> u32 {

@@ -195,11 +195,11 @@ fn saves_until_the_kill() {
 #[test]
 fn whoever_is_killed_leaves_a_whole_image_or_none() {
     for last in (3..).step_by(9) {
-        let folder = Folder::new();
+        let mut folder = Folder::new();
         prepare(&folder);
         let mut child = Command::new(env::current_exe().unwrap());
         child.args(["--exact", "crashes::saves_until_the_kill"]).env(KILLED_IN, folder.images()).env(KILLED_AT, last.to_string());
-        let ended = child.output().unwrap().status;
+        let ended = folder.lend(&mut child);
         Work::Save.check(&folder, &format!("killed at step {last}"));
         if ended.success() {
             assert!(last > 20);

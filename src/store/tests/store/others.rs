@@ -82,10 +82,10 @@ fn mortal(folder: &Folder) -> (Store, Arc<AtomicBool>) {
 
 #[test]
 fn a_program_whose_command_is_dead_gets_its_contents_back() {
+    let program = Living::new();
     let folder = Folder::new();
     let store = folder.store();
     Program::of(&[1, 2, 3, 4, 5]).save(&store, "before").unwrap();
-    let program = Living::new();
     let (mortal, is_dead) = mortal(&folder);
     let saving = mortal.save("one").unwrap();
     saving.keep_for(program.pid()).unwrap();
@@ -134,9 +134,9 @@ fn a_program_that_has_the_root_is_enough() {
 /// The program goes on after the save, and reads from the store until it has all.
 #[test]
 fn a_kept_program_keeps_its_pieces() {
+    let program = Living::new();
     let folder = Folder::new();
     let store = folder.store();
-    let program = Living::new();
     let mut saving = store.save("one").unwrap();
     saving.keep_for(program.pid()).unwrap();
     let saved = Program::of(&[1, 2]);
