@@ -7,10 +7,13 @@ mod common;
 
 use common::machine::{Machine, Program, Ran};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
 
 /// CRIU, where it works.
 fn criu() -> Option<&'static Path> {
@@ -204,4 +207,159 @@ fn a_program_that_cannot_be_saved_goes_on() {
     Ran::of(refused.env("VRAMCTL_CRIU", "/bin/false")).expect(1, "", "does not say its version");
     is_well(&mut engine, &mut plain, 2);
     assert!(!Path::new(&images.image("image")).exists());
+}
+
+/// Stands between vramctl and CRIU, and kills somebody before or after a dump: the command, CRIU, or the program.
+const KILLER: &str = r#"#!/bin/sh
+strike() {
+    case "$1" in
+    dump-"$MOMENT"-command) kill -9 "$PPID" ;;
+    dump-"$MOMENT"-criu) kill -9 $$ ;;
+    dump-"$MOMENT"-program) kill -9 "$PROGRAM" ;;
+    esac
+}
+[ "$MOMENT" = before ] && strike "$1-before-$VICTIM"
+"$REAL" "$@"
+code=$?
+[ "$MOMENT" = after ] && strike "$1-after-$VICTIM"
+exit $code
+"#;
+
+impl Images {
+    /// A save in which somebody is killed before or after CRIU's dump.
+    fn save_killing(&self, moment: &str, victim: &str, program: u32) -> Ran {
+        let killer = self.machine.folder.path().join("killer");
+        fs::write(&killer, KILLER).unwrap();
+        fs::set_permissions(&killer, fs::Permissions::from_mode(0o755)).unwrap();
+        let mut command = self.cli(&format!("save engine {}", self.image("image")));
+        command.env("VRAMCTL_CRIU", killer).env("REAL", self.criu).env("MOMENT", moment).env("VICTIM", victim);
+        Ran::of(command.env("PROGRAM", program.to_string()))
+    }
+
+    fn has_image(&self) -> bool {
+        Path::new(&self.image("image")).join("manifest.json").exists()
+    }
+}
+
+#[test]
+fn a_command_may_be_killed_at_any_step() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    let mut token = 0;
+    let mut comes_back = |saved: &Ran, about: &str| {
+        assert_eq!(saved.code, None, "{about}: the command was not killed: {saved:?}");
+        assert!(!images.has_image(), "{about}");
+        images.vramctl("resume engine").expect(0, "", "");
+        token += 1;
+        is_well(&mut engine, &mut plain, token);
+    };
+    for call in ["Lock", "Checkpoint"] {
+        for moment in ["before", "after"] {
+            let fault = format!("cuCheckpointProcess{call}:1:kill-{moment}");
+            let mut command = images.cli(&format!("save engine {}", images.image("image")));
+            comes_back(&Ran::of(command.env("SIMGPU_FAIL", &fault)), &fault);
+        }
+    }
+    for moment in ["before", "after"] {
+        comes_back(&images.save_killing(moment, "command", 0), moment);
+    }
+    // What has been left is in nobody's way.
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let mut loaded = images.load("image", "loaded");
+    is_well(&mut loaded, &mut plain, 7);
+}
+
+#[test]
+fn a_command_may_be_killed_at_any_time() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    for round in 1..16_u32 {
+        let mut save =
+            images.cli(&format!("save engine {}", images.image("image"))).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        thread::sleep(Duration::from_millis(u64::from(round) * 20));
+        let _ = save.kill();
+        save.wait().unwrap();
+        if images.has_image() {
+            // It may have been killed before the program was.
+            engine.kill();
+            let mut loaded = images.load("image", "loaded");
+            is_well(&mut loaded, &mut plain, round);
+            return loaded.end();
+        }
+        images.vramctl("resume engine").expect(0, "", "");
+        is_well(&mut engine, &mut plain, round);
+    }
+}
+
+#[test]
+fn criu_may_fail_and_the_program_may_end_before_and_after_a_dump() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    for (token, moment) in (1..).zip(["before", "after"]) {
+        images.save_killing(moment, "criu", 0).expect(1, "", "The program goes on");
+        assert!(!images.has_image());
+        is_well(&mut engine, &mut plain, token);
+    }
+    for moment in ["before", "after"] {
+        let saved = images.save_killing(moment, "program", engine.pid());
+        engine.ended();
+        assert_eq!(saved.code == Some(0), images.has_image(), "{saved:?}");
+        if images.has_image() {
+            let mut loaded = images.load("image", "loaded");
+            is_well(&mut loaded, &mut plain, 3);
+            loaded.end();
+            break;
+        }
+        engine = images.engine("engine");
+        for token in 1..3 {
+            engine.ask(&format!("generate {token}"));
+        }
+    }
+}
+
+#[test]
+fn a_disk_without_room_is_no_harm() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    let folder = PathBuf::from(images.image("image")).parent().unwrap().to_owned();
+    fs::create_dir(&folder).unwrap();
+    let mount = |words: &[&str]| Command::new(words[0]).args(&words[1..]).arg(&folder).status().is_ok_and(|done| done.success());
+    if !mount(&["mount", "-t", "tmpfs", "-o", "size=20m,mode=0700", "tmpfs"]) {
+        return eprintln!("not run: nothing can be mounted here");
+    }
+    let saved = images.save("engine", "image");
+    let left = images.has_image();
+    assert!(mount(&["umount", "-l"]));
+    saved.expect(1, "", "The program goes on");
+    assert!(!left);
+    is_well(&mut engine, &mut plain, 1);
+}
+
+#[test]
+fn what_was_in_dev_shm_comes_with_the_program() {
+    let images = with_images!();
+    let path = format!("/dev/shm/vramctl-test-{}", std::process::id());
+    fs::write(&path, "shared").unwrap();
+    let name = std::ffi::CString::new(path.as_str()).unwrap();
+    let mut engine = images.machine.engine_with("engine", |command| {
+        without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1"));
+        // Descriptor 50, which nobody else has.
+        let open = move || {
+            let file = unsafe { libc::open(name.as_ptr(), libc::O_RDWR) };
+            unsafe { libc::dup2(file, 50) };
+            Ok(())
+        };
+        unsafe { command.pre_exec(open) };
+    });
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    fs::remove_file(&path).unwrap();
+    let mut loaded = images.load("image", "loaded");
+    loaded.verify();
+    let status = images.vramctl("status loaded --json").expect(0, "", "").json();
+    let pid = status["processes"][0]["pid"].as_u64().unwrap();
+    assert_eq!(fs::read_to_string(format!("/proc/{pid}/fd/50")).unwrap(), "shared");
+    assert_eq!(fs::read_to_string(format!("/proc/{pid}/root{path}")).unwrap(), "shared");
+    assert!(!Path::new(&path).exists(), "it is the program's own");
 }

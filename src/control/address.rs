@@ -17,6 +17,9 @@ use vramctl_config as config;
 use vramctl_host::own_program;
 use vramctl_host::system::{folder_of, own_folder};
 
+/// How the name of the lock ends that keeps a process from listening while it is saved.
+pub const SAVING: &str = ".saving";
+
 /// Where a process listens: `<pid>.sock`, or `<pid>-<PID namespace>.sock` if a process of another namespace has that name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Address {
@@ -45,6 +48,13 @@ impl Address {
     /// The one that a socket's file names.
     pub fn of_file(name: &str) -> Option<Self> {
         Self::parse(name.strip_suffix(".sock")?)
+    }
+
+    /// The one of a process that is being saved, in its namespace.
+    pub fn of_saving(name: &str) -> Option<Self> {
+        let address = Self::parse(name.strip_suffix(SAVING)?)?;
+        let namespace = address.namespace.or_else(|| namespace_of(own_folder()));
+        Some(Self { namespace, ..address })
     }
 
     fn parse(text: &str) -> Option<Self> {

@@ -3,8 +3,8 @@
 //! All access goes through the directory's descriptor (`/proc/thread-self/fd/N/…`). So nobody can swap the directory after the
 //! checks, and a long path fits into `sockaddr_un`.
 
-pub use crate::address::peer;
 use crate::address::{self, Address, ListenerName, Listeners};
+pub use crate::address::{SAVING, peer};
 use crate::presence::{self, Lock};
 use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
@@ -223,11 +223,13 @@ impl Directory {
         /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
         // First: whoever comes after this is not lost.
-        let alive = presence::alive(&self.open);
+        let mut alive = presence::alive(&self.open);
         let (mut listening, mut refused) = (Vec::new(), Vec::new());
         let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
         for entry in entries {
-            let Some(address) = entry?.file_name().to_str().and_then(Address::of_file) else { continue };
+            let name = entry?.file_name();
+            alive.extend(name.to_str().and_then(|name| self.saved(name)));
+            let Some(address) = name.to_str().and_then(Address::of_file) else { continue };
             match self.look(&address) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(address),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => (),
@@ -261,6 +263,21 @@ impl Directory {
         self.processes().is_ok() && self.lost().contains(&pid)
     }
 
+    /// The process that this file keeps from listening. If it cannot be seen whether it lives, somebody must have the lock.
+    fn saved(&self, name: &str) -> Option<Address> {
+        let address = Address::of_saving(name)?;
+        let is_locked = || {
+            let file = self.file(name, File::options().read(true)).ok()?;
+            try_lock(&file, Sharing::Shared).ok().map(|is_free| !is_free)
+        };
+        (address.namespace == own_namespace() || is_locked() == Some(true)).then_some(address)
+    }
+
+    /// Whether a process of this pid here does not listen because it is being saved, or was until a moment ago.
+    pub fn is_being_saved(&self, pid: u32) -> bool {
+        fs::symlink_metadata(self.within(&self.beside(pid, &SAVING[1..]))).is_ok()
+    }
+
     /// Whether sockets were deleted a moment ago, and processes that have lost theirs may not have noticed.
     pub fn is_being_restored(&self) -> bool {
         presence::is_deleted(&self.open).unwrap_or(false)
@@ -284,8 +301,16 @@ impl Directory {
 /// Whether somebody keeps a process of this address from listening, by a lock on `ADDRESS.saving`.
 pub fn is_being_saved(address: &str) -> bool {
     let Ok(Some(directory)) = Directory::open() else { return false };
-    let lock = directory.file(&format!("{address}.saving"), File::options().read(true));
-    lock.is_ok_and(|file| try_lock(&file, Sharing::Shared).is_ok_and(|is_free| !is_free))
+    let name = format!("{address}{SAVING}");
+    let Ok(file) = directory.file(&name, File::options().read(true)) else { return false };
+    match try_lock(&file, Sharing::Shared) {
+        Ok(true) => {
+            // Whoever had it was killed.
+            let _ = fs::remove_file(directory.within(&name));
+            false
+        }
+        answer => answer.is_ok(),
+    }
 }
 
 /// The PID namespace of this process.

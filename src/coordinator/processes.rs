@@ -338,7 +338,8 @@ impl Found {
 fn lost(directory: &Directory) -> Vec<Process> {
     let why = "it lives, but somebody has deleted its socket, and it creates no other; is it stopped?";
     let named = |pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take().filter(|name| checked_name(name).is_ok());
-    let process = |pid| Process { pid, name: named(pid), status: Err(CommandError::new(Exit::Busy, why)) };
+    let why_of = |pid| if directory.is_being_saved(pid) { "it is being saved, and is not reached meanwhile; try again" } else { why };
+    let process = |pid| Process { pid, name: named(pid), status: Err(CommandError::new(Exit::Busy, why_of(pid))) };
     directory.lost().into_iter().map(process).collect()
 }
 

@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, iter, thread};
 use vramctl_control::client::Client;
-use vramctl_control::discovery::Directory;
+use vramctl_control::discovery::{Directory, SAVING};
 use vramctl_control::protocol::ImageName;
 use vramctl_coordinator::checkpoint::{self, Checkpoint};
 use vramctl_coordinator::deadline::Deadline;
@@ -236,7 +236,7 @@ impl Run<'_> {
     /// Has the library close everything by which it is reached.
     fn detach(&mut self) -> Result<(), CommandError> {
         let (known_as, directory) = (self.known_as(), self.save.directory.clone());
-        self.lock_name = directory.beside(known_as, "saving");
+        self.lock_name = directory.beside(known_as, &SAVING[1..]);
         let others = |_| CommandError::new(Exit::Busy, "another vramctl saves this process");
         self.socket = FileLock::take(&self.lock_name, Duration::ZERO).map_err(others)?;
         if self.socket.is_none() {
