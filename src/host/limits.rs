@@ -29,16 +29,30 @@ pub fn available_bytes() -> u64 {
     rooms().map(|room| room.free).min().unwrap_or(u64::MAX)
 }
 
+/// Bytes of host memory that may be taken without making it short for others.
+pub fn spare_bytes() -> u64 {
+    rooms().map(Room::spare).min().unwrap_or(u64::MAX)
+}
+
 /// Whether memory is too short to be kept for later. Always true under `ulimit -d`: the program may need all it is allowed.
 pub fn is_short() -> bool {
-    resource_limit(libc::RLIMIT_DATA).is_some() || rooms().any(|room| room.is_short())
+    resource_limit(libc::RLIMIT_DATA).is_some() || rooms().any(Room::is_short)
 }
 
 impl Room {
-    fn is_short(&self) -> bool {
+    /// Bytes that the rest of the system should have left.
+    fn reserve(self) -> u64 {
         /// Bytes that suffice on any host.
         const MOST: u64 = 8 << 30;
-        self.free < (self.all / 16).min(MOST)
+        (self.all / 16).min(MOST)
+    }
+
+    fn is_short(self) -> bool {
+        self.free < self.reserve()
+    }
+
+    fn spare(self) -> u64 {
+        self.free.saturating_sub(self.reserve())
     }
 }
 

@@ -8,7 +8,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Outcome, Plan, Scope, Swap, parallel};
-use vramctl_model::{Amounts, Verb};
+use vramctl_model::{Amounts, Kind, Verb};
 use vramctl_scheduler::{self as scheduler, Change, Leave, ProgramId};
 
 /// A change in terms of processes.
@@ -29,6 +29,32 @@ struct Part {
     taken: BTreeMap<u32, Amounts>,
 }
 
+/// How a change has ended.
+#[derive(Debug, Clone)]
+pub struct Ended {
+    /// In the scheduler's terms.
+    pub outcome: scheduler::Outcome,
+    /// Why, if it has not changed anything.
+    pub why: Option<String>,
+}
+
+impl Ended {
+    /// It has failed for this reason.
+    pub fn failed_for(why: &str) -> Self {
+        Self { outcome: scheduler::Outcome::Failed, why: Some(why.to_owned()) }
+    }
+
+    fn failed(failure: &CommandError) -> Self {
+        Self::failed_for(&failure.to_string())
+    }
+
+    /// A part's pause has failed.
+    fn refused(part: &Part, failure: &CommandError) -> Self {
+        let outcome = if is_its_own(failure) { scheduler::Outcome::Refused(part.program) } else { scheduler::Outcome::Failed };
+        Self { outcome, ..Self::failed(failure) }
+    }
+}
+
 /// How long the copies of a change may take in all.
 const COPIES_WITHIN: Duration = Duration::from_secs(120);
 
@@ -47,39 +73,51 @@ impl Task {
         Some(Self { leaving, coming: change.coming.iter().map(pid).collect::<Option<_>>()?, epoch, drain })
     }
 
-    /// Does it, or leaves all as it was.
-    pub fn run(&self) -> scheduler::Outcome {
+    /// Does it, or leaves all as it was, and says why.
+    pub fn run(&self) -> Ended {
         match (&*self.leaving, self.coming.is_empty()) {
             ([one], false) => self.swap(one),
             _ => self.one_after_the_other(),
         }
     }
 
-    fn swap(&self, part: &Part) -> scheduler::Outcome {
-        // Without room for both copies, or where one is suspended, one goes before the other comes.
-        let Ok(plan) = Swap::plan(self.pause(part), self.resume(&self.coming), &()) else { return self.one_after_the_other() };
-        let Ok(consent) = plan.consent(&()) else { return scheduler::Outcome::Refused(part.program) };
+    fn swap(&self, part: &Part) -> Ended {
+        // Where one is suspended, say, one goes before the other comes.
+        let plan = match Swap::plan(self.pause(part), self.resume(&self.coming), &()) {
+            Ok(plan) => plan,
+            // The host has no room for the contents of both, and they cannot pass each other: nor can one go first.
+            Err(failure) if failure.is(Kind::HostMemory) => return Ended::failed(&failure),
+            Err(_) => return self.one_after_the_other(),
+        };
+        let consent = match plan.consent(&()) {
+            Ok(consent) => consent,
+            Err(failure) => return Ended::refused(part, &failure),
+        };
         let swapped = plan.run(&consent, &());
-        match () {
-            () if swapped.committed => scheduler::Outcome::Changed,
-            () if failed_for_a_victim(&swapped.left) => scheduler::Outcome::Refused(part.program),
-            () => self.one_after_the_other(),
+        match original(&swapped.left) {
+            _ if swapped.committed => Ended { outcome: scheduler::Outcome::Changed, why: None },
+            Some(failure) if is_its_own(&failure) => Ended::refused(part, &failure),
+            // One cannot go first: the host has no room for both.
+            _ if plan.passing().is_some() => Ended { outcome: scheduler::Outcome::Failed, why: swapped.whereabouts },
+            _ => self.one_after_the_other(),
         }
     }
 
     /// All pauses at once, then the resume. What has been paused comes back if anything fails.
-    fn one_after_the_other(&self) -> scheduler::Outcome {
+    fn one_after_the_other(&self) -> Ended {
         let paused = parallel::each_well(&self.leaving, |part| (part, run(self.pause(part))));
-        let refused = paused.iter().find(|(_, done)| done.is_err()).map(|(part, _)| part.program);
-        let outcome = match refused {
-            Some(program) => scheduler::Outcome::Refused(program),
-            None if self.bring(&self.coming).is_ok() => return scheduler::Outcome::Changed,
-            None => scheduler::Outcome::Failed,
+        let refused = paused.iter().find_map(|(part, done)| Some(Ended::refused(part, done.as_ref().err()?)));
+        let ended = match refused {
+            Some(ended) => ended,
+            None => match self.bring(&self.coming) {
+                Ok(()) => return Ended { outcome: scheduler::Outcome::Changed, why: None },
+                Err(failure) => Ended::failed(&failure),
+            },
         };
         for (part, _) in paused.iter().filter(|(_, done)| done.is_ok()) {
             let _ = self.bring(&part.pids());
         }
-        outcome
+        ended
     }
 
     fn bring(&self, pids: &[u32]) -> Result<(), CommandError> {
@@ -112,15 +150,18 @@ fn run(operation: Operation) -> Result<(), CommandError> {
     let plan = Plan::make(operation, &())?;
     let consent = plan.consent(&())?;
     let outcome = plan.run(&consent, &());
-    match CommandError::original(outcome.all().filter_map(|one| one.result.as_ref().err())) {
-        Some(failure) => Err(failure.clone()),
+    match original(&outcome) {
+        Some(failure) => Err(failure),
         None if outcome.exit() == Exit::Done => Ok(()),
         None => Err(CommandError::new(outcome.exit(), "some of it stays held".to_owned())),
     }
 }
 
-/// Whether it was the job that leaves which could not: it did not drain, say.
-fn failed_for_a_victim(left: &Outcome) -> bool {
-    let failure = CommandError::original(left.all().filter_map(|one| one.result.as_ref().err()));
-    failure.is_some_and(|failure| failure.exit() == Exit::Busy)
+/// Whether a pause has failed because of the program: it did not drain, say, and not because the host is short of memory.
+fn is_its_own(failure: &CommandError) -> bool {
+    failure.exit() == Exit::Busy || failure.is(Kind::PrefixCache)
+}
+
+fn original(outcome: &Outcome) -> Option<CommandError> {
+    CommandError::original(outcome.all().filter_map(|one| one.result.as_ref().err())).cloned()
 }

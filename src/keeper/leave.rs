@@ -17,7 +17,12 @@ pub fn leave(run: &OsStr) -> io::Result<()> {
         Some(file) => keeper.stderr(file),
         None => keeper.stderr(Stdio::null()),
     };
-    keeper.env("VRAMCTL_DIR", vramctl_config::socket_directory()).env_remove("LD_PRELOAD");
+    keeper.env("VRAMCTL_DIR", vramctl_config::socket_directory());
+    // Of the program's libraries it needs none. Tests have it see a host as small as the program's.
+    match env::var_os("VRAMCTL_KEEPER_PRELOAD") {
+        Some(library) => keeper.env("LD_PRELOAD", library),
+        None => keeper.env_remove("LD_PRELOAD"),
+    };
     // SAFETY: only calls that are safe after a fork.
     unsafe {
         keeper.pre_exec(|| {

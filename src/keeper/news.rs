@@ -1,9 +1,10 @@
 //! What the scheduler's loop hears.
 
+use crate::change::Ended;
 use std::os::unix::net::UnixStream;
 use vramctl_control::protocol;
 use vramctl_model::MemberState;
-use vramctl_scheduler::{ChangeId, Outcome};
+use vramctl_scheduler::ChangeId;
 
 /// Something that the loop hears.
 #[derive(Debug)]
@@ -17,7 +18,7 @@ pub enum News {
     /// A connection has ended.
     Gone(u32),
     /// A change of places has ended.
-    Done(ChangeId, Outcome),
+    Done(ChangeId, Ended),
     /// Somebody wants to see how things are.
     Asked(UnixStream),
 }

@@ -1,7 +1,7 @@
 //! The scheduler's loop: news in, the policy's step, its actions out.
 
 use crate::books::Gpus;
-use crate::change::Task;
+use crate::change::{Ended, Task};
 use crate::member::{Line, Member};
 use crate::news::News;
 use crate::office::Office;
@@ -18,7 +18,7 @@ use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_host::limits;
-use vramctl_model::{Holdings, MemberState, Order, SharePriority};
+use vramctl_model::{Holdings, Kind, MemberState, Order, SharePriority};
 use vramctl_scheduler::{
     Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, Holdings as Taken, JobId, Memory, Outcome, PerGpu, Policy, Priority,
     ProgramId, Refusal, Report, Settings, State, Why,
@@ -156,10 +156,13 @@ impl Node {
             News::Refused(pid, refusal) => {
                 eprintln!("scheduler: process {pid}: {}", refusal.message);
                 self.greeted.remove(&pid);
-                self.strangers.insert(pid);
+                // Another refusal is about the moment: too many clients, no thread. It is asked again with the next beat.
+                if matches!(refusal.code, Kind::Invalid | Kind::Stale) {
+                    self.strangers.insert(pid);
+                }
             }
             News::Gone(pid) => self.left(pid),
-            News::Done(change, outcome) => self.done(change, outcome),
+            News::Done(change, ended) => self.done(change, ended),
             News::Asked(stream) => view::answer(&stream, &self.view()),
         }
     }
@@ -241,8 +244,8 @@ impl Node {
             self.look_again();
             self.step(Event::Left(member.program));
         }
-        // It may only have closed the connection, for a newer scheduler, say.
-        self.look_for_members();
+        // It may only have closed the connection, and close the next one, too.
+        self.has_missed = true;
     }
 
     // A member says something new.
@@ -333,8 +336,10 @@ impl Node {
         for (gpu, total, unmanaged) in self.gpus.unmanaged(&members) {
             self.step(Event::Gpu { gpu, total, unmanaged });
         }
-        let in_use: u64 = self.members.keys().filter_map(|pid| self.statuses.get(pid)).map(|status| status.memory.host.used_bytes).sum();
-        self.step(Event::Host { room: host_room(in_use), files: 0 });
+        // What members have and do not use is released when it is needed.
+        let statuses = self.members.keys().filter_map(|pid| self.statuses.get(pid));
+        let taken: u64 = statuses.map(|status| status.memory.host.used_bytes.max(status.memory.host.ready_bytes)).sum();
+        self.step(Event::Host { room: taken.saturating_add(limits::spare_bytes()), files: 0 });
     }
 
     // What the policy says.
@@ -391,15 +396,15 @@ impl Node {
         self.changes.drain(..excess);
         let (sender, id) = (self.sender.clone(), change.id);
         let work = move || {
-            let outcome = task.map_or(Outcome::Failed, |task| task.run());
-            let _ = sender.send(News::Done(id, outcome));
+            let ended = task.map_or_else(|| Ended::failed_for("one of them has ended"), |task| task.run());
+            let _ = sender.send(News::Done(id, ended));
         };
-        if thread::Builder::new().name("change".into()).spawn(work).is_err() {
-            let _ = self.sender.send(News::Done(change.id, Outcome::Failed));
+        if let Err(error) = thread::Builder::new().name("change".into()).spawn(work) {
+            let _ = self.sender.send(News::Done(change.id, Ended::failed_for(&format!("no thread could be started: {error}"))));
         }
     }
 
-    fn done(&mut self, change: ChangeId, outcome: Outcome) {
+    fn done(&mut self, change: ChangeId, Ended { outcome, why }: Ended) {
         let Some(programs) = self.moving.remove(&change) else { return };
         if let Some((_, begun, view)) = self.changes.iter_mut().find(|(id, ..)| *id == change) {
             view.took_ms = Some(begun.elapsed().as_millis() as u64);
@@ -409,6 +414,7 @@ impl Node {
                 Outcome::Failed => "failed",
             }
             .into();
+            view.why = why;
         }
         self.gpus.look();
         self.ask_all();
@@ -468,7 +474,13 @@ impl Node {
         });
         let members = members.collect();
         let changes = self.changes.iter().map(|(_, begun, view)| ChangeView { ago_ms: begun.elapsed().as_millis() as u64, ..view.clone() });
-        View { scheduler: std::process::id(), epoch: self.office.epoch, members, changes: changes.collect() }
+        View {
+            scheduler: std::process::id(),
+            epoch: self.office.epoch,
+            members,
+            host: (self.state.host_room(), self.state.contents()),
+            changes: changes.collect(),
+        }
     }
 
     /// Tells those that wait why, for their logs.
@@ -489,6 +501,7 @@ impl Node {
             Because::Until(at) => format!("those in place have their turn for {:.1} s more", at.saturating_sub(self.now()).as_secs_f64()),
             Because::Busy => "those in place have a higher priority, or are about to change".into(),
             Because::NobodyCan => "nobody can give way".into(),
+            Because::HostFull => "the host has no room for the contents of those who could give way".into(),
             Because::Retries(at) => format!("a change has failed; the next try is in {:.1} s", at.saturating_sub(self.now()).as_secs_f64()),
         }
     }
@@ -526,13 +539,6 @@ fn waits_since(state: &MemberState) -> Option<u64> {
 
 fn is_paused_by_others(state: &MemberState, status: &ProcessStatus) -> bool {
     !state.away && status.memory.held
-}
-
-/// Bytes of host memory that contents may take in all: those that they take, and what is available, less 8 GiB, or half of that on a small host.
-fn host_room(in_use: u64) -> u64 {
-    const RESERVE: u64 = 8 << 30;
-    let available = limits::available_bytes();
-    in_use + available.saturating_sub(RESERVE.min(available / 2))
 }
 
 /// Tells when files of the directory come or go.

@@ -20,6 +20,9 @@ pub struct View {
     pub epoch: u64,
     /// The members.
     pub members: Vec<MemberView>,
+    /// Bytes of contents that host memory may have in all, and of those that are there.
+    #[serde(default)]
+    pub host: (u64, u64),
     /// The last changes of places, the newest last.
     pub changes: Vec<ChangeView>,
 }
@@ -67,6 +70,9 @@ pub struct ChangeView {
     pub bytes: u64,
     /// `changed`, `refused` or `failed`; empty while it is under way.
     pub outcome: String,
+    /// Why it was refused or failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
 }
 
 impl View {
@@ -99,7 +105,8 @@ impl fmt::Display for ChangeView {
         let left: Vec<_> = self.left.iter().map(|(name, why)| format!("{name} gave way ({why})")).collect();
         let came = if self.came.is_empty() { "room was made".to_owned() } else { format!("{} came", self.came.join(", ")) };
         let took = self.took_ms.map_or_else(|| "under way".to_owned(), |ms| format!("{} in {ms} ms", self.outcome));
-        write!(out, "{} ago: {}{bytes}; {came}: {took}", seconds(self.ago_ms), left.join(", "))
+        let why = self.why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
+        write!(out, "{} ago: {}{bytes}; {came}: {took}{why}", seconds(self.ago_ms), left.join(", "))
     }
 }
 
@@ -148,6 +155,7 @@ mod tests {
             bytes: 24 << 20,
             took_ms: Some(210),
             outcome: "changed".into(),
+            why: None,
         };
         let away = MemberView { away_bytes: 1, ..member(2, "b") };
         let changes = vec![change("b", "c", 30_000), change("c", "b", 20_000), change("b", "a", 9_000)];

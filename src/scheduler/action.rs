@@ -114,6 +114,8 @@ pub enum Because {
     Busy,
     /// Nobody can give way: all are capturing, held by others, or did not drain.
     NobodyCan,
+    /// The host has no place for the contents of those who could give way.
+    HostFull,
     /// A change failed. The next attempt is then.
     Retries(Duration),
 }

@@ -27,10 +27,16 @@ impl State {
             Event::Memory { program, gpu, memory } => self.set_memory(program, gpu, memory),
             Event::Asks { program, ask, room } => {
                 let asked = Ask { room, since: now, unserved: Duration::ZERO, granted: false };
-                self.with(program, |one| _ = one.asks.insert(ask, asked));
+                self.with(program, |one| {
+                    one.asks.insert(ask, asked);
+                    one.acts();
+                });
             }
             Event::Settled { program, ask, memory } => {
-                self.with(program, |one| _ = one.asks.remove(&ask));
+                self.with(program, |one| {
+                    one.asks.remove(&ask);
+                    one.acts();
+                });
                 self.set_memories(program, memory);
             }
             Event::Called(program) => self.call(program),
@@ -232,6 +238,18 @@ impl State {
         if let Some(ask) = self.program(program).and_then(|one| one.asks.get_mut(&ask)) {
             ask.granted = true;
         }
+        // Whoever has just got room is to have some use of it.
+        let (now, slice) = (self.now, self.policy.slice);
+        if let Some(gang) = self.gang(program).and_then(|id| self.gangs.get_mut(&id)).filter(|gang| gang.turn.until <= now) {
+            gang.turn = Turn { since: now, until: now + slice, class: gang.priority() };
+        }
+    }
+}
+
+impl Program {
+    /// It has done something that no call shows: to ask for room and to take it is work.
+    fn acts(&mut self) {
+        self.works = if self.watched.is_some() { Works::Busy } else { Works::Unknown };
     }
 }
 
@@ -242,8 +260,8 @@ impl Gang {
         self.retry = Backoff::default();
         if arrived {
             self.turn.since = now;
-            self.programs.values_mut().for_each(|one| one.works = Works::Busy);
         }
+        self.programs.values_mut().for_each(|one| one.works = Works::Busy);
         self.turn.until = if arrived || self.turn.until <= now { now + policy.turn(took) } else { self.turn.until + took * policy.k };
         self.turn.class = underway.class;
     }

@@ -10,8 +10,13 @@ use crate::state::State;
 pub(crate) struct Budget(pub u64);
 
 impl State {
+    /// Bytes of contents that host memory may have in all.
+    pub fn host_room(&self) -> u64 {
+        self.host.room
+    }
+
     /// Bytes of contents that are away, or about to leave.
-    fn contents(&self) -> u64 {
+    pub fn contents(&self) -> u64 {
         let away: u64 = self.gangs.values().map(super::state::Gang::contents_away).sum();
         away + self.changes.values().map(|underway| underway.contents.0).sum::<u64>()
     }

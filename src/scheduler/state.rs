@@ -229,12 +229,13 @@ impl State {
     }
 
     /// What the next scheduler cannot ask the program: its turn, its back-off, and for how long each of its requests was not served. The caller
-    /// leaves it with the program, in the form that a [`crate::Report`] has.
-    pub fn remembered(&self, program: ProgramId) -> Option<Remembered> {
+    /// leaves it with the program, in the form that a [`crate::Report`] has. `now`: since the epoch.
+    pub fn remembered(&self, now: Duration, program: ProgramId) -> Option<Remembered> {
+        let now = self.now.max(AGES + now);
         let gang = self.gangs.get(self.gang_of.get(&program)?)?;
-        let (one, left) = (&gang.programs[&program], |until: Duration| until.saturating_sub(self.now));
+        let (one, left) = (&gang.programs[&program], |until: Duration| until.saturating_sub(now));
         Some(Remembered {
-            turn: (self.now.saturating_sub(gang.turn.since), left(gang.turn.until)),
+            turn: (now.saturating_sub(gang.turn.since), left(gang.turn.until)),
             backoff: (left(one.backoff.until), one.backoff.next),
             unserved: one.asks.iter().map(|(&id, ask)| (id, ask.unserved)).collect(),
         })

@@ -2,6 +2,7 @@
 
 use crate::action::{Action, Because, Cause, Change, Leave, Refusal, Why};
 use crate::event::Event;
+use crate::host::Budget;
 use crate::ids::{AskId, ChangeId, GangId, GpuId, Priority, ProgramId};
 use crate::memory::PerGpu;
 use crate::order::Waiter;
@@ -94,7 +95,11 @@ impl State {
     }
 
     fn count_unserved(&mut self, passed: Duration) {
-        for gang in self.gangs.values_mut().filter(|gang| matches!(gang.because, Some(Because::NobodyCan | Because::Retries(_)))) {
+        for gang in self
+            .gangs
+            .values_mut()
+            .filter(|gang| matches!(gang.because, Some(Because::NobodyCan | Because::HostFull | Because::Retries(_))))
+        {
             let asks = gang.programs.values_mut().flat_map(|program| program.asks.values_mut());
             asks.filter(|ask| !ask.granted).for_each(|ask| ask.unserved += passed);
         }
@@ -122,7 +127,7 @@ impl State {
                 Some(refused) => Err(refused),
                 None => Ok(self.try_to_serve(round, &waiter)),
             };
-            let stuck = matches!(because, Ok(Some(Because::NobodyCan | Because::Retries(_))));
+            let stuck = matches!(because, Ok(Some(Because::NobodyCan | Because::HostFull | Because::Retries(_))));
             let refused = because.err().or_else(|| self.unserved(&waiter).filter(|_| stuck));
             let Some((program, ask, refusal)) = refused else { return because.ok().flatten() };
             round.step.actions.push(Action::Refuse(program, ask, refusal));
@@ -200,7 +205,8 @@ impl State {
             if let Some(unserved) = unserved {
                 round.wake_at(self.now + self.policy.wait.saturating_sub(unserved));
             }
-            return Because::NobodyCan;
+            let is_host = self.cover(needs, &ever, Budget(u64::MAX)).is_some();
+            return if is_host { Because::HostFull } else { Because::NobodyCan };
         }
         round.claim(waiter, needs);
         next.map_or(Because::Busy, Because::Until)

@@ -55,13 +55,16 @@ impl State {
             return Standing::Later;
         }
         let waits = gang.waits_since().is_some();
+        let in_turn = self.now < gang.turn.until;
         if gang.is_away() {
             return Standing::From(Duration::ZERO, if waits { Why::WaitsBehind } else { Why::Away });
         }
         let rested = match works {
+            // It works as soon as it has the room.
+            _ if gang.takes_room() || waits && in_turn => None,
             Works::Empty => Some(Duration::ZERO),
             // In its turn, a program that may soon go on is worth what it costs to bring back.
-            Works::IdleSince(since) if self.now < gang.turn.until => Some(since + self.policy.rest.max(self.return_cost(gang, needs))),
+            Works::IdleSince(since) if in_turn => Some(since + self.policy.rest.max(self.return_cost(gang, needs))),
             Works::IdleSince(since) => Some(since + self.policy.rest),
             Works::Busy | Works::Unknown => None,
         };
@@ -69,6 +72,10 @@ impl State {
             return Standing::From(rested, Why::Idle);
         }
         let class = gang.class(self.now);
+        // Both are in place and wait for room: until one gives way, neither has any use of its turn.
+        if waits && class <= waiter.class && !self.gangs[&waiter.gang].is_away() {
+            return Standing::From(Duration::ZERO, Why::WaitsBehind);
+        }
         let busy = if class < waiter.own {
             Standing::From(gang.known_at(self.now, self.policy.rest), if waits { Why::WaitsBehind } else { Why::Lower(class) })
         } else if gang.priority() <= waiter.class {

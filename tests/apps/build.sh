@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
 	cat <<'HELP'
 Builds the sample programs of tests/apps: allocates, answers, churn, copies, engine,
-engine_regions, guest, handlers, hog, overhead, overhead_driver, odd, stream_ordered, torture,
+engine_regions, guest, handlers, hog, overhead, overhead_driver, odd, stream_ordered, torture, trainer,
 and copies engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
@@ -113,6 +113,7 @@ compile copies copies.c
 compile odd odd.c
 compile stream_ordered stream_ordered.c
 compile torture torture.c
+compile trainer trainer.c
 install -m 755 "$source_dir/engine.py" "$work/engine.py"
 mv -f "$work"/* "$out"/
 # As old as the start: what was edited since is newer.

@@ -131,7 +131,7 @@ __attribute__((constructor)) static void join(void)
 		return;
 	text_of(name, sizeof name, "/proc/self/comm");
 	/* The programs, not the commands that start them. */
-	if (strncmp(name, "engine", 6) != 0)
+	if (strncmp(name, "engine", 6) != 0 && strncmp(name, "trainer", 7) != 0)
 		return;
 	snprintf(path, sizeof path, "%s/%d", folder(), getpid());
 	close(open_really(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));

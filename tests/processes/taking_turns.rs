@@ -143,6 +143,29 @@ fn a_job_gives_way_as_one_and_more_than_once() {
     }
 }
 
+/// Two training loops that do not fit together start at the same moment, and take their memory step by step. Both come as far as they want, and
+/// both go on and on.
+#[test]
+fn busy_programs_that_start_together_take_turns() {
+    let machine = crowded();
+    let start = |name: &str| {
+        let mut command = machine.cli(&["run", "--share", "--name", name, "--no-python", "--"]);
+        Program::spawn(command.arg(programs().join("trainer")).args(["--mib", "56", "--step-mib", "4"]))
+    };
+    let mut both = ["a", "b"].map(start);
+    for trainer in &mut both {
+        trainer.expect("ready");
+    }
+    let mut steps = both.each_mut().map(|trainer| trainer.number("steps"));
+    for _ in 0..2 {
+        for (trainer, steps) in both.iter_mut().zip(&mut steps) {
+            eventually("it goes on", || trainer.number("steps") > *steps);
+            *steps = trainer.number("steps");
+        }
+    }
+    both.iter_mut().for_each(Program::verify);
+}
+
 /// The scheduler is killed, again and again: another keeper takes its place, with a greater epoch, and no answer is lost.
 #[test]
 fn another_keeper_takes_over_from_a_scheduler_that_dies() {

@@ -22,7 +22,7 @@ pub fn telling(connection: &Connection, serve: impl FnOnce() -> Result<(), Error
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         let teller = worker::spawn_scoped(scope, "vramctl-share", || tell_until(connection, &is_over))
-            .map_err(|error| Error::Invalid(format!("could not start a thread: {error}")))?;
+            .map_err(|error| Error::NoThread(error.to_string()))?;
         gate::watcher::set(teller.thread().clone());
         let served = serve();
         is_over.store(true, Ordering::Release);

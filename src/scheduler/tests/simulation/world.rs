@@ -405,8 +405,9 @@ impl World {
     /// The scheduler dies or stops, and another takes the next epoch. What was under way ends at once, one way or the other.
     fn succeed(&mut self) {
         self.counts("successors");
+        let now = self.scheduler_now();
         for (&id, one) in &mut self.programs {
-            one.remembered = self.scheduler.remembered(id).unwrap_or_default();
+            one.remembered = self.scheduler.remembered(now, id).unwrap_or_default();
         }
         let stopped = self.scheduler.clone();
         let stopped_at = self.scheduler_now();
