@@ -1193,8 +1193,9 @@ fn a_process_lost_by_the_driver_is_reported() {
     machine.vramctl("suspend lost").expect(0, "suspended", "");
     for command in ["resume", "resume", "suspend lost"] {
         machine.vramctl(command).expect(1, "", "reports the process as FAILED. It is lost: end it and start it again");
-        machine.vramctl("ps").expect(0, "lost (FAILED)", "");
-        machine.vramctl("status lost").expect(0, "reports the process as FAILED. It is lost", "");
+        machine.vramctl("ps -o wide").expect(0, "lost (FAILED)", "");
+        machine.vramctl("doctor").expect(1, &format!("as FAILED, so that they are lost: lost (pid {})", lost.pid()), "");
+        machine.vramctl("ps").expect(0, "suspended", "");
     }
     // Room would not help it.
     let hog = machine.hog(0, 200);
@@ -1282,9 +1283,10 @@ fn the_middle_of_a_suspend_is_no_suspend() {
         machine.vramctl("ps").expect(0, state, "");
         machine.vramctl("status engine").expect(0, text, "");
         machine.vramctl("pause").expect(5, "", "suspended, or is being suspended or restored");
-        // A driver that does not say.
-        let silent = machine.vramctl_failing("cuInit:1:999:*", "status engine");
-        silent.has(0, "Suspended, or being suspended or restored.", "");
+        // No driver is asked, nor started.
+        machine.vramctl_failing("cuInit:1:999:*", "status engine").expect(0, text, "");
+        machine.vramctl_failing("cuInit:1:999:*", "ps").expect(0, state, "");
+        machine.vramctl("ps -o wide").expect(0, state, "");
         machine.vramctl("resume").expect(0, "resumed", "");
         engine.is_well();
     }

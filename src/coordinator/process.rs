@@ -41,7 +41,7 @@ impl Process {
     pub fn in_words(&self) -> String {
         let Ok(status) = &self.status else { return format!("pid {}, which does not answer", self.pid) };
         let since = status.process.age_s.map_or_else(String::new, |age| format!(", running for {}", text::age(age)));
-        let state = if self.is_held() { format!("held, {}", self.state()) } else { self.state() };
+        let state = self.standing();
         format!("pid {}{since}, {state}: {}", self.pid, text::one_line(&status.process.program))
     }
 
@@ -130,6 +130,23 @@ impl Process {
         self.state_of_tags() + if is_refused { ", refused by the driver" } else { "" }
     }
 
+    /// The same, and whether the program stands still because of others.
+    pub fn standing(&self) -> String {
+        let state = self.state();
+        let says_so = ["suspended", "away", "waits for"].iter().any(|word| state.starts_with(word));
+        if self.is_held() && !says_so { format!("held, {state}") } else { state }
+    }
+
+    /// Where the contents of its paused memory are, and what a suspend has taken off the GPUs.
+    pub fn away(&self) -> Away {
+        let taken = self.suspended().into_iter().flatten().map(|gpu| gpu.bytes).sum();
+        self.tags().iter().filter(|tag| tag.paused_bytes > 0).fold(Away { host: taken, ..Away::default() }, |away, tag| {
+            let disk = tag.disk_bytes.min(tag.paused_bytes);
+            let host = tag.host_bytes.min(tag.paused_bytes - disk);
+            Away { host: away.host + host, disk: away.disk + disk, dropped: away.dropped + tag.paused_bytes - disk - host }
+        })
+    }
+
     /// If the tags differ, lists those that are not active.
     fn state_of_tags(&self) -> String {
         if self.suspended().is_some() {
@@ -157,6 +174,26 @@ impl Process {
                 states.into_iter().filter_map(part).collect::<Vec<_>>().join("; ")
             }
         }
+    }
+}
+
+/// Bytes that are not on the GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Away {
+    /// In host memory.
+    pub host: u64,
+    /// In files.
+    pub disk: u64,
+    /// Nowhere: zero after a resume.
+    pub dropped: u64,
+}
+
+impl fmt::Display for Away {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = [(self.host, "host"), (self.disk, "files"), (self.dropped, "dropped")];
+        let parts: Vec<_> =
+            parts.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, place)| format!("{} {place}", Bytes(*bytes))).collect();
+        write!(out, "{}", parts.join(", "))
     }
 }
 
@@ -209,6 +246,7 @@ pub mod made_up {
         };
         let memory = Status {
             held: false,
+            standing: None,
             waiting_threads: 0,
             suspended: None,
             obstacles: Vec::new(),

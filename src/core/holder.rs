@@ -6,7 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::process;
 use std::sync::Mutex;
 use std::time::Instant;
-use vramctl_host::{PerProcess, Unpoison};
+use vramctl_host::{PerProcess, Unpoison, program_of};
+use vramctl_model::{Caller, Standing};
 
 thread_local! {
     /// The client that this thread serves.
@@ -16,8 +17,14 @@ thread_local! {
 /// A hold that lasts.
 struct Held {
     since: Instant,
-    /// What is routine is said at a lower level.
-    level: log::Level,
+    /// Who asked for it. `None`: it gives way to other programs that share its GPUs, which is routine and said at a lower level.
+    by: Option<Caller>,
+}
+
+impl Held {
+    fn level(&self) -> log::Level {
+        if self.by.is_none() { log::Level::Info } else { log::Level::Warn }
+    }
 }
 
 static HELD: PerProcess<Mutex<Option<Held>>> = PerProcess::new(Mutex::default);
@@ -29,35 +36,34 @@ pub(crate) fn serve(client: u32) {
 
 /// The program stays held. Once for each hold. `gives_way`: for other programs that share its GPUs, until it makes a call.
 pub(crate) fn held(gives_way: bool) {
-    let level = if gives_way { log::Level::Info } else { log::Level::Warn };
-    if HELD.get().lock().unpoisoned().replace(Held { since: Instant::now(), level }).is_some() {
+    let by = (!gives_way).then(|| caller(CLIENT.get()));
+    if HELD.get().lock().unpoisoned().replace(Held { since: Instant::now(), by: by.clone() }).is_some() {
         return;
     }
-    if gives_way {
-        log::info!(
+    match by {
+        None => log::info!(
             "gives way to other programs that share its GPUs: its next call brings its memory back (`vramctl share` tells who and why)"
-        );
-    } else {
-        let own = process::id();
-        log::warn!(
-            "held by {}: calls that start GPU work wait until everything is resumed (`vramctl resume --pid {own}`)",
-            in_words(CLIENT.get())
-        );
+        ),
+        Some(by) => log::warn!(
+            "held by {by}: calls that start GPU work wait until everything is resumed (`vramctl resume --pid {}`)",
+            process::id()
+        ),
     }
 }
 
 /// The program is no longer held, if it was.
 pub(crate) fn released() {
-    let Some(Held { since, level }) = HELD.existing().and_then(|held| held.lock().unpoisoned().take()) else { return };
-    log::log!(level, "no longer held, after {:.1} s", since.elapsed().as_secs_f64());
+    let Some(held) = HELD.existing().and_then(|held| held.lock().unpoisoned().take()) else { return };
+    log::log!(held.level(), "no longer held, after {:.1} s", held.since.elapsed().as_secs_f64());
 }
 
-fn in_words(pid: u32) -> String {
-    if pid == 0 {
-        return "a process out of sight".into();
-    }
-    let folder = format!("/proc/{pid}");
-    let name = fs::read_to_string(format!("{folder}/comm")).unwrap_or_default();
-    let user = fs::metadata(folder).map_or_else(|_| String::new(), |its| format!(", user {}", its.uid()));
-    format!("process {pid} ({}{user})", name.trim().escape_debug())
+/// Since when it is held, and by whom.
+pub(crate) fn standing() -> Option<Standing> {
+    let held = HELD.existing()?.lock().unpoisoned();
+    held.as_ref().map(|Held { since, by }| Standing { seconds: since.elapsed().as_secs(), by: by.clone() })
+}
+
+fn caller(pid: u32) -> Caller {
+    let user = fs::metadata(format!("/proc/{pid}")).ok().map(|its| its.uid());
+    Caller { pid, program: program_of(pid).unwrap_or_default(), user }
 }

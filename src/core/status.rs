@@ -4,7 +4,7 @@ use crate::limit::Taken;
 use crate::memory::{Memory, PausedBy, Released, State, UnderWay, borrow, communicators, limited, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
-use crate::{contexts, events, gate};
+use crate::{contexts, events, gate, holder};
 use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex};
@@ -92,6 +92,7 @@ impl Memory {
         let (tags, devices) = self.tags_and_devices();
         events::complete(Status {
             held: gate::is_held(),
+            standing: holder::standing(),
             waiting_threads: gate::waiting(),
             suspended: None,
             obstacles: self.obstacles(),

@@ -6,6 +6,7 @@
 
 use crate::events::{self, Event};
 use crate::gate;
+use crate::holder;
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
 use crate::transition;
@@ -116,7 +117,7 @@ fn uses(limit: Duration) -> Vec<GpuUse> {
 impl SavedStatus {
     fn status_now(&self) -> Status {
         let obstacles = self.without_obstacles.since();
-        Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles, ..self.status.clone() }
+        Status { held: gate::is_held(), standing: holder::standing(), waiting_threads: gate::waiting(), obstacles, ..self.status.clone() }
     }
 }
 

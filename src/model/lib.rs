@@ -47,7 +47,7 @@ pub use request::{
 };
 pub use residue::{Cycle, Growth, OF_DRIVER};
 pub use span::Span;
-pub use status::{DeviceStatus, HostStatus, Status, TagStatus, Unmanaged};
+pub use status::{Caller, DeviceStatus, HostStatus, Standing, Status, TagStatus, Unmanaged};
 pub use totals::Totals;
 pub use units::{Bytes, gpu_in_words, is_zero, milliseconds, parse_bytes, short_uuid, unmanaged_of};
 pub use verb::{Progress, Stage, TagState, Verb};

@@ -4,6 +4,7 @@ use crate::units::is_zero;
 use crate::{Borrowed, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Policy, Progress, RefusingDevice, TagState, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 /// All managed memory of a process. Other threads keep running while it is taken, so it is not an atomic snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -11,6 +12,9 @@ pub struct Status {
     /// Whether the program is held: calls that start device work wait until everything is resumed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub held: bool,
+    /// While it stays held after a pause or suspend: since when, and who asked for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standing: Option<Standing>,
     /// How many of its threads wait.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub waiting_threads: usize,
@@ -58,6 +62,38 @@ pub struct Status {
     /// Memory of the program's own allocator. Only if it was requested.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cache: Vec<Cached>,
+}
+
+/// Why a program stands still.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Standing {
+    /// For how many seconds.
+    pub seconds: u64,
+    /// Who has paused it last; absent if it gives way to other programs that share its GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub by: Option<Caller>,
+}
+
+/// A process that asked for something.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Caller {
+    /// Its id as the program sees it; 0 if it was out of sight.
+    pub pid: u32,
+    /// The name of its program; empty if that is not known.
+    pub program: String,
+    /// Its user, if known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<u32>,
+}
+
+impl fmt::Display for Caller {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.pid == 0 {
+            return write!(out, "a process out of sight");
+        }
+        let user = self.user.map_or_else(String::new, |user| format!(", user {user}"));
+        write!(out, "process {} ({}{user})", self.pid, self.program.escape_debug())
+    }
 }
 
 /// Memory of one owner that is left to CUDA.

@@ -291,16 +291,19 @@ impl Machine {
     }
 }
 
-/// The text with `<time>` in the place of what a pause, a resume and the life of a process have taken.
+/// The text with `<time>` in the place of what a pause, a resume and the life of a process have taken, and without whose command it was.
 fn without_times(text: &str) -> String {
     let without = |line: &str| match line.split_once(" in ").filter(|(_, after)| after.ends_with(" ms")) {
         Some((before, _)) => format!("{before} in <time>\n"),
         None if line.starts_with("  wait ") => "  <times of the stages>\n".into(),
         None => match line.split_once(", running for ") {
             Some((before, _)) => format!("{before}, running for <time>.\n"),
+            None if line.starts_with("Asked for ") => "Asked for <time> ago by <command>.\n".into(),
             None => format!("{line}\n"),
         },
     };
+    // A cell of a table.
+    let text = (0..NEVER.as_secs()).fold(text.to_owned(), |text, seconds| text.replace(&format!("  {seconds} s  "), "  <time>  "));
     text.lines().map(without).collect()
 }
 

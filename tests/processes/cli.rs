@@ -341,6 +341,7 @@ impl State {
         };
         let memory = Status {
             held: false,
+            standing: None,
             waiting_threads: 0,
             suspended: None,
             obstacles: Vec::new(),

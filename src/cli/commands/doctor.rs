@@ -18,8 +18,10 @@ use std::time::Instant;
 use std::{env, fmt, fs, io, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
+use vramctl_coordinator::checkpoint::{self, Whereabouts};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::parallel;
+use vramctl_coordinator::processes::{Found, Target};
 use vramctl_driver::{self as driver, Survey};
 use vramctl_host::system::resource_limit;
 use vramctl_host::{is_one_file, limits};
@@ -96,6 +98,7 @@ impl Execute for Args {
             }
         }
         findings.push(nvml());
+        findings.extend(lost());
         findings.extend([shared_memory(), host_memory(), limits(), sockets(), disk()]);
         findings.extend(reports());
         findings.push(variables());
@@ -237,6 +240,16 @@ fn tried(survey: &Survey, packages: &BTreeMap<String, String>) -> Finding {
 }
 
 /// NVML says which GPUs there are, and who uses them. Pausing and resuming work without it.
+/// The programs that the driver has lost, which it alone knows.
+fn lost() -> Option<Finding> {
+    let found = Found::look(&Target::All).ok()?;
+    let states = checkpoint::seen_by_driver(&found, &found.processes);
+    let lost = found.processes.iter().filter(|process| states.get(&process.pid) == Some(&Whereabouts::Lost));
+    let lost: Vec<_> = lost.map(ToString::to_string).collect();
+    let message = format!("the driver reports as FAILED, so that they are lost: {}; end them and start them again", lost.join(", "));
+    (!lost.is_empty()).then(|| Finding::new("programs", Verdict::Failed, message))
+}
+
 fn nvml() -> Finding {
     let finding = |verdict, message| Finding::new("NVML", verdict, message);
     match driver::cards() {

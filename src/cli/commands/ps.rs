@@ -7,26 +7,28 @@ use clap::ValueEnum;
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use vramctl_coordinator::checkpoint;
+use vramctl_coordinator::checkpoint::{self, Whereabouts};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::processes::{Found, Process, Target};
 use vramctl_coordinator::starting::{Starting, starting};
 use vramctl_coordinator::text;
-use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::{Bytes, DeviceStatus};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 A program that `vramctl run` has started is \"starting\" until its first allocation of GPU memory (1 MiB or more). A process that does not answer is listed with the \
-reason. A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
+reason. ON GPU is its managed memory there now; AWAY is where the contents of the rest are: in the host's memory, in files, or dropped. \
+\"held\" is a program that stands still until a resume; SINCE says for how long, and BY of `-o wide` who asked for it. Whether the driver has lost a suspended \
+program, only `-o wide` asks, because that takes a while. \
+A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
 paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running. Where programs share \
 GPUs (`vramctl run --share`), a column says who is in place, who gave way to whom, and who waits for what. \
 In a terminal, command lines are cut to the room that is left.
 
 Examples:
   vramctl ps
-  vramctl ps engine --output wide # also limit, tags and whole command lines
+  vramctl ps engine --output wide # also who paused it, limit, tags and whole command lines
   vramctl ps --gpu 0 --sort bytes
   vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]
@@ -88,12 +90,14 @@ impl Execute for Args {
         } else if self.output == Some(Format::Name) {
             output::say(&names(&chosen).join("\n"))?;
         } else {
-            let states = checkpoint::states(&found, &chosen);
+            // Only the driver knows who is lost, and to start it takes a while.
+            let is_wide = self.output.is_some();
+            let whereabouts = if is_wide { checkpoint::seen_by_driver(&found, &chosen) } else { checkpoint::seen_by_nvml(&found, &chosen) };
             let rows = chosen
                 .iter()
-                .map(|process| row(process, states.get(&process.pid), &jobs, &indices))
+                .map(|process| row(process, whereabouts.get(&process.pid).copied(), &jobs, &indices))
                 .chain(starting.iter().map(starting_row));
-            let shown = if self.output.is_none() { COLUMNS_AT_FIRST } else { COLUMNS.len() - 1 };
+            let shown = if is_wide { COLUMNS.len() - 1 } else { COLUMNS_AT_FIRST };
             // The list is there without a scheduler that answers, too.
             let sharing = vramctl_keeper::ask().ok().flatten().filter(|view| !view.members.is_empty());
             let sharing_of =
@@ -105,7 +109,7 @@ impl Execute for Args {
                 row.into_iter().take(shown).chain(standing).chain(command).collect()
             });
             let rows = rows.collect();
-            output::show(&if self.output.is_none() { output::table_with_commands(&headers, rows) } else { output::table(&headers, rows) })?;
+            output::show(&if is_wide { output::table(&headers, rows) } else { output::table_with_commands(&headers, rows) })?;
         }
         Ok(Exit::Done)
     }
@@ -173,9 +177,9 @@ impl Jobs {
     }
 }
 
-/// The columns. Those that are shown at first fit a terminal.
-const COLUMNS: [&str; 9] = ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "COMMAND"];
-const COLUMNS_AT_FIRST: usize = 6;
+/// The columns. Those that are shown at first fit a terminal; the command line is shown where there is room.
+const COLUMNS: [&str; 12] = ["PID", "NAME", "STATE", "ON GPU", "AWAY", "GPU", "SINCE", "JOB", "BY", "LIMIT", "TAGS", "COMMAND"];
+const COLUMNS_AT_FIRST: usize = 8;
 
 fn starting_row(Starting { pid, name, program }: &Starting) -> Vec<String> {
     let mut row = vec![pid.to_string(), name.clone(), "starting".into(), Bytes(0).to_string()];
@@ -184,34 +188,38 @@ fn starting_row(Starting { pid, name, program }: &Starting) -> Vec<String> {
     row
 }
 
-/// `state`: what the driver says of a suspended process, if it can be asked.
-fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {
+/// `whereabouts`: of a suspended process, if that can be seen.
+fn row(process: &Process, whereabouts: Option<Whereabouts>, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {
     let (pid, unknown) = (process.pid.to_string(), || "?".to_owned());
     let status = match &process.status {
         Ok(status) => status,
         Err(failure) => {
             let (name, why) = (process.name().unwrap_or("?").to_owned(), failure.to_string());
-            let rest = [(); 4].map(|()| String::new());
-            return [pid, name, why, unknown(), unknown()].into_iter().chain(rest).collect();
+            let mut row = vec![pid, name, why, unknown(), unknown(), unknown()];
+            row.resize(COLUMNS.len(), String::new());
+            return row;
         }
     };
     let tags: Vec<_> = status.memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
     let gpus: Vec<_> = process.gpus().map(|uuid| gpus::short_name(uuid, indices)).collect();
-    let state = match state {
-        Some(ProcessState::Failed) => "lost (FAILED)".into(),
-        Some(ProcessState::Running | ProcessState::Locked) => "partly suspended".into(),
-        Some(ProcessState::Checkpointed) | None => process.state(),
+    let state = match whereabouts {
+        Some(Whereabouts::Lost) => "lost (FAILED)".into(),
+        Some(Whereabouts::OnGpu) => "partly suspended".into(),
+        Some(Whereabouts::Away) | None => process.standing(),
     };
     let limit = |device: &DeviceStatus| Some(format!("{} of {}", Bytes(device.counted_bytes), Bytes(device.limit_bytes?)));
     let limits: Vec<_> = status.memory.devices.iter().filter_map(limit).collect();
-    let bytes = status.memory.tags.iter().map(|tag| tag.bytes).sum();
+    let standing = status.memory.standing.as_ref();
     vec![
         pid,
         status.process.name.clone(),
         state,
-        Bytes(bytes).to_string(),
+        Bytes(process.active_bytes()).to_string(),
+        process.away().to_string(),
         gpus.join(", "),
+        standing.map_or_else(String::new, |standing| text::age(standing.seconds)),
         jobs.place_of(process),
+        standing.map_or_else(String::new, |standing| standing.by.as_ref().map_or_else(|| "sharing".into(), ToString::to_string)),
         limits.join(", "),
         tags.join(", "),
         status.process.program.clone(),

@@ -4,30 +4,31 @@ use crate::ui::output;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use vramctl_control::protocol::{Hello, ProcessStatus};
-use vramctl_coordinator::checkpoint;
+use vramctl_coordinator::checkpoint::{self, Whereabouts};
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::proc;
 use vramctl_coordinator::processes::{Found, Process};
 use vramctl_coordinator::target;
 use vramctl_coordinator::text::{self, plain};
-use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
-use vramctl_model::{Borrowed, Cycle, DeviceStatus, Policy, Progress, Status, TagState, TagStatus, gpu_in_words, short_uuid, unmanaged_of};
+use vramctl_model::{
+    Borrowed, Cycle, DeviceStatus, Policy, Progress, Standing, Status, TagState, TagStatus, gpu_in_words, short_uuid, unmanaged_of,
+};
 
 /// Those of the processes that answer. `history`: with their last cycles, even if nothing grows.
 pub fn described(found: &Found, processes: &[Process], history: bool) -> Vec<String> {
-    let (states, refusal) = (checkpoint::states(found, processes), checkpoint::refusal_by_age(found.machine()));
+    let (states, refusal) = (checkpoint::seen_by_nvml(found, processes), checkpoint::refusal_by_age(found.machine()));
     let refusal = refusal.map_or_else(String::new, |(need, why)| format!("\nNo {}: {why}.", need.operation));
     let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
     let below =
         |pid, status: &ProcessStatus| [plain(&unused_policies(pid, status)), refusal.clone(), history_of(&status.memory, history)].concat();
-    answering.map(|(pid, status)| describe(status, states.get(&pid)) + &below(pid, status)).collect()
+    answering.map(|(pid, status)| describe(status, states.get(&pid).copied()) + &below(pid, status)).collect()
 }
 
-/// `state`: what the driver says of a suspended process, if it can be asked.
-fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
+/// `whereabouts`: of a suspended process, if that can be seen.
+fn describe(status: &ProcessStatus, whereabouts: Option<Whereabouts>) -> String {
     let ProcessStatus { process, memory } = status;
-    [plain(&head(process)), plain(&standing(memory, state)), tables(memory), plain(&notes(memory))].concat()
+    [plain(&head(process)), plain(&standing(memory, whereabouts)), tables(memory), plain(&notes(memory))].concat()
 }
 
 fn head(process: &Hello) -> String {
@@ -43,20 +44,20 @@ fn head(process: &Hello) -> String {
 }
 
 /// Whether it is suspended or held, and where new allocations go.
-fn standing(memory: &Status, state: Option<&ProcessState>) -> String {
+fn standing(memory: &Status, whereabouts: Option<Whereabouts>) -> String {
     let mut text = String::new();
     if let Some(gpus) = &memory.suspended {
         let bytes = Bytes(gpus.iter().map(|gpu| gpu.bytes).sum());
         let needs = format!("A resume needs {bytes} besides what is paused.");
-        let _ = match state {
-            Some(ProcessState::Checkpointed) => writeln!(text, "Suspended: it has nothing on any GPU. {needs}"),
-            Some(ProcessState::Running | ProcessState::Locked) => {
+        let _ = match whereabouts {
+            Some(Whereabouts::Away) => writeln!(text, "Suspended: it has nothing on any GPU. {needs}"),
+            Some(Whereabouts::OnGpu) => {
                 writeln!(
                     text,
                     "In the middle of a suspend or resume: its CUDA context is on the GPU. If the command was interrupted, run `vramctl resume`."
                 )
             }
-            Some(ProcessState::Failed) => {
+            Some(Whereabouts::Lost) => {
                 writeln!(text, "The driver reports the process as FAILED. It is lost: end it and start it again.")
             }
             None => writeln!(text, "Suspended, or being suspended or restored. {needs}"),
@@ -76,6 +77,11 @@ fn standing(memory: &Status, state: Option<&ProcessState>) -> String {
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {
             let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it continues by itself.");
         }
+    }
+    match &memory.standing {
+        Some(Standing { seconds, by: Some(by) }) => _ = writeln!(text, "Asked for {} ago by {by}.", text::age(*seconds)),
+        Some(Standing { seconds, by: None }) => _ = writeln!(text, "It gave way {} ago.", text::age(*seconds)),
+        None => (),
     }
     let _ = match &memory.process_tag {
         Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),

@@ -134,13 +134,59 @@ impl InTheWay {
     }
 }
 
-/// What the driver says of the processes that are suspended, or are being suspended or restored; as far as it can be asked from here.
-pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessState> {
+/// Where a process is that its library has left to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whereabouts {
+    /// It has nothing on any GPU.
+    Away,
+    /// Its context is on a GPU: a suspend or resume is under way, or was interrupted.
+    OnGpu,
+    /// The driver has lost it.
+    Lost,
+}
+
+impl From<ProcessState> for Whereabouts {
+    fn from(state: ProcessState) -> Self {
+        match state {
+            ProcessState::Running | ProcessState::Locked => Self::OnGpu,
+            ProcessState::Checkpointed => Self::Away,
+            ProcessState::Failed => Self::Lost,
+        }
+    }
+}
+
+/// Where the processes are that are suspended, or are being suspended or restored, as NVML shows it, which unlike the driver answers at once. It
+/// does not know which of them are lost. Nothing without NVML, or where it shows processes that cannot be seen from here.
+pub fn seen_by_nvml(found: &Found, processes: &[Process]) -> BTreeMap<u32, Whereabouts> {
+    let mut holders = BTreeMap::<String, Vec<i32>>::new();
+    let mut of_gpu = |uuid: &str| -> Option<Vec<i32>> {
+        let known = || {
+            let pids = found.machine().holders_of(uuid).into_iter().map(|holder| holder.pid.cast_signed()).collect::<Vec<_>>();
+            if pids.iter().all(proc::exists) { pids } else { vec![0] }
+        };
+        let pids = holders.entry(uuid.to_owned()).or_insert_with(known);
+        (!pids.contains(&0)).then(|| pids.clone())
+    };
+    let suspended: Vec<_> = processes.iter().filter_map(|process| Some((process.pid, process.suspended()?))).collect();
+    if suspended.is_empty() || found.machine().cards().is_err() {
+        return BTreeMap::new();
+    }
+    let mut seen = BTreeMap::new();
+    for (pid, gpus) in suspended {
+        let Some(own) = found.connect(pid).ok().map(|client| client.seen_as()).filter(|own| *own != 0) else { continue };
+        let Some(all) = gpus.iter().map(|gpu| of_gpu(&gpu.uuid)).collect::<Option<Vec<_>>>() else { continue };
+        seen.insert(pid, if all.iter().any(|pids| pids.contains(&own)) { Whereabouts::OnGpu } else { Whereabouts::Away });
+    }
+    seen
+}
+
+/// The same as the driver knows it, as far as it can be asked from here. To start it takes a while.
+pub fn seen_by_driver(found: &Found, processes: &[Process]) -> BTreeMap<u32, Whereabouts> {
     let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
     if suspended.is_empty() || load(found.machine()).is_err() {
         return BTreeMap::new();
     }
-    let state = |pid| Some((pid, found.machine().state(found.connect(pid).ok()?.seen_as()).ok()?));
+    let state = |pid| Some((pid, found.machine().state(found.connect(pid).ok()?.seen_as()).ok()?.into()));
     suspended.into_iter().filter_map(state).collect()
 }
 

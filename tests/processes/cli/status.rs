@@ -129,6 +129,33 @@ fn ps_says_which_tags_are_paused() {
     assert!(!ps.out.contains("mixed"), "{ps:?}");
 }
 
+/// What it takes of the GPU now, and where the rest is, which is no longer there.
+#[test]
+fn a_list_says_where_memory_is_and_since_when() {
+    let machine = Machine::new();
+    let _engine = machine.engine_with("engine", |command| {
+        command.env("VRAMCTL_TAG", "a").env("VRAMCTL_DISK_DIR", machine.folder.path());
+    });
+    let row = || {
+        let ps = machine.vramctl("ps -o wide").expect(0, "", "").out;
+        ps.lines().nth(1).unwrap().split("  ").filter(|cell| !cell.is_empty()).map(|cell| cell.trim().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(row()[2..5], ["active", "22.00 MiB", "0"]);
+    machine.done("pause engine");
+    let held = row();
+    assert_eq!(held[2..6], ["held, paused", "0 B", "22.00 MiB host", "0"]);
+    assert!(held[6].ends_with(" s") && held[8].contains("(vramctl, user "), "{held:?}");
+    let status = machine.done("status engine");
+    assert!(status.contains("Asked for ") && status.contains(" ago by process "), "{status}");
+    machine.done("resume engine");
+    machine.done("pause engine --backup disk");
+    assert_eq!(row()[2..5], ["held, paused", "0 B", "22.00 MiB files"]);
+    machine.done("resume engine");
+    machine.done("pause engine --no-hold");
+    assert_eq!(row()[2..6], ["paused", "0 B", "22.00 MiB host", "0"]);
+    machine.done("resume engine");
+}
+
 #[test]
 fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
     let machine = Machine::without_gpus();
@@ -137,8 +164,11 @@ fn a_list_has_the_columns_the_order_and_the_form_that_are_wanted() {
     assert_eq!(names("list -o name --sort name"), ["a-small-one", "big"]);
     assert_eq!(names("ps -o name --sort bytes"), ["big", "a-small-one"]);
     let titles = |line: &str| machine.vramctl(line).out.lines().next().unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "COMMAND"]);
-    assert_eq!(titles("ps -o wide"), ["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "LIMIT", "TAGS", "COMMAND"]);
+    assert_eq!(titles("ps"), ["PID", "NAME", "STATE", "ON", "GPU", "AWAY", "GPU", "SINCE", "JOB", "COMMAND"]);
+    assert_eq!(
+        titles("ps -o wide"),
+        ["PID", "NAME", "STATE", "ON", "GPU", "AWAY", "GPU", "SINCE", "JOB", "BY", "LIMIT", "TAGS", "COMMAND"]
+    );
     assert_eq!(machine.vramctl("ps -o json").only_json(), machine.vramctl("ps --json").only_json());
 }
 
