@@ -130,11 +130,15 @@ class Run:
         return done.stdout.strip()
 
     def gpu(self, what):
-        """One property of GPU 0, by nvidia-smi's name; memory is in MiB."""
+        """One property of the first GPU that programs see, by nvidia-smi's name; memory is in MiB."""
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
         if self.options.smi == SMI:
-            return self.smi("--id=0", f"--query-gpu={what}", "--format=csv,noheader,nounits")
+            return self.smi(f"--id={first}", f"--query-gpu={what}", "--format=csv,noheader,nounits")
         where, _, which = what.partition(".")
-        return str(json.loads(self.smi("--json"))["devices"][0][which] // MIB) if where == "memory" else "simulated"
+        if where != "memory":
+            return "simulated"
+        devices = json.loads(self.smi("--json"))["devices"]
+        return str(devices[int(first) if first.isdigit() else 0][which] // MIB)
 
     def used_mib(self, below=None):
         """Memory in use on the GPU. nvidia-smi may lag after a process has ended, so with `below` we poll for up to two seconds."""

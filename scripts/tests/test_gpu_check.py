@@ -28,6 +28,8 @@ import kinds  # noqa: E402
 import section  # noqa: E402
 import suspend  # noqa: E402
 import torch_package  # noqa: E402
+from measure.run import Run  # noqa: E402
+from measure.setup import SMI  # noqa: E402
 
 
 class Reading(unittest.TestCase):
@@ -48,6 +50,16 @@ Ran %d test%s in 55.394s
                 self.assertEqual(section.unittest_result(text), (count, verdict), text)
         for text in ("", "OK\n", "test_a ... ok\nSegmentation fault\n", "Ran 3 tests in 1.0s\n"):
             self.assertEqual(section.unittest_result(text), (0, "no verdict"), text)
+
+
+class FirstGpu(unittest.TestCase):
+    def test_it_is_the_one_that_programs_see(self):
+        run = Run.__new__(Run)
+        run.options = argparse.Namespace(smi=SMI)
+        run.smi = lambda which, *_: which
+        for visible, asked in (("1,0", "--id=1"), ("GPU-0f5c", "--id=GPU-0f5c"), ("", "--id=0")):
+            with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=visible):
+                self.assertEqual(run.gpu("memory.used"), asked)
 
 
 class Sizes(unittest.TestCase):

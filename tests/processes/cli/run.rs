@@ -15,6 +15,9 @@ fn simulated_machines_have_sockets_and_a_size_of_their_own() {
         }
         Ran::new(&command.output().unwrap())
     };
+    for wrong in ["4X", "lots", "-1G"] {
+        run(&["--memory", wrong, "true"]).has(2, "", &format!("--memory {wrong} is not a size"));
+    }
     let sockets = |name: &str| machine.folder.path().join(name).join("sockets").to_str().unwrap().to_owned();
     let first = run(&["--dir", "one", "--memory", "64M", "sh", "-c", "simgpu-smi >&2 && echo $VRAMCTL_DIR"]);
     first.has(0, &sockets("one"), "64 MiB");
