@@ -98,19 +98,25 @@ impl TransitionArgs {
 /// The options of a pause that concern engines.
 #[derive(clap::Args)]
 pub struct EngineArgs {
-    /// Ask the inference engine at this address first (docs/engines.md); may be repeated
-    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", hide_env_values = true, value_delimiter = ',', value_parser = checked_address)]
+    /// Ask the inference engine at this address first (docs/engines.md); may be repeated. Those of VRAMCTL_ENGINE are asked if a KV cache
+    /// or requests would lose their memory
+    #[arg(long, value_name = "URL", value_delimiter = ',', value_parser = checked_address)]
     engine: Vec<String>,
+    /// Those of the environment.
+    #[arg(long, value_name = "URL", hide = true, env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
+    usual_engine: Vec<String>,
     /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
-    #[arg(long)]
+    #[arg(long, conflicts_with = "engine")]
     pub force: bool,
 }
 
 impl EngineArgs {
     pub fn addresses(&self) -> engine::Addresses {
+        let always = !self.engine.is_empty();
+        let chosen = if always { &self.engine } else { &self.usual_engine };
         // An empty variable counts as unset.
-        let addresses = self.engine.iter().filter(|address| !address.is_empty()).cloned().collect();
-        engine::Addresses { addresses, key: engine_key() }
+        let addresses = chosen.iter().filter(|address| !address.is_empty()).cloned().collect();
+        engine::Addresses { addresses, key: engine_key(), always }
     }
 }
 

@@ -15,6 +15,8 @@ pub struct Addresses {
     pub addresses: Vec<String>,
     /// Their API key, if they require one.
     pub key: Option<String>,
+    /// Whether to ask them even if nothing of them would be lost: somebody has named them for this pause.
+    pub always: bool,
 }
 
 impl Addresses {
@@ -124,7 +126,7 @@ impl Engine {
             }
             if until.is_none_or(|until| Instant::now() >= until) {
                 let text = format!(
-                    "it has requests that would lose their memory ({running}); stop them, wait for them with --timeout, or use --force"
+                    "it has requests ({running}); stop them, wait for them with --timeout, or pause with --force in place of --engine"
                 );
                 return Err(self.failure(Exit::Busy, &text));
             }

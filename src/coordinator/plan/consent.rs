@@ -42,7 +42,7 @@ impl Plan {
         }
         let may_lose = !losing.is_empty();
         // The requests of a held engine lose nothing if all contents are kept.
-        if !engines.any() || (!may_lose && self.request.holds()) {
+        if !engines.any() || (!may_lose && self.request.holds() && !engines.always) {
             return Ok(Consent { engines: None, may_lose });
         }
         let engines = engines.find(&losing)?;

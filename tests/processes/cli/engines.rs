@@ -175,7 +175,7 @@ fn an_engine_with_requests_is_not_paused() {
     let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
     let loaded = Http::sglang(2, (400, "pending"));
-    let would_lose = |requests: u32| format!("it has requests that would lose their memory ({requests})");
+    let would_lose = |requests: u32| format!("it has requests ({requests})");
     for how in ["--no-hold", "--discard"] {
         machine.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", &would_lose(3));
         machine.vramctl(&format!("pause {how} --engine {} --timeout 0.3", busy.address)).expect(5, "", &would_lose(3));
@@ -185,17 +185,22 @@ fn an_engine_with_requests_is_not_paused() {
     let soon = Http::vllm(&[2, 2, 1, 0], (200, "{}"));
     machine.vramctl(&format!("pause --no-hold --engine {} --timeout 20", soon.address)).expect(0, "paused kv_cache", "");
     machine.vramctl("resume").expect(0, "resumed", "");
-    machine.vramctl(&format!("pause --no-hold --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+    machine.vramctl(&format!("pause --no-hold --force --engine {}", busy.address)).expect(2, "", "'--force' cannot be used with '--engine");
+    machine.vramctl("pause --no-hold --force").expect(0, "paused kv_cache", "");
 }
 
-/// Requests lose nothing if the engine is held and all contents are kept, so nobody is asked.
+/// Requests lose nothing if the engine is held and all contents are kept, so nobody is asked, unless by name.
 #[test]
 fn an_engine_with_requests_is_held() {
     let machine = Machine::without_gpus();
     let engine = Fake::new(&machine, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
-    machine.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
-    assert!(busy.asked().is_empty());
+    machine.vramctl(&format!("pause --engine {}", busy.address)).expect(5, "", "it has requests (3); stop them");
+    machine.vramctl("pause --engine http://127.0.0.1:1").expect(1, "", "does not answer");
+    assert!(!busy.asked().is_empty() && engine.asked().is_empty());
+    let asked = busy.asked().len();
+    Ran::of(machine.cli("pause").env("VRAMCTL_ENGINE", &busy.address)).expect(0, "1.00 GiB kept", "");
+    assert_eq!(busy.asked().len(), asked);
     assert!(matches!(engine.asked()[..], [Request::Pause(PauseRequest { hold: Some(TEN_SECONDS), .. })]));
 }
 

@@ -236,7 +236,11 @@ impl Pause {
         let engines: Vec<_> = engines.iter().map(|address| checked_address(address)).collect::<Result<_, _>>().map_err(invalid)?;
         let pause = HowToPause {
             options: self.options,
-            engines: Addresses { addresses: engines.into_iter().filter(|address| !address.is_empty()).collect(), key: engine_key() },
+            engines: Addresses {
+                addresses: engines.into_iter().filter(|address| !address.is_empty()).collect(),
+                key: engine_key(),
+                always: false,
+            },
             hold: if self.hold { hold(self.hold_ms) } else { Hold::No },
             shared: self.shared,
             nccl: self.nccl,
