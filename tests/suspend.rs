@@ -127,7 +127,8 @@ fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
         assert_eq!(needed, before[0].0 - process["tags"][0]["bytes"].as_u64().unwrap(), "{status}");
         assert_eq!(process["tags"][0]["state"], "paused", "{status}");
         machine.vramctl("ps").expect(0, "suspended", "");
-        machine.vramctl("pause").expect(5, "", "vramctl resume");
+        machine.vramctl("pause").expect(0, "nothing to do: default of engine", "");
+        machine.vramctl("suspend --dry-run").expect(0, "is suspended already", "");
         machine.vramctl("set-tag x").expect(5, "", "suspended");
         machine.vramctl("suspend --name engine").expect(0, "already suspended", "");
         engine.tell("verify");
@@ -998,7 +999,7 @@ fn an_impossible_move_is_refused_before_anything_changes() {
     machine.vramctl("move other --to 1").expect(0, "moved", "");
     let before = machine.gpus();
     for (command, code, why) in [
-        ("move engine --to 0", 2, "already"),
+        ("move engine --to 0", 0, ""),
         ("move engine --to 7", 2, "no GPU 7"),
         ("move engine --to 0,1", 2, "the job is on GPU 0, but --to names GPU 0, GPU 1"),
         ("move engine --to 1 --swap engine", 2, "itself"),
@@ -1007,11 +1008,12 @@ fn an_impossible_move_is_refused_before_anything_changes() {
     ] {
         machine.vramctl(command).expect(code, "", why);
     }
+    machine.vramctl("move engine --to 0").expect(0, &format!("nothing to do: engine (pid {}) is on GPU 0 already", engine.pid()), "");
     // A third one does not fit, unless it swaps with another.
     let filler = machine.engine("filler");
     machine.vramctl("move filler --to 1").expect(0, "moved", "");
     machine.vramctl("move engine --to 1").expect(4, "", "Nothing has changed");
-    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other", "");
+    machine.vramctl("move engine --swap other").expect(0, "moved other", "");
     machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine", "");
     drop(filler);
     machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other (pid", "");
@@ -1282,7 +1284,12 @@ fn the_middle_of_a_suspend_is_no_suspend() {
         assert_eq!(machine.vramctl_failing(&format!("cuCheckpointProcess{death}"), "suspend engine").code, None);
         machine.vramctl("ps").expect(0, state, "");
         machine.vramctl("status engine").expect(0, text, "");
-        machine.vramctl("pause").expect(5, "", "suspended, or is being suspended or restored");
+        let pause = machine.vramctl("pause");
+        if state == " suspended" {
+            pause.has(0, "nothing to do: default of engine", "");
+        } else {
+            pause.has(5, "", "suspended, or is being suspended or restored");
+        }
         // No driver is asked, nor started.
         machine.vramctl_failing("cuInit:1:999:*", "status engine").expect(0, text, "");
         machine.vramctl_failing("cuInit:1:999:*", "ps").expect(0, state, "");
@@ -1327,7 +1334,7 @@ fn suspend_is_refused_with_mps_and_mig() {
     let (machine, mut engine) = Machine::with_an_engine();
     let on_mig = |arguments: &str| Ran::of(machine.cli(arguments).env("SIMGPU_MIG", "1"));
     let before = machine.gpus();
-    machine.vramctl("suspend engine --dry-run").expect(0, "a pause would free", "");
+    machine.vramctl("suspend engine --dry-run").expect(0, ", and its CUDA context", "");
     let foretold = on_mig("suspend engine --dry-run");
     foretold.has(7, "", "GPU 0 is in MIG mode");
     assert_eq!(foretold.text().lines().last().unwrap().matches("engine (pid").count(), 1, "{}", foretold.text());

@@ -98,8 +98,8 @@ impl TransitionArgs {
 /// The options of a pause that concern engines.
 #[derive(clap::Args)]
 pub struct EngineArgs {
-    /// Ask the inference engine at this address first (docs/engines.md); may be repeated. Those of VRAMCTL_ENGINE are asked if a KV cache
-    /// or requests would lose their memory
+    /// Ask the inference engine at this address first (docs/engines.md); may be repeated. Those of `VRAMCTL_ENGINE` are asked if a KV
+    /// cache or requests would lose their memory
     #[arg(long, value_name = "URL", value_delimiter = ',', value_parser = checked_address)]
     engine: Vec<String>,
     /// Those of the environment.

@@ -476,7 +476,7 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
     if let Ok(index) = gpu.parse() {
         let unknown =
             |none| CommandError::new(Exit::Failed, format!("GPU {index}: {none}. Or give its UUID, which `vramctl status` shows"));
-        let text = format!("NVML reports no GPU {index}; give its UUID (`nvidia-smi -L`)");
+        let text = format!("there is no GPU {index}: NVML reports {}, from 0 on (`nvidia-smi -L` lists them)", gpus::indices().len());
         return uuid_of_index(index).map_err(unknown)?.ok_or_else(|| CommandError::new(Exit::Usage, text));
     }
     let meant: Vec<_> = known.iter().filter(|uuid| gpus::begins_as(uuid, gpu)).collect();

@@ -22,6 +22,8 @@ pub struct Move {
     cards: Vec<Card>,
     /// All GPUs, each with the one that its memory goes to.
     map: GpuMap,
+    /// Whether all are where they are to go, so that nothing is to be done.
+    is_there: bool,
     /// For messages: what is true once all have moved.
     arrived: String,
     /// The commands that continue it where the jobs are.
@@ -52,7 +54,7 @@ impl Move {
         checkpoint.check_whole(*ranks, reporter)?;
         let cards = found.machine().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;
-        let to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
+        let mut to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = swap {
             let others = Checkpoint::of(&found, other)?;
             let first = " to a pause or resume of the other job first";
@@ -62,21 +64,29 @@ impl Move {
                 return Err(usage("a job cannot change places with itself"));
             }
             let there = places(&others.members, &cards)?;
+            if to.is_empty() {
+                to.clone_from(&there);
+            }
             if there.iter().map(|card| &card.uuid).collect::<BTreeSet<_>>() != to.iter().map(|card| &card.uuid).collect() {
                 return Err(usage(format!("the other job is on {}, not where this one is to go", list(&there))));
             }
             checkpoint.join(others);
         }
+        let request = pause.request(deadline);
+        let is_there = from.len() == to.len() && from.iter().zip(&to).all(|(from, to)| from.uuid == to.uuid);
+        if is_there && checkpoint.members.iter().all(|member| member.process.suspended().is_none()) {
+            let map = from.iter().map(|card| (card.uuid.clone(), card.uuid.clone())).collect();
+            return Ok(Self { checkpoint, request, cards, map, is_there, arrived: String::new(), again: Vec::new() });
+        }
         pause.check_not_held(checkpoint.pids().into_iter())?;
         let able = [&support::SUSPEND, &support::MOVE].into_iter().try_for_each(|need| checkpoint::check_driver(found.machine(), need));
         able.map_err(|failure| failure.adding(". Nothing has changed"))?;
         let map = permutation(&cards, &from, &to)?;
-        let request = pause.request(deadline);
         check_able(&mut checkpoint, &request, reporter)?;
         check_room(found.machine(), &checkpoint.members, &cards, &map)?;
         let arrived = if swap.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
         let again = [Some(target), swap].into_iter().flatten().map(|target| target.command("resume")).collect();
-        Ok(Self { checkpoint, request, cards, map, arrived, again })
+        Ok(Self { checkpoint, request, cards, map, is_there: false, arrived, again })
     }
 
     /// The commands that continue an interrupted move where the jobs are.
@@ -96,6 +106,9 @@ impl Move {
 
     /// Suspends, restores elsewhere, resumes. If the driver refuses that, the jobs come back where they were.
     pub fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
+        if self.is_there {
+            return Ok(self.arrived());
+        }
         let at_once = Deadline::new(None);
         let Self { checkpoint, request, map, .. } = &mut self;
         let paused = checkpoint.pause(request, None, reporter)?;
@@ -111,11 +124,16 @@ impl Move {
             return Err(failure.adding(&self.after_a_failure(resumed)));
         }
         resumed.map_err(|failure| failure.adding(&format!(". {}, paused and held; to continue: {}", self.arrived, self.way_on())))?;
+        Ok(self.arrived())
+    }
+
+    /// The outcome of one that is complete.
+    fn arrived(self) -> Outcome {
         let Self { mut checkpoint, map, cards, .. } = self;
         for member in &mut checkpoint.members {
             member.done.now_on = moves(member, &map, &cards).into_iter().map(|(_, new)| new.index).collect();
         }
-        Ok(suspend::outcome(checkpoint, Vec::new()))
+        suspend::outcome(checkpoint, Vec::new())
     }
 
     /// Where the jobs are now, and how to continue.
@@ -249,7 +267,7 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
         return Err(usage("a GPU is named twice"));
     }
     if from.iter().zip(to).all(|(from, to)| from.uuid == to.uuid) {
-        return Err(usage(format!("the job is on {} already", list(from))));
+        return Err(usage(format!("the job is on {} already, and suspended: `vramctl resume` brings it back", list(from))));
     }
     if let Some((from, to)) = from.iter().zip(to).find(|(from, to)| from.name != to.name) {
         let text = format!(

@@ -109,7 +109,10 @@ impl Execute for Args {
             output::say(
                 &findings
                     .iter()
-                    .map(|finding: &Finding| format!("{:<8} {:<15} {}", finding.verdict.name(), finding.check, finding.message))
+                    .map(|finding: &Finding| {
+                        let head = format!("{:<8} {:<15} ", finding.verdict.name(), finding.check);
+                        output::hanging(&head, &finding.message, output::width())
+                    })
                     .collect::<Vec<_>>()
                     .join("\n"),
             )?;

@@ -101,7 +101,7 @@ impl Execute for Args {
         let ui = Ui::new(self.json, self.transition.quiet);
         let plan = Plan::make(self.operation(), &ui)?;
         if self.dry_run {
-            return dry_run::print(&plan.forecast(), self.json);
+            return dry_run::print(&plan.forecast(), "pause", self.json);
         }
         if !self.yes {
             confirm(&plan, &ui)?;

@@ -32,12 +32,12 @@ Examples:
   vramctl move engine --to 1
   vramctl move engine --to 1 --dry-run    # could it be moved?
   vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
-  vramctl move engine --to 1 --swap other # exchange places with `other`")]
+  vramctl move engine --swap other        # exchange places with `other`")]
 pub struct Args {
     #[command(flatten)]
     processes: ProcessesOrOnly,
-    /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
-    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(candidates::other_gpus))]
+    /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id [with --swap: those of the other]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required_unless_present = "swap", value_parser = checked_gpu, add = ArgValueCandidates::new(candidates::other_gpus))]
     to: Vec<String>,
     /// Only check that it can be moved, and show from where to where
     #[arg(long, conflicts_with = "quiet")]
@@ -74,6 +74,9 @@ impl Execute for Args {
         });
         let outcome = plan.run(&ui)?;
         outcome::print_device(&outcome, &ui, |process, done| {
+            if done.ms() == 0.0 {
+                return format!("nothing to do: {process} is on {} already", list(&done.now_on));
+            }
             let was = if process.suspended().is_some() { ", which was suspended and is resumed," } else { "" };
             format!("moved {process}{was} to {}: {} {}", list(&done.now_on), Bytes(done.bytes()), done.took())
         })
@@ -100,6 +103,10 @@ fn print_forecast(plan: &Move, as_json: bool) -> Result<Exit, CommandError> {
         return Ok(Exit::Done);
     }
     for Relocation { process, from, to, bytes } in all {
+        if from == to {
+            output::say(&format!("{process} is on {} already", list(&from)))?;
+            continue;
+        }
         let resumed = if process.suspended().is_some() { "; it would not stay suspended" } else { "" };
         output::say(&format!(
             "{process}: a move would take it from {} to {}, with {} in tags{resumed}",

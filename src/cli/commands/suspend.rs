@@ -74,7 +74,7 @@ impl Execute for Args {
         let ui = Ui::new(self.json, self.quiet);
         let mut plan = Suspend::plan(&self.operation(), &ui)?;
         if self.dry_run {
-            return dry_run::print(&plan.forecast(&ui), self.json);
+            return dry_run::print(&plan.forecast(&ui), "suspend", self.json);
         }
         interrupt::hold();
         let [suspend, resume] = ["suspend", "resume"].map(|command| plan.target().command(command));

@@ -166,7 +166,7 @@ fn print_forecast(plan: &Swap, as_json: bool) -> Result<Exit, CommandError> {
         output::answer(answer)?;
         return Ok(dry_run::exit_of(&leaving));
     }
-    let exit = dry_run::print(&leaving, false)?;
+    let exit = dry_run::print(&leaving, "pause", false)?;
     for (process, bytes) in coming {
         output::say(&format!("{process}: a resume would bring {}", Bytes(bytes)))?;
     }

@@ -7,19 +7,26 @@ use vramctl_coordinator::forecast::Forecast;
 use vramctl_model::{Bytes, Plan, Policy, TagPlan};
 
 /// What would be done to a process, in words. Nothing for one that would refuse.
-fn text(one: &Forecast) -> Option<String> {
+fn text(one: &Forecast, verb: &str) -> Option<String> {
     let Some(plan) = &one.plan else {
         return one
             .aside_bytes
             .map(|bytes| format!("{}: would be held, too, until {} that it has open is resumed", one.process, Bytes(bytes)));
     };
-    Some(tags_text(one, plan))
+    Some(tags_text(one, plan, verb))
 }
 
-fn tags_text(one: &Forecast, plan: &Plan) -> String {
+fn tags_text(one: &Forecast, plan: &Plan, verb: &str) -> String {
     let process = &one.process;
+    let takes_the_rest = verb == "suspend";
     if plan.tags.is_empty() {
-        return format!("{process}: nothing to pause");
+        return match process.suspended() {
+            Some(_) => format!("{process}: is suspended already"),
+            None if takes_the_rest => {
+                format!("{process}: its tags are paused already; a suspend would take its CUDA context off the GPU, too")
+            }
+            None => format!("{process}: nothing to pause"),
+        };
     }
     let contents = |(policy, bytes): (&Policy, &u64)| format!("{} {policy}", Bytes(*bytes));
     let row = |tag: &TagPlan| {
@@ -29,19 +36,20 @@ fn tags_text(one: &Forecast, plan: &Plan) -> String {
     let bytes = plan.tags.iter().map(|tag| tag.bytes).sum();
     let (needed, available) = (Bytes(plan.host.needed_bytes), Bytes(plan.host.available_bytes));
     format!(
-        "{process}: a pause would free {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
+        "{process}: a {verb} would free {}{}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
         Bytes(bytes),
+        if takes_the_rest { ", and its CUDA context" } else { "" },
         output::table(&["TAG", "BYTES", "ALLOCATIONS", "CONTENTS"], plan.tags.iter().map(row))
     )
 }
 
-/// Prints them, and returns the exit code that the command would have, as far as it can be predicted.
-pub fn print(all: &[Forecast], as_json: bool) -> Result<Exit, CommandError> {
+/// Prints what this verb would do, and returns the exit code that the command would have, as far as it can be predicted.
+pub fn print(all: &[Forecast], verb: &str, as_json: bool) -> Result<Exit, CommandError> {
     if as_json {
         output::json(&json_of(all))?;
     } else {
         for one in all {
-            text(one).map_or(Ok(()), |text| output::say(&text))?;
+            text(one, verb).map_or(Ok(()), |text| output::say(&text))?;
             if let Some(failure) = &one.failure {
                 output::complain("error", &format!("{}: {failure}", one.process));
             }

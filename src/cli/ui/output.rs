@@ -88,6 +88,24 @@ pub fn width() -> Option<u16> {
     terminal::size().ok().map(|(width, _)| width).filter(|width| *width > 0 && stdout().is_terminal())
 }
 
+/// A line that begins with `head`, and continues below its text where the terminal ends. No word is broken.
+pub fn hanging(head: &str, text: &str, width: Option<u16>) -> String {
+    /// Less would be a column of words.
+    const LEAST: usize = 30;
+    let indent = head.chars().count();
+    let Some(room) = width.map(|width| usize::from(width).saturating_sub(indent).max(LEAST)) else { return format!("{head}{text}") };
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let last = lines.last_mut().filter(|last| last.is_empty() || last.chars().count() + 1 + word.chars().count() <= room);
+        match last {
+            Some(last) if last.is_empty() => last.push_str(word),
+            Some(last) => *last = format!("{last} {word}"),
+            None => lines.push(word.to_owned()),
+        }
+    }
+    head.to_owned() + &lines.join(&format!("\n{}", " ".repeat(indent)))
+}
+
 /// A table without lines, as `ps` prints it.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     arranged(header, rows, width(), colours::wanted(&stdout()))
@@ -177,6 +195,17 @@ mod tests {
     #[test]
     fn a_table_is_plain_columns() {
         assert_eq!(arranged(&["A", "LONG"], [vec!["xyz".into(), "1".into()]], None, false), "A    LONG\nxyz  1");
+    }
+
+    #[test]
+    fn a_long_line_continues_below_its_text() {
+        let text = "/usr/lib/libvramctl.so, version 0.1.0; it can be preloaded by all";
+        assert_eq!(hanging("ok  ", text, None), format!("ok  {text}"));
+        let narrow = hanging("ok  ", text, Some(40));
+        assert_eq!(narrow, "ok  /usr/lib/libvramctl.so, version\n    0.1.0; it can be preloaded by all");
+        assert_eq!(narrow.split_whitespace().collect::<Vec<_>>().join(" "), hanging("ok ", text, None));
+        let long = "x".repeat(60);
+        assert_eq!(hanging("ok  ", &format!("a {long} b"), Some(40)), format!("ok  a\n    {long}\n    b"));
     }
 
     #[test]

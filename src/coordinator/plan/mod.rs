@@ -8,13 +8,14 @@ pub use aftermath::Left;
 pub use consent::Consent;
 
 use crate::Reporter;
+use crate::checkpoint::{self, Whereabouts};
 use crate::communicators::Elsewhere;
 use crate::failure::{CommandError, Exit};
 use crate::figures::Figures;
 use crate::forecast::Forecast;
 use crate::job::{Job, JobReport, Rank, Role};
 use crate::operation::{Operation, Scope};
-use crate::outcome::{Done, Outcome};
+use crate::outcome::{Done, Outcome, ProcessOutcome};
 use crate::parallel;
 use crate::patience::RESTORE_WITHIN;
 use crate::processes::{Found, Process, Target, check_whole};
@@ -27,7 +28,7 @@ use std::process;
 use std::time::Duration;
 use vramctl_control::protocol;
 use vramctl_model::{
-    Error, NCCL, Participants, PauseRequest, Policy, ResumeRequest, Selection, SwapIn, SwapOut, TagStatus, Transition, Verb,
+    Error, NCCL, Participants, PauseRequest, Policy, Report, ResumeRequest, Selection, SwapIn, SwapOut, TagStatus, Transition, Verb,
 };
 
 /// What a pause or resume of tags will do.
@@ -248,6 +249,16 @@ impl Plan {
 
     /// Pauses or resumes all groups at once, each as a whole or not at all.
     pub fn run(&self, consent: &Consent, reporter: &dyn Reporter) -> Outcome {
+        if self.is_done_by_a_suspend() {
+            let unchanged = |member: &ProcessPlan| ProcessOutcome {
+                process: member.process.clone(),
+                tags: member.meant.clone(),
+                due: Vec::new(),
+                device: None,
+                result: Ok(Report::default()),
+            };
+            return Outcome { processes: self.members.iter().map(unchanged).collect(), ..Outcome::default() };
+        }
         let figures = (self.operation.verb == Verb::Pause).then(|| self.figures());
         let reports = parallel::each(&self.groups, |group| self.run_group(group, consent, reporter));
         let outcome = self.outcome(reports);
@@ -255,6 +266,16 @@ impl Plan {
             figures.send(outcome.paused(), reporter);
         }
         outcome
+    }
+
+    /// Whether it is a pause of processes that a suspend has taken off their GPUs: more than a pause does.
+    fn is_done_by_a_suspend(&self) -> bool {
+        let all: Vec<_> = self.processes().cloned().collect();
+        let is_candidate = self.operation.verb == Verb::Pause && self.operation.nodes.is_none() && self.due().next().is_none();
+        is_candidate && all.iter().all(|process| process.suspended().is_some()) && {
+            let seen = checkpoint::seen_by_nvml(&self.found, &all);
+            all.iter().all(|process| seen.get(&process.pid) == Some(&Whereabouts::Away))
+        }
     }
 
     /// NVML's, for a pause that begins.
