@@ -26,7 +26,7 @@
 //!   their memory goes what is missing, the cheapest first. In its turn, an idle program is safe for as long as bringing it back would take.
 //! - A turn begins when a change has brought a program in, and its length is fixed then: k times what the change took. So each change is paid for
 //!   by the turn after it, whatever it took, and a waiter knows for how long it waits. Who gets room without a change has a slice. While a program
-//!   waits for more in its turn, it is not idle; but it gives way to those in place that wait for room before it, since neither can do anything otherwise.
+//!   waits for more in its turn, it is not idle; but it gives way to those that wait before it, since it can do nothing meanwhile.
 //! - Whoever cannot be served by anybody holds nobody up: younger waiters pass, since they give way again once it can be served.
 //! - A program that did not drain is left alone for 10 s, then for 20, up to 300.
 //! - Gangs of several parts are active beside each other on a GPU only if their limits, or peaks so far, fit together: a gang of which one part waits

@@ -72,8 +72,8 @@ impl State {
             return Standing::From(rested, Why::Idle);
         }
         let class = gang.class(self.now);
-        // Both are in place and wait for room: until one gives way, neither has any use of its turn.
-        if waits && class <= waiter.class && !self.gangs[&waiter.gang].is_away() {
+        // Its turn is of no use while it waits, and its own room comes later.
+        if waits && class <= waiter.class {
             return Standing::From(Duration::ZERO, Why::WaitsBehind);
         }
         let busy = if class < waiter.own {
