@@ -193,6 +193,38 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
 }
 
 #[test]
+fn images_are_listed_verified_exported_and_removed() {
+    let images = with_images!();
+    let engine = images.engine("engine");
+    for name in ["one", "two"] {
+        images.vramctl(&format!("save engine {} --keep", images.image(name))).expect(0, "saved", "");
+    }
+    let folder = images.machine.folder.path().join("images");
+    let run = |words: &str| images.vramctl(&format!("images {} {words}", folder.display()));
+    let listed = run("--json").only_json();
+    let bytes = |image: usize, of: &str| listed["images"][image]["bytes"][of].as_u64().unwrap();
+    assert_eq!((bytes(0, "stored"), bytes(1, "stored")), (bytes(0, "shared"), bytes(1, "shared")), "{listed}");
+    assert!(bytes(0, "contents") >= bytes(0, "stored") && bytes(0, "process") > 1 << 20, "{listed}");
+    run("").expect(0, "two", "");
+    run("verify one").expect(0, "one is whole", "");
+    let other = images.machine.folder.path().join("other");
+    run(&format!("export one {}", other.display())).expect(0, "exported one", "");
+    run("rm one").expect(0, "removed one", "");
+    run("rm one").expect(1, "", "there is no image");
+    // What the other has is still needed.
+    run("gc").expect(0, "freed 0 B", "");
+    drop(engine);
+    run("rm two").expect(0, "removed two", "");
+    assert!(!run("gc").expect(0, "freed", "").out.contains("freed 0 B"));
+    run("").expect(0, "no images", "");
+    let exported = images.vramctl(&format!("images {}", other.display())).expect(0, "one", "");
+    assert!(!exported.out.contains("two"));
+    let mut loaded = Program::spawn(&mut images.cli(&format!("load {}/one --name e --quiet", other.display())));
+    loaded.verify();
+    loaded.end();
+}
+
+#[test]
 fn a_program_that_cannot_be_saved_goes_on() {
     let images = with_images!();
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));

@@ -14,8 +14,8 @@ mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, gpus, image_init, keeper, load, metrics, operate, pause, ps, python_path, ray, relocate, resume, run,
-    save, set_tag, share, status, suspend, swap, top, trace, trim, watch,
+    completions, coordinate, doctor, gpus, image_init, images, keeper, load, metrics, operate, pause, ps, python_path, ray, relocate,
+    resume, run, save, set_tag, share, status, suspend, swap, top, trace, trim, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;
@@ -73,6 +73,8 @@ commands! {
     Save(save::Args),
     /// Start a program from an image, where it was saved
     Load(load::Args),
+    /// List, remove, verify, clean up and export images
+    Images(images::Args),
     /// Print or serve metrics for Prometheus
     Metrics(metrics::Args),
     /// Have torch return the GPU memory that it has cached

@@ -14,5 +14,7 @@ mod patch;
 mod save;
 
 pub use criu::Criu;
+pub use details::failed as store_failure;
 pub use load::{Load, Loaded, Streams};
 pub use save::{Save, Saved};
+pub use vramctl_store as store;

@@ -25,6 +25,7 @@ use vramctl_coordinator::processes::{Found, Target};
 use vramctl_driver::{self as driver, Survey};
 use vramctl_host::system::resource_limit;
 use vramctl_host::{is_one_file, limits};
+use vramctl_images::Criu;
 use vramctl_model::support::{self, ENGINES, Engine, RUNS, Run};
 use vramctl_model::{Bytes, code};
 
@@ -99,7 +100,7 @@ impl Execute for Args {
         }
         findings.push(nvml());
         findings.extend(lost());
-        findings.extend([shared_memory(), host_memory(), limits(), sockets(), disk()]);
+        findings.extend([shared_memory(), host_memory(), limits(), sockets(), disk(), criu()]);
         findings.extend(reports());
         findings.push(variables());
         findings.extend(engines(packages.as_ref()));
@@ -387,6 +388,14 @@ fn disk() -> Finding {
             let verdict = if is_chosen { Verdict::Failed } else { Verdict::Warning };
             Finding::new("disk", verdict, format!("{why}: the policy disk cannot keep contents; set VRAMCTL_DISK_DIR"))
         }
+    }
+}
+
+/// Only images need it.
+fn criu() -> Finding {
+    match Criu::find().and_then(|criu| criu.check().map(|()| criu)) {
+        Ok(criu) => Finding::new("CRIU", Verdict::Ok, format!("{}, for images", criu.version())),
+        Err(why) => Finding::new("CRIU", Verdict::Warning, why.to_string()),
     }
 }
 

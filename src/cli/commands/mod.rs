@@ -5,6 +5,7 @@ pub mod coordinate;
 pub mod doctor;
 pub mod gpus;
 pub mod image_init;
+pub mod images;
 pub mod keeper;
 pub mod load;
 pub mod metrics;
