@@ -142,9 +142,10 @@ fn obstacle(pid: u32, file: &Open, with_driver: bool) -> Option<String> {
     let text = file.text.as_str();
     if let Some(kind) = text.strip_prefix("anon_inode:") {
         return match kind {
-            "[io_uring]" => {
-                Some("an io_uring; start the program with UV_USE_IO_URING=0, or without what makes it (libuv, liburing)".into())
-            }
+            "[io_uring]" => Some(
+                "an io_uring; start the program with USE_LIBUV=0 (torch's store) and UV_USE_IO_URING=0, or without what else makes it"
+                    .into(),
+            ),
             "[userfaultfd]" => Some("a userfaultfd, which CRIU does not save".into()),
             "[perf_event]" | "bpf-map" | "bpf-prog" | "bpf_link" => Some(format!("{kind}: a profiler or tracer; detach it")),
             _ if kind.starts_with("kvm") => Some("a virtual machine".into()),
