@@ -15,7 +15,7 @@ mod ui;
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
     completions, coordinate, doctor, gpus, image_init, images, keeper, load, metrics, operate, pause, ps, python_path, ray, relocate,
-    resume, run, save, set_tag, share, status, suspend, swap, top, trace, trim, watch,
+    resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;
@@ -75,6 +75,10 @@ commands! {
     Load(load::Args),
     /// List, remove, verify, clean up and export images
     Images(images::Args),
+    /// End programs: resume what is paused, SIGTERM, then SIGKILL
+    Stop(stop::Args),
+    /// Wait until processes have memory, are active, paused or gone
+    Wait(wait::Args),
     /// Print or serve metrics for Prometheus
     Metrics(metrics::Args),
     /// Have torch return the GPU memory that it has cached

@@ -21,8 +21,8 @@ pub fn syntax() -> clap::Command {
 }
 
 /// Commands, each with words that people try for it.
-const SYNONYMS: [(&str, &str); 11] = [
-    ("resume", "unpause unsuspend wake wakeup wake-up awake continue thaw unfreeze restore reload load"),
+const SYNONYMS: [(&str, &str); 12] = [
+    ("resume", "unpause unsuspend wake wakeup wake-up awake continue thaw unfreeze restore reload"),
     ("pause", "sleep freeze free release evict offload unload hold"),
     ("suspend", "checkpoint hibernate dump"),
     ("run", "start launch exec spawn"),
@@ -31,18 +31,14 @@ const SYNONYMS: [(&str, &str); 11] = [
     ("gpus", "gpu smi nvidia-smi devices who"),
     ("top", "monitor htop nvtop live"),
     ("move", "migrate relocate"),
+    ("stop", "kill terminate rm end quit"),
     ("doctor", "check diagnose diag test"),
     ("metrics", "stats prometheus exporter"),
 ];
 
 /// What is said of words that no command is for.
-const OTHERS: [(&str, &str); 2] = [
-    (
-        "stop kill terminate rm",
-        "vramctl ends no program: `kill PID` does, and `vramctl ps` lists the ids. `vramctl pause` takes its GPU memory away",
-    ),
-    ("logs log", "vramctl keeps no log: a program prints where it was started. `vramctl trace` writes a timeline of its memory"),
-];
+const OTHERS: [(&str, &str); 1] =
+    [("logs log", "vramctl keeps no log: a program prints where it was started. `vramctl trace` writes a timeline of its memory")];
 
 /// A refusal by clap, which compares letters, with what the word means.
 pub fn explained(error: clap::Error) -> clap::Error {
@@ -84,6 +80,7 @@ pub fn after_help() -> String {
   vramctl watch engine --below 5G              # log who uses it if it runs low
   vramctl move engine --to 1                   # continue on another GPU
   vramctl trace engine -o page.html            # a timeline of its memory
+  vramctl wait engine && vramctl stop engine   # once it has memory
   vramctl metrics --listen 9977                # serve metrics for Prometheus
   vramctl doctor                               # check this machine
 
@@ -151,7 +148,7 @@ mod tests {
             ("Checkpoint", "did you mean `vramctl suspend`?"),
             ("start", "did you mean `vramctl run`?"),
             ("ls", "did you mean `vramctl ps`?"),
-            ("stop", "vramctl ends no program"),
+            ("kill", "did you mean `vramctl stop`?"),
             ("logs", "vramctl keeps no log"),
             ("pasue", "'pause'"),
         ] {

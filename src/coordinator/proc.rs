@@ -53,6 +53,13 @@ pub fn is_stopped(pid: impl Display) -> bool {
     matches!(state, Some('T' | 't'))
 }
 
+/// Whether it has ended, perhaps without its parent's notice.
+pub fn has_ended(pid: impl Display) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    matches!(state, None | Some('Z' | 'X'))
+}
+
 /// Whether it has a file of this name open, as far as can be seen.
 pub fn has_open(pid: impl Display, name: &str) -> bool {
     let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();

@@ -295,7 +295,7 @@ impl Machine {
 fn without_times(text: &str) -> String {
     let without = |line: &str| match line.split_once(" in ").filter(|(_, after)| after.ends_with(" ms")) {
         Some((before, _)) => format!("{before} in <time>\n"),
-        None if line.starts_with("  wait ") => "  <times of the stages>\n".into(),
+        None if line.starts_with("  wait ") && line.ends_with(" ms") => "  <times of the stages>\n".into(),
         None => match line.split_once(", running for ") {
             Some((before, _)) => format!("{before}, running for <time>.\n"),
             None if line.starts_with("Asked for ") => "Asked for <time> ago by <command>.\n".into(),

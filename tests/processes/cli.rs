@@ -5,6 +5,7 @@ mod completions;
 mod directory;
 mod doctor;
 mod documented;
+mod ending;
 mod engines;
 mod operate;
 mod output;

@@ -69,7 +69,10 @@ fn refusals() {
             "run engine -- true",
             "unpause engine",
             "free engine",
-            "stop engine",
+            "kill engine",
+            "stop",
+            "wait engine --for paused --timeout 0",
+            "wait engine --for active",
             "pause engine --tag default",
         ],
     );

@@ -28,7 +28,7 @@ In a terminal, command lines are cut to the room that is left.
 
 Examples:
   vramctl ps
-  vramctl ps engine --output wide # also who paused it, limit, tags and whole command lines
+  vramctl ps engine --output wide # also who paused it, limit and tags
   vramctl ps --gpu 0 --sort bytes
   vramctl pause $(vramctl ps --gpu 0 -o name)
   vramctl ps --json | jq -r '.processes[].pid'")]
