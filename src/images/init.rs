@@ -211,7 +211,8 @@ fn tell_library(task: &Task, pid: u32, details: &Details) -> Result<(), CommandE
     let text = serde_json::to_vec(&Loading { name: &task.name }).unwrap_or_default();
     let name = discovery::name_of_loading(pid);
     let write = || {
-        let directory = Directory::open_or_create_again()?;
+        // It may be the program's user's.
+        let directory = Directory::open()?.map_or_else(Directory::open_or_create_again, Ok)?;
         directory.file(&name, File::options().write(true).create(true).truncate(true))?.write_all(&text)
     };
     write().map_err(refused("write", &details.sockets.join(&name)))
