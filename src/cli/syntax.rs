@@ -122,7 +122,7 @@ mod tests {
             &folder,
         )
         .unwrap();
-        let page = |name: &str| fs::read_to_string(folder.join(name)).unwrap().replace('\\', "");
+        let page = |name: &str| fs::read_to_string(folder.join(name)).unwrap().replace("\\*(Aq", "'").replace('\\', "");
         let overview = page("vramctl.1");
         for command in syntax().get_subcommands().filter(|command| !command.is_hide_set()) {
             let name = command.get_name();
@@ -130,6 +130,11 @@ mod tests {
             let page = page(&format!("vramctl-{name}.1"));
             for option in command.get_arguments().filter(|option| !option.is_hide_set()).filter_map(clap::Arg::get_long) {
                 assert!(page.contains(&format!("--{option}")), "{page}");
+            }
+            // A line that begins with spaces stands by itself, and is not filled as prose.
+            let help = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            for example in help.lines().filter(|line| line.starts_with("  ")) {
+                assert!(page.lines().any(|line| line == example.replace('\\', "")), "{example} is not in {page}");
             }
         }
     }
