@@ -94,6 +94,11 @@ impl Execute for Args {
                 findings.extend(operations(&survey));
                 findings.push(tried(&survey, packages.as_ref().unwrap_or(&BTreeMap::new())));
             }
+            Err(failure) if failure.call.starts_with("dlopen") => {
+                let why = "there is no NVIDIA driver here (libcuda.so.1): programs started from here find no GPU. Install the driver, or start \
+                           the container with `--gpus all`";
+                findings.push(Finding::new("driver", Verdict::Failed, why));
+            }
             Err(failure) => {
                 findings.push(Finding::new("driver", Verdict::Failed, format!("{failure}: programs started from here find no GPU")));
             }

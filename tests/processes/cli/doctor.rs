@@ -19,6 +19,8 @@ fn the_doctor_reports_what_would_fail() {
     assert_eq!(missing.code, Some(1), "{missing:?}");
     assert!(line(&missing, "library").starts_with("failed") && line(&missing, "library").contains("/nowhere/libvramctl.so"));
 
+    let driver = line(&missing, "driver");
+    assert!(driver.starts_with("failed") && driver.contains("there is no NVIDIA driver here (libcuda.so.1)"), "{driver}");
     let foreign = doctor(&|command| _ = command.env("VRAMCTL_LIB", harmless_library()));
     assert!(line(&foreign, "library").contains("it has no vramctl_version"), "{foreign:?}");
     let damaged = machine.folder.path().join("damaged.so");
