@@ -2,6 +2,7 @@
 
 use crate::criu::{Criu, errors_in, inherit};
 use crate::details::{Details, failed, refused};
+use crate::namespace;
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -131,16 +132,39 @@ fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
     if details.has_connections {
         more.extend(["--tcp-established", "--network-lock", "skip"].map(str::to_owned));
     }
-    let mut command = criu.restore(images_open.as_fd(), work_open.as_fd(), &more);
-    inherit(&mut command, &replacing.iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let done = command.status().map_err(|error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}")))?;
-    let why = if done.success() { None } else { Some(errors_in(work)) };
-    let _ = fs::remove_dir_all(work);
-    match why {
-        None => Ok(own.pid.cast_signed()),
-        Some(why) => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back ({done}): {why}"))),
+    let bring_back = || -> Result<Option<String>, CommandError> {
+        let mut command = criu.restore(images_open.as_fd(), work_open.as_fd(), &more);
+        inherit(&mut command, &replacing.iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let done = command.status().map_err(|error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}")))?;
+        Ok((!done.success()).then(|| format!("({done}): {}", errors_in(work))))
+    };
+    let mut failure = bring_back()?;
+    if failure.as_ref().is_some_and(|why| is_abstract_address_taken(why)) {
+        end_all_others();
+        namespace::leave_network().map_err(refused("make", Path::new("a network namespace")))?;
+        eprintln!("warning: another copy of the program runs here: this one has no network");
+        failure = bring_back()?;
     }
+    let _ = fs::remove_dir_all(work);
+    match failure {
+        None => Ok(own.pid.cast_signed()),
+        Some(why) => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}"))),
+    }
+}
+
+/// Ends what an attempt has left in this PID namespace, so that the ids are free.
+fn end_all_others() {
+    // SAFETY: touches no memory. As the first process of the namespace, this one is left out, and gets what the others leave.
+    unsafe { libc::kill(-1, libc::SIGKILL) };
+    // SAFETY: touches no memory.
+    while unsafe { libc::waitpid(-1, ptr::null_mut(), 0) } > 0 {}
+}
+
+/// Whether CRIU has failed because somebody listens at an abstract Unix address of the program. CUDA's driver has one for each process. A path is
+/// bound anew, and a port is for the user to free.
+fn is_abstract_address_taken(errors: &str) -> bool {
+    errors.lines().any(|line| line.contains("sk-unix") && line.contains("Address already in use"))
 }
 
 fn copy_of(stream: RawFd) -> io::Result<OwnedFd> {

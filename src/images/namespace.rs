@@ -2,6 +2,8 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::mem;
+use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
@@ -19,9 +21,9 @@ fn is_own(pid: u32, kind: &str) -> io::Result<bool> {
     Ok(inode("self")? == inode(&pid.to_string())?)
 }
 
-/// Starts a command in the PID and mount namespaces of a process.
+/// Starts a command in the network, PID and mount namespaces of a process.
 pub fn spawn_beside(pid: u32, command: &mut Command) -> io::Result<Child> {
-    let kinds = [("pid", libc::CLONE_NEWPID), ("mnt", libc::CLONE_NEWNS)];
+    let kinds = [("net", libc::CLONE_NEWNET), ("pid", libc::CLONE_NEWPID), ("mnt", libc::CLONE_NEWNS)];
     let mut others = Vec::new();
     for (kind, flag) in kinds {
         if !is_own(pid, kind)? {
@@ -49,6 +51,27 @@ pub fn spawn_apart(command: &mut Command) -> io::Result<Child> {
         if entered == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
     spawn_after(enter, command)
+}
+
+/// Takes this process into a network namespace of its own, with a loopback device and nothing else.
+pub fn leave_network() -> io::Result<()> {
+    // SAFETY: touches no memory.
+    if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    // SAFETY: plain data.
+    let mut request: libc::ifreq = unsafe { mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(*b"lo") {
+        *to = from.cast_signed();
+    }
+    request.ifr_ifru.ifru_flags = libc::IFF_UP as libc::c_short;
+    // SAFETY: an open socket, and a request with a NUL-terminated name.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// In a thread of its own, which ends with its namespaces.

@@ -99,16 +99,20 @@ def loops(vramctl, gib=90, seconds=120):
 
     with HostPeak() as host:
         began = time.monotonic()
-        two = Job(vramctl, "loop", program, ["work", gib], ["work", gib], how=("--share",))
-        ready = two.hear(240)
-        if not check("two loops start at the same moment", two.all("ready", ready), f"{time.monotonic() - began:.1f} s: {ready}"):
+        # Of one name, they would be one job.
+        two = [Job(vramctl, f"loop{number}", program, ["work", gib], how=("--share",)) for number in range(2)]
+        ready = [one.hear(120)[0] for one in two]
+        if not check("two loops start at the same moment", all((one or {}).get("ready") for one in ready), f"{time.monotonic() - began:.1f} s: {ready}"):
             print("note: " + json.dumps(share(vramctl))[:3000], flush=True)
-            return two.end()
+            return [one.end() for one in two]
         before = time.monotonic()
-        both = two.ask(seconds + 200, seconds=seconds)
+        for one in two:
+            one.tell(seconds=seconds)
+        both = [one.hear(seconds + 100)[0] for one in two]
         took = time.monotonic() - before
         changes = share(vramctl).get("changes", [])
-        two.end()
+        for one in two:
+            one.end()
     if not check("both loops have ended", all(both), f"{took:.1f} s"):
         return
     for number, loop in enumerate(both):

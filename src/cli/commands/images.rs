@@ -14,9 +14,9 @@ use vramctl_model::Bytes;
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 Examples:
-  vramctl images /images                    # what is there, how large, how much of it is shared with others
-  vramctl images /images verify llama       # read all of it and compare the hashes
-  vramctl images /images rm llama           # its pieces go with the next gc
+  vramctl images /images                # what is there, how large, what is shared
+  vramctl images /images verify llama   # read all of it, compare the hashes
+  vramctl images /images rm llama       # its pieces go with the next gc
   vramctl images /images gc
   vramctl images /images export llama /mnt/usb")]
 pub struct Args {

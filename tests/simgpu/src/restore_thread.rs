@@ -6,7 +6,9 @@
 use crate::codes::{OPERATING_SYSTEM, Outcome};
 use crate::machine::Machine;
 use std::fs::{self, File};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,8 +19,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// The thread's name while its process has left the machine.
 const AWAY: &str = "simgpu-away";
 
-/// Starts the thread.
+/// Starts the thread. As with the real driver, the process also listens at an abstract address that is its own: a copy of it finds that taken.
 pub fn start(machine: &'static Machine) {
+    let address = SocketAddr::from_abstract_name(format!("simgpu-uvm-{}", std::process::id()));
+    if let Ok(listener) = address.and_then(|address| UnixListener::bind_addr(&address)) {
+        // Until the process ends.
+        std::mem::forget(listener);
+    }
     if machine.folder().is_some() && thread::Builder::new().name("simgpu-restore".into()).spawn(move || work(machine)).is_ok() {
         machine.will_leave();
     }
