@@ -698,7 +698,7 @@ fn a_dry_run_of_a_suspend_lists_those_that_would_refuse_and_the_others() {
     let scene = Scene::new();
     let mut other = scene.machine.python("other");
     other.number(&format!("malloc({OWN})"));
-    let others = format!("other (pid {}): a pause would free 2.00 MiB", other.pid());
+    let others = format!("other (pid {}): a suspend would free 2.00 MiB", other.pid());
     scene.machine.vramctl("suspend trainer other --dry-run").expect(5, &others, "add --shared");
     let told = scene.machine.vramctl("suspend trainer other --dry-run --json").expect(5, "", "").only_json();
     let of = |name: &str| told["processes"].as_array().unwrap().iter().find(|process| process["name"] == name).unwrap();
