@@ -79,9 +79,9 @@ impl Images {
         self.vramctl(&format!("save {program} {}", self.image(image)))
     }
 
-    /// Loads it, with this process's pipes as its streams.
+    /// Loads it, with this process's pipes as its streams: what they carry is the program's alone.
     fn load(&self, image: &str, name: &str) -> Program {
-        Program::spawn(&mut self.cli(&format!("load {} --name {name} --quiet", self.image(image))))
+        Program::spawn(&mut self.cli(&format!("load {} --name {name}", self.image(image))))
     }
 }
 

@@ -44,12 +44,12 @@ pub struct Args {
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         init::hold_signals();
-        let ui = Ui::new(false, self.quiet);
+        // The command's output is the program's.
+        let ui = Ui::new(false, true);
         let streams = Streams { log: self.log.clone(), detached: self.detach };
         let loaded = Load::plan(&self.image, self.name.as_deref(), streams, self.timeout, &ui)?.run(&ui)?;
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
-            // Its output may be the program's.
             eprintln!("loaded {} (pid {}): {} ms", loaded.name, loaded.pid, stages.join(", "));
         }
         if self.detach {
