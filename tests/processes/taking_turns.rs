@@ -4,11 +4,18 @@ use crate::common::machine::{Machine, Program, Ran};
 use crate::common::{cases, eventually, programs};
 use serde_json::{Value, json};
 use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 /// Engines that together need 3.5 times the GPU.
 const ENGINES: [(&str, u32); 4] = [("a", 72), ("b", 72), ("c", 72), ("d", 72)];
+
+/// Programs that are busy all the time, and wait for a limited time only: beside those of another such test, a small machine does not get far.
+fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn crowded() -> Machine {
     let mut machine = Machine::new();
@@ -51,6 +58,7 @@ fn check_answers(machine: &Machine, at: usize, asked: &[(u32, String)]) {
 /// They start at the same moment, and each may size itself as if it were alone.
 #[test]
 fn programs_that_do_not_fit_together_answer_as_if_alone() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let mut engines = start_all(&machine);
     let mut asked = vec![Vec::new(); engines.len()];
@@ -80,6 +88,7 @@ fn only_what_is_missing_changes_places() {
     const MIB: u64 = 1 << 20;
     // Of the engines' tensors.
     const LARGEST: u64 = 12 * MIB;
+    let _alone = one_at_a_time();
     let mut machine = Machine::new();
     machine.memory = "192M";
     let mut engines: Vec<_> = ["a", "b"].iter().map(|name| Program::ready(&mut sharing(&machine, name, 120, &[]))).collect();
@@ -124,6 +133,7 @@ fn only_what_is_missing_changes_places() {
 /// A rank of which nothing is taken is held with the others of its job, and a call of either brings back both.
 #[test]
 fn a_job_gives_way_as_one_and_more_than_once() {
+    let _alone = one_at_a_time();
     let machine = Machine::with(2, "192M");
     let start = |name: &str, mib: u32, device: &str| Program::ready(sharing(&machine, name, mib, &[]).args(["--device", device]));
     let mut job = ["0", "1"].map(|device| start("job", 120, device));
@@ -147,6 +157,7 @@ fn a_job_gives_way_as_one_and_more_than_once() {
 /// both go on and on.
 #[test]
 fn busy_programs_that_start_together_take_turns() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let start = |name: &str| {
         let mut command = machine.cli(&["run", "--share", "--name", name, "--no-python", "--"]);
@@ -169,6 +180,7 @@ fn busy_programs_that_start_together_take_turns() {
 /// The scheduler is killed, again and again: another keeper takes its place, with a greater epoch, and no answer is lost.
 #[test]
 fn another_keeper_takes_over_from_a_scheduler_that_dies() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let mut engines = start_all(&machine);
     let mut epoch = 0;
@@ -186,6 +198,7 @@ fn another_keeper_takes_over_from_a_scheduler_that_dies() {
 /// Members refuse what a scheduler asks for that was stopped, and continues when another one has taken over.
 #[test]
 fn keepers_end_with_the_last_program_of_their_run() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let keepers = || {
         let all = Command::new("pgrep").args(["-f", "keeper --run"]).output().unwrap();
@@ -209,6 +222,7 @@ fn keepers_end_with_the_last_program_of_their_run() {
 /// A scheduler that connects once more is served, however late the end of its first connection is noticed.
 #[test]
 fn the_end_of_an_old_connection_does_not_end_the_new_one() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let engine = Program::ready(&mut sharing(&machine, "a", 48, &[]));
     let share = json!({ "request": "share", "epoch": u64::MAX });
@@ -226,6 +240,7 @@ fn the_end_of_an_old_connection_does_not_end_the_new_one() {
 /// What a person pauses stays paused: no call brings it back, and the scheduler leaves it alone.
 #[test]
 fn what_a_person_pauses_stays_paused() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let mut engine = Program::ready(&mut sharing(&machine, "a", 48, &[]));
     machine.vramctl("pause a").expect(0, "paused", "");
@@ -243,6 +258,7 @@ fn what_a_person_pauses_stays_paused() {
 /// A program that is idle for as long as it says gives its memory back even if nobody shares the GPU, and comes back when it is called.
 #[test]
 fn an_idle_program_makes_room_for_programs_that_do_not_share() {
+    let _alone = one_at_a_time();
     let machine = crowded();
     let mut engine = Program::ready(&mut sharing(&machine, "a", 72, &["--idle", "1"]));
     eventually("its memory is away", || view(&machine)["members"][0]["place"] == "away");
