@@ -22,7 +22,7 @@ import torch_memory_saver as package
 from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
 
 import vramctl
-from support import MIB, Cuda, freed, runtime
+from support import MIB, Cuda, freed
 from vramctl import errors
 
 try:
@@ -290,7 +290,6 @@ class Memory(unittest.TestCase):
         self.assertEqual(torch_memory_saver.memory_margin_bytes, 1 << 50)
         with torch_memory_saver.region(), self.assertRaises(RuntimeError):
             self.malloc()
-
 
 
 class Environment(unittest.TestCase):
