@@ -14,7 +14,7 @@ use vramctl_model::Bytes;
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 Examples:
-  vramctl images /images                # what is there, how large, what is shared
+  vramctl images /images                # what is there, and how large
   vramctl images /images verify llama   # read all of it, compare the hashes
   vramctl images /images rm llama       # its pieces go with the next gc
   vramctl images /images gc
