@@ -126,6 +126,14 @@ pub fn engine_key() -> Option<String> {
 }
 
 /// The options that choose where contents go.
+// No documentation comment: clap would take it for the description of the command.
+#[derive(clap::Args)]
+pub struct HoldTimeoutArgs {
+    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    pub hold_timeout: Duration,
+}
+
 #[derive(clap::Args)]
 pub struct BackupArgs {
     /// Drop the contents: the memory reads as zero after the resume

@@ -1,13 +1,12 @@
 //! `vramctl move`.
 
-use crate::arguments::{ProcessesOrOnly, checked_gpu, count, seconds};
+use crate::arguments::{HoldTimeoutArgs, ProcessesOrOnly, checked_gpu, count};
 use crate::candidates;
 use crate::execute::Execute;
 use crate::ui::Ui;
 use crate::ui::{interrupt, outcome, output};
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
-use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
@@ -48,9 +47,8 @@ pub struct Args {
     /// Swap GPUs with the processes of this name
     #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(candidates::names))]
     swap: Option<String>,
-    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
-    hold_timeout: Duration,
+    #[command(flatten)]
+    hold: HoldTimeoutArgs,
     /// Print JSON: {"processes": [{"pid", "name", "report"}]}; with --dry-run, "from", "to" and "bytes" in place of "report"
     #[arg(long)]
     json: bool,
@@ -126,7 +124,7 @@ impl Args {
     /// The operation that they ask for.
     fn operation(&self) -> Operation {
         let scope = Scope::Elsewhere { to: self.to.clone(), swap: self.swap.clone().map(Target::parse) };
-        let pause = HowToPause { hold: Hold::Within(self.hold_timeout), ..HowToPause::default() };
+        let pause = HowToPause { hold: Hold::Within(self.hold.hold_timeout), ..HowToPause::default() };
         let operation = Operation::new(Verb::Pause, self.processes.target(), scope, Deadline::new(None), pause);
         Operation { ranks: self.ranks, ..operation }
     }

@@ -1,6 +1,6 @@
 //! `vramctl save`.
 
-use crate::arguments::{BackupArgs, seconds};
+use crate::arguments::{BackupArgs, HoldTimeoutArgs};
 use crate::candidates;
 use crate::execute::Execute;
 use crate::ui::Ui;
@@ -9,7 +9,6 @@ use crate::ui::output;
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
 use std::path::PathBuf;
-use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
@@ -44,9 +43,8 @@ pub struct Args {
     keep: bool,
     #[command(flatten)]
     backup: BackupArgs,
-    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
-    hold_timeout: Duration,
+    #[command(flatten)]
+    hold: HoldTimeoutArgs,
     /// Print JSON: {"bytes": {"contents", "written", "process"}, "stages": {…}}
     #[arg(long)]
     json: bool,
@@ -86,7 +84,7 @@ impl Execute for Args {
 impl Args {
     fn operation(&self) -> Operation {
         let options = PauseOptions { backup: self.backup.policy(), ..PauseOptions::default() };
-        let pause = HowToPause { options, hold: Hold::Within(self.hold_timeout), ..HowToPause::default() };
+        let pause = HowToPause { options, hold: Hold::Within(self.hold.hold_timeout), ..HowToPause::default() };
         Operation::new(Verb::Pause, Target::parse(self.process.clone()), Scope::Device, Deadline::new(None), pause)
     }
 }

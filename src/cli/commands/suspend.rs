@@ -1,13 +1,12 @@
 //! `vramctl suspend`.
 
-use crate::arguments::{BackupArgs, ProcessesOrOnly, count, registered, seconds};
+use crate::arguments::{BackupArgs, HoldTimeoutArgs, ProcessesOrOnly, count, registered};
 use crate::execute::Execute;
 use crate::ui::Ui;
 use crate::ui::dry_run;
 use crate::ui::interrupt;
 use crate::ui::outcome;
 use crate::ui::output;
-use std::time::Duration;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
@@ -58,9 +57,8 @@ pub struct Args {
     /// Discard a KV cache although the prefix cache of an engine still describes it
     #[arg(long)]
     force: bool,
-    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
-    hold_timeout: Duration,
+    #[command(flatten)]
+    hold: HoldTimeoutArgs,
     /// Print JSON: {"processes": [{"pid", "name", "report" or "error"}]}
     #[arg(long)]
     json: bool,
@@ -108,7 +106,7 @@ impl Args {
                 force: self.force,
                 ..PauseOptions::default()
             },
-            hold: Hold::Within(self.hold_timeout),
+            hold: Hold::Within(self.hold.hold_timeout),
             shared: self.shared,
             ..HowToPause::default()
         };
