@@ -53,6 +53,15 @@ fn without_inherited(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(close) }
 }
 
+/// The session of these tests may have been begun outside of their container, and CRIU saves no program of such a session.
+fn in_own_session(command: &mut Command) -> &mut Command {
+    let begin = || {
+        unsafe { libc::setsid() };
+        Ok(())
+    };
+    unsafe { command.pre_exec(begin) }
+}
+
 impl Images {
     fn cli(&self, words: &str) -> Command {
         let mut command = self.machine.cli(words);
@@ -67,7 +76,7 @@ impl Images {
 
     fn engine(&self, name: &str) -> Program {
         self.machine.engine_with(name, |command| {
-            without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1"));
+            in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
         })
     }
 
@@ -375,7 +384,7 @@ fn what_was_in_dev_shm_comes_with_the_program() {
     fs::write(&path, "shared").unwrap();
     let name = std::ffi::CString::new(path.as_str()).unwrap();
     let mut engine = images.machine.engine_with("engine", |command| {
-        without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1"));
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
         // Descriptor 50, which nobody else has.
         let open = move || {
             let file = unsafe { libc::open(name.as_ptr(), libc::O_RDWR) };

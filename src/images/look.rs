@@ -66,11 +66,22 @@ pub fn look(pid: u32, with_driver: bool) -> io::Result<Look> {
     look.obstacles.extend(
         outside.map(|(own, other)| format!("a TCP connection to outside ({} to {}): have it closed", address(own), address(other))),
     );
+    if session(&fs::read_to_string(format!("/proc/{pid}/stat"))?) == Some(0) {
+        look.obstacles
+            .push("a session whose leader is outside of this container, where CRIU cannot see it: start the program with setsid".into());
+    }
     for child in children(pid) {
         let name = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
         look.obstacles.push(format!("a child ({}, pid {child}): an image is of one process", name.trim_end()));
     }
     Ok(look)
+}
+
+/// The session in a `/proc/PID/stat`: its leader's pid, 0 if that one is outside of the reader's pid namespace.
+fn session(stat: &str) -> Option<u32> {
+    const AFTER_NAME: usize = 3;
+    let (_, fields) = stat.rsplit_once(')')?;
+    fields.split_whitespace().nth(AFTER_NAME)?.parse().ok()
 }
 
 fn open_files(pid: u32) -> io::Result<Vec<Open>> {
@@ -274,6 +285,15 @@ mod tests {
         assert!(inside.has_connections && !inside.obstacles.iter().any(|one| one.contains("TCP")), "{:?}", inside.obstacles);
         drop((own, accepted));
         assert_eq!(address("0100007F:1F90"), "127.0.0.1:8080");
+    }
+
+    #[test]
+    fn a_session_is_read_behind_any_name() {
+        assert_eq!(session("17 (a) b (c)) S 16 17 0 34816 17 4194304"), Some(0));
+        let own = fs::read_to_string("/proc/self/stat").unwrap();
+        // SAFETY: takes no pointers.
+        assert_eq!(session(&own), u32::try_from(unsafe { libc::getsid(0) }).ok());
+        assert_eq!(session(""), None);
     }
 
     #[test]
