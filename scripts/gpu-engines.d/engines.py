@@ -62,7 +62,8 @@ class Engines(Check):
 
     def under_library(self, command, managed=True, name=None):
         """A command line, with or without the library."""
-        return [str(self.bin / "vramctl"), "run", "--name", name or NAME, "--", *command] if managed else list(command)
+        share = ["--share"] if self.options.share else []
+        return [str(self.bin / "vramctl"), "run", *share, "--name", name or NAME, "--", *command] if managed else list(command)
 
     def settings(self, part):
         """The environment variables that define a part."""

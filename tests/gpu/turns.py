@@ -2,9 +2,12 @@
 
 loops: two training loops, always busy. Their losses are those of a loop alone, bit for bit; together they are compared with one after the other.
 cells: as notebooks: one program after another, at random, is asked for work. Nobody runs out of memory.
+phases: as an RL loop: a trainer works and writes weights to tmpfs, then an engine reads them and works. Once with a swap by hand before each phase, once
+without a command; the losses are the same bit for bit.
 
 usage: turns.py VRAMCTL loops [GIB [SECONDS]]           GIB of each (90), SECONDS together (120); half of that alone before
        turns.py VRAMCTL cells [GIB [PROGRAMS [SECONDS]]]    (20, 10, 60)
+       turns.py VRAMCTL phases [GIB [ROUNDS [STEPS]]]       ROUNDS (6) of two phases with so many STEPS (30) of programs of GIB (90) each
 """
 
 import json
@@ -13,6 +16,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -24,7 +28,7 @@ PART = GIB
 
 def work(gib):
     """Takes memory, and answers each request: `{"steps": N, "seconds": S}` does so much of either and tells the loss of each step, and how long the
-    longest one took; `{"cell": K}` is a cell of a notebook."""
+    longest one took; `{"cell": K}` is a cell of a notebook; `{"write": FILE}` and `{"read": FILE}` are weights that go to another program."""
     import torch
 
     began = time.monotonic()
@@ -46,6 +50,14 @@ def work(gib):
         if "cell" in request:
             began = time.monotonic()
             print(json.dumps({"loss": step(), "took": time.monotonic() - began}), flush=True)
+            continue
+        if "write" in request:
+            parts[0].cpu().numpy().tofile(request["write"])
+            print(json.dumps({"written": True}), flush=True)
+            continue
+        if "read" in request:
+            parts[0].copy_(torch.from_file(request["read"], size=parts[0].numel(), dtype=parts[0].dtype))
+            print(json.dumps({"read": True}), flush=True)
             continue
         losses, longest = [], 0.0
         began = last = time.monotonic()
@@ -166,8 +178,48 @@ def cells(vramctl, gib=20, programs=10, seconds=60):
     )
 
 
+def phases(vramctl, gib=90, rounds=6, steps=30):
+    took, losses = {}, {}
+    for how in ("by hand", "--share"):
+        took[how], losses[how] = work_in_phases(vramctl, gib, rounds, steps, how)
+    check("the losses of all phases are the same", losses["by hand"] == losses["--share"], f"{rounds} rounds")
+    print("| rounds of two phases | by hand | without a command | ratio |")
+    print("| --- | ---: | ---: | ---: |")
+    print(f"| {rounds}, programs of {gib} GiB | {took['by hand']:.2f} s | {took['--share']:.2f} s | {took['--share'] / took['by hand']:.3f} |", flush=True)
+
+
+def work_in_phases(vramctl, gib, rounds, steps, how):
+    """The seconds that all rounds but the first took, and the losses."""
+    program, by_hand = os.path.abspath(__file__), how == "by hand"
+    jobs, losses, began = {}, [], None
+    for name in ("engine", "trainer"):
+        jobs[name] = Job(vramctl, name, program, ["work", gib], how=() if by_hand else (how,))
+        check(f"the {name} is ready ({how})", jobs[name].all("ready", jobs[name].hear(180)))
+        if by_hand and name == "engine":
+            check("the engine leaves", jobs[name].command("pause", name)[0] == 0)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        weights, on_gpu = os.path.join(folder, "weights"), "trainer"
+        for number in range(rounds + 1):
+            # In the first round, host memory is made ready.
+            began = time.monotonic() if number == 1 else began
+            for name, order in (("trainer", "write"), ("engine", "read")):
+                if by_hand and on_gpu != name:
+                    code, text = jobs[name].command("swap", on_gpu, name)
+                    check("a swap", code == 0, text)
+                on_gpu = name
+                if order == "read":
+                    jobs[name].ask(60, read=weights)
+                losses += [answer and answer.get("losses") for answer in jobs[name].ask(120, steps=steps)]
+                if order == "write":
+                    jobs[name].ask(60, write=weights)
+    seconds = time.monotonic() - began
+    for job in jobs.values():
+        job.end()
+    return seconds, losses
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "work":
         work(int(sys.argv[2]))
     else:
-        {"loops": loops, "cells": cells}[sys.argv[2]](sys.argv[1], *map(int, sys.argv[3:]))
+        {"loops": loops, "cells": cells, "phases": phases}[sys.argv[2]](sys.argv[1], *map(int, sys.argv[3:]))
