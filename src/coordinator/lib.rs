@@ -14,7 +14,6 @@ pub mod forecast;
 pub mod gpus;
 mod job;
 pub mod lock;
-pub mod machine;
 pub mod nodes;
 pub mod operation;
 pub mod outcome;

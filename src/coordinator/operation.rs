@@ -3,7 +3,6 @@
 use crate::deadline::Deadline;
 use crate::engine;
 use crate::failure::CommandError;
-use crate::machine::{Machine, ThisMachine};
 use crate::nodes::Participant;
 use crate::patience::HOLD_WITHIN;
 use crate::processes::{Found, Target};
@@ -15,8 +14,6 @@ use vramctl_model::{Amounts, Error, PauseOptions, PauseRequest, Selection, Verb}
 /// An operation on jobs.
 #[derive(Debug, Clone)]
 pub struct Operation {
-    /// Where.
-    pub machine: &'static dyn Machine,
     /// Take memory away, or give it back.
     pub verb: Verb,
     /// The processes.
@@ -107,7 +104,7 @@ impl Hold {
 impl Operation {
     /// On this machine, and with as many processes as when the job was last paused or resumed.
     pub fn new(verb: Verb, target: Target, scope: Scope, deadline: Deadline, pause: HowToPause) -> Self {
-        Self { machine: &ThisMachine, verb, target, scope, ranks: None, deadline, pause, self_paused: None, scheduler: None, nodes: None }
+        Self { verb, target, scope, ranks: None, deadline, pause, self_paused: None, scheduler: None, nodes: None }
     }
 
     /// What to take of a process. `None`: all that is selected.

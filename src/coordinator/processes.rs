@@ -3,7 +3,6 @@
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
-use crate::machine::{Machine, ThisMachine};
 use crate::parallel;
 use crate::patience::{HELLO_WITHIN, LOOK_FOR_PROCESSES_EVERY, NEW_SOCKET_WITHIN, STATUS_WITHIN, TURN_WITHIN};
 use crate::proc;
@@ -33,7 +32,6 @@ use vramctl_model::{Error, Kind, checked_name, short_uuid};
 #[derive(Clone)]
 pub struct Found {
     directory: Option<Directory>,
-    machine: &'static dyn Machine,
     /// Those that listen, by id.
     listening: Vec<u32>,
     /// Those that were asked.
@@ -43,17 +41,12 @@ pub struct Found {
 impl Found {
     /// Finds the processes and asks those that may match for their status.
     pub fn look(target: &Target) -> Result<Self, CommandError> {
-        Self::look_on(&ThisMachine, target)
-    }
-
-    /// The same, on this machine.
-    pub fn look_on(machine: &'static dyn Machine, target: &Target) -> Result<Self, CommandError> {
         let failed =
             |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
         let begun = Instant::now();
         loop {
             let Some(directory) = Directory::open().map_err(failed)? else {
-                return Ok(Self { directory: None, machine, listening: Vec::new(), processes: Vec::new() });
+                return Ok(Self { directory: None, listening: Vec::new(), processes: Vec::new() });
             };
             let listening = directory.processes().map_err(failed)?;
             let (lost, is_by_id) = (lost(&directory), matches!(target, Target::Pid(pid) if listening.contains(pid)));
@@ -69,14 +62,14 @@ impl Found {
             };
             let mut processes = ask(&directory, asked);
             processes.extend(lost.into_iter().filter(|_| !is_by_id));
-            return Ok(Self { processes, directory: Some(directory), machine, listening });
+            return Ok(Self { processes, directory: Some(directory), listening });
         }
     }
 
     /// The same, for an operation that waits for its turn: while processes that may match have too many clients, it looks again.
-    pub fn look_in_turn(machine: &'static dyn Machine, target: &Target, deadline: &Deadline) -> Result<Self, CommandError> {
+    pub fn look_in_turn(target: &Target, deadline: &Deadline) -> Result<Self, CommandError> {
         loop {
-            let found = Self::look_on(machine, target)?;
+            let found = Self::look(target)?;
             if !found.waits_for_turn(target, deadline) {
                 return Ok(found);
             }
@@ -293,11 +286,6 @@ impl Found {
             let cache = Client::connect(&directory, pid).and_then(|mut client| client.cache());
             status.memory.cache = cache.unwrap_or_default();
         });
-    }
-
-    /// The machine that they run on.
-    pub fn machine(&self) -> &'static dyn Machine {
-        self.machine
     }
 
     /// Connects to one of them.

@@ -5,14 +5,13 @@ use crate::checkpoint::{self, Checkpoint, Member};
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
-use crate::machine::Machine;
 use crate::operation::{Operation, Scope};
 use crate::outcome::Outcome;
 use crate::processes::{Found, Process, Target};
 use crate::suspend;
 use std::collections::{BTreeMap, BTreeSet};
-use vramctl_driver::Card;
 use vramctl_driver::checkpoint::GpuMap;
+use vramctl_driver::{self as driver, Card};
 use vramctl_model::{PauseRequest, support};
 
 /// What a move will do.
@@ -49,10 +48,10 @@ impl Move {
         let Operation { target, ranks, deadline, pause, .. } = operation;
         let Scope::Elsewhere { to, swap } = &operation.scope else { return Err(usage("a move needs GPUs to go to")) };
         let swap = swap.as_ref();
-        let found = Found::look_in_turn(operation.machine, &Target::All, deadline)?;
+        let found = Found::look_in_turn(&Target::All, deadline)?;
         let mut checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, reporter)?;
-        let cards = found.machine().cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
+        let cards = driver::cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;
         let mut to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = swap {
@@ -79,11 +78,11 @@ impl Move {
             return Ok(Self { checkpoint, request, cards, map, is_there, arrived: String::new(), again: Vec::new() });
         }
         pause.check_not_held(checkpoint.pids().into_iter())?;
-        let able = [&support::SUSPEND, &support::MOVE].into_iter().try_for_each(|need| checkpoint::check_driver(found.machine(), need));
+        let able = [&support::SUSPEND, &support::MOVE].into_iter().try_for_each(checkpoint::check_driver);
         able.map_err(|failure| failure.adding(". Nothing has changed"))?;
         let map = permutation(&cards, &from, &to)?;
         check_able(&mut checkpoint, &request, reporter)?;
-        check_room(found.machine(), &checkpoint.members, &cards, &map)?;
+        check_room(&checkpoint.members, &cards, &map)?;
         let arrived = if swap.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
         let again = [Some(target), swap].into_iter().flatten().map(|target| target.command("resume")).collect();
         Ok(Self { checkpoint, request, cards, map, is_there: false, arrived, again })
@@ -295,10 +294,10 @@ fn check_able(checkpoint: &mut Checkpoint, request: &PauseRequest, reporter: &dy
 }
 
 /// Checks that everything fits once all moving jobs have left.
-fn check_room(machine: &dyn Machine, members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
+fn check_room(members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
     let (mut arriving, mut leaving) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
     for (old, new) in map {
-        let holders = machine.holders_of(old);
+        let holders = driver::holders_of(old);
         for member in members {
             let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
             let device = devices.iter().find(|device| device.uuid.as_ref() == Some(old));
@@ -315,7 +314,7 @@ fn check_room(machine: &dyn Machine, members: &[Member], cards: &[Card], map: &G
         let needed = arriving.get(&*card.uuid).copied().unwrap_or(0);
         let free = card.free + leaving.get(&*card.uuid).copied().unwrap_or(0);
         if needed > free {
-            return Err(checkpoint::short(machine, &Card { free, ..card.clone() }, needed).adding(". Nothing has changed"));
+            return Err(checkpoint::short(&Card { free, ..card.clone() }, needed).adding(". Nothing has changed"));
         }
     }
     Ok(())

@@ -27,7 +27,7 @@ impl Suspend {
     /// Finds the processes and plans. Changes nothing.
     pub fn plan(operation: &Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let Operation { target, ranks, deadline, pause, .. } = operation;
-        let found = Found::look_in_turn(operation.machine, target, deadline)?;
+        let found = Found::look_in_turn(target, deadline)?;
         let checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, reporter)?;
         let request = pause.request(deadline);
@@ -66,8 +66,7 @@ impl Suspend {
 
     fn run(mut self, reporter: &dyn Reporter) -> Result<Outcome, CommandError> {
         // Loading the driver takes a while, so it happens during the pause.
-        let machine = self.checkpoint.found.machine();
-        let loading = parallel::spawn(move || checkpoint::load(machine));
+        let loading = parallel::spawn(checkpoint::load);
         let figures = Figures::prepare(&self.checkpoint.found, self.checkpoint.members.iter().map(|member| &member.process));
         let borrowers = self.borrowers.take();
         let paused = self.checkpoint.pause(&self.request, borrowers, reporter);
@@ -78,7 +77,7 @@ impl Suspend {
             reporter.done(&shared::text(process, report));
         }
         let join = |loading: JoinHandle<_>| loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let loaded = loading.map_or_else(|_| checkpoint::load(machine), join);
+        let loaded = loading.map_or_else(|_| checkpoint::load(), join);
         // Neither the pause itself nor loading the driver counts.
         let deadline = Deadline::new(self.request.hold).after(waited);
         match loaded.and_then(|()| self.checkpoint.leave_gpus(deadline, reporter)) {

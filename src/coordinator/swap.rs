@@ -100,7 +100,7 @@ impl Swap {
         let forecast = leaving.forecast();
         let room = room(&leaving, &forecast, &coming);
         if let Some(short) = room.iter().find(|room| room.coming > (room.free + room.leaving).saturating_sub(room.late)) {
-            let holders = leaving.operation().machine.holders_of(&short.uuid);
+            let holders = driver::holders_of(&short.uuid);
             return Err(short.refusal(holders).adding(". Nothing has changed"));
         }
         let free = room.iter().map(|room| (&*room.uuid, room.free)).collect();

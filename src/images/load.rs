@@ -25,6 +25,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope};
+use vramctl_driver as driver;
 use vramctl_model::{Verb, checked_name};
 use vramctl_store::{Caller, Image, Store};
 
@@ -101,14 +102,13 @@ impl Load {
     }
 
     fn check_gpus(&self, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        let machine = self.operation(0).machine;
-        if let Ok(cards) = machine.cards() {
+        if let Ok(cards) = driver::cards() {
             let missing = self.details.gpus.iter().find(|gpu| cards.iter().all(|card| card.uuid != gpu.uuid));
             if let Some(gpu) = missing {
                 return Err(CommandError::new(Exit::Failed, format!("the image was made with {}, which is not here", gpu.uuid)));
             }
         }
-        let now = machine.cuda().map(|version| version.to_string()).unwrap_or_default();
+        let now = driver::cuda_version().map(|version| version.to_string()).unwrap_or_default();
         if now != self.details.cuda {
             reporter.warn(&format!("the image was made with a driver for CUDA {}, and here is one for {now}", self.details.cuda));
         }

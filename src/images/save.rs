@@ -36,7 +36,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::lock::FileLock;
 use vramctl_coordinator::processes::Found;
 use vramctl_coordinator::{Operation, Reporter};
-use vramctl_driver::checkpoint::GpuMap;
+use vramctl_driver::{self as driver, checkpoint::GpuMap};
 use vramctl_model::{Bytes, PauseRequest};
 use vramctl_store::{Contents, Cpu, Gpu, Manifest, PackId, Piece, Process, Remap, Saving, Source, Store, Stream, Versions};
 
@@ -85,7 +85,7 @@ impl Save {
         }
         criu.check()?;
         let Operation { target, deadline, pause, .. } = operation;
-        let found = Found::look_in_turn(operation.machine, target, deadline)?;
+        let found = Found::look_in_turn(target, deadline)?;
         let mut checkpoint = Checkpoint::of(&found, target)?;
         let [member] = checkpoint.members.as_slice() else {
             let several: Vec<_> = checkpoint.members.iter().map(|member| member.process.to_string()).collect();
@@ -192,7 +192,7 @@ impl Run<'_> {
         self.timed("pause", |run| run.save.checkpoint.pause(&request, None, reporter).map(drop))?;
         let (contents_bytes, written_bytes) = self.timed("store", Self::store)?;
         self.timed("checkpoint", |run| {
-            checkpoint::load(run.save.checkpoint.found.machine())?;
+            checkpoint::load()?;
             run.is_off = true;
             run.save.checkpoint.leave_gpus(Deadline::new(run.save.request.hold), reporter)
         })?;
@@ -334,11 +334,10 @@ impl Run<'_> {
     /// What the image says of itself.
     fn describe(&self, look: &Look, remaps: Vec<Remap>) -> Result<Manifest, CommandError> {
         let member = self.save.checkpoint.members.first().ok_or_else(|| cannot("there is no process"))?;
-        let machine = self.save.checkpoint.found.machine();
         let hello = member.process.status.as_ref().map(|status| status.process.clone()).ok();
         let there = namespace::pid_there(self.pid()).ok_or_else(|| cannot("the process has ended"))?;
         let gpus: Vec<_> = member.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        let cards = machine.cards().unwrap_or_default();
+        let cards = driver::cards().unwrap_or_default();
         let card = |uuid: &String| cards.iter().find(|card| card.uuid == *uuid);
         let gpu = |uuid: &String| Gpu { uuid: uuid.clone(), bytes: card(uuid).map_or(0, |card| card.total), ..Gpu::default() };
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -374,7 +373,7 @@ impl Run<'_> {
             program: hello.map(|hello| hello.program).unwrap_or_default(),
             sockets: self.save.directory.path().to_owned(),
             gpus: member.gpus.clone(),
-            cuda: machine.cuda().map(|version| version.to_string()).unwrap_or_default(),
+            cuda: driver::cuda_version().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
         }
         .put(&mut manifest);

@@ -17,7 +17,7 @@ use vramctl_model::{
 
 /// Those of the processes that answer. `history`: with their last cycles, even if nothing grows.
 pub fn described(found: &Found, processes: &[Process], history: bool) -> Vec<String> {
-    let (states, refusal) = (checkpoint::seen_by_nvml(found, processes), checkpoint::refusal_by_age(found.machine()));
+    let (states, refusal) = (checkpoint::seen_by_nvml(found, processes), checkpoint::refusal_by_age());
     let refusal = refusal.map_or_else(String::new, |(need, why)| format!("\nNo {}: {why}.", need.operation));
     let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
     let below =

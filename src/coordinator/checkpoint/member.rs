@@ -2,7 +2,6 @@
 
 use crate::failure::{CommandError, Exit};
 use crate::lock::{FileLock, Others};
-use crate::machine::Machine;
 use crate::outcome::Done;
 use crate::proc;
 use crate::processes::{self, Found, Process};
@@ -10,8 +9,8 @@ use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Refusal};
-use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
+use vramctl_driver::{self as driver, Card};
 use vramctl_host::system;
 use vramctl_model::{
     Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Participants, PauseRequest, Selection, TagState, TagStatus, Transition, Verb,
@@ -22,7 +21,6 @@ use vramctl_model::{
 pub struct Member {
     /// The process, as it was found.
     pub process: Process,
-    machine: &'static dyn Machine,
     /// Where its socket is. Each request has its own connection: the process closes one that is not used for a while.
     pub(super) directory: Directory,
     /// The process id for the driver; 0 if the process is not visible from here.
@@ -47,9 +45,9 @@ pub struct Member {
 const FAILED: &str = "the driver reports the process as FAILED. It is lost: end it and start it again";
 
 /// The GPUs in MIG mode that a process uses. `pid`: as it is seen from here.
-pub(super) fn mig(machine: &dyn Machine, process: &Process, pid: u32, cards: &[Card]) -> Vec<Obstacle> {
+pub(super) fn mig(process: &Process, pid: u32, cards: &[Card]) -> Vec<Obstacle> {
     // Without memory of its own, it may still have a context there.
-    let has_context = |card: &Card| machine.holders_of(&card.uuid).iter().any(|holder| holder.pid == pid);
+    let has_context = |card: &Card| driver::holders_of(&card.uuid).iter().any(|holder| holder.pid == pid);
     let is_there = |card: &&Card| process.gpus().any(|gpu| gpu == card.uuid) || has_context(card);
     let obstacle = |card: &Card| Obstacle { kind: ObstacleKind::Mig, what: support::in_mig_mode(card.index), bytes: 0 };
     cards.iter().filter(|card| card.mig).filter(is_there).map(obstacle).collect()
@@ -74,7 +72,6 @@ impl Member {
         let active: Vec<_> = process.tags().iter().filter(is_active).map(|tag| tag.tag.clone()).collect();
         let active = Some(active).filter(|active| active.len() < process.tags().len());
         Ok(Self {
-            machine: found.machine(),
             directory,
             pid,
             gpus,
@@ -189,11 +186,11 @@ impl Member {
 
     /// Its GPUs in MIG mode.
     pub(super) fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
-        mig(self.machine, &self.process, self.pid as u32, cards)
+        mig(&self.process, self.pid as u32, cards)
     }
 
     pub(super) fn state(&mut self) -> Result<ProcessState, CommandError> {
-        self.machine.state(self.pid).map_err(|failure| self.refused("report the state of", failure))
+        driver::checkpoint::state(self.pid).map_err(|failure| self.refused("report the state of", failure))
     }
 
     pub(super) fn in_use(&self, others: &Others, within: Duration) -> CommandError {
@@ -212,7 +209,7 @@ impl Member {
         if !proc::exists(self.pid) {
             return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
         }
-        let lost = match self.machine.state(self.pid) {
+        let lost = match driver::checkpoint::state(self.pid) {
             Ok(ProcessState::Failed) => format!("; {FAILED}"),
             // Driver 580 answers this from then on.
             Ok(ProcessState::Checkpointed) if step == "restore" && failure.code == code::OPERATING_SYSTEM => {
@@ -226,7 +223,7 @@ impl Member {
 
     pub(super) fn lock(&mut self, limit: Duration) -> Result<(), CommandError> {
         match self.state()? {
-            ProcessState::Running => self.machine.lock(self.pid, limit).map_err(|failure| match failure.code {
+            ProcessState::Running => driver::checkpoint::lock(self.pid, limit).map_err(|failure| match failure.code {
                 code::NOT_READY => {
                     CommandError::new(Exit::Busy, format!("{}: a CUDA call has not ended in {} ms", self.process, limit.as_millis()))
                 }
@@ -245,7 +242,7 @@ impl Member {
         if self.state()? == ProcessState::Checkpointed {
             return Ok(());
         }
-        self.machine.checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
+        driver::checkpoint::checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
         self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
         Ok(())
     }
@@ -255,7 +252,7 @@ impl Member {
     pub(super) fn loosen(&mut self) -> Result<(), CommandError> {
         match self.state() {
             Ok(ProcessState::Running) => (),
-            Ok(ProcessState::Locked) => self.machine.unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
+            Ok(ProcessState::Locked) => driver::checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
             Ok(ProcessState::Checkpointed) => return Ok(()),
             Ok(ProcessState::Failed) => {
                 self.is_lost = true;
@@ -263,7 +260,7 @@ impl Member {
             }
             // Only a locked process can be unlocked, so this changes no other.
             Err(unknown) => {
-                let is_unlocked = self.machine.unlock(self.pid).is_ok();
+                let is_unlocked = driver::checkpoint::unlock(self.pid).is_ok();
                 if !is_unlocked && !self.is_only_quiesced {
                     return Err(unknown);
                 }
@@ -281,9 +278,9 @@ impl Member {
             ProcessState::Running | ProcessState::Locked | ProcessState::Failed => return Ok(()),
         }
         let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
-        let restored = match self.machine.restore(self.pid, map) {
+        let restored = match driver::checkpoint::restore(self.pid, map) {
             // The driver requires every GPU that is visible to the process, but does not report which those are.
-            Err(failure) if failure.code == code::INVALID_VALUE && own != *map => self.machine.restore(self.pid, &own),
+            Err(failure) if failure.code == code::INVALID_VALUE && own != *map => driver::checkpoint::restore(self.pid, &own),
             answer => answer,
         };
         restored.map_err(|failure| self.refused("restore", failure))?;

@@ -24,7 +24,6 @@ use crate::failure::{CommandError, Exit};
 use crate::forecast::Forecast;
 use crate::job::{Job, JobRequest, Rank, Role};
 use crate::lock::FileLock;
-use crate::machine::Machine;
 use crate::outcome;
 use crate::parallel;
 use crate::proc;
@@ -34,8 +33,8 @@ use member::{mig, unless_in_the_way};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 use vramctl_control::protocol;
-use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
+use vramctl_driver::{self as driver, Card};
 use vramctl_model::support::Requirement;
 use vramctl_model::{Failure, GpuUse, Obstacle, ObstacleKind, PauseRequest, Plan, Report, ResumeRequest, Selection, Verb, code, support};
 
@@ -60,8 +59,8 @@ pub struct Transitioned {
 }
 
 /// Loads the driver, to checkpoint or restore.
-pub fn load(machine: &dyn Machine) -> Result<(), CommandError> {
-    machine.prepare().map_err(|failure| {
+pub fn load() -> Result<(), CommandError> {
+    driver::checkpoint::prepare().map_err(|failure| {
         let is_old = failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint");
         if is_old { CommandError::new(Exit::Unsuspendable, support::SUSPEND.text()) } else { unusable(failure) }
     })
@@ -72,8 +71,8 @@ fn unusable(failure: Failure) -> CommandError {
 }
 
 /// The GPUs, for checks. None without NVML; the checks are then skipped, with a warning.
-fn cards_to_check(machine: &dyn Machine, reporter: &dyn Reporter) -> Vec<Card> {
-    machine.cards().unwrap_or_else(|none| {
+fn cards_to_check(reporter: &dyn Reporter) -> Vec<Card> {
+    driver::cards().unwrap_or_else(|none| {
         let unchecked = "cannot check for room on the GPUs, nor for MIG mode, in which nothing can be restored";
         reporter.warn(&format!("{unchecked}: {none}"));
         Vec::new()
@@ -82,11 +81,10 @@ fn cards_to_check(machine: &dyn Machine, reporter: &dyn Reporter) -> Vec<Card> {
 
 /// What would prevent a suspend of the processes' jobs, as far as NVML can be asked. A process reports only what prevents one of itself alone.
 pub fn look_for_obstacles(found: &Found, processes: &mut [Process]) {
-    let machine = found.machine();
-    let cards = machine.cards().unwrap_or_default();
+    let cards = driver::cards().unwrap_or_default();
     let mut jobs = BTreeMap::<String, Vec<Process>>::new();
     for process in processes {
-        let mut more = mig(machine, process, process.pid, &cards);
+        let mut more = mig(process, process.pid, &cards);
         if process.suspended().is_none() && depends_on_others(process) {
             let whole = || std::iter::once(process.clone()).chain(found.others_of_job(process)).collect();
             let job = jobs.entry(process.job_or_itself()).or_insert_with(whole);
@@ -111,14 +109,14 @@ fn depends_on_others(process: &Process) -> bool {
 }
 
 /// Fails if the driver cannot be used from here, as in a shell that does not find it, or is too old.
-pub fn check_driver(machine: &dyn Machine, need: &Requirement) -> Result<(), CommandError> {
-    let cuda = machine.cuda().map_err(unusable)?;
+pub fn check_driver(need: &Requirement) -> Result<(), CommandError> {
+    let cuda = driver::cuda_version().map_err(unusable)?;
     need.refusal(cuda).map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
 }
 
 /// Why the driver can do no suspend or no move, if it can be asked.
-pub fn refusal_by_age(machine: &dyn Machine) -> Option<(&'static Requirement, String)> {
-    let cuda = machine.cuda().ok()?;
+pub fn refusal_by_age() -> Option<(&'static Requirement, String)> {
+    let cuda = driver::cuda_version().ok()?;
     [&support::SUSPEND, &support::MOVE].into_iter().find_map(|need| Some((need, need.refusal(cuda)?)))
 }
 
@@ -161,14 +159,14 @@ pub fn seen_by_nvml(found: &Found, processes: &[Process]) -> BTreeMap<u32, Where
     let mut holders = BTreeMap::<String, Vec<i32>>::new();
     let mut of_gpu = |uuid: &str| -> Option<Vec<i32>> {
         let known = || {
-            let pids = found.machine().holders_of(uuid).into_iter().map(|holder| holder.pid.cast_signed()).collect::<Vec<_>>();
+            let pids = driver::holders_of(uuid).into_iter().map(|holder| holder.pid.cast_signed()).collect::<Vec<_>>();
             if pids.iter().all(proc::exists) { pids } else { vec![0] }
         };
         let pids = holders.entry(uuid.to_owned()).or_insert_with(known);
         (!pids.contains(&0)).then(|| pids.clone())
     };
     let suspended: Vec<_> = processes.iter().filter_map(|process| Some((process.pid, process.suspended()?))).collect();
-    if suspended.is_empty() || found.machine().cards().is_err() {
+    if suspended.is_empty() || driver::cards().is_err() {
         return BTreeMap::new();
     }
     let mut seen = BTreeMap::new();
@@ -183,10 +181,10 @@ pub fn seen_by_nvml(found: &Found, processes: &[Process]) -> BTreeMap<u32, Where
 /// The same as the driver knows it, as far as it can be asked from here. To start it takes a while.
 pub fn seen_by_driver(found: &Found, processes: &[Process]) -> BTreeMap<u32, Whereabouts> {
     let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
-    if suspended.is_empty() || load(found.machine()).is_err() {
+    if suspended.is_empty() || load().is_err() {
         return BTreeMap::new();
     }
-    let state = |pid| Some((pid, found.machine().state(found.connect(pid).ok()?.seen_as()).ok()?.into()));
+    let state = |pid| Some((pid, driver::checkpoint::state(found.connect(pid).ok()?.seen_as()).ok()?.into()));
     suspended.into_iter().filter_map(state).collect()
 }
 
@@ -210,10 +208,10 @@ impl Checkpoint {
     /// own calls wait.
     pub fn stuck(found: &Found, processes: &[Process]) -> Self {
         let silent: Vec<_> = processes.iter().filter(|process| process.status.is_err()).collect();
-        if silent.is_empty() || load(found.machine()).is_err() {
+        if silent.is_empty() || load().is_err() {
             return Self { found: found.clone(), members: Vec::new(), is_whole: false, everywhere: BTreeSet::new() };
         }
-        let cards = found.machine().cards().ok();
+        let cards = driver::cards().ok();
         let find = |process: &Process| {
             // A stopped one does not even greet. It is left alone: only its library knows what a restore needs.
             let mut member = Member::new(found, process.clone()).ok().filter(|member| member.pid != 0)?;
@@ -261,10 +259,6 @@ impl Checkpoint {
         self.members.iter().map(|member| member.process.pid).collect()
     }
 
-    fn machine(&self) -> &'static dyn Machine {
-        self.found.machine()
-    }
-
     /// Fails if a process's id here is not the one that the driver uses.
     pub fn can_be_seen(&self) -> Result<(), CommandError> {
         self.members.iter().try_for_each(|member| member.can_be_seen().map_err(|failure| member.named(failure)))
@@ -272,11 +266,11 @@ impl Checkpoint {
 
     /// Dry run: what a suspend would do to each process, and why it would fail.
     pub fn forecast(&mut self, wanted: &PauseRequest, reporter: &dyn Reporter) -> Vec<Forecast> {
-        let (machine, pids) = (self.machine(), self.pids());
-        let (loaded, in_the_way) = (load(machine), self.in_the_way(reporter));
+        let pids = self.pids();
+        let (loaded, in_the_way) = (load(), self.in_the_way(reporter));
         let forecast = |member: &mut Member| {
             let unknown = |failure| CommandError::new(Exit::Failed, format!("the driver does not report its state: {failure}"));
-            let state = || machine.state(member.pid).map(drop).map_err(unknown);
+            let state = || driver::checkpoint::state(member.pid).map(drop).map_err(unknown);
             let asked = member.can_be_seen().and(loaded.clone()).and_then(|()| state());
             // A suspended process has nothing to pause, and no obstacles.
             if !member.gpus.is_empty() {
@@ -298,7 +292,7 @@ impl Checkpoint {
 
     /// Fails if something prevents a checkpoint of the members once they are paused. Nothing has changed then.
     pub fn check_restorable(&mut self, wanted: &PauseRequest, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        check_driver(self.machine(), &support::SUSPEND)?;
+        check_driver(&support::SUSPEND)?;
         let (in_the_way, pids) = (self.in_the_way(reporter), self.pids());
         let check = |member: &mut Member| {
             // A suspended one has been checked.
@@ -316,7 +310,7 @@ impl Checkpoint {
     /// What the members themselves do not know.
     fn in_the_way(&self, reporter: &dyn Reporter) -> InTheWay {
         let elsewhere = Elsewhere::of(self.members.iter().map(|member| &member.process), &self.everywhere);
-        InTheWay { elsewhere, cards: cards_to_check(self.machine(), reporter) }
+        InTheWay { elsewhere, cards: cards_to_check(reporter) }
     }
 
     /// Resumes the tags that were active, and the open memory of members without tags.

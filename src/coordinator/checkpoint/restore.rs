@@ -24,14 +24,13 @@ use crate::Reporter;
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::lock::FileLock;
-use crate::machine::Machine;
 use crate::patience::{LOOK_FOR_ROOM_EVERY, OTHERS_FINISH_WITHIN, RESTORE_WITHIN};
 use crate::queue::Entry;
 use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_driver::Card;
 use vramctl_driver::checkpoint::{GpuMap, ProcessState};
+use vramctl_driver::{self as driver, Card};
 use vramctl_model::{Error, Shortage};
 
 impl Checkpoint {
@@ -62,7 +61,7 @@ impl Checkpoint {
             // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
             let loosened = first(at_once(&mut self.members, Member::loosen));
             self.known()?;
-            match self.room(&self.needs(map, tags_on), left(RESTORE_WITHIN), reporter) {
+            match room(&self.needs(map, tags_on), left(RESTORE_WITHIN), reporter) {
                 Ok(room) => break (loosened, room),
                 Err(short) if loosened.is_ok() && !deadline.is_over() && short.exit() == Exit::NoMemory => (),
                 Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
@@ -89,7 +88,7 @@ impl Checkpoint {
     /// checkpointed it since, for another tool.
     fn known(&self) -> Result<(), CommandError> {
         let is_unknown = |member: &&Member| member.process.status.is_err() && member.gpus.is_empty();
-        let is_gone = |member: &&Member| matches!(self.machine().state(member.pid), Ok(ProcessState::Checkpointed));
+        let is_gone = |member: &&Member| matches!(driver::checkpoint::state(member.pid), Ok(ProcessState::Checkpointed));
         let Some(member) = self.members.iter().filter(is_unknown).find(is_gone) else { return Ok(()) };
         Err(CommandError::new(Exit::Busy, format!("{} has just been checkpointed by somebody else; try again", member.process)))
     }
@@ -99,7 +98,7 @@ impl Checkpoint {
         let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
         let mut needs = BTreeMap::<_, u64>::new();
         // If the driver does not report the state now, it may still restore the process.
-        let comes_back = |member: &&Member| matches!(self.machine().state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
+        let comes_back = |member: &&Member| matches!(driver::checkpoint::state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
         for member in self.members.iter().filter(comes_back) {
             for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
                 *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
@@ -115,22 +114,22 @@ impl Checkpoint {
         }
         needs
     }
+}
 
-    /// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
-    fn room(&self, needs: &BTreeMap<String, u64>, within: Duration, reporter: &dyn Reporter) -> Result<Option<FileLock>, CommandError> {
-        let lock = FileLock::take("restore.lock", within).map_err(|others| {
-            let text = format!(
-                "{} has been restoring a job for {} s; see who has {} open, and try again when it is done",
-                others.who(),
-                within.as_secs(),
-                others.place.display()
-            );
-            CommandError::new(Exit::Busy, text)
-        })?;
-        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(self.machine(), reporter) };
-        let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
-        cards.iter().find(is_short).map_or(Ok(lock), |card| Err(short(self.machine(), card, needs[&card.uuid])))
-    }
+/// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
+fn room(needs: &BTreeMap<String, u64>, within: Duration, reporter: &dyn Reporter) -> Result<Option<FileLock>, CommandError> {
+    let lock = FileLock::take("restore.lock", within).map_err(|others| {
+        let text = format!(
+            "{} has been restoring a job for {} s; see who has {} open, and try again when it is done",
+            others.who(),
+            within.as_secs(),
+            others.place.display()
+        );
+        CommandError::new(Exit::Busy, text)
+    })?;
+    let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(reporter) };
+    let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
+    cards.iter().find(is_short).map_or(Ok(lock), |card| Err(short(card, needs[&card.uuid])))
 }
 
 /// Bytes that must be free to restore this much. A restore that runs out of memory cannot be retried, so this is more.
@@ -139,8 +138,8 @@ pub fn room_for(bytes: u64) -> u64 {
 }
 
 /// Too little memory on a GPU.
-pub fn short(machine: &dyn Machine, card: &Card, needed: u64) -> CommandError {
-    let (uuid, holders) = (Some(card.uuid.clone()), machine.holders_of(&card.uuid));
+pub fn short(card: &Card, needed: u64) -> CommandError {
+    let (uuid, holders) = (Some(card.uuid.clone()), driver::holders_of(&card.uuid));
     CommandError::from(&Error::DeviceMemory(Shortage {
         device: card.index as i32,
         uuid,

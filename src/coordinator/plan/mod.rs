@@ -67,7 +67,7 @@ impl Plan {
     /// changes.
     pub fn make(operation: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         loop {
-            let found = Found::look_on(operation.machine, &operation.target)?;
+            let found = Found::look(&operation.target)?;
             let planned = Self::among(operation.clone(), found.clone(), reporter);
             let Some(exit) = planned.as_ref().err().map(CommandError::exit) else { return planned };
             if !matches!(exit, Exit::Busy | Exit::NoProcess) {
@@ -91,7 +91,7 @@ impl Plan {
 
     /// Plans the same anew, after the processes have changed.
     pub(crate) fn again(operation: Operation, reporter: &dyn Reporter) -> Result<Self, CommandError> {
-        let found = Found::look_in_turn(operation.machine, &operation.target, &operation.deadline)?;
+        let found = Found::look_in_turn(&operation.target, &operation.deadline)?;
         Self::among(operation, found, reporter)
     }
 

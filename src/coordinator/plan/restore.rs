@@ -23,7 +23,7 @@ impl Plan {
         let mut checkpoint = Checkpoint::of(found, target)?;
         checkpoint.members.retain(|member| is_suspended(&member.process));
         checkpoint.can_be_seen()?;
-        checkpoint::load(found.machine())?;
+        checkpoint::load()?;
         // The memory on other GPUs stays paused, so it needs no room.
         let Selection { tags, gpus, .. } = self.request().selection();
         let tags_on = tags.is_empty().then_some(&**gpus);
