@@ -270,8 +270,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         freed = program.doomed().filter(|address| release(*address) == 0).collect();
     }
     // What plain CUDA would not have refused, the program gets.
-    let is_refusal = |fault: &Fault| fault.code != 2 && is_of_virtual_memory(fault.call);
-    if !faults.is_empty() && faults.iter().all(is_refusal) {
+    if !faults.is_empty() && faults.iter().all(|fault| fault.code != 2 && is_of_virtual_memory(fault.call)) {
         match path {
             Path::Allocate | Path::AllocateAsync => assert_eq!(extra.len(), 1, "{case}: the program gets no memory"),
             _ if path.is_free() => assert_eq!(freed.len(), program.doomed().count(), "{case}: the program cannot free its memory"),

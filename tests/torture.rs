@@ -17,7 +17,7 @@
 mod common;
 
 use common::machine::{Machine, NEVER, Program, Ran};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
@@ -142,8 +142,7 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
         }
         Ran::end_of(begin_anyhow(&machine, "resume --name busy", random)).expect(0, "", "");
         let status = machine.connect(&program).ask(&json!({"request": "status"}));
-        let is_active = |tag: &Value| tag["state"] == "active";
-        assert!(status["held"] != true && status["tags"].as_array().unwrap().iter().all(is_active), "{status}");
+        assert!(status["held"] != true && status["tags"].as_array().unwrap().iter().all(|tag| tag["state"] == "active"), "{status}");
     }
     all_get_on(std::slice::from_mut(&mut program));
     assert_eq!(program.ask("stop"), "ok");

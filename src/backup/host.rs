@@ -208,8 +208,8 @@ impl Wanted {
 pub fn in_the_way(retained: &[Arc<Backup>], sizes: &[usize]) -> Option<Vec<usize>> {
     let in_memory = |saved: &'_ Arc<Backup>| matches!(&**saved, Backup::Host(_));
     let places: Vec<_> = (0..retained.len()).filter(|place| in_memory(&retained[*place])).collect();
-    let range = |place: &usize| if let Backup::Host(saved) = &*retained[*place] { Some(&saved.range) } else { None };
-    let ranges: Vec<_> = places.iter().filter_map(range).collect();
+    let ranges: Vec<_> =
+        places.iter().filter_map(|place| if let Backup::Host(saved) = &*retained[*place] { Some(&saved.range) } else { None }).collect();
     let found = Arena::get().ok()?.in_the_way(&ranges, sizes)?;
     Some(found.into_iter().map(|place| places[place]).collect())
 }

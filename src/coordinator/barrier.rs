@@ -167,9 +167,8 @@ pub struct Barrier {
 impl Barrier {
     /// Of these parties. `drain_within`: how long those that have drained may go on if they are behind.
     pub fn new(parties: impl IntoIterator<Item = Party>, behind: Behind, drain_within: Duration) -> Self {
-        let one = |party| PartyState { party, count: 0, state: State::Waits, advances: 0 };
         Self {
-            parties: parties.into_iter().map(one).collect(),
+            parties: parties.into_iter().map(|party| PartyState { party, count: 0, state: State::Waits, advances: 0 }).collect(),
             phase: Phase::Steps,
             reached: None,
             agreed: None,

@@ -84,8 +84,8 @@ mod tests {
 
     fn with(pid: u32, communicators: &[(&str, u32, u32)]) -> Process {
         let mut process = process(pid, "job", &[]);
-        let one = |(id, rank, ranks): &(&str, u32, u32)| Communicator { id: (*id).into(), rank: *rank, ranks: *ranks };
-        process.status.as_mut().unwrap().memory.communicators = communicators.iter().map(one).collect();
+        process.status.as_mut().unwrap().memory.communicators =
+            communicators.iter().map(|(id, rank, ranks)| Communicator { id: (*id).into(), rank: *rank, ranks: *ranks }).collect();
         process
     }
 

@@ -136,8 +136,7 @@ impl Engine {
 
     /// The number of its requests, from an engine that has reported it before.
     fn count(&self, within: Duration) -> Result<u64, CommandError> {
-        let unreported = || self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force");
-        self.running(within)?.ok_or_else(unreported)
+        self.running(within)?.ok_or_else(|| self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force"))
     }
 
     fn confirm(&self, loses: bool, left: impl Fn() -> Duration) -> Result<(), CommandError> {

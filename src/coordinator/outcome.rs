@@ -41,8 +41,7 @@ impl Outcome {
 
     /// The processes of which a pause has taken memory.
     pub fn paused(&self) -> impl Iterator<Item = &Process> {
-        let is_paused = |one: &&ProcessOutcome| one.report().is_some_and(|report| report.allocations > 0);
-        self.processes.iter().filter(is_paused).map(|one| &one.process)
+        self.processes.iter().filter(|one| one.report().is_some_and(|report| report.allocations > 0)).map(|one| &one.process)
     }
 }
 

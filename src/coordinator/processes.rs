@@ -78,8 +78,8 @@ impl Found {
 
     /// Whether processes that may match have too many clients, and there is time to look again, a little later.
     pub fn waits_for_turn(&self, target: &Target, deadline: &Deadline) -> bool {
-        let is_crowded = |process: &&Process| process.status.as_ref().is_err_and(|failure| failure.is(Kind::Busy));
-        let crowded: Vec<_> = self.processes.iter().filter(is_crowded).cloned().collect();
+        let crowded: Vec<_> =
+            self.processes.iter().filter(|process| process.status.as_ref().is_err_and(|failure| failure.is(Kind::Busy))).cloned().collect();
         let waits = may_match(&crowded, target) && deadline.begun.elapsed() < TURN_WITHIN.max(deadline.timeout.unwrap_or_default());
         if waits {
             thread::sleep(LOOK_FOR_PROCESSES_EVERY);
@@ -94,8 +94,7 @@ impl Found {
             return Ok(Vec::new());
         }
         let wanted = self.uuids(gpus)?;
-        let is_there = |process: &Process| process.status.is_err() || wanted.iter().any(|gpu| process.uses(gpu));
-        self.processes.retain(is_there);
+        self.processes.retain(|process| process.status.is_err() || wanted.iter().any(|gpu| process.uses(gpu)));
         if self.processes.is_empty() {
             let wanted: Vec<_> = wanted.iter().map(|gpu| short_uuid(gpu)).collect();
             let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs in use", wanted.join(", "));
@@ -332,8 +331,7 @@ fn lost(directory: &Directory) -> Vec<Process> {
 }
 
 fn may_match(processes: &[Process], target: &Target) -> bool {
-    let may_be = |part: &Target| choose_part(processes, part).map_or_else(|failure| failure.exit() != Exit::NoProcess, |_| true);
-    target.parts().iter().any(may_be)
+    target.parts().iter().any(|part| choose_part(processes, part).map_or_else(|failure| failure.exit() != Exit::NoProcess, |_| true))
 }
 
 /// Asks all in parallel for their names and status. Leaves out those that have ended meanwhile.

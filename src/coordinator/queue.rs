@@ -132,8 +132,7 @@ impl Entry {
             if before.is_empty() {
                 return Ok(());
             }
-            let is_progress = |ahead: &Ticket| ahead.command == self.ticket.command && ahead.stage != Stage::WaitsForMemory;
-            if !before.iter().all(is_progress) {
+            if !before.iter().all(|ahead| ahead.command == self.ticket.command && ahead.stage != Stage::WaitsForMemory) {
                 if Instant::now() >= deadline || (!patient && before.iter().any(|ticket| ticket.stage == Stage::WaitsForMemory)) {
                     return Err(before);
                 }

@@ -242,12 +242,11 @@ fn places<'a>(members: &[Member], cards: &'a [Card]) -> Result<Vec<&'a Card>, Co
 /// The GPU that the user has named.
 fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
     let bus = |text: &str| text.to_ascii_lowercase().trim_start_matches(['0', ':']).to_owned();
-    let is_it = |card: &&Card| match gpu.parse::<u32>() {
+    let mut meant = cards.iter().filter(|card| match gpu.parse::<u32>() {
         Ok(index) => card.index == index,
         Err(_) if gpu.contains(':') => bus(&card.bus) == bus(gpu),
         Err(_) => gpus::begins_as(&card.uuid, gpu),
-    };
-    let mut meant = cards.iter().filter(is_it);
+    });
     match (meant.next(), meant.next()) {
         (Some(card), None) => Ok(card),
         (None, _) => Err(usage(format!("NVML reports no GPU {gpu}; `nvidia-smi -L` lists them"))),

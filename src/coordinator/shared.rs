@@ -47,10 +47,9 @@ pub fn groups(jobs: Vec<Vec<usize>>, pid: impl Fn(usize) -> u32, lent: impl Fn(&
 fn related(groups: &[Group<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<(usize, usize)> {
     let place_of: BTreeMap<_, _> =
         groups.iter().enumerate().flat_map(|(at, group)| group.members.iter().map(move |place| (pid(*place), at))).collect();
-    let other = |(at, group): (usize, &Group<(u32, u64)>)| {
+    groups.iter().enumerate().find_map(|(at, group)| {
         group.borrowers.iter().find_map(|(pid, _)| place_of.get(pid).filter(|other| **other != at).map(|other| (at, *other)))
-    };
-    groups.iter().enumerate().find_map(other)
+    })
 }
 
 /// What others have open of the memory that a pause of these processes selects. Empty if a process does not answer: then the pause itself
@@ -119,12 +118,11 @@ mod tests {
     /// Processes 10, 11, 12 …, and which has memory of which open.
     fn grouped(jobs: &[&[usize]], opened: &[(u32, u32)]) -> Vec<(Vec<usize>, Vec<u32>)> {
         let pid = |place: usize| 10 + place as u32;
-        let lent = |places: &[usize]| {
+        let groups = groups(jobs.iter().map(|job| job.to_vec()).collect(), pid, |places| {
             let own: Vec<_> = places.iter().map(|place| pid(*place)).collect();
             let meant = opened.iter().filter(|(by, of)| own.contains(of) && !own.contains(by));
             meant.map(|(by, _)| (*by, 1)).collect()
-        };
-        let groups = groups(jobs.iter().map(|job| job.to_vec()).collect(), pid, lent);
+        });
         groups.into_iter().map(|group| (group.members, group.borrowers.into_iter().map(|(pid, _)| pid).collect())).collect()
     }
 

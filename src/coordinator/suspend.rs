@@ -11,7 +11,6 @@ use crate::outcome::{Outcome, ProcessOutcome};
 use crate::parallel;
 use crate::processes::{Found, Process, Target};
 use crate::shared::{self, Borrower};
-use std::thread::JoinHandle;
 use vramctl_model::{Bytes, Kind, Participants, PauseRequest, Report, TagState};
 
 /// What a suspend will do.
@@ -31,8 +30,7 @@ impl Suspend {
         let checkpoint = Checkpoint::of(&found, target)?.with_ranks_elsewhere(&pause.everywhere);
         checkpoint.check_whole(*ranks, reporter)?;
         let request = pause.request(deadline);
-        let lent = || shared::find(&found, shared::lent_by(&found, &checkpoint.pids(), &request));
-        let borrowers = pause.shared.then(lent).transpose()?;
+        let borrowers = pause.shared.then(|| shared::find(&found, shared::lent_by(&found, &checkpoint.pids(), &request))).transpose()?;
         let held = checkpoint.pids().into_iter().chain(borrowers.iter().flatten().map(|borrower| borrower.process.pid));
         pause.check_not_held(held)?;
         Ok(Self { target: target.clone(), checkpoint, request, borrowers })
@@ -76,8 +74,8 @@ impl Suspend {
         for (process, report) in &held {
             reporter.done(&shared::text(process, report));
         }
-        let join = |loading: JoinHandle<_>| loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let loaded = loading.map_or_else(|_| checkpoint::load(), join);
+        let loaded =
+            loading.map_or_else(|_| checkpoint::load(), |loading| loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         // Neither the pause itself nor loading the driver counts.
         let deadline = Deadline::new(self.request.hold).after(waited);
         match loaded.and_then(|()| self.checkpoint.leave_gpus(deadline, reporter)) {

@@ -303,8 +303,8 @@ fn room(leaving: &Plan, forecast: &[Forecast], coming: &Plan) -> Vec<Room> {
         let Ok(status) = &process.status else { continue };
         let all: u64 = status.memory.devices.iter().map(|device| device.paused_bytes).sum();
         let comes = coming_bytes(process, coming.request());
-        let has_contents = |(tag, _): &(&TagStatus, u64)| tag.host_bytes + tag.disk_bytes > 0;
-        let kept: u64 = coming_tags(process, coming.request()).filter(has_contents).map(|(_, bytes)| bytes).sum();
+        let kept: u64 =
+            coming_tags(process, coming.request()).filter(|(tag, _)| tag.host_bytes + tag.disk_bytes > 0).map(|(_, bytes)| bytes).sum();
         for device in &status.memory.devices {
             if let Some(room) = room_on(&mut rooms, device, coming) {
                 if coming.request().scheduler().is_some() {

@@ -102,8 +102,8 @@ fn describe(allocation: &Allocation, stored: &Backup) -> Contents {
 
 /// The descriptors that a client sends through the socket whose descriptor its request carries.
 pub fn received(lines: &mut Lines<'_>) -> Result<Vec<OwnedFd>, Error> {
-    let missing = || Error::Invalid("the request needs a descriptor of a socket, through which others come".into());
-    let socket = lines.take_file().ok_or_else(missing)?;
+    let socket =
+        lines.take_file().ok_or_else(|| Error::Invalid("the request needs a descriptor of a socket, through which others come".into()))?;
     let stream = socket.as_type::<UnixStream>().map_err(|error| Error::Invalid(error.to_string()))?;
     let mut passed = Passed::default();
     descriptors::receive(&stream, &mut [0], &mut passed).map_err(|error| Error::Invalid(error.to_string()))?;

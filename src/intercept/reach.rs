@@ -200,11 +200,10 @@ impl CopyCall {
         let (to, from, bytes, attributes) =
             unsafe { (words(to, count), words(from, count), words(bytes, count), words(attributes, 3 * kinds)) };
         let both = to.iter().zip(&from).zip(&bytes);
-        let linear = |((to, from), bytes): ((&u64, &u64), &u64)| {
-            CopyBetween::linear(CopySide::of_any(*to), CopySide::of_any(*from), *bytes as usize)
-        };
         Some(Self {
-            copies: both.map(linear).collect(),
+            copies: both
+                .map(|((to, from), bytes)| CopyBetween::linear(CopySide::of_any(*to), CopySide::of_any(*from), *bytes as usize))
+                .collect(),
             addresses: [to, from].concat(),
             stream,
             waits: attributes.chunks(3).any(|one| one[0] & u64::from(u32::MAX) == DURING_THE_CALL),

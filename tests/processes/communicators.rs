@@ -207,8 +207,7 @@ const TRANSPORTS: [&[(&str, &str)]; 4] =
 
 /// A job of as many ranks.
 fn job(machine: &Machine, ranks: u32, transport: &[(&str, &str)]) -> Vec<Program> {
-    let set = |command: &mut Command| _ = command.envs(transport.iter().copied());
-    start_with(machine, "train", &(0..ranks).collect::<Vec<_>>(), ranks, &[], set)
+    start_with(machine, "train", &(0..ranks).collect::<Vec<_>>(), ranks, &[], |command| _ = command.envs(transport.iter().copied()))
 }
 
 /// Whichever way its ranks reach each other, a job leaves the GPU with its communicators, and its collectives go on afterwards.

@@ -441,8 +441,8 @@ fn a_descriptor_from_before_a_pause_is_noticed() {
     let log = machine.folder.path().join("log");
     let mut owner = Rank::start(&machine, 0);
     let mut importer = Rank::start(&machine, 1);
-    let to_log = |command: &mut Command| _ = command.stderr(fs::File::create(&log).unwrap());
-    let mut late = Rank::start_changed(&machine, 2, &format!("create({BYTES})"), to_log);
+    let mut late =
+        Rank::start_changed(&machine, 2, &format!("create({BYTES})"), |command| _ = command.stderr(fs::File::create(&log).unwrap()));
     let (pid, file) = (owner.program.pid(), owner.program.number(&format!("export({})", owner.handle)));
     importer.program.number(&format!("import_(receive({pid}, {file}))"));
     let kept = late.program.number(&format!("receive({pid}, {file})"));

@@ -214,8 +214,7 @@ fn after_any_input_the_next_client_is_served() {
     }
     drop(silent);
     // Until it has noticed that they have left, it is too busy.
-    let is_served = || server.ask(b"GET /metrics HTTP/1.1\r\n\r\n").contains("vramctl_process_up");
-    common::eventually("the next client is served", is_served);
+    common::eventually("the next client is served", || server.ask(b"GET /metrics HTTP/1.1\r\n\r\n").contains("vramctl_process_up"));
 }
 
 /// They make room, the oldest first.

@@ -90,8 +90,8 @@ fn memory_is_shared_without_a_directory_of_sockets() {
     let machine = Machine::pair();
     let elsewhere = machine.folder.path().join("elsewhere");
     let unusable = |command: &mut Command| _ = command.env("VRAMCTL_DIR", "/nowhere/to/be/found");
-    let other_one = |command: &mut Command| _ = command.env("VRAMCTL_DIR", &elsewhere);
-    let (mut hidden, mut apart) = (machine.python_with("hidden", unusable), machine.python_with("apart", other_one));
+    let (mut hidden, mut apart) =
+        (machine.python_with("hidden", unusable), machine.python_with("apart", |command| _ = command.env("VRAMCTL_DIR", &elsewhere)));
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 1, 10)")), "0");
     for one in [&mut apart, &mut hidden, &mut other] {
@@ -1061,8 +1061,9 @@ impl Two {
         let machine = Machine::pair();
         let mut programs = ["one", "two"].map(|name| machine.python(name));
         // The first allocation starts the socket.
-        let first = |program: &mut Program| assert_eq!(program.ask(&format!("free(malloc({}))", Self::BYTES)), "0");
-        programs.iter_mut().for_each(first);
+        for program in &mut programs {
+            assert_eq!(program.ask(&format!("free(malloc({}))", Self::BYTES)), "0");
+        }
         Self { machine, programs, pieces: Vec::new() }
     }
 

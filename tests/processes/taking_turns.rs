@@ -159,11 +159,10 @@ fn a_job_gives_way_as_one_and_more_than_once() {
 fn busy_programs_that_start_together_take_turns() {
     let _alone = one_at_a_time();
     let machine = crowded();
-    let start = |name: &str| {
+    let mut both = ["a", "b"].map(|name| {
         let mut command = machine.cli(&["run", "--share", "--name", name, "--no-python", "--"]);
         Program::spawn(command.arg(programs().join("trainer")).args(["--mib", "56", "--step-mib", "4"]))
-    };
-    let mut both = ["a", "b"].map(start);
+    });
     for trainer in &mut both {
         trainer.expect("ready");
     }

@@ -284,15 +284,14 @@ fn it_follows_the_size_of_the_terminal() {
     for (rows, columns) in [(40, 120), (10, 80), (3, 10), (1, 1), (60, 200), SMALL] {
         top.resize(rows, columns);
         let width = usize::from(columns);
-        let is_redrawn = |screen: &str| match columns {
+        top.expect("a bar of that width, and the columns that fit", |screen| match columns {
             1..80 => true,
             _ => {
                 screen.lines().any(|line| line.starts_with("GPU 0") && line.len() > width - 40 && line.len() <= width)
                     && screen.contains("engine")
                     && line_with(screen, &["ON DISK"]).is_some() == (columns >= 100)
             }
-        };
-        top.expect("a bar of that width, and the columns that fit", is_redrawn);
+        });
     }
     top.press("q");
     assert_eq!(top.ended().code(), Some(0));

@@ -4,7 +4,7 @@
 use crate::{files, root};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use syn::visit::{self, Visit};
 
 /// A module's path in its crate; the crate root is empty.
@@ -21,8 +21,7 @@ fn modules(folder: &str) -> BTreeMap<Module, syn::File> {
         }
         parts
     };
-    let parse = |path: PathBuf| (module(&path), syn::parse_file(&fs::read_to_string(&path).unwrap()).unwrap());
-    files(folder, &["rs"]).into_iter().map(parse).collect()
+    files(folder, &["rs"]).into_iter().map(|path| (module(&path), syn::parse_file(&fs::read_to_string(&path).unwrap()).unwrap())).collect()
 }
 
 fn is_for_tests(attributes: &[syn::Attribute]) -> bool {

@@ -158,11 +158,10 @@ impl From<ProcessState> for Whereabouts {
 pub fn seen_by_nvml(found: &Found, processes: &[Process]) -> BTreeMap<u32, Whereabouts> {
     let mut holders = BTreeMap::<String, Vec<i32>>::new();
     let mut of_gpu = |uuid: &str| -> Option<Vec<i32>> {
-        let known = || {
+        let pids = holders.entry(uuid.to_owned()).or_insert_with(|| {
             let pids = driver::holders_of(uuid).into_iter().map(|holder| holder.pid.cast_signed()).collect::<Vec<_>>();
             if pids.iter().all(proc::exists) { pids } else { vec![0] }
-        };
-        let pids = holders.entry(uuid.to_owned()).or_insert_with(known);
+        });
         (!pids.contains(&0)).then(|| pids.clone())
     };
     let suspended: Vec<_> = processes.iter().filter_map(|process| Some((process.pid, process.suspended()?))).collect();

@@ -543,8 +543,8 @@ impl Coordinator {
     /// All participants have ended.
     fn finish(&mut self, now: Time) {
         let is_committed = matches!(self.barrier.phase(), Phase::Committing(_));
-        let ended = |one: &Taking| one.outcome.clone().map(|outcome| (one.node.clone(), outcome));
-        let outcomes: Vec<_> = self.taking.iter().filter_map(ended).collect();
+        let outcomes: Vec<_> =
+            self.taking.iter().filter_map(|one| one.outcome.clone().map(|outcome| (one.node.clone(), outcome))).collect();
         let gone: Vec<_> = outcomes.iter().filter(|(_, outcome)| outcome.is_gone).map(|(node, _)| node.clone()).collect();
         let is_behind = |outcome: &Outcome| is_committed && outcome.committed != Some(true) && !outcome.is_gone;
         let behind: Vec<_> = outcomes.iter().filter(|(_, outcome)| is_behind(outcome)).map(|(node, _)| node.clone()).collect();

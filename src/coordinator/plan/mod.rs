@@ -208,11 +208,10 @@ impl Plan {
     /// A dry run: what the pause would do, as far as it can be predicted. Asks no engine.
     pub fn forecast(&self) -> Vec<Forecast> {
         let may_lose = self.operation.pause.options.force || self.operation.pause.engines.any();
-        let forecast = |member: &ProcessPlan| match self.ask_plan(member) {
+        let meant = self.members.iter().filter(|member| !member.meant.is_empty()).map(|member| match self.ask_plan(member) {
             Ok(answer) => Forecast::new(&member.process, answer, may_lose),
             Err(failure) => Forecast::refused(&member.process, failure),
-        };
-        let meant = self.members.iter().filter(|member| !member.meant.is_empty()).map(forecast);
+        });
         let borrowers = self.groups.iter().flat_map(|group| &group.borrowers);
         meant.chain(borrowers.map(|borrower| Forecast::borrower(&borrower.process, borrower.bytes))).collect()
     }
@@ -397,10 +396,9 @@ impl Plan {
 
     /// The processes that a pause with hold holds.
     fn held(&self) -> impl Iterator<Item = u32> {
-        let all_of = |Group { members, borrowers }: &Group<Borrower>| {
+        self.groups.iter().flat_map(|Group { members, borrowers }| {
             self.pids(members).into_iter().chain(borrowers.iter().map(|borrower| borrower.process.pid)).collect::<Vec<_>>()
-        };
-        self.groups.iter().flat_map(all_of)
+        })
     }
 
     fn pids(&self, places: &[usize]) -> Vec<u32> {
@@ -490,8 +488,7 @@ impl ProcessPlan {
         let selection = request.selection();
         // A resume without tags means all tags.
         let is_all = selection.tags.is_empty() && request.verb() == Verb::Resume;
-        let is_meant = |tag: &&TagStatus| is_all || selection.selects(&tag.tag);
-        let meant: Vec<_> = process.tags().iter().filter(is_meant).collect();
+        let meant: Vec<_> = process.tags().iter().filter(|tag| is_all || selection.selects(&tag.tag)).collect();
         let names = |tags: &[&TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
         let due: Vec<_> = meant.iter().copied().filter(|tag| is_due(tag, request)).collect();
         let (meant, due) = (names(&meant), names(&due));

@@ -202,12 +202,11 @@ fn add() -> &'static Slot {
         taken: AtomicBool::new(true),
         next: ptr::null(),
     }));
-    let publish = |before: *mut Slot| {
+    let _ = SLOTS.fetch_update(Ordering::AcqRel, Ordering::Acquire, |before| {
         // SAFETY: nobody else knows it yet.
         unsafe { (*slot).next = before };
         Some(slot)
-    };
-    let _ = SLOTS.fetch_update(Ordering::AcqRel, Ordering::Acquire, publish);
+    });
     // SAFETY: never freed.
     unsafe { &*slot }
 }

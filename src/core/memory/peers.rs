@@ -243,7 +243,6 @@ impl Memory {
         };
         self.peers.changes.fetch_add(1, Ordering::Relaxed);
         // What a driver refuses once, it may grant a moment later.
-        let again = |failure: Failure| if failure.is_refusal() { set(access) } else { Err(failure) };
-        set(access).or_else(again).inspect_err(|_| _ = set(before))
+        set(access).or_else(|failure| if failure.is_refusal() { set(access) } else { Err(failure) }).inspect_err(|_| _ = set(before))
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Backup, Flow};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical};
 use vramctl_host::exit;
-use vramctl_model::{Error, Failure, Shortage, Stage, code};
+use vramctl_model::{Error, Shortage, Stage, code};
 
 impl Memory {
     /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
@@ -162,11 +162,10 @@ pub(super) fn turn_of(allocation: &Allocation, exchanges: bool) -> (u8, usize) {
 
 /// New memory mapped at an allocation's addresses, not accessible yet. `needed` is the total for the resume, for the error.
 fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
-    let short = |failure: Failure| {
+    allocation.create_again().map_err(|failure| {
         let is_short = failure.code == code::OUT_OF_MEMORY && !allocation.is_on_host();
         if is_short { shortage(allocation.device, allocation.context_for_copies(), needed) } else { failure.into() }
-    };
-    allocation.create_again().map_err(short)
+    })
 }
 
 /// Makes a paused allocation active again, and retains its backup if that is wanted. Returns the state before, to be dropped without the

@@ -44,14 +44,13 @@ fn scripts_pause_and_resume_through_every_transport() {
     let try_with = |transport: &'static str, path: &Path| {
         eprintln!("{transport}");
         let machine = Machine::without_gpus();
-        let slow = |request: &Request| {
+        let engine = Fake::reacting(&machine, "engine", &["kv_cache", "it's \"odd\" \\ ü"], |request| {
             if is_transition(request) {
                 // Longer than any transport waits by default.
                 thread::sleep(Duration::from_millis(800));
             }
             None
-        };
-        let engine = Fake::reacting(&machine, "engine", &["kv_cache", "it's \"odd\" \\ ü"], slow);
+        });
         let run = |name: &str, arguments: &[&str]| run_script(&machine, path, name, arguments);
 
         let pause = run("pause.sh", &["it's \"odd\" \\ ü", "--discard", "--timeout", "2.5"]);

@@ -134,8 +134,7 @@ impl Captures {
         let by_stream = &self.by_stream;
         let mut refused = None;
         for (id, capture) in &mut self.running {
-            let of_this = |stream: Handle| by_stream.get(&stream) == Some(id);
-            if capture.context == context && streams.any_blocking(context, of_this) {
+            if capture.context == context && streams.any_blocking(context, |stream| by_stream.get(&stream) == Some(id)) {
                 refused = Some(refusal(capture, rules::LEGACY_WORK));
             }
         }

@@ -380,13 +380,12 @@ impl Machine {
     pub fn used(&self, device: usize) -> u64 {
         let of_processes: u64 =
             self.living().map(|(_, slot)| slot.used[device].load(Ordering::Relaxed) + slot.occupied[device].load(Ordering::Relaxed)).sum();
-        let is_nobodys = |(place, memory): &(usize, &Common)| {
+        let memories = self.shared.memories.iter().enumerate().filter(|(place, memory)| {
             memory.bytes.load(Ordering::Relaxed) > 0
                 && memory.device.load(Ordering::Relaxed) == device as u64
                 && self.counts_it(memory).is_none()
                 && self.is_referred_to(*place)
-        };
-        let memories = self.shared.memories.iter().enumerate().filter(is_nobodys);
+        });
         let of_nobody: u64 = memories.map(|(_, memory)| memory.bytes.load(Ordering::Relaxed)).sum();
         (of_processes + of_nobody).min(self.memory())
     }

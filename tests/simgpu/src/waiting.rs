@@ -113,8 +113,7 @@ impl Collective {
         let number = gather(&state().space.touch(self.address, 8, context.device, READ_WRITE)?);
         own.brought[turn as usize % 2].store(u64::from_le_bytes(number), Ordering::Relaxed);
         own.begun.store(turn, Ordering::Release);
-        let all_are_here = || Ok(ranks.iter().all(|rank| rank.begun.load(Ordering::Acquire) >= turn));
-        let pieces = wait(context, self.address, 8, all_are_here)?;
+        let pieces = wait(context, self.address, 8, || Ok(ranks.iter().all(|rank| rank.begun.load(Ordering::Acquire) >= turn)))?;
         let sum = ranks.iter().map(brought).fold(0, u64::wrapping_add);
         scatter(sum.to_le_bytes(), &pieces);
         Ok(())

@@ -318,8 +318,8 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
         let (token, lease, contexts, changed) = {
             let mut borrowed = existing.lock().unpoisoned();
             let now = borrowed.changes + 1;
-            let is_it = |(_, opened): &(&Token, &mut Opened)| opened.open_site().is_some_and(|site| site.address == address);
-            let (token, opened) = borrowed.open.iter_mut().find(is_it)?;
+            let (token, opened) =
+                borrowed.open.iter_mut().find(|(_, opened)| opened.open_site().is_some_and(|site| site.address == address))?;
             let lease = Arc::clone(&opened.lease);
             let site = opened.open_site_mut()?;
             if site.count > 1 {
