@@ -7,7 +7,7 @@ use crate::common::{eventually, in_parallel};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::sync::{Condvar, Mutex};
@@ -75,12 +75,10 @@ fn the_scripts_hold_a_process_and_refuse_half_a_job() {
     assert_eq!(machine.settled(&[&first, &other]), "paused, held");
 }
 
-/// How far a coordinator gets before it dies.
+/// How far a coordinator gets before it is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Until {
-    HeldOne,
     HeldAll,
-    Drained,
     PreparedOne,
     PreparedAll,
     /// And has told nobody.
@@ -88,15 +86,10 @@ enum Until {
     ToldOne,
 }
 
-impl Until {
-    const ALL: [Self; 7] =
-        [Self::HeldOne, Self::HeldAll, Self::Drained, Self::PreparedOne, Self::PreparedAll, Self::Decided, Self::ToldOne];
-}
-
-/// A coordinator that gets this far. Dropping it simulates its death.
+/// A coordinator that gets this far.
 struct Coordinator {
     wires: Vec<Wire>,
-    decision: (Decision, OwnedFd),
+    decision: Decision,
 }
 
 /// Asks a process for the next step. `None` if its lease has ended meanwhile.
@@ -111,36 +104,22 @@ fn step(wire: &mut Wire, request: &Value, file: Option<BorrowedFd<'_>>, wanted: 
 }
 
 impl Coordinator {
-    fn of(machine: &Machine, ranks: &[Program], verb: &str, until: Until) -> Self {
-        Self::within(machine, ranks, verb, until, 30_000).expect("a lease that is long enough")
-    }
-
     /// `None` if this machine is too slow for the lease.
-    fn within(machine: &Machine, ranks: &[Program], verb: &str, until: Until, lease_ms: u64) -> Option<Self> {
+    fn of(machine: &Machine, ranks: &[Program], until: Until, lease_ms: u64) -> Option<Self> {
         let mut wires: Vec<_> = ranks.iter().map(|rank| machine.connect(rank)).collect();
-        let decision = Decision::create().unwrap();
-        let one_or_all = |one: Until, all: Until| {
-            if until == one {
-                1
-            } else if until >= all {
-                ranks.len()
-            } else {
-                0
-            }
-        };
-        if verb == "pause" {
-            for wire in &mut wires[..one_or_all(Until::HeldOne, Until::HeldAll)] {
-                step(wire, &json!({"request": "hold", "lease_ms": lease_ms}), None, "held")?;
-            }
-            for wire in &mut wires[..one_or_all(Until::Drained, Until::Drained)] {
-                step(wire, &json!({"request": "drain", "limit_ms": 10_000}), None, "drained")?;
-            }
+        let (decision, file) = Decision::create().unwrap();
+        for wire in &mut wires {
+            step(wire, &json!({"request": "hold", "lease_ms": lease_ms}), None, "held")?;
         }
-        for wire in &mut wires[..one_or_all(Until::PreparedOne, Until::PreparedAll)] {
-            let prepare = json!({"request": "prepare", "of": verb, "lease_ms": lease_ms, "timeout_ms": 10_000});
-            step(wire, &prepare, Some(decision.1.as_fd()), "prepared")?;
+        let prepared = if until == Until::HeldAll { 0 } else { ranks.len() };
+        for wire in &mut wires[..prepared] {
+            step(wire, &json!({"request": "drain", "limit_ms": 10_000}), None, "drained")?;
         }
-        if until >= Until::Decided && !decision.0.commit() {
+        for wire in &mut wires[..if until == Until::PreparedOne { 1 } else { prepared }] {
+            let prepare = json!({"request": "prepare", "of": "pause", "lease_ms": lease_ms, "timeout_ms": 10_000});
+            step(wire, &prepare, Some(file.as_fd()), "prepared")?;
+        }
+        if until >= Until::Decided && !decision.commit() {
             return None;
         }
         if until == Until::ToldOne {
@@ -148,24 +127,6 @@ impl Coordinator {
         }
         Some(Self { wires, decision })
     }
-}
-
-/// Whenever the coordinator dies, the processes end up in the same state, and nobody waits.
-#[test]
-fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
-    let machine = Machine::new();
-    let mut ranks: [Program; 3] = machine.job("engine");
-    for until in Until::ALL {
-        drop(Coordinator::of(&machine, &ranks, "pause", until));
-        let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
-        assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
-        machine.vramctl("pause").expect(0, "", "");
-        drop(Coordinator::of(&machine, &ranks, "resume", until));
-        let wanted = if until >= Until::Decided { "active" } else { "paused, held" };
-        assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
-        machine.vramctl("resume").expect(0, "", "");
-    }
-    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A stopped coordinator is as good as dead, but its connections stay open.
@@ -177,7 +138,7 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
         let mut lease_ms = 500;
         let mut stopped = loop {
             lease_ms *= 2;
-            if let Some(stopped) = Coordinator::within(&machine, &ranks, "pause", until, lease_ms) {
+            if let Some(stopped) = Coordinator::of(&machine, &ranks, until, lease_ms) {
                 break stopped;
             }
             assert_eq!(machine.settled(&ranks.each_ref()), "active");
@@ -191,42 +152,13 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
             assert!(told["code"] == "aborted", "{told}");
             // It continues, and learns that it is too late.
             let prepared = until >= Until::PreparedOne;
-            assert!(!prepared || !stopped.decision.0.commit(), "{until:?}");
+            assert!(!prepared || !stopped.decision.commit(), "{until:?}");
             let late = stopped.wires[0].ask(&json!({"request": "status"}));
             assert!(["error", "status"].contains(&late["reply"].as_str().unwrap()), "{late}");
         }
         machine.vramctl("resume").expect(0, "", "");
     }
     ranks.iter_mut().for_each(Program::verify);
-}
-
-/// A rank dies at each step: the others end up in the same state, and the coordinator notices.
-#[test]
-fn whenever_a_rank_dies_the_others_are_in_one_state() {
-    let machine = Machine::new();
-    let mut survivors: [Program; 2] = machine.job("engine");
-    for until in Until::ALL {
-        let doomed = machine.engine("engine");
-        let [first, second] = survivors;
-        let mut ranks = [first, doomed, second];
-        let mut coordinator = Coordinator::of(&machine, &ranks, "pause", until);
-        ranks[1].signal(libc::SIGKILL);
-        ranks[1].ended();
-        if until < Until::Decided {
-            assert!(coordinator.decision.0.abort());
-        }
-        for wire in [0, 2] {
-            coordinator.wires[wire].send(&json!({"request": if until < Until::Decided { "abort" } else { "commit" }}), None);
-        }
-        drop(coordinator);
-        let [first, doomed, second] = ranks;
-        survivors = [first, second];
-        drop(doomed);
-        let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
-        assert_eq!(machine.settled(&survivors.each_ref()), wanted, "{until:?}");
-        machine.vramctl("resume").expect(0, "", "");
-    }
-    survivors.iter_mut().for_each(Program::verify);
 }
 
 /// Any other request between the steps ends the lease. Nothing has changed, and the program continues.
@@ -348,23 +280,6 @@ fn without_descriptors(pid: u32) -> libc::rlimit {
 
 fn set_limit_of_descriptors(pid: u32, limit: libc::rlimit) {
     assert_eq!(unsafe { libc::prlimit(pid as i32, libc::RLIMIT_NOFILE, &raw const limit, std::ptr::null_mut()) }, 0);
-}
-
-/// A rank is stopped at each step, and continues when the others are done.
-#[test]
-fn a_stopped_rank_ends_in_the_same_state_as_the_others() {
-    let machine = Machine::new();
-    let mut ranks: [Program; 3] = machine.job("engine");
-    for until in Until::ALL {
-        let coordinator = Coordinator::of(&machine, &ranks, "pause", until);
-        ranks[1].signal(libc::SIGSTOP);
-        drop(coordinator);
-        let others = machine.settled(&[&ranks[0], &ranks[2]]);
-        ranks[1].signal(libc::SIGCONT);
-        assert_eq!(machine.settled(&ranks.each_ref()), others, "{until:?}");
-        machine.vramctl("resume").expect(0, "", "");
-    }
-    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// A moment in the dialogue of the coordinator and a process: a request, or its answer, is on its way.
@@ -522,8 +437,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
         if !done {
             // Aborted by the command, or by itself when its lease has ended, which may be faster.
             let taken_back = [&*format!("process {} failed", culprit.pid()), "another process of the job could not prepare"];
-            let of_first = |why: &&str| ran.err.contains(&format!("engine (pid {}): undone: {why}", ranks[0].pid()));
-            assert!(taken_back.iter().any(of_first), "{told}");
+            assert!(taken_back.iter().any(|why| ran.err.contains(&format!("engine (pid {}): undone: {why}", ranks[0].pid()))), "{told}");
         }
     }
     if event == Event::RankStopped {
@@ -667,25 +581,6 @@ fn a_lease_that_ends_at_the_commit_is_the_cause() {
     let ran = Ran::end_of(coordinator);
     assert!(ran.code != Some(0) && ran.err.contains("undone: the client has been silent for 5000 ms"), "{}", ran.err);
     engine.verify();
-}
-
-/// A process stops while the command waits for it: the others continue, and the message names it.
-#[test]
-fn a_rank_that_stops_in_the_middle_is_named() {
-    let machine = Machine::new();
-    let mut ranks: [Program; 2] = machine.job("engine");
-    let mut other = machine.connect(&ranks[1]);
-    other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let command = machine.cli("pause --hold-timeout 60").stderr(Stdio::piped()).spawn().unwrap();
-    eventually("it is held", || machine.state(&ranks[0]).ends_with("held"));
-    ranks[1].signal(libc::SIGSTOP);
-    let said = format!("engine (pid {}): no answer within", ranks[1].pid());
-    Ran { out: String::new(), ..Ran::end_of(command) }.expect(5, "", &said);
-    assert_eq!(machine.settled(&[&ranks[0]]), "active");
-    ranks[1].signal(libc::SIGCONT);
-    other.send(&json!({"request": "abort"}), None);
-    assert_eq!(machine.settled(&ranks.each_ref()), "active");
-    ranks.iter_mut().for_each(Program::verify);
 }
 
 /// Each attempt finds the devices as busy as the one before, because the loops queue again what was done.

@@ -298,16 +298,6 @@ impl Halted {
     }
 }
 
-/// Each notices by itself, one after the other, what has become of both.
-fn eventually_one_runs(what: &str, machine: &Machine, a: &Program, b: &Program) {
-    eventually(what, || {
-        matches!(
-            [machine.state(a), machine.state(b)].each_ref().map(String::as_str),
-            ["active", "paused, held"] | ["paused, held", "active"]
-        )
-    });
-}
-
 /// Whoever dies, one of the two runs, the other one is paused and whole, and the message says which.
 #[test]
 fn whoever_dies_at_any_step_one_runs_and_the_other_is_whole() {
@@ -655,7 +645,8 @@ fn is_all(states: &[String], wanted: &str) -> bool {
     states.iter().all(|state| state == wanted)
 }
 
-fn eventually_one_of_them_runs(what: &str, machine: &Machine, a: &Program, b: &Program) {
+/// Each notices by itself, one after the other, what has become of both.
+fn eventually_one_runs(what: &str, machine: &Machine, a: &Program, b: &Program) {
     eventually(what, || {
         let [a, b] = [a, b].map(|program| states(machine, program));
         is_all(&a, "active") && is_all(&b, "paused, held") || is_all(&b, "active") && is_all(&a, "paused, held")
@@ -761,7 +752,7 @@ fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {
         // The command gives up, and what was stopped goes on.
         let ran = Ran::end_of(command);
         unlucky.signal(libc::SIGCONT);
-        eventually_one_of_them_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
+        eventually_one_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
     } else {
         let ran = Ran::end_of(command);
         let has_died = fate == Fate::Dies && unlucky.is_silent();
@@ -772,7 +763,7 @@ fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {
             assert!(ran.text().contains(&format!("{name} runs")) || ran.code == Some(0), "{what}: {ran:?}");
             return;
         }
-        eventually_one_of_them_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
+        eventually_one_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
         let runs = running(&machine, &a, &b);
         let told = if ran.code == Some(0) { "b" } else { "a" };
         assert_eq!(runs, told, "{what}: {ran:?}");
