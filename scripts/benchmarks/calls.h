@@ -34,8 +34,6 @@ typedef struct { location where; int flags; } access_flags;
 	X(cuDeviceGetAttribute, (int *value, int attribute, int device)) \
 	X(cuDevicePrimaryCtxRetain, (void **context, int device)) \
 	X(cuCtxSetCurrent, (void *context)) \
-	X(cuCtxGetCurrent, (void **context)) \
-	X(cuCtxSynchronize, (void)) \
 	X(cuStreamCreate, (void **stream, unsigned flags)) \
 	X(cuStreamSynchronize, (void *stream)) \
 	X(cuMemAlloc_v2, (pointer * out, size_t bytes)) \
@@ -140,7 +138,7 @@ struct piece {
 	unsigned long long handle;
 };
 
-static struct piece *read_set(const char *path, bool cut, size_t *count, size_t *total)
+static struct piece *read_set(const char *path, size_t *count, size_t *total)
 {
 	struct piece *pieces = NULL;
 	size_t room = 0, bytes;
@@ -151,7 +149,7 @@ static struct piece *read_set(const char *path, bool cut, size_t *count, size_t 
 	while (fscanf(file, "%zu", &bytes) == 1) {
 		*total += bytes;
 		while (bytes > 0) {
-			size_t take = cut && bytes > LARGEST ? LARGEST : bytes;
+			size_t take = bytes > LARGEST ? LARGEST : bytes;
 			if (*count == room) {
 				room = room * 2 + 64;
 				pieces = realloc(pieces, room * sizeof *pieces);
@@ -179,35 +177,6 @@ struct times {
 	double create, map, access, unmap, release, slow_taking, slow_giving;
 };
 
-/* How to make the calls. */
-struct way {
-	const char *name;
-	/* Pieces of at most 8 GiB, and one call for all where the driver allows that; else separate calls per allocation. */
-	bool joined;
-	/* Memory that GPUDirect RDMA can reach, and memory that other processes can open by a descriptor. */
-	bool rdma, shared;
-	/* All calls for one allocation before those for the next. */
-	bool in_turn;
-	/* More than one: each makes the calls for a part of the allocations. */
-	int threads;
-};
-
-/* As the library makes them. */
-static inline struct way as_the_library(int device)
-{
-	return (struct way){.name = "beside", .joined = true, .rdma = has_rdma(device), .shared = true};
-}
-
-/* Some of the pieces, and the time that their calls took. */
-struct part_of_set {
-	struct piece *pieces;
-	size_t count;
-	pointer base;
-	const struct way *way;
-	struct times times;
-	void *context;
-};
-
 /* Ends a stretch of time, adds it, and begins the next. */
 static void lap(double *from, double *sum)
 {
@@ -216,124 +185,39 @@ static void lap(double *from, double *sum)
 	*from = to;
 }
 
-static void *take(void *argument)
+/*
+ * Allocates the physical memory of a set in the current context, uses it, rests and releases it, as the library does: memory that GPUDirect RDMA
+ * can reach and that other processes can open, and as few calls as the driver allows.
+ */
+static struct times take_and_give(struct piece *pieces, size_t count, pointer base, size_t total, bool rdma, long rest_ms, void *stream)
 {
-	struct part_of_set *part = argument;
-	const struct way *way = part->way;
-	properties wanted = {.type = 1, .handle_types = way->shared, .where = {1, 0}};
+	struct times times = {0};
+	properties wanted = {.type = 1, .handle_types = 1, .where = {1, 0}};
 	access_flags access = {{1, 0}, 3};
-	struct times *times = &part->times;
-	pointer at = part->base;
-	wanted.flags.rdma = way->rdma;
-	TRY(cuCtxSetCurrent(part->context));
-	double from = now();
-	for (size_t i = 0; i < part->count; at += part->pieces[i++].bytes) {
-		struct piece *piece = &part->pieces[i];
-		TRY(cuMemCreate(&piece->handle, piece->bytes, &wanted, 0));
-		if (way->in_turn) {
-			lap(&from, &times->create);
-			TRY(cuMemMap(at, piece->bytes, 0, piece->handle, 0));
-			lap(&from, &times->map);
-			TRY(cuMemSetAccess(at, piece->bytes, &access, 1));
-			lap(&from, &times->access);
-		}
-	}
-	if (way->in_turn)
-		return NULL;
-	lap(&from, &times->create);
-	at = part->base;
-	for (size_t i = 0; i < part->count; at += part->pieces[i++].bytes)
-		TRY(cuMemMap(at, part->pieces[i].bytes, 0, part->pieces[i].handle, 0));
-	lap(&from, &times->map);
-	if (way->joined)
-		TRY(cuMemSetAccess(part->base, at - part->base, &access, 1));
-	at = part->base;
-	for (size_t i = 0; i < part->count && !way->joined; at += part->pieces[i++].bytes)
-		TRY(cuMemSetAccess(at, part->pieces[i].bytes, &access, 1));
-	lap(&from, &times->access);
-	return NULL;
-}
-
-static void *give(void *argument)
-{
-	struct part_of_set *part = argument;
-	const struct way *way = part->way;
-	struct times *times = &part->times;
-	pointer at = part->base;
-	size_t total = 0;
-	TRY(cuCtxSetCurrent(part->context));
-	for (size_t i = 0; i < part->count; i++)
-		total += part->pieces[i].bytes;
-	double from = now();
-	if (way->joined)
-		TRY(cuMemUnmap(part->base, total));
-	for (size_t i = 0; i < part->count && !way->joined; at += part->pieces[i++].bytes) {
-		TRY(cuMemUnmap(at, part->pieces[i].bytes));
-		if (way->in_turn) {
-			lap(&from, &times->unmap);
-			TRY(cuMemRelease(part->pieces[i].handle));
-			lap(&from, &times->release);
-		}
-	}
-	if (way->in_turn)
-		return NULL;
-	lap(&from, &times->unmap);
-	for (size_t i = 0; i < part->count; i++)
-		TRY(cuMemRelease(part->pieces[i].handle));
-	lap(&from, &times->release);
-	return NULL;
-}
-
-enum { MOST_THREADS = 16 };
-
-/* Has each thread do its part; times what all of them take as the first part's first call. Else the calling thread does it. */
-static struct times by_threads(void *(*work)(void *), struct part_of_set whole, double *first)
-{
-	struct part_of_set parts[MOST_THREADS];
-	pthread_t started[MOST_THREADS];
-	size_t number = (size_t)whole.way->threads, done = 0;
-	pointer at = whole.base;
-	if (number < 2) {
-		work(&whole);
-		return whole.times;
-	}
-	double from = now();
-	for (size_t i = 0; i < number; i++) {
-		size_t upto = whole.count * (i + 1) / number;
-		parts[i] = whole;
-		parts[i].pieces += done;
-		parts[i].count = upto - done;
-		parts[i].base = at;
-		for (; done < upto; done++)
-			at += whole.pieces[done].bytes;
-		int error = pthread_create(&started[i], NULL, work, &parts[i]);
-		if (error != 0)
-			fail("pthread_create", error);
-	}
-	for (size_t i = 0; i < number; i++)
-		pthread_join(started[i], NULL);
-	lap(&from, first);
-	return whole.times;
-}
-
-/* Allocates the physical memory of a set in the current context, uses it, rests and releases it. */
-static struct times take_and_give(struct piece *pieces, size_t count, pointer base, size_t total, struct way way, long rest_ms, void *stream)
-{
-	struct part_of_set set = {.pieces = pieces, .count = count, .base = base, .way = &way};
-	double slow = slowness(), all = 0;
-	TRY(cuCtxGetCurrent(&set.context));
-	set.times = by_threads(take, set, &all);
-	set.times.create += all;
-	set.times.slow_taking = larger(slow, slowness());
+	pointer at = base;
+	wanted.flags.rdma = rdma;
+	double slow = slowness(), from = now();
+	for (size_t i = 0; i < count; i++)
+		TRY(cuMemCreate(&pieces[i].handle, pieces[i].bytes, &wanted, 0));
+	lap(&from, &times.create);
+	for (size_t i = 0; i < count; at += pieces[i++].bytes)
+		TRY(cuMemMap(at, pieces[i].bytes, 0, pieces[i].handle, 0));
+	lap(&from, &times.map);
+	TRY(cuMemSetAccess(base, total, &access, 1));
+	lap(&from, &times.access);
+	times.slow_taking = larger(slow, slowness());
 	/* Use the memory, as a program would. */
 	TRY(cuMemsetD8Async(base, 0x5a, total, stream));
 	TRY(cuStreamSynchronize(stream));
 	struct timespec rest = {rest_ms / 1000, rest_ms % 1000 * 1000000};
 	nanosleep(&rest, NULL);
 	slow = slowness();
-	all = 0;
-	set.times = by_threads(give, set, &all);
-	set.times.release += all;
-	set.times.slow_giving = larger(slow, slowness());
-	return set.times;
+	from = now();
+	TRY(cuMemUnmap(base, total));
+	lap(&from, &times.unmap);
+	for (size_t i = 0; i < count; i++)
+		TRY(cuMemRelease(pieces[i].handle));
+	lap(&from, &times.release);
+	times.slow_giving = larger(slow, slowness());
+	return times;
 }

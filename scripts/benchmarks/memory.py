@@ -18,8 +18,6 @@ sets:
   24x1g    24 allocations of 1 GiB
   model    500 of 20 to 200 MiB, as a model's weights have; 38 GiB
   4000x2m  4000 of 2 MiB
-  handles  4000 of 2 MiB that the program makes itself (cuMemCreate, cuMemMap),
-           contents discarded; and what each of its calls costs
   64x1g    64 of 1 GiB, contents discarded
   1x100g   1 of 100 GiB, discarded; and kept, where the host has the memory
   72x1174m, 2000x8m  as they say; only with --turns
@@ -84,7 +82,7 @@ def main(options):
 
 class Bench(run.Bench):
     def __init__(self, options):
-        none = ("sets", "limits", "calls", "each", "samples", "slow", "memory", "stages", "idle", "swap")
+        none = ("sets", "limits", "calls", "samples", "slow", "memory", "stages", "idle", "swap")
         settings = {"repeat": options.repeat, "scale": options.scale, "turns": options.turns}
         super().__init__(options, "memory", **settings, **{name: {} for name in none}, torch_memory_saver=None)
         self.repeat, self.scale, self.saver = options.repeat, options.scale, None
@@ -171,7 +169,7 @@ class Bench(run.Bench):
         rest = self.rest_ms() * 6 // 10 if self.options.turns else 0
         command = ["--repeat", min(self.repeat, 3), "--rest", rest]
         for found in self.raw(*command, "calls", chosen.name, self.files[chosen.name]):
-            self.record_calls(chosen, found["way"], found, rested=rest > 0, gives=True)
+            self.record_calls(chosen, "alone", found, rested=rest > 0, gives=True)
 
     def record_calls(self, chosen, variant, found, rested, gives):
         """`rested`: the memory was allocated some time after the last release. `gives`: it was used, and released after a rest."""
@@ -204,7 +202,7 @@ class Bench(run.Bench):
     def holding(self, chosen, fill=True, backup=0, **settings):
         """A process that holds the set, in a region with a backup as in set.c."""
         child = self.set(chosen.name, **settings)
-        child.ask(f"{'handles' if chosen.handles else 'alloc'} bench {backup} {self.files[chosen.name]}")
+        child.ask(f"alloc bench {backup} {self.files[chosen.name]}")
         if fill:
             child.ask("fill")
         return child
@@ -380,22 +378,6 @@ class Bench(run.Bench):
             self.check(child, "zero")
         self.stages(child, chosen, "discarded", backup="discard")
         self.finish(child)
-
-    def each_call(self, chosen):
-        """The cost of the program's own handles: without the library, with it but not managed, and managed, alternating."""
-        alone, with_library = self.set("alone", with_library=False), self.set("each")
-        kinds = {"alone": (alone, "-"), "left": (with_library, "-"), "managed": (with_library, "each")}
-        found = self.data["each"].setdefault(chosen.name, {kind: {} for kind in kinds})
-        parts = ("create", "map", "access", "unmap", "release")
-        # The first turn is a warm-up.
-        for turn in self.turns(self.repeat + 1):
-            for kind, (child, tag) in kinds.items():
-                took = map(float, child.ask(f"each {tag} {self.files[chosen.name]}").split())
-                if turn > 0:
-                    for part, seconds in zip(parts, took):
-                        found[kind].setdefault(part, []).append(seconds / len(chosen.sizes))
-        for child in (alone, with_library):
-            self.finish(child)
 
     def huge(self, chosen):
         needed, free = chosen.bytes + HOST_SPARE, host_memory("MemAvailable")
@@ -768,8 +750,6 @@ class Bench(run.Bench):
             gigabytes = chosen.bytes / GIB
             title = f"{chosen.title}: vramctl"
             rests = 6 * self.repeat * self.rest_ms() / 1e3
-            if chosen.handles:
-                self.step(f"{title}, call by call", START + self.repeat, self.each_call, chosen)
             self.step(f"{title}, contents discarded", START + rests, self.discarded, chosen)
             if chosen.discard_only:
                 continue
@@ -781,7 +761,7 @@ class Bench(run.Bench):
         if self.idle_wanted:
             self.step("at rest", 10 if self.scale == 1 else 4, self.at_rest)
         if self.saver:
-            for chosen in (one for one in self.sets if not one.handles):
+            for chosen in self.sets:
                 needed = 8 + 4 * self.repeat * self.rest_ms() / 1e3
                 needed += 0 if chosen.discard_only else chosen.bytes / GIB
                 self.step(f"{chosen.title}: torch_memory_saver", needed, self.saved, chosen)

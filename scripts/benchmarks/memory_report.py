@@ -62,17 +62,11 @@ def best(data, key):
 
 
 def calls_of(data, name, key):
-    """The driver's calls alone: those measured beside the library's; else those for memory that GPUDirect RDMA can reach,
-    like cudaMalloc's, if the device supports it."""
+    """The driver's calls alone: those measured beside the library's, if there are."""
     variants = data["calls"].get(name, {})
-    for chosen in (("beside",), ("joined_rdma_shared",), ("each", "joined")):
-        found = [
-            middle(undisturbed(data, name, v, f"discard_{key}", variants[v][key]))
-            for v in chosen
-            if key in variants.get(v, {})
-        ]
-        if found:
-            return min(found)
+    for chosen in ("beside", "alone"):
+        if key in variants.get(chosen, {}):
+            return middle(undisturbed(data, name, chosen, f"discard_{key}", variants[chosen][key]))
     return None
 
 
@@ -188,15 +182,8 @@ def limit_lines(data):
 
 def call_lines(data):
     titles = {
-        "each": "separate calls per allocation, each call for all of them",
-        "each_in_turn": "separate calls per allocation, one allocation after the other",
-        "each_in_turn_rdma": "the same, memory that GPUDirect RDMA can reach",
-        "each_in_turn_threads": "one allocation after the other, in 4 threads",
-        "joined": "as few calls as allowed, pieces of at most 8 GiB",
-        "joined_rdma": "the same, memory that GPUDirect RDMA can reach",
-        "joined_shared": "the same, memory that other processes can open",
-        "joined_rdma_shared": "the same, memory of both kinds",
-        "beside": "the same, alternating with the library's in one process",
+        "alone": "in a process of their own",
+        "beside": "alternating with the library's in one process",
     }
     resumed = lambda key: "discard_resume_rested" if key.endswith("_rested") else "discard_resume"
     row_of = lambda key: "discard_pause" if key in ("pause", "unmap", "release") else resumed(key)
@@ -214,27 +201,6 @@ def call_lines(data):
             gone = [whole("pause"), f"{part('unmap')} + {part('release')}"]
             rows.append([data["sets"][name]["title"], title, *gone, whole("resume"), resume, whole("resume_rested")])
     header = ["the driver's calls alone, ms", "how", "pause", "unmap + release", "resume", "create + map + access", "resume after 0.5 s"]
-    return table(header, "llr", rows)
-
-
-def each_lines(data):
-    """Time per call of a program that makes handles itself, with the ratio to the driver's own as the median of the turns."""
-    titles = {"alone": "without the library", "left": "with it, not managed", "managed": "with it, managed"}
-    parts = ("create", "map", "access", "unmap", "release")
-    rows = []
-    for name, kinds in data["each"].items():
-        for kind, title in titles.items():
-            took = kinds.get(kind, {})
-            cells = []
-            for part in parts:
-                turns = [own / driver for own, driver in zip(took.get(part, []), kinds["alone"].get(part, []))]
-                ratio = "" if kind == "alone" or not turns else f" ({middle(turns):.2f} x)"
-                cells.append(f"{middle(took[part]) * 1e6:.2f}{ratio}" if part in took else "–")
-            whole = [sum(turn) for turn in zip(*(took.get(part, []) for part in parts))]
-            alone = [sum(turn) for turn in zip(*(kinds["alone"].get(part, []) for part in parts))]
-            ratio = "" if kind == "alone" or not whole else f" ({middle([own / driver for own, driver in zip(whole, alone)]):.2f} x)"
-            rows.append([data["sets"][name]["title"], title, *cells, f"{middle(whole) * 1e6:.2f}{ratio}" if whole else "–"])
-    header = ["us per call, in turns", "how", *parts, "all five"]
     return table(header, "llr", rows)
 
 
@@ -386,7 +352,7 @@ def markdown(data):
             "`retain_cpu_backup`. It has no pre-warm and copies unchanged contents, so those rows compare with its first and its retained pause.",
             "",
         ]
-    for part in (limit_lines, call_lines, each_lines, stage_lines, memory_lines, swap_lines, idle_lines):
+    for part in (limit_lines, call_lines, stage_lines, memory_lines, swap_lines, idle_lines):
         if found := part(data):
             lines += [*found, ""]
     for note in data["notes"]:

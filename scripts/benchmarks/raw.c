@@ -13,8 +13,7 @@ static const char help[] =
 	"  limits   copies --bytes (default: 8 GiB) each way in pieces of 16 and 64 MiB; a device\n"
 	"           copy and a memset of half as much\n"
 	"  calls    for each FILE (a set, one size per line): times create, map and access after a\n"
-	"           rest, then unmap and release; with separate calls per allocation, and with as\n"
-	"           few calls as the driver allows; with several kinds of memory, in turns\n"
+	"           rest, then unmap and release\n"
 	"  host     touches BYTES of fresh host memory, leaving SPARE, and part of it again: a\n"
 	"           virtual machine may get its own memory only then\n";
 
@@ -82,47 +81,27 @@ static void limits(int repeat, size_t bytes)
 
 /* ---- the calls for a set ---- */
 
-/* In turns, each time after a rest. */
 static void calls_for(const char *name, const char *path, int device, int repeat, long rest_ms)
 {
-	bool rdma = has_rdma(device);
-	struct way ways[] = {
-		{.name = "each"},
-		{.name = "each_in_turn", .in_turn = true},
-		{.name = "each_in_turn_rdma", .in_turn = true, .rdma = rdma},
-		{.name = "each_in_turn_threads", .in_turn = true, .threads = 4},
-		{.name = "joined", .joined = true},
-		{.name = "joined_rdma", .joined = true, .rdma = rdma},
-		{.name = "joined_shared", .joined = true, .shared = true},
-		{.name = "joined_rdma_shared", .joined = true, .rdma = rdma, .shared = true},
-	};
-	struct { struct piece *pieces; size_t count; } lists[2];
-	size_t total;
+	size_t count, total;
 	pointer base;
-	for (int cut = 0; cut < 2; cut++)
-		lists[cut].pieces = read_set(path, cut, &lists[cut].count, &total);
+	struct piece *pieces = read_set(path, &count, &total);
 	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 	/* The first turn is a warm-up. */
 	for (int turn = -1; turn < repeat; turn++) {
-		for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
-			struct way way = ways[i];
-			struct timespec rest = {rest_ms / 1000, rest_ms % 1000 * 1000000};
-			if (turn < 0 && i > 0)
-				continue;
-			nanosleep(&rest, NULL);
-			struct times times = take_and_give(lists[way.joined].pieces, lists[way.joined].count, base, total, way, 0, stream);
-			if (turn >= 0) {
-				printf("{\"what\":\"calls\",\"set\":\"%s\",\"way\":\"%s\",\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,"
-				       "\"unmap\":%.9f,\"release\":%.9f,\"slow_resume\":%.3f,\"slow_pause\":%.3f}\n",
-				       name, way.name, times.create, times.map, times.access, times.unmap, times.release, times.slow_taking,
-				       times.slow_giving);
-				fflush(stdout);
-			}
+		struct timespec rest = {rest_ms / 1000, rest_ms % 1000 * 1000000};
+		nanosleep(&rest, NULL);
+		struct times times = take_and_give(pieces, count, base, total, has_rdma(device), 0, stream);
+		if (turn >= 0) {
+			printf("{\"what\":\"calls\",\"set\":\"%s\",\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,"
+			       "\"unmap\":%.9f,\"release\":%.9f,\"slow_resume\":%.3f,\"slow_pause\":%.3f}\n",
+			       name, times.create, times.map, times.access, times.unmap, times.release, times.slow_taking,
+			       times.slow_giving);
+			fflush(stdout);
 		}
 	}
 	TRY(cuMemAddressFree(base, total));
-	for (int cut = 0; cut < 2; cut++)
-		free(lists[cut].pieces);
+	free(pieces);
 }
 
 /* ---- host memory ---- */

@@ -24,11 +24,6 @@ static const char help[] =
 	"Commands, one per line on standard input:\n"
 	"  alloc TAG BACKUP FILE   allocates the sizes in the file, in a region with this tag and\n"
 	"                          backup (0: from the environment, 1: discard, 2: host)\n"
-	"  handles TAG BACKUP FILE the same, but made by the program itself: physical memory with\n"
-	"                          handles, mapped one behind the other\n"
-	"  each TAG|- FILE         takes and gives back the sizes in the file, by handles, with\n"
-	"                          separate calls, in a region with this tag or in none; answers\n"
-	"                          as `calls` does\n"
 	"  fill                    fills everything with known contents\n"
 	"  scribble                writes one byte everywhere, at the device's speed\n"
 	"  pause TAG|* BACKUP      answers with its start and end (ns, monotonic clock) and the\n"
@@ -147,32 +142,8 @@ static char *address_of(size_t piece)
 	return allocation->address + (piece - allocation->first) * PIECE;
 }
 
-/* As `cudaMalloc`, but with its own handle. The addresses are adjacent. */
-static cudaError_t map_new(void **address, size_t bytes, size_t total)
+static void allocate(const char *tag, int backup, const char *path)
 {
-	static pointer next;
-	properties wanted = {.type = 1, .where = {1, 0}};
-	access_flags access = {{1, 0}, 3};
-	unsigned long long handle;
-	if (next == 0) {
-		find_driver();
-		TRY(cuMemAddressReserve(&next, total, 0, 0, 0));
-	}
-	/* As what it is compared with. */
-	struct way way = as_the_library(0);
-	wanted.handle_types = way.shared;
-	wanted.flags.rdma = way.rdma;
-	TRY(cuMemCreate(&handle, bytes, &wanted, 0));
-	TRY(cuMemMap(next, bytes, 0, handle, 0));
-	TRY(cuMemSetAccess(next, bytes, &access, 1));
-	*address = (void *)(uintptr_t)next;
-	next += bytes;
-	return cudaSuccess;
-}
-
-static void allocate(const char *tag, int backup, const char *path, bool by_handles)
-{
-	size_t total = 0;
 	FILE *file = fopen(path, "r");
 	size_t bytes;
 	if (file == NULL) {
@@ -184,13 +155,10 @@ static void allocate(const char *tag, int backup, const char *path, bool by_hand
 		fclose(file);
 		return;
 	}
-	while (fscanf(file, "%zu", &bytes) == 1)
-		total += bytes;
-	rewind(file);
 	long long from = now_ns();
 	while (fscanf(file, "%zu", &bytes) == 1) {
 		void *address = NULL;
-		cudaError_t error = by_handles ? map_new(&address, bytes, total) : cudaMalloc(&address, bytes);
+		cudaError_t error = cudaMalloc(&address, bytes);
 		if (error != cudaSuccess || (count % 64 == 0 && (set = realloc(set, (count + 64) * sizeof *set)) == NULL)) {
 			answer("error allocation of %zu bytes: %s", bytes, cudaGetErrorString(error));
 			fclose(file);
@@ -425,33 +393,11 @@ static void calls(long rest_ms, const char *path)
 			free(taken);
 		}
 		find_driver();
-		taken = read_set(path, true, &listed, &total);
+		taken = read_set(path, &listed, &total);
 		TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 		snprintf(known, sizeof known, "%s", path);
 	}
-	struct times times = take_and_give(taken, listed, base, total, as_the_library(0), rest_ms, (void *)stream);
-	answer("ok %.9f %.9f %.9f %.9f %.9f %.3f %.3f", times.create, times.map, times.access, times.unmap, times.release,
-	       times.slow_taking, times.slow_giving);
-}
-
-/* The cost for a program that manages its memory itself. */
-static void each(const char *tag, const char *path)
-{
-	size_t listed, total;
-	pointer base;
-	bool managed = strcmp(tag, "-") != 0;
-	find_driver();
-	struct piece *taken = read_set(path, false, &listed, &total);
-	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
-	if (managed && (region_begin == NULL || region_begin(tag, 1) != 0)) {
-		answer("error there is no region");
-		return;
-	}
-	struct times times = take_and_give(taken, listed, base, total, (struct way){.name = "each"}, 0, (void *)stream);
-	if (managed)
-		region_end();
-	TRY(cuMemAddressFree(base, total));
-	free(taken);
+	struct times times = take_and_give(taken, listed, base, total, has_rdma(0), rest_ms, (void *)stream);
 	answer("ok %.9f %.9f %.9f %.9f %.9f %.3f %.3f", times.create, times.map, times.access, times.unmap, times.release,
 	       times.slow_taking, times.slow_giving);
 }
@@ -493,11 +439,7 @@ int main(int argc, char **argv)
 	answer("ok %s", do_pause == NULL ? "without the library" : "with the library");
 	while (fgets(line, sizeof line, stdin) != NULL) {
 		if (sscanf(line, "alloc %31s %ld %3999s", tag, &number, rest) == 3)
-			allocate(tag, (int)number, rest, false);
-		else if (sscanf(line, "handles %31s %ld %3999s", tag, &number, rest) == 3)
-			allocate(tag, (int)number, rest, true);
-		else if (sscanf(line, "each %31s %3999s", tag, rest) == 2)
-			each(tag, rest);
+			allocate(tag, (int)number, rest);
 		else if (sscanf(line, "pause %31s %ld", tag, &number) == 2)
 			transition(true, tag, number);
 		else if (sscanf(line, "resume %31s %ld", tag, &number) == 2)

@@ -20,8 +20,6 @@ class Set:
     discard_only: bool = False
     # Measure with a backup once, if the host has the memory.
     huge: bool = False
-    # Made by the program itself, with cuMemCreate and cuMemMap, as PyTorch's expandable segments are.
-    handles: bool = False
     # Measured in turns with torch_memory_saver only.
     turns_only: bool = False
 
@@ -75,15 +73,12 @@ def all_sets(scale, room):
             title = what if len(sizes) == 1 else f"{what} ({total})"
         else:
             title = f"{len(sizes)} {what} ({total})"
-        if more.get("handles"):
-            title += ", the program's own handles"
         return Set(name, title, sizes, **more)
 
     return [
         make("24x1g", "", [GIB] * 24),
         make("model", "of 20 to 200 MiB", model_sizes()),
         make("4000x2m", "", [PIECE] * 4000),
-        make("handles", "", [PIECE] * 4000, discard_only=True, handles=True),
         make("64x1g", "", [GIB] * 64, discard_only=True),
         make("1x100g", "", [100 * GIB], discard_only=True, huge=True),
         make("72x1174m", "", [1174 * MIB] * 72, discard_only=True, turns_only=True),

@@ -1,10 +1,9 @@
 """A measurement that checks: what has passed, and what has failed, in sections of which one that fails does not stop the others."""
 
 import contextlib
-import json
 import time
 
-from measure.child import Deadline, Failed
+from measure.child import Deadline
 from measure.run import Run
 
 #: What the other process uses of a GPU that has more.
@@ -77,20 +76,3 @@ class Check(Run):
     def other_gib(self):
         """What the other process uses if nobody says."""
         return min(MOST_OTHER_GIB, most_gib_of(int(self.gpu("memory.total"))))
-
-
-    def states(self, name):
-        """The tags of a program in `vramctl status`."""
-        code, answer, text, _ = self.vramctl("status", name)
-        tags = dig(answer, "tags")
-        if code != 0 or not isinstance(tags, list):
-            raise Failed(f"vramctl status {name}: exit code {code}: {text}")
-        return {tag["tag"]: tag for tag in tags}
-
-    def expect_state(self, name, when, paused):
-        """Checks that status shows everything in a program paused, or everything active."""
-        tags = self.states(name)
-        wanted = "paused" if paused else "active"
-        right = all(tag["state"] == wanted and tag["paused_bytes"] == (tag["bytes"] if paused else 0) for tag in tags.values())
-        self.expect(f"status {when}", tags and right, json.dumps(tags))
-        return tags

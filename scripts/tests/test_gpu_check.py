@@ -181,12 +181,11 @@ class Whole(unittest.TestCase):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_", "SIMGPU_", "VRAMCTL_", "PYTHONPATH"))}
         with tempfile.TemporaryDirectory() as folder:
             simgpu = [ROOT / "scripts" / "simgpu", "--memory", "2G", "--dir", folder]
-            command = [*simgpu, sys.executable, ROOT / "scripts" / "gpu-check", "--bin", built, "--out", folder, "--only", "waits,oom,move"]
+            command = [*simgpu, sys.executable, ROOT / "scripts" / "gpu-check", "--bin", built, "--out", folder, "--only", "waits,move"]
             ran = subprocess.run([*command, "--gib", "1"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
             written = json.loads(pathlib.Path(folder, "gpu-check.json").read_text())
-        checks = {name: [one["ok"] for one in written["checks"] if one["section"] == name] for name in ("waits", "oom", "move")}
+        checks = {name: [one["ok"] for one in written["checks"] if one["section"] == name] for name in ("waits", "move")}
         self.assertTrue(len(checks["waits"]) > 10 and all(checks["waits"]), ran.stdout)
-        self.assertTrue(len(checks["oom"]) > 8 and all(checks["oom"]), ran.stdout)
         self.assertEqual((checks["move"], ran.returncode), ([], 1), ran.stdout)
         self.assertIn("not run: move", ran.stdout, "there is one GPU")
 

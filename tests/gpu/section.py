@@ -10,10 +10,8 @@ import os
 import pathlib
 import re
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -39,27 +37,12 @@ def unittest_result(text):
     return (int(found[-1][0]), found[-1][1]) if found else (0, "no verdict")
 
 
-def transition(check, what, program, arguments, own):
-    """A pause or resume from the shell or (own) by the program itself: seconds, and the command line's JSON."""
-    if own:
-        start = time.perf_counter()
-        for tag in arguments:
-            program.ask_json(f"{what} {tag}", 120)
-        return time.perf_counter() - start, None
-    name = arguments[0]
-    code, answer, text, taken = check.vramctl(what, *arguments[1:], "--name", name)
-    if code != 0:
-        raise Failed(f"vramctl {what}: exit code {code}: {text}")
-    return taken, answer
-
-
 class Check(checks.Check):
     """All sections of a run, and their report."""
 
     def __init__(self, options):
         super().__init__(options, "gpu-check")
-        self.cycles, self.table = [], []
-        self.overhead, self.demo, self.programs = [], [], []
+        self.table, self.overhead, self.demo, self.programs = [], [], [], []
 
     def hog(self, mib, seconds=60):
         """Runs another process that allocates, fills and verifies `mib` MiB. Returns its error or None."""
@@ -106,7 +89,7 @@ class Check(checks.Check):
         if not hasattr(self, "facts"):
             self.facts = self.machine()
         failed = [check for check in self.checks if not check["ok"]]
-        names = ("checks", "cycles", "overhead", "programs", "demo", "notes")
+        names = ("checks", "overhead", "programs", "demo", "notes")
         options = {name: str(value) for name, value in vars(self.options).items()}
         everything = {"machine": self.facts, "options": options, "ok": not failed, **{name: getattr(self, name) for name in names}}
         (self.out / "gpu-check.json").write_text(json.dumps(everything, indent=1) + "\n")
@@ -127,9 +110,6 @@ class Check(checks.Check):
             of = [check["ok"] for check in self.checks if check["section"] == section]
             counts.append([section, len(of), sum(of)])
         lines += table(["section", "checks", "passed"], "lrr", counts)
-        for section in dict.fromkeys(cycle["section"] for cycle in self.cycles):
-            cycles = [cycle for cycle in self.cycles if cycle["section"] == section]
-            lines += ["", f"{section}: {cycles[0]['kept_bytes'] / 1e9:.1f} GB of contents kept; GB = 1e9 bytes", "", *cycle_table(cycles)]
         if self.overhead:
             lines += ["", *overhead.table(self.overhead)]
         if self.programs:
@@ -140,19 +120,6 @@ class Check(checks.Check):
             lines += [f"- {check['section']}: {check['check']}: {check['detail']}" for check in failed]
         lines += ["", *[f"- {note}" for note in self.notes], ""]
         return "\n".join(lines)
-
-
-def cycle_table(cycles):
-    def times(of):
-        return [f"{of('pause_s'):.2f} s", f"{of('pause_gb_s'):.1f} GB/s", f"{of('resume_s'):.2f} s", f"{of('resume_gb_s'):.1f} GB/s"]
-
-    rows = []
-    for c in cycles:
-        other = f"{c['other_process_gib']} GiB" if c["other_process_gib"] else "FAILED"
-        rows.append([c["cycle"], c["by"], f"{c['used_before_mib']} MiB", f"{c['used_paused_mib']} MiB", other, *times(c.get)])
-    if len(cycles) > 2:
-        rows.append(["median without the first", "", "", "", "", *times(lambda what: statistics.median(c[what] for c in cycles[1:]))])
-    return table(["cycle", "by", "in use before", "while paused", "another process", "pause", "", "resume", ""], "rlr", rows)
 
 
 @functools.cache

@@ -5,8 +5,6 @@ import sys
 import unittest
 
 import kinds
-import oom
-import pytorch
 from benchmarks import overhead
 from measure.child import Failed
 from section import HERE, ROOT, gpus, section, unittest_result
@@ -22,21 +20,6 @@ def need_torch(run):
 
 @unittest.skipUnless(gpus(), "there is no GPU")
 class OneGpu(unittest.TestCase):
-    @section(200)
-    def test_torch(self, run):
-        """pauses and resumes an unmodified PyTorch program with a captured CUDA graph from the shell, again and again. Each time its memory is gone
-        from nvidia-smi and another process fills and verifies memory that had no room before. Afterwards every tensor is equal bit for bit, a
-        replay of the graph gives the same result, and no address has changed"""
-        need_torch(run)
-        pytorch.torch(run)
-
-    @section(200)
-    def test_regions(self, run):
-        """the same with two regions, marked through the C ABI with ctypes: `weights` are kept, `kv_cache` is discarded; the shell and the program
-        take turns pausing"""
-        need_torch(run)
-        pytorch.torch(run, regions=True)
-
     @section(100)
     def test_python(self, run):
         """the Python package with the real torch: pools by tag, nested regions, threads, live blocks, CUDA graphs, expandable segments"""
@@ -109,12 +92,6 @@ class OneGpu(unittest.TestCase):
         """pauses a PyTorch training loop at twenty random moments: its losses are those of an undisturbed run, bit for bit"""
         run.script("hold.py", 150)
 
-    @section(120)
-    def test_kill(self, run):
-        """while three processes are paused or resumed as a job, kills or stops one of them, or the command, at each step: the others are all in the
-        same state, unharmed and resumable, and the message says which state"""
-        run.script("kill.py", 110)
-
     @section(160)
     def test_suspend(self, run):
         """a PyTorch program leaves the GPU in the middle of its work and comes back, ten times; the driver's checkpoint next to it"""
@@ -156,11 +133,6 @@ class OneGpu(unittest.TestCase):
         need_torch(run)
         run.script("turns.py", 200, "loops", run.options.gib * 2, 60)
         run.script("turns.py", 95, "cells", run.options.gib // 2, 10, 40)
-
-    @section(120)
-    def test_oom(self, run):
-        """a resume without enough memory reports how much it needs, how much is free and who holds it; with --timeout it waits"""
-        oom.oom(run)
 
     @section(200)
     def test_overhead(self, run):
