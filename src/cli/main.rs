@@ -6,10 +6,10 @@ mod candidates;
 mod commands;
 mod execute;
 mod installation;
+mod interruptible;
 mod ledger;
 mod preloading;
 mod syntax;
-mod transition;
 mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};

@@ -2,7 +2,7 @@
 
 use crate::arguments::{BackupArgs, EngineArgs, TransitionArgs, registered, seconds};
 use crate::execute::Execute;
-use crate::transition;
+use crate::interruptible;
 use crate::ui::{Ui, dry_run, output};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -107,7 +107,7 @@ impl Execute for Args {
             confirm(&plan, &ui)?;
         }
         let consent = plan.consent(&ui)?;
-        transition::run(plan, &consent, ui)
+        interruptible::run(plan, &consent, ui)
     }
 
     fn wants_json(&self) -> bool {

@@ -2,7 +2,7 @@
 
 use crate::arguments::TransitionArgs;
 use crate::execute::Execute;
-use crate::transition;
+use crate::interruptible;
 use crate::ui::Ui;
 use vramctl_coordinator::Consent;
 use vramctl_coordinator::Plan;
@@ -40,7 +40,7 @@ impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(self.json, self.transition.quiet);
         let plan = Plan::make(self.transition.operation(Verb::Resume, HowToPause::default()), &ui)?.restore_suspended(&ui)?;
-        transition::run(plan, &Consent::default(), ui)
+        interruptible::run(plan, &Consent::default(), ui)
     }
 
     fn wants_json(&self) -> bool {

@@ -3,7 +3,7 @@
 use crate::arguments::{BackupArgs, EngineArgs, checked_tag, registered, seconds};
 use crate::candidates;
 use crate::execute::Execute;
-use crate::transition::give_up;
+use crate::interruptible::give_up;
 use crate::ui::{Ui, dry_run, interrupt, outcome, output};
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
