@@ -43,6 +43,11 @@ pub fn names() -> Vec<CompletionCandidate> {
     names.into_iter().map(|(name, state)| CompletionCandidate::new(name).help(Some(state.into()))).collect()
 }
 
+/// The names of programs that have a log.
+pub fn logs() -> Vec<CompletionCandidate> {
+    crate::logs::names().into_iter().map(CompletionCandidate::new).collect()
+}
+
 /// Process ids.
 pub fn pids() -> Vec<CompletionCandidate> {
     processes()

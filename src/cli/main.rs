@@ -8,13 +8,14 @@ mod execute;
 mod installation;
 mod interruptible;
 mod ledger;
+mod logs;
 mod preloading;
 mod syntax;
 mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, gpus, image_init, images, keeper, load, metrics, operate, pause, ps, python_path, ray, relocate,
+    completions, coordinate, doctor, events, gpus, image_init, images, keeper, load, logs as log, metrics, operate, pause, ps, python_path, ray, relocate,
     resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
 };
 use execute::Execute;
@@ -79,6 +80,10 @@ commands! {
     Stop(stop::Args),
     /// Wait until processes have memory, are active, paused or gone
     Wait(wait::Args),
+    /// Show what programs print that run in the background
+    Logs(log::Args),
+    /// Print what happens to processes: started, paused, resumed, ended
+    Events(events::Args),
     /// Print or serve metrics for Prometheus
     Metrics(metrics::Args),
     /// Have torch return the GPU memory that it has cached

@@ -21,7 +21,7 @@ pub fn syntax() -> clap::Command {
 }
 
 /// Commands, each with words that people try for it.
-const SYNONYMS: [(&str, &str); 12] = [
+const SYNONYMS: [(&str, &str); 14] = [
     ("resume", "unpause unsuspend wake wakeup wake-up awake continue thaw unfreeze restore reload"),
     ("pause", "sleep freeze free release evict offload unload hold"),
     ("suspend", "checkpoint hibernate dump"),
@@ -33,12 +33,10 @@ const SYNONYMS: [(&str, &str); 12] = [
     ("move", "migrate relocate"),
     ("stop", "kill terminate rm end quit"),
     ("doctor", "check diagnose diag test"),
+    ("logs", "log output tail"),
+    ("events", "event follow history"),
     ("metrics", "stats prometheus exporter"),
 ];
-
-/// What is said of words that no command is for.
-const OTHERS: [(&str, &str); 1] =
-    [("logs log", "vramctl keeps no log: a program prints where it was started. `vramctl trace` writes a timeline of its memory")];
 
 /// A refusal by clap, which compares letters, with what the word means.
 pub fn explained(error: clap::Error) -> clap::Error {
@@ -51,16 +49,11 @@ pub fn explained(error: clap::Error) -> clap::Error {
     }
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidSubcommand) else { return error };
     let has = |words: &str| words.split(' ').any(|known| known == word.to_lowercase());
-    let hint = match (SYNONYMS.iter().find(|(_, words)| has(words)), OTHERS.iter().find(|(words, _)| has(words))) {
-        (Some((command, _)), _) => {
-            let syntax = syntax();
-            let about = syntax.find_subcommand(command).and_then(clap::Command::get_about).map_or_else(String::new, ToString::to_string);
-            format!("did you mean `vramctl {command}`? ({about})")
-        }
-        (None, Some((_, text))) => (*text).to_owned(),
-        (None, None) => return error,
-    };
-    clap::Error::raw(error.kind(), format!("there is no command {word}; {hint}\n")).with_cmd(&syntax())
+    let Some((command, _)) = SYNONYMS.iter().find(|(_, words)| has(words)) else { return error };
+    let syntax = syntax();
+    let about = syntax.find_subcommand(command).and_then(clap::Command::get_about).map_or_else(String::new, ToString::to_string);
+    let text = format!("there is no command {word}; did you mean `vramctl {command}`? ({about})\n");
+    clap::Error::raw(error.kind(), text).with_cmd(&syntax)
 }
 
 /// The examples, variables and exit codes.
@@ -68,6 +61,8 @@ pub fn after_help() -> String {
     let mut text = String::from(
         "Examples:
   vramctl run --name engine -- python serve.py # start a program
+  vramctl run -d --name engine -- python serve.py # in the background
+  vramctl logs -f engine                       # what it prints
   vramctl status engine                        # show its memory, by tag
   vramctl gpus                                 # who uses the memory of each GPU
   vramctl top                                  # all of it, live
@@ -154,7 +149,7 @@ mod tests {
             ("start", "did you mean `vramctl run`?"),
             ("ls", "did you mean `vramctl ps`?"),
             ("kill", "did you mean `vramctl stop`?"),
-            ("logs", "vramctl keeps no log"),
+            ("log", "did you mean `vramctl logs`?"),
             ("pasue", "'pause'"),
         ] {
             assert!(answer(word).contains(wanted), "{}", answer(word));
@@ -172,12 +167,7 @@ mod tests {
     /// Otherwise, the word would never be explained.
     #[test]
     fn no_synonym_is_a_command_and_each_is_for_one() {
-        let words: Vec<_> = SYNONYMS
-            .iter()
-            .map(|(_, words)| words)
-            .chain(OTHERS.iter().map(|(words, _)| words))
-            .flat_map(|words| words.split(' '))
-            .collect();
+        let words: Vec<_> = SYNONYMS.iter().flat_map(|(_, words)| words.split(' ')).collect();
         for (at, word) in words.iter().enumerate() {
             assert!(syntax().find_subcommand(word).is_none() && !words[..at].contains(word), "{word}");
         }

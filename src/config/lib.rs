@@ -106,6 +106,10 @@ pub struct Config {
     pub job: Option<String>,
     /// `VRAMCTL_JOB`: the run that this process belongs to.
     pub run: Option<String>,
+    /// `VRAMCTL_ON_PAUSE`: a command for whoever pauses the program. The library does not run it.
+    pub on_pause: Option<String>,
+    /// `VRAMCTL_ON_RESUME`: the same for whoever resumes it.
+    pub on_resume: Option<String>,
     /// The directories of sockets and backups.
     pub directories: Directories,
     /// Errors in the variables, to be logged once.
@@ -233,6 +237,8 @@ impl Config {
             watch: variables.parsed("VRAMCTL_WATCH", Watch::parse, "not a size such as 5G, nor 5G,trim; ignored").unwrap_or_default(),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),
             run: variables.set("VRAMCTL_JOB"),
+            on_pause: variables.set("VRAMCTL_ON_PAUSE"),
+            on_resume: variables.set("VRAMCTL_ON_RESUME"),
             name,
             directories,
             complaints: variables.complaints,

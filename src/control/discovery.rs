@@ -80,6 +80,11 @@ impl Directory {
         Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())))
     }
 
+    /// The user who owns it: only that one, and root, can have put anything there.
+    pub fn owner(&self) -> u32 {
+        self.owner
+    }
+
     /// Its path, for messages.
     pub fn path(&self) -> &Path {
         &self.path

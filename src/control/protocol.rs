@@ -302,6 +302,12 @@ pub struct Hello {
     /// Whether its own allocator, such as torch's, serves requests: it understands `cache` and `trim`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trims: bool,
+    /// The command that whoever pauses it runs before (`VRAMCTL_ON_PAUSE`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_pause: Option<String>,
+    /// The command that whoever resumes it runs after (`VRAMCTL_ON_RESUME`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_resume: Option<String>,
 }
 
 /// A process and its memory.

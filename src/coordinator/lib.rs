@@ -12,6 +12,7 @@ pub mod failure;
 mod figures;
 pub mod forecast;
 pub mod gpus;
+mod hooks;
 mod job;
 pub mod lock;
 pub mod nodes;

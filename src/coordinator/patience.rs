@@ -25,6 +25,10 @@ pub const ADVANCE_AFTER: Duration = Duration::from_millis(30);
 pub const FIRST_DRAIN: Duration = Duration::from_millis(100);
 /// How long the program's GPU work in flight may take once it is held, if the caller gives no limit.
 pub const HOLD_WITHIN: Duration = Duration::from_secs(10);
+/// How long a program's own command may take before its pause, and after its resume.
+pub const HOOK_WITHIN: Duration = Duration::from_secs(10);
+/// And how often to look whether it is done.
+pub const LOOK_AT_HOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long the engines may take to confirm that they still have no requests: the program waits meanwhile.
 pub const CONFIRM_WITHIN: Duration = Duration::from_secs(3);
 /// How long an engine may take to answer a request.

@@ -239,6 +239,8 @@ pub mod made_up {
             age_s: None,
             ranks: Vec::new(),
             trims: false,
+            on_pause: None,
+            on_resume: None,
         };
         let tag = |&(tag, state): &(&str, TagState)| {
             let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
@@ -248,6 +250,7 @@ pub mod made_up {
             held: false,
             standing: None,
             waiting_threads: 0,
+            idle_ms: None,
             suspended: None,
             obstacles: Vec::new(),
             communicators: BTreeSet::new(),

@@ -142,5 +142,7 @@ fn hello() -> Hello {
         age_s: engine::age_s(),
         ranks: lease::ranks().clone(),
         trims: cache::is_served(),
+        on_pause: Config::get().on_pause.clone(),
+        on_resume: Config::get().on_resume.clone(),
     }
 }

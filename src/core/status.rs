@@ -94,6 +94,7 @@ impl Memory {
             held: gate::is_held(),
             standing: holder::standing(),
             waiting_threads: gate::waiting(),
+            idle_ms: (!gate::is_held()).then(|| u64::try_from(gate::idle_for().as_millis()).unwrap_or(u64::MAX)),
             suspended: None,
             obstacles: self.obstacles(),
             refusals: self.refusals.now(),

@@ -31,4 +31,4 @@ pub use descriptor::{Held, Identity, above_standard, is_held, is_one_file};
 pub use fork::{PerProcess, on_fork_in_child};
 pub use hash::fnv1a;
 pub use lock::Unpoison;
-pub use program::{own_program, program_of};
+pub use program::{own_program, program_of, program_of_words};

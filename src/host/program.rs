@@ -18,6 +18,13 @@ pub fn own_program() -> Option<String> {
     program_in("/proc/self".into(), own_folder().into())
 }
 
+/// The name that a program will have which these words start; `None` if it is nothing that a file or a process could be called.
+pub fn program_of_words(words: &[&str]) -> Option<String> {
+    let program = Path::new(words.first()?).file_name()?.to_str()?;
+    let of_python = is_python(program).then(|| script_or_module(words)).flatten();
+    Some(of_python.unwrap_or_else(|| program.to_owned())).filter(|name| is_name(name))
+}
+
 /// `process`: its folder in `/proc`. `living`: that of a thread which lives.
 fn program_in(process: PathBuf, living: PathBuf) -> Option<String> {
     let own = name_in(&process)?;
@@ -121,6 +128,10 @@ mod tests {
         ] {
             let words: Vec<_> = line.split(' ').collect();
             assert_eq!(script_or_module(&words).as_deref(), name, "{line}");
+        }
+        for (line, name) in [("/opt/engine --port 1", Some("engine")), ("python3 -u /srv/serve.py", Some("serve")), ("python -c x", Some("python")), ("7", None)] {
+            let words: Vec<_> = line.split(' ').collect();
+            assert_eq!(program_of_words(&words).as_deref(), name, "{line}");
         }
         for (program, is) in [("python", true), ("python3.13t", true), ("pypy3", true), ("python3-config", false), ("serve", false)] {
             assert_eq!(is_python(program), is, "{program}");

@@ -6,11 +6,11 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-/// Starts a keeper for the run of this process, which is about to become the program. The keeper is nobody's child, has a session of its own and
+/// Starts a keeper for the run that the process `pid` begins: this one, which is about to become the program, or its child. The keeper is nobody's child, has a session of its own and
 /// none of this process's descriptors: the program, its parent, a pipe behind it and a batch system do not see it.
-pub fn leave(run: &OsStr) -> io::Result<()> {
+pub fn leave(run: &OsStr, pid: u32) -> io::Result<()> {
     let mut keeper = Command::new("/proc/self/exe");
-    keeper.args(["keeper", "--run"]).arg(run).arg("--pid").arg(std::process::id().to_string());
+    keeper.args(["keeper", "--run"]).arg(run).arg("--pid").arg(pid.to_string());
     keeper.stdin(Stdio::null()).stdout(Stdio::null()).current_dir("/");
     // For those who look for a fault in it.
     match env::var_os("VRAMCTL_KEEPER_LOG").and_then(|path| std::fs::File::options().append(true).create(true).open(path).ok()) {

@@ -18,6 +18,10 @@ pub struct Status {
     /// How many of its threads wait.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub waiting_threads: usize,
+    /// For at least how many milliseconds no call of the program that starts device work or allocates has passed, been inside or waited. The time
+    /// counts from the first question. Absent while the program is held or suspended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_ms: Option<u64>,
     /// While the process is suspended: the GPUs that it sees, and the memory that a restore needs there. The rest of the status is from
     /// before the suspend.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,6 +1,7 @@
 //! The command line and the shell scripts, against fake processes: a thread speaks the protocol on the socket of a sleeping
 //! child. Tests that need real memory use the simulated GPU and are elsewhere.
 
+mod background;
 mod completions;
 mod directory;
 mod doctor;
@@ -307,6 +308,8 @@ impl State {
             age_s: None,
             ranks: Vec::new(),
             trims: false,
+            on_pause: None,
+            on_resume: None,
         }
     }
 
@@ -344,6 +347,7 @@ impl State {
             held: false,
             standing: None,
             waiting_threads: 0,
+            idle_ms: None,
             suspended: None,
             obstacles: Vec::new(),
             communicators: BTreeSet::new(),

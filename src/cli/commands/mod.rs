@@ -3,11 +3,13 @@
 pub mod completions;
 pub mod coordinate;
 pub mod doctor;
+pub mod events;
 pub mod gpus;
 pub mod image_init;
 pub mod images;
 pub mod keeper;
 pub mod load;
+pub mod logs;
 pub mod metrics;
 pub mod operate;
 pub mod pause;

@@ -4,9 +4,11 @@ use crate::arguments::{LEVELS, checked_tag, size};
 use crate::candidates;
 use crate::execute::Execute;
 use crate::installation;
+use crate::logs::Log;
 use crate::preloading::{self, Unmanaged};
 use crate::ui::output;
 use clap::Args as _;
+use clap::builder::NonEmptyStringValueParser;
 use clap_complete::engine::ArgValueCompleter;
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -14,20 +16,22 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, ErrorKind};
 use std::os::unix::process::CommandExt;
 use std::path::{self, Path, PathBuf};
-use std::process::Command;
+use std::process::{self, Command};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::{target, text};
+use vramctl_host::program_of_words;
 use vramctl_model::{DEFAULT_TAG, Limit, Policy};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
-Replaces this process with the command (exec), so pid, signals and exit code are the command's. The GPU memory of the command \
+Replaces this process with the command (exec), so pid, signals and exit code are the command's, unless --detach says otherwise. The GPU memory of the command \
 and of the programs it starts can be paused. Without --tag, the tag is $VRAMCTL_TAG (empty means --no-tag), or `default` if \
 that is unset.
 
 Examples:
   vramctl run -- python serve.py
+  vramctl run -d --name engine -- python serve.py # in the background
   vramctl run --tag weights --backup kv_cache=discard -- ./engine --port 8000
   vramctl run --no-tag -- ./engine # manage only its own regions")]
 #[allow(clippy::struct_excessive_bools)] // independent options
@@ -65,6 +69,15 @@ pub struct Args {
     /// With --share: idle for so many seconds, give the memory back even if nobody asks
     #[arg(long, value_name = "SECONDS", requires = "share")]
     idle: Option<u32>,
+    /// Run it in the background, in a session of its own; `vramctl logs` shows what it prints
+    #[arg(long, short)]
+    detach: bool,
+    /// A command (sh -c) to run before each pause: if it fails, nothing is paused
+    #[arg(long, value_name = "COMMAND", value_parser = NonEmptyStringValueParser::new())]
+    on_pause: Option<String>,
+    /// A command (sh -c) to run after each resume, and after a pause that failed
+    #[arg(long, value_name = "COMMAND", value_parser = NonEmptyStringValueParser::new())]
+    on_resume: Option<String>,
     /// The library's log level; it logs to stderr [default: warn]
     #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
     log: Option<String>,
@@ -107,8 +120,11 @@ impl Execute for Args {
             command.env("VRAMCTL_JOB", &run);
             self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok()).iter().for_each(|name| warn_of_others(name));
         }
+        if self.detach {
+            return self.start_in_background(command, &run, is_given);
+        }
         if self.share {
-            leave_keeper(&run);
+            leave_keeper(&run, process::id());
         }
         let error = command.exec();
         Err(not_started(program, &error))
@@ -116,6 +132,27 @@ impl Execute for Args {
 
     fn becomes_program(&self) -> bool {
         true
+    }
+}
+
+impl Args {
+    /// The program's name is also that of its log.
+    fn start_in_background(&self, mut command: Command, run: &OsStr, is_one_of_several: bool) -> Result<Exit, CommandError> {
+        let words: Vec<_> = self.command.iter().map(|word| word.to_string_lossy()).collect();
+        let named = self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok().filter(|name| !name.is_empty()));
+        let name = named.or_else(|| program_of_words(&words.iter().map(AsRef::as_ref).collect::<Vec<_>>()));
+        let name = name.ok_or_else(|| CommandError::new(Exit::Usage, "a program in the background needs a name: --name"))?;
+        if is_one_of_several {
+            return Err(CommandError::new(Exit::Usage, "VRAMCTL_JOB is set: a rank of a job stays with those who started it; leave out --detach"));
+        }
+        let log = Log::create(&name)?;
+        let program = command.get_program().to_owned();
+        let child = log.start(command.env("VRAMCTL_NAME", &name)).map_err(|error| not_started(&program, &error))?;
+        if self.share {
+            leave_keeper(run, child);
+        }
+        output::say(&format!("{} (pid {child}) runs in the background: `vramctl logs {}`", text::one_line(&name), text::quoted(&name)))?;
+        Ok(Exit::Done)
     }
 }
 
@@ -147,8 +184,8 @@ fn mistake(program: &OsStr, arguments: &[OsString]) -> Option<String> {
 }
 
 /// Without a keeper, the program runs as it would alone; another program's keeper may schedule it.
-fn leave_keeper(run: &OsStr) {
-    if let Err(error) = vramctl_keeper::leave(run) {
+fn leave_keeper(run: &OsStr, pid: u32) {
+    if let Err(error) = vramctl_keeper::leave(run, pid) {
         output::complain("warning", &format!("could not start the keeper of this run: {error}; it shares its GPUs only while others do"));
     }
 }
@@ -249,6 +286,8 @@ fn environment(
         ("VRAMCTL_SHARE", args.share.then_some("1")),
         ("VRAMCTL_PRIORITY", args.priority.as_deref()),
         ("VRAMCTL_IDLE", idle.as_deref()),
+        ("VRAMCTL_ON_PAUSE", args.on_pause.as_deref()),
+        ("VRAMCTL_ON_RESUME", args.on_resume.as_deref()),
     ];
     // The program may change its directory before the library reads these.
     for name in ["VRAMCTL_DIR", "VRAMCTL_DISK_DIR", "VRAMCTL_REPORT_DIR"] {

@@ -16,12 +16,14 @@ Waits until the processes are as --for says, and looks a few times a second. Cha
 
 Examples:
   vramctl wait engine                            # it has GPU memory
+  vramctl wait engine --for idle && vramctl pause engine
   vramctl wait engine --for paused --timeout 60
   vramctl wait 'eng*' --for gone")]
 pub struct Args {
     #[command(flatten)]
     processes: ProcessesOrOnly,
-    /// ready (it has allocated GPU memory), active (nothing of it is paused), paused (all of it is, or it is suspended) or gone
+    /// ready (it has allocated GPU memory), active (nothing of it is paused), idle (active, and no call has started device work for 2 s),
+    /// paused (all of it is, or it is suspended) or gone
     #[arg(long = "for", value_name = "STATE", default_value = "ready", hide_possible_values = true)]
     wanted: Wanted,
     /// Wait at most this many seconds [default: without end]
@@ -32,11 +34,15 @@ pub struct Args {
     quiet: bool,
 }
 
+/// For how long an idle process has started no device work.
+const IDLE_MS: u64 = 2000;
+
 /// What to wait for.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Wanted {
     Ready,
     Active,
+    Idle,
     Paused,
     Gone,
 }
@@ -48,6 +54,7 @@ impl Wanted {
         match self {
             Self::Ready => process.status.is_ok(),
             Self::Active => process.status.is_ok() && process.suspended().is_none() && process.state().starts_with("active"),
+            Self::Idle => process.status.as_ref().is_ok_and(|status| status.memory.idle_ms.is_some_and(|idle| idle >= IDLE_MS)),
             Self::Paused => process.suspended().is_some() || (bytes && active == 0),
             Self::Gone => false,
         }

@@ -20,6 +20,8 @@ mod attempt;
 use crate::Reporter;
 use crate::deadline::Deadline;
 use crate::engine::Engines;
+use crate::failure::CommandError;
+use crate::hooks::Hook;
 use crate::nodes::Participant;
 use crate::patience::{Backoff, FIRST_DRAIN, TURN_WITHIN};
 use crate::processes::Found;
@@ -166,7 +168,21 @@ impl JobReport {
 
 impl Job<'_> {
     /// Pauses or resumes all of them, or none.
-    pub fn run(mut self, reporter: &dyn Reporter) -> JobReport {
+    pub fn run(self, reporter: &dyn Reporter) -> JobReport {
+        let begun = Instant::now();
+        let (found, request, ranks) = (self.found, self.request.clone(), self.ranks.clone());
+        let report = match Hook::run_all(&Hook::before(found, &request, &ranks)) {
+            Err(CommandError::Refused(refusal)) => self.refused(&refusal, begun),
+            _ => self.run_told(reporter),
+        };
+        if let Err(failure) = Hook::run_all(&Hook::after(found, &request, &ranks, &report)) {
+            reporter.warn(&failure.to_string());
+        }
+        report
+    }
+
+    /// The same, once the programs' own commands have been run.
+    fn run_told(mut self, reporter: &dyn Reporter) -> JobReport {
         let begun = Instant::now();
         let hold = self.request.pause().and_then(|pause| pause.hold);
         let deadline = Deadline { begun, timeout: hold.or(self.request.timeout()) };
