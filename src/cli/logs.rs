@@ -106,9 +106,7 @@ fn decoded(file: &str) -> Option<String> {
     let (mut bytes, mut rest) = (Vec::new(), file.as_bytes());
     while let [first, more @ ..] = rest {
         let (byte, after) = match (first, more) {
-            (b'%', [high, low, after @ ..]) => {
-                (u8::from_str_radix(std::str::from_utf8(&[*high, *low]).ok()?, 16).ok()?, after)
-            }
+            (b'%', [high, low, after @ ..]) => (u8::from_str_radix(std::str::from_utf8(&[*high, *low]).ok()?, 16).ok()?, after),
             _ => (*first, more),
         };
         bytes.push(byte);
@@ -124,7 +122,8 @@ mod tests {
     /// A name may have anything in it but control characters.
     #[test]
     fn each_name_has_a_file_of_its_own() {
-        for (name, file) in [("engine", "engine"), ("my engine", "my%20engine"), ("../a", "%2E.%2Fa"), ("50%", "50%25"), ("kü", "k%C3%BC")] {
+        for (name, file) in [("engine", "engine"), ("my engine", "my%20engine"), ("../a", "%2E.%2Fa"), ("50%", "50%25"), ("kü", "k%C3%BC")]
+        {
             assert_eq!(encoded(name), file);
             assert_eq!(decoded(file).as_deref(), Some(name));
         }

@@ -15,8 +15,8 @@ mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, events, gpus, image_init, images, keeper, load, logs as log, metrics, operate, pause, ps, python_path, ray, relocate,
-    resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
+    completions, coordinate, doctor, events, gpus, image_init, images, keeper, load, logs as log, metrics, operate, pause, ps, python_path,
+    ray, relocate, resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;

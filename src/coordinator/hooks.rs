@@ -4,7 +4,6 @@
 //! the directory in which the program listens. What a process says of itself proves nothing.
 
 use crate::failure::CommandError;
-use crate::job::{JobReport, JobRequest, Rank, Role};
 use crate::parallel;
 use crate::patience::{HOOK_WITHIN, LOOK_AT_HOOK_EVERY};
 use crate::processes::{Found, Process};
@@ -57,32 +56,20 @@ struct Account {
 }
 
 impl Hook {
-    /// What to run before these ranks leave. What is paused already is not paused again, and who takes turns by itself is not told.
-    pub fn before(found: &Found, request: &JobRequest, ranks: &[Rank]) -> Vec<Self> {
-        if request.pause().is_none_or(|pause| pause.scheduler.is_some()) {
-            return Vec::new();
-        }
-        let leaving = ranks.iter().filter(|rank| rank.role == Role::Leaves).map(|rank| rank.pid);
+    /// What to run before these leave. What is paused already is not paused again.
+    pub fn before(found: &Found, leaving: impl Iterator<Item = u32>) -> Vec<Self> {
         Self::of(found, leaving, When::BeforePause, |process| process.active_bytes() > 0)
     }
 
-    /// What to run after a job: for those that came back; for all that were told of a pause that was not to be.
-    pub fn after(found: &Found, request: &JobRequest, ranks: &[Rank], report: &JobReport) -> Vec<Self> {
-        let scheduled = request.pause().map(|pause| pause.scheduler).or_else(|| request.resume().map(|resume| resume.scheduler));
-        if scheduled.flatten().is_some() {
-            return Vec::new();
-        }
-        let back = |(rank, result): (&Rank, &Result<vramctl_model::Report, _>)| match rank.role {
-            Role::Comes => result.as_ref().is_ok_and(|report| report.bytes > 0).then_some(rank.pid),
-            Role::Leaves => (!report.committed).then_some(rank.pid),
-            Role::Borrows => None,
-        };
-        let pids = ranks.iter().zip(&report.results).filter_map(back).collect::<Vec<_>>();
-        let undone = !report.committed;
-        let was_told = |process: &Process| {
-            process.active_bytes() > 0 && process.status.as_ref().is_ok_and(|status| status.process.on_pause.is_some())
-        };
-        Self::of(found, pids.into_iter(), When::AfterResume, |process| !undone || was_told(process))
+    /// What to run for those that have come back.
+    pub fn after(found: &Found, back: impl Iterator<Item = u32>) -> Vec<Self> {
+        Self::of(found, back, When::AfterResume, |_| true)
+    }
+
+    /// What to run for those that were told of a pause that was not to be.
+    pub fn after_nothing(found: &Found, stayed: impl Iterator<Item = u32>) -> Vec<Self> {
+        let was_told = |process: &Process| process.status.as_ref().is_ok_and(|status| status.process.on_pause.is_some());
+        Self::of(found, stayed, When::AfterResume, |process| process.active_bytes() > 0 && was_told(process))
     }
 
     /// Each command once, although all processes of a job ask for it.
@@ -90,7 +77,9 @@ impl Hook {
         let mut known = BTreeSet::new();
         let mut hooks = Vec::new();
         for pid in pids {
-            let Some(process) = found.processes.iter().find(|process| process.pid == pid).filter(|process| is_due(process)) else { continue };
+            let Some(process) = found.processes.iter().find(|process| process.pid == pid).filter(|process| is_due(process)) else {
+                continue;
+            };
             let Ok(status) = &process.status else { continue };
             let command = match when {
                 When::BeforePause => &status.process.on_pause,

@@ -129,7 +129,12 @@ mod tests {
             let words: Vec<_> = line.split(' ').collect();
             assert_eq!(script_or_module(&words).as_deref(), name, "{line}");
         }
-        for (line, name) in [("/opt/engine --port 1", Some("engine")), ("python3 -u /srv/serve.py", Some("serve")), ("python -c x", Some("python")), ("7", None)] {
+        for (line, name) in [
+            ("/opt/engine --port 1", Some("engine")),
+            ("python3 -u /srv/serve.py", Some("serve")),
+            ("python -c x", Some("python")),
+            ("7", None),
+        ] {
             let words: Vec<_> = line.split(' ').collect();
             assert_eq!(program_of_words(&words).as_deref(), name, "{line}");
         }

@@ -6,8 +6,9 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-/// Starts a keeper for the run that the process `pid` begins: this one, which is about to become the program, or its child. The keeper is nobody's child, has a session of its own and
-/// none of this process's descriptors: the program, its parent, a pipe behind it and a batch system do not see it.
+/// Starts a keeper for the run that the process `pid` begins: this one, which is about to become the program, or its child. The keeper is nobody's
+/// child, has a session of its own and none of this process's descriptors: the program, its parent, a pipe behind it and a batch system do not see
+/// it.
 pub fn leave(run: &OsStr, pid: u32) -> io::Result<()> {
     let mut keeper = Command::new("/proc/self/exe");
     keeper.args(["keeper", "--run"]).arg(run).arg("--pid").arg(pid.to_string());

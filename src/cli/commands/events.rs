@@ -46,7 +46,8 @@ enum What {
 /// An event.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct Event {
-    event: What,
+    #[serde(rename = "event")]
+    what: What,
     pid: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
@@ -82,8 +83,7 @@ impl Execute for Args {
         loop {
             let found = Found::look(&target)?;
             // A process that is named may start later.
-            let now: BTreeMap<_, _> =
-                found.choose(&target).unwrap_or_default().into_iter().map(|process| (process.pid, process)).collect();
+            let now: BTreeMap<_, _> = found.choose(&target).unwrap_or_default().into_iter().map(|process| (process.pid, process)).collect();
             let events = known.as_ref().map_or_else(Vec::new, |known| changes(known, &now));
             if !self.print(events)? {
                 return Ok(Exit::Done);
@@ -160,19 +160,19 @@ fn totals(process: &Process, verb: Verb) -> Totals {
 }
 
 impl Event {
-    fn of(event: What, process: &Process) -> Self {
-        let state = match (&process.status, event) {
+    fn of(what: What, process: &Process) -> Self {
+        let state = match (&process.status, what) {
             (_, What::Ended) => String::new(),
             (Err(failure), _) => failure.to_string(),
             (Ok(_), _) => process.standing(),
         };
         let (name, job) = (process.name().map(str::to_owned), process.job().map(str::to_owned));
-        Self { event, pid: process.pid, name, job, state, bytes: None, times: None, by: None }
+        Self { what, pid: process.pid, name, job, state, bytes: None, times: None, by: None }
     }
 
     fn in_words(&self) -> String {
         let name = self.name.as_deref().map_or_else(|| "process".into(), one_line);
-        let what = format!("{:?}", self.event).to_lowercase();
+        let what = format!("{:?}", self.what).to_lowercase();
         let bytes = self.bytes.map_or_else(String::new, |bytes| format!(" {}", Bytes(bytes)));
         let times = self.times.filter(|times| *times > 1).map_or_else(String::new, |times| format!(" in {times} operations"));
         let by = self.by.as_ref().map_or_else(String::new, |by| format!(" by {by}"));
@@ -200,7 +200,7 @@ fn utc(seconds: u64) -> String {
 mod tests {
     use super::*;
     use vramctl_coordinator::process::made_up::process;
-    use vramctl_model::{TagState, Standing};
+    use vramctl_model::{Standing, TagState};
 
     #[test]
     fn a_time_is_that_of_a_calendar() {
@@ -228,19 +228,20 @@ mod tests {
         process
     }
 
-    fn told(before: &[Process], now: &[Process]) -> Vec<String> {
-        changes(&seen(before.to_vec()), &seen(now.to_vec())).iter().map(Event::in_words).collect()
+    fn told<'a>(before: impl Into<Option<&'a Process>>, now: impl Into<Option<&'a Process>>) -> Vec<String> {
+        let these = |one: Option<&Process>| seen(one.into_iter().cloned().collect());
+        changes(&these(before.into()), &these(now.into())).iter().map(Event::in_words).collect()
     }
 
     #[test]
     fn programs_come_and_go() {
         let engine = process(7, "engine", &[("weights", TagState::Active)]);
-        assert_eq!(told(&[], std::slice::from_ref(&engine)), ["engine (pid 7) started 1.00 GiB: active"]);
-        assert_eq!(told(std::slice::from_ref(&engine), &[]), ["engine (pid 7) ended"]);
+        assert_eq!(told(None, &engine), ["engine (pid 7) started 1.00 GiB: active"]);
+        assert_eq!(told(&engine, None), ["engine (pid 7) ended"]);
         let silent = Process { status: Err(CommandError::new(Exit::Busy, "no answer")), ..engine.clone() };
-        assert_eq!(told(&[engine.clone()], &[silent.clone()]), ["engine (pid 7) silent: no answer"]);
-        assert_eq!(told(&[silent.clone()], &[silent]), [""; 0]);
-        assert_eq!(told(&[engine.clone()], &[engine]), [""; 0]);
+        assert_eq!(told(&engine, &silent), ["engine (pid 7) silent: no answer"]);
+        assert_eq!(told(&silent, &silent), [""; 0]);
+        assert_eq!(told(&engine, &engine), [""; 0]);
     }
 
     /// A pause and its resume may be over before the next look.
@@ -249,22 +250,18 @@ mod tests {
         let active = || process(7, "engine", &[("weights", TagState::Active)]);
         let paused = || process(7, "engine", &[("weights", TagState::Paused)]);
         assert_eq!(
-            told(&[counted(active(), 1, 1)], &[counted(active(), 3, 3)]),
+            told(&counted(active(), 1, 1), &counted(active(), 3, 3)),
             ["engine (pid 7) paused 2.00 GiB in 2 operations: active", "engine (pid 7) resumed 2.00 GiB in 2 operations: active"]
         );
         let mut held = counted(paused(), 1, 0);
         let memory = &mut held.status.as_mut().unwrap().memory;
         memory.held = true;
-        memory.standing =
-            Some(Standing { seconds: 0, by: Some(Caller { pid: 9, program: "vramctl".into(), user: Some(0) }) });
-        assert_eq!(told(&[active()], &[held.clone()]), ["engine (pid 7) paused 1.00 GiB by process 9 (vramctl, user 0): held, paused"]);
+        memory.standing = Some(Standing { seconds: 0, by: Some(Caller { pid: 9, program: "vramctl".into(), user: Some(0) }) });
+        assert_eq!(told(&active(), &held), ["engine (pid 7) paused 1.00 GiB by process 9 (vramctl, user 0): held, paused"]);
         let mut away = held.clone();
         away.status.as_mut().unwrap().memory.suspended = Some(Vec::new());
-        assert_eq!(told(&[held.clone()], &[away.clone()]), ["engine (pid 7) suspended: suspended"]);
-        assert_eq!(
-            told(&[away], &[counted(active(), 1, 1)]),
-            ["engine (pid 7) restored: active", "engine (pid 7) resumed 1.00 GiB: active"]
-        );
-        assert_eq!(told(&[active()], &[process(7, "engine", &[("weights", TagState::Pausing)])]), ["engine (pid 7) changed: pausing"]);
+        assert_eq!(told(&held, &away), ["engine (pid 7) suspended: suspended"]);
+        assert_eq!(told(&away, &counted(active(), 1, 1)), ["engine (pid 7) restored: active", "engine (pid 7) resumed 1.00 GiB: active"]);
+        assert_eq!(told(&active(), &process(7, "engine", &[("weights", TagState::Pausing)])), ["engine (pid 7) changed: pausing"]);
     }
 }

@@ -100,11 +100,13 @@ fn none(name: &str, error: &io::Error) -> CommandError {
     let shown = text::one_line(name);
     let found = Found::look(&Target::All).map(|found| found.processes).unwrap_or_default();
     if let Some(process) = found.iter().find(|process| process.name() == Some(name) || process.pid.to_string() == name) {
-        let place = fs::read_link(format!("/proc/{}/fd/1", process.pid)).map_or_else(|_| String::new(), |file| format!(" ({})", file.display()));
-        let text = format!("{process} was not started with `vramctl run --detach`: it prints where it was started{}", text::one_line(&place));
+        let place =
+            fs::read_link(format!("/proc/{}/fd/1", process.pid)).map_or_else(|_| String::new(), |file| format!(" ({})", file.display()));
+        let text =
+            format!("{process} was not started with `vramctl run --detach`: it prints where it was started{}", text::one_line(&place));
         return CommandError::new(Exit::NoProcess, text);
     }
-    let hint = target::nearest(name, logs::names().into_iter()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
+    let hint = target::nearest(name, logs::names()).map_or_else(String::new, |meant| target::did_you_mean(&meant));
     CommandError::new(Exit::NoProcess, format!("there is no log of {shown}{hint}"))
 }
 

@@ -143,7 +143,10 @@ impl Args {
         let name = named.or_else(|| program_of_words(&words.iter().map(AsRef::as_ref).collect::<Vec<_>>()));
         let name = name.ok_or_else(|| CommandError::new(Exit::Usage, "a program in the background needs a name: --name"))?;
         if is_one_of_several {
-            return Err(CommandError::new(Exit::Usage, "VRAMCTL_JOB is set: a rank of a job stays with those who started it; leave out --detach"));
+            return Err(CommandError::new(
+                Exit::Usage,
+                "VRAMCTL_JOB is set: a rank of a job stays with those who started it; leave out --detach",
+            ));
         }
         let log = Log::create(&name)?;
         let program = command.get_program().to_owned();

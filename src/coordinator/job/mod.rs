@@ -92,6 +92,12 @@ impl JobRequest {
         if let Self::Resume(_) = self { Verb::Resume } else { Verb::Pause }
     }
 
+    /// Whether the scheduler of programs that share GPUs asks, and not a person.
+    fn is_of_scheduler(&self) -> bool {
+        let asks = |scheduler: Option<Option<u64>>| scheduler.flatten().is_some();
+        asks(self.pause().map(|pause| pause.scheduler)) || asks(self.resume().map(|resume| resume.scheduler))
+    }
+
     /// How long to wait: for the device's work, or for memory.
     fn timeout(&self) -> Option<Duration> {
         match self {
@@ -170,12 +176,24 @@ impl Job<'_> {
     /// Pauses or resumes all of them, or none.
     pub fn run(self, reporter: &dyn Reporter) -> JobReport {
         let begun = Instant::now();
-        let (found, request, ranks) = (self.found, self.request.clone(), self.ranks.clone());
-        let report = match Hook::run_all(&Hook::before(found, &request, &ranks)) {
+        // Who takes turns by itself is not told.
+        if self.request.is_of_scheduler() {
+            return self.run_told(reporter);
+        }
+        let (found, ranks) = (self.found, self.ranks.clone());
+        let of_role = |role| ranks.iter().filter(move |rank| rank.role == role).map(|rank| rank.pid);
+        let report = match Hook::run_all(&Hook::before(found, of_role(Role::Leaves))) {
             Err(CommandError::Refused(refusal)) => self.refused(&refusal, begun),
             _ => self.run_told(reporter),
         };
-        if let Err(failure) = Hook::run_all(&Hook::after(found, &request, &ranks, &report)) {
+        let has_come = |(rank, result): (&Rank, &Result<Report, _>)| {
+            (rank.role == Role::Comes && result.as_ref().is_ok_and(|report| report.bytes > 0)).then_some(rank.pid)
+        };
+        let mut due = Hook::after(found, ranks.iter().zip(&report.results).filter_map(has_come));
+        if !report.committed {
+            due.extend(Hook::after_nothing(found, of_role(Role::Leaves)));
+        }
+        if let Err(failure) = Hook::run_all(&due) {
             reporter.warn(&failure.to_string());
         }
         report

@@ -54,12 +54,22 @@ fn a_program_that_cannot_start_in_the_background_is_refused_as_in_a_shell() {
     machine.vramctl("logs -f short").expect(0, "its end\n", "");
 }
 
+/// A command without end.
+struct Follower(Child);
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn what_happens_is_told_as_it_happens() {
     let machine = Machine::new();
-    let mut told = machine.cli("events --json").stdout(Stdio::piped()).spawn().unwrap();
+    let mut told = Follower(machine.cli("events --json").stdout(Stdio::piped()).spawn().unwrap());
     let (tell, events) = mpsc::channel();
-    let lines = BufReader::new(told.stdout.take().unwrap()).lines();
+    let lines = BufReader::new(told.0.stdout.take().unwrap()).lines();
     thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| tell.send(serde_json::from_str::<Value>(&line).unwrap())));
     // What is there at its first look is no event.
     let first = machine.engine("first");
@@ -72,18 +82,17 @@ fn what_happens_is_told_as_it_happens() {
     let next_of = |pid: u32| events.iter().find(|event| event["pid"] == pid).unwrap();
     let engine = machine.engine("engine");
     let started = next_of(engine.pid());
-    assert_eq!((&started["event"], &started["name"], &started["bytes"]), (&json!("started"), &json!("engine"), &json!(16 << 20)), "{started}");
+    assert_eq!((&started["event"], &started["name"]), (&json!("started"), &json!("engine")), "{started}");
     machine.done("pause engine");
     let paused = next_of(engine.pid());
-    assert_eq!((&paused["event"], &paused["bytes"], &paused["state"]), (&json!("paused"), &json!(16 << 20), &json!("held, paused")), "{paused}");
+    assert_eq!((&paused["event"], &paused["state"]), (&json!("paused"), &json!("held, paused")), "{paused}");
+    assert!(paused["bytes"].as_u64().unwrap() >= 16 << 20 && paused["by"]["program"] == "vramctl", "{paused}");
     machine.done("resume engine");
     assert_eq!(next_of(engine.pid())["event"], "resumed");
     let pid = engine.pid();
     drop(engine);
     let ended = next_of(pid);
     assert_eq!(ended["event"], "ended", "{ended}");
-    told.kill().unwrap();
-    told.wait().unwrap();
 }
 
 #[test]
@@ -129,7 +138,8 @@ fn a_programs_commands_are_run_around_its_pauses() {
 fn a_command_after_a_resume_that_fails_is_a_warning() {
     let machine = Machine::new();
     let mut command = machine.cli(&["run", "--name", "engine", "--on-resume", "exit 3", "--no-python", "--"]);
-    let _engine = common::machine::Program::ready(command.arg(common::programs().join("engine")).args(["--weights-mib", "4", "--kv-mib", "4"]));
+    let _engine =
+        common::machine::Program::ready(command.arg(common::programs().join("engine")).args(["--weights-mib", "4", "--kv-mib", "4"]));
     machine.done("pause engine");
     machine.vramctl("resume engine").expect(0, "resumed", "the command of --on-resume failed (exit status: 3): exit 3");
     machine.vramctl("run --on-pause= -- true").expect(2, "", "--on-pause");
