@@ -9,8 +9,9 @@ use super::loading::Kernels;
 use super::transfer::{self, Flow, Part};
 use super::{Backup, Item, Kept, OnProgress, Wanted};
 use super::{copier, quiet};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, mpsc};
 use std::thread;
 use vramctl_config::Config;
@@ -26,6 +27,8 @@ pub struct InMemory {
     live: Vec<ops::Range<usize>>,
     /// Digests of the contents in `range`, one per piece. `None` if unknown, or while the contents are being replaced.
     digests: Mutex<Option<Vec<Digest>>>,
+    /// Whether most of it was outdated when it was last overwritten.
+    changes: AtomicBool,
 }
 
 impl InMemory {
@@ -62,6 +65,11 @@ impl InMemory {
         self.live.iter().map(|bytes| bytes.len() as u64).sum()
     }
 
+    /// Whether digests tell what of it is outdated, and it was not mostly so the last time.
+    pub fn is_worth_keeping(&self) -> bool {
+        !self.changes.load(Ordering::Relaxed) && self.digests().is_some()
+    }
+
     /// Where it begins in the arena, in bytes.
     pub fn offset(&self) -> usize {
         self.range.offset()
@@ -86,7 +94,12 @@ impl InMemory {
     fn outdated(&self, now: Option<&[Digest]>) -> Vec<ops::Range<usize>> {
         let before = self.digests().take();
         match (before, now) {
-            (Some(before), Some(now)) if before.len() == now.len() => differing(&before, now),
+            (Some(before), Some(now)) if before.len() == now.len() => {
+                let outdated = differing(&before, now);
+                let bytes: usize = outdated.iter().map(ops::Range::len).sum();
+                self.changes.store(bytes as u64 > self.kept_bytes() / 2, Ordering::Relaxed);
+                outdated
+            }
             _ => self.live.clone(),
         }
     }
@@ -180,7 +193,7 @@ fn places(wanted: &[Wanted], flow: Flow) -> Result<Vec<Item>, Error> {
     let place = |wanted: &Wanted| {
         let make = |mut range: Range| {
             range.give_back_at_once(wanted.at_once);
-            Arc::new(Backup::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }))
+            Arc::new(Backup::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default(), changes: AtomicBool::default() }))
         };
         Some((wanted.extent, wanted.saved_over().cloned().or_else(|| fresh.next().map(make))?))
     };
@@ -227,10 +240,16 @@ static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 /// time, while hashing continues. Allocations without a working hasher get no digests and are copied whole.
 ///
 /// Waits for a hasher that is still being loaded: in a held program that takes only as long as the compiler (90 ms; at most 5 s), and without
-/// digests the next pause would have to copy everything, too.
+/// digests the next pause would have to copy everything, too. Nobody has loaded one in advance where only a scheduler wants backups to be retained.
 fn hash(wanted: &[Wanted], ready: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     if !wanted.iter().any(|new| new.retain) {
         return Ok(());
+    }
+    for context in wanted.iter().filter(|new| new.retain).map(|new| new.extent.context).collect::<BTreeSet<_>>() {
+        // A destroyed context needs none.
+        if let Ok(current) = Current::push(context) {
+            prepare_digests(&current);
+        }
     }
     for (context, kernel) in HASHERS.get().wait(quiet::PATIENCE).iter_mut() {
         let Some(hasher) = kernel.loaded() else { continue };

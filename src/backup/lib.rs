@@ -23,7 +23,9 @@ mod transfer;
 
 pub use arena::{PoolingStopped, piece_end};
 pub use host::given_back;
-pub use settings::{CopyBy, disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
+pub use settings::{
+    CopyBy, disk_directory, retains, retains_by_default, retains_unchanged, set_copy_by, set_disk_directory, set_host_keep, set_retain,
+};
 pub use stock::HOST_PIECE;
 pub use stored::{Origin, close_origin, set_origin, store};
 pub use transfer::{Flow, Part};
@@ -33,7 +35,9 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
+use vramctl_config::Config;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
+use vramctl_host::limits;
 use vramctl_model::{Error, HostRoom, HostStatus, Policy, Progress, Stage};
 
 /// One allocation's contents, saved off the device.
@@ -63,6 +67,11 @@ impl Backup {
             Self::Disk(saved) => saved.kept_bytes(),
             Self::Stored(saved) => saved.kept_bytes(),
         }
+    }
+
+    /// Whether the next pause would find that most of it is still right, as far as is known: it would not know at all without digests.
+    pub fn is_worth_keeping(&self) -> bool {
+        if let Self::Host(saved) = self { saved.is_worth_keeping() } else { false }
     }
 
     /// Of these, bytes in a file.
@@ -166,6 +175,11 @@ fn needs(wanted: &[Wanted]) -> (Vec<&Wanted>, Vec<usize>) {
     let mut sizes = host::sizes_of_new(&in_memory);
     sizes.extend(spill::size_of_staging(&on_disk));
     (on_disk, sizes)
+}
+
+/// Whether the host has room for copies of what is on a device, which only save time: it is not looked at where nobody would retain any.
+pub fn has_room_for_copies() -> bool {
+    Config::get().retains_unchanged && !limits::is_short()
 }
 
 /// Contents to copy back.

@@ -47,6 +47,15 @@ pub fn retains(tag: &str) -> bool {
     read(|said| said.retain.get(tag).copied().or(said.retain_others)).unwrap_or_else(|| Config::get().retains(tag))
 }
 
+/// Whether a tag's backups of what a scheduler has taken stay after a resume as long as the contents do not change: unless somebody has said
+/// otherwise.
+pub fn retains_unchanged(tag: &str) -> bool {
+    read(|said| said.retain.get(tag).copied().or(said.retain_others)).unwrap_or_else(|| {
+        let config = Config::get();
+        config.retains_unchanged || config.retains(tag)
+    })
+}
+
 /// Whether backups of a tag without its own setting stay in host memory.
 pub fn retains_by_default() -> bool {
     read(|said| said.retain_others).unwrap_or_else(|| Config::get().retains_every_tag())

@@ -12,7 +12,7 @@ use vramctl_coordinator::engine::{self, checked_address};
 use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Scope};
-use vramctl_model::{self as model, Policy, Registered, Verb, parse_bytes};
+use vramctl_model::{self as model, Limit, Policy, Registered, Verb, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
@@ -50,12 +50,22 @@ impl<const ALL: bool> ProcessArgs<ALL> {
         "Processes by name, pattern ('eng*') or id [default: the only job]"
     };
 
+    /// Whether any are named.
+    pub fn are_named(&self) -> bool {
+        !self.words.is_empty() || Target::from(self.options.clone()) != Target::Only
+    }
+
     /// The processes that are meant.
     pub fn target(&self) -> Target {
         let words = self.words.iter().cloned().map(Target::parse).collect();
         let target = Target::of(words).unwrap_or_else(|| self.options.clone().into());
         if ALL { target.or_all() } else { target }
     }
+}
+
+/// A limit as the library reads it.
+pub fn checked_limit(text: &str) -> Result<String, String> {
+    text.parse::<Limit>().map(|_| text.to_owned())
 }
 
 /// The option that chooses GPUs.

@@ -76,6 +76,8 @@ pub struct Config {
     pub backup: Vec<(Arc<str>, Policy)>,
     /// `VRAMCTL_RETAIN`; `*` means every tag.
     pub retain: Vec<String>,
+    /// Whether copies of what a scheduler takes are retained while they are right: in a program that shares its GPUs, unless `VRAMCTL_RETAIN` is set.
+    pub retains_unchanged: bool,
     /// `VRAMCTL_HOST_CAP`.
     pub host_cap: u64,
     /// `VRAMCTL_HOST_KEEP`.
@@ -96,6 +98,8 @@ pub struct Config {
     pub priority: SharePriority,
     /// `VRAMCTL_IDLE`: idle for so long, the program gives its memory back even if nobody asks.
     pub gives_back_after: Option<Duration>,
+    /// `VRAMCTL_WAIT`: how long a request waits for room while nobody can give way.
+    pub waits_for: Option<Duration>,
     /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded.
     pub trace: usize,
     /// `VRAMCTL_WATCH`.
@@ -206,6 +210,7 @@ impl Config {
         let manages_all = variables.switch("TMS_INIT_ENABLE") == Some(true);
         let retains_all = variables.switch("TMS_RETAIN_CPU_BACKUP") == Some(true);
         let name = variables.name();
+        let shares = variables.switch("VRAMCTL_SHARE") == Some(true);
         Self {
             tag: variables.tag().or_else(|| manages_all.then(|| DEFAULT_TAG.into())),
             thread_default_backup: variables.thread_default_backup().or_else(|| manages_all.then_some(Policy::Discard)),
@@ -213,6 +218,7 @@ impl Config {
                 .one_of("TMS_INIT_CPU_BACKUP_BACKEND", [("pinned", CpuBackupBackend::Pinned), ("mmap", CpuBackupBackend::Mmap)]),
             backup: variables.backup(),
             retain: variables.list("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { vec!["*".into()] } else { Vec::new() }),
+            retains_unchanged: shares && (variables.get)("VRAMCTL_RETAIN").is_none(),
             host_cap: variables.size("VRAMCTL_HOST_CAP", usize::MAX) as u64,
             host_keep: variables.host_keep(),
             prewarm: variables.size("VRAMCTL_PREWARM", 0) as u64,
@@ -224,15 +230,13 @@ impl Config {
             min_bytes: variables.size("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES),
             exclude: variables.list("VRAMCTL_EXCLUDE").unwrap_or_default(),
             guard: variables.switch("VRAMCTL_GUARD") == Some(true),
-            shares: variables.switch("VRAMCTL_SHARE") == Some(true),
+            shares,
             priority: variables.one_of(
                 "VRAMCTL_PRIORITY",
                 [("normal", SharePriority::Normal), ("low", SharePriority::Low), ("high", SharePriority::High)],
             ),
-            gives_back_after: variables
-                .parsed("VRAMCTL_IDLE", |text| text.parse::<u32>().ok(), "not a number of seconds; ignored")
-                .filter(|seconds| *seconds > 0)
-                .map(|seconds| Duration::from_secs(seconds.into())),
+            gives_back_after: variables.seconds("VRAMCTL_IDLE").filter(|time| !time.is_zero()),
+            waits_for: variables.seconds("VRAMCTL_WAIT"),
             trace: variables.trace(),
             watch: variables.parsed("VRAMCTL_WATCH", Watch::parse, "not a size such as 5G, nor 5G,trim; ignored").unwrap_or_default(),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),
@@ -281,6 +285,11 @@ impl<G: Fn(&str) -> Option<OsString>> Variables<G> {
             self.complaints.push(format!("{name}={text} is {problem}"));
         }
         value
+    }
+
+    fn seconds(&mut self, name: &str) -> Option<Duration> {
+        let seconds = self.parsed(name, |text| text.parse::<u32>().ok(), "not a number of seconds; ignored")?;
+        Some(Duration::from_secs(seconds.into()))
     }
 
     fn switch(&mut self, name: &str) -> Option<bool> {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
 use vramctl_host::system;
 use vramctl_model::{
-    Cached, Events, GpuUse, Holdings, Kind, PauseRequest, Progress, Report, ResumeRequest, Transition, Trimmed, milliseconds,
+    Cached, Events, GpuUse, Holdings, Kind, PauseRequest, Progress, Report, ResumeRequest, Sharing, Transition, Trimmed, milliseconds,
 };
 
 /// A connection to one process.
@@ -244,6 +244,11 @@ impl Client {
     /// Sets the tag of allocations outside regions.
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
         answer!(self, Request::SetTag { tag }, Reply::Tag { tag } => tag)
+    }
+
+    /// Has it share its GPUs so. Returns how it shares now.
+    pub fn share(&mut self, sharing: Sharing) -> Result<Sharing, ClientError> {
+        answer!(self, Request::Sharing(sharing), Reply::Sharing(sharing) => sharing)
     }
 
     /// Asks what it could give up to a scheduler, and what it has.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::iter;
 use vramctl_model::{
     Cached, Error, Events, GpuUse, Holdings, Kind, Lent, MemberState, NoOther, Obstacle, Order, Participants, PauseRequest, Plan, Progress,
-    Registration, Report, ResumeRequest, SetAside, Shortage, Status, Transition, Trimmed,
+    Registration, Report, ResumeRequest, SetAside, Sharing, Shortage, Status, Transition, Trimmed,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields and requests do not
@@ -150,6 +150,8 @@ pub enum Request {
     },
     /// On that connection: what to do. Has no answer.
     Order(Order),
+    /// Share your GPUs so from now on.
+    Sharing(Sharing),
     /// What could you give up, and what have you given up to the scheduler?
     #[serde(deserialize_with = "no_fields")]
     Holdings,
@@ -260,6 +262,8 @@ pub enum Reply {
     },
     /// To `share`, as often as anything changes.
     Member(MemberState),
+    /// To `sharing`: how it shares now.
+    Sharing(Sharing),
     /// To `holdings`.
     Holdings(Holdings),
     /// To `close`.

@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, CUdevice, Context, Current};
 use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{Bytes, OverLimit};
+use vramctl_model::{Bytes, Error, Limit, OverLimit};
 
 /// Whether this process has a limit.
 #[inline]
@@ -23,12 +23,31 @@ pub fn is_set() -> bool {
     Config::get().limit.is_some()
 }
 
+/// The limit that somebody has set since the start.
+static NEW: PerProcess<Mutex<Option<Limit>>> = PerProcess::new(Mutex::default);
+
+/// Sets another limit. What the process has already stays, whatever the limit. Without a limit at its start, nothing has been counted.
+pub(crate) fn set(limit: Limit) -> Result<(), Error> {
+    if !is_set() {
+        return Err(Error::Invalid(
+            "this process was started without a limit, so nothing has been counted: start it with `--limit`".into(),
+        ));
+    }
+    *NEW.get().lock().unpoisoned() = Some(limit);
+    for budget in BUDGETS.existing().into_iter().flatten() {
+        if let Ok(total) = driver::total_memory(budget.device) {
+            budget.limit.store(limit.of(total), Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
 /// One for each device that the process sees, by ordinal.
 static BUDGETS: PerProcess<Vec<Budget>> = PerProcess::new(|| driver::devices().filter_map(Budget::of).collect());
 
 struct Budget {
     device: CUdevice,
-    limit: u64,
+    limit: AtomicU64,
     counted: AtomicU64,
     /// Whether the context has been measured, or is being measured.
     is_context_known: AtomicBool,
@@ -185,10 +204,11 @@ pub(crate) fn has_room(device: CUdevice, bytes: u64) -> bool {
 
 impl Budget {
     fn of(device: CUdevice) -> Option<Self> {
-        let limit = Config::get().limit?.of(driver::total_memory(device).ok()?);
+        let total = driver::total_memory(device).ok()?;
+        let limit = (*NEW.get().lock().unpoisoned()).or(Config::get().limit)?;
         Some(Self {
             device,
-            limit,
+            limit: AtomicU64::new(limit.of(total)),
             counted: AtomicU64::new(0),
             is_context_known: AtomicBool::new(false),
             context: Mutex::default(),
@@ -196,16 +216,21 @@ impl Budget {
         })
     }
 
+    fn limit(&self) -> u64 {
+        self.limit.load(Ordering::Relaxed)
+    }
+
     fn pools(&self) -> MutexGuard<'_, BTreeMap<usize, PoolCharge>> {
         self.pools.lock().unpoisoned()
     }
 
     fn taken(&self) -> Taken {
-        Taken { device: self.device, limit: self.limit, counted: self.counted.load(Ordering::Relaxed) }
+        Taken { device: self.device, limit: self.limit(), counted: self.counted.load(Ordering::Relaxed) }
     }
 
     fn try_charge(&'static self, bytes: u64) -> Option<Charge> {
-        let with = |counted: u64| counted.checked_add(bytes).filter(|sum| *sum <= self.limit);
+        let limit = self.limit();
+        let with = |counted: u64| counted.checked_add(bytes).filter(|sum| *sum <= limit);
         self.counted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with).ok()?;
         Some(Charge { counted: &self.counted, bytes })
     }
@@ -245,8 +270,8 @@ impl Budget {
         }
         let mut charge = self.nothing();
         charge.set(driver::own_use(self.device).unwrap_or(0).saturating_sub(self.counted.load(Ordering::Relaxed)));
-        if charge.bytes >= self.limit {
-            let [context, limit] = [charge.bytes, self.limit].map(Bytes);
+        if charge.bytes >= self.limit() {
+            let [context, limit] = [charge.bytes, self.limit()].map(Bytes);
             log::warn!("the CUDA context alone takes {context}, and the limit is {limit}: every allocation will be refused");
         }
         *self.context.lock().unpoisoned() = Some((current.owner(), charge));

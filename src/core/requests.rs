@@ -86,6 +86,7 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
         Request::Cache => cache::ask(CACHE_WITHIN).map(|cache| Reply::Cache { cache }),
         Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
         Request::Share { epoch } => member::serve(epoch, connection, lines).map(|()| Reply::Closed),
+        Request::Sharing(new) => member::share_so(new).map(Reply::Sharing),
         Request::Holdings => Ok(Reply::Holdings(memory.holdings())),
         Request::Order(_) => Err(Error::Invalid("orders are for the connection of a scheduler (`share`)".into())),
         Request::Open { token } => {

@@ -18,4 +18,4 @@ mod view;
 
 pub use keep::keep;
 pub use leave::leave;
-pub use view::{ChangeView, MemberView, View, ask};
+pub use view::{ChangeView, MemberView, PolicyView, View, ask};

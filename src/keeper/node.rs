@@ -5,7 +5,7 @@ use crate::change::{Ended, Task};
 use crate::member::{Line, Member};
 use crate::news::News;
 use crate::office::Office;
-use crate::view::{self, ChangeView, MemberView, View};
+use crate::view::{self, ChangeView, MemberView, PolicyView, View};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::io;
@@ -18,7 +18,7 @@ use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_host::limits;
-use vramctl_model::{Holdings, Kind, MemberState, Order, SharePriority};
+use vramctl_model::{Holdings, Kind, MemberState, Order, SharePriority, milliseconds};
 use vramctl_scheduler::{
     Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, Holdings as Taken, JobId, Memory, Outcome, PerGpu, Policy, Priority,
     ProgramId, Refusal, Report, Settings, State, Why,
@@ -110,6 +110,9 @@ impl Node {
                 beat = Instant::now();
                 self.members.values_mut().for_each(|member| member.line.order(Order::Beat));
                 self.say_why();
+                if limits::spare_bytes() == 0 {
+                    self.drop_copies(&BTreeSet::new());
+                }
                 if std::mem::take(&mut self.has_missed) {
                     self.look_for_members();
                 }
@@ -198,19 +201,18 @@ impl Node {
         let job = status.process.job.clone().map(|job| *self.jobs.entry(job).or_insert(next_job));
         let memory = self.gpus.memory(pid, self.holdings.entry(pid).or_default(), self.peaks.entry(pid).or_default());
         let partners = status.memory.borrowed.iter().filter_map(|open| self.members.get(&open.owner)).map(|owner| owner.program).collect();
-        let milliseconds = |time: Option<u64>| time.map(Duration::from_millis);
         let report = Report {
             program,
             job,
             partners,
             several_nodes: false,
-            settings: Settings { priority: priority(state.priority), limit: None, idle: milliseconds(state.gives_back_after_ms) },
+            settings: settings(&state),
             memory,
             held: state.away,
             paused: is_paused_by_others(&state, status),
             capturing: state.captures,
             activity: state.idle_ms.map_or(Activity::Busy, |idle| Activity::Idle(Duration::from_millis(idle))),
-            called: milliseconds(state.calls_wait_ms),
+            called: state.calls_wait_ms.map(Duration::from_millis),
             asks: state.wants.iter().filter_map(|want| self.asked(want)).collect(),
             turn: None,
             backoff: None,
@@ -285,6 +287,9 @@ impl Node {
         }
         if old.captures != new.captures {
             self.step(Event::Capturing(program, new.captures));
+        }
+        if settings(&old) != settings(new) {
+            self.step(Event::Settings(program, settings(new)));
         }
         if old.idle_ms != new.idle_ms
             && let Some(idle) = new.idle_ms
@@ -380,8 +385,28 @@ impl Node {
         }
     }
 
+    /// Copies of what is on a GPU are cache: they go where the host has no room for contents that leave. Not those of the programs that leave, whose
+    /// contents need no copy, as long as these are right.
+    fn drop_copies(&mut self, leaving: &BTreeSet<ProgramId>) {
+        for member in self.members.values_mut().filter(|member| !leaving.contains(&member.program)) {
+            member.line.order(Order::DropCopies);
+        }
+    }
+
+    /// Bytes of host memory that contents could take without copies being dropped for it: what members have and do not use is released.
+    fn host_without_copies(&self) -> u64 {
+        let statuses = self.members.keys().filter_map(|pid| self.statuses.get(pid)).map(|status| &status.memory.host);
+        let unused: u64 = statuses.map(|host| host.ready_bytes.saturating_sub(host.used_bytes)).sum();
+        unused.saturating_add(limits::spare_bytes())
+    }
+
     fn begin(&mut self, change: &Change) {
-        let programs: BTreeSet<_> = change.leaving.iter().flat_map(|leave| &leave.programs).chain(&change.coming).copied().collect();
+        let leaving: BTreeSet<_> = change.leaving.iter().flat_map(|leave| leave.programs.iter().copied()).collect();
+        let copied: u64 = change.leaving.iter().flat_map(|leave| leave.taken.values()).map(Taken::copied_out).sum();
+        if copied > self.host_without_copies() {
+            self.drop_copies(&leaving);
+        }
+        let programs: BTreeSet<_> = leaving.iter().chain(&change.coming).copied().collect();
         let task = Task::of(change, &self.programs, &self.gpus, self.office.epoch, self.state.policy().drain);
         self.moving.insert(change.id, programs);
         let left = change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|program| (self.name(*program), words(leave.why))));
@@ -456,7 +481,7 @@ impl Node {
             Some(MemberView {
                 pid,
                 name: self.name(member.program),
-                priority: format!("{:?}", priority(member.state.priority)).to_lowercase(),
+                priority: member.state.priority.to_string(),
                 place: if away == 0 {
                     "in place"
                 } else if resident > 0 {
@@ -477,10 +502,17 @@ impl Node {
         View {
             scheduler: std::process::id(),
             epoch: self.office.epoch,
+            policy: self.policy(),
             members,
             host: (self.state.host_room(), self.state.contents()),
             changes: changes.collect(),
         }
+    }
+
+    fn policy(&self) -> PolicyView {
+        let policy = self.state.policy();
+        let [turn_ms, wait_ms] = [policy.slice, policy.wait].map(milliseconds);
+        PolicyView { reserve_bytes: policy.reserve, turn_ms, changes_per_turn: policy.k, wait_ms, low_percent: policy.low_percent }
     }
 
     /// Tells those that wait why, for their logs.
@@ -523,6 +555,11 @@ fn words(why: Why) -> String {
         Why::Lower(_) => "it has a lower priority".into(),
         Why::TurnOver => "its turn was over".into(),
     }
+}
+
+fn settings(state: &MemberState) -> Settings {
+    let [idle, wait] = [state.gives_back_after_ms, state.waits_for_ms].map(|time| time.map(Duration::from_millis));
+    Settings { priority: priority(state.priority), limit: None, idle, wait }
 }
 
 fn priority(given: SharePriority) -> Priority {

@@ -18,6 +18,9 @@ pub struct View {
     pub scheduler: u32,
     /// Its epoch.
     pub epoch: u64,
+    /// How it decides.
+    #[serde(default)]
+    pub policy: PolicyView,
     /// The members.
     pub members: Vec<MemberView>,
     /// Bytes of contents that host memory may have in all, and of those that are there.
@@ -25,6 +28,34 @@ pub struct View {
     pub host: (u64, u64),
     /// The last changes of places, the newest last.
     pub changes: Vec<ChangeView>,
+}
+
+/// How the scheduler decides.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PolicyView {
+    /// Bytes of each GPU that nobody is given.
+    pub reserve_bytes: u64,
+    /// The shortest turn.
+    pub turn_ms: u64,
+    /// A turn is at least so many times as long as the change of places took.
+    pub changes_per_turn: u32,
+    /// How long a request waits while nobody can give way, unless the program says so.
+    pub wait_ms: u64,
+    /// Percent of the time for programs of a lower priority.
+    pub low_percent: u32,
+}
+
+impl fmt::Display for PolicyView {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { reserve_bytes, turn_ms, changes_per_turn, wait_ms, low_percent } = self;
+        let [turn, wait] = [*turn_ms, *wait_ms].map(seconds);
+        write!(
+            out,
+            "turns of {turn} and {changes_per_turn} times the change; {wait} until what nobody can give way to fails; {low_percent}% for lower \
+             priorities; {} of each GPU kept free",
+            Bytes(*reserve_bytes)
+        )
+    }
 }
 
 /// A member.

@@ -36,6 +36,21 @@ impl FromStr for Limit {
     }
 }
 
+/// As it is parsed.
+impl fmt::Display for Limit {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Percent(percent) => write!(out, "{percent}%"),
+            Self::Bytes(bytes) => {
+                let units = [(30, "G"), (20, "M"), (10, "K")];
+                let whole = units.into_iter().find(|(shift, _)| bytes.trailing_zeros() >= *shift);
+                let (shift, unit) = whole.unwrap_or((0, ""));
+                write!(out, "{}{unit}", bytes >> shift)
+            }
+        }
+    }
+}
+
 /// What decides how much of a GPU a process is shown, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Share {

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// What the scheduler has to know of a member at once. It asks for a status for the rest.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +25,9 @@ pub struct MemberState {
     /// Idle for so many milliseconds, the program gives its memory back even if nobody asks. Absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gives_back_after_ms: Option<u64>,
+    /// A request for room fails after so many milliseconds in which nobody could give way. Absent: as the scheduler thinks best.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for_ms: Option<u64>,
     /// Requests for memory that wait for room, the oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wants: Vec<Want>,
@@ -40,6 +44,31 @@ pub enum SharePriority {
     Normal,
     /// Goes before all others.
     High,
+}
+
+impl fmt::Display for SharePriority {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Low => "low",
+            Self::Normal => "normal",
+            Self::High => "high",
+        })
+    }
+}
+
+/// How a program shares its GPUs. In a request, what is absent stays as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sharing {
+    /// Who gives way to whom.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub priority: Option<SharePriority>,
+    /// Idle for so many milliseconds, the program gives its memory back even if nobody asks. 0: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gives_back_after_ms: Option<u64>,
+    /// The most memory that it may have of each GPU, as in `VRAMCTL_LIMIT`; in an answer, absent: it was started without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<String>,
 }
 
 /// A request of the program for memory that waits for room.
@@ -132,6 +161,8 @@ pub enum Order {
         /// In words.
         why: String,
     },
+    /// Host memory is short: give up copies of what is on a GPU.
+    DropCopies,
     /// There is room now: try again.
     Granted {
         /// Of the request.

@@ -15,6 +15,8 @@ pub struct Settings {
     pub limit: Option<u64>,
     /// Idle for so long, the program gives its memory back even if nobody asks.
     pub idle: Option<Duration>,
+    /// How long its requests wait while nobody can give way. `None`: as long as the policy says.
+    pub wait: Option<Duration>,
 }
 
 /// Whether a program works.

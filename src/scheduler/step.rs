@@ -201,9 +201,9 @@ impl State {
             round.wake_at(at);
         }
         if budgets.into_iter().all(|budget| self.cover(needs, &ever, budget).is_none()) {
-            let unserved = self.gangs[&waiter.gang].asks().map(|(.., ask)| ask.unserved).max();
-            if let Some(unserved) = unserved {
-                round.wake_at(self.now + self.policy.wait.saturating_sub(unserved));
+            let left = self.gangs[&waiter.gang].asks().map(|(program, _, ask)| self.patience(program).saturating_sub(ask.unserved)).min();
+            if let Some(left) = left {
+                round.wake_at(self.now + left);
             }
             let is_host = self.cover(needs, &ever, Budget(u64::MAX)).is_some();
             return if is_host { Because::HostFull } else { Because::NobodyCan };
@@ -239,8 +239,14 @@ impl State {
 
     /// The oldest request for which nobody could give way for too long.
     fn unserved(&self, waiter: &Waiter) -> Option<(ProgramId, AskId, Refusal)> {
-        let asks = self.gangs[&waiter.gang].asks().filter(|(.., ask)| ask.unserved >= self.policy.wait);
+        let asks = self.gangs[&waiter.gang].asks().filter(|(program, _, ask)| ask.unserved >= self.patience(*program));
         asks.min_by_key(|(.., ask)| ask.since).map(|(program, id, ask)| (program, id, Refusal::Unserved(ask.unserved)))
+    }
+
+    /// How long a program's requests wait while nobody can give way.
+    fn patience(&self, program: ProgramId) -> Duration {
+        let gang = self.gang(program).and_then(|id| self.gangs.get(&id));
+        gang.and_then(|gang| gang.programs.get(&program)?.settings.wait).unwrap_or(self.policy.wait)
     }
 
     /// The oldest request that can never be served beside those before it, and why.

@@ -242,7 +242,9 @@ impl State {
                 self.asked.push(request.clone());
                 self.transition(&wanted.selection.tags, None, TagState::Active)
             }
-            Request::Share { .. } | Request::Order(_) | Request::Holdings => panic!("tests/processes/taking_turns.rs has real processes"),
+            Request::Share { .. } | Request::Order(_) | Request::Holdings | Request::Sharing(_) => {
+                panic!("tests/processes/taking_turns.rs has real processes")
+            }
             Request::Events { .. } => panic!("tests/events.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,

@@ -547,26 +547,26 @@ const MIB: u64 = 1 << 20;
 const PLENTY: u64 = 1 << 34;
 
 /// A host with as little memory as a test says, for the programs that have joined it (`tests/apps/small_host.c`).
-struct SmallHost {
+pub struct SmallHost {
     folder: PathBuf,
 }
 
 impl SmallHost {
-    fn on(machine: &Machine) -> Self {
+    pub fn on(machine: &Machine) -> Self {
         let folder = machine.folder.path().join("host");
         fs::create_dir(&folder).unwrap();
         Self { folder }
     }
 
     /// The program of this command joins it.
-    fn join(&self, command: &mut Command) {
+    pub fn join(&self, command: &mut Command) {
         static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
         let library = LIBRARY.get_or_init(|| {
             let library = common::own_folder().join("small_host.so");
             common::compile(&library, &["small_host.c"], &common::SHARED);
             library
         });
-        command.env("LD_PRELOAD", library).env("SMALL_HOST", &self.folder);
+        command.env("LD_PRELOAD", library).env("VRAMCTL_KEEPER_PRELOAD", library).env("SMALL_HOST", &self.folder);
     }
 
     /// Anonymous memory of its programs, as the kernel counts it. What passes from one to the other between two looks is not counted twice.
@@ -584,7 +584,7 @@ impl SmallHost {
     }
 
     /// From now on, this much is available.
-    fn leave(&self, bytes: u64) {
+    pub fn leave(&self, bytes: u64) {
         self.write("total", &(self.used() + bytes).to_string());
     }
 

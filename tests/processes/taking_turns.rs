@@ -2,13 +2,14 @@
 
 use crate::common::machine::{Machine, Program, Ran};
 use crate::common::{cases, eventually, programs};
+use crate::swap::SmallHost;
 use serde_json::{Value, json};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Engines that together need 3.5 times the GPU.
+/// Engines that together need three times the GPU.
 const ENGINES: [(&str, u32); 4] = [("a", 72), ("b", 72), ("c", 72), ("d", 72)];
 
 /// Programs that are busy all the time, and wait for a limited time only: beside those of another such test, a small machine does not get far.
@@ -19,7 +20,7 @@ fn one_at_a_time() -> MutexGuard<'static, ()> {
 
 fn crowded() -> Machine {
     let mut machine = Machine::new();
-    machine.memory = "96M";
+    machine.memory = "104M";
     machine
 }
 
@@ -128,6 +129,80 @@ fn only_what_is_missing_changes_places() {
     machine.vramctl("resume a").expect(0, "resumed", "");
     engines[0].expect("answer 7");
     engines[0].verify();
+}
+
+/// Two programs that exchange a third of what they have whenever they are asked in turns, and have done so twice. `change`: of the command that
+/// starts each. What the scheduler keeps free of the GPU suffices for what the library loads there.
+fn changing_places(machine: &mut Machine, change: impl Fn(&mut Command)) -> Vec<Program> {
+    machine.memory = "320M";
+    let start = |name: &&str| {
+        let mut command = sharing(machine, name, 200, &[]);
+        change(&mut command);
+        Program::ready(&mut command)
+    };
+    let mut engines: Vec<_> = ["a", "b"].iter().map(start).collect();
+    for _ in 0..2 {
+        engines.iter_mut().for_each(Program::verify);
+    }
+    engines
+}
+
+/// Bytes of the contents that have left a program so far, and of those that host memory had already.
+fn left(machine: &Machine, name: &str) -> [u64; 2] {
+    let status = machine.status(name);
+    let pauses = &status["processes"][0]["totals"]["pause"];
+    ["kept_bytes", "unchanged_bytes"].map(|what| pauses[what].as_u64().unwrap_or_else(|| panic!("{status:#}")))
+}
+
+/// Bytes of the first one's contents that are in host memory while all of it is on the GPU.
+fn copies(machine: &Machine, a: &mut Program) -> u64 {
+    a.verify();
+    let status = machine.status("a");
+    let tags = status["processes"][0]["tags"].as_array().unwrap();
+    assert!(tags.iter().all(|tag| tag["paused_bytes"] == 0), "{status:#}");
+    tags.iter().map(|tag| tag["host_bytes"].as_u64().unwrap()).sum()
+}
+
+/// Weights leave by a copy once. From then on, host memory still has what leaves.
+#[test]
+fn what_has_not_changed_is_copied_out_once() {
+    let _alone = one_at_a_time();
+    let mut machine = Machine::new();
+    let mut engines = changing_places(&mut machine, |_| ());
+    let before = ["a", "b"].map(|name| left(&machine, name));
+    for _ in 0..3 {
+        engines.iter_mut().for_each(Program::verify);
+    }
+    for (name, [kept_before, unchanged_before]) in ["a", "b"].iter().zip(before) {
+        let [kept, unchanged] = left(&machine, name);
+        let (left, copied) = (kept - kept_before, kept - kept_before - (unchanged - unchanged_before));
+        assert!(left > 0 && copied < left / 4, "{name}: {copied} of {left} were copied");
+    }
+}
+
+/// Copies of what is on a GPU are cache: they go where anybody on the host needs the memory.
+#[test]
+fn copies_go_when_the_host_is_short() {
+    let _alone = one_at_a_time();
+    let mut machine = Machine::new();
+    let host = SmallHost::on(&machine);
+    host.leave(1 << 34);
+    let mut engines = changing_places(&mut machine, |command| host.join(command));
+    assert!(copies(&machine, &mut engines[0]) > 0);
+    host.leave(0);
+    eventually("they go", || copies(&machine, &mut engines[0]) == 0);
+    // With nothing to spare, the programs go on by what they have.
+    engines[0].verify();
+}
+
+/// One that wants no copies has none.
+#[test]
+fn nothing_is_retained_if_nobody_wants_it() {
+    let _alone = one_at_a_time();
+    let mut machine = Machine::new();
+    let mut engines = changing_places(&mut machine, |command| _ = command.env("VRAMCTL_RETAIN", ""));
+    assert_eq!(copies(&machine, &mut engines[0]), 0);
+    assert_eq!(left(&machine, "a")[1], 0);
 }
 
 /// A rank of which nothing is taken is held with the others of its job, and a call of either brings back both.

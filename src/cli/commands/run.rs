@@ -1,6 +1,6 @@
 //! `vramctl run`.
 
-use crate::arguments::{LEVELS, checked_tag, size};
+use crate::arguments::{LEVELS, checked_limit, checked_tag, size};
 use crate::candidates;
 use crate::execute::Execute;
 use crate::installation;
@@ -21,7 +21,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::{target, text};
 use vramctl_host::program_of_words;
-use vramctl_model::{DEFAULT_TAG, Limit, Policy};
+use vramctl_model::{DEFAULT_TAG, Policy};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -69,6 +69,9 @@ pub struct Args {
     /// With --share: idle for so many seconds, give the memory back even if nobody asks
     #[arg(long, value_name = "SECONDS", requires = "share")]
     idle: Option<u32>,
+    /// With --share: an allocation fails after so many seconds in which nobody could give way [default: 30]
+    #[arg(long, value_name = "SECONDS", requires = "share")]
+    wait: Option<u32>,
     /// Run it in the background, in a session of its own; `vramctl logs` shows what it prints
     #[arg(long, short)]
     detach: bool,
@@ -279,7 +282,7 @@ fn environment(
     if let Some(limit) = filled("VRAMCTL_LIMIT").filter(|_| args.limit.is_none()) {
         checked_limit(&limit.to_string_lossy()).map_err(|error| CommandError::new(Exit::Usage, format!("VRAMCTL_LIMIT: {error}")))?;
     }
-    let idle = args.idle.map(|seconds| seconds.to_string());
+    let [idle, wait] = [args.idle, args.wait].map(|seconds| seconds.map(|seconds| seconds.to_string()));
     let given = [
         ("VRAMCTL_NAME", args.name.as_deref()),
         ("VRAMCTL_LIMIT", args.limit.as_deref()),
@@ -289,6 +292,7 @@ fn environment(
         ("VRAMCTL_SHARE", args.share.then_some("1")),
         ("VRAMCTL_PRIORITY", args.priority.as_deref()),
         ("VRAMCTL_IDLE", idle.as_deref()),
+        ("VRAMCTL_WAIT", wait.as_deref()),
         ("VRAMCTL_ON_PAUSE", args.on_pause.as_deref()),
         ("VRAMCTL_ON_RESUME", args.on_resume.as_deref()),
     ];
@@ -325,10 +329,6 @@ fn checked_backup(text: &str) -> Result<String, String> {
     let tag = checked_tag(tag)?;
     let policy: Policy = policy.parse().map_err(|error: vramctl_model::Error| error.to_string())?;
     Ok(format!("{tag}={policy}"))
-}
-
-fn checked_limit(text: &str) -> Result<String, String> {
-    text.parse::<Limit>().map(|_| text.to_owned())
 }
 
 fn checked_size(text: &str) -> Result<String, String> {

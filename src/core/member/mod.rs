@@ -12,6 +12,8 @@ mod teller;
 
 use crate::connection::{Connection, Line, Lines};
 use crate::gate;
+use crate::limit;
+use crate::memory::Memory;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -19,7 +21,7 @@ use vramctl_config::Config;
 use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_driver::streams;
 use vramctl_host::{PerProcess, Unpoison, exit};
-use vramctl_model::{Error, MemberState, Order};
+use vramctl_model::{Error, MemberState, Order, Sharing, milliseconds};
 
 /// How long a scheduler may be silent. It sends a beat every two seconds.
 const SILENCE: Duration = Duration::from_secs(6);
@@ -42,6 +44,8 @@ struct Membership {
     watches: AtomicBool,
     /// Why calls and requests wait, as the scheduler has said.
     why: Mutex<Option<String>>,
+    /// How the program shares, where somebody has said it since its start.
+    sharing: Mutex<Sharing>,
 }
 
 static MEMBERSHIP: PerProcess<Membership> = PerProcess::new(Membership::default);
@@ -69,6 +73,41 @@ pub fn note_capture() {
     }
 }
 
+/// Has the program share its GPUs in another way from now on. Returns how it shares then.
+pub fn share_so(new: Sharing) -> Result<Sharing, Error> {
+    if !is_member() {
+        return Err(not_a_member());
+    }
+    if let Some(limit) = &new.limit {
+        limit::set(limit.parse().map_err(Error::Invalid)?)?;
+    }
+    let mut sharing = MEMBERSHIP.get().sharing.lock().unpoisoned();
+    let Sharing { priority, gives_back_after_ms, limit } = new;
+    *sharing = Sharing {
+        priority: priority.or(sharing.priority),
+        gives_back_after_ms: gives_back_after_ms.or(sharing.gives_back_after_ms),
+        limit: limit.or_else(|| sharing.limit.take()),
+    };
+    drop(sharing);
+    tell();
+    Ok(shares_so())
+}
+
+/// How the program shares its GPUs.
+fn shares_so() -> Sharing {
+    let config = Config::get();
+    let said = MEMBERSHIP.existing().map(|its| its.sharing.lock().unpoisoned().clone()).unwrap_or_default();
+    Sharing {
+        priority: said.priority.or(Some(config.priority)),
+        gives_back_after_ms: said.gives_back_after_ms.or_else(|| config.gives_back_after.map(milliseconds)).filter(|after| *after > 0),
+        limit: said.limit.or_else(|| config.limit.map(|limit| limit.to_string())),
+    }
+}
+
+fn not_a_member() -> Error {
+    Error::Invalid("this process does not share its GPUs: it was not started with `vramctl run --share`".into())
+}
+
 /// Why calls and requests wait, in a message.
 fn why_waiting() -> String {
     let why = MEMBERSHIP.existing().and_then(|its| its.why.lock().unpoisoned().clone());
@@ -93,7 +132,7 @@ pub(crate) fn set_away(is_away: bool) {
 /// Serves the scheduler until its connection ends, or a newer one connects.
 pub fn serve(epoch: u64, connection: &Connection, lines: &mut Lines<'_>) -> Result<(), Error> {
     if !is_member() {
-        return Err(Error::Invalid("this process does not share its GPUs: it was not started with `vramctl run --share`".into()));
+        return Err(not_a_member());
     }
     admit(Some(epoch))?;
     let its = MEMBERSHIP.get();
@@ -142,6 +181,11 @@ fn obey(line: &[u8]) -> Result<(), Error> {
             tell();
         }
         Request::Order(Order::AskFirst { gpus }) => room::promise(&gpus),
+        Request::Order(Order::DropCopies) => {
+            if let Some(memory) = Memory::existing() {
+                memory.drop_copies();
+            }
+        }
         Request::Order(Order::Waits { why }) => *MEMBERSHIP.get().why.lock().unpoisoned() = Some(why),
         Request::Order(Order::Granted { ticket }) => room::answer(ticket, room::Verdict::Granted),
         Request::Order(Order::Denied { ticket, why }) => room::answer(ticket, room::Verdict::Denied(why)),
@@ -155,7 +199,7 @@ fn watches() -> bool {
 }
 
 fn state(calls_wait: Option<Duration>) -> Reply {
-    let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let Sharing { priority, gives_back_after_ms, .. } = shares_so();
     let wants = room::wants();
     let idle_for = || if wants.is_empty() { gate::idle_for() } else { Duration::ZERO };
     Reply::Member(MemberState {
@@ -163,8 +207,9 @@ fn state(calls_wait: Option<Duration>) -> Reply {
         calls_wait_ms: calls_wait.filter(|_| is_away()).map(milliseconds),
         idle_ms: watches().then(|| milliseconds(idle_for())),
         captures: streams::is_any_captured(),
-        priority: Config::get().priority,
-        gives_back_after_ms: Config::get().gives_back_after.map(milliseconds),
+        priority: priority.unwrap_or_default(),
+        gives_back_after_ms,
+        waits_for_ms: Config::get().waits_for.map(milliseconds),
         wants,
     })
 }

@@ -11,11 +11,12 @@ use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use vramctl_config::Config;
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::{Bytes, Want};
 
-/// How long a request waits without a scheduler: another one takes over within seconds.
+/// How long a request waits without a scheduler, unless `VRAMCTL_WAIT` says so: another one takes over within seconds.
 const WITHOUT_SCHEDULER: Duration = Duration::from_secs(30);
 /// How often to look whether the program exits.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -180,6 +181,7 @@ impl Ticket {
     /// Waits until the scheduler says that there is room. `false`: there will be none.
     pub fn wait(&mut self) -> bool {
         tell();
+        let patience = Config::get().waits_for.unwrap_or(WITHOUT_SCHEDULER);
         let mut queue = queue();
         loop {
             let alone = queue.alone_since.map(|since| since.elapsed());
@@ -198,7 +200,7 @@ impl Ticket {
             if exit::is_ending() {
                 return false;
             }
-            if let Some(alone) = alone.map(|alone| alone.min(waiting.since.elapsed())).filter(|alone| *alone >= WITHOUT_SCHEDULER) {
+            if let Some(alone) = alone.map(|alone| alone.min(waiting.since.elapsed())).filter(|alone| *alone >= patience) {
                 log::warn!(
                     "no room for {} on {}: no scheduler has answered for {} s; `vramctl share` shows who shares the GPU",
                     Bytes(waiting.bytes),

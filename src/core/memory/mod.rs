@@ -39,7 +39,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use stream_ordered::InOrder;
-use vramctl_backup as backup;
+use vramctl_backup::{self as backup, Backup};
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{
     self as driver, Account, Addresses, CUdevice, CUdeviceptr, Context, Current, Ending, Extras, Manner, Physical, Place, RelaxedCapture,
@@ -125,13 +125,25 @@ impl Memory {
     /// next pause on. Waits for a pause or resume in progress.
     pub fn set_retain(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
         self.set_retain_in_resumes(tag, keep)?;
-        let given_up: Vec<_> = {
-            let _exclusive = self.exclude();
-            let all = self.registry.all().into_iter().filter(|allocation| !backup::retains(&allocation.tag));
-            all.filter_map(|allocation| allocation.contents().state.take_retained()).collect()
-        };
-        drop(given_up);
+        drop(self.take_retained(&self.exclude(), |tag| !backup::retains_unchanged(tag)));
         Ok(())
+    }
+
+    /// Gives up the copies of active memory that nobody has asked for: host memory is short. Not during a pause or resume: then it is time enough the
+    /// next time that somebody says so.
+    pub fn drop_copies(&self) {
+        let Some(exclusive) = self.transition.try_write().ok() else { return };
+        let given_up = self.take_retained(&exclusive, |tag| !backup::retains(tag));
+        drop(exclusive);
+        if !given_up.is_empty() {
+            log::info!("host memory is short: dropped the copies of {} allocations that have not changed", given_up.len());
+        }
+    }
+
+    /// Takes the retained backups of active memory with such tags, to be dropped without the lock.
+    fn take_retained(&self, _exclusive: &RwLockWriteGuard<'_, ()>, which: impl Fn(&str) -> bool) -> Vec<Arc<Backup>> {
+        let all = self.registry.all().into_iter().filter(|allocation| which(&allocation.tag));
+        all.filter_map(|allocation| allocation.contents().state.take_retained()).collect()
     }
 
     /// Like [`set_retain`](Self::set_retain), but keeps the retained backups of active memory until its next resume.

@@ -27,7 +27,7 @@ pub(super) fn may_hold_cache(tag: &str) -> bool {
 /// Which contents of an allocation to keep, and where.
 pub(super) fn wanted_of(pause: &Pause, allocation: &Allocation) -> backup::Wanted {
     let policy = policy_for(pause, allocation);
-    let retain = backup::retains(&allocation.tag);
+    let retain = backup::retains(&allocation.tag) || pause.request.scheduler.is_some() && backup::retains_unchanged(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };
     let live = match policy {
         Policy::Discard => Vec::new(),

@@ -83,10 +83,11 @@ impl Memory {
         let (mut clock, mut progress, mut restored) = (Clock::default(), |_| Ok(()), Vec::new());
         let restored = exchanges.then_some(&mut restored);
         let memories = self.bring_back(&gone, &needed_by(&gone), &BTreeSet::new(), &mut arrival, restored, &mut clock, &mut progress)?;
+        let has_room = backup::has_room_for_copies();
         for (allocation, memory) in gone.iter().zip(memories) {
             // The rest is active already.
             if let Some(memory) = memory {
-                drop(activate(allocation, memory));
+                drop(activate(allocation, memory, has_room));
             }
         }
         Ok(())
@@ -169,10 +170,13 @@ fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
 }
 
 /// Makes a paused allocation active again, and retains its backup if that is wanted. Returns the state before, to be dropped without the
-/// lock: freeing a backup may wait for the device's work, and the program may need to allocate in order to finish that work.
-pub(super) fn activate(allocation: &Allocation, memory: Physical) -> State {
+/// lock: freeing a backup may wait for the device's work, and the program may need to allocate in order to finish that work. `has_room`: the host has
+/// room for copies that nobody has asked for.
+pub(super) fn activate(allocation: &Allocation, memory: Physical, has_room: bool) -> State {
     // Comparing with a file would be slower than writing a new one.
-    let is_retained = |saved: &&Arc<Backup>| backup::retains(&allocation.tag) && matches!(***saved, Backup::Host(_));
+    let is_asked_for = |saved: &Backup| backup::retains(&allocation.tag) && matches!(*saved, Backup::Host(_));
+    let is_retained =
+        |saved: &&Arc<Backup>| is_asked_for(saved) || has_room && backup::retains_unchanged(&allocation.tag) && saved.is_worth_keeping();
     let retained = allocation.contents().state.saved().filter(is_retained).cloned();
     allocation.activate(memory, retained)
 }

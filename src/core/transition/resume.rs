@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, RwLockWriteGuard};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_backup as backup;
 use vramctl_driver::{self as driver, CUdevice, Context, Physical, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Error, Observer, Report, ResumeRequest, Selection, Shortage, Stage, TagState, Verb};
@@ -214,14 +215,14 @@ impl Prepared for PreparedResume<'_> {
         report.guard_written_bytes = memory.take_written();
         report.kept_bytes = restored.iter().map(Restored::kept_bytes).sum();
         report.bytes = paused.iter().map(|allocation| allocation.bytes() as u64).sum();
-        let mut done_with = Vec::new();
+        let (mut done_with, has_room) = (Vec::new(), backup::has_room_for_copies());
         // The rest is active already.
         for (allocation, memory) in paused.iter().zip(memories).filter_map(|(allocation, memory)| Some((allocation, memory?))) {
             if let Some(saved) = allocation.contents().state.saved() {
                 report.kept_bytes += saved.kept_bytes();
                 report.disk_bytes += saved.disk_bytes();
             }
-            done_with.push(activate(allocation, memory));
+            done_with.push(activate(allocation, memory, has_room));
         }
         // What the program has only had in a mapping that is refused.
         memory.end_unused();

@@ -243,6 +243,7 @@ pub fn any_spec(random: &mut Random, gpus: &[GpuId], total: u64, crowd: u64) -> 
             priority: *random.pick(&[Priority::Low, Priority::Normal, Priority::Normal, Priority::Normal, Priority::High]),
             limit: random.percent(20).then(|| random.between(target, total)),
             idle: random.percent(15).then(|| random.millis(500, 30_000)),
+            wait: None,
         },
         script: Vec::new(),
     }
