@@ -5,6 +5,7 @@
 //! The process of an image goes on from here, too, with another PID namespace, and perhaps on another day. Then nobody has to release it.
 
 use crate::connection::Connection;
+use crate::memory::{Memory, borrow};
 use crate::suspend::suspended;
 use serde::Deserialize;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,10 +32,15 @@ pub fn is_wanted() -> bool {
     WANTED.existing().is_some_and(|wanted| wanted.load(Ordering::SeqCst))
 }
 
-/// Fails unless the process is suspended.
+/// Fails unless the process is suspended, or if only another process still needs some of its memory: without the connection, it would be given back.
 pub fn check() -> Result<(), Error> {
     let why = "only a suspended process can be detached";
-    suspended().map(drop).ok_or_else(|| Error::Invalid(why.into()))
+    suspended().map(drop).ok_or_else(|| Error::Invalid(why.into()))?;
+    let all = Memory::get().registry.snapshot();
+    if all.iter().any(|allocation| allocation.is_given_up() && allocation.contents().lending.is_open()) {
+        return Err(Error::Invalid("it has released memory that another process has imported and keeps; have that released, too".into()));
+    }
+    Ok(())
 }
 
 /// Has the control thread close everything.
@@ -47,6 +53,8 @@ pub fn stay_away(bound: Option<Bound>) {
     /// How long clients may take to hang up.
     const PATIENCE: Duration = Duration::from_secs(5);
     const LOOK_EVERY: Duration = Duration::from_millis(20);
+    // First: those that are saved together are each other's clients.
+    borrow::hang_up();
     if !Connection::close_all(PATIENCE) {
         log::warn!("some clients do not hang up");
     }

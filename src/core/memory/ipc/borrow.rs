@@ -511,6 +511,23 @@ impl BorrowedMemory {
     }
 }
 
+/// Hangs up on all owners. What is set aside stays so, and is asked for over new connections. Nothing may be open: its owner would take that for closed.
+pub(crate) fn hang_up() {
+    let Some(existing) = BORROWED.existing() else { return };
+    let before: Vec<_> = {
+        let mut borrowed = existing.lock().unpoisoned();
+        let known = std::mem::take(&mut borrowed.owners).into_values();
+        let without = |pid| Arc::new(Lease { lender: Lender::without_connection(pid), state: Mutex::new(LeaseState::Retired) });
+        let hang_up = |opened: &mut Opened| {
+            let new = without(opened.lease.lender.pid);
+            std::mem::replace(&mut opened.lease, new)
+        };
+        borrowed.open.values_mut().map(hang_up).chain(known).collect()
+    };
+    // Closes the connections.
+    drop(before);
+}
+
 /// Called with the connection locked, so that an open and a close of the same memory do not overlap.
 impl Lease {
     /// Gets the memory behind a handle from its owner.

@@ -2,6 +2,7 @@
 
 use crate::memory::registry::lending::Token;
 use serde::Deserialize;
+use std::mem::ManuallyDrop;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -47,7 +48,8 @@ pub(super) enum Answer {
 #[derive(Debug)]
 pub(super) struct Lender {
     pub(super) pid: u32,
-    connection: Held,
+    /// `None`: this process has hung up.
+    connection: Option<Held>,
 }
 
 impl Lender {
@@ -58,7 +60,16 @@ impl Lender {
             Some(door) if error.kind() != io::ErrorKind::WouldBlock => door.connect(pid).map_err(|_| error),
             _ => Err(error),
         })?;
-        Ok(Self { pid, connection: Held::new(stream)? })
+        Ok(Self { pid, connection: Some(Held::new(stream)?) })
+    }
+
+    /// One that is not connected.
+    pub(super) fn without_connection(pid: u32) -> Self {
+        Self { pid, connection: None }
+    }
+
+    fn stream(&self) -> io::Result<ManuallyDrop<UnixStream>> {
+        self.connection.as_ref().ok_or(io::ErrorKind::NotConnected)?.as_type()
     }
 
     /// Asks for the memory behind a descriptor that it may have exported.
@@ -78,7 +89,7 @@ impl Lender {
 
     /// Informs it that memory is closed, over a connection on which another answer may be outstanding.
     pub(super) fn close_unconfirmed(&self, token: &Token) {
-        let said = self.connection.as_type::<UnixStream>().and_then(|stream| {
+        let said = self.stream().and_then(|stream| {
             stream.set_write_timeout(Some(NOTED_WITHIN))?;
             send(&stream, Request::Close { token: token.text() }, &[])
         });
@@ -94,7 +105,7 @@ impl Lender {
 
     /// The same; descriptors go with it.
     fn exchange_with(&self, request: Request, files: &[BorrowedFd<'_>], within: Duration) -> io::Result<(Answer, Vec<Held>)> {
-        let stream = self.connection.as_type::<UnixStream>()?;
+        let stream = self.stream()?;
         stream.set_read_timeout(Some(within))?;
         stream.set_write_timeout(Some(within))?;
         let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };

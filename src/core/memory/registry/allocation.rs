@@ -518,8 +518,13 @@ impl Allocation {
 
     /// Whether nobody needs memory of `cuMemCreate` any more: the driver keeps it while a handle or a mapping refers to it, in any process.
     pub(in crate::memory) fn is_unused(&self) -> bool {
+        !self.contents().lending.is_open() && self.is_given_up()
+    }
+
+    /// Whether the program does not need it any more. Other processes that have it open do.
+    pub(crate) fn is_given_up(&self) -> bool {
         let contents = self.contents();
-        contents.references == 0 && !contents.lending.is_open() && contents.mappings.values().all(|mapping| mapping.access.is_none())
+        contents.references == 0 && contents.mappings.values().all(|mapping| mapping.access.is_none())
     }
 
     /// Whether its addresses must not be used: whatever it is, it is not active.
