@@ -176,7 +176,7 @@ fn obstacle(pid: u32, file: &Open, with_driver: bool) -> Option<String> {
     if SAME_EVERYWHERE.contains(&text) || text.starts_with("/dev/pts/") {
         return None;
     }
-    if text.starts_with("/dev/nvidia") {
+    if text.contains("/dev/nvidia") {
         let why = "a file of the GPU driver that its checkpoint leaves open: NVML that was never shut down, or inherited from a parent";
         return (!with_driver).then(|| format!("{text}: {why}"));
     }

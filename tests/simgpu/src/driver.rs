@@ -12,6 +12,7 @@ use crate::graph::Graphs;
 use crate::host::HostMemory;
 use crate::kernel::Modules;
 use crate::machine::{Hand, Machine};
+use crate::nodes::Opener;
 use crate::pool::Pools;
 use crate::restore_thread;
 use crate::settings::{self, Settings};
@@ -123,7 +124,8 @@ pub fn init(flags: u32) -> Outcome {
     });
     INITIALISED.store(true, Ordering::Release);
     if HAND.set(machine.hand()).is_ok() && settings().restore_thread {
-        restore_thread::start(machine);
+        restore_thread::listen();
+        restore_thread::start(machine, Opener::Cuda);
     }
     Ok(())
 }

@@ -17,6 +17,7 @@
 //! - [`stream`]: streams, events and synchronisation; [`mod@copy`]: stream operations; [`shaped`]: copies of several rows and contexts;
 //! - [`capture`] and [`graph`]: operations that are recorded and replayed;
 //! - [`checkpoint`]: what other processes do to a process;
+//! - [`nodes`]: stand-ins for the driver's files;
 //! - [`nvml`]: the monitoring functions.
 //!
 //! All per-process state is one [`driver::State`] under one lock. The processes on a simulated machine share only the use of
@@ -45,6 +46,7 @@ pub mod host;
 pub mod kernel;
 pub mod machine;
 pub mod memory;
+pub mod nodes;
 pub mod nvml;
 pub mod pool;
 pub mod restore_thread;

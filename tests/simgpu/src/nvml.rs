@@ -1,11 +1,13 @@
 //! The NVML functions that report the memory use of processes.
 //!
-//! Like the real library, they work without `cuInit`: they need only the machine.
+//! Like the real library, they work without `cuInit`: they need only the machine. A process that uses them alone can be checkpointed, too.
 
 use crate::abi::{In, NvmlMemory, NvmlMemory2, NvmlPci, NvmlProcess, NvmlUtilization, Out};
 use crate::device;
 use crate::driver::{machine, settings};
 use crate::machine::Machine;
+use crate::nodes::{self, Opener};
+use crate::restore_thread;
 use crate::settings::Pids;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -55,8 +57,11 @@ fn put<T>(out: Out<T>, value: T) -> Result<(), u32> {
 /// `nvmlInit_v2`.
 pub fn init() -> Result<(), u32> {
     // If the machine cannot be opened, report that no driver is loaded.
-    machine().map_err(|_| DRIVER_NOT_LOADED)?;
-    let _ = settings();
+    let machine = machine().map_err(|_| DRIVER_NOT_LOADED)?;
+    if settings().restore_thread && machine.join() {
+        // Others can checkpoint it, with or without CUDA.
+        restore_thread::start(machine, Opener::Nvml);
+    }
     USERS.fetch_add(1, Ordering::Relaxed);
     Ok(())
 }
@@ -64,7 +69,9 @@ pub fn init() -> Result<(), u32> {
 /// `nvmlShutdown`.
 pub fn shutdown() -> Result<(), u32> {
     opened()?;
-    USERS.fetch_sub(1, Ordering::Relaxed);
+    if USERS.fetch_sub(1, Ordering::Relaxed) == 1 {
+        nodes::close(Opener::Nvml);
+    }
     Ok(())
 }
 

@@ -1,15 +1,17 @@
-//! The thread of a process that others checkpoint: with it, a checkpointed process has no file of the machine open, as with the real driver. What
-//! the checkpoint has saved is in the process's own memory, so that it can be written to a disk with the process, and restored elsewhere.
+//! The thread of a process that others checkpoint: with it, a checkpointed process has no file of the machine open, as with the real driver, nor
+//! any of the driver's ([`nodes`]). What the checkpoint has saved is in the process's own memory, so that it can be written to a disk with the process, and restored elsewhere.
 //!
 //! Who wants the process back leaves a file with its name in the machine's folder. To look for that, the thread opens nothing.
 
 use crate::codes::{OPERATING_SYSTEM, Outcome};
 use crate::machine::Machine;
+use crate::nodes::{self, Opener};
 use std::fs::{self, File};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,14 +21,28 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// The thread's name while its process has left the machine.
 const AWAY: &str = "simgpu-away";
 
-/// Starts the thread. As with the real driver, the process also listens at an abstract address that is its own: a copy of it finds that taken.
-pub fn start(machine: &'static Machine) {
+/// The process for which the thread has been started.
+static STARTED: AtomicU32 = AtomicU32::new(0);
+
+/// As with the real driver, a process listens at an abstract address that is its own: a copy of it finds that taken.
+pub fn listen() {
     let address = SocketAddr::from_abstract_name(format!("simgpu-uvm-{}", std::process::id()));
     if let Ok(listener) = address.and_then(|address| UnixListener::bind_addr(&address)) {
         // Until the process ends.
         std::mem::forget(listener);
     }
-    if machine.folder().is_some() && thread::Builder::new().name("simgpu-restore".into()).spawn(move || work(machine)).is_ok() {
+}
+
+/// Starts the thread, unless it runs, and opens the driver's files.
+pub fn start(machine: &'static Machine, opener: Opener) {
+    if machine.folder().is_none() {
+        return;
+    }
+    nodes::open(machine, opener);
+    let own = std::process::id();
+    if STARTED.swap(own, Ordering::SeqCst) != own
+        && thread::Builder::new().name("simgpu-restore".into()).spawn(move || work(machine)).is_ok()
+    {
         machine.will_leave();
     }
 }
@@ -36,6 +52,7 @@ fn work(machine: &'static Machine) {
         while !machine.is_checkpointed() {
             thread::sleep(LOOK_EVERY);
         }
+        nodes::leave();
         rename(AWAY);
         machine.leave();
         while !is_called(machine) {
@@ -44,6 +61,7 @@ fn work(machine: &'static Machine) {
         if let Err(error) = machine.come_back() {
             eprintln!("simgpu: cannot come back to the machine: {error}");
         }
+        nodes::come_back(machine);
         rename("simgpu-restore");
         // Who has called restores it now. A call may come to nothing, and then the process leaves again.
         while machine.is_checkpointed() && is_called(machine) {

@@ -8,6 +8,7 @@ mod common;
 use common::{Gpu, Process, RestoreArgs, Scratch, command, isolated, prop};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
 use std::ptr;
 
@@ -413,5 +414,69 @@ fn a_driver_of_cuda_12_8_restores_only_where_it_was() {
         assert_eq!((gpu.state(other.pid()), gpu.restore(other.pid(), &[])), (CHECKPOINTED, 0));
         ok!(gpu.cuCheckpointProcessUnlock(other.pid(), ptr::null()));
         assert_eq!(other.ask("read"), "7");
+    });
+}
+
+/// Not a test: opens the driver as it is told, and waits for the end of its input. A child inherits what it has.
+#[test]
+#[ignore = "part of another test"]
+fn only_opens_the_driver() {
+    let Ok(what) = std::env::var("OPENS") else { return };
+    let gpu = Gpu::load();
+    let open = |what: &str| match what {
+        "cuda" => ok!(gpu.cuInit(0)),
+        _ => ok!(gpu.nvmlInit_v2()),
+    };
+    let (before_fork, after_fork) = what.split_once(',').unwrap_or((&what, ""));
+    open(before_fork);
+    if !after_fork.is_empty() && unsafe { libc::fork() } == 0 {
+        open(after_fork);
+        println!("child {}", std::process::id());
+        loop {
+            unsafe { libc::pause() };
+        }
+    }
+    println!("open");
+    std::io::stdin().lines().for_each(drop);
+    unsafe { libc::kill(0, libc::SIGKILL) };
+}
+
+/// How many of the driver's files a process has open.
+fn driver_files(pid: i32) -> usize {
+    let files = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().filter_map(|file| std::fs::read_link(file.unwrap().path()).ok());
+    files.filter(|file| file.to_string_lossy().contains("/dev/nvidia")).count()
+}
+
+#[test]
+fn whoever_has_the_driver_open_can_be_checkpointed_and_a_fork_keeps_its_parents_files() {
+    if unsafe { libc::geteuid() } != 0 {
+        return eprintln!("not run: to make device nodes takes root");
+    }
+    on_a_machine("whoever_has_the_driver_open_can_be_checkpointed_and_a_fork_keeps_its_parents_files", || {
+        let gpu = Gpu::start();
+        // What is open, and of that what stays open: two GPUs, the control file, and CUDA's.
+        for (opens, before, after) in [("cuda", 4, 0), ("nvml", 3, 0), ("nvml,nvml", 6, 3), ("nvml,cuda", 7, 3)] {
+            let mut command = command("only_opens_the_driver", &MACHINE);
+            command.env("SIMGPU_DIR", std::env::var("SIMGPU_DIR").unwrap()).env("SIMGPU_RESTORE_THREAD", "1").env("OPENS", opens);
+            // It ends with its child.
+            command.process_group(0);
+            let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+            let mut said = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+            let is_forked = opens.contains(',');
+            let pid = if is_forked {
+                said.find_map(|line| line.split_once("child ").map(|(_, pid)| pid.parse().unwrap())).unwrap()
+            } else {
+                assert!(said.any(|line| line.contains("open")));
+                child.id() as i32
+            };
+            assert_eq!(driver_files(pid), before, "{opens}");
+            gpu.take(pid);
+            assert_eq!((gpu.state(pid), driver_files(pid)), (CHECKPOINTED, after), "{opens}");
+            assert_eq!(gpu.restore(pid, &[]), 0, "{opens}");
+            ok!(gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+            assert_eq!((gpu.state(pid), driver_files(pid)), (RUNNING, before), "{opens}");
+            drop(child.stdin.take());
+            child.wait().unwrap();
+        }
     });
 }
