@@ -250,6 +250,167 @@ fn a_program_that_cannot_be_saved_goes_on() {
     assert!(!Path::new(&images.image("image")).exists());
 }
 
+/// Stands between vramctl and CRIU, and waits before or after CRIU runs.
+const HOLDER: &str = r#"#!/bin/sh
+wait_at() {
+    [ "$1" = "$HOLD" ] || return
+    : > "$PLACE.reached"
+    while ! [ -e "$PLACE.go" ]; do sleep 0.01; done
+}
+wait_at "$1-before"
+"$REAL" "$@"
+code=$?
+wait_at "$1-after"
+exit $code
+"#;
+
+/// Where a CRIU is held.
+struct Held {
+    place: PathBuf,
+}
+
+impl Held {
+    fn is_reached(&self) {
+        common::eventually("CRIU runs", || self.place.with_extension("reached").exists());
+    }
+
+    fn go(&self) {
+        fs::write(self.place.with_extension("go"), "").unwrap();
+    }
+}
+
+impl Images {
+    /// Has a command's CRIU wait: `dump-before`, `restore-after` and so on.
+    fn holding<'a>(&self, at: &str, command: &'a mut Command) -> (Held, &'a mut Command) {
+        let [script, place] = ["holder", at].map(|name| self.machine.folder.path().join(name));
+        fs::write(&script, HOLDER).unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        for ending in ["reached", "go"] {
+            let _ = fs::remove_file(place.with_extension(ending));
+        }
+        command.env("VRAMCTL_CRIU", script).env("REAL", self.criu).env("HOLD", at).env("PLACE", &place);
+        (Held { place }, command)
+    }
+
+    /// The processes that belong to this machine, beside this one.
+    fn processes(&self) -> Vec<u32> {
+        let folder = self.machine.folder.path().as_os_str().as_encoded_bytes();
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let belongs = |pid: &u32| {
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment.windows(folder.len()).any(|part| part == folder)
+        };
+        pids.filter(belongs).collect()
+    }
+}
+
+/// A save takes a while in which the program cannot be asked, and whoever saves may be killed. Commands say so, and wait for it.
+#[test]
+fn a_program_that_is_being_saved_is_known_and_waited_for() {
+    let images = with_images!();
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    let mut save = images.cli(&format!("save engine {}", images.image("image")));
+    let (held, save) = images.holding("dump-before", &mut save);
+    let mut save = save.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    held.is_reached();
+    let listed = images.vramctl("ps").expect(0, "being saved", "").out;
+    assert!(!listed.contains("starting") && listed.contains(&engine.pid().to_string()), "{listed}");
+    images.vramctl("status engine").expect(5, "", "being saved");
+    images.vramctl("trim engine").expect(5, "", "being saved");
+    let resumed = images.cli("resume engine").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    save.kill().unwrap();
+    save.wait().unwrap();
+    // CRIU goes on for a while.
+    images.vramctl("ps").expect(0, "being saved", "");
+    held.go();
+    Ran::end_of(resumed).expect(0, "", "");
+    is_well(&mut engine, &mut plain, 1);
+    let left = fs::read_dir(images.machine.sockets()).unwrap().flatten();
+    assert!(left.filter_map(|file| file.file_name().into_string().ok()).all(|name| !name.ends_with(".saving")));
+}
+
+#[test]
+fn a_program_that_is_being_loaded_is_known_by_its_new_name() {
+    let images = with_images!();
+    let [mut plain, engine] = ["plain", "engine"].map(|name| images.engine(name));
+    images.save("engine", "image").expect(0, "saved", "");
+    drop(engine);
+    let mut load = images.cli(&format!("load {} --name e1", images.image("image")));
+    let (held, load) = images.holding("restore-before", &mut load);
+    let mut loaded = Program::spawn(load);
+    held.is_reached();
+    let listed = images.vramctl("ps").expect(0, "being loaded", "").out;
+    assert!(listed.contains("e1") && !listed.contains("starting"), "{listed}");
+    let waits = images.cli("wait e1 --for active").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Others are not held up.
+    images.vramctl("pause plain").expect(0, "paused", "");
+    images.vramctl("resume plain").expect(0, "resumed", "");
+    held.go();
+    is_well(&mut loaded, &mut plain, 1);
+    Ran::end_of(waits).expect(0, "e1", "");
+    loaded.end();
+}
+
+/// A load that is killed leaves neither a half program nor anything that is in the way of the next one.
+#[test]
+fn a_load_may_be_killed_at_any_step() {
+    let images = with_images!();
+    let mut engine = images.engine("engine");
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let load = || images.cli(&format!("load {} --name e --log /dev/null", images.image("image")));
+    let begin = |command: &mut Command| {
+        let mut load = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // Without input, the program would end by itself.
+        (load.stdin.take(), load)
+    };
+    let leaves_nothing = |about: &str| {
+        common::eventually(&format!("{about}: no process is left"), || images.processes().is_empty());
+        images.vramctl("ps").expect(0, "", "no process is managed");
+        let files = fs::read_dir(images.machine.sockets()).unwrap().flatten();
+        let files: Vec<_> = files.filter_map(|file| file.file_name().into_string().ok()).collect();
+        assert!(
+            !files.iter().any(|name| [".sock", ".loading", ".saving"].iter().any(|ending| name.ends_with(ending))),
+            "{about}: {files:?}"
+        );
+        // Nobody has the store.
+        let folder = images.machine.folder.path().join("images");
+        images.vramctl(&format!("images {} gc", folder.display())).expect(0, "freed 0 B", "");
+    };
+    for at in ["restore-before", "restore-after"] {
+        let mut command = load();
+        let (held, command) = images.holding(at, &mut command);
+        let (_input, mut load) = begin(command);
+        held.is_reached();
+        load.kill().unwrap();
+        load.wait().unwrap();
+        leaves_nothing(at);
+    }
+    for call in ["Restore", "Unlock"] {
+        for moment in ["before", "after"] {
+            let fault = format!("cuCheckpointProcess{call}:1:kill-{moment}");
+            let (_input, mut load) = begin(load().env("SIMGPU_FAIL", &fault));
+            assert_eq!(load.wait().unwrap().code(), None, "{fault}: the command was not killed");
+            leaves_nothing(&fault);
+        }
+    }
+    for round in 1..10 {
+        let (_input, mut load) = begin(&mut load());
+        thread::sleep(Duration::from_millis(round * 30));
+        load.kill().unwrap();
+        load.wait().unwrap();
+        if images.vramctl("status e").code == Some(0) {
+            // It runs, or is about to end.
+            images.vramctl("stop e");
+        }
+        leaves_nothing(&format!("{} ms", round * 30));
+    }
+    let mut whole = images.load("image", "e");
+    whole.verify();
+    whole.end();
+}
+
 /// Stands between vramctl and CRIU, and kills somebody before or after a dump: the command, CRIU, or the program.
 const KILLER: &str = r#"#!/bin/sh
 strike() {

@@ -272,6 +272,11 @@ pub fn forget_context(context: Context) {
     host::forget_digests(context);
 }
 
+/// Draws another secret, for a process that goes on from an image beside others.
+pub fn draw_secret() {
+    digest::forget_key();
+}
+
 /// Leaves the driver as little host memory as possible to checkpoint: backups stay, but are not registered until they are used.
 pub fn unregister_all() {
     Arena::unregister_all();

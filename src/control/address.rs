@@ -3,6 +3,7 @@
 //! A process has a pid in each PID namespace from which it can be seen. The one in its own namespace is in the name of its socket, and is
 //! what it calls itself and others. Users mean the one that they see.
 
+use crate::absence::{Absence, Absent, Found};
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::fs;
@@ -16,9 +17,6 @@ use std::process;
 use vramctl_config as config;
 use vramctl_host::own_program;
 use vramctl_host::system::{folder_of, own_folder};
-
-/// How the name of the lock ends that keeps a process from listening while it is saved.
-pub const SAVING: &str = ".saving";
 
 /// Where a process listens: `<pid>.sock`, or `<pid>-<PID namespace>.sock` if a process of another namespace has that name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,14 +48,22 @@ impl Address {
         Self::parse(name.strip_suffix(".sock")?)
     }
 
-    /// The one of a process that is being saved, in its namespace.
-    pub fn of_saving(name: &str) -> Option<Self> {
-        let address = Self::parse(name.strip_suffix(SAVING)?)?;
-        let namespace = address.namespace.or_else(|| namespace_of(own_folder()));
-        Some(Self { namespace, ..address })
+    /// The one of a process of this pid here, with its namespace. `None` if it cannot be seen.
+    pub fn distinct(pid: u32) -> Option<Self> {
+        Some(Self { pid: pid_within(pid)?, namespace: Some(namespace_of(&folder_of(pid))?) })
     }
 
-    fn parse(text: &str) -> Option<Self> {
+    /// The pid here of its process. `own`: the PID namespace of this process.
+    pub(crate) fn seen_here(&self, own: Option<u64>) -> Option<u32> {
+        if self.namespace == own {
+            return Path::new(&format!("/proc/{}", self.pid)).exists().then_some(self.pid);
+        }
+        let entries = fs::read_dir("/proc").ok()?.flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.into_iter().find(|pid| Self::distinct(*pid).as_ref() == Some(self))
+    }
+
+    pub(crate) fn parse(text: &str) -> Option<Self> {
         let (pid, namespace) = match text.split_once('-') {
             Some((pid, namespace)) => (pid, Some(namespace.parse().ok()?)),
             None => (text, None),
@@ -117,8 +123,8 @@ pub fn hidden(pid: u32) -> Option<u32> {
 #[derive(Debug, Default)]
 pub struct Listeners {
     found: BTreeMap<u32, Listed>,
-    /// The pids here of those that live, and whose sockets nobody finds.
-    lost: Vec<u32>,
+    /// Those that live and do not listen.
+    absent: Vec<Absent>,
 }
 
 #[derive(Debug)]
@@ -131,8 +137,8 @@ struct Listed {
 
 impl Listeners {
     /// By their pids here, `None` for those that cannot be seen, and their addresses.
-    /// `alive`: those known to live.
-    pub fn of(mut listening: Vec<(Option<u32>, Address)>, alive: Vec<Address>) -> Self {
+    /// `alive`: those known to live. `marked`: those that are said not to listen.
+    pub(crate) fn of(mut listening: Vec<(Option<u32>, Address)>, alive: Vec<Address>, marked: Vec<Found>) -> Self {
         listening.sort_by(|(_, one), (_, other)| one.cmp(other));
         let (mut known, mut unseen) = (Self::default(), Vec::new());
         for (here, address) in listening {
@@ -150,10 +156,23 @@ impl Listeners {
             }
         }
         let own = namespace_of(own_folder());
-        for address in alive.into_iter().filter(|address| !known.found.values().any(|listed| listed.may_be(address, own))) {
-            let here = if address.namespace == own { Some(address.pid) } else { known.number_for(&address) };
+        let listens = |known: &Self, address: &Address| known.found.values().any(|listed| listed.may_be(address, own));
+        let (mut absent, are_said) = (Vec::new(), marked.iter().map(|found| found.address.clone()).collect::<Vec<_>>());
+        for Found { address, seen, name, why } in marked {
+            if !listens(&known, &address) {
+                absent.push((seen, address, name, why));
+            }
+        }
+        for address in alive.into_iter().filter(|address| !are_said.contains(address) && !listens(&known, address)) {
             // A child that it has forked without the library's knowledge may have its lock.
-            known.lost.extend(here.filter(|pid| hidden(*pid).is_some() || Path::new(&format!("/proc/{pid}")).exists()));
+            let seen = (address.namespace == own).then_some(address.pid);
+            if seen.is_none_or(|pid| Path::new(&format!("/proc/{pid}")).exists()) {
+                absent.push((seen, address, None, Absence::Deleted));
+            }
+        }
+        for (seen, address, name, why) in absent {
+            let pid = seen.or_else(|| known.number_for(&address));
+            known.absent.extend(pid.map(|pid| Absent { pid, name, why }));
         }
         known
     }
@@ -161,12 +180,12 @@ impl Listeners {
     /// A number for a process that cannot be seen.
     fn number_for(&self, address: &Address) -> Option<u32> {
         let mut numbers = (1..=MOST_NAMESAKES).map(|nth| nth * HIDDEN + address.pid % HIDDEN);
-        numbers.find(|number| !self.found.contains_key(number) && !self.lost.contains(number))
+        numbers.find(|number| !self.found.contains_key(number) && self.absent.iter().all(|absent| absent.pid != *number))
     }
 
-    /// The pids here of those that live, and whose sockets nobody finds: somebody has deleted them, and they have not noticed yet.
-    pub fn lost(&self) -> &[u32] {
-        &self.lost
+    /// Those that live and do not listen.
+    pub fn absent(&self) -> &[Absent] {
+        &self.absent
     }
 
     /// Their pids here.
@@ -341,7 +360,7 @@ mod tests {
             (108, listener(8, Some(1), false)),
             (HIDDEN + 7, listener(7, None, false)),
         ]);
-        let known = Listeners { found, lost: Vec::new() };
+        let known = Listeners { found, absent: Vec::new() };
         assert_eq!([7, 9].map(|pid| known.pid_there(pid, 7)), [7, 9]);
         assert_eq!([107, 108].map(|pid| known.pid_there(pid, 107)), [7, 8]);
         assert_eq!([0, 7, 8].map(|pid| known.pid_here(pid, 107)), [0, 107, 108]);

@@ -134,12 +134,9 @@ impl Client {
                 _ => return greeted,
             }
             if begun.elapsed() >= NEW_SOCKET {
-                if !directory.has_lost(pid) {
-                    return greeted;
-                }
+                let Some(why) = directory.absence_of(pid) else { return greeted };
                 if begun.elapsed() >= DELETED_SOCKET {
-                    let why = "it lives, but somebody has deleted its socket, and it creates no other; is it stopped?";
-                    return Err(ClientError::Io { pid, error: io::Error::new(io::ErrorKind::TimedOut, why) });
+                    return Err(ClientError::Io { pid, error: io::Error::new(io::ErrorKind::TimedOut, why.to_string()) });
                 }
             }
             thread::sleep(NEW_SOCKET / 50);

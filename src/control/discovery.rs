@@ -3,12 +3,12 @@
 //! All access goes through the directory's descriptor (`/proc/thread-self/fd/N/…`). So nobody can swap the directory after the
 //! checks, and a long path fits into `sockaddr_un`.
 
+use crate::absence::{self, Absence, Absent};
+pub use crate::address::peer;
 use crate::address::{self, Address, ListenerName, Listeners};
-pub use crate::address::{SAVING, peer};
 use crate::presence::{self, Lock};
 use std::ffi::{CStr, CString};
 use std::fs::{self, File, OpenOptions};
-use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, fchown};
@@ -19,12 +19,8 @@ use std::time::{Duration, Instant};
 use std::{io, mem, process, thread};
 use vramctl_config as config;
 use vramctl_host::directory::{Unsafe, open_private};
-use vramctl_host::file_lock::{Sharing, try_lock};
 use vramctl_host::system::{own_folder, user};
 use vramctl_host::{Held, Identity, Unpoison};
-
-/// More than a process is ever told at its start.
-const LONGEST_LOADING: u64 = 64 << 10;
 
 /// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug, Clone)]
@@ -146,6 +142,7 @@ impl Directory {
             let file = fs::symlink_metadata(&unfinished)?;
             let path = CString::new(self.path.join(address.file()).into_os_string().into_vec())?;
             fs::rename(&unfinished, self.within(&address.file()))?;
+            absence::remove_own(self);
             Ok((listener, Bound { path, file: (file.dev(), file.ino()), root: root(), lock, deleted: None }))
         };
         bind().map_err(|error| naming(&self.path, &error))
@@ -227,13 +224,13 @@ impl Directory {
     pub fn processes(&self) -> io::Result<Vec<u32>> {
         /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
-        // First: whoever comes after this is not lost.
-        let mut alive = presence::alive(&self.open);
+        // In this order, because a process locks, then goes away and leaves a file, and removes that once it listens again.
+        let alive = presence::alive(&self.open);
+        let marked = absence::marked(self).map_err(|error| naming(&self.path, &error))?;
         let (mut listening, mut refused) = (Vec::new(), Vec::new());
         let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
         for entry in entries {
             let name = entry?.file_name();
-            alive.extend(name.to_str().and_then(|name| self.saved(name)));
             let Some(address) = name.to_str().and_then(Address::of_file) else { continue };
             match self.look(&address) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(address),
@@ -251,36 +248,21 @@ impl Directory {
                 answer => listening.push((answer.unwrap_or(Some(address.pid)), address)),
             }
         }
-        let known = Listeners::of(listening, alive);
+        let known = Listeners::of(listening, alive, marked);
         let pids = known.pids();
         *self.known() = Some(known);
         Ok(pids)
     }
 
-    /// The pids here of processes that live, and whose sockets nobody found when [`processes`](Self::processes) looked last: somebody has
-    /// deleted them. The processes create them again once they notice.
-    pub fn lost(&self) -> Vec<u32> {
-        self.known().as_ref().map_or_else(Vec::new, |known| known.lost().to_vec())
+    /// The processes that lived and did not listen when [`processes`](Self::processes) looked last.
+    pub fn absent(&self) -> Vec<Absent> {
+        self.known().as_ref().map_or_else(Vec::new, |known| known.absent().to_vec())
     }
 
-    /// Whether a process of this pid here lives, although nobody finds its socket.
-    pub fn has_lost(&self, pid: u32) -> bool {
-        self.processes().is_ok() && self.lost().contains(&pid)
-    }
-
-    /// The process that this file keeps from listening. If it cannot be seen whether it lives, somebody must have the lock.
-    fn saved(&self, name: &str) -> Option<Address> {
-        let address = Address::of_saving(name)?;
-        let is_locked = || {
-            let file = self.file(name, File::options().read(true)).ok()?;
-            try_lock(&file, Sharing::Shared).ok().map(|is_free| !is_free)
-        };
-        (address.namespace == own_namespace() || is_locked() == Some(true)).then_some(address)
-    }
-
-    /// Whether a process of this pid here does not listen because it is being saved, or was until a moment ago.
-    pub fn is_being_saved(&self, pid: u32) -> bool {
-        fs::symlink_metadata(self.within(&self.beside(pid, &SAVING[1..]))).is_ok()
+    /// Why a process of this pid here, which lives, does not listen. `None` if it does, or has ended.
+    pub fn absence_of(&self, pid: u32) -> Option<Absence> {
+        self.processes().ok()?;
+        self.absent().into_iter().find(|absent| absent.pid == pid).map(|absent| absent.why)
     }
 
     /// Whether sockets were deleted a moment ago, and processes that have lost theirs may not have noticed.
@@ -303,40 +285,9 @@ impl Directory {
     }
 }
 
-/// Whether somebody keeps a process of this address from listening, by a lock on `ADDRESS.saving`.
-pub fn is_being_saved(address: &str) -> bool {
-    let Ok(Some(directory)) = Directory::open() else { return false };
-    let name = format!("{address}{SAVING}");
-    let Ok(file) = directory.file(&name, File::options().read(true)) else { return false };
-    match try_lock(&file, Sharing::Shared) {
-        Ok(true) => {
-            // Whoever had it was killed.
-            let _ = fs::remove_file(directory.within(&name));
-            false
-        }
-        answer => answer.is_ok(),
-    }
-}
-
 /// The PID namespace of this process.
 pub fn own_namespace() -> Option<u64> {
     address::namespace_of(own_folder())
-}
-
-/// The file that tells the process of this PID in this namespace something at its start.
-pub fn name_of_loading(pid: u32) -> String {
-    let [_, address] = Address::beside(pid);
-    format!("{address}.loading")
-}
-
-/// What `ADDRESS.loading` says to this process, which the file is for. It is then gone.
-pub fn take_loading() -> Option<String> {
-    let directory = Directory::open().ok()??;
-    let name = name_of_loading(process::id());
-    let mut text = String::new();
-    directory.file(&name, File::options().read(true)).ok()?.take(LONGEST_LOADING).read_to_string(&mut text).ok()?;
-    let _ = fs::remove_file(directory.within(&name));
-    Some(text)
 }
 
 /// A bound socket's file.

@@ -3,6 +3,7 @@
 //! Has the protocol's types, the directory of sockets, and the client. The server is in `core`: this crate knows no
 //! allocations, so the command line does not link that code.
 
+pub mod absence;
 pub mod address;
 pub mod client;
 pub mod decision;

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 use vramctl_config::{self as config, socket_directory_of};
+use vramctl_control::absence::{Absence, Absent};
 use vramctl_control::address::{ListenerName, hidden};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
@@ -49,9 +50,12 @@ impl Found {
                 return Ok(Self { directory: None, listening: Vec::new(), processes: Vec::new() });
             };
             let listening = directory.processes().map_err(failed)?;
-            let (lost, is_by_id) = (lost(&directory), matches!(target, Target::Pid(pid) if listening.contains(pid)));
-            // Half of a job is worse than to wait for the rest of it.
-            let misses_some = !is_by_id && (directory.is_being_restored() || may_match(&lost, target));
+            let is_by_id = matches!(target, Target::Pid(pid) if listening.contains(pid));
+            let absent: Vec<_> = if is_by_id { Vec::new() } else { directory.absent() };
+            // Those that will listen in a moment. Half of a job is worse than to wait for the rest of it.
+            let soon = absent.iter().filter(|absent| matches!(absent.why, Absence::Deleted | Absence::Returning));
+            let soon: Vec<_> = soon.cloned().map(silent_one).collect();
+            let misses_some = !is_by_id && (directory.is_being_restored() || may_match(&soon, target));
             if misses_some && begun.elapsed() < NEW_SOCKET_WITHIN {
                 thread::sleep(LOOK_FOR_PROCESSES_EVERY);
                 continue;
@@ -61,12 +65,13 @@ impl Found {
                 _ => listening.as_slice(),
             };
             let mut processes = ask(&directory, asked);
-            processes.extend(lost.into_iter().filter(|_| !is_by_id));
+            processes.extend(absent.into_iter().map(silent_one));
             return Ok(Self { processes, directory: Some(directory), listening });
         }
     }
 
-    /// The same, for an operation that waits for its turn: while processes that may match have too many clients, it looks again.
+    /// The same, for an operation that waits for its turn: while processes that may match have too many clients, are saved or are loaded, it looks
+    /// again.
     pub fn look_in_turn(target: &Target, deadline: &Deadline) -> Result<Self, CommandError> {
         loop {
             let found = Self::look(target)?;
@@ -76,7 +81,7 @@ impl Found {
         }
     }
 
-    /// Whether processes that may match have too many clients, and there is time to look again, a little later.
+    /// Whether processes that may match have too many clients, are saved or are loaded, and there is time to look again, a little later.
     pub fn waits_for_turn(&self, target: &Target, deadline: &Deadline) -> bool {
         let crowded: Vec<_> =
             self.processes.iter().filter(|process| process.status.as_ref().is_err_and(|failure| failure.is(Kind::Busy))).cloned().collect();
@@ -135,7 +140,12 @@ impl Found {
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
         let Some((_, first)) = silent.first() else { return Ok(chosen) };
         let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process} ({failure})")).collect();
-        let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid).filter(|pid| hidden(*pid).is_none()).collect();
+        // One that others work with is not to be touched.
+        if silent.iter().all(|(_, failure)| failure.is(Kind::Busy)) {
+            return Err(CommandError::new(Exit::Busy, format!("nothing was done: {}; try again", why.join(", "))));
+        }
+        let pids: Vec<_> = silent.iter().filter(|(_, failure)| !failure.is(Kind::Busy)).map(|(process, _)| process.pid).collect();
+        let pids: Vec<_> = pids.into_iter().filter(|pid| hidden(*pid).is_none()).collect();
         let how = if pids.is_empty() {
             "in their containers".into()
         } else {
@@ -321,13 +331,17 @@ impl Found {
     }
 }
 
-/// Those that live, and whose sockets nobody finds.
-fn lost(directory: &Directory) -> Vec<Process> {
-    let why = "it lives, but somebody has deleted its socket, and it creates no other; is it stopped?";
-    let named = |pid| proc::variables(pid, ["VRAMCTL_NAME"])[0].take().filter(|name| checked_name(name).is_ok());
-    let why_of = |pid| if directory.is_being_saved(pid) { "it is being saved, and is not reached meanwhile; try again" } else { why };
-    let process = |pid| Process { pid, name: named(pid), status: Err(CommandError::new(Exit::Busy, why_of(pid))) };
-    directory.lost().into_iter().map(process).collect()
+/// One that lives and does not listen. An operation waits for one that others work with.
+fn silent_one(Absent { pid, name, why }: Absent) -> Process {
+    let named = || proc::variables(pid, ["VRAMCTL_NAME"])[0].take();
+    let name = name.or_else(named).filter(|name| checked_name(name).is_ok());
+    let failure = match why {
+        Absence::Saved | Absence::Loaded => {
+            CommandError::Refused(Box::new(Refusal { code: Kind::Busy, ..Refusal::from(&Error::Invalid(why.to_string())) }))
+        }
+        Absence::Deleted | Absence::Returning => CommandError::new(Exit::Busy, why.to_string()),
+    };
+    Process { pid, name, status: Err(failure) }
 }
 
 fn may_match(processes: &[Process], target: &Target) -> bool {
@@ -392,7 +406,7 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
 pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, CommandError>) -> Option<Process> {
     let is_gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
     let stream = match directory.connect(pid) {
-        Err(error) if is_gone(&error) && !directory.has_lost(pid) => return None,
+        Err(error) if is_gone(&error) && directory.absence_of(pid).is_none() => return None,
         connected => connected.ok(),
     };
     let in_address = stream.as_ref().and_then(ListenerName::of_listener);

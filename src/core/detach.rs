@@ -7,25 +7,18 @@
 use crate::connection::Connection;
 use crate::memory::{Memory, borrow};
 use crate::suspend::suspended;
-use serde::Deserialize;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 use vramctl_backup as backup;
 use vramctl_config as config;
+use vramctl_control::absence;
 use vramctl_control::discovery::{self, Bound};
 use vramctl_host::{PerProcess, reserve};
 use vramctl_model::Error;
 
 /// Set from the answer to a client until the control thread has listened anew.
 static WANTED: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
-
-/// What the process of an image is told at its start.
-#[derive(Debug, Deserialize)]
-struct Loading {
-    /// Its name from now on.
-    name: Option<String>,
-}
 
 /// Whether the control thread is to close everything.
 pub fn is_wanted() -> bool {
@@ -60,22 +53,17 @@ pub fn stay_away(bound: Option<Bound>) {
     }
     backup::close_origin();
     reserve::empty();
-    let address = bound.as_ref().and_then(Bound::address).map(str::to_owned);
     bound.into_iter().for_each(Bound::give_up);
     let before = discovery::own_namespace();
     // In another namespace, this is the process of an image.
-    while discovery::own_namespace() == before && address.as_deref().is_some_and(discovery::is_being_saved) {
+    while discovery::own_namespace() == before && absence::is_kept_away() {
         thread::sleep(LOOK_EVERY);
     }
-    if let Some(text) = discovery::take_loading() {
-        match serde_json::from_str::<Loading>(&text) {
-            Ok(loading) => apply(&loading),
-            Err(error) => log::warn!("what the process of an image is told cannot be read: {error}"),
+    if discovery::own_namespace() != before {
+        backup::draw_secret();
+        if let Some(name) = absence::told().and_then(|told| told.name) {
+            config::set_own_name(&name);
         }
     }
     WANTED.get().store(false, Ordering::SeqCst);
-}
-
-fn apply(loading: &Loading) {
-    loading.name.iter().for_each(|name| config::set_own_name(name));
 }

@@ -89,15 +89,15 @@ fn describe(allocation: &Allocation, stored: &Backup) -> Contents {
         Backup::Stored(stored) => (stored.live().iter().map(|live| (live.start as u64, live.len() as u64)).collect(), stored.ids()),
         Backup::Host(_) | Backup::Disk(_) => (Vec::new(), Vec::new()),
     };
-    Contents {
+    let of = vramctl_store::Allocation {
         process: 0,
         tag: allocation.tag.to_string(),
         gpu: allocation.on_device().map_or(0, i32::cast_unsigned),
         address: allocation.address().unwrap_or_default(),
         bytes: allocation.bytes() as u64,
         ranges,
-        pieces,
-    }
+    };
+    Contents { of, pieces }
 }
 
 /// The descriptors that a client sends through the socket whose descriptor its request carries.

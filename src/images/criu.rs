@@ -69,14 +69,14 @@ impl Criu {
         command
     }
 
-    /// Writes a process, and leaves it stopped. `kept`: stays open in CRIU as long as it runs.
-    pub fn dump(&self, pid: u32, images: BorrowedFd<'_>, work: BorrowedFd<'_>, more: &[String], kept: RawFd) -> io::Result<ExitStatus> {
+    /// Writes a process, and leaves it stopped. `kept`: stay open in CRIU as long as it runs.
+    pub fn dump(&self, pid: u32, images: BorrowedFd<'_>, work: BorrowedFd<'_>, more: &[String], kept: &[RawFd]) -> io::Result<ExitStatus> {
         let mut command = self.command();
         let there = namespace::pid_there(pid).ok_or(io::ErrorKind::NotFound)?;
         command.args(["dump", "--leave-stopped", "--link-remap", "-o", LOG, "-t", &there.to_string()]);
         command.args(ALWAYS).args(more).stdin(Stdio::null());
         in_folders(&mut command, images, work);
-        inherit(&mut command, &[kept]);
+        inherit(&mut command, kept);
         namespace::spawn_beside(pid, &mut command)?.wait()
     }
 

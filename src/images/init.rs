@@ -6,14 +6,16 @@ use crate::namespace;
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
-use std::{mem, ptr};
-use vramctl_control::discovery::{self, Directory};
+use std::{mem, ptr, thread};
+use vramctl_control::absence::{Mark, Marked, Says};
+use vramctl_control::address::Address;
+use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_store::{Manifest, Remap, Store};
 
@@ -28,6 +30,8 @@ pub struct Task {
     pub name: String,
     /// The descriptor to which it writes a [`Report`].
     pub report: RawFd,
+    /// The descriptor from which it reads a byte once all is done. At its end before that, whoever loads has died, and nothing is left of the program.
+    pub decision: RawFd,
 }
 
 /// What it says once the program is back, or is not.
@@ -35,12 +39,6 @@ pub struct Task {
 pub struct Report {
     /// Why not.
     pub failure: Option<String>,
-}
-
-/// What is told to the library ([`discovery::take_loading`]).
-#[derive(Debug, Serialize)]
-struct Loading<'a> {
-    name: &'a str,
 }
 
 /// Signals that are the program's.
@@ -98,14 +96,29 @@ pub fn run(task: &Task) -> i32 {
     unsafe { libc::setsid() };
     // SAFETY: opened for this process alone.
     let mut report = unsafe { File::from_raw_fd(task.report) };
-    let restored = restore(task);
+    let watched = end_without(task.decision);
+    let restored = watched.map_err(refused("watch", Path::new("the command"))).and_then(|()| restore(task));
     let failure = restored.as_ref().err().map(ToString::to_string);
     let _ = report.write_all(&serde_json::to_vec(&Report { failure }).unwrap_or_default());
     drop(report);
-    restored.map_or(1, wait_for)
+    restored.map_or(1, |(pid, _marked)| wait_for(pid))
 }
 
-fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
+/// Ends this process, and with it all of its namespace, if the command dies before it has said that all is done.
+fn end_without(decision: RawFd) -> io::Result<()> {
+    // SAFETY: opened for this process alone.
+    let mut decision = unsafe { File::from_raw_fd(decision) };
+    let watch = move || {
+        if decision.read_exact(&mut [0]).is_err() {
+            // SAFETY: ends this process, without what others might wait for.
+            unsafe { libc::_exit(1) };
+        }
+    };
+    thread::Builder::new().spawn(watch).map(drop)
+}
+
+/// Returns the program's id, and what says that it is being loaded, until it listens.
+fn restore(task: &Task) -> Result<(libc::pid_t, Marked), CommandError> {
     let image = Store::open(&task.directory).and_then(|store| store.inspect(&task.image)).map_err(failed)?;
     let (manifest, details) = (image.manifest(), Details::of(image.manifest())?);
     let own = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
@@ -115,7 +128,7 @@ fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
     for remap in &manifest.remaps {
         put_back(&image.files_path(), remap).map_err(refused("put back", Path::new(&remap.to)))?;
     }
-    tell_library(task, own.pid, &details)?;
+    let marked = tell_library(task, own.pid, &details)?;
     let images = image.criu_path();
     let folder = |path: &Path| File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
     let images_open = folder(&images).map_err(refused("open", &images))?;
@@ -148,8 +161,11 @@ fn restore(task: &Task) -> Result<libc::pid_t, CommandError> {
     }
     let _ = fs::remove_dir_all(work);
     match failure {
-        None => Ok(own.pid.cast_signed()),
-        Some(why) => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}"))),
+        None => Ok((own.pid.cast_signed(), marked)),
+        Some(why) => {
+            marked.remove();
+            Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}")))
+        }
     }
 }
 
@@ -230,16 +246,16 @@ fn put_back(files: &Path, remap: &Remap) -> io::Result<()> {
     fs::set_permissions(to, fs::Permissions::from_mode(remap.mode))
 }
 
-/// Tells the library in the program its new name.
-fn tell_library(task: &Task, pid: u32, details: &Details) -> Result<(), CommandError> {
-    let text = serde_json::to_vec(&Loading { name: &task.name }).unwrap_or_default();
-    let name = discovery::name_of_loading(pid);
+/// Tells the library in the program its new name, and commands that the program is being loaded.
+fn tell_library(task: &Task, pid: u32, details: &Details) -> Result<Marked, CommandError> {
+    let [_, address] = Address::beside(pid);
     let write = || {
         // It may be the program's user's.
         let directory = Directory::open()?.map_or_else(Directory::open_or_create_again, Ok)?;
-        directory.file(&name, File::options().write(true).create(true).truncate(true))?.write_all(&text)
+        let marked = Marked::new(directory, Mark::Loading, &address, &Says { name: Some(task.name.clone()) })?;
+        marked.ok_or_else(|| io::ErrorKind::WouldBlock.into())
     };
-    write().map_err(refused("write", &details.sockets.join(&name)))
+    write().map_err(refused("write to", &details.sockets))
 }
 
 impl Task {

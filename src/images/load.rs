@@ -10,7 +10,7 @@ use crate::look::children;
 use crate::namespace;
 use crate::save::{image_name, send_origin, wait_until};
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -124,12 +124,16 @@ impl Load {
     pub fn run(self, reporter: &dyn Reporter) -> Result<Loaded, CommandError> {
         let mut stages = Vec::new();
         let begun = Instant::now();
-        let (mut first, mut report) = self.start()?;
+        let (mut first, mut report, mut decision) = self.start()?;
         let mut text = Vec::new();
         let _ = report.read_to_end(&mut text);
         stages.push(("restore", begun.elapsed()));
         let begun = Instant::now();
         let brought = self.bring_back(&text, &first, reporter);
+        if brought.is_ok() {
+            // If nobody reads it, the program has ended by itself meanwhile.
+            let _ = decision.write_all(&[1]);
+        }
         stages.push(("resume", begun.elapsed()));
         match brought {
             Ok(pid) => Ok(Loaded { pid, name: self.name, stages, first }),
@@ -142,21 +146,21 @@ impl Load {
         }
     }
 
-    /// Starts the first process of the namespaces. It reports through the file.
-    fn start(&self) -> Result<(Child, File), CommandError> {
+    /// Starts the first process of the namespaces. It reports through the first file, and ends if the second is closed before anything is written to it.
+    fn start(&self) -> Result<(Child, File, File), CommandError> {
         let cannot = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start the program's namespace: {error}"));
-        let mut ends = [0; 2];
-        // SAFETY: two numbers, writable.
-        if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
-            return Err(cannot(io::Error::last_os_error()));
-        }
-        // SAFETY: just opened, and nobody else's.
-        let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
+        let [(report, reports), (decision, decides)] = [pipe().map_err(cannot)?, pipe().map_err(cannot)?];
         let directory = self.store.images_path().to_owned();
-        let task = Task { directory, image: self.image.name().to_owned(), name: self.name.clone(), report: write.as_raw_fd() };
+        let task = Task {
+            directory,
+            image: self.image.name().to_owned(),
+            name: self.name.clone(),
+            report: reports.as_raw_fd(),
+            decision: decision.as_raw_fd(),
+        };
         let mut command = Command::new(env::current_exe().map_err(cannot)?);
         command.args(["image-init", &task.to_argument()]);
-        crate::criu::inherit(&mut command, &[write.as_raw_fd()]);
+        crate::criu::inherit(&mut command, &[reports.as_raw_fd(), decision.as_raw_fd()]);
         if self.streams.detached {
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         }
@@ -165,7 +169,7 @@ impl Load {
             command.stdout(opened.try_clone().map_err(cannot)?).stderr(opened);
         }
         let child = namespace::spawn_apart(&mut command).map_err(cannot)?;
-        Ok((child, read.into()))
+        Ok((child, report, decides))
     }
 
     /// Gives the program its memory back, and lets it run. `report`: the first process's.
@@ -200,6 +204,18 @@ impl Load {
         let directory = Directory::open().ok().flatten().ok_or_else(gone)?;
         send_origin(&mut Client::connect(&directory, pid)?, image_name(&self.store, self.image.name())?, &source, &pieces)
     }
+}
+
+/// A pipe: the end to read, and the end to write.
+fn pipe() -> io::Result<(File, File)> {
+    let mut ends = [0; 2];
+    // SAFETY: two numbers, writable.
+    if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
+    Ok((read.into(), write.into()))
 }
 
 impl Loaded {

@@ -27,13 +27,14 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, iter, thread};
+use vramctl_control::absence::{Mark, Marked, Says};
+use vramctl_control::address::Address;
 use vramctl_control::client::Client;
-use vramctl_control::discovery::{Directory, SAVING};
+use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::ImageName;
 use vramctl_coordinator::checkpoint::{self, Checkpoint};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::lock::FileLock;
 use vramctl_coordinator::processes::Found;
 use vramctl_coordinator::{Operation, Reporter};
 use vramctl_driver::{self as driver, checkpoint::GpuMap};
@@ -124,8 +125,7 @@ impl Save {
             packs,
             guard,
             stages: Vec::new(),
-            socket: None,
-            lock_name: String::new(),
+            away: None,
             is_stopped: false,
             is_off: false,
             is_paused: false,
@@ -143,6 +143,12 @@ impl Save {
     }
 }
 
+impl Save {
+    fn pid(&self) -> u32 {
+        self.checkpoint.members.first().map_or(0, |member| member.pid.cast_unsigned())
+    }
+}
+
 /// A save that has begun, and what has to be undone of it.
 struct Run<'a> {
     save: &'a mut Save,
@@ -153,9 +159,8 @@ struct Run<'a> {
     packs: Vec<PackId>,
     guard: Guard,
     stages: Vec<(&'static str, Duration)>,
-    /// The lock that keeps the process from listening, and its name.
-    socket: Option<FileLock>,
-    lock_name: String,
+    /// What keeps the process from listening.
+    away: Option<Marked>,
     /// CRIU has, or may have, stopped it.
     is_stopped: bool,
     /// It is, or may be, off its GPUs.
@@ -166,7 +171,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn pid(&self) -> u32 {
-        self.save.checkpoint.members.first().map_or(0, |member| member.pid.cast_unsigned())
+        self.save.pid()
     }
 
     /// The process as commands name it.
@@ -236,16 +241,13 @@ impl Run<'_> {
     /// Has the library close everything by which it is reached.
     fn detach(&mut self) -> Result<(), CommandError> {
         let (known_as, directory) = (self.known_as(), self.save.directory.clone());
-        self.lock_name = directory.beside(known_as, &SAVING[1..]);
-        let others = |_| CommandError::new(Exit::Busy, "another vramctl saves this process");
-        self.socket = FileLock::take(&self.lock_name, Duration::ZERO).map_err(others)?;
-        if self.socket.is_none() {
-            return Err(CommandError::new(Exit::Failed, format!("{}: no lock can be taken there", directory.path().display())));
-        }
         let socket = directory.path().join(directory.beside(known_as, "sock"));
+        let address = Address::distinct(self.pid()).ok_or_else(|| cannot("the process has ended"))?;
+        let name = self.save.checkpoint.members.first().and_then(|member| member.process.name.clone());
+        let marked = Marked::new(directory.clone(), Mark::Saving, &address, &Says { name }).map_err(refused("lock", directory.path()))?;
+        self.away = Some(marked.ok_or_else(|| CommandError::new(Exit::Busy, "another vramctl saves this process"))?);
         self.client()?.detach()?;
-        let is_gone = || fs::symlink_metadata(&socket).is_err();
-        if wait_until(SOCKET_WITHIN, is_gone) {
+        if wait_until(SOCKET_WITHIN, || fs::symlink_metadata(&socket).is_err()) {
             return Ok(());
         }
         Err(CommandError::new(Exit::Busy, "the library has not closed its socket"))
@@ -268,7 +270,7 @@ impl Run<'_> {
             self.is_stopped = true;
             self.dump_to(&images, look)?;
             // It is stopped, so this is what CRIU has seen, too.
-            if !look::has_file(self.pid(), &self.lock_name) {
+            if !self.away.as_ref().is_some_and(|away| look::has_file(self.pid(), away.name())) {
                 return Ok(());
             }
             self.go_on();
@@ -291,7 +293,9 @@ impl Run<'_> {
         if look.has_connections {
             more.extend(["--tcp-established", "--network-lock", "skip"].map(str::to_owned));
         }
-        let dumped = self.save.criu.dump(self.pid(), images_open.as_fd(), work_open.as_fd(), &more, self.guard.held_open());
+        let away = self.away.as_ref().and_then(Marked::lock);
+        let kept: Vec<_> = away.into_iter().map(|lock| lock.as_raw_fd()).chain([self.guard.held_open()]).collect();
+        let dumped = self.save.criu.dump(self.pid(), images_open.as_fd(), work_open.as_fd(), &more, &kept);
         let said = criu::errors_in(&work);
         fs::remove_dir_all(&work).map_err(refused("remove", &work))?;
         match dumped {
@@ -402,6 +406,7 @@ impl Run<'_> {
         let mut ended = libc::pollfd { fd: process.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one structure, writable.
         unsafe { libc::poll(&raw mut ended, 1, SOCKET_WITHIN.as_millis() as libc::c_int) };
+        self.away.take().into_iter().for_each(Marked::remove);
         (self.is_stopped, self.is_off, self.is_paused) = (false, false, false);
         self.saving.release();
         Ok(())
@@ -418,13 +423,16 @@ impl Run<'_> {
         if self.is_stopped {
             self.go_on();
         }
-        self.socket = None;
+        self.away.iter_mut().for_each(Marked::let_go);
         if self.is_off {
             let known_as = self.known_as();
             let directory = self.save.directory.clone();
             if !wait_until(SOCKET_WITHIN, || directory.connect(known_as).is_ok()) {
+                let ended = self.away.take_if(|_| namespace::pid_there(self.save.pid()).is_none());
+                ended.into_iter().for_each(Marked::remove);
                 return Err(CommandError::new(Exit::Busy, "the process has not opened its socket again"));
             }
+            self.away.take().into_iter().for_each(Marked::remove);
             self.save.checkpoint.restore(&GpuMap::new(), &Deadline::new(None), reporter)?;
             self.is_off = false;
         }

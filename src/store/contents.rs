@@ -12,22 +12,30 @@ const MAGIC: &[u8; 16] = b"vramctl pieces 1";
 /// Most bytes of such a file: 16 TiB of contents.
 pub const MOST: u64 = 1 << 29;
 
-/// The contents of an allocation, for [`crate::Saving::finish`].
+/// An allocation, and what is kept of it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Contents {
-    /// The process that had them, in the program.
+#[serde(deny_unknown_fields)]
+pub struct Allocation {
+    /// The process that had it, in the program.
     pub process: u32,
-    /// The tag.
+    /// Its tag.
     pub tag: String,
     /// The GPU, by its place in the manifest's list.
     pub gpu: u32,
-    /// The allocation's address.
+    /// Its address.
     pub address: u64,
-    /// The allocation's size.
+    /// Its size.
     pub bytes: u64,
-    /// What is kept of it: offset and length of each range.
+    /// What is kept: offset and length of each range.
     pub ranges: Vec<(u64, u64)>,
-    /// The pieces of these, as [`cut`] cuts each.
+}
+
+/// The contents of an allocation, for [`crate::Saving::finish`].
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Contents {
+    /// Of which.
+    pub of: Allocation,
+    /// The pieces of its ranges, as [`cut`] cuts each.
     pub pieces: Vec<PieceId>,
 }
 
@@ -35,18 +43,8 @@ pub struct Contents {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Listed {
-    /// The process that had them, in the program.
-    pub process: u32,
-    /// The tag.
-    pub tag: String,
-    /// The GPU, by its place in the manifest's list.
-    pub gpu: u32,
-    /// The allocation's address.
-    pub address: u64,
-    /// The allocation's size.
-    pub bytes: u64,
-    /// What is kept of it: offset and length of each range.
-    pub ranges: Vec<(u64, u64)>,
+    /// Of which.
+    pub of: Allocation,
     /// The first of its pieces in `contents`.
     pub first: u64,
     /// How many pieces it has.
@@ -58,9 +56,9 @@ pub struct Listed {
 impl Contents {
     /// Refuses pieces that do not fit the ranges.
     pub fn check(&self) -> Result<()> {
-        let wanted = places(&self.ranges, self.bytes).map(|cuts| cuts.map(|(_, bytes)| bytes as u32));
+        let wanted = places(&self.of.ranges, self.of.bytes).map(|cuts| cuts.map(|(_, bytes)| bytes as u32));
         let fits = wanted.is_some_and(|wanted| wanted.eq(self.pieces.iter().map(|piece| piece.bytes)));
-        let wrong = || Error::Invalid(format!("the pieces of tag {} at {:#x} do not fit its ranges", self.tag, self.address));
+        let wrong = || Error::Invalid(format!("the pieces of tag {} at {:#x} do not fit its ranges", self.of.tag, self.of.address));
         if fits { Ok(()) } else { Err(wrong()) }
     }
 }

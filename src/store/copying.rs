@@ -29,15 +29,7 @@ impl Image {
         let mut contents = Vec::new();
         for listed in &self.manifest().contents {
             let own = self.pieces_of(listed)?;
-            contents.push(Contents {
-                process: listed.process,
-                tag: listed.tag.clone(),
-                gpu: listed.gpu,
-                address: listed.address,
-                bytes: listed.bytes,
-                ranges: listed.ranges.clone(),
-                pieces: own.iter().map(|piece| piece.id).collect(),
-            });
+            contents.push(Contents { of: listed.of.clone(), pieces: own.iter().map(|piece| piece.id).collect() });
             pieces.extend(own.into_iter().filter(|piece| piece.place.is_some() && seen.insert(piece.id)));
         }
         gc::copy(&self.source(&pieces)?, &pieces, saving.writer())?;

@@ -115,14 +115,14 @@ impl Image {
     fn check_listed(&self, listed: &Listed, pieces: &[PieceId], path: &Path) -> Result<()> {
         let own = listed.first.checked_add(listed.pieces).and_then(|end| pieces.get(listed.first as usize..end as usize));
         let is_own = own.is_some_and(|own| {
-            let places = contents::places(&listed.ranges, listed.bytes);
+            let places = contents::places(&listed.of.ranges, listed.of.bytes);
             contents::hash_of(own) == listed.index
                 && places.is_some_and(|cuts| cuts.map(|(_, bytes)| bytes as u32).eq(own.iter().map(|id| id.bytes)))
         });
         if is_own {
             return Ok(());
         }
-        let why = format!("the pieces of tag {} at {:#x} are not those in the manifest", listed.tag, listed.address);
+        let why = format!("the pieces of tag {} at {:#x} are not those in the manifest", listed.of.tag, listed.of.address);
         Err(Error::damaged(path, why).of_image(&self.name))
     }
 

@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use std::{fs, thread};
-//! use vramctl_store::{Buffer, Caller, Contents, Manifest, PIECE_BYTES, Process, Store, cut};
+//! use vramctl_store::{Allocation, Buffer, Caller, Contents, Manifest, PIECE_BYTES, Process, Store, cut};
 //!
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let directory = folder.path().join("images");
@@ -26,7 +26,8 @@
 //! let ranges = vec![(0, memory.len() as u64)];
 //! let pieces = cut(0, memory.len() as u64).map(|(at, bytes)| Ok(saving.put(&memory[at as usize..][..bytes])?.id));
 //! let pieces = pieces.collect::<Result<_, vramctl_store::Error>>()?;
-//! let contents = Contents { tag: "weights".into(), bytes: memory.len() as u64, ranges, pieces, ..Contents::default() };
+//! let of = Allocation { tag: "weights".into(), bytes: memory.len() as u64, ranges, ..Allocation::default() };
+//! let contents = Contents { of, pieces };
 //! fs::write(saving.criu_path().join("core-1.img"), "…").unwrap();
 //! let caller = Caller::current()?;
 //! let process = Process { pid: 7, uids: caller.uids.clone(), gids: caller.gids.clone(), ..Process::default() };
@@ -38,7 +39,7 @@
 //! let listed = &image.manifest().contents[0];
 //! let pieces = image.pieces_of(listed)?;
 //! let source = image.source(&pieces)?;
-//! let mut places = listed.ranges.iter().flat_map(|(offset, bytes)| cut(*offset, *bytes));
+//! let mut places = listed.of.ranges.iter().flat_map(|(offset, bytes)| cut(*offset, *bytes));
 //! thread::scope(|scope| {
 //!     let mut reading = source.read_ahead(scope, pieces, (0..8).map(|_| Buffer::for_piece()).collect());
 //!     while let Some(loaded) = reading.take()? {
@@ -88,7 +89,7 @@ mod summary;
 mod writer;
 
 pub use caller::Caller;
-pub use contents::{Contents, Listed};
+pub use contents::{Allocation, Contents, Listed};
 #[cfg(feature = "test-support")]
 pub use disk::{Hook, Step};
 pub use error::{Error, Result};

@@ -194,21 +194,11 @@ impl Drop for Saving {
 }
 
 fn listed(contents: &[Contents]) -> Vec<Listed> {
-    let mut first = 0;
-    let list = contents.iter().map(|one| {
-        let (begins, pieces) = (first, one.pieces.len() as u64);
-        first += pieces;
-        Listed {
-            process: one.process,
-            tag: one.tag.clone(),
-            gpu: one.gpu,
-            address: one.address,
-            bytes: one.bytes,
-            ranges: one.ranges.clone(),
-            first: begins,
-            pieces,
-            index: contents::hash_of(&one.pieces),
-        }
+    let mut next = 0;
+    let list = contents.iter().map(|Contents { of, pieces }| {
+        let (first, count) = (next, pieces.len() as u64);
+        next += count;
+        Listed { of: of.clone(), first, pieces: count, index: contents::hash_of(pieces) }
     });
     list.collect()
 }

@@ -45,7 +45,7 @@ impl Store {
             let bytes = |only_shared: bool| own.iter().filter(|id| !only_shared || users[id] > 1).map(|id| u64::from(id.bytes)).sum();
             let (files, contents) = manifest.as_ref().map_or((0, 0), |manifest| {
                 let files = manifest.hashes.iter().map(|file| file.bytes).sum();
-                (files, manifest.contents.iter().flat_map(|contents| &contents.ranges).map(|(_, bytes)| bytes).sum())
+                (files, manifest.contents.iter().flat_map(|contents| &contents.of.ranges).map(|(_, bytes)| bytes).sum())
             });
             Summary { files, contents, stored: bytes(false), shared: bytes(true), name, manifest }
         };

@@ -20,6 +20,12 @@ const MAGIC: &[u8; 16] = b"vramctl hand 1\0\0";
 /// Most disk space that is reserved at once. It is as much as the pack has, so that a small one takes little.
 const RESERVED: u64 = 64 << 20;
 
+/// Most packs that are written at once: a write to a file waits for others to the same file.
+const LANES: usize = 8;
+
+/// After how many bytes there is another one. So a small image has few files.
+const BYTES_OF_LANE: u64 = 64 << 20;
+
 /// What has been put so far, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Written {
@@ -52,6 +58,9 @@ struct State {
     pinned: HashSet<PackId>,
     supply: Supply,
     packs: Vec<Pack>,
+    /// Those that have room, by their places in `packs`, and which of them is next.
+    lanes: Vec<usize>,
+    next_lane: usize,
     written: Written,
     /// Why a put has failed. What was put before is not whole either.
     failed: Option<String>,
@@ -111,7 +120,8 @@ impl Writer {
     }
 
     fn of(disk: Disk, root: Root, known: Known, supply: Supply) -> Self {
-        let state = State { root, known, pinned: HashSet::new(), supply, packs: Vec::new(), written: Written::default(), failed: None };
+        let (pinned, packs, lanes) = (HashSet::new(), Vec::new(), Vec::new());
+        let state = State { root, known, pinned, supply, packs, lanes, next_lane: 0, written: Written::default(), failed: None };
         Self { disk, state: Mutex::new(state) }
     }
 
@@ -150,8 +160,8 @@ impl Writer {
         let Supply::Directory(directory) = &state.supply else {
             return Err(Error::Invalid("only the process that saves hands out packs".into()));
         };
-        // One more, for the room that small pieces waste.
-        let count = bytes.div_ceil(PACK_BYTES - PIECE_BYTES as u64) + 1;
+        // More for those that are written at once, and one for the room that small pieces waste.
+        let count = bytes.div_ceil(PACK_BYTES - PIECE_BYTES as u64) + lanes_for(bytes) as u64;
         let mut to = Encoder::new(MAGIC);
         to.number(count);
         let (mut descriptors, mut packs) = (Vec::new(), Vec::new());
@@ -208,9 +218,9 @@ impl Writer {
                 }
                 return Ok(Piece { id, place: Some(place) });
             }
-            let place = state.take(&self.disk, id)?;
+            let (place, pack) = state.take(&self.disk, id)?;
             state.known.places.insert(id, place);
-            let pack = state.packs.last().expect("the pack that had room");
+            let pack = &state.packs[pack];
             (place, pack.file.clone(), pack.path.clone())
         };
         let is_aligned = piece.as_ptr().addr().is_multiple_of(ALIGNMENT) && piece.len().is_multiple_of(ALIGNMENT);
@@ -278,12 +288,16 @@ impl Writer {
 }
 
 impl State {
-    /// Room for a piece in the last pack, or in a new one.
-    fn take(&mut self, disk: &Disk, id: PieceId) -> Result<Place> {
+    /// Room for a piece in one of the packs, or in a new one. Returns which.
+    fn take(&mut self, disk: &Disk, id: PieceId) -> Result<(Place, usize)> {
         // Beyond this limit, the kernel ends the program.
         let most = system::resource_limit(libc::RLIMIT_FSIZE).unwrap_or(PACK_BYTES).min(PACK_BYTES);
-        if let Some(place) = self.packs.last_mut().and_then(|pack| pack.take(id, most)) {
-            return Ok(place);
+        let lane = self.next_lane % lanes_for(self.written.stored());
+        self.next_lane = lane + 1;
+        if let Some(at) = self.lanes.get(lane).copied()
+            && let Some(place) = self.packs[at].take(id, most)
+        {
+            return Ok((place, at));
         }
         let mut pack = match &mut self.supply {
             Supply::Directory(packs) => {
@@ -295,11 +309,19 @@ impl State {
             }
         };
         self.pinned.insert(pack.id);
-        let place = pack.take(id, most);
+        let (place, path, at) = (pack.take(id, most), pack.path.clone(), self.packs.len());
         self.packs.push(pack);
-        let path = &self.packs[self.packs.len() - 1].path;
-        place.ok_or_else(|| Error::io("write", path)(io::Error::from_raw_os_error(libc::EFBIG)))
+        match self.lanes.get_mut(lane) {
+            Some(full) => *full = at,
+            None => self.lanes.push(at),
+        }
+        place.map(|place| (place, at)).ok_or_else(|| Error::io("write", &path)(io::Error::from_raw_os_error(libc::EFBIG)))
     }
+}
+
+/// How many packs are written at once when so many bytes have been.
+fn lanes_for(bytes: u64) -> usize {
+    usize::try_from(bytes / BYTES_OF_LANE).unwrap_or(LANES).saturating_add(1).min(LANES)
 }
 
 /// Creates a pack, pinned before anybody could take it for a leftover.

@@ -6,8 +6,8 @@
 //! # What is computed
 //!
 //! A digest has two halves, computed in the same way with independent parts of the key. For each half, the key has 2 × 64 numbers *k* of 32
-//! bits and one number *r* of 60 bits. The key comes from the kernel's random numbers, once per process. Neither the key nor a digest ever
-//! leaves the process.
+//! bits and one number *r* of 60 bits. The key comes from the kernel's random numbers, once per process, and once more
+//! when the process goes on from an image. Neither the key nor a digest ever leaves the process, but in such an image.
 //!
 //! 1. A piece is split into 8192 *groups* of 64 words of 32 bits. A group is what one thread loads in 16 steps: 16 vectors of 4 words, 4
 //!    KiB apart. Each group yields two sums, with different *k*, of 32 products each: h = Σ (w₂ᵢ + k₂ᵢ) · (w₂ᵢ₊₁ + k₂ᵢ₊₁). The additions in
@@ -50,12 +50,12 @@
 //! Each thread evaluates its own coefficients by Horner's rule. The threads' values are then combined in pairs with growing powers of *r*,
 //! which gives the same polynomial.
 
-use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
 use std::mem;
+use std::sync::{Arc, Mutex};
 use vramctl_driver::{CUdeviceptr, Current, Image, Manner, Parts, Resident, wait_for_work};
-use vramctl_host::PerProcess;
 use vramctl_host::system::fill_with_random;
+use vramctl_host::{PerProcess, Unpoison};
 use vramctl_model::{Failure, code};
 
 /// Bytes covered by one digest: the granularity of device memory.
@@ -101,15 +101,23 @@ struct Half {
     point: u64,
 }
 
+static OWN: PerProcess<Mutex<Option<Arc<Key>>>> = PerProcess::new(Mutex::default);
+
+/// Has the next digest draw another key, for a process that goes on from an image beside others. No digest of before is equal to one of after.
+pub fn forget_key() {
+    OWN.existing().into_iter().for_each(|key| *key.lock().unpoisoned() = None);
+}
+
 impl Key {
     /// This process's key, drawn from the operating system's random numbers on first use.
-    pub fn of_process() -> Result<&'static Self, Failure> {
-        static KEY: PerProcess<OnceCell<Key>> = PerProcess::new(OnceCell::new);
-        KEY.get().get_or_try_init(|| {
-            let mut bytes = [0; mem::size_of::<Self>()];
-            fill_with_random(&mut bytes).map_err(|_| Failure { call: "getrandom", code: code::OPERATING_SYSTEM })?;
-            Ok(Self::from_bytes(&bytes))
-        })
+    pub fn of_process() -> Result<Arc<Self>, Failure> {
+        let mut key = OWN.get().lock().unpoisoned();
+        if let Some(key) = &*key {
+            return Ok(Arc::clone(key));
+        }
+        let mut bytes = [0; mem::size_of::<Self>()];
+        fill_with_random(&mut bytes).map_err(|_| Failure { call: "getrandom", code: code::OPERATING_SYSTEM })?;
+        Ok(Arc::clone(key.insert(Arc::new(Self::from_bytes(&bytes)))))
     }
 
     /// A key from random bytes.
@@ -233,7 +241,7 @@ fn launch(parts: &Parts, pieces: usize) -> Result<(), Failure> {
     let key = Key::of_process()?;
     let (addresses, digests, count) = (parts.buffer.address(), parts.buffer.address() + DIGESTS as u64, pieces as u32);
     let arguments: [*const c_void; 4] =
-        [(&raw const *key).cast(), (&raw const addresses).cast(), (&raw const digests).cast(), (&raw const count).cast()];
+        [Arc::as_ptr(&key).cast(), (&raw const addresses).cast(), (&raw const digests).cast(), (&raw const count).cast()];
     // SAFETY: the kernel in kernel.cu takes a key, two addresses and a 32-bit count. The buffer outlives the launch.
     unsafe { parts.kernel.launch(&parts.stream, count.max(1), THREADS as u32, arguments.map(<*const c_void>::cast_mut)) }
 }
@@ -357,9 +365,12 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_drawn_once_a_process_and_not_zero() {
+    fn keys_are_drawn_once_a_process_until_they_are_forgotten_and_not_zero() {
         let (one, two) = (Key::of_process().unwrap(), Key::of_process().unwrap());
-        assert!(std::ptr::eq(one, two));
+        assert!(Arc::ptr_eq(&one, &two));
+        forget_key();
+        let other = Key::of_process().unwrap();
+        assert!((0..2).all(|half| one.halves[half].point != other.halves[half].point && one.halves[half].sums != other.halves[half].sums));
         assert!(one.halves.iter().all(|half| half.point != 0 && half.sums.iter().flatten().any(|word| *word != 0)));
     }
 }

@@ -39,7 +39,7 @@ impl Execute for Args {
         if target == Target::Only {
             return Err(CommandError::new(Exit::Usage, "name what to stop, or give --all"));
         }
-        let found = Found::look(&target)?;
+        let found = Found::look_in_turn(&target, &Deadline::new(None))?;
         let beginning: Vec<_> = starting(&target, &found.processes).into_iter().map(|one| (one.pid, one.to_string())).collect();
         let chosen = found.choose_answering(&target).or_else(|none| if beginning.is_empty() { Err(none) } else { Ok(Vec::new()) })?;
         if let Some(unseen) = chosen.iter().find(|process| hidden(process.pid).is_some()) {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 use std::{env, thread};
-use vramctl_store::{Buffer, Caller, Contents, Error, Manifest, PIECE_BYTES, PieceId, Process, READERS, Store};
+use vramctl_store::{Allocation, Buffer, Caller, Contents, Error, Manifest, PIECE_BYTES, PieceId, Process, READERS, Store};
 
 const O_DIRECT: i32 = 0o40000;
 
@@ -45,7 +45,8 @@ fn main() -> Result<(), Error> {
     let ids: Vec<_> = (0..pieces).map(|at| PieceId::of(piece(&memory, at))).collect();
     time("write, store", pieces, || each(pieces, |at, _| assert!(saving.put(piece(&memory, at)).unwrap().place.is_some())));
     let bytes = memory.len() as u64;
-    let contents = Contents { tag: "all".into(), bytes, ranges: vec![(0, bytes)], pieces: ids, ..Contents::default() };
+    let of = Allocation { tag: "all".into(), bytes, ranges: vec![(0, bytes)], ..Allocation::default() };
+    let contents = Contents { of, pieces: ids };
     let process = Process { uids: caller.uids.clone(), gids: caller.gids.clone(), ..Process::default() };
     let manifest = Manifest { processes: vec![process], ..Manifest::default() };
     time("make it an image", pieces, || saving.finish(manifest, &[contents]).unwrap());

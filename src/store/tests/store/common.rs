@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
-use vramctl_store::{Buffer, Caller, Contents, Error, Image, Manifest, Process, Result, Saving, Store, cut};
+use vramctl_store::{Allocation, Buffer, Caller, Contents, Error, Image, Manifest, Process, Result, Saving, Store, cut};
 
 pub struct Folder {
     folder: tempfile::TempDir,
@@ -157,7 +157,8 @@ impl Program {
         let contents = self.memory.iter().map(|(tag, bytes)| {
             let size = bytes.len() as u64;
             let pieces = cut(0, size).map(|(at, length)| Ok(put(&bytes[at as usize..][..length])?.id)).collect::<Result<_>>()?;
-            Ok(Contents { tag: tag.clone(), bytes: size, ranges: vec![(0, size)], pieces, ..Contents::default() })
+            let of = Allocation { tag: tag.clone(), bytes: size, ranges: vec![(0, size)], ..Allocation::default() };
+            Ok(Contents { of, pieces })
         });
         contents.collect()
     }
@@ -203,9 +204,9 @@ impl Program {
         let bytes = read_all(&source, pieces, 3)?;
         let mut left = bytes.as_slice();
         let memory = listed.iter().map(|one| {
-            let (own, rest) = left.split_at(one.bytes as usize);
+            let (own, rest) = left.split_at(one.of.bytes as usize);
             left = rest;
-            (one.tag.clone(), own.to_vec())
+            (one.of.tag.clone(), own.to_vec())
         });
         Ok(memory.collect())
     }

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
-use vramctl_store::{Caller, Contents, Error, PIECE_BYTES, Piece, Source, Store, Writer, cut};
+use vramctl_store::{Allocation, Caller, Contents, Error, PIECE_BYTES, Piece, Source, Store, Writer, cut};
 
 #[test]
 fn what_was_saved_is_loaded() {
@@ -90,11 +90,10 @@ fn several_threads_and_processes_write_one_image() {
     let source = Source::from_descriptors("one", &packs, descriptors).unwrap();
     assert_eq!(read_all(&source.into(), others[0].clone(), 2).unwrap(), programs[1]);
     others.insert(0, own);
-    let contents = others.iter().zip(&programs).map(|(pieces, memory)| Contents {
-        bytes: memory.len() as u64,
-        ranges: vec![(0, memory.len() as u64)],
-        pieces: pieces.iter().map(|piece| piece.id).collect(),
-        ..Contents::default()
+    let contents = others.iter().zip(&programs).map(|(pieces, memory)| {
+        let bytes = memory.len() as u64;
+        let of = Allocation { bytes, ranges: vec![(0, bytes)], ..Allocation::default() };
+        Contents { of, pieces: pieces.iter().map(|piece| piece.id).collect() }
     });
     saving.finish(Program::manifest(), &contents.collect::<Vec<_>>()).unwrap();
     drop(saving);
@@ -167,4 +166,36 @@ fn no_buffer_is_an_error() {
         assert_eq!(reading.take().unwrap().unwrap().index, 1);
         assert!(reading.take().unwrap().is_none());
     });
+}
+
+/// A write to a file waits for others to the same file, so much is written to several; little is not, and no piece is lost or twice there.
+#[test]
+fn much_goes_to_several_packs_at_once() {
+    let folder = Folder::new();
+    let store = folder.store();
+    let much = 75;
+    for (name, pieces, packs) in [("little", 3, 1..2), ("much", much, 3..4)] {
+        let before = folder.in_store("packs", "pack").len();
+        let saving = store.save(name).unwrap();
+        let contents = |at: u64| random(at + 1000 * pieces, PIECE_BYTES);
+        thread::scope(|scope| {
+            for part in 0..4 {
+                let (saving, contents) = (&saving, &contents);
+                scope.spawn(move || {
+                    (0..pieces).filter(|at| at % 4 == part).for_each(|at| assert!(saving.put(&contents(at)).unwrap().place.is_some()));
+                });
+            }
+        });
+        let made = folder.in_store("packs", "pack").len() - before;
+        assert!(packs.contains(&made), "{pieces} pieces are in {made} packs");
+        let mut saving = saving;
+        let ids = (0..pieces).map(|at| vramctl_store::PieceId::of(&contents(at))).collect();
+        let bytes = pieces * PIECE_BYTES as u64;
+        let of = Allocation { bytes, ranges: vec![(0, bytes)], ..Allocation::default() };
+        saving.finish(Program::manifest(), &[Contents { of, pieces: ids }]).unwrap();
+        drop(saving);
+        assert!(store.inspect(name).unwrap().verify().unwrap().errors.is_empty());
+        let stored: u64 = folder.in_store("packs", "pack").iter().map(|pack| fs::metadata(pack).unwrap().len()).sum();
+        assert_eq!(stored, if name == "little" { bytes } else { bytes + 3 * PIECE_BYTES as u64 });
+    }
 }
