@@ -9,7 +9,7 @@ Measures, in one run on one machine:
   - the Python package torch_memory_saver on the same allocations, if it and PyTorch are
     installed.
 
-Prints one table, and writes memory.md, memory.json (every figure), memory.svg and memory.log.
+Prints one table, and writes memory.md, memory.json (every figure), memory-chart.json (what `scripts/pictures bench` draws if it is docs/pictures/bench.json) and memory.log.
 Checks contents after every resume, and every byte once per set. Exits with 1 if something
 failed or was not reached; writes what it has measured anyway. On an H200, 3 of 10 minutes are
 torch_memory_saver's. The full sizes need 100 GiB of GPU memory and 64 GiB of host memory.
@@ -787,5 +787,6 @@ class Bench(run.Bench):
                 )
 
     def markdown(self, data):
-        (self.out / "memory.svg").write_text(report.plot(data))
+        if chart := report.chart(data):
+            (self.out / "memory-chart.json").write_text(json.dumps(chart, indent=1) + "\n")
         return report.markdown(data)

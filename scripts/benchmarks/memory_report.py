@@ -1,6 +1,4 @@
-"""The tables and the plot of the section `memory`."""
-
-from html import escape
+"""The tables and the chart of the section `memory`."""
 
 from measure.tables import GIB, MIB, ms, table
 from measure.tables import gbs as rate
@@ -360,94 +358,24 @@ def markdown(data):
     return "\n".join(lines).rstrip() + "\n"
 
 
-# ---- the plot ----
+# ---- the chart ----
 
-STYLE = """
-  .card { fill: #ffffff; }
-  text { fill: #1f2328; font: 13px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; }
-  .small { font-size: 11.5px; fill: #59636e; }
-  .title { font-size: 15px; font-weight: 600; }
-  .grid { stroke: #d1d9e0; stroke-width: 1; }
-  .link { stroke: #1f2328; stroke-width: 1.5; stroke-dasharray: 6 4; }
-  .a { fill: #0b5fc1; } .b { fill: #6cb1f5; } .c { fill: #c2570c; } .d { fill: #f2ac6e; }
-  @media (prefers-color-scheme: dark) {
-    .card { fill: #0d1117; }
-    text { fill: #e6edf3; }
-    .small { fill: #9da7b3; }
-    .grid { stroke: #30363d; }
-    .link { stroke: #e6edf3; }
-    .a { fill: #4493f8; } .b { fill: #9ccbff; } .c { fill: #e0823d; } .d { fill: #f7c99f; }
-  }
-"""
-SERIES = [
-    ("a", "vramctl", "vramctl", ("first", "kept", "resume_kept")),
-    ("b", "vramctl, backup retained", "vramctl", ("first_retained", "steady", "resume_retained")),
-    ("c", "torch_memory_saver", "torch_memory_saver", ("first", "again", "resume")),
-    ("d", "torch_memory_saver, backup retained", "torch_memory_saver", ("first_retained", "steady", "resume_retained")),
-]
-GROUPS = ("first pause", "pause after it", "resume")
+#: The rows of scripts/pictures.d/bench.py, by system.
+CHART = {
+    "vramctl": ("first", "kept", "resume_kept", "first_retained", "steady", "resume_retained"),
+    "torch_memory_saver": ("first", "again", "resume", "first_retained", "steady", "resume_retained"),
+}
 
 
-def plot(data):
-    """Bars of GB/s: a panel for each set whose contents were kept, a line for the link."""
-    names = [n for n in data["sets"] if "first" in data["samples"].get(n, {}).get("vramctl", {})]
-    names = [n for n in names if "steady" in data["samples"][n]["vramctl"]]
-    out, back = best(data, "copy_out"), best(data, "copy_in")
-    series = [s for s in SERIES if s[2] == "vramctl" or data["torch_memory_saver"]]
-    bar, gap = 27, 22
-    group = len(series) * bar + gap
-    panel, left, top, height = 3 * group + 28, 52, 92, 220
-    width, bottom = left + max(1, len(names)) * panel + 16, top + height
-    link = max(out or 0, back or 0) / 1e9
-    values = {}
-    for name in names:
-        for _, _, system, rows in series:
-            for row in filter(None, rows):
-                took = middle(data["samples"][name].get(system, {}).get(row, []))
-                if took:
-                    values[name, system, row] = data["sets"][name]["bytes"] / took / 1e9
-    most = max([link, *values.values(), 1e-3]) * 1.08
-    # A round number of which some four fit.
-    step = next(s * 10**e for e in range(-3, 4) for s in (1, 2, 5) if s * 10**e * 5 >= most)
-    y = lambda value: bottom - value / most * height
-    card = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 66}" width="{width}" height="{bottom + 66}" role="img" '
-        'aria-label="Speed of pause and resume with contents kept in host memory, in GB/s">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="card" width="{width}" height="{bottom + 66}" rx="8"/>',
-        f'<text class="title" x="{left}" y="28">Pause and resume with contents kept in host memory, GB/s</text>',
-    ]
-    x = left
-    for class_, title, _, _ in series:
-        card.append(f'<rect class="{class_}" x="{x}" y="44" width="12" height="12" rx="2"/><text x="{x + 18}" y="54">{escape(title)}</text>')
-        x += 42 + 7 * len(title)
-    card.append(f'<line class="link" x1="{x}" y1="50" x2="{x + 26}" y2="50"/><text x="{x + 32}" y="54">the link</text>')
-    for i in range(int(most / step) + 1):
-        at = y(i * step)
-        card.append(f'<line class="grid" x1="{left}" y1="{at:.1f}" x2="{width - 16}" y2="{at:.1f}"/>')
-        card.append(f'<text class="small" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{i * step:g}</text>')
-    for number, name in enumerate(names):
-        origin = left + number * panel + 14
-        card.append(f'<text x="{origin + (3 * group - gap) / 2:.0f}" y="{bottom + 50}" text-anchor="middle">{escape(data["sets"][name]["title"])}</text>')
-        for place, title in enumerate(GROUPS):
-            start = origin + place * group
-            center = start + len(series) * bar / 2
-            card.append(f'<text class="small" x="{center:.0f}" y="{bottom + 20}" text-anchor="middle">{title}</text>')
-            limit = (back if place == 2 else out) or 0
-            for order, (class_, _, system, rows) in enumerate(series):
-                value = values.get((name, system, rows[place]))
-                if value is None:
-                    continue
-                at = start + order * bar
-                label = y(value) - 5
-                # Not across the line of the link, but above it.
-                if limit and label - 12 < y(limit / 1e9) < y(value) + 2:
-                    label = y(limit / 1e9) - 5
-                card.append(f'<rect class="{class_}" x="{at + 2}" y="{y(value):.1f}" width="{bar - 4}" height="{bottom - y(value):.1f}" rx="2"/>')
-                card.append(f'<text class="small" x="{at + bar / 2}" y="{label:.1f}" text-anchor="middle">{value:.1f}</text>')
-            if limit:
-                at = y(limit / 1e9)
-                card.append(f'<line class="link" x1="{start - 4}" y1="{at:.1f}" x2="{start + len(series) * bar + 4}" y2="{at:.1f}"/>')
-    where = f"{data['gpu']}, {data['date'][:10]}; medians of {data['repeat']}"
-    card.append(f'<text class="small" x="{width - 16}" y="28" text-anchor="end">{escape(where)}</text>')
-    return "\n".join(card) + "\n</svg>\n"
+def chart(data):
+    """What docs/pictures/bench.json has: medians, of the first set whose contents were kept in each way. None without such a set."""
+    names = [name for name in data["sets"] if {"first", "steady"} <= set(data["samples"].get(name, {}).get("vramctl", {}))]
+    if not names:
+        return None
+    about, samples = data["sets"][names[0]], data["samples"][names[0]]
+    seconds = {
+        system: {row: middle(samples[system][row]) for row in rows if row in samples[system]} for system, rows in CHART.items() if system in samples
+    }
+    link = {way: about["bytes"] / best(data, f"copy_{way}") for way in ("out", "in")}
+    where = {"gpu": data["gpu"], "date": data["date"][:10], "repeat": data["repeat"], "set": about["title"]}
+    return {**where, "bytes": about["bytes"], "link_seconds": link, "seconds": seconds}

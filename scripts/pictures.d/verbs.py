@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import json
 from typing import Any
+
+from measure.charts import LIGHT
 
 MIB = 1 << 20
 #: A program of three quarters of a GPU: its weights, its KV cache, which it has marked as not worth keeping, and its context.
 WEIGHTS_MIB, CACHE_MIB, CONTEXT_MIB = 1900, 900, 200
-KINDS = (("weights", "weights of a"), ("cache", "KV cache of a"), ("other", "another program, b"), ("rest", "contexts"))
-
-STYLE = """
-  .card { fill: #ffffff; }
-  text { fill: #1f2328; font: 12.5px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; }
-  .small { font-size: 11px; fill: #59636e; }
-  .title { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12px; font-weight: 600; }
-  .place { fill: #f0f2f4; stroke: #d1d9e0; }
-  .weights { fill: #0b5fc1; } .cache { fill: #1a7f64; } .other { fill: #c2570c; } .rest { fill: #8c959f; }
-  @media (prefers-color-scheme: dark) {
-    .card { fill: #0d1117; }
-    text { fill: #e6edf3; }
-    .small { fill: #9da7b3; }
-    .place { fill: #161b22; stroke: #30363d; }
-    .weights { fill: #4493f8; } .cache { fill: #3fb68b; } .other { fill: #e0823d; } .rest { fill: #7d8590; }
-  }
-"""
+#: What has memory, its name and its colour.
+KINDS = (
+    ("weights", "weights of a", "blue"),
+    ("cache", "KV cache of a", "green"),
+    ("other", "another program, b", "orange"),
+    ("rest", "contexts", "grey"),
+)
 
 Bars = list[dict[str, int]]
 
@@ -61,12 +52,12 @@ def make(place: Any) -> None:
             place.vramctl("swap", "a", "b")
         answer = place.ask(program, "verify")
         assert "corrupt" not in answer and "error" not in answer, answer
-    place.picture("verbs.svg").write_text(picture(scenes))
+    draw(place, scenes)
 
 
 def look(place: Any) -> Bars:
     """Bytes by kind on GPU 0, on GPU 1, and in host memory."""
-    bars: Bars = [dict.fromkeys((kind for kind, _ in KINDS), 0) for _ in range(3)]
+    bars: Bars = [dict.fromkeys((kind for kind, *_ in KINDS), 0) for _ in range(3)]
 
     def kind_of(program: str, tag: str) -> str:
         return "other" if program == "b" else {"weights": "weights", "kv_cache": "cache"}.get(tag, "rest")
@@ -83,36 +74,28 @@ def look(place: Any) -> Bars:
 
 # ---- the picture ----
 
-LEFT, TOP, HEIGHT, BAR, GAP, PANEL = 18, 78, 120, 30, 9, 134
 #: Bytes of a whole bar.
 WHOLE = 4 << 30
 
 
-def picture(scenes: list[tuple[str, Bars]]) -> str:
-    width, bottom = LEFT + PANEL * len(scenes), TOP + HEIGHT
+def draw(place: Any, scenes: list[tuple[str, Bars]]) -> None:
     label = "Where memory is: a pause moves it to host memory and leaves the context, a suspend leaves nothing, a move takes another GPU, in a swap two change places"
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 56}" width="{width}" height="{bottom + 56}" role="img"'
-        f' aria-label="{html.escape(label)}">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="card" width="{width}" height="{bottom + 56}" rx="8"/>',
-    ]
-    x = LEFT
-    for kind, name in KINDS:
-        out.append(f'<rect class="{kind}" x="{x}" y="16" width="12" height="12" rx="2"/><text x="{x + 18}" y="26">{name}</text>')
-        x += 46 + 7 * len(name)
-    for number, (title, bars) in enumerate(scenes):
-        origin = LEFT + number * PANEL
-        out.append(f'<text class="title" x="{origin}" y="{TOP - 14}">{html.escape(title)}</text>')
-        for place, (name, bar) in enumerate(zip(("GPU 0", "GPU 1", "host"), bars)):
-            x, y = origin + place * (BAR + GAP), float(bottom)
-            out.append(f'<rect class="place" x="{x}" y="{TOP}" width="{BAR}" height="{HEIGHT}"/>')
-            out.append(f'<text class="small" x="{x + BAR / 2:.0f}" y="{bottom + 16}" text-anchor="middle">{name}</text>')
-            for kind, _ in KINDS:
-                height = bar[kind] / WHOLE * HEIGHT
-                y -= height
-                if height > 0:
-                    out.append(f'<rect class="{kind}" x="{x}" y="{y:.1f}" width="{BAR}" height="{height:.1f}"/>')
-    note = "From a run on two simulated GPUs of 4 GiB (scripts/pictures verbs). The KV cache is one that its engine has marked as not worth keeping."
-    out.append(f'<text class="small" x="{LEFT}" y="{bottom + 42}">{html.escape(note)}</text>')
-    return "\n".join([*out, "</svg>", ""])
+    with place.chart("verbs.svg", (620, 195), label) as figure:
+        for number, (title, bars) in enumerate(scenes):
+            left, width = 0.02 + number * 0.98 / len(scenes), 0.84 / len(scenes)
+            axes = figure.add_axes((left, 0.24, width, 0.48))
+            axes.bar(range(3), [1] * 3, 0.8, color=LIGHT["place"], edgecolor=LIGHT["grid"], linewidth=0.8)
+            base = [0.0] * 3
+            for kind, name, colour in KINDS:
+                heights = [bar[kind] / WHOLE for bar in bars]
+                axes.bar(range(3), heights, 0.8, base, color=LIGHT[colour], label=name)
+                base = [under + height for under, height in zip(base, heights)]
+            axes.set_xlim(-0.45, 2.45)
+            axes.set_ylim(0, 1.02)
+            axes.set_xticks(range(3), ["GPU 0", "GPU 1", "host"], fontsize=8)
+            axes.set_yticks([])
+            axes.spines.bottom.set_visible(False)
+            axes.set_title(title, loc="left", family="DejaVu Sans Mono", weight="bold", fontsize=8.5)
+        figure.legend(handles=axes.get_legend_handles_labels()[0], loc="upper left", bbox_to_anchor=(0.005, 1), ncols=4, columnspacing=1.5)
+        note = "From a run on two simulated GPUs of 4 GiB (scripts/pictures verbs). The KV cache is one that its engine has marked as not worth keeping."
+        figure.text(0.02, 0.06, note, color=LIGHT["dim"], fontsize=8)

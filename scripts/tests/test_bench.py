@@ -51,8 +51,8 @@ class SmokeTest(unittest.TestCase):
             self.assertEqual(ran.returncode, 0, ran.stdout)
             data = json.loads(pathlib.Path(folder, f"{section}.json").read_text())
             self.assertEqual(data["missed"], [], ran.stdout)
-            if section == "memory":
-                self.assertIn("</svg>", pathlib.Path(folder, "memory.svg").read_text())
+            chart = pathlib.Path(folder, "memory-chart.json")
+            self.chart = json.loads(chart.read_text()) if chart.exists() else None
             return data, pathlib.Path(folder, f"{section}.md").read_text()
 
     def test_every_row_is_measured_and_reported(self):
@@ -68,6 +68,9 @@ class SmokeTest(unittest.TestCase):
             for row in ("released", "retained", "trainer_leaves", "engine_leaves"):
                 self.assertGreater(min(data["swap"][f"{row}_{way}"]), 0, row)
         self.assertIn("| times as fast |", table)
+        recorded = json.loads((ROOT / "docs/pictures/bench.json").read_text())
+        self.assertEqual(self.chart.keys(), recorded.keys())
+        self.assertEqual(self.chart["seconds"]["vramctl"].keys(), recorded["seconds"]["vramctl"].keys())
 
     def test_discarded_contents_alone(self):
         data, _ = self.bench("memory", "--no-tms", "--sets", "64x1g", "--discarded", "--repeat", "3")
