@@ -162,6 +162,7 @@ def wheel(folder: Path, version: str) -> Path:
                 archive.write(file, Path("vramctl") / file.relative_to(PACKAGE))
         archive.write(os.environ["VRAMCTL_LIB"], "vramctl/libvramctl.so")
         archive.write(VRAMCTL, f"vramctl-{version}.data/scripts/vramctl")
+        archive.writestr(f"vramctl-{version}.data/data/share/man/man1/vramctl.1", ".TH vramctl 1\n")
         for name, text in texts.items():
             archive.writestr(f"{about}/{name}", text)
     return path

@@ -127,13 +127,19 @@ class Wheel(unittest.TestCase):
             hooks = [name for name in names if "dropin/torch_memory_saver_hook_mode_" in name]
             if "vramctl/dropin/torch_memory_saver/__init__.py" in names:
                 self.assertEqual(len(hooks), 6, "beside the drop-in, under the names that frameworks look for")
-                library = archive.read("vramctl/libvramctl.so")
-                self.assertTrue(all(archive.read(name) == library for name in hooks))
+                self.assertTrue(
+                    all(archive.getinfo(name).file_size < 1000 for name in hooks), "each stands for the one library"
+                )
             else:
                 self.assertEqual(hooks, [])
             metadata = archive.read(
                 next(name for name in names if re.fullmatch(r"vramctl-[^/]+\.dist-info/METADATA", name))
             ).decode()
+            for wanted in ("man/man1/vramctl-pause.1", "bash-completion/completions/vramctl", "zsh/site-functions/_vramctl"):
+                self.assertTrue(any(name.endswith(f".data/data/share/{wanted}") for name in names), wanted)
+            licences = archive.read("vramctl/THIRD-PARTY").decode()
+        self.assertRegex(licences, "\nserde_json [0-9.]+: MIT OR Apache-2.0\n")
+        self.assertIn("Permission is hereby granted, free of charge", licences)
         self.assertIn("Requires-Python: >=3.9", metadata)
         self.assertNotIn("Requires-Dist", metadata, "the wheel has no dependencies")
         self.assertIn(f"Version: {vramctl.__version__}", metadata)
@@ -212,9 +218,28 @@ class Wheel(unittest.TestCase):
         package, version = done([command, "run", "--", python, "-c", stand_in]).splitlines()
         self.assertTrue(package.startswith(str(place)), package)
         self.assertRegex(version, r"^0\.0\.10\+vramctl None$")
-        # As training frameworks start workers: the copy of the library beside the drop-in, without `vramctl run`.
-        copy = str(Path(package).parent / "torch_memory_saver_hook_mode_preload.abi3.so")
-        done([python, "-c", stand_in], LD_PRELOAD=copy, PYTHONPATH=str(Path(package).parent))
+        # As training frameworks start workers: what stands for the library beside the drop-in, without `vramctl run`.
+        folder = Path(package).parent
+        if (folder / "torch_memory_saver_hook_mode_torch.abi3.so").exists():
+            preload = str(folder / "torch_memory_saver_hook_mode_preload.abi3.so")
+            done([python, "-c", stand_in], LD_PRELOAD=preload, PYTHONPATH=str(folder))
+            # In its place: its functions come before those of what the program is linked with.
+            whose = "import vramctl; print(*(line.split()[-1] for line in open('/proc/self/maps') if 'vramctl.so' in line)); "
+            whose += "print(vramctl.is_preloaded())"
+            maps, is_preloaded = done(
+                [python, "-c", whose], LD_PRELOAD=preload, PYTHONPATH=str(folder.parent / "site")
+            ).splitlines()
+            self.assertEqual(
+                {os.path.realpath(path) for path in maps.split()}, {os.path.realpath(folder.parent / "libvramctl.so")}
+            )
+            self.assertEqual(is_preloaded, "True")
+            scopes = done(["/bin/true"], LD_PRELOAD=preload, LD_DEBUG="scopes")
+            self.assertRegex(
+                scopes, r"scope 0: \S*true \S*libvramctl\.so \S*hook_mode_preload\S* \S*libc\.so", "the library's place"
+            )
+            # As torch opens an allocator.
+            opened = f"import ctypes; print(bool(ctypes.CDLL('{folder}/torch_memory_saver_hook_mode_torch.abi3.so').tms_torch_malloc))"
+            self.assertEqual(done([python, "-c", opened]), "True\n")
         done(
             [
                 command,
