@@ -217,13 +217,16 @@ pub fn checked_gpu(text: &str) -> Result<String, String> {
     is_name.then(|| text.to_owned()).ok_or_else(|| "not a GPU: give its index in `nvidia-smi`, or its UUID or a prefix of it".into())
 }
 
-/// A duration as an argument. Longer than anyone waits is still small enough to add to an `Instant`.
+/// A duration as an argument: seconds, or with a unit. Longer than anyone waits is still small enough to add to an `Instant`.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     const LONGEST: f64 = (1u64 << 32) as f64;
-    match text.parse::<f64>() {
-        Ok(number) if number >= 0.0 => Ok(Duration::from_secs_f64(number.min(LONGEST))),
+    const UNITS: [(&str, f64); 5] = [("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("m", 60.0), ("h", 3600.0)];
+    let unit = UNITS.iter().find_map(|(name, seconds)| Some((text.strip_suffix(name)?, *seconds)));
+    let (digits, unit) = unit.filter(|(digits, _)| digits.ends_with(|last: char| last.is_ascii_digit())).unwrap_or((text, 1.0));
+    match digits.parse::<f64>() {
+        Ok(number) if number >= 0.0 => Ok(Duration::from_secs_f64((number * unit).min(LONGEST))),
         _ if is_negative(text) => Err("seconds must not be negative".into()),
-        _ => Err("not a number of seconds".into()),
+        _ => Err("not a number of seconds, such as 90, 2.5 or 5m".into()),
     }
 }
 
@@ -262,7 +265,10 @@ mod tests {
     #[test]
     fn seconds_may_have_fractions() {
         assert_eq!(seconds("2.5"), Ok(Duration::from_millis(2500)));
-        for wrong in ["", "x", "-1", "nan", "-inf"] {
+        for (text, wanted) in [("90s", 90_000), ("250ms", 250), ("5m", 300_000), ("1.5min", 90_000), ("2h", 7_200_000)] {
+            assert_eq!(seconds(text), Ok(Duration::from_millis(wanted)), "{text}");
+        }
+        for wrong in ["", "x", "-1", "nan", "-inf", "m", "5 m", "5d", "1hm"] {
             assert!(seconds(wrong).is_err(), "{wrong}");
         }
         for long in ["inf", "1e300", "1e19"] {

@@ -5,6 +5,7 @@ mod ask;
 mod candidates;
 mod commands;
 mod execute;
+mod hints;
 mod installation;
 mod interruptible;
 mod ledger;

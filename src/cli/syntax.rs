@@ -1,10 +1,11 @@
 //! The command line's grammar, and what `vramctl --help` says after it.
 
-use crate::Cli;
+use crate::{Cli, hints};
 use clap::CommandFactory;
-use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::error::{ContextKind, ContextValue};
 use std::fmt::Write;
 use vramctl_coordinator::failure::Exit;
+use vramctl_coordinator::target;
 
 /// The commands and their options. A negative number after an option is its value, so that the option can say what is wrong with it; clap
 /// would take it for another option. One with a unit, such as `-5G`, is no number to clap, so all that follows such an option is its value.
@@ -38,22 +39,39 @@ const SYNONYMS: [(&str, &str); 14] = [
     ("metrics", "stats prometheus exporter"),
 ];
 
+/// What is said of words that no command is for.
+const OTHERS: [(&str, &str); 3] = [
+    ("man manual", "`vramctl help COMMAND` explains one, with examples"),
+    ("version", "`vramctl --version` tells the version"),
+    ("upgrade update install", "install the new version over this one (docs/install.md); programs that run keep theirs"),
+];
+
 /// A refusal by clap, which compares letters, with what the word means.
 pub fn explained(error: clap::Error) -> clap::Error {
-    if let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg)
-        && error.kind() == ErrorKind::UnknownArgument
-        && ["--tag", "--tags"].contains(&option.as_str())
-    {
-        let text = format!("{option} is no option here: a tag is a word, as in `vramctl pause kv_cache --name engine`\n");
-        return clap::Error::raw(error.kind(), text).with_cmd(&syntax());
+    if let Some(hint) = hints::of(&error) {
+        return clap::Error::raw(error.kind(), format!("{hint}\n")).with_cmd(&syntax());
     }
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidSubcommand) else { return error };
     let has = |words: &str| words.split(' ').any(|known| known == word.to_lowercase());
-    let Some((command, _)) = SYNONYMS.iter().find(|(_, words)| has(words)) else { return error };
+    let hint = match (SYNONYMS.iter().find(|(_, words)| has(words)), OTHERS.iter().find(|(words, _)| has(words))) {
+        (Some((command, _)), _) => {
+            let syntax = syntax();
+            let about = syntax.find_subcommand(command).and_then(clap::Command::get_about).map_or_else(String::new, ToString::to_string);
+            format!("did you mean `vramctl {command}`? ({about})")
+        }
+        (None, Some((_, text))) => (*text).to_owned(),
+        (None, None) => match nearest(word) {
+            Some(command) => format!("did you mean `vramctl {command}`?"),
+            None => format!("`vramctl --help` lists them. Of a program: `vramctl status {word}`, `vramctl run -- {word}`"),
+        },
+    };
+    clap::Error::raw(error.kind(), format!("there is no command {word}; {hint}\n")).with_cmd(&syntax())
+}
+
+/// The command that a mistyped word is likely to mean, of those that people see.
+fn nearest(word: &str) -> Option<String> {
     let syntax = syntax();
-    let about = syntax.find_subcommand(command).and_then(clap::Command::get_about).map_or_else(String::new, ToString::to_string);
-    let text = format!("there is no command {word}; did you mean `vramctl {command}`? ({about})\n");
-    clap::Error::raw(error.kind(), text).with_cmd(&syntax)
+    target::nearest(word, syntax.get_subcommands().filter(|command| !command.is_hide_set()).map(|command| command.get_name().to_owned()))
 }
 
 /// The examples, variables and exit codes.
@@ -134,6 +152,24 @@ mod tests {
         }
     }
 
+    /// What the help gives as an example of a size is one.
+    #[test]
+    fn the_sizes_of_the_help_are_read() {
+        let options = |command: &clap::Command| command.get_arguments().cloned().collect::<Vec<_>>();
+        let sized = |option: &clap::Arg| option.get_value_names().is_some_and(|names| names.iter().any(|name| name.contains("SIZE")));
+        let mut seen = 0;
+        for option in syntax().get_subcommands().flat_map(options).filter(sized) {
+            let help = option.get_help().unwrap().to_string();
+            for word in
+                help.split([' ', ',', ':', ']']).filter(|word| word.starts_with(|c: char| c.is_ascii_digit()) && !word.ends_with('%'))
+            {
+                assert!(crate::arguments::size(word).is_ok(), "{word} in {help:?}");
+                seen += 1;
+            }
+        }
+        assert!(seen > 4, "{seen}");
+    }
+
     /// What clap or an option says of a wrong command line.
     fn refusal(line: &str) -> String {
         syntax().try_get_matches_from(line.split(' ')).unwrap_err().to_string()
@@ -150,7 +186,9 @@ mod tests {
             ("ls", "did you mean `vramctl ps`?"),
             ("kill", "did you mean `vramctl stop`?"),
             ("log", "did you mean `vramctl logs`?"),
-            ("pasue", "'pause'"),
+            ("pasue", "did you mean `vramctl pause`?"),
+            ("upgrade", "install the new version"),
+            ("my-engine", "`vramctl run -- my-engine`"),
         ] {
             assert!(answer(word).contains(wanted), "{}", answer(word));
         }
@@ -167,7 +205,8 @@ mod tests {
     /// Otherwise, the word would never be explained.
     #[test]
     fn no_synonym_is_a_command_and_each_is_for_one() {
-        let words: Vec<_> = SYNONYMS.iter().flat_map(|(_, words)| words.split(' ')).collect();
+        let words = SYNONYMS.iter().map(|(_, words)| words).chain(OTHERS.iter().map(|(words, _)| words));
+        let words: Vec<_> = words.flat_map(|words| words.split(' ')).collect();
         for (at, word) in words.iter().enumerate() {
             assert!(syntax().find_subcommand(word).is_none() && !words[..at].contains(word), "{word}");
         }

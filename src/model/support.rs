@@ -185,10 +185,10 @@ pub const EXPECTED: [(&str, &str); 8] = [
     ("drivers 525 to 579", "what they lack is in the table above; the library asks for each function before it uses it"),
     ("drivers newer than 580", "CUDA keeps its functions; nothing of a driver's inside is used"),
     (
-        "torch 2.8 to 2.10, and 2.12 or later",
+        "torch 2.8 to 2.10, 2.12, 2.13, and 2.15 or later",
         "the package asks torch for each function that it uses; from 2.5 to 2.7, a region also takes what other threads allocate",
     ),
-    ("vLLM 0.27 to 0.33, SGLang 0.5.17 to 0.5.22", "`scripts/test-engines-contract` finds in the released sources what vramctl hooks"),
+    ("vLLM 0.27 to 0.32, SGLang 0.5.17 to 0.5.22", "`scripts/test-engines-contract` finds in the released sources what vramctl hooks"),
     ("slime, AReaL; verl with SGLang", "they call the engines' own API, and slime torch_memory_saver's; they were not run on a GPU"),
 ];
 

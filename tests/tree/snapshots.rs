@@ -50,6 +50,44 @@ fn tables() {
     );
 }
 
+/// What people type who have not read the help: each is answered with the next step.
+#[test]
+fn mistakes() {
+    let machine = Machine::without_gpus();
+    let commands = [
+        "engine",
+        "pauze",
+        "upgrade",
+        "version",
+        "-v",
+        "man pause",
+        "help paus",
+        "pause -a",
+        "pause --timeout 5d",
+        "ps --wide",
+        "status --watch",
+        "resume engine --to 1",
+        "move engine 1",
+        "swap engine",
+        "share on",
+        "run",
+        "run --name engine",
+        "run --limit 20 GB -- true",
+        "run --limit 200% -- true",
+        "run --gpus 1 -- true",
+        "run --memory 20G -- true",
+        "run --priority high -- true",
+        "trace engine",
+        "save engine",
+        "completions",
+        "completion bash",
+        "wait engine --for done",
+        "watch engine --below 50%",
+        "metrics --listen 99999",
+    ];
+    check("mistakes", &machine.transcript(&[], &commands));
+}
+
 #[test]
 fn refusals() {
     check_with_two(

@@ -3,6 +3,7 @@
 use crate::arguments::{LEVELS, checked_limit, checked_tag, size};
 use crate::candidates;
 use crate::execute::Execute;
+use crate::hints;
 use crate::installation;
 use crate::logs::Log;
 use crate::preloading::{self, Unmanaged};
@@ -51,7 +52,7 @@ pub struct Args {
     /// The most memory that each process takes of each GPU, such as 20G or 25%: above it, allocations are out of memory
     #[arg(long, value_name = "SIZE|PERCENT", value_parser = checked_limit)]
     limit: Option<String>,
-    /// Leave smaller allocations to CUDA: bytes, or a number with K, M or G [default: 1M]
+    /// Leave smaller allocations to CUDA: bytes, or a size such as 64K, 2M or 2MB [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = checked_size)]
     min_bytes: Option<String>,
     /// Leave PYTHONPATH alone: Python programs then do not find the `vramctl` package that came with this command
@@ -169,6 +170,9 @@ fn mistake(program: &OsStr, arguments: &[OsString]) -> Option<String> {
         let options = Args::augment_args(clap::Command::new("run"));
         let known = options.get_arguments().filter_map(clap::Arg::get_long).map(|option| format!("--{option}"));
         let written = word.split_once('=').map_or(word, |(option, _)| option);
+        if let Some(hint) = hints::unknown("run", written) {
+            return Some(hint);
+        }
         let hint = target::nearest(written, known).map_or_else(String::new, |meant| target::did_you_mean(&meant));
         return Some(format!("`vramctl run` has no option {written}{hint}"));
     }
@@ -176,6 +180,9 @@ fn mistake(program: &OsStr, arguments: &[OsString]) -> Option<String> {
         && dashes == "--"
         && !rest.is_empty()
     {
+        if size(&format!("1{word}")).is_ok() {
+            return Some(format!("there is no program {word}; a size is one word, as in --limit 20{word}"));
+        }
         let rest: Vec<_> = rest.iter().map(|word| word.to_string_lossy()).collect();
         return Some(format!("there is no program {word}; for a name: vramctl run --name {word} -- {}", rest.join(" ")));
     }

@@ -22,7 +22,7 @@ Examples:
 pub struct Args {
     #[command(flatten)]
     processes: ProcessesOrOnly,
-    /// Log when less than this is free: bytes, or a number with K, M or G
+    /// Log when less than this is free: bytes, or a size such as 5G or 5GB
     #[arg(long, value_name = "SIZE", value_parser = size)]
     below: Option<u64>,
     /// Also have torch return what it has cached, as `vramctl trim` does
