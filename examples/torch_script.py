@@ -1,11 +1,12 @@
 """A plain torch script that knows nothing of vramctl. Pause and resume it from another shell.
 
     vramctl run --name script -- python examples/torch_script.py
-    vramctl pause --name script       # in another shell, while it rests
+    vramctl pause script              # in another shell, at any moment
     nvidia-smi                        # its memory is free
-    vramctl resume --name script
+    vramctl resume script
 
-It must not use its memory while paused, so after each round it waits for Enter, or for ten seconds without a terminal.
+While it is paused, a call that starts GPU work waits. After each round, the script rests, so that you have time to look: until Enter, or for ten
+seconds without a terminal.
 """
 
 import sys

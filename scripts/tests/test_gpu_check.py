@@ -61,6 +61,19 @@ class FirstGpu(unittest.TestCase):
             with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=visible):
                 self.assertEqual(run.gpu("memory.used"), asked)
 
+    def test_properties_are_of_those_that_programs_see_in_their_order(self):
+        with tempfile.TemporaryDirectory() as folder:
+            smi = pathlib.Path(folder, "nvidia-smi")
+            smi.write_text('#!/bin/sh\nfor word; do case $word in --id=*) echo "10${word#--id=}"; exit;; esac; done\necho 100\necho 101\necho 102\n')
+            smi.chmod(0o755)
+            ask = "import common; print(common.used_mib(), common.used_mib_here())"
+            for visible, wanted in ((None, "[100, 101, 102] 100"), ("1", "[101] 101"), ("2, 0", "[102, 100] 102")):
+                environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "tests/gpu")}
+                environment.pop("CUDA_VISIBLE_DEVICES", None)
+                environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+                ran = subprocess.run([sys.executable, "-c", ask], env=environment, stdout=subprocess.PIPE, text=True)
+                self.assertEqual(ran.stdout.strip(), wanted, visible)
+
 
 class Sizes(unittest.TestCase):
     def test_what_fills_a_gpu_fits_and_leaves_no_room_for_the_program(self):

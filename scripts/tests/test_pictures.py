@@ -9,7 +9,8 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-sys.path.extend(map(str, pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).glob("pictures/lib/python*/site-packages")))
+python = "pictures/lib/python{}.{}/site-packages".format(*sys.version_info)
+sys.path.append(str(pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"), python)))
 
 from measure import charts  # noqa: E402
 

@@ -322,36 +322,35 @@ fn replaced(text: &str, number: &str, word: &str) -> String {
 /// A finished command.
 #[derive(Debug)]
 pub struct Ran {
+    /// What was run; empty if it had ended before anybody asked.
+    pub command: String,
     pub code: Option<i32>,
     pub out: String,
     pub err: String,
 }
 
 impl Ran {
-    pub fn new(output: &Output) -> Self {
+    fn new(command: &Command, output: &Output) -> Self {
+        Self::named(words([command.get_program()].into_iter().chain(command.get_args()).map(OsStr::as_encoded_bytes)), output)
+    }
+
+    fn named(command: String, output: &Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+        Self { command, code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
     }
 
     #[track_caller]
     pub fn of(command: &mut Command) -> Self {
-        Self::end_of(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        Self::new(command, &output_of(child))
     }
 
     /// Waits for it. It must end.
     #[track_caller]
     pub fn end_of(command: Child) -> Self {
-        let (pid, (over, wait)) = (command.id().cast_signed(), channel::<()>());
-        let watchdog = thread::spawn(move || {
-            let is_late = wait.recv_timeout(NEVER) == Err(RecvTimeoutError::Timeout);
-            // SAFETY: nobody has waited for the process yet, so the number is still its own.
-            is_late && unsafe { libc::kill(pid, libc::SIGKILL) } == 0
-        });
-        let output = command.wait_with_output().unwrap();
-        drop(over);
-        let ran = Self::new(&output);
-        assert!(!watchdog.join().unwrap(), "the command does not end: {ran:?}");
-        ran
+        let line = fs::read(format!("/proc/{}/cmdline", command.id())).unwrap_or_default();
+        let line = words(line.split(|byte| *byte == 0).filter(|word| !word.is_empty()));
+        Self::named(line, &output_of(command))
     }
 
     /// All that it wrote.
@@ -383,6 +382,25 @@ impl Ran {
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {}{}", self.out, self.err))
     }
+}
+
+fn words<'a>(words: impl Iterator<Item = &'a [u8]>) -> String {
+    words.map(String::from_utf8_lossy).collect::<Vec<_>>().join(" ")
+}
+
+/// Waits for a command, which must end.
+#[track_caller]
+fn output_of(command: Child) -> Output {
+    let (pid, (over, wait)) = (command.id().cast_signed(), channel::<()>());
+    let watchdog = thread::spawn(move || {
+        let is_late = wait.recv_timeout(NEVER) == Err(RecvTimeoutError::Timeout);
+        // SAFETY: nobody has waited for the process yet, so the number is still its own.
+        is_late && unsafe { libc::kill(pid, libc::SIGKILL) } == 0
+    });
+    let output = command.wait_with_output().unwrap();
+    drop(over);
+    assert!(!watchdog.join().unwrap(), "the command does not end: {output:?}");
+    output
 }
 
 /// A program on the machine, which has a pipe at each end.

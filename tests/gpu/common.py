@@ -23,11 +23,12 @@ from measure.tables import GIB, MIB  # noqa: E402, F401
 failures = []
 
 
-def smi(query, gpu=None):
-    """A property of each GPU, or of one, by nvidia-smi's name."""
-    which = [] if gpu is None else [f"--id={gpu}"]
-    command = ["nvidia-smi", *which, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+def smi(query):
+    """A property of each GPU that programs see, in their order, by nvidia-smi's name."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    asked = [command] if not visible else [[*command, f"--id={gpu.strip()}"] for gpu in visible.split(",")]
+    return [line for one in asked for line in subprocess.run(one, capture_output=True, text=True, check=True).stdout.split()]
 
 
 def used_mib():
@@ -36,7 +37,7 @@ def used_mib():
 
 def used_mib_here():
     """In use on the first GPU that programs see."""
-    return int(smi("memory.used", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])[0])
+    return used_mib()[0]
 
 
 def most_gib(gpu):

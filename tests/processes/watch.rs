@@ -246,8 +246,7 @@ fn a_process_that_has_moved_watches_its_new_gpu() {
         command.env("VRAMCTL_WATCH", "64M").env("SIMGPU_DEVICES", "2");
     });
     watched.until(true);
-    let moved = watched.machine.cli(&["move", "engine", "--to", "1"]).env("SIMGPU_DEVICES", "2").output();
-    Ran::new(&moved.unwrap()).expect(0, "moved engine", "");
+    Ran::of(watched.machine.cli(&["move", "engine", "--to", "1"]).env("SIMGPU_DEVICES", "2")).expect(0, "moved engine", "");
     let gauges = || -> Vec<_> {
         let files = fs::read_dir(format!("/proc/{}/fd", engine.pid())).unwrap();
         let names = files.filter_map(|file| fs::read_link(file.unwrap().path()).ok()).filter_map(|path| Some(path.file_name()?.to_owned()));

@@ -117,6 +117,18 @@ fn explained_messages_exist() {
     }
 }
 
+/// What a first try needs, said by the README and by the demo.
+#[test]
+fn the_demo_needs_what_the_readme_says() {
+    let read = |file: &str| fs::read_to_string(root().join(file)).unwrap();
+    let rust = read("Cargo.toml")
+        .lines()
+        .find_map(|line| line.strip_prefix("rust-version = ").map(|version| version.trim_matches('"').to_owned()))
+        .unwrap();
+    assert!(read("README.md").contains(&format!("From a checkout, you need Rust {rust} or later and a C compiler.")));
+    assert!(read("scripts/demo").contains("Needs Rust and a C compiler, and nothing else on the simulated GPU."));
+}
+
 /// A chart's recorded figures are those of the table beside it.
 #[test]
 fn charts_have_the_figures_of_their_tables() {

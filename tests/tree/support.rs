@@ -65,9 +65,62 @@ fn the_readme_agrees() {
     assert!(readme.contains(&format!("`suspend` needs driver {}, `move` {}", SUSPEND.driver, MOVE.driver)));
     assert!(readme.contains(&format!("before CUDA {}, the library unpins", support::UNPIN.cuda)));
     assert!(readme.contains(&format!("{} (CUDA {}) or later", support::PAUSE.driver, support::PAUSE.cuda)));
-    for gpu in RUNS.iter().map(|run| run.gpu) {
-        assert!(readme.contains(gpu), "{gpu}");
+    let cell = |row: &str| readme.lines().find(|line| line.starts_with(&format!("| {row}"))).unwrap().rsplit('|').nth(1).unwrap().trim();
+    let run_with = |of: fn(&support::Run) -> &'static str| {
+        let mut all: Vec<_> = RUNS.iter().map(of).filter(|what| !what.is_empty()).collect();
+        all.sort_unstable();
+        all.dedup();
+        all.join(", ")
+    };
+    assert_eq!(cell("GPU"), run_with(|run| run.gpu));
+    assert_eq!(cell("Python"), format!("3.12; torch {}", run_with(|run| run.torch)));
+    assert_eq!(cell("CUDA runtime"), RUNS.iter().find(|run| run.program == "CUDA runtime").unwrap().version);
+}
+
+/// What was run is not among what was not.
+#[test]
+fn what_was_run_is_not_expected_only() {
+    let number = |version: &str| version.split('.').map(|part| part.parse::<u32>().unwrap()).collect::<Vec<_>>();
+    let run = |program: &str| -> Vec<Vec<u32>> {
+        let version = |run: &&support::Run| {
+            if program == "torch" {
+                run.torch
+            } else if run.program == program {
+                run.version
+            } else {
+                ""
+            }
+        };
+        RUNS.iter().map(|run| version(&run)).filter(|version| !version.is_empty()).map(number).collect()
+    };
+    for program in ["torch", "vLLM", "SGLang"] {
+        let expected = EXPECTED.iter().flat_map(|(what, _)| {
+            what.split(", ").scan("", |of, part| {
+                *of = part.split(' ').next().filter(|word| word.chars().all(char::is_alphabetic) && *word != "and").unwrap_or(of);
+                Some((*of, part))
+            })
+        });
+        let ranges: Vec<_> = expected.filter(|(of, _)| *of == program).map(|(_, part)| part).collect();
+        assert!(!ranges.is_empty(), "{program}");
+        for range in ranges {
+            let ends: Vec<_> = range.split(' ').filter(|word| word.starts_with(|c: char| c.is_ascii_digit())).map(number).collect();
+            let is_open = range.ends_with("or later");
+            for version in run(program) {
+                let version = version[..ends[0].len().min(version.len())].to_vec();
+                let is_in = ends[0] <= version && (is_open || version <= *ends.last().unwrap());
+                assert!(!is_in, "{program} {version:?} was run, and is in {range:?}");
+            }
+        }
     }
+}
+
+/// What becomes of programs that cannot be managed, said in two places.
+#[test]
+fn security_agrees() {
+    let page = fs::read_to_string(crate::root().join("SECURITY.md")).unwrap();
+    let (_, then) = REFUSED.iter().find(|(what, _)| what.contains("set-uid")).unwrap();
+    assert_eq!(*then, "it runs without the library; `vramctl run` says so");
+    assert!(page.contains("set-user-id programs: they run without the library, and `run` says so"));
 }
 
 /// What `command` says on a machine where a variable makes the driver or the GPU another one.

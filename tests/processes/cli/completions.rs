@@ -22,8 +22,7 @@ fn shells_complete_tags_processes_and_gpus() {
     let machine = Machine::without_gpus();
     let complete = |words: &[&str]| {
         let arguments: Vec<_> = ["--", "vramctl"].iter().chain(words).copied().collect();
-        let output = machine.cli(&arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
-        let ran = Ran::new(&output);
+        let ran = Ran::of(machine.cli(&arguments).env("VRAMCTL_COMPLETE", "fish"));
         assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""), "{ran:?}");
         ran.out.lines().map(|line: &str| line.split('\t').next().unwrap().to_owned()).collect::<Vec<_>>()
     };
@@ -53,7 +52,7 @@ fn a_command_is_completed_from_the_path_and_its_arguments_as_paths() {
         let arguments: Vec<_> = ["--", "vramctl", "run", "--"].iter().chain(words).copied().collect();
         let mut command = machine.command(command_line(), &arguments);
         command.env("VRAMCTL_COMPLETE", "fish").env("PATH", &programs).current_dir(machine.folder.path());
-        Ran::new(&command.output().unwrap()).out.lines().map(|line| line.split('\t').next().unwrap().to_owned()).collect::<Vec<_>>()
+        Ran::of(&mut command).out.lines().map(|line| line.split('\t').next().unwrap().to_owned()).collect::<Vec<_>>()
     };
     assert_eq!(complete(&["serv"]), ["serve-it"]);
     assert_eq!(complete(&["serve-it", "prog"]), ["programs/"]);
@@ -74,5 +73,5 @@ fn zsh_completes_at_the_first_tab() {
                    CURRENT=2; _vramctl";
     let mut command = machine.command(zsh, &["-f", "-c", program, "zsh", machine.folder.path().to_str().unwrap()]);
     let path = format!("{}:{}", Path::new(command_line()).parent().unwrap().display(), std::env::var("PATH").unwrap());
-    Ran::new(&command.env("PATH", path).output().unwrap()).has(0, "set-tag", "");
+    Ran::of(command.env("PATH", path)).has(0, "set-tag", "");
 }

@@ -13,7 +13,7 @@ fn simulated_machines_have_sockets_and_a_size_of_their_own() {
         for name in ["SIMGPU_DIR", "SIMGPU_MEMORY", "SIMGPU_DEVICES"] {
             command.env_remove(name);
         }
-        Ran::new(&command.output().unwrap())
+        Ran::of(&mut command)
     };
     for wrong in ["4X", "lots", "-1G"] {
         run(&["--memory", wrong, "true"]).has(2, "", &format!("--memory {wrong} is not a size"));
