@@ -3,14 +3,13 @@
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Options and words that a command does not have, with what is meant. Without a command: whichever it is.
-const UNKNOWN: [(&str, &str, &str); 9] = [
+const UNKNOWN: [(&str, &str, &str); 8] = [
     ("", "--tag --tags", "a tag is a word, as in `vramctl pause kv_cache --name engine`"),
     ("", "-a", "all of them are chosen by --all"),
     ("", "-v --ver -version", "`vramctl --version` tells the version"),
     ("ps", "--wide -w", "`vramctl ps -o wide` has all columns"),
     ("status gpus", "--watch -w", "`vramctl top` shows it live"),
     ("resume", "--to", "`vramctl move NAME --to GPU` brings it back on another GPU"),
-    ("share", "on off start stop", "it shows who shares; `vramctl run --share -- COMMAND` shares"),
     ("run", "--gpu --gpus --device", "`CUDA_VISIBLE_DEVICES=0 vramctl run -- COMMAND` chooses GPUs"),
     ("run", "--memory --mem --max-memory", "`vramctl run --limit 20G -- COMMAND` gives a share of each GPU"),
 ];
