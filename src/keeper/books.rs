@@ -33,6 +33,12 @@ impl Gpus {
         self.numbers.get(uuid).copied()
     }
 
+    /// Bytes of a GPU: free, and all.
+    pub fn free_and_all(&self, number: GpuId) -> [u64; 2] {
+        let card = self.cards.iter().find(|card| self.number(&card.uuid) == Some(number));
+        card.map_or([0; 2], |card| [card.free, card.free + card.used])
+    }
+
     /// Allocations of one process, as it is asked for them.
     pub fn amounts<'a>(&self, taken: impl IntoIterator<Item = (GpuId, &'a Holdings)>) -> Amounts {
         let of_gpu = |(number, holdings): (GpuId, &Holdings)| {

@@ -75,15 +75,13 @@ impl Task {
 
     /// Does it, or leaves all as it was, and says why.
     pub fn run(&self) -> Ended {
-        match (&*self.leaving, self.coming.is_empty()) {
-            ([one], false) => self.swap(one),
-            _ => self.one_after_the_other(),
-        }
+        if self.leaving.is_empty() || self.coming.is_empty() { self.one_after_the_other() } else { self.swap() }
     }
 
-    fn swap(&self, part: &Part) -> Ended {
+    /// All that leave are one side of it: they are prepared together, and have one decision.
+    fn swap(&self) -> Ended {
         // Where one is suspended, say, one goes before the other comes.
-        let plan = match Swap::plan(self.pause(part), self.resume(&self.coming), &()) {
+        let plan = match Swap::plan(self.pause(&self.leaving), self.resume(&self.coming), &()) {
             Ok(plan) => plan,
             // The host has no room for the contents of both, and they cannot pass each other: nor can one go first.
             Err(failure) if failure.is(Kind::HostMemory) => return Ended::failed(&failure),
@@ -91,12 +89,12 @@ impl Task {
         };
         let consent = match plan.consent(&()) {
             Ok(consent) => consent,
-            Err(failure) => return Ended::refused(part, &failure),
+            Err(failure) => return self.refused(None, &failure),
         };
         let swapped = plan.run(&consent, &());
         match original(&swapped.left) {
             _ if swapped.committed => Ended { outcome: scheduler::Outcome::Changed, why: None },
-            Some(failure) if is_its_own(&failure) => Ended::refused(part, &failure),
+            Some(failure) if is_its_own(&failure) => self.refused(refuses(&swapped.left), &failure),
             // One cannot go first: the host has no room for both.
             _ if plan.passing().is_some() => Ended { outcome: scheduler::Outcome::Failed, why: swapped.whereabouts },
             _ => self.one_after_the_other(),
@@ -105,7 +103,7 @@ impl Task {
 
     /// All pauses at once, then the resume. What has been paused comes back if anything fails.
     fn one_after_the_other(&self) -> Ended {
-        let paused = parallel::each_well(&self.leaving, |part| (part, run(self.pause(part))));
+        let paused = parallel::each_well(&self.leaving, |part| (part, run(self.pause(std::slice::from_ref(part)))));
         let refused = paused.iter().find_map(|(part, done)| Some(Ended::refused(part, done.as_ref().err()?)));
         let ended = match refused {
             Some(ended) => ended,
@@ -120,13 +118,22 @@ impl Task {
         ended
     }
 
+    /// A pause has failed because of a process; without one, because of whoever leaves first.
+    fn refused(&self, pid: Option<u32>, failure: &CommandError) -> Ended {
+        let of_process = |part: &&Part| pid.is_some_and(|pid| part.taken.contains_key(&pid));
+        let part = self.leaving.iter().find(of_process).or_else(|| self.leaving.first());
+        part.map_or_else(|| Ended::failed(failure), |part| Ended::refused(part, failure))
+    }
+
     fn bring(&self, pids: &[u32]) -> Result<(), CommandError> {
         if pids.is_empty() { Ok(()) } else { run(self.resume(pids)) }
     }
 
-    fn pause(&self, part: &Part) -> Operation {
+    fn pause(&self, parts: &[Part]) -> Operation {
         let how = HowToPause { hold: Hold::Within(self.drain), ..HowToPause::default() };
-        self.operation(Verb::Pause, &part.pids(), Scope::Amounts(part.taken.clone()), how)
+        let taken: BTreeMap<_, _> = parts.iter().flat_map(|part| part.taken.clone()).collect();
+        let pids: Vec<_> = taken.keys().copied().collect();
+        self.operation(Verb::Pause, &pids, Scope::Amounts(taken), how)
     }
 
     fn resume(&self, pids: &[u32]) -> Operation {
@@ -160,6 +167,11 @@ fn run(operation: Operation) -> Result<(), CommandError> {
 /// Whether a pause has failed because of the program: it did not drain, say, and not because the host is short of memory.
 fn is_its_own(failure: &CommandError) -> bool {
     failure.exit() == Exit::Busy || failure.is(Kind::PrefixCache)
+}
+
+/// The first process that has failed because of its program.
+fn refuses(outcome: &Outcome) -> Option<u32> {
+    outcome.all().find(|one| one.result.as_ref().is_err_and(is_its_own)).map(|one| one.process.pid)
 }
 
 fn original(outcome: &Outcome) -> Option<CommandError> {

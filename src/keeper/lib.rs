@@ -8,14 +8,17 @@
 
 mod books;
 mod change;
+mod growth;
 mod keep;
 mod leave;
 mod member;
 mod news;
 mod node;
 mod office;
+mod totals;
 mod view;
 
 pub use keep::keep;
 pub use leave::leave;
+pub use totals::{Totals, Waits};
 pub use view::{ChangeView, MemberView, PolicyView, View, ask};

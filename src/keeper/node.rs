@@ -2,9 +2,11 @@
 
 use crate::books::Gpus;
 use crate::change::{Ended, Task};
+use crate::growth::Growth;
 use crate::member::{Line, Member};
 use crate::news::News;
 use crate::office::Office;
+use crate::totals::{Totals, Waiting};
 use crate::view::{self, ChangeView, MemberView, PolicyView, View};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
@@ -52,12 +54,16 @@ pub struct Node {
     next_program: u64,
     jobs: BTreeMap<String, JobId>,
     peaks: BTreeMap<u32, PerGpu>,
+    growth: Growth,
+    totals: Totals,
+    waiting: Waiting,
     statuses: BTreeMap<u32, ProcessStatus>,
     holdings: BTreeMap<u32, Holdings>,
     /// The programs of changes under way.
     moving: BTreeMap<ChangeId, BTreeSet<ProgramId>>,
     asks_first: BTreeSet<String>,
-    changes: Vec<(ChangeId, Instant, ChangeView)>,
+    /// With who has given way for which reason.
+    changes: Vec<(ChangeId, Instant, Vec<Why>, ChangeView)>,
     wake: Option<Duration>,
     sender: Sender<News>,
     news: Receiver<News>,
@@ -89,6 +95,9 @@ impl Node {
             next_program: 0,
             jobs: BTreeMap::new(),
             peaks: BTreeMap::new(),
+            growth: Growth::default(),
+            totals: Totals::default(),
+            waiting: Waiting::default(),
             statuses: BTreeMap::new(),
             holdings: BTreeMap::new(),
             moving: BTreeMap::new(),
@@ -126,6 +135,7 @@ impl Node {
                 Err(RecvTimeoutError::Timeout) => {
                     if self.somebody_waits() {
                         self.look_again();
+                        self.ask_for_less();
                     }
                     if self.wake.is_some_and(|wake| self.now() >= wake) {
                         self.step(Event::Timer);
@@ -190,6 +200,7 @@ impl Node {
         let Some(line) = self.greeted.remove(&pid) else { return };
         self.gpus.look();
         self.ask_all();
+        let asks = state.wants.iter().filter_map(|want| self.asked(pid, want)).collect();
         let Some(status) = self.statuses.get(&pid) else {
             // It has ended, or was too busy to answer.
             self.has_missed = true;
@@ -213,7 +224,7 @@ impl Node {
             capturing: state.captures,
             activity: state.idle_ms.map_or(Activity::Busy, |idle| Activity::Idle(Duration::from_millis(idle))),
             called: state.calls_wait_ms.map(Duration::from_millis),
-            asks: state.wants.iter().filter_map(|want| self.asked(want)).collect(),
+            asks,
             turn: None,
             backoff: None,
         };
@@ -226,11 +237,14 @@ impl Node {
         self.step(Event::Joined(Box::new(report)));
     }
 
-    fn asked(&self, want: &vramctl_model::Want) -> Option<Asked> {
+    fn asked(&mut self, pid: u32, want: &vramctl_model::Want) -> Option<Asked> {
         let gpu = self.gpus.number(want.gpu.as_deref()?)?;
+        let [free, all] = self.gpus.free_and_all(gpu);
+        let free = free.saturating_sub(self.state.policy().reserve);
+        let bytes = self.growth.ask((pid, want.ticket), gpu, want.bytes, [free, all], Instant::now());
         Some(Asked {
             ask: AskId(want.ticket),
-            room: [(gpu, want.bytes)].into(),
+            room: [(gpu, bytes)].into(),
             waited: Duration::from_millis(want.waits_ms),
             unserved: Duration::ZERO,
             granted: want.tries,
@@ -241,6 +255,8 @@ impl Node {
         self.greeted.remove(&pid);
         self.statuses.remove(&pid);
         self.peaks.remove(&pid);
+        self.growth.forget(pid);
+        self.waiting.forget(pid);
         if let Some(member) = self.members.remove(&pid) {
             self.programs.remove(&member.program);
             self.look_again();
@@ -255,6 +271,7 @@ impl Node {
     fn changed(&mut self, pid: u32, new: &MemberState) {
         let Some(member) = self.members.get_mut(&pid) else { return };
         let (program, old) = (member.program, std::mem::replace(&mut member.state, new.clone()));
+        self.waiting.note(pid, waits_since(new).map(Duration::from_millis), Instant::now(), &mut self.totals.waits);
         let waits_for =
             |state: &MemberState| state.wants.iter().filter(|want| !want.tries).map(|want| want.ticket).collect::<BTreeSet<_>>();
         let all_of = |state: &MemberState| state.wants.iter().map(|want| want.ticket).collect::<BTreeSet<_>>();
@@ -268,6 +285,7 @@ impl Node {
         }
         for ticket in settled {
             let memory = self.memory_of(pid);
+            self.growth.settle(pid, ticket);
             self.step(Event::Settled { program, ask: AskId(ticket), memory });
         }
         for want in new.wants.iter().filter(|want| !want.tries && !waited.contains(&want.ticket)) {
@@ -276,7 +294,7 @@ impl Node {
                 let memory = self.memory_of(pid);
                 self.step(Event::Settled { program, ask: AskId(want.ticket), memory });
             }
-            if let Some(asked) = self.asked(want) {
+            if let Some(asked) = self.asked(pid, want) {
                 self.step(Event::Asks { program, ask: asked.ask, room: asked.room });
             }
         }
@@ -361,9 +379,37 @@ impl Node {
     fn act(&mut self, action: Action) {
         match action {
             Action::Change(change) => self.begin(&change),
-            Action::Grant(program, ask) => self.order(program, &Order::Granted { ticket: ask.0 }),
-            Action::Refuse(program, ask, why) => self.order(program, &Order::Denied { ticket: ask.0, why: refused(why) }),
+            Action::Grant(program, ask) => {
+                if let Some(pid) = self.programs.get(&program) {
+                    self.growth.grant(*pid, ask.0, Instant::now());
+                }
+                self.order(program, &Order::Granted { ticket: ask.0 });
+            }
+            Action::Refuse(program, ask, why) => match self.needs_less(program, ask) {
+                Some(room) => self.step(Event::Asks { program, ask, room }),
+                None => self.order(program, &Order::Denied { ticket: ask.0, why: refused(why) }),
+            },
             Action::Watch(program, on) => self.order(program, &Order::Watch { on }),
+        }
+    }
+
+    fn needs_less(&mut self, program: ProgramId, ask: AskId) -> Option<PerGpu> {
+        self.growth.less(*self.programs.get(&program)?, ask.0)
+    }
+
+    /// Those for whom nobody can make as much room as was asked for ask for what they need.
+    fn ask_for_less(&mut self) {
+        let stuck = |why| matches!(why, Some(Because::NobodyCan | Because::HostFull | Because::Retries(_)));
+        let programs: Vec<_> = self.state.gangs().filter(|(.., why)| stuck(*why)).flat_map(|(_, programs, _)| programs).collect();
+        for program in programs {
+            let Some(member) = self.programs.get(&program).and_then(|pid| self.members.get(pid)) else { continue };
+            let waiting: Vec<_> = member.state.wants.iter().filter(|want| !want.tries).map(|want| AskId(want.ticket)).collect();
+            for ask in waiting {
+                if let Some(room) = self.needs_less(program, ask) {
+                    self.step(Event::Settled { program, ask, memory: PerGpu::new() });
+                    self.step(Event::Asks { program, ask, room });
+                }
+            }
         }
     }
 
@@ -416,7 +462,8 @@ impl Node {
             bytes: change.leaving.iter().flat_map(|leave| leave.taken.values()).map(Taken::bytes).sum(),
             ..ChangeView::default()
         };
-        self.changes.push((change.id, Instant::now(), view));
+        let reasons = change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|_| leave.why)).collect();
+        self.changes.push((change.id, Instant::now(), reasons, view));
         let excess = self.changes.len().saturating_sub(SHOWN);
         self.changes.drain(..excess);
         let (sender, id) = (self.sender.clone(), change.id);
@@ -431,7 +478,7 @@ impl Node {
 
     fn done(&mut self, change: ChangeId, Ended { outcome, why }: Ended) {
         let Some(programs) = self.moving.remove(&change) else { return };
-        if let Some((_, begun, view)) = self.changes.iter_mut().find(|(id, ..)| *id == change) {
+        if let Some((_, begun, left, view)) = self.changes.iter_mut().find(|(id, ..)| *id == change) {
             view.took_ms = Some(begun.elapsed().as_millis() as u64);
             view.outcome = match outcome {
                 Outcome::Changed => "changed",
@@ -440,6 +487,14 @@ impl Node {
             }
             .into();
             view.why = why;
+            *self.totals.changes.entry(view.outcome.clone()).or_default() += 1;
+            if outcome == Outcome::Changed {
+                self.totals.bytes += view.bytes;
+                self.totals.turns += u64::from(!view.came.is_empty());
+                for why in left {
+                    *self.totals.gave_way.entry(key(*why).to_owned()).or_default() += 1;
+                }
+            }
         }
         self.gpus.look();
         self.ask_all();
@@ -453,6 +508,8 @@ impl Node {
                 member.state.away = held;
                 if !held {
                     member.state.calls_wait_ms = None;
+                    let waits = waits_since(&member.state).map(Duration::from_millis);
+                    self.waiting.note(pid, waits, Instant::now(), &mut self.totals.waits);
                 }
             }
             now.push((program, self.memory_of(pid), held));
@@ -498,7 +555,8 @@ impl Node {
             })
         });
         let members = members.collect();
-        let changes = self.changes.iter().map(|(_, begun, view)| ChangeView { ago_ms: begun.elapsed().as_millis() as u64, ..view.clone() });
+        let changes =
+            self.changes.iter().map(|(_, begun, _, view)| ChangeView { ago_ms: begun.elapsed().as_millis() as u64, ..view.clone() });
         View {
             scheduler: std::process::id(),
             epoch: self.office.epoch,
@@ -506,6 +564,7 @@ impl Node {
             members,
             host: (self.state.host_room(), self.state.contents()),
             changes: changes.collect(),
+            totals: self.totals.clone(),
         }
     }
 
@@ -554,6 +613,17 @@ fn words(why: Why) -> String {
         Why::Idle => "it was idle".into(),
         Why::Lower(_) => "it has a lower priority".into(),
         Why::TurnOver => "its turn was over".into(),
+    }
+}
+
+/// In metrics.
+fn key(why: Why) -> &'static str {
+    match why {
+        Why::Away => "away",
+        Why::WaitsBehind => "waits",
+        Why::Idle => "idle",
+        Why::Lower(_) => "lower",
+        Why::TurnOver => "turn",
     }
 }
 

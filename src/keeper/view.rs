@@ -1,5 +1,6 @@
 //! What `vramctl share` shows: asked over a socket beside those of the programs.
 
+use crate::totals::Totals;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs;
@@ -28,6 +29,9 @@ pub struct View {
     pub host: (u64, u64),
     /// The last changes of places, the newest last.
     pub changes: Vec<ChangeView>,
+    /// What has happened since the scheduler took over.
+    #[serde(default)]
+    pub totals: Totals,
 }
 
 /// How the scheduler decides.

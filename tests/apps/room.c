@@ -31,7 +31,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { MOST = 64, MIB = 1 << 20, NOT_READY = 600 };
+enum { MOST = 128, MIB = 1 << 20, NOT_READY = 600 };
 
 static struct {
 	CUdeviceptr at;

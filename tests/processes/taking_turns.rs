@@ -205,6 +205,38 @@ fn nothing_is_retained_if_nobody_wants_it() {
     assert_eq!(left(&machine, "a")[1], 0);
 }
 
+/// Two leave while a third comes, in one operation: what the one has given back, the other fills while the rest is still being saved.
+#[test]
+fn two_leave_while_one_comes() {
+    let _alone = one_at_a_time();
+    let machine = crowded();
+    let start = |(name, mib): &(&str, u32)| Program::ready(&mut sharing(&machine, name, *mib, &["--trace"]));
+    let mut engines: Vec<_> = [("a", 30), ("b", 30), ("c", 72)].iter().map(start).collect();
+    // The large one leaves for both of the others, and comes back.
+    for at in [0, 1, 2] {
+        engines[at].verify();
+    }
+    let last = || view(&machine)["changes"].as_array().unwrap().last().unwrap().clone();
+    eventually("the scheduler has noted its end", || last()["outcome"] != "");
+    let last = last();
+    let left: Vec<_> = last["left"].as_array().unwrap().iter().map(|one| one[0].as_str().unwrap()).collect();
+    assert_eq!((left, &last["came"], &last["outcome"]), (vec!["a", "b"], &json!(["c"]), &json!("changed")), "{last:#}");
+    let path = machine.folder.path().join("trace.json");
+    machine.done(&format!("trace -o {}", path.display()));
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let last_of = |engine: &Program, name: &str| {
+        let events = trace["traceEvents"].as_array().unwrap();
+        let slices = events.iter().filter(|event| event["ph"] == "X" && event["name"] == name && event["pid"] == engine.pid());
+        let spans = slices.map(|event| (event["ts"].as_f64().unwrap(), event["ts"].as_f64().unwrap() + event["dur"].as_f64().unwrap()));
+        spans.max_by(|one, other| one.0.total_cmp(&other.0)).unwrap()
+    };
+    let (comes, _) = last_of(&engines[2], "resume");
+    for engine in &engines[..2] {
+        let (_, gone) = last_of(engine, "pause");
+        assert!(comes < gone, "the resume begins at {comes}, when the pause has ended at {gone}");
+    }
+}
+
 /// A rank of which nothing is taken is held with the others of its job, and a call of either brings back both.
 #[test]
 fn a_job_gives_way_as_one_and_more_than_once() {

@@ -3,6 +3,7 @@
 use crate::common::machine::{Machine, Program};
 use crate::common::{compile, eventually, own_folder, patiently, programs};
 use serde_json::{Value, json};
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -142,6 +143,97 @@ fn what_can_never_fit_is_out_of_memory() {
         assert_eq!([asking.ask(request), asking.ask("error")], ["2", "2"], "{request}");
     }
     idle.verify();
+}
+
+/// A person changes how a running program shares. Whoever it was at the start, the change holds.
+#[test]
+fn how_a_running_program_shares_can_be_changed() {
+    let machine = crowded();
+    let mut idle = idle(&machine, 48);
+    let room = room().to_str().unwrap();
+    let mut command = machine.cli(&["run", "--share", "--name", "asking", "--no-python", "--limit", "40M", "--", room]);
+    let mut asking = Program::ready(&mut command);
+    assert_eq!([asking.ask("first"), asking.ask("take 44"), asking.ask("error")], ["0", "2", "2"]);
+    machine.vramctl("share asking --limit 60M --priority low").expect(0, "low priority, at most 60M of each GPU", "");
+    assert_eq!([asking.ask("take 44"), asking.ask("error")], ["0", "0"]);
+    let seen = eventually_is(&machine, &asking, "priority", "low");
+    assert_eq!(seen["place"], "in place");
+    machine.vramctl("share idle --limit 20M").expect(1, "", "started without a limit");
+    machine.vramctl("share asking").expect(2, "", "what is to change?");
+    machine.vramctl("share").expect(0, "turns of 2.0 s", "");
+    // Idle, it gives all of its memory back, although nobody asks for it.
+    idle.verify();
+    machine.vramctl("share idle --idle 1").expect(0, "gives its memory back after 1 s", "");
+    eventually_is(&machine, &idle, "place", "away");
+    idle.verify();
+    machine.vramctl("share idle --idle 0").expect(0, "normal priority", "");
+    assert_eq!(asking.ask("check"), "ok");
+    // Of a program that does not share, there is nothing to change.
+    drop(asking);
+    let plain = machine.engine("plain");
+    machine.vramctl("share plain --priority low").expect(1, "", "does not share its GPUs");
+    drop(plain);
+}
+
+fn eventually_is(machine: &Machine, program: &Program, what: &str, value: &str) -> Value {
+    eventually(&format!("its {what} is {value}"), || member(machine, program)[what] == value);
+    member(machine, program)
+}
+
+/// A program that would rather fail than wait says so.
+#[test]
+fn a_program_says_how_long_it_waits_while_nobody_can_give_way() {
+    let machine = crowded();
+    let mut capturing = asking(&machine);
+    for request in ["first", "take 60", "capture"] {
+        assert_eq!(capturing.ask(request), "0", "{request}");
+    }
+    let log = machine.folder.path().join("log");
+    let mut command = machine.cli(&["run", "--share", "--name", "hasty", "--no-python", "--wait", "1", "--", room().to_str().unwrap()]);
+    let mut hasty = Program::ready(command.stderr(File::create(&log).unwrap()));
+    assert_eq!([hasty.ask("first"), hasty.ask("take 40")], ["0", "2"]);
+    let log = fs::read_to_string(log).unwrap();
+    assert!(log.contains("nobody could give way for 1 s"), "{log}");
+    assert_eq!(capturing.ask("end"), "0");
+    assert_eq!([hasty.ask("error"), hasty.ask("take 40")], ["2", "0"]);
+    assert_eq!([capturing.ask("check"), hasty.ask("check")], ["ok", "ok"]);
+}
+
+/// A program that grows by many small allocations has others give way a few times only.
+#[test]
+fn a_program_that_grows_makes_others_give_way_seldom() {
+    let mut machine = crowded();
+    machine.memory = "256M";
+    let mut idle = asking(&machine);
+    assert_eq!(idle.ask("first"), "0");
+    // Beside the context of the other one, it must fit again.
+    let full = || 256 * MIB - machine.used() < 24 * MIB;
+    while !full() {
+        assert_eq!(idle.ask("take 2"), "0");
+    }
+    let mut growing = Program::ready(&mut sharing(&machine, "growing", &[room().to_str().unwrap()]));
+    assert_eq!(growing.ask("first"), "0");
+    let changes = || metric(&machine, "vramctl_share_changes_total{outcome=\"changed\"}");
+    let before = changes();
+    for _ in 0..24 {
+        assert_eq!(growing.ask("take 2"), "0");
+    }
+    let made = changes() - before;
+    assert!((3.0..12.0).contains(&made), "{made} changes of places for 24 allocations");
+    assert_eq!([growing.ask("check"), idle.ask("check")], ["ok", "ok"]);
+
+    // What all this was is on the page of the metrics, too.
+    let [waits, bytes] = ["vramctl_share_wait_seconds_count", "vramctl_share_bytes_total"].map(|name| metric(&machine, name));
+    assert!(waits >= made && bytes >= (40 * MIB) as f64, "{waits} waits, {bytes} bytes");
+    let all = metric(&machine, "vramctl_share_wait_seconds_bucket{le=\"+Inf\"}");
+    assert!(all >= waits, "{all}");
+    let [idle, away] = ["idle", "away"].map(|why| metric(&machine, &format!("vramctl_share_gave_way_total{{reason=\"{why}\"}}")));
+    assert!(idle >= 1.0 && idle + away >= made, "{idle} and {away} of {made}");
+}
+
+fn metric(machine: &Machine, name: &str) -> f64 {
+    let page = machine.vramctl("metrics").expect(0, "", "").out;
+    page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok()).unwrap_or(0.0)
 }
 
 /// An engine that sleeps wakes up while others have the GPU. Neither its calls nor the scheduler bring back what it has paused itself.

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::processes::Process;
+use vramctl_keeper::{View, Waits};
 use vramctl_model::{Kind, OF_DRIVER, Stage, Status, Totals, Verb};
 
 /// The owner of a process's residue that is the driver's.
@@ -84,6 +85,14 @@ metrics! {
     SECONDS = "vramctl_operation_seconds_total", ["name", "pid", "operation"], "Time that operations took.";
     STAGE_SECONDS = "vramctl_operation_stage_seconds_total", ["name", "pid", "operation", "stage"],
         "The same by stage. Stages: wait, save, unmap, release, guard, map, restore; map and restore overlap.";
+
+    SHARE_AWAY = "vramctl_share_away_bytes", ["name", "pid"], "Memory that the scheduler has taken from a program that shares its GPUs. Of the programs of `vramctl run --share` alone.";
+    SHARE_WAITS = "vramctl_share_waiting_seconds", ["name", "pid"], "How long the program's oldest waiting call or request has waited. 0: none waits.";
+    SHARE_CHANGES = "vramctl_share_changes_total", ["outcome"], "Changes of places since this scheduler took over. Outcomes: changed, refused, failed.";
+    SHARE_GAVE_WAY = "vramctl_share_gave_way_total", ["reason"], "Programs that gave way, by why. Reasons: idle, lower (priority), turn (was over), waits (itself), away (in part).";
+    SHARE_TURNS = "vramctl_share_turns_total", [], "Changes that brought a program's memory back: its turn began.";
+    SHARE_BYTES = "vramctl_share_bytes_total", [], "GPU memory that left in changes of places.";
+    SHARE_WAIT = "vramctl_share_wait_seconds", [], "How long calls and requests of a program waited, until none of it waits: a histogram.";
 }
 
 /// How many tags or libraries of one process have labels of their own: the largest ones. The others are summed as [`REST`], because a
@@ -92,7 +101,7 @@ const MOST_OWNERS: usize = 32;
 const REST: &str = "(rest)";
 
 /// The page about these GPUs and processes, including the figures of the kernel.
-pub fn page(ledgers: &[Ledger], processes: &[Process], begun: Instant) -> String {
+pub fn page(ledgers: &[Ledger], processes: &[Process], sharing: Option<&View>, begun: Instant) -> String {
     let host = ledger::host(processes, processes);
     let mut page = Exposition::default();
     page.put(&BUILD, &[env!("CARGO_PKG_VERSION")], 1);
@@ -109,8 +118,24 @@ pub fn page(ledgers: &[Ledger], processes: &[Process], begun: Instant) -> String
     for process in processes {
         page.process(process);
     }
+    if let Some(view) = sharing {
+        page.sharing(view);
+    }
     page.put_seconds(&COLLECT, &[], begun.elapsed().as_secs_f64());
-    page.text()
+    page.text() + &sharing.map_or_else(String::new, |view| histogram(&view.totals.waits))
+}
+
+/// The library that makes the rest of the page makes histograms only of what it has counted itself.
+fn histogram(waits: &Waits) -> String {
+    let Metric { name, help, .. } = SHARE_WAIT;
+    let up_to = Waits::UP_TO.iter().map(ToString::to_string).chain(["+Inf".to_owned()]);
+    let mut all = 0;
+    let buckets = up_to.zip(waits.counts.iter().chain(std::iter::repeat(&0))).map(|(most, count)| {
+        all += count;
+        format!("{name}_bucket{{le=\"{most}\"}} {all}\n")
+    });
+    let buckets: String = buckets.collect();
+    format!("# HELP {name} {help}\n# TYPE {name} histogram\n{buckets}{name}_sum {}\n{name}_count {all}\n", waits.seconds)
 }
 
 /// A page, as it grows.
@@ -131,6 +156,22 @@ impl Exposition {
             let made = self.gauges.entry(metric.name).or_insert_with(|| GaugeVec::new(options(), metric.labels).expect("sound"));
             made.with_label_values(labels).add(value);
         }
+    }
+
+    fn sharing(&mut self, view: &View) {
+        for member in &view.members {
+            let of = [&*member.name, &text(Some(member.pid))];
+            self.put(&SHARE_AWAY, &of, member.away_bytes);
+            self.put_seconds(&SHARE_WAITS, &of, member.waits_ms.unwrap_or(0) as f64 / 1000.0);
+        }
+        let vramctl_keeper::Totals { changes, gave_way, turns, bytes, waits: _ } = &view.totals;
+        for (metric, counts) in [(&SHARE_CHANGES, changes), (&SHARE_GAVE_WAY, gave_way)] {
+            for (label, count) in counts {
+                self.put(metric, &[label], *count);
+            }
+        }
+        self.put(&SHARE_TURNS, &[], *turns);
+        self.put(&SHARE_BYTES, &[], *bytes);
     }
 
     fn put(&mut self, metric: &Metric, labels: &[&str], value: u64) {

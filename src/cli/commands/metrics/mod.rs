@@ -62,7 +62,9 @@ fn page() -> Result<String, CommandError> {
         WARNED.call_once(|| output::complain("warning", &format!("the metrics of the GPUs are missing: {none}")));
         Vec::new()
     });
-    Ok(families::page(&ledgers, &processes, begun))
+    // A scheduler that does not answer is no reason to have no page.
+    let sharing = vramctl_keeper::ask().ok().flatten();
+    Ok(families::page(&ledgers, &processes, sharing.as_ref(), begun))
 }
 
 /// Replaces a file atomically. The collector may be another user who can write to the folder, so a file that already exists under the
