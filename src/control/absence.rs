@@ -4,7 +4,7 @@
 //! `ADDRESS.saving` or `ADDRESS.loading`, and has it locked until the process may listen. The process removes the file once it does.
 
 use crate::address::{Address, namespace_of};
-use crate::discovery::Directory;
+use crate::folder::Folder;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs::{self, File};
@@ -93,7 +93,7 @@ impl Mark {
 /// A file and its lock. Dropped, it leaves the file, which the process removes.
 #[derive(Debug)]
 pub struct Marked {
-    directory: Directory,
+    directory: Folder,
     name: String,
     /// `None` once the process may listen.
     lock: Option<File>,
@@ -101,7 +101,7 @@ pub struct Marked {
 
 impl Marked {
     /// Keeps a process from listening, or tells one that does not listen yet what it is called. `None`: somebody else does.
-    pub fn new(directory: Directory, mark: Mark, address: &Address, says: &Says) -> io::Result<Option<Self>> {
+    pub fn new(directory: Folder, mark: Mark, address: &Address, says: &Says) -> io::Result<Option<Self>> {
         /// Whoever looks has it locked for a moment.
         const PATIENCE: Duration = Duration::from_secs(1);
         const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -154,7 +154,7 @@ pub(crate) struct Found {
 }
 
 /// The processes of which there is a file. Removes what dead ones have left.
-pub(crate) fn marked(directory: &Directory) -> io::Result<Vec<Found>> {
+pub(crate) fn marked(directory: &Folder) -> io::Result<Vec<Found>> {
     let (mut found, own) = (Vec::new(), namespace_of(own_folder()));
     for entry in fs::read_dir(directory.within_process())? {
         let file = entry?.file_name();
@@ -189,7 +189,7 @@ fn read(file: File) -> Option<Says> {
 /// Whether somebody keeps this process from listening.
 pub fn is_kept_away() -> bool {
     let [_, own] = Address::own();
-    let open = || Directory::open()?.map(|directory| directory.file(&Mark::Saving.file(&own), File::options().read(true))).transpose();
+    let open = || Folder::open()?.map(|directory| directory.file(&Mark::Saving.file(&own), File::options().read(true))).transpose();
     match open() {
         Ok(Some(file)) => !try_lock(&file, Sharing::Shared).unwrap_or(true),
         // Without a descriptor it cannot be seen, and no socket can be made either.
@@ -201,12 +201,12 @@ pub fn is_kept_away() -> bool {
 /// What this process, which goes on from an image, is told.
 pub fn told() -> Option<Says> {
     let [_, own] = Address::own();
-    let directory = Directory::open().ok()??;
+    let directory = Folder::open().ok()??;
     read(directory.file(&Mark::Loading.file(&own), File::options().read(true)).ok()?)
 }
 
 /// Removes the files of this process, which listens.
-pub(crate) fn remove_own(directory: &Directory) {
+pub(crate) fn remove_own(directory: &Folder) {
     let [_, own] = Address::own();
     // A save may be about to begin.
     let marks = Mark::BOTH.into_iter().filter(|mark| *mark == Mark::Loading || !is_kept_away());
@@ -223,7 +223,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "opens a directory")]
     fn a_process_is_known_until_it_listens_or_has_ended() {
         let folder = tempfile::tempdir().unwrap();
-        let directory = Directory::at(folder.path()).unwrap();
+        let directory = Folder::at(folder.path()).unwrap();
         let [_, own] = Address::own();
         let found = || {
             let found = marked(&directory).unwrap().into_iter();

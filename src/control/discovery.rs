@@ -5,117 +5,70 @@
 
 use crate::absence::{self, Absence, Absent};
 pub use crate::address::peer;
-use crate::address::{self, Address, ListenerName, Listeners};
+use crate::address::{self, Address, ListenerName};
+use crate::folder::{Folder, naming};
+use crate::listeners::Listeners;
 use crate::presence::{self, Lock};
 use std::ffi::{CStr, CString};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
+use std::ops::Deref;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, fchown};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use std::{io, mem, process, thread};
-use vramctl_config as config;
-use vramctl_host::directory::{Unsafe, open_private};
 use vramctl_host::system::{own_folder, user};
 use vramctl_host::{Held, Identity, Unpoison};
 
-/// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
+/// The directory of the sockets, and who listens there.
 #[derive(Debug, Clone)]
 pub struct Directory {
-    path: PathBuf,
-    owner: u32,
-    open: Arc<File>,
+    folder: Folder,
     /// Who listens, once somebody has looked.
     known: Arc<Mutex<Option<Listeners>>>,
+}
+
+impl Deref for Directory {
+    type Target = Folder;
+
+    fn deref(&self) -> &Folder {
+        &self.folder
+    }
+}
+
+impl From<Folder> for Directory {
+    fn from(folder: Folder) -> Self {
+        Self { folder, known: Arc::default() }
+    }
 }
 
 impl Directory {
     /// Opens the user's directory. `Ok(None)` if there is none yet, so no process has managed memory. Root may open anybody's.
     pub fn open() -> io::Result<Option<Self>> {
-        match Self::check(config::socket_directory(), user() == 0) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            answer => answer.map(Some),
-        }
+        Ok(Folder::open()?.map(Self::from))
     }
 
     /// Opens the directory for this process's socket, and creates it if necessary.
     pub fn open_or_create() -> io::Result<Self> {
-        Self::create(fs::DirBuilder::new().mode(0o700))
+        Folder::create(fs::DirBuilder::new().mode(0o700)).map(Self::from)
     }
 
     /// The same for a directory that has been there before: somebody may have deleted the directories above it, too.
     pub fn open_or_create_again() -> io::Result<Self> {
-        Self::create(fs::DirBuilder::new().mode(0o700).recursive(true))
+        Folder::create(fs::DirBuilder::new().mode(0o700).recursive(true)).map(Self::from)
     }
 
-    fn create(how: &fs::DirBuilder) -> io::Result<Self> {
-        let path = config::socket_directory();
-        match how.create(path) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(naming(path, &error)),
-            _ => Self::check(path, false),
-        }
-    }
-
-    fn check(path: &Path, anybodys: bool) -> io::Result<Self> {
-        let refused = match open_private(path, anybodys) {
-            Ok((open, owner)) => return Ok(Self { path: path.to_owned(), owner, open: Arc::new(open), known: Arc::default() }),
-            Err(refused) => refused,
-        };
-        let why = match refused {
-            Unsafe::Failed(error) => return Err(naming(path, &error)),
-            Unsafe::Link => "a symbolic link; set VRAMCTL_DIR to the directory itself".into(),
-            Unsafe::NotDirectory => "not a directory; set VRAMCTL_DIR to one".into(),
-            Unsafe::OwnedBy(owner) => format!("owned by user {owner}, not by you; set VRAMCTL_DIR to a directory of yours"),
-            Unsafe::Open(mode) => format!(
-                "open to other users (mode {mode:o}); chmod 700 it if only you use it, else set VRAMCTL_DIR to a directory of your own"
-            ),
-        };
-        Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())))
-    }
-
-    /// The user who owns it: only that one, and root, can have put anything there.
-    pub fn owner(&self) -> u32 {
-        self.owner
-    }
-
-    /// Its path, for messages.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// The directory by its descriptor, in this process.
-    pub fn within_process(&self) -> PathBuf {
-        own_folder().join(format!("fd/{}", self.open.as_raw_fd()))
+    /// The directory itself.
+    pub fn folder(&self) -> Folder {
+        self.folder.clone()
     }
 
     /// This directory, for tests.
     pub fn at(path: &Path) -> io::Result<Self> {
-        fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
-        Self::check(path, false)
-    }
-
-    /// Opens a file beside the sockets, and creates it if `options` say so. The directory may be another user's, who could have put
-    /// anything there, and nothing of it may be followed, or waited for: only a plain file of the directory's owner or of this user,
-    /// without another name, is opened.
-    pub fn file(&self, name: &str, options: &mut OpenOptions) -> io::Result<File> {
-        let file = options.mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(self.within_process().join(name))?;
-        let found = file.metadata()?;
-        // Zero links: it has just been removed.
-        if !found.is_file() || found.nlink() > 1 || ![self.owner, user()].contains(&found.uid()) {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
-        // The directory's owner must be able to open what root creates.
-        if found.uid() != self.owner && found.nlink() == 1 {
-            fchown(&file, Some(self.owner), None)?;
-        }
-        Ok(file)
-    }
-
-    fn within(&self, file: &str) -> PathBuf {
-        self.within_process().join(file)
+        Folder::at(path).map(Self::from)
     }
 
     /// Binds this process's socket. Replaces the socket of an earlier process with the same pid.
@@ -128,7 +81,7 @@ impl Directory {
         let Some(address) = Address::own().into_iter().find(|address| !in_use(address)) else {
             let why = format!(
                 "{}: another process {} listens there; give each container a VRAMCTL_DIR of its own",
-                self.path.display(),
+                self.path().display(),
                 process::id()
             );
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
@@ -140,12 +93,12 @@ impl Directory {
         let bind = || {
             let listener = Held::new(UnixListener::bind(&unfinished)?)?;
             let file = fs::symlink_metadata(&unfinished)?;
-            let path = CString::new(self.path.join(address.file()).into_os_string().into_vec())?;
+            let path = CString::new(self.path().join(address.file()).into_os_string().into_vec())?;
             fs::rename(&unfinished, self.within(&address.file()))?;
             absence::remove_own(self);
             Ok((listener, Bound { path, file: (file.dev(), file.ino()), root: root(), lock, deleted: None }))
         };
-        bind().map_err(|error| naming(&self.path, &error))
+        bind().map_err(|error| naming(self.path(), &error))
     }
 
     /// Connects to a process's socket, if the process belongs to the directory's owner. `WouldBlock` if the queue is full
@@ -191,14 +144,14 @@ impl Directory {
     fn dial(&self, address: &Address) -> io::Result<UnixStream> {
         let path = self.within(&address.file());
         let stream =
-            if self.owner == user() { connect_without_waiting(path.as_os_str().as_bytes())? } else { self.dial_of_another_user(&path)? };
+            if self.owner() == user() { connect_without_waiting(path.as_os_str().as_bytes())? } else { self.dial_of_another_user(&path)? };
         let peer = peer(&stream)?;
-        if peer.uid == self.owner || peer.uid == 0 {
+        if peer.uid == self.owner() || peer.uid == 0 {
             return Ok(stream);
         }
         let why = format!(
             "{}/{}: user {} answers there, not you; remove the file, or restart the program as yourself",
-            self.path.display(),
+            self.path().display(),
             address.file(),
             peer.uid
         );
@@ -209,7 +162,7 @@ impl Directory {
     fn dial_of_another_user(&self, path: &Path) -> io::Result<UnixStream> {
         let socket = File::options().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
         let found = socket.metadata()?;
-        if !found.file_type().is_socket() || found.nlink() > 1 || found.uid() != self.owner {
+        if !found.file_type().is_socket() || found.nlink() > 1 || found.uid() != self.owner() {
             let why = format!(
                 "{}: not a socket of the directory's owner; nothing there is followed",
                 path.file_name().unwrap_or_default().display()
@@ -225,10 +178,10 @@ impl Directory {
         /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
         // In this order, because a process locks, then goes away and leaves a file, and removes that once it listens again.
-        let alive = presence::alive(&self.open);
-        let marked = absence::marked(self).map_err(|error| naming(&self.path, &error))?;
+        let alive = presence::alive(self.opened());
+        let marked = absence::marked(self).map_err(|error| naming(self.path(), &error))?;
         let (mut listening, mut refused) = (Vec::new(), Vec::new());
-        let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
+        let entries = fs::read_dir(self.within_process()).map_err(|error| naming(self.path(), &error))?;
         for entry in entries {
             let name = entry?.file_name();
             let Some(address) = name.to_str().and_then(Address::of_file) else { continue };
@@ -267,7 +220,7 @@ impl Directory {
 
     /// Whether sockets were deleted a moment ago, and processes that have lost theirs may not have noticed.
     pub fn is_being_restored(&self) -> bool {
-        presence::is_deleted(&self.open).unwrap_or(false)
+        presence::is_deleted(self.opened()).unwrap_or(false)
     }
 
     /// The pid here of the process that another one, of this pid here, calls so.
@@ -388,10 +341,6 @@ pub(crate) fn connect_without_waiting(name: &[u8]) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-fn naming(path: &Path, error: &io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -404,7 +353,7 @@ mod tests {
         let [theirs, own] = [(); 2].map(|()| tempfile::tempdir().unwrap());
         let service = UnixListener::bind(own.path().join("service")).unwrap();
         symlink(own.path().join("service"), theirs.path().join("4711.sock")).unwrap();
-        let directory = Directory { owner: user() + 1, ..Directory::at(theirs.path()).unwrap() };
+        let directory = Directory::from(Folder::at(theirs.path()).unwrap().of_another(user() + 1));
         let refused = directory.connect(4711).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "{refused}");
         // Nor is another name of one, or one that its owner did not make.
@@ -419,27 +368,5 @@ mod tests {
         assert!(dial("4713.sock").is_ok() && dial("4712.sock").is_err());
         fs::remove_file(theirs.path().join("4712.sock")).unwrap();
         assert!(dial("4711.sock").is_err());
-    }
-
-    /// A command that root runs must not touch what the directory's owner points it to, nor wait for it.
-    #[test]
-    #[cfg_attr(miri, ignore = "opens a directory")]
-    fn only_a_plain_file_without_another_name_is_opened() {
-        let folder = tempfile::tempdir().unwrap();
-        let directory = Directory::at(folder.path()).unwrap();
-        let elsewhere = folder.path().join("elsewhere");
-        fs::write(&elsewhere, "contents").unwrap();
-        symlink(&elsewhere, folder.path().join("linked")).unwrap();
-        fs::hard_link(&elsewhere, folder.path().join("also")).unwrap();
-        fs::create_dir(folder.path().join("folder")).unwrap();
-        let pipe = CString::new(folder.path().join("pipe").into_os_string().into_vec()).unwrap();
-        // SAFETY: the name ends with NUL.
-        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
-        for name in ["linked", "also", "folder", "pipe"] {
-            assert!(directory.file(name, File::options().read(true)).is_err(), "{name}");
-            assert!(directory.file(name, File::options().read(true).write(true).create(true).truncate(false)).is_err(), "{name}");
-        }
-        assert!(directory.file("new", File::options().write(true).create_new(true)).is_ok());
-        assert_eq!(fs::read(&elsewhere).unwrap(), b"contents");
     }
 }

@@ -10,6 +10,8 @@ pub mod decision;
 pub mod descriptors;
 pub mod discovery;
 pub mod door;
+pub mod folder;
 pub mod gauge;
+mod listeners;
 mod presence;
 pub mod protocol;

@@ -252,7 +252,7 @@ fn tell_library(task: &Task, pid: u32, details: &Details) -> Result<Marked, Comm
     let write = || {
         // It may be the program's user's.
         let directory = Directory::open()?.map_or_else(Directory::open_or_create_again, Ok)?;
-        let marked = Marked::new(directory, Mark::Loading, &address, &Says { name: Some(task.name.clone()) })?;
+        let marked = Marked::new(directory.folder(), Mark::Loading, &address, &Says { name: Some(task.name.clone()) })?;
         marked.ok_or_else(|| io::ErrorKind::WouldBlock.into())
     };
     write().map_err(refused("write to", &details.sockets))

@@ -244,7 +244,7 @@ impl Run<'_> {
         let socket = directory.path().join(directory.beside(known_as, "sock"));
         let address = Address::distinct(self.pid()).ok_or_else(|| cannot("the process has ended"))?;
         let name = self.save.checkpoint.members.first().and_then(|member| member.process.name.clone());
-        let marked = Marked::new(directory.clone(), Mark::Saving, &address, &Says { name }).map_err(refused("lock", directory.path()))?;
+        let marked = Marked::new(directory.folder(), Mark::Saving, &address, &Says { name }).map_err(refused("lock", directory.path()))?;
         self.away = Some(marked.ok_or_else(|| CommandError::new(Exit::Busy, "another vramctl saves this process"))?);
         self.client()?.detach()?;
         if wait_until(SOCKET_WITHIN, || fs::symlink_metadata(&socket).is_err()) {
