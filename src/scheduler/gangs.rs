@@ -25,7 +25,9 @@ impl Gang {
 
     /// Whether work of one of its parts may wait for another part, on the GPU: then it cannot drain while one part waits for room.
     pub fn is_parallel(&self) -> bool {
-        self.programs.len() > 1 || self.gpus().len() > 1
+        let mut gpus = self.on_gpus();
+        let first = gpus.next();
+        self.programs.len() > 1 || gpus.any(|gpu| Some(gpu) != first)
     }
 
     /// Whether it is in place, and one part waits for room while others may spin.
@@ -84,8 +86,13 @@ impl Gang {
     }
 
     pub fn gpus(&self) -> BTreeSet<GpuId> {
+        self.on_gpus().collect()
+    }
+
+    /// The same, some more than once.
+    pub fn on_gpus(&self) -> impl Iterator<Item = GpuId> {
         let asked = self.programs.values().flat_map(|program| program.asks.values()).flat_map(|ask| ask.room.keys());
-        self.programs.values().flat_map(|program| program.memory.keys()).chain(asked).copied().collect()
+        self.programs.values().flat_map(|program| program.memory.keys()).chain(asked).copied()
     }
 
     /// What it needs to run and to go on: what is away, if it is to come in, and what it asks for.
@@ -106,7 +113,7 @@ impl Gang {
     /// The most that it may come to have on a GPU: its programs' limits, else their peaks so far, with what they ask for.
     pub fn ceiling(&self, gpu: GpuId) -> u64 {
         let of = |program: &Program| {
-            let asked: u64 = program.waiting().filter_map(|(_, ask)| ask.room.get(&gpu)).sum();
+            let asked: u64 = program.asks.values().filter_map(|ask| ask.room.get(&gpu)).sum();
             let now = program.memory.get(&gpu).map_or(0, |memory| memory.peak.max(memory.own() + asked)).max(asked);
             if program.memory.contains_key(&gpu) || asked > 0 { program.settings.limit.unwrap_or(0).max(now) } else { 0 }
         };

@@ -6,7 +6,7 @@ use crate::action::Leave;
 use crate::state::State;
 
 /// Bytes of contents that may leave, and how.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Budget(pub u64);
 
 impl State {
@@ -21,12 +21,19 @@ impl State {
         away + self.changes.values().map(|underway| underway.contents.0).sum::<u64>()
     }
 
-    /// What may leave beside contents of `coming` bytes that come in: if the host holds both, if they pass each other, and with files. The first that
-    /// suffices is the best.
-    pub(crate) fn budgets(&self, coming: u64) -> [Budget; 4] {
-        let (contents, room) = (self.contents(), self.host.room);
+    /// What may leave beside `contents` that are away and contents of `coming` bytes that come in: if the host holds both, if they pass each other, and with files. The first that
+    /// suffices is the best, and each is larger than those before.
+    pub(crate) fn budgets(&self, contents: u64, coming: u64) -> Vec<Budget> {
+        let room = self.host.room;
         let both = room + self.host.files;
-        [(room, 0), (room, coming), (both, 0), (both, coming)].map(|(room, coming)| Budget((room + coming).saturating_sub(contents)))
+        let mut budgets: Vec<Budget> = Vec::new();
+        for most in [room, room + coming, both, both + coming] {
+            let budget = Budget(most.saturating_sub(contents));
+            if budgets.last().is_none_or(|last| *last < budget) {
+                budgets.push(budget);
+            }
+        }
+        budgets
     }
 
     /// Whether contents have to pass each other, and how many bytes go to files.

@@ -7,7 +7,7 @@ use crate::ids::{AskId, ChangeId, GangId, GpuId, Priority, ProgramId};
 use crate::memory::PerGpu;
 use crate::order::Waiter;
 use crate::state::{AGES, Gang, State, Underway, Works};
-use crate::victims::{Needs, Standing};
+use crate::victims::{Needs, Standing, Totals};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -25,6 +25,9 @@ struct Round {
     step: Step,
     /// What nobody has and nobody was promised.
     free: PerGpu<i64>,
+    /// Bytes for all that can leave.
+    capacity: PerGpu,
+    totals: Totals,
     /// Of that, what is kept for waiters that are served first.
     claimed: PerGpu,
     /// The first waiter on each GPU for which others must give way: no other has them give way there.
@@ -106,13 +109,16 @@ impl State {
     }
 
     fn round(&mut self, actions: Vec<Action>) -> Round {
-        let reserve = self.policy.reserve;
+        let (reserve, books) = (self.policy.reserve, self.books());
+        let capacity = books.iter().map(|(&gpu, it)| (gpu, it.total.saturating_sub(reserve + it.unmanaged + it.fixed))).collect();
         for gang in self.gangs.values_mut() {
             gang.because = gang.served_by.or(gang.moving).filter(|_| gang.waits_since().is_some()).map(|_| Because::Served);
         }
         Round {
             step: Step { actions, wake: None },
-            free: self.books().into_iter().map(|(gpu, books)| (gpu, books.free(reserve))).collect(),
+            free: books.iter().map(|(&gpu, books)| (gpu, books.free(reserve))).collect(),
+            totals: self.totals(&capacity),
+            capacity,
             claimed: PerGpu::new(),
             first: PerGpu::new(),
             ahead: BTreeSet::new(),
@@ -133,6 +139,7 @@ impl State {
             round.step.actions.push(Action::Refuse(program, ask, refusal));
             self.with(program, |one| _ = one.asks.remove(&ask));
             waiter.lack = self.gangs[&waiter.gang].lack();
+            round.totals = self.totals(&round.capacity);
             self.gangs[&waiter.gang].waits_since()?;
         }
     }
@@ -181,7 +188,7 @@ impl State {
             needs.bytes.insert(gpu, u64::try_from(lack as i64 - available).unwrap_or(0));
         }
         if gang.is_parallel() && !gang.is_paused() {
-            needs.rivals = gang.gpus().into_iter().map(|gpu| (gpu, self.excess(waiter.gang, gpu))).collect();
+            needs.rivals = gang.gpus().into_iter().map(|gpu| (gpu, round.totals.excess(gang, gpu, &round.capacity))).collect();
         }
         needs.bytes.retain(|_, bytes| *bytes > 0);
         needs.rivals.retain(|_, bytes| *bytes > 0);
@@ -190,26 +197,40 @@ impl State {
 
     /// Has others give way, or finds out when they may.
     fn make_room(&mut self, round: &mut Round, waiter: &Waiter, needs: &Needs, comes: bool) -> Because {
+        let gang = &self.gangs[&waiter.gang];
+        let budgets = self.budgets(round.totals.contents, if comes { gang.contents_away() } else { 0 });
+        if !round.totals.suffice(gang, needs, self.now) {
+            return self.fails_in_time(round, waiter, Because::NobodyCan);
+        }
+        if budgets.last().is_none_or(|most| !round.totals.suffice_with(needs, *most)) {
+            return self.fails_in_time(round, waiter, Because::HostFull);
+        }
         let Candidates { now, ever, next } = self.candidates(round, waiter, needs);
-        let coming = if comes { self.gangs[&waiter.gang].contents_away() } else { 0 };
-        let budgets = self.budgets(coming);
-        if let Some(leaving) = budgets.into_iter().find_map(|budget| self.cover(needs, &now, budget)) {
+        if let Some(leaving) = budgets.iter().find_map(|budget| self.cover(needs, &now, *budget)) {
             self.begin(round, waiter, leaving, comes);
             return Because::Served;
         }
         if let Some(at) = next {
             round.wake_at(at);
         }
-        if budgets.into_iter().all(|budget| self.cover(needs, &ever, budget).is_none()) {
-            let left = self.gangs[&waiter.gang].asks().map(|(program, _, ask)| self.patience(program).saturating_sub(ask.unserved)).min();
-            if let Some(left) = left {
-                round.wake_at(self.now + left);
-            }
+        if budgets.iter().all(|budget| self.cover(needs, &ever, *budget).is_none()) {
             let is_host = self.cover(needs, &ever, Budget(u64::MAX)).is_some();
-            return if is_host { Because::HostFull } else { Because::NobodyCan };
+            return self.fails_in_time(round, waiter, if is_host { Because::HostFull } else { Because::NobodyCan });
         }
         round.claim(waiter, needs);
         next.map_or(Because::Busy, Because::Until)
+    }
+
+    /// Nobody can make the room that the waiter needs: its requests fail in time, unless somebody may who is left alone for now.
+    fn fails_in_time(&self, round: &mut Round, waiter: &Waiter, because: Because) -> Because {
+        if let Some(at) = round.totals.left_alone_until {
+            round.wake_at(at);
+        }
+        let left = self.gangs[&waiter.gang].asks().map(|(program, _, ask)| self.patience(program).saturating_sub(ask.unserved)).min();
+        if let Some(left) = left {
+            round.wake_at(self.now + left);
+        }
+        because
     }
 
     fn candidates(&self, round: &Round, waiter: &Waiter, needs: &Needs) -> Candidates {
@@ -253,6 +274,9 @@ impl State {
     fn impossible(&self, waiter: &Waiter) -> Option<(ProgramId, AskId, Refusal)> {
         let gang = &self.gangs[&waiter.gang];
         let mut asks: Vec<_> = gang.asks().collect();
+        if asks.is_empty() {
+            return None;
+        }
         asks.sort_by_key(|&(program, id, ask)| (ask.since, program, id));
         let (mut of_program, mut of_gang) = (BTreeMap::<(ProgramId, GpuId), u64>::new(), PerGpu::<u64>::new());
         let mut add = |program: ProgramId, gpu: GpuId, bytes: u64| {
@@ -287,6 +311,9 @@ impl State {
         let asks: Vec<_> = self.gangs[&waiter.gang].asks().map(|(program, ask, _)| (program, ask)).collect();
         for (program, ask) in asks {
             self.grant(program, ask, &mut round.step.actions);
+        }
+        if waiter.blocked {
+            round.totals = self.totals(&round.capacity);
         }
     }
 
@@ -343,6 +370,7 @@ impl State {
         round.moving.extend(&underway.gpus);
         round.step.actions.push(Action::Change(underway.change.clone()));
         self.changes.insert(underway.change.id, underway);
+        round.totals = self.totals(&round.capacity);
     }
 
     /// Those that have been idle for longer than their `--idle` give their memory back.
@@ -364,8 +392,8 @@ impl State {
                 continue;
             }
             let needs = Needs { bytes, rivals: PerGpu::new() };
-            let [_, _, budget, _] = self.budgets(0);
-            if let Some(leaving) = self.cover(&needs, &[(id, Why::Idle)], budget) {
+            let most = self.budgets(self.contents(), 0).pop().expect("there is one at least");
+            if let Some(leaving) = self.cover(&needs, &[(id, Why::Idle)], most) {
                 let underway = self.underway(Cause::IdleFor(id, self.now.saturating_sub(since)), leaving, Vec::new(), 0, BTreeSet::new());
                 self.start(round, underway);
             }
@@ -375,9 +403,9 @@ impl State {
     /// Has the programs tell whether they are idle, where it matters.
     fn watch(&mut self, round: &mut Round) {
         let waiters = self.gangs.values().filter(|gang| gang.waits_since().is_some());
-        let waited_for: BTreeSet<GpuId> = waiters.flat_map(Gang::gpus).collect();
+        let waited_for: BTreeSet<GpuId> = waiters.flat_map(Gang::on_gpus).collect();
         for gang in self.gangs.values_mut() {
-            let matters = gang.idle_limit().is_some() || gang.gpus().iter().any(|gpu| waited_for.contains(gpu));
+            let matters = gang.idle_limit().is_some() || gang.on_gpus().any(|gpu| waited_for.contains(&gpu));
             for (&id, program) in &mut gang.programs {
                 let wanted = matters && !program.held;
                 if program.watched.is_some() != wanted {

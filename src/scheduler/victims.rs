@@ -5,7 +5,7 @@ use crate::host::Budget;
 use crate::ids::{GangId, GpuId, ProgramId};
 use crate::memory::{Holdings, PerGpu};
 use crate::order::Waiter;
-use crate::state::{Gang, State, Works};
+use crate::state::{Gang, Program, State, Works};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -43,14 +43,10 @@ pub(crate) enum Standing {
 impl State {
     /// Whether and when the gang may give way to the waiter. `ahead` are the waiters that are served first.
     pub(crate) fn standing(&self, gang: &Gang, id: GangId, waiter: &Waiter, needs: &Needs, ahead: &BTreeSet<GangId>) -> Standing {
+        if let Some(never) = gang.stays(self.now) {
+            return never;
+        }
         let works = gang.works();
-        let works_elsewhere = gang.programs.values().any(|program| program.several_nodes) && matches!(works, Works::Busy | Works::Unknown);
-        if gang.is_paused() || gang.is_capturing() || gang.is_blocked() || (works_elsewhere && !gang.is_away()) {
-            return Standing::Never(None);
-        }
-        if self.now < gang.left_alone_until() {
-            return Standing::Never(Some(gang.left_alone_until()));
-        }
         if gang.moving.is_some() || gang.served_by.is_some() || ahead.contains(&id) {
             return Standing::Later;
         }
@@ -122,61 +118,156 @@ impl State {
                 continue;
             }
             let leave = Leave { gang: id, programs: gang.programs.keys().copied().collect(), taken, why };
-            left = self.without(&left, &leave);
+            left = left.without(&self.gives(&left, &leave));
             leaving.push(leave);
         }
         if !left.is_met() {
             return None;
         }
         // A later one may have given so much that an earlier one need not leave.
+        let mut given = leaving.iter().fold(Needs::default(), |given, leave| given.and(&self.gives(needs, leave)));
         for index in (0..leaving.len()).rev() {
-            let others = leaving.iter().enumerate().filter(|(other, _)| *other != index);
-            if others.fold(needs.clone(), |left, (_, leave)| self.without(&left, leave)).is_met() {
+            let rest = given.without(&self.gives(needs, &leaving[index]));
+            if needs.without(&rest).is_met() {
                 leaving.remove(index);
+                given = rest;
             }
         }
         Some(leaving)
     }
 
-    /// What is still needed once these have left.
-    fn without(&self, needs: &Needs, leave: &Leave) -> Needs {
+    /// What a gang gives of what is needed.
+    fn gives(&self, needs: &Needs, leave: &Leave) -> Needs {
         let gang = &self.gangs[&leave.gang];
-        let mut left = needs.clone();
-        left.bytes.iter_mut().for_each(|(&gpu, bytes)| *bytes = bytes.saturating_sub(leave.on(gpu)));
-        left.bytes.retain(|_, bytes| *bytes > 0);
-        left.rivals
-            .iter_mut()
-            .filter(|(gpu, _)| gang.runs_on(**gpu))
-            .for_each(|(&gpu, bytes)| *bytes = bytes.saturating_sub(gang.movable_ceiling(gpu)));
-        left.rivals.retain(|_, bytes| *bytes > 0);
-        left
+        let rivals = needs.rivals.keys().filter(|gpu| gang.runs_on(**gpu));
+        Needs {
+            bytes: needs.bytes.keys().map(|&gpu| (gpu, leave.on(gpu))).collect(),
+            rivals: rivals.map(|&gpu| (gpu, gang.movable_ceiling(gpu))).collect(),
+        }
+    }
+
+    /// What all gangs together have. `capacity`: bytes of each GPU for all that can leave it.
+    pub(crate) fn totals(&self, capacity: &PerGpu) -> Totals {
+        let mut all = Totals { contents: self.contents(), ..Totals::default() };
+        for gang in self.gangs.values() {
+            let stays = gang.stays(self.now);
+            if let Some(Standing::Never(Some(until))) = stays {
+                all.left_alone_until = Some(all.left_alone_until.map_or(until, |first| first.min(until)));
+            }
+            for (&gpu, memory) in gang.programs.values().flat_map(|program| &program.memory).filter(|_| stays.is_none()) {
+                *all.movable.entry(gpu).or_default() += memory.resident.bytes();
+                *all.without_contents.entry(gpu).or_default() += memory.resident.bytes() - memory.resident.contents();
+            }
+            if !gang.is_parallel() {
+                continue;
+            }
+            for gpu in gang.gpus().into_iter().filter(|gpu| gang.runs_on(*gpu)) {
+                let ceiling = gang.movable_ceiling(gpu);
+                *all.rivals.entry(gpu).or_default() += ceiling.min(capacity.get(&gpu).copied().unwrap_or(0));
+                *all.movable_rivals.entry(gpu).or_default() += if stays.is_none() { ceiling } else { 0 };
+            }
+        }
+        all
+    }
+}
+
+/// What all gangs together have. To ask each gang for each waiter would take too long among a thousand.
+#[derive(Debug, Default)]
+pub(crate) struct Totals {
+    /// Bytes of those that may give way now or later.
+    movable: PerGpu,
+    /// Of these, bytes without contents.
+    without_contents: PerGpu,
+    /// How many bytes gangs of several parts that run may come to have.
+    rivals: PerGpu,
+    /// The same of those that may give way.
+    movable_rivals: PerGpu,
+    /// Bytes of contents that are away, or about to leave.
+    pub contents: u64,
+    /// When the first gang may give way again that did not drain.
+    pub left_alone_until: Option<Duration>,
+}
+
+impl Totals {
+    /// Whether all others together could give what the waiter's gang needs.
+    pub fn suffice(&self, gang: &Gang, needs: &Needs, now: Duration) -> bool {
+        let is_one = gang.stays(now).is_none();
+        let own = |gpu: &GpuId| if is_one { gang.resident(*gpu) } else { 0 };
+        let own_rival = |gpu: &GpuId| if is_one && gang.runs_on(*gpu) { gang.movable_ceiling(*gpu) } else { 0 };
+        let suffice = |all: &PerGpu, gpu, own, bytes: &u64| all.get(gpu).is_some_and(|all| *bytes <= all.saturating_sub(own));
+        needs.bytes.iter().all(|(gpu, bytes)| suffice(&self.movable, gpu, own(gpu), bytes))
+            && needs.rivals.iter().all(|(gpu, bytes)| suffice(&self.movable_rivals, gpu, own_rival(gpu), bytes))
+    }
+
+    /// Whether that is so with this much room for contents.
+    pub fn suffice_with(&self, needs: &Needs, budget: Budget) -> bool {
+        let with_contents =
+            needs.bytes.iter().map(|(gpu, bytes)| bytes.saturating_sub(self.without_contents.get(gpu).copied().unwrap_or(0)));
+        with_contents.sum::<u64>() <= budget.0
     }
 
     /// By how many bytes the gangs of several parts that run on a GPU, and this one, may outgrow it. One alone cannot.
-    pub(crate) fn excess(&self, waiter: GangId, gpu: GpuId) -> u64 {
-        let capacity = self.capacity(gpu);
-        let rivals = self.gangs.iter().filter(|(id, gang)| **id != waiter && gang.runs_on(gpu));
-        let rivals: u64 = rivals.map(|(_, gang)| gang.movable_ceiling(gpu).min(capacity)).sum();
-        (rivals + self.gangs[&waiter].movable_ceiling(gpu).min(capacity)).saturating_sub(capacity).min(rivals)
+    pub fn excess(&self, gang: &Gang, gpu: GpuId, capacity: &PerGpu) -> u64 {
+        let capacity = capacity.get(&gpu).copied().unwrap_or(0);
+        let own = gang.movable_ceiling(gpu).min(capacity);
+        let runs = if gang.runs_on(gpu) { own } else { 0 };
+        let others = self.rivals.get(&gpu).map_or(0, |all| all.saturating_sub(runs));
+        (others + own).saturating_sub(capacity).min(others)
+    }
+}
+
+impl Needs {
+    /// Both.
+    fn and(mut self, other: &Self) -> Self {
+        for (mine, others) in [(&mut self.bytes, &other.bytes), (&mut self.rivals, &other.rivals)] {
+            for (&gpu, bytes) in others {
+                *mine.entry(gpu).or_default() += bytes;
+            }
+        }
+        self
     }
 
-    /// Bytes of a GPU for all that can leave it.
-    fn capacity(&self, gpu: GpuId) -> u64 {
-        let fixed: u64 = self.gangs.values().map(|gang| gang.fixed(gpu)).sum();
-        self.gpus.get(&gpu).map_or(0, |it| it.total.saturating_sub(self.policy.reserve + it.unmanaged + fixed))
+    /// What is left of it without those.
+    fn without(&self, those: &Self) -> Self {
+        let mut left = self.clone();
+        for (mine, others) in [(&mut left.bytes, &those.bytes), (&mut left.rivals, &those.rivals)] {
+            mine.retain(|gpu, bytes| {
+                *bytes = bytes.saturating_sub(others.get(gpu).copied().unwrap_or(0));
+                *bytes > 0
+            });
+        }
+        left
     }
 }
 
 impl Gang {
+    /// [`Standing::Never`] if it gives way to nobody as things are.
+    fn stays(&self, now: Duration) -> Option<Standing> {
+        let works_elsewhere =
+            || self.programs.values().any(|program| program.several_nodes) && matches!(self.works(), Works::Busy | Works::Unknown);
+        if self.is_paused() || self.is_capturing() || self.is_blocked() || !self.is_away() && works_elsewhere() {
+            return Some(Standing::Never(None));
+        }
+        Some(self.left_alone_until()).filter(|until| now < *until).map(|until| Standing::Never(Some(until)))
+    }
+
     /// When it is known whether it is busy: one that is watched since recently may turn out to be idle.
     pub fn known_at(&self, now: Duration, rest: Duration) -> Duration {
         let unknown = self.programs.values().filter(|program| program.works == Works::Unknown && !program.held);
         unknown.map(|program| program.watched.unwrap_or(now) + rest).max().unwrap_or_default()
     }
 
-    /// Whether it is of several parts, which run or are about to, and one of them is on the GPU.
+    /// Whether it is of several parts, which run or are about to, and one of them is on the GPU. Jobs that wait for their first memory do not keep
+    /// each other from it.
     pub fn runs_on(&self, gpu: GpuId) -> bool {
-        self.is_parallel() && (!self.is_away() || self.moving.is_some()) && self.movable_ceiling(gpu) > 0
+        let has_something = |program: &Program| {
+            program.memory.get(&gpu).is_some_and(|memory| memory.own() > 0)
+                || program.asks.values().any(|ask| ask.granted && ask.room.contains_key(&gpu))
+        };
+        self.is_parallel()
+            && (!self.is_away() || self.moving.is_some())
+            && self.movable_ceiling(gpu) > 0
+            && self.programs.values().any(has_something)
     }
 
     fn movable_ceiling(&self, gpu: GpuId) -> u64 {

@@ -46,6 +46,102 @@ struct Wait {
     possible: bool,
 }
 
+/// A gang as it is after the event.
+struct Group {
+    programs: Vec<ProgramId>,
+    because: Option<Because>,
+    since: Option<Duration>,
+    lack: PerGpu,
+    priority: Priority,
+    turn_left: Duration,
+    is_parallel: bool,
+    /// It may never give way, as far as the scheduler can know.
+    is_fixed: bool,
+}
+
+/// All gangs, and what follows of all of them together: a check of each against each would take hours for a thousand programs.
+struct Groups {
+    of: BTreeMap<GangId, Group>,
+    free: PerGpu<i64>,
+    /// What those have that may give way.
+    movable: PerGpu,
+    fixed_rivals: usize,
+    waiting: usize,
+    turns_left: Duration,
+    priorities: BTreeMap<Priority, usize>,
+    /// Bytes of contents that are away or about to be, and the size of the largest allocation.
+    contents: u64,
+    largest: u64,
+}
+
+impl Groups {
+    fn of(properties: &Properties, world: &World) -> Self {
+        let mut all = Self {
+            of: BTreeMap::new(),
+            free: free(world),
+            movable: PerGpu::new(),
+            fixed_rivals: 0,
+            waiting: 0,
+            turns_left: Duration::ZERO,
+            priorities: BTreeMap::new(),
+            contents: world.programs.values().map(contents_away).sum(),
+            largest: world.programs.values().flat_map(|one| one.memory.values()).map(|memory| memory.resident.largest()).max().unwrap_or(0),
+        };
+        all.contents += world.changes.values().flat_map(|going| &going.change.leaving).map(Leave::contents).sum::<u64>();
+        for (gang, programs, because) in world.scheduler.gangs() {
+            let group = Group {
+                because,
+                since: waits_since(world, &programs),
+                lack: lack(world, &programs),
+                priority: priority(world, &programs),
+                turn_left: turn_left(world, &programs),
+                is_parallel: is_parallel(world, &programs),
+                is_fixed: properties.is_fixed(world, &programs),
+                programs,
+            };
+            for (gpu, bytes) in group.movable(world) {
+                *all.movable.entry(gpu).or_default() += bytes;
+            }
+            all.fixed_rivals += usize::from(group.is_fixed && group.is_parallel);
+            all.waiting += usize::from(group.since.is_some());
+            all.turns_left += group.turn_left;
+            *all.priorities.entry(group.priority).or_default() += 1;
+            all.of.insert(gang, group);
+        }
+        all
+    }
+
+    /// Whether there would be room if all others gave way that may. Where it is not clear: not.
+    fn is_possible(&self, world: &World, group: &Group) -> bool {
+        if group.is_parallel && self.fixed_rivals > usize::from(group.is_fixed) {
+            return false;
+        }
+        let own = group.movable(world);
+        let room = |gpu: &GpuId| {
+            let others = self.movable.get(gpu).copied().unwrap_or(0) - own.get(gpu).copied().unwrap_or(0);
+            self.free.get(gpu).map(|free| free + others as i64)
+        };
+        // Who gives way gives whole allocations.
+        let contents = self.contents + group.lack.values().map(|lack| lack + self.largest).sum::<u64>() * 2;
+        contents <= world.host.0 && group.lack.iter().all(|(gpu, bytes)| room(gpu).is_some_and(|room| room >= *bytes as i64))
+    }
+
+    /// What is left of the turns of all others.
+    fn turns_beside(&self, group: &Group) -> Duration {
+        self.turns_left.saturating_sub(group.turn_left)
+    }
+}
+
+impl Group {
+    fn movable(&self, world: &World) -> PerGpu {
+        let mut all = PerGpu::new();
+        for (gpu, memory) in alive(world, &self.programs).filter(|_| !self.is_fixed).flat_map(|one| &one.memory) {
+            *all.entry(*gpu).or_default() += memory.resident.bytes();
+        }
+        all
+    }
+}
+
 impl Properties {
     pub fn before(&mut self, world: &World) {
         self.free_before = free(world);
@@ -59,11 +155,12 @@ impl Properties {
         }
         let changes: Vec<&Change> =
             step.actions.iter().filter_map(|action| if let Action::Change(change) = action { Some(change) } else { None }).collect();
-        self.room_is_enough(world, step, &changes);
-        self.nobody_is_forgotten(world, step);
+        let groups = Groups::of(self, world);
+        self.room_is_enough(world, step, &changes, &groups);
+        self.nobody_is_forgotten(world, step, &groups);
         // As things were until now.
         self.out_of_memory_only_if_it_must(world, step);
-        self.waits_are_short(world, event, &changes);
+        self.waits_are_short(world, event, &changes, groups);
         for change in &changes {
             rivals_fit(world, change);
             self.turns_pay_for_changes(world, change);
@@ -73,7 +170,7 @@ impl Properties {
     }
 
     /// 1. Resident, fixed and promised bytes never exceed a GPU, nor contents the host.
-    fn room_is_enough(&mut self, world: &World, step: &Step, changes: &[&Change]) {
+    fn room_is_enough(&mut self, world: &World, step: &Step, changes: &[&Change], groups: &Groups) {
         for (gpu, books) in world.scheduler.books() {
             assert!(books.resident + books.fixed + books.promised <= books.total, "(1) {gpu:?}: {books:?}");
         }
@@ -93,8 +190,9 @@ impl Properties {
             let all_live = change.coming.iter().all(|id| world.programs.contains_key(id));
             assert!(change.to_files >= more || !all_live, "(1) no room in memory: {change:?}");
         }
-        let exists = |gang: GangId| world.scheduler.gangs().any(|(id, ..)| id == gang);
-        self.promised.retain(|key, _| world.changes.get(key).is_some_and(|going| !going.ended && exists(going.change.cause.gang())));
+        self.promised.retain(|key, _| {
+            world.changes.get(key).is_some_and(|going| !going.ended && groups.of.contains_key(&going.change.cause.gang()))
+        });
         if !step.actions.iter().any(|action| {
             matches!(action, Action::Change(change) if !matches!(change.cause, Cause::IdleFor(..))) || matches!(action, Action::Grant(..))
         }) {
@@ -120,22 +218,19 @@ impl Properties {
     }
 
     /// 2. There is no waiter that could be served but neither action nor timer.
-    fn nobody_is_forgotten(&self, world: &World, step: &Step) {
-        let free = free(world);
-        for (gang, programs, because) in world.scheduler.gangs() {
-            let Some(_) = waits_since(world, &programs) else { continue };
-            if world.changes.values().any(|going| concerns(&going.change, gang, &programs)) {
+    fn nobody_is_forgotten(&self, world: &World, step: &Step, groups: &Groups) {
+        for (&gang, group) in groups.of.iter().filter(|(_, group)| group.since.is_some()) {
+            if world.changes.values().any(|going| concerns(&going.change, gang, &group.programs)) {
                 continue;
             }
-            assert!(because.is_some(), "(2) {gang:?} waits, and nobody knows why");
-            if step.wake.is_none() && self.is_possible(world, &programs) && world.changes.is_empty() && self.promised.is_empty() {
+            assert!(group.because.is_some(), "(2) {gang:?} waits, and nobody knows why");
+            if step.wake.is_none() && groups.is_possible(world, group) && world.changes.is_empty() && self.promised.is_empty() {
                 let granted = world.programs.values().flat_map(|one| one.asks.values()).any(|ask| ask.granted);
                 assert!(granted || world.tells(), "(2) {gang:?} waits, and nothing happens");
             }
-            let lack = lack(world, &programs);
-            let alone = world.scheduler.gangs().all(|(other, others, _)| other == gang || waits_since(world, &others).is_none());
-            let quiet = world.changes.is_empty() && !is_parallel(world, &programs) && lack.len() == 1;
-            if alone && quiet && !matches!(because, Some(Because::Retries(_))) {
+            let (lack, free) = (&group.lack, &groups.free);
+            let quiet = world.changes.is_empty() && !group.is_parallel && lack.len() == 1;
+            if groups.waiting == 1 && quiet && !matches!(group.because, Some(Because::Retries(_))) {
                 assert!(
                     lack.iter().any(|(gpu, bytes)| free[gpu] < *bytes as i64),
                     "(2) {gang:?} waits for {lack:?} while there are {free:?}"
@@ -145,42 +240,36 @@ impl Properties {
     }
 
     /// 3. Nobody waits longer than the turns of those ahead, with their changes and drains; and nobody younger is served before.
-    fn waits_are_short(&mut self, world: &World, event: &Event, changes: &[&Change]) {
+    fn waits_are_short(&mut self, world: &World, event: &Event, changes: &[&Change], groups: Groups) {
         let passed = world.now.saturating_sub(self.last);
-        let gangs: BTreeMap<_, _> = world.scheduler.gangs().map(|(gang, programs, because)| (gang, (programs, because))).collect();
+        let moving: Duration = world.changes.values().map(|going| longest(world, &going.change)).sum();
+        let more: Duration = changes.iter().map(|change| longest(world, change) + world.policy.rest).sum();
         let mut waits = BTreeMap::new();
-        for (&gang, (programs, because)) in &gangs {
-            let Some(since) = waits_since(world, programs) else { continue };
-            let mut wait =
-                self.waits.get(&gang).cloned().filter(|wait| wait.since == since && wait.programs == *programs).unwrap_or_else(|| {
-                    let turns: Duration =
-                        gangs.iter().filter(|(other, _)| **other != gang).map(|(_, (programs, _))| turn_left(world, programs)).sum();
-                    let moving: Duration = world.changes.values().map(|going| longest(world, &going.change)).sum();
-                    Wait {
-                        since,
-                        begun: world.now,
-                        programs: programs.clone(),
-                        excluded: Duration::ZERO,
-                        allowed: turns + moving + world.policy.rest + SLACK,
-                        possible: true,
-                    }
-                });
+        for (&gang, group) in &groups.of {
+            let (programs, because) = (&group.programs, group.because);
+            let Some(since) = group.since else { continue };
+            let known = self.waits.remove(&gang).filter(|wait| wait.since == since && wait.programs == *programs);
+            let mut wait = known.unwrap_or_else(|| Wait {
+                since,
+                begun: world.now,
+                programs: programs.clone(),
+                excluded: Duration::ZERO,
+                allowed: groups.turns_beside(group) + moving + world.policy.rest + SLACK,
+                possible: true,
+            });
             if !wait.possible {
                 wait.excluded += passed;
             }
-            wait.possible = self.is_possible(world, programs)
+            wait.possible = groups.is_possible(world, group)
                 && !matches!(because, Some(Because::Retries(_)))
-                && !self.has_to_age(world, programs, since);
+                && !self.has_to_age(world, &groups, group, since);
             if world.trace.shown {
-                let (lack, free) = (lack(world, programs), free(world));
+                let (lack, free) = (&group.lack, &groups.free);
                 println!("             {gang:?} waits since {since:?} for {lack:?} of {free:?}: {because:?}, possible: {}", wait.possible);
             }
-            for change in changes {
-                wait.allowed += longest(world, change) + world.policy.rest;
-            }
+            wait.allowed += more;
             if let Event::Done { outcome: Outcome::Changed, .. } | Event::Settled { .. } | Event::Settings(..) = event {
-                let others = gangs.iter().filter(|(other, _)| **other != gang).map(|(_, (programs, _))| turn_left(world, programs));
-                wait.allowed += others.sum::<Duration>();
+                wait.allowed += groups.turns_beside(group);
             }
             let waited = world.now.saturating_sub(wait.begun).saturating_sub(wait.excluded);
             assert!(
@@ -192,52 +281,47 @@ impl Properties {
         }
         for change in changes.iter().filter(|change| !matches!(change.cause, Cause::IdleFor(..))) {
             let gang = change.cause.gang();
-            for (other, wait) in waits.iter().filter(|(other, wait)| **other != gang && wait.possible) {
-                self.check_not_overtaken(world, change, *other, &gangs[other].0, wait, gangs[other].1);
-            }
-            let programs = &gangs[&gang].0;
-            if waits_since(world, programs).is_some_and(|since| has_aged(world, programs, since)) {
+            self.check_not_overtaken(world, change, &groups, &waits);
+            let programs = &groups.of[&gang].programs;
+            if groups.of[&gang].since.is_some_and(|since| has_aged(world, programs, since)) {
                 let turn = longest(world, change) * (world.policy.k + 2) + world.policy.slice;
                 self.aged_until = self.aged_until.max(world.now + turn * 100 / world.policy.low_percent);
             }
         }
         self.waits = waits;
-        self.gangs = gangs.into_iter().map(|(gang, (programs, _))| (gang, programs)).collect();
+        self.gangs = groups.of.into_iter().map(|(gang, group)| (gang, group.programs)).collect();
     }
 
-    fn check_not_overtaken(
-        &self,
-        world: &World,
-        change: &Change,
-        other: GangId,
-        programs: &[ProgramId],
-        wait: &Wait,
-        because: Option<Because>,
-    ) {
-        let this = of_cause(world, &change.cause);
-        let concerned = world.changes.values().any(|going| going.change.id != change.id && concerns(&going.change, other, programs));
-        let needs = lack(world, programs);
-        let now = free(world);
-        let needs_room = |gpu: &GpuId| needs.get(gpu).is_some_and(|lack| *lack as i64 > self.free_before[gpu].max(now[gpu]));
-        let on = lack_of(world, &change.cause)
-            .into_keys()
-            .chain(change.leaving.iter().flat_map(|leave| leave.taken.keys().map(|(_, gpu)| *gpu)));
-        if concerned || !on.into_iter().any(|gpu| needs_room(&gpu)) || this.is_empty() {
-            return;
+    fn check_not_overtaken(&self, world: &World, change: &Change, groups: &Groups, waits: &BTreeMap<GangId, Wait>) {
+        let gang = change.cause.gang();
+        let this = &groups.of[&gang];
+        let on: BTreeSet<GpuId> =
+            this.lack.keys().copied().chain(change.leaving.iter().flat_map(|leave| leave.taken.keys().map(|(_, gpu)| *gpu))).collect();
+        let since = this.since.unwrap_or_default();
+        let may_pass = is_blocked(world, &this.programs);
+        for (other, wait) in waits.iter().filter(|(other, wait)| **other != gang && wait.possible) {
+            let group = &groups.of[other];
+            let needs_room =
+                |gpu: &GpuId| group.lack.get(gpu).is_some_and(|lack| *lack as i64 > self.free_before[gpu].max(groups.free[gpu]));
+            let concerned = || {
+                let mut others = world.changes.values().filter(|going| going.change.id != change.id);
+                others.any(|going| concerns(&going.change, *other, &group.programs))
+            };
+            if !on.iter().any(needs_room) || concerned() {
+                continue;
+            }
+            let fair = may_pass
+                || !is_blocked(world, &group.programs)
+                    && (this.priority > group.priority
+                        || this.priority == group.priority && since <= wait.since + Duration::from_millis(5)
+                        || has_aged(world, &this.programs, since)
+                        || this.turn_left > Duration::ZERO);
+            assert!(
+                fair,
+                "(3) {:?} overtakes {:?}, which waits since {:?} for {:?}, {:?}, free {:?}: {change:?}",
+                this.programs, group.programs, wait.since, group.lack, group.because, groups.free
+            );
         }
-        let since = waits_since(world, &this).unwrap_or_default();
-        let (class, others) = (priority(world, &this), priority(world, programs));
-        let fair = is_blocked(world, &this)
-            || !is_blocked(world, programs)
-                && (class > others
-                    || class == others && (since <= wait.since + Duration::from_millis(5) || turn_left(world, &this) > Duration::ZERO)
-                    || has_aged(world, &this, since)
-                    || turn_left(world, &this) > Duration::ZERO);
-        assert!(
-            fair,
-            "(3) {this:?} overtakes {programs:?}, which waits since {:?} for {needs:?}, {because:?}, free {now:?}: {change:?}",
-            wait.since
-        );
     }
 
     /// 4. Changes take at most 1/k of busy time, plus drains.
@@ -345,7 +429,11 @@ impl Properties {
         if !plenty || change.leaving.iter().any(|leave| is_parallel(world, &leave.programs)) {
             return;
         }
-        for (_, gpu) in change.leaving.iter().filter(busy).flat_map(|leave| leave.taken.keys()) {
+        let others = world.changes.iter().filter(|(key, _)| **key != (world.epoch, change.id)).map(|(_, going)| &going.change);
+        let moving: BTreeSet<ProgramId> =
+            others.flat_map(|other| other.leaving.iter().flat_map(|leave| &leave.programs).chain(&other.coming)).copied().collect();
+        let gpus: BTreeSet<GpuId> = change.leaving.iter().filter(busy).flat_map(|leave| leave.taken.keys().map(|(_, gpu)| *gpu)).collect();
+        for gpu in &gpus {
             let idle = |(id, one): &(&ProgramId, &Process)| {
                 let said_so = one.works() == Activity::Empty && world.now > one.works_since + Duration::from_millis(5);
                 let free = one.in_change.is_none()
@@ -357,13 +445,8 @@ impl Properties {
                 let left_alone = self.left_alone.get(id).is_some_and(|(until, _)| world.now < *until);
                 free && one.spec.job.is_none() && one.asks.is_empty() && !left_alone && (said_so && !one.held || away)
             };
-            let moving = |id: &ProgramId| {
-                world
-                    .changes
-                    .iter()
-                    .any(|(key, going)| *key != (world.epoch, change.id) && concerns(&going.change, GangId(u64::MAX), &[*id]))
-            };
-            let of_idle = world.programs.iter().filter(idle).filter(|(id, _)| !moving(id)).filter_map(|(_, one)| one.memory.get(gpu));
+            let of_idle =
+                world.programs.iter().filter(idle).filter(|(id, _)| !moving.contains(id)).filter_map(|(_, one)| one.memory.get(gpu));
             let of_idle: u64 = of_idle.map(|memory| memory.resident.bytes()).sum();
             assert!(of_idle < missing(*gpu), "(5) a busy one leaves {gpu:?} although {of_idle} bytes of idle ones would do: {change:?}");
         }
@@ -373,9 +456,8 @@ impl Properties {
     fn out_of_memory_only_if_it_must(&mut self, world: &World, step: &Step) {
         let passed = world.now.saturating_sub(self.last);
         let mut unserved = BTreeMap::new();
-        for programs in self.gangs.values() {
-            let possible =
-                self.waits.iter().find(|(gang, _)| self.gangs.get(gang) == Some(programs)).is_some_and(|(_, wait)| wait.possible);
+        for (gang, programs) in &self.gangs {
+            let possible = self.waits.get(gang).is_some_and(|wait| wait.possible);
             for &id in programs {
                 let Some(one) = world.programs.get(&id) else { continue };
                 for (&ask, _) in one.asks.iter().filter(|(_, ask)| ask.waits()) {
@@ -469,39 +551,13 @@ impl Properties {
         }) || is_blocked(world, programs)
     }
 
-    /// Whether there would be room if all gave way that may. Where it is not clear: not.
-    fn is_possible(&self, world: &World, programs: &[ProgramId]) -> bool {
-        let lack = lack(world, programs);
-        let mut room: PerGpu<i64> =
-            world.scheduler.books().into_iter().map(|(gpu, books)| (gpu, books.free(world.policy.reserve))).collect();
-        let mut contents: u64 = world.programs.values().map(contents_away).sum();
-        contents += world.changes.values().flat_map(|going| &going.change.leaving).map(Leave::contents).sum::<u64>();
-        // Who gives way gives whole allocations.
-        let largest =
-            world.programs.values().flat_map(|one| one.memory.values()).map(|memory| memory.resident.largest()).max().unwrap_or(0);
-        contents += lack.values().map(|lack| lack + largest).sum::<u64>() * 2;
-        for (_, others, _) in world.scheduler.gangs().filter(|(_, others, _)| others[..] != *programs) {
-            if self.is_fixed(world, &others) {
-                if is_parallel(world, programs) && is_parallel(world, &others) {
-                    return false;
-                }
-                continue;
-            }
-            for (gpu, memory) in others.iter().filter_map(|id| world.programs.get(id)).flat_map(|one| &one.memory) {
-                *room.entry(*gpu).or_default() += memory.resident.bytes() as i64;
-            }
-        }
-        contents <= world.host.0 && lack.iter().all(|(gpu, bytes)| room.get(gpu).is_some_and(|room| *room >= *bytes as i64))
-    }
-
     fn ages_at(&self, world: &World, since: Duration) -> Duration {
         self.aged_until.max(since + world.policy.slice * (100 - world.policy.low_percent) / world.policy.low_percent)
     }
 
     /// Whether those of a higher priority go first for now.
-    fn has_to_age(&self, world: &World, programs: &[ProgramId], since: Duration) -> bool {
-        let own = priority(world, programs);
-        let higher = world.scheduler.gangs().any(|(_, others, _)| others[..] != *programs && priority(world, &others) > own);
+    fn has_to_age(&self, world: &World, groups: &Groups, group: &Group, since: Duration) -> bool {
+        let higher = groups.priorities.keys().any(|priority| *priority > group.priority);
         higher && world.now < self.ages_at(world, since) + SLACK
     }
 }
